@@ -1,0 +1,176 @@
+"""One step's work as one flat int32 array, and back. It does not know why these slices were chosen.
+
+The array is what travels to every rank and to the device in one copy. Sections follow each other in the
+order of `_SECTIONS`; their lengths come from the eight-word header. Floats travel as their bits.
+
+    header | tokens_T | positions_T | slots_T | query_starts_S+1 | contexts_S | tables_SxW | rows_R |
+    sampling_Rx12 | history_starts_R+1 | history_H | bias_starts_R+1 | bias_ids_B | bias_values_B
+
+T tokens in the step, S slices, W blocks in the widest table, R rows to sample, H history tokens, B biases.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.wire import Sampling
+
+Int32s = NDArray[np.int32]
+HEADER_WORDS = 8
+SAMPLING_WORDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A run of one sequence's tokens in a step.
+
+    tokens      the ids to compute, positions start … start+len−1; all KV before `start` is already written.
+    blocks      the sequence's block table, covering at least start+len(tokens) positions.
+    sampling    None while the prompt is not finished; else how to sample the token after the last one.
+    history     (ids of prompt and output so far, number of them that are prompt) where penalties need them.
+    """
+
+    tokens: Items[int]
+    start: int
+    blocks: Items[int]
+    sampling: Sampling | None = None
+    history: tuple[Items[int], int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Views into the packed array; nothing is copied. The letters are those of the module's drawing."""
+
+    tokens_T: Int32s
+    positions_T: Int32s
+    slots_T: Int32s  # block · block_tokens + offset: where each token's K and V are written
+    query_starts_S1: Int32s
+    contexts_S: Int32s  # tokens of KV each slice attends to, its own included
+    tables_SW: Int32s  # padded with 0
+    rows_R: Int32s  # index into T of the rows whose next token is sampled
+    sampling_R12: Int32s  # columns in _sampling_words' order
+    history_starts_R1: Int32s
+    history_H: Int32s  # per row: its prompt length, then prompt and output ids; empty without penalties
+    bias_starts_R1: Int32s
+    bias_ids_B: Int32s
+    bias_values_B: NDArray[np.float32]
+
+    @property
+    def temperature_R(self) -> NDArray[np.float32]:
+        return self._float_column(0)
+
+    @property
+    def top_k_R(self) -> Int32s:
+        return self.sampling_R12[:, 1]
+
+    @property
+    def top_p_R(self) -> NDArray[np.float32]:
+        return self._float_column(2)
+
+    @property
+    def min_p_R(self) -> NDArray[np.float32]:
+        return self._float_column(3)
+
+    @property
+    def repetition_penalty_R(self) -> NDArray[np.float32]:
+        return self._float_column(4)
+
+    @property
+    def frequency_penalty_R(self) -> NDArray[np.float32]:
+        return self._float_column(5)
+
+    @property
+    def presence_penalty_R(self) -> NDArray[np.float32]:
+        return self._float_column(6)
+
+    @property
+    def seed_R(self) -> NDArray[np.int64]:
+        low, high = self.sampling_R12[:, 7].view(np.uint32), self.sampling_R12[:, 8].astype(np.int64)
+        return (high << 32) | low.astype(np.int64)
+
+    @property
+    def sample_position_R(self) -> Int32s:
+        """The position that the sampled token will have; with the seed it keys the random numbers."""
+        return self.sampling_R12[:, 9]
+
+    @property
+    def logprobs_R(self) -> Int32s:
+        """How many alternatives to report; −1 where none were asked for."""
+        return self.sampling_R12[:, 10]
+
+    def _float_column(self, column: int) -> NDArray[np.float32]:
+        return np.ascontiguousarray(self.sampling_R12[:, column]).view(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step gives back, row by row in the order of `rows_R`.
+
+    `logprobs` maps a row that asked to (chosen token's logprob, top ids, top logprobs), best first.
+    """
+
+    tokens_R: Int32s
+    logprobs: dict[int, tuple[float, list[int], list[float]]]
+
+
+class Flight(Protocol):
+    """A batch launched and not yet committed."""
+
+    def wait(self) -> Sampled:
+        """Blocks until the step is done. Called once."""
+        ...
+
+
+class Runs(Protocol):
+    """What the replica's loop asks of a runner; the stamp engine of the tests is another one."""
+
+    def launch(self, packed: Int32s) -> Flight: ...
+
+
+def _sampling_words(sampling: Sampling, position: int, row: NDArray[np.uint32]) -> None:
+    floats = row.view(np.float32)
+    floats[0] = sampling.temperature
+    row[1] = sampling.top_k
+    floats[2] = sampling.top_p
+    floats[3] = sampling.min_p
+    floats[4] = sampling.repetition_penalty
+    floats[5] = sampling.frequency_penalty
+    floats[6] = sampling.presence_penalty
+    row[7] = sampling.seed & 0xFFFFFFFF
+    row[8] = sampling.seed >> 32
+    row[9] = position
+    row[10] = 0xFFFFFFFF if sampling.logprobs is None else sampling.logprobs
+    row[11] = 0
+
+
+def _lengths(header: Int32s) -> list[int]:
+    t, s, w, r, h, b = (int(word) for word in header[:6])
+    return [t, t, t, s + 1, s, s * w, r, r * SAMPLING_WORDS, r + 1, h, r + 1, b, b]
+
+
+def unpack(packed: Int32s) -> Batch:
+    """Views of a packed array (int32, contiguous); the result holds as long as the array is not written."""
+    assert packed.dtype == np.int32 and packed.ndim == 1 and len(packed) >= HEADER_WORDS
+    lengths = _lengths(packed)
+    ends = np.cumsum([HEADER_WORDS, *lengths])
+    assert ends[-1] == len(packed), f"{len(packed)} words, header says {ends[-1]}"
+    parts = [packed[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    width = int(packed[2])
+    return Batch(
+        tokens_T=parts[0],
+        positions_T=parts[1],
+        slots_T=parts[2],
+        query_starts_S1=parts[3],
+        contexts_S=parts[4],
+        tables_SW=parts[5].reshape(-1, width),
+        rows_R=parts[6],
+        sampling_R12=parts[7].reshape(-1, SAMPLING_WORDS),
+        history_starts_R1=parts[8],
+        history_H=parts[9],
+        bias_starts_R1=parts[10],
+        bias_ids_B=parts[11],
+        bias_values_B=parts[12].view(np.float32),
+    )

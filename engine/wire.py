@@ -1,0 +1,298 @@
+"""What processes say to each other: frames, addresses and how bytes become frames.
+
+A frame is a 4-byte big-endian length followed by one msgpack-encoded tagged struct. The same bytes
+travel over `unix:` and `tcp:` sockets. This module knows neither torch nor asyncio nor scheduling.
+"""
+
+import enum
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+PROTOCOL: Final = 1
+FRAME_BYTES_MAX: Final = 64 << 20
+_LENGTH: Final = struct.Struct(">I")
+
+
+class Residency(enum.IntEnum):
+    """Where a replica's weights are."""
+
+    DISK = 0
+    MEMORY = 1
+    DEVICE = 2
+
+
+class ScopeKind(enum.IntEnum):
+    """Who may share a cached prefix. REQUEST shares with nobody and is what a missing scope means."""
+
+    REQUEST = 0
+    USER = 1
+    TENANT = 2
+    PUBLIC = 3
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # a stop token
+    LENGTH = "length"  # max_tokens or the end of the context
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class RejectReason(enum.StrEnum):
+    TOO_LONG = "too_long"  # can never fit this replica's context or KV pool
+    BUSY = "busy"  # the waiting queue is full
+    DRAINING = "draining"  # the replica is going away
+    INVALID = "invalid"  # a frame that a correct gateway does not send
+
+
+class Scope(msgspec.Struct, frozen=True, array_like=True):
+    """Separates prefix caches. `id` is 16 opaque bytes made in `tenants`; raising `epoch` is a wipe."""
+
+    kind: ScopeKind = ScopeKind.REQUEST
+    id: bytes = b""
+    epoch: int = 0
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the next token is chosen. Values are in range: the gateway checked them.
+
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; penalties are off at 1, 0 and 0.
+    `seed` is always set (the gateway draws one when the caller gave none), 0 ≤ seed < 2**63.
+    `logprobs` is None (off) or how many alternatives to report beside the chosen token (0–20).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """gateway → replica: run this prompt. Choices 0…n−1 are the sequences id … id+n−1 of this connection.
+
+    `tokens` is packed u32 little-endian. `stop_ids` end a sequence and are still reported as its last token.
+    Choice i samples with seed + i.
+    """
+
+    id: int
+    tokens: bytes
+    scope: Scope
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: list[int] = []
+    n: int = 1
+    traceparent: str = ""
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """gateway → replica: the caller is gone. Unknown and finished ids are ignored."""
+
+    ids: list[int]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """replica → anyone, first on every connection. `boot` names this start of this replica."""
+
+    protocol: int
+    model: str
+    revision: str
+    boot: str
+    pid: int
+    context_tokens: int
+    vocabulary: int
+    block_tokens: int
+    blocks: int
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence left the waiting queue; `cached_tokens` of its prompt were read from its own namespace."""
+
+    id: int
+    cached_tokens: int
+    waited_ms: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities (natural) of one emitted token and its `top` alternatives, best first."""
+
+    id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence ended. `message` says what to do about it when the reason is ERROR."""
+
+    id: int
+    reason: FinishReason
+    completion_tokens: int
+    message: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """replica → gateway, one per step and connection: columns, not a message per token.
+
+    Sequence ids[i] emitted counts[i] tokens, packed u32 little-endian in `tokens` in that order.
+    `logprobs` holds one entry per emitted token of the sequences that asked for them, in the same order.
+    """
+
+    ids: list[int]
+    counts: list[int]
+    tokens: bytes
+    started: list[Started] = []
+    finished: list[Finish] = []
+    logprobs: list[TokenLogprobs] = []
+
+
+class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
+    """replica → gateway: this Submit was not accepted; nothing of it runs or will run."""
+
+    id: int
+    reason: RejectReason
+    message: str
+    retry_after_ms: int = 0
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """replica → anyone, twice a second and when a sequence starts or ends: how full it is.
+
+    `counters` only grow within one boot (prefix hit tokens, evictions by cause, preemptions, steps, …).
+    """
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    cached_blocks: int
+    steps: int
+    draining: bool = False
+    counters: dict[str, int] = {}
+
+
+class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
+    """One replica as its machine sees it. `boot` changes with every start; `problem` says why it is not serving."""
+
+    model: str
+    address: str
+    residency: Residency
+    boot: int
+    problem: str = ""
+
+
+class Fleet(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
+    """machine → gateway, on connection and on every change: all replicas of this machine."""
+
+    machine: str
+    replicas: list[ReplicaState]
+
+
+Frame = Submit | Cancel | Hello | Progress | Reject | Load | Fleet
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One catalogue entry as a machine needs it: where its folder is and how its replicas are sized."""
+
+    name: str
+    folder: str
+    replicas: int = 1
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    context_tokens: int | None = None  # None: what config.json says
+    kv_bytes: int | None = None  # None: measured from what is left
+    block_tokens: int = 16
+    step_tokens: int = 512  # the token budget of one step
+    sequences: int = 64  # running at once
+    waiting: int = 1024  # in the waiting queue at once
+
+
+class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that `python -m engine.machine` is told, as one JSON document."""
+
+    name: str
+    address: str  # where gateways connect for Fleet
+    folder: str  # sockets, pulses and logs of this machine
+    models: list[ModelSpec]
+    device: str = "auto"  # auto, cpu, cuda
+    threads: int | None = None  # CPU threads per replica; None: shared evenly
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that `python -m engine.replica` is told, as one JSON document."""
+
+    model: ModelSpec
+    address: str  # where gateways connect
+    pulse: str  # the file of engine/pulse.py that the machine watches
+    boot: int
+    device: str = "auto"
+    threads: int | None = None
+
+
+class FrameError(ValueError):
+    """The peer sent bytes that are no frame of this protocol; the connection must be closed."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode(frame: Frame) -> bytes:
+    """The frame's bytes on the wire, its length included."""
+    body = _encoder.encode(frame)
+    assert len(body) <= FRAME_BYTES_MAX, f"a frame of {len(body)} bytes"
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into frames. Feed it what the socket gave; it yields every whole frame."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[Frame]:
+        """Raises FrameError on a length over FRAME_BYTES_MAX or a body that is no frame."""
+        pending = self._pending
+        pending += received
+        start = 0
+        try:
+            while len(pending) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(pending, start)
+                if length > FRAME_BYTES_MAX:
+                    raise FrameError(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")
+                end = start + _LENGTH.size + length
+                if len(pending) < end:
+                    break
+                body = bytes(pending[start + _LENGTH.size : end])
+                start = end
+                try:
+                    yield _decoder.decode(body)
+                except msgspec.MsgspecError as error:
+                    raise FrameError(f"a body that is no frame: {error}") from error
+        finally:
+            del pending[:start]
+
+
+class AddressError(ValueError):
+    """An address string that names no socket, or one that may not be used in plain text."""
+
+
+def parse_address(address: str) -> str | tuple[str, int]:
+    """`unix:/path` → the path; `tcp:host:port` → (host, port). Plain tcp is refused outside loopback."""
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix" and rest:
+        return rest
+    if scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        if not host or not port.isdigit():
+            raise AddressError(f"{address!r} is not tcp:HOST:PORT")
+        if host not in ("127.0.0.1", "localhost", "[::1]"):
+            raise AddressError(f"{address!r} is outside loopback: plain tcp: would carry prompts in the clear")
+        return host.strip("[]"), int(port)
+    raise AddressError(f"{address!r} is neither unix:PATH nor tcp:HOST:PORT")
