@@ -9,10 +9,13 @@ order of `_SECTIONS`; their lengths come from the eight-word header. Floats trav
 T tokens in the step, S slices, W blocks in the widest table, R rows to sample, H history tokens, B biases.
 """
 
+import struct
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain, pairwise
+from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,10 +24,12 @@ from engine.wire import Sampling
 Int32s = NDArray[np.int32]
 HEADER_WORDS = 8
 SAMPLING_WORDS = 12
+# temperature, top_k, top_p, min_p, the three penalties, seed low and high, position, logprobs, spare
+_SAMPLING: Final = struct.Struct("<fifffffIIiii")
+_POSITION: Final = 9  # the column of sampling_R12 that pack fills in itself
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True):
     """A run of one sequence's tokens in a step.
 
     tokens      the ids to compute, positions start … start+len−1; all KV before `start` is already written.
@@ -35,7 +40,7 @@ class Slice:
 
     tokens: Items[int]
     start: int
-    blocks: Items[int]
+    blocks: Items[int] | Int32s
     sampling: Sampling | None = None
     history: tuple[Items[int], int] | None = None
 
@@ -130,34 +135,99 @@ class Runs(Protocol):
     def launch(self, packed: Int32s) -> Flight: ...
 
 
-def _sampling_words(sampling: Sampling, position: int, row: NDArray[np.uint32]) -> None:
-    floats = row.view(np.float32)
-    floats[0] = sampling.temperature
-    row[1] = sampling.top_k
-    floats[2] = sampling.top_p
-    floats[3] = sampling.min_p
-    floats[4] = sampling.repetition_penalty
-    floats[5] = sampling.frequency_penalty
-    floats[6] = sampling.presence_penalty
-    row[7] = sampling.seed & 0xFFFFFFFF
-    row[8] = sampling.seed >> 32
-    row[9] = position
-    row[10] = 0xFFFFFFFF if sampling.logprobs is None else sampling.logprobs
-    row[11] = 0
+def _sampling_words(sampling: Sampling) -> bytes:
+    """A row of `sampling_R12` with the position left at 0; it depends on `sampling` alone."""
+    return _SAMPLING.pack(
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+        sampling.seed & 0xFFFFFFFF,
+        sampling.seed >> 32,
+        0,
+        -1 if sampling.logprobs is None else sampling.logprobs,
+        0,
+    )
 
 
-def _lengths(header: Int32s) -> list[int]:
+def pack(slices: Items[Slice], block_tokens: int) -> Int32s:
+    """The slices' step as one array that `unpack` reads; nothing of it is shared with the slices.
+
+    Rows to sample keep the order of their slices. Costs a few microseconds per slice and a copy of its table.
+    """
+    assert slices, "a step without slices"
+    sampled = [item for item in slices if item.sampling is not None]
+    histories = [_history_words(item) for item in sampled]
+    biases = [item.sampling.logit_bias for item in sampled if item.sampling is not None]
+    lengths_S = np.array([len(item.tokens) for item in slices], np.int32)
+    widths_S = [len(item.blocks) for item in slices]
+    history_lengths, bias_lengths = [len(words) for words in histories], [len(bias) for bias in biases]
+    t, s, w, r = int(lengths_S.sum()), len(slices), max(widths_S), len(sampled)
+    header = (t, s, w, r, sum(history_lengths), sum(bias_lengths), 0, 0)
+    packed = np.zeros(HEADER_WORDS + sum(_lengths(header)), np.int32)
+    packed[:HEADER_WORDS] = header
+    batch = unpack(packed)
+
+    starts_S = np.array([item.start for item in slices], np.int32)
+    ends_S = np.cumsum(lengths_S, dtype=np.int32)
+    batch.query_starts_S1[1:] = ends_S
+    batch.contexts_S[:] = contexts_S = starts_S + lengths_S
+    assert lengths_S.min() > 0, "a slice computes at least one token"
+    assert starts_S.min() >= 0, "a slice starts before its sequence"
+    assert (contexts_S <= np.array(widths_S) * block_tokens).all(), "a block table shorter than its tokens"
+    for row_W, width, item in zip(batch.tables_SW, widths_S, slices, strict=True):
+        row_W[:width] = item.blocks
+
+    batch.tokens_T[:] = np.fromiter(chain.from_iterable([item.tokens for item in slices]), np.int32, t)
+    batch.positions_T[:] = np.arange(t, dtype=np.int32) + np.repeat(contexts_S - ends_S, lengths_S)
+    block_T, offset_T = np.divmod(batch.positions_T, np.int32(block_tokens))
+    batch.slots_T[:] = batch.tables_SW[np.repeat(np.arange(s), lengths_S), block_T] * block_tokens + offset_T
+
+    picked_S = np.fromiter([item.sampling is not None for item in slices], np.bool_, s)
+    batch.rows_R[:] = ends_S[picked_S] - 1
+    if r:
+        words = b"".join([_sampling_words(item.sampling) for item in sampled if item.sampling is not None])
+        batch.sampling_R12[:] = np.frombuffer(words, "<i4").reshape(r, SAMPLING_WORDS)
+        batch.sampling_R12[:, _POSITION] = contexts_S[picked_S]
+    np.cumsum(history_lengths, out=batch.history_starts_R1[1:])
+    np.cumsum(bias_lengths, out=batch.bias_starts_R1[1:])
+    if header[4]:
+        np.concatenate(histories, out=batch.history_H)
+    if header[5]:
+        batch.bias_ids_B[:] = list(chain.from_iterable(biases))
+        batch.bias_values_B[:] = list(chain.from_iterable(bias.values() for bias in biases))
+    return packed
+
+
+_NO_HISTORY: Final = np.empty(0, np.int32)
+
+
+def _history_words(item: Slice) -> Int32s:
+    if item.history is None:
+        return _NO_HISTORY
+    ids, prompt_tokens = item.history
+    words = np.empty(1 + len(ids), np.int32)
+    words[0], words[1:] = prompt_tokens, ids
+    return words
+
+
+def _lengths(header: Items[int] | Int32s) -> list[int]:
     t, s, w, r, h, b = (int(word) for word in header[:6])
     return [t, t, t, s + 1, s, s * w, r, r * SAMPLING_WORDS, r + 1, h, r + 1, b, b]
 
 
 def unpack(packed: Int32s) -> Batch:
     """Views of a packed array (int32, contiguous); the result holds as long as the array is not written."""
-    assert packed.dtype == np.int32 and packed.ndim == 1 and len(packed) >= HEADER_WORDS
+    assert packed.dtype == np.int32
+    assert packed.ndim == 1
+    assert len(packed) >= HEADER_WORDS
     lengths = _lengths(packed)
     ends = np.cumsum([HEADER_WORDS, *lengths])
     assert ends[-1] == len(packed), f"{len(packed)} words, header says {ends[-1]}"
-    parts = [packed[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    parts = [packed[start:end] for start, end in pairwise(ends)]
     width = int(packed[2])
     return Batch(
         tokens_T=parts[0],
