@@ -1,0 +1,1 @@
+"""Ember, Hearth's built-in model: the text it learns from, its tokenizer, its training and its weights in `model/`."""
