@@ -9,14 +9,13 @@ It knows neither what a step is nor how long one may take: the limits are the ma
 import enum
 import mmap
 import os
-from pathlib import Path
 from typing import Self
 
 _BEATS = (1 << 56) - 1
 
 
 class Phase(enum.IntEnum):
-    """What the process is doing. In IDLE and STEP it beats at least once a second; elsewhere it may be silent longer."""
+    """What the process is doing. In IDLE and STEP it beats at least once a second; else it may be silent longer."""
 
     STARTING = 0  # importing; what a new file says
     LOADING = 1  # weights on their way; a beat per tensor
@@ -35,8 +34,12 @@ class Pulse:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Self:
-        """Makes or resets the file, in phase STARTING with no beats."""
-        Path(path).write_bytes(bytes(8))
+        """Makes or resets the file, in phase STARTING with no beats. Never truncates: a reader may have it mapped."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(file, bytes(8), 0)
+        finally:
+            os.close(file)
         return cls.open(path)
 
     @classmethod

@@ -1,0 +1,260 @@
+"""All settings, read once from `hearth.toml` and frozen. It opens nothing but that file and knows no other room.
+
+Every field carries its one line of documentation, its default and its limits; `describe()` prints them all.
+"""
+
+import hashlib
+import os
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+SOCKET_PATH_BYTES_MAX = 100
+_LONGEST_SOCKET_NAME = "/ffffffffffff-999.sock"
+CONFIG_NAME = "hearth.toml"
+_Positive = Annotated[int, Meta(ge=1)]
+_Context = Annotated[int, Meta(ge=16)]
+
+
+class ConfigError(ValueError):
+    """hearth.toml, or an option that overrides it, says something that cannot be; the message says what and where."""
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[server]: the HTTP side."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8787
+    header_bytes_max: Annotated[int, Meta(description="largest request head; above it 431", ge=1024)] = 16 << 10
+    header_s: Annotated[float, Meta(description="a request head must be complete within this time", gt=0)] = 10.0
+    body_bytes_max: Annotated[int, Meta(description="largest request body; above it 413", ge=1024)] = 10_000_000
+    body_s: Annotated[float, Meta(description="a request body must be complete within this time", gt=0)] = 30.0
+    connections: Annotated[int, Meta(description="open connections at once; above it 503", ge=1)] = 16384
+    requests: Annotated[int, Meta(description="inference requests in progress at once; above it 429", ge=1)] = 12288
+    first_byte_s: Annotated[float, Meta(description="a stream's first byte leaves within this time", gt=0)] = 1.0
+    ping_s: Annotated[float, Meta(description="silence in a stream is broken by a comment after it", gt=0)] = 8.0
+    blocked_s: Annotated[float, Meta(description="a client that reads nothing this long is dropped", gt=0)] = 30.0
+    wait_s: Annotated[float, Meta(description="how long a call waits for a replica that can serve", ge=0)] = 30.0
+    request_s: Annotated[float, Meta(description="longest life of one inference request; then 408", gt=0)] = 900.0
+    drain_s: Annotated[float, Meta(description="on SIGTERM, running streams get this long to end", ge=0)] = 20.0
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[store]: where accounts, quotas and usage are kept."""
+
+    url: Annotated[
+        str | None,
+        Meta(description="sqlite:PATH for one gateway, redis://HOST:PORT/DB for many; default sqlite in state_folder"),
+    ] = None
+
+
+class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[machine]: this host's engine, and the machines that the gateway talks to."""
+
+    name: Annotated[str, Meta(description="name of this machine in logs", pattern="^[A-Za-z0-9._-]{1,64}$")] = "local"
+    address: Annotated[
+        str | None, Meta(description="unix:PATH or tcp:127.0.0.1:PORT where it listens; default below state_folder")
+    ] = None
+    addresses: Annotated[
+        list[str], Meta(description="machines that the gateway connects to; empty: this one", max_length=1024)
+    ] = []
+    folder: Annotated[
+        str | None, Meta(description="folder of sockets, pulses and logs; default below state_folder")
+    ] = None
+    device: Annotated[str, Meta(description="auto, cpu or cuda", pattern="^(auto|cpu|cuda)$")] = "auto"
+    threads: Annotated[_Positive | None, Meta(description="CPU threads per replica; default: shared evenly")] = None
+    drain_s: Annotated[float, Meta(description="on SIGTERM, replicas get this long to drain", ge=0)] = 10.0
+
+
+class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[models.price]: neurons per million tokens."""
+
+    input: Annotated[float, Meta(description="neurons per million prompt tokens", ge=0)] = 1000.0
+    cached_input: Annotated[float, Meta(description="neurons per million cached prompt tokens", ge=0)] = 200.0
+    output: Annotated[float, Meta(description="neurons per million completion tokens", ge=0)] = 4000.0
+
+
+_NAME = r"^@[a-z]{2,8}(/[A-Za-z0-9][A-Za-z0-9._-]*){1,3}$"
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[[models]]: one model that tenants may call. The same name as a known model's changes that one."""
+
+    name: Annotated[
+        str,
+        Meta(description="what callers say, @cf/… or @hf/…", pattern=_NAME),
+    ]
+    folder: Annotated[str | None, Meta(description="Hugging Face folder; default: the built-in or pulled one")] = None
+    task: Annotated[str, Meta(description="what it does; text generation is served", pattern="^Text Generation$")] = (
+        "Text Generation"
+    )
+    description: Annotated[str, Meta(description="shown by /ai/models/search", max_length=1000)] = ""
+    price: Annotated[PriceConfig, Meta(description="table, neurons per million tokens")] = PriceConfig()
+    serve: Annotated[bool, Meta(description="false leaves it out of the catalogue")] = True
+    replicas: Annotated[int, Meta(description="copies on each machine", ge=1, le=64)] = 1
+    dtype: Annotated[
+        str, Meta(description="auto, float32, bfloat16 or float16", pattern="^(auto|float32|bfloat16|float16)$")
+    ] = "auto"
+    context_tokens: Annotated[_Context | None, Meta(description="context; default: what config.json says")] = None
+    kv_bytes: Annotated[_Positive | None, Meta(description="memory for KV blocks; default: from what is left")] = None
+    block_tokens: Annotated[int, Meta(description="tokens per KV block", ge=1, le=1024)] = 16
+    step_tokens: Annotated[int, Meta(description="token budget of one step", ge=16, le=65536)] = 512
+    sequences: Annotated[int, Meta(description="sequences that run at once", ge=1, le=4096)] = 64
+    waiting: Annotated[int, Meta(description="sequences that wait at once; above it 429", ge=1, le=65536)] = 1024
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[telemetry]: traces. Metrics are always at /metrics."""
+
+    otlp_url: Annotated[
+        str | None, Meta(description="OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; default: no traces")
+    ] = None
+    service: Annotated[str, Meta(description="service.name of the traces", min_length=1, max_length=100)] = "hearth"
+    sample: Annotated[float, Meta(description="share of requests that are traced", ge=0, le=1)] = 1.0
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """hearth.toml as a whole. Paths are absolute once `load_config` gave it out."""
+
+    state_folder: Annotated[str, Meta(description="database, credentials, secret, sockets and models")] = ".hearth"
+    server: ServerConfig = ServerConfig()
+    store: StoreConfig = StoreConfig()
+    machine: MachineConfig = MachineConfig()
+    models: Annotated[list[ModelConfig], Meta(max_length=256)] = []
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def state(self) -> Path:
+        return Path(self.state_folder)
+
+    @property
+    def store_url(self) -> str:
+        return self.store.url or f"sqlite:{self.state / 'hearth.db'}"
+
+    @property
+    def secret_path(self) -> Path:
+        return self.state / "secret"
+
+    @property
+    def credentials_path(self) -> Path:
+        return self.state / "credentials.json"
+
+    @property
+    def outbox_folder(self) -> Path:
+        return self.state / "outbox"
+
+    @property
+    def models_folder(self) -> Path:
+        return self.state / "models"
+
+    @property
+    def run_folder(self) -> Path:
+        """Where sockets live: below the state folder, or, where a socket's path would be too long, a short private
+        folder of the temp dir that is the same for every process of this state folder."""
+        wanted = Path(self.machine.folder) if self.machine.folder else self.state / "run"
+        if len(os.fsencode(wanted)) + len(_LONGEST_SOCKET_NAME) <= SOCKET_PATH_BYTES_MAX:
+            return wanted
+        digest = hashlib.sha256(os.fsencode(wanted)).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"hearth-{os.getuid()}-{digest}"
+
+    @property
+    def machine_address(self) -> str:
+        return self.machine.address or f"unix:{self.run_folder / 'machine.sock'}"
+
+    @property
+    def machine_addresses(self) -> list[str]:
+        return list(self.machine.addresses) or [self.machine_address]
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    state_folder: str | os.PathLike[str] | None = None,
+    store_url: str | None = None,
+    device: str | None = None,
+) -> Config:
+    """Reads `path` (None: ./hearth.toml where it exists), lays the given options over it and checks the whole.
+
+    Relative paths in the file are relative to the file. Raises ConfigError.
+    """
+    found = Path(path) if path is not None else Path(CONFIG_NAME)
+    if path is not None and not found.is_file():
+        raise ConfigError(f"there is no file {found}")
+    document = _read(found) if found.is_file() else {}
+    _override(document, "server", {"host": host, "port": port})
+    _override(document, "store", {"url": store_url})
+    _override(document, "machine", {"device": device})
+    base = found.resolve().parent
+    if state_folder is not None:
+        document["state_folder"] = str(Path(state_folder).resolve())
+    try:
+        config = msgspec.convert(document, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{found.name}: {error}") from error
+    names = [model.name for model in config.models]
+    for name in {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{found.name}: the model {name} is there twice")
+    return _absolute(config, base)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _override(document: dict[str, Any], section: str, values: dict[str, Any]) -> None:
+    given = {key: value for key, value in values.items() if value is not None}
+    if given:
+        document[section] = {**document.get(section, {}), **given}
+
+
+def _absolute(config: Config, base: Path) -> Config:
+    models = [
+        msgspec.structs.replace(model, folder=str((base / model.folder).resolve())) if model.folder else model
+        for model in config.models
+    ]
+    machine = config.machine
+    if machine.folder:
+        machine = msgspec.structs.replace(machine, folder=str((base / machine.folder).resolve()))
+    state = str((base / config.state_folder).resolve())
+    return msgspec.structs.replace(config, state_folder=state, models=models, machine=machine)
+
+
+def settings() -> Iterator[tuple[str, object, str]]:
+    """Every setting as (key, default, what it is), in the order of the file; `...` is the default of a must."""
+    yield from _settings(Config, "")
+
+
+def _settings(section: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, object, str]]:
+    for field in msgspec.structs.fields(section):
+        kind, description = msgspec.inspect.type_info(field.type), ""
+        if isinstance(kind, msgspec.inspect.Metadata):
+            description = (kind.extra_json_schema or {}).get("description", "")
+            kind = kind.type
+        if isinstance(kind, msgspec.inspect.ListType):
+            kind = kind.item_type
+        if isinstance(kind, msgspec.inspect.StructType):
+            yield from _settings(kind.cls, f"{prefix}{field.name}.")
+            continue
+        default = ... if field.default is msgspec.NODEFAULT else field.default
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        yield prefix + field.name, default, description
+
+
+def describe() -> str:
+    """hearth.toml in words: one line per setting."""
+    lines = []
+    for key, default, description in settings():
+        said = "required" if default is ... else "unset" if default is None else repr(default)
+        lines.append(f"  {key:28} {description} [{said}]")
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.config import SOCKET_PATH_BYTES_MAX, Config, ConfigError, describe, load_config, settings
+
+
+def _write(folder: Path, text: str) -> Path:
+    path = folder / "hearth.toml"
+    path.write_text(text)
+    return path
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    config = load_config(_write(tmp_path, ""))
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 8787)
+    assert config.state == tmp_path / ".hearth"
+    assert config.store_url == f"sqlite:{tmp_path / '.hearth' / 'hearth.db'}"
+
+
+def test_options_lie_over_the_file(tmp_path: Path) -> None:
+    path = _write(tmp_path, "[server]\nport = 1\nheader_s = 3.0")
+    config = load_config(path, port=2, state_folder=tmp_path / "s", device="cpu")
+    assert (config.server.port, config.server.header_s, config.machine.device) == (2, 3.0, "cpu")
+    assert config.state == tmp_path / "s"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("colour = 1", "colour"),
+        ("[server]\nprot = 1", "prot"),
+        ("[server]\nport = 70000", "port"),
+        ("[server]\nport = '80'", "port"),
+        ("[[models]]\nname = 'llama'", "name"),
+        ("[[models]]\nname = '@cf/a/../b'", "name"),
+        ("[[models]]\nname = '@cf/a/b'\n[[models]]\nname = '@cf/a/b'", "@cf/a/b"),
+        ("[machine]\ndevice = 'tpu'", "device"),
+        ("[server", "TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_and_the_message_says_where(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(_write(tmp_path, text))
+
+
+def test_a_named_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"other\.toml"):
+        load_config(tmp_path / "other.toml")
+
+
+def test_no_file_at_all_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config() == load_config(_write(tmp_path, ""))
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Config().server.port = 1  # type: ignore[misc]
+
+
+def test_model_folders_are_relative_to_the_file(tmp_path: Path) -> None:
+    config = load_config(_write(tmp_path, "[[models]]\nname = '@cf/a/b'\nfolder = 'here'"))
+    assert config.models[0].folder == str(tmp_path / "here")
+
+
+def test_sockets_move_to_a_short_folder_where_the_state_folder_is_too_deep(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 90)
+    config = load_config(_write(tmp_path, ""), state_folder=deep)
+    assert config.run_folder != deep / "run"
+    assert config.run_folder == load_config(_write(tmp_path, ""), state_folder=deep).run_folder
+    assert config.run_folder != load_config(_write(tmp_path, ""), state_folder=deep / "x").run_folder
+    assert len(os.fsencode(config.machine_address.removeprefix("unix:"))) <= SOCKET_PATH_BYTES_MAX
+
+
+def test_every_setting_has_a_line_of_documentation_and_shows_in_describe() -> None:
+    described = describe()
+    for key, _, description in settings():
+        assert description, f"{key} has no description"
+        assert f"  {key} " in described
