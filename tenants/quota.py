@@ -1,0 +1,316 @@
+"""What a caller may use: neurons are reserved before a request runs and settled exactly once after. It knows no routes.
+
+    reserve ─► [checkpoint …] ─► settle ─► run() writes it to the store ──► ledger
+                                              └─ store away ─► outbox (fsync) ─► replayed when it is back
+
+A reservation is a hold in the store that lasts HOLD_S unless it is renewed; run() renews every open one each
+CHECKPOINT_S with what its request used so far. So a killed gateway costs nobody more than that: its holds expire and are charged at
+their last checkpoints, and settlements that were in the outbox are replayed by the next gateway on the machine.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tenants.accounts import Caller, UnknownToken
+from tenants.outbox import Outbox
+from tenants.store import Clock, Hold, Refusal, Refused, Store, StoreUnavailable
+from tenants.usage import EXPIRED, MICRO, UsageRecord, day_of
+
+HOLD_S: Final = 60.0
+CHECKPOINT_S: Final = 5.0
+SWEEP_S: Final = 20.0
+REPLAY_S: Final = 1.0
+BATCH: Final = 256  # settlements or checkpoints in one call of the store
+UNSETTLED_MAX: Final = 100_000  # open reservations and settlements not yet written
+
+log = logging.getLogger(__name__)
+
+
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Neurons per million tokens, which is micro-neurons per token."""
+
+    input: float = 0.0
+    cached_input: float = 0.0
+    output: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cached_input <= self.input <= 1e9 or not 0 <= self.output <= 1e9:
+            raise ValueError(f"{self}: prices are 0 to 1e9, and a cached token costs at most what a fresh one does")
+
+    def micro_neurons(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+        """Rounded up; never falls when a count rises and `cached_tokens` does not."""
+        fresh_tokens = max(prompt_tokens - cached_tokens, 0)
+        cost = fresh_tokens * self.input + cached_tokens * self.cached_input + completion_tokens * self.output
+        return math.ceil(cost)
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """What a request has used, so far or in the end. `outcome` is the gateway's word for how it ended."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    outcome: str = ""
+    first_token_ms: float | None = None
+    total_ms: float = 0.0
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """A granted request. `held` micro-neurons are charged to `day` until it is settled."""
+
+    account_id: str
+    request_id: str
+    day: int
+    held: int
+    token_id: str
+    model: str
+    price: Price
+    started_us: int
+
+    def neurons(self, spent: Spent) -> float:
+        """What `spent` costs; the same number that the ledger keeps."""
+        return self._micro_neurons(spent) / MICRO
+
+    def record(self, spent: Spent, outcome: str) -> UsageRecord:
+        return UsageRecord(
+            account_id=self.account_id,
+            request_id=self.request_id,
+            day=self.day,
+            micro_neurons=self._micro_neurons(spent),
+            prompt_tokens=spent.prompt_tokens,
+            cached_tokens=spent.cached_tokens,
+            completion_tokens=spent.completion_tokens,
+            outcome=outcome,
+            token_id=self.token_id,
+            model=self.model,
+            started_us=self.started_us,
+            total_ms=spent.total_ms,
+            first_token_ms=spent.first_token_ms,
+        )
+
+    def _micro_neurons(self, spent: Spent) -> int:
+        return self.price.micro_neurons(spent.prompt_tokens, spent.cached_tokens, spent.completion_tokens)
+
+
+class QuotaExceeded(Exception):
+    """Over a limit of the account; nothing was kept or counted. `message` is for the caller, `retry_after_s` ≥ 1.
+
+    `limit` is "requests_per_minute", "concurrent_requests" or "neurons_per_day".
+    """
+
+    def __init__(self, limit: str, retry_after_s: int, message: str) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        self.message = message
+
+
+class AlreadyRecorded(Exception):
+    """A request of this id ran before and has its usage record; a new request needs a new id."""
+
+
+@dataclass(slots=True)
+class _Open:
+    reservation: Reservation
+    spent: Spent
+    written_s: float  # when the store last heard of it
+
+
+class Quota:
+    """Reservations of one gateway process. Everything here is called from one event loop."""
+
+    def __init__(self, store: Store, outbox: Path, clock: Clock = time.time) -> None:
+        self._store = store
+        self._outbox = Outbox(outbox)
+        self._clock = clock
+        self._open: dict[tuple[str, str], _Open] = {}  # oldest written first
+        self._settled: deque[UsageRecord] = deque()  # not yet in the store or the outbox
+        self._woken = asyncio.Event()
+        self._draining = asyncio.Lock()
+
+    @property
+    def open(self) -> int:
+        """Reservations that are not settled."""
+        return len(self._open)
+
+    @property
+    def unwritten(self) -> int:
+        """Settlements that are neither in the store nor in the outbox yet."""
+        return len(self._settled)
+
+    async def reserve(
+        self, caller: Caller, request_id: str, model: str, price: Price, prompt_tokens: int, completion_tokens: int
+    ) -> Reservation:
+        """Holds the most that this request can cost. One call of the store: about 25 µs on SQLite, 120 µs on Redis.
+
+        `request_id` is new for every request and at most 64 characters; a repeated call with the same one is granted
+        again and counted once. Raises QuotaExceeded, StoreUnavailable, UnknownToken when the token was revoked since it
+        was verified, AlreadyRecorded. When it raises nothing is held, except that a store which answered too late keeps
+        the hold for up to HOLD_S.
+        """
+        if len(self._open) + len(self._settled) >= UNSETTLED_MAX:
+            raise StoreUnavailable(f"{UNSETTLED_MAX:,} requests are open or wait to be written; try again later")
+        started_us = int(self._clock() * MICRO)
+        held = price.micro_neurons(prompt_tokens, 0, completion_tokens)
+        account_id, token_id = caller.account.id, caller.token_id
+        asked = Reservation(account_id, request_id, day_of(started_us), held, token_id, model, price, started_us)
+        try:
+            decision = await self._store.reserve(Hold(asked.record(Spent(), EXPIRED), held, int(HOLD_S * MICRO)))
+        except asyncio.CancelledError:
+            self._write_later(asked.record(Spent(), "cancelled"))  # the store may have granted it
+            raise
+        if isinstance(decision, Refused):
+            raise _refusal(decision, caller, held)
+        reservation = msgspec.structs.replace(asked, day=decision.day) if decision.day != asked.day else asked
+        opened = self._open.setdefault((account_id, request_id), _Open(reservation, Spent(), self._clock()))
+        return opened.reservation
+
+    def checkpoint(self, reservation: Reservation, spent: Spent) -> None:
+        """Remembers what the request has used so far; run() tells the store. Ignored once it is settled."""
+        opened = self._open.get((reservation.account_id, reservation.request_id))
+        if opened is not None:
+            opened.spent = spent
+
+    def settle(self, reservation: Reservation, spent: Spent) -> None:
+        """The end of a request: what it really used. Never blocks, never raises; only the first call counts."""
+        if self._open.pop((reservation.account_id, reservation.request_id), None) is not None:
+            self._write_later(reservation.record(spent, spent.outcome))
+
+    def _write_later(self, record: UsageRecord) -> None:
+        self._settled.append(record)
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Until cancelled: writes settlements as they come, renews open holds, sweeps expired ones, replays the outbox."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._drain())
+            tasks.create_task(self._every(CHECKPOINT_S / 5, self.renew))
+            tasks.create_task(self._every(REPLAY_S, self.replay))
+            tasks.create_task(self._every(SWEEP_S, self._store.sweep))
+
+    async def _drain(self) -> None:
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            await self.flush()
+
+    async def _every(self, seconds: float, act: Callable[[], Awaitable[object]]) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await act()
+            except StoreUnavailable as outage:
+                log.warning("store unavailable: %s", outage)
+
+    async def flush(self) -> None:
+        """Every settlement so far is in the store or, when the store is away, in the outbox. They stay in memory only
+        where both fail, and the next call tries again."""
+        async with self._draining:
+            while self._settled:
+                batch = list(islice(self._settled, BATCH))
+                try:
+                    await self._store.settle(batch)
+                except StoreUnavailable as outage:
+                    if not await self._put_aside(batch, outage):
+                        return
+                for _ in batch:
+                    self._settled.popleft()
+
+    async def _put_aside(self, batch: Sequence[UsageRecord], outage: StoreUnavailable) -> bool:
+        try:
+            await asyncio.to_thread(self._outbox.append, batch)
+        except OSError as error:
+            log.error("%d settlements wait in memory: %s; the outbox fails too: %s", len(batch), outage, error)
+            return False
+        log.warning("%d settlements went to the outbox: %s", len(batch), outage)
+        return True
+
+    async def renew(self) -> None:
+        """Tells the store what open requests have used, each every CHECKPOINT_S, so that their holds last."""
+        while due := list(islice(self._due(), BATCH)):
+            now_s = self._clock()
+            records = []
+            for key in due:
+                opened = self._open.pop(key)
+                opened.written_s = now_s
+                self._open[key] = opened
+                records.append(opened.reservation.record(opened.spent, EXPIRED))
+            await self._store.checkpoint(records, int(HOLD_S * MICRO))
+            await asyncio.sleep(0)
+
+    def _due(self) -> Iterator[tuple[str, str]]:
+        now_s = self._clock()
+        for key, opened in self._open.items():
+            if 0 <= now_s - opened.written_s < CHECKPOINT_S:
+                return
+            yield key
+
+    async def replay(self) -> None:
+        """Writes what waits in memory and in the outbox, this gateway's and dead ones', to the store."""
+        await self.flush()
+        async with self._draining:
+            for path in self._outbox.waiting():
+                records, damaged = self._outbox.read(path)
+                for start in range(0, len(records), BATCH):
+                    await self._store.settle(records[start : start + BATCH])
+                self._outbox.remove(path, damaged)
+                log.warning("replayed %d settlements from %s; %d damaged lines", len(records), path.name, damaged)
+
+    async def close(self) -> None:
+        """The last settlements and checkpoints are written. Call it when run() has ended."""
+        await self.flush()
+        if self._settled:
+            log.error("%d settlements end with this process; their holds are charged as checkpointed", self.unwritten)
+        for opened in self._open.values():
+            opened.written_s = -math.inf
+        try:
+            await self.renew()
+        except StoreUnavailable as outage:
+            log.warning("%d open requests keep their older checkpoints: %s", self.open, outage)
+        self._outbox.close()
+
+    def check(self) -> None:
+        """Raises AssertionError where this process would settle a request twice or never."""
+        waiting = [(record.account_id, record.request_id) for record in self._settled]
+        assert len(waiting) == len(set(waiting)), "a request is settled twice"
+        assert not self._open.keys() & set(waiting), "an open request is settled"
+        assert len(self._open) + len(waiting) <= UNSETTLED_MAX
+
+
+def _refusal(refused: Refused, caller: Caller, held: int) -> Exception:
+    """What reserve() raises for it, in words that say what to change."""
+    account, reason = caller.account, refused.reason
+    if reason in (Refusal.REVOKED, Refusal.NO_ACCOUNT):
+        return UnknownToken(f"ApiToken {caller.token_id} was revoked or its account is gone")
+    if reason is Refusal.RECORDED:
+        return AlreadyRecorded("this request id was used before; send the request under a new one")
+    retry_after_s = max(1, -(-refused.retry_after_us // MICRO))
+    if reason is Refusal.NEURONS_PER_DAY:
+        message = _over_budget(held / MICRO, refused.used / MICRO, refused.allowed / MICRO)
+    elif reason is Refusal.REQUESTS_PER_MINUTE:
+        message = f"account {account.name} may start {refused.allowed:,} requests per minute; wait {retry_after_s} s"
+    else:
+        message = f"account {account.name} may run {refused.allowed:,} requests at once; wait for one to end"
+    return QuotaExceeded(reason.value, retry_after_s, message)
+
+
+def _over_budget(needed: float, used: float, allowed: float) -> str:
+    if needed > allowed:
+        return (
+            f"this request may need {needed:,.1f} neurons, and the account has {allowed:,.1f} for a whole day: "
+            "it can never run; shorten the prompt, lower max_tokens, or ask the operator for a higher limit"
+        )
+    return (
+        f"this request may need {needed:,.1f} neurons, and {used:,.1f} of today's {allowed:,.1f} are used or reserved: "
+        "lower max_tokens, or wait until 00:00 UTC"
+    )
