@@ -18,6 +18,7 @@ SOCKET_PATH_BYTES_MAX = 100
 _LONGEST_SOCKET_NAME = "/ffffffffffff-999.sock"
 CONFIG_NAME = "hearth.toml"
 _Positive = Annotated[int, Meta(ge=1)]
+_NotNegative = Annotated[float, Meta(ge=0)]
 _Context = Annotated[int, Meta(ge=16)]
 
 
@@ -75,7 +76,9 @@ class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """[models.price]: neurons per million tokens."""
 
     input: Annotated[float, Meta(description="neurons per million prompt tokens", ge=0)] = 1000.0
-    cached_input: Annotated[float, Meta(description="neurons per million cached prompt tokens", ge=0)] = 200.0
+    cached_input: Annotated[
+        _NotNegative | None, Meta(description="neurons per million cached prompt tokens; default: a fifth of input")
+    ] = None
     output: Annotated[float, Meta(description="neurons per million completion tokens", ge=0)] = 4000.0
 
 
