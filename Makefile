@@ -1,0 +1,48 @@
+# Two commands matter: `make serve` and `make test`. The rest is for people who change Hearth.
+
+HOST ?= 127.0.0.1
+PORT ?= 8787
+PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3 python; do \
+	$$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
+BIN := .venv/bin
+
+.PHONY: serve test check test-gpu bench clean
+
+serve: .venv/.serve
+	@exec $(BIN)/hearth serve --host $(HOST) --port $(PORT)
+
+test: .venv/.dev
+	$(BIN)/pytest -n auto --dist loadgroup tests
+
+check: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_imports.py
+
+test-gpu: .venv/.dev
+	$(BIN)/pytest -m gpu tests
+
+bench: .venv/.dev .venv/.bench
+	@for name in $$(ls benchmarks/*.py); do module=$$(basename $$name .py); \
+		case $$module in __init__|record) ;; *) echo "== $$module"; $(BIN)/python -m benchmarks.$$module || exit 1;; esac; done
+
+clean:
+	rm -rf .venv build *.egg-info
+
+# A stamp per set of dependencies, so that only the first start installs.
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "Hearth needs Python 3.11 or newer, with venv: install it or say PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.serve: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/.dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ .venv/.serve
+
+.venv/.bench: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	@touch $@
