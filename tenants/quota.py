@@ -4,8 +4,8 @@
                                               └─ store away ─► outbox (fsync) ─► replayed when it is back
 
 A reservation is a hold in the store that lasts HOLD_S unless it is renewed; run() renews every open one each
-CHECKPOINT_S with what its request used so far. So a killed gateway costs nobody more than that: its holds expire and are charged at
-their last checkpoints, and settlements that were in the outbox are replayed by the next gateway on the machine.
+CHECKPOINT_S with what its request used so far. So a killed gateway costs nobody more than that: its holds expire and
+are charged at their last checkpoints, and settlements in its outbox are replayed by the next gateway on the machine.
 """
 
 import asyncio
@@ -191,7 +191,7 @@ class Quota:
         self._woken.set()
 
     async def run(self) -> None:
-        """Until cancelled: writes settlements as they come, renews open holds, sweeps expired ones, replays the outbox."""
+        """Until cancelled: writes settlements as they come, renews holds, sweeps expired ones, replays the outbox."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._drain())
             tasks.create_task(self._every(CHECKPOINT_S / 5, self.renew))

@@ -13,7 +13,7 @@ KEPT_DAYS: Final = 400  # records and sums of older days are removed by sweep()
 
 
 class StoreUnavailable(Exception):
-    """The store cannot answer now. The message tells an operator what to do; callers answer 503 with `retry_after_s`."""
+    """The store cannot answer now. The message tells an operator what to do; clients get 503 and `retry_after_s`."""
 
     retry_after_s: Final = 1
 
@@ -124,6 +124,10 @@ class Store(Protocol):
         """Returns when the store can take a write."""
         ...
 
+    async def advice(self) -> Sequence[str]:
+        """What an operator should change about how this store is set up; empty when all is well."""
+        ...
+
     async def close(self) -> None: ...
 
     async def add_account(self, account: Account) -> None: ...
@@ -190,8 +194,8 @@ class Store(Protocol):
 
 
 def open_store(url: str, clock: Clock | None = None) -> Store:
-    """`sqlite:PATH` (created when missing) or `redis://HOST:PORT/DB`. Without a clock SQLite reads the machine's, Redis its
-    own. Raises StoreUnavailable when the file cannot be used, ValueError for another url."""
+    """`sqlite:PATH` (created when missing) or `redis://HOST:PORT/DB`. Without a clock SQLite reads the machine's, Redis
+    its own. Raises StoreUnavailable when the file cannot be used, ValueError for another url."""
     if url.startswith("sqlite:"):
         from tenants.store_sqlite import SqliteStore
 

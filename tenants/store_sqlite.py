@@ -135,6 +135,9 @@ class SqliteStore:
         with self._transaction():
             pass
 
+    async def advice(self) -> Sequence[str]:
+        return []
+
     async def close(self) -> None:
         self._connection.close()
 

@@ -1,4 +1,4 @@
-"""What a request used: one record per request however it ends, and a day's sums. It does not know where they are kept."""
+"""What a request used: one record per request however it ends, and a day's sums. It does not know who keeps them."""
 
 from typing import Final
 

@@ -1,0 +1,425 @@
+"""The store in Redis, for many gateways: every decision is one Lua call, timed by Redis' own clock.
+
+All that a decision touches shares one hash tag, `{account id}`:
+
+    hearth:{ID}             hash: name, created_at, the limits, arrival_us (when the next request is due by the rate)
+    hearth:{ID}:tokens      hash: token id → ApiToken and Seal
+    hearth:{ID}:revoked     hash: token id → when
+    hearth:{ID}:holds       hash: request id → day:held:checkpoint, where the checkpoint is a record
+    hearth:{ID}:expiries    sorted set: request ids by expires_us
+    hearth:{ID}:day:DAY     hash: the counters of that day
+    hearth:{ID}:ledger:DAY  hash: request id → record
+    hearth:accounts         set of ids
+    hearth:token:TOKEN      account id
+
+Every call has a deadline: a Redis that hangs costs a request at most WAIT_S + 2 · ANSWER_S. Redis must run with
+`maxmemory-policy noeviction`, or it forgets accounts under pressure, and `appendonly yes`; advice() says so.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+from msgspec import structs
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from tenants.store import (
+    KEPT_DAYS,
+    Account,
+    ApiToken,
+    Clock,
+    Granted,
+    Hold,
+    Limits,
+    Refusal,
+    Refused,
+    Seal,
+    StoreUnavailable,
+)
+from tenants.usage import EXPIRED, MICRO, Balance, Totals, UsageRecord
+
+ANSWER_S: Final = 0.05  # for connecting, and for an answer
+WAIT_S: Final = 0.08  # for a free connection
+CONNECTIONS: Final = 64
+PIPELINE: Final = 256  # commands sent at once
+SWEEP_MAX: Final = 500  # holds that one call expires
+
+# A record is a msgpack array made by UsageRecord: 4 micro_neurons, 5 prompt_tokens, 6 cached_tokens,
+# 7 completion_tokens, 8 outcome (Lua counts from 1). Scripts move its bytes and read these.
+_COMMON: Final = f"""
+local account, now = KEYS[1], tonumber(ARGV[1])
+if now == 0 then
+    local time = redis.call('TIME')
+    now = time[1] * {MICRO} + time[2]
+end
+local holds, expiries = account .. ':holds', account .. ':expiries'
+local sums = {{'requests', 'micro_neurons', 'prompt_tokens', 'cached_tokens', 'completion_tokens', 'held', 'open'}}
+
+local function count(day, changes)
+    local key = account .. ':day:' .. day
+    for i, name in ipairs(sums) do
+        if changes[i] ~= 0 then redis.call('HINCRBY', key, name, changes[i]) end
+    end
+    redis.call('EXPIREAT', key, (day + {KEPT_DAYS}) * 86400)
+end
+
+local function take(request)
+    local hold = redis.call('HGET', holds, request)
+    if not hold then return nil end
+    redis.call('HDEL', holds, request)
+    redis.call('ZREM', expiries, request)
+    local day, held, record = string.match(hold, '^(%d+):(%d+):(.*)$')
+    return {{day = day, held = tonumber(held), record = record}}
+end
+
+local function write(request, day, held, open, bytes)
+    local ledger = account .. ':ledger:' .. day
+    local record, before = cmsgpack.unpack(bytes), redis.call('HGET', ledger, request)
+    local changes = {{0, 0, 0, 0, 0, -held, -open}}
+    local old = before and cmsgpack.unpack(before) or {{0, 0, 0, 0, 0, 0, 0, '{EXPIRED}'}}
+    if old[8] == '{EXPIRED}' then
+        if not before then changes[1] = 1 end
+        for i = 4, 7 do changes[i - 2] = record[i] - old[i] end
+        redis.call('HSET', ledger, request, bytes)
+        redis.call('EXPIREAT', ledger, (day + {KEPT_DAYS}) * 86400)
+    end
+    count(day, changes)
+end
+
+local function expire()
+    local due = redis.call('ZRANGEBYSCORE', expiries, '-inf', now, 'LIMIT', 0, {SWEEP_MAX})
+    for _, request in ipairs(due) do
+        local hold = take(request)
+        write(request, hold.day, hold.held, 1, hold.record)
+    end
+    return #due
+end
+"""
+
+_REFUSALS: Final = list(Refusal)
+_CODE: Final = {refusal: number for number, refusal in enumerate(_REFUSALS, 1)}
+
+# ARGV: now, request, token, held, lifetime, record. The steps are those of _decide in store_sqlite.py.
+_RESERVE: Final = f"""
+local request, token, held, lifetime, record = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
+local day = math.floor(now / (86400 * {MICRO}))
+local limits = redis.call('HMGET', account, 'requests_per_minute', 'burst', 'micro_neurons_per_day',
+    'concurrent_requests', 'arrival_us')
+expire()
+if not limits[1] then return {{{_CODE[Refusal.NO_ACCOUNT]}}} end
+if redis.call('HEXISTS', account .. ':revoked', token) == 1 then return {{{_CODE[Refusal.REVOKED]}}} end
+local hold = redis.call('HGET', holds, request)
+if hold then return {{0, tonumber(string.match(hold, '^%d+'))}} end
+if redis.call('HEXISTS', account .. ':ledger:' .. day, request) == 1 then return {{{_CODE[Refusal.RECORDED]}}} end
+
+local allowed, counted = tonumber(limits[3]), redis.call('HMGET', account .. ':day:' .. day, 'micro_neurons', 'held')
+local used = tonumber(counted[1] or 0) + tonumber(counted[2] or 0)
+if used + held > allowed then
+    return {{{_CODE[Refusal.NEURONS_PER_DAY]}, (day + 1) * 86400 * {MICRO} - now, allowed, used}}
+end
+local per_minute = tonumber(limits[1])
+local at_once, interval = tonumber(limits[2]) or per_minute, math.ceil(60 * {MICRO} / per_minute)
+local arrival = math.max(tonumber(limits[5] or 0), now) + interval
+local wait = arrival - at_once * interval - now
+if wait > 0 then return {{{_CODE[Refusal.REQUESTS_PER_MINUTE]}, wait, per_minute, 0}} end
+local running, concurrent = redis.call('HLEN', holds), tonumber(limits[4])
+if running >= concurrent then
+    return {{{_CODE[Refusal.CONCURRENT_REQUESTS]}, {MICRO}, concurrent, running}}
+end
+
+redis.call('HSET', account, 'arrival_us', arrival)
+redis.call('HSET', holds, request, day .. ':' .. ARGV[4] .. ':' .. record)
+redis.call('ZADD', expiries, now + lifetime, request)
+count(day, {{0, 0, 0, 0, 0, held, 1}})
+return {{0, day}}
+"""
+
+# ARGV: now, lifetime, then request, record of each.
+_CHECKPOINT: Final = """
+for i = 3, #ARGV, 2 do
+    local hold = redis.call('HGET', holds, ARGV[i])
+    if hold then
+        redis.call('HSET', holds, ARGV[i], string.match(hold, '^%d+:%d+:') .. ARGV[i + 1])
+        redis.call('ZADD', expiries, now + tonumber(ARGV[2]), ARGV[i])
+    end
+end
+"""
+
+# ARGV: now, then request, day, record of each.
+_SETTLE: Final = """
+for i = 2, #ARGV, 3 do
+    local hold = take(ARGV[i])
+    if hold then
+        write(ARGV[i], hold.day, hold.held, 1, ARGV[i + 2])
+    else
+        write(ARGV[i], ARGV[i + 1], 0, 0, ARGV[i + 2])
+    end
+end
+"""
+
+_SWEEP: Final = "return expire()"
+
+
+_LIMITS: Final = ("requests_per_minute", "micro_neurons_per_day", "concurrent_requests", "burst")
+_ACCOUNT: Final = ("name", "created_at", *_LIMITS)
+_SUMS: Final = Totals.__struct_fields__
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack_record = msgspec.msgpack.Decoder(UsageRecord).decode
+_unpack_token = msgspec.msgpack.Decoder(tuple[ApiToken, Seal]).decode
+
+
+class _Script:
+    def __init__(self, body: str) -> None:
+        self.text = _COMMON + body
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+class RedisStore:
+    """See Store. Connections are made when needed, so opening one never fails."""
+
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=WAIT_S,
+            socket_timeout=ANSWER_S,
+            socket_connect_timeout=ANSWER_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+        self._redis: Any = Redis.from_pool(pool)
+        self._clock = clock
+        self._reserve, self._checkpoint = _Script(_RESERVE), _Script(_CHECKPOINT)
+        self._settle, self._sweep = _Script(_SETTLE), _Script(_SWEEP)
+
+    async def ping(self) -> None:
+        await self._ask("PING")
+
+    async def advice(self) -> Sequence[str]:
+        persistence, memory = await self._ask("INFO", "persistence"), await self._ask("INFO", "memory")
+        lines = []
+        if memory["maxmemory"] and memory["maxmemory_policy"] != "noeviction":
+            lines.append("Redis may evict accounts and usage: set `maxmemory-policy noeviction`")
+        if not persistence["aof_enabled"]:
+            lines.append("Redis forgets everything since its last snapshot when it stops: set `appendonly yes`")
+        return lines
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def add_account(self, account: Account) -> None:
+        await self._ask("SADD", "hearth:accounts", account.id)
+        columns = ("name", account.name, "created_at", account.created_at, *_limit_pairs(account.limits))
+        await self._ask("HSET", _key(account.id), *columns)
+
+    async def account(self, account_id: str) -> Account | None:
+        return _account(account_id, await self._ask("HMGET", _key(account_id), *_ACCOUNT))
+
+    async def accounts(self) -> Sequence[Account]:
+        ids = await self._ids()
+        rows = await self._ask_all([("HMGET", _key(account_id), *_ACCOUNT) for account_id in ids])
+        accounts = [_account(account_id, row) for account_id, row in zip(ids, rows, strict=True)]
+        return sorted(
+            (account for account in accounts if account), key=lambda account: (account.created_at, account.id)
+        )
+
+    async def set_limits(self, account_id: str, limits: Limits) -> bool:
+        if not await self._ask("EXISTS", _key(account_id)):
+            return False
+        await self._ask("HSET", _key(account_id), *_limit_pairs(limits))
+        return True
+
+    async def add_token(self, token: ApiToken, seal: Seal) -> bool:
+        if not await self._ask("EXISTS", _key(token.account_id)):
+            return False
+        await self._ask("SETNX", f"hearth:token:{token.id}", token.account_id)
+        await self._ask("HSETNX", _key(token.account_id, "tokens"), token.id, _pack((token, seal)))
+        return True
+
+    async def token(self, token_id: str) -> tuple[ApiToken, Seal, Account] | None:
+        owner = await self._ask("GET", f"hearth:token:{token_id}")
+        if owner is None:
+            return None
+        account_id = owner.decode()
+        packed, revoked_at, columns = await self._ask_all(
+            [
+                ("HGET", _key(account_id, "tokens"), token_id),
+                ("HGET", _key(account_id, "revoked"), token_id),
+                ("HMGET", _key(account_id), *_ACCOUNT),
+            ]
+        )
+        account = _account(account_id, columns)
+        if packed is None or account is None:
+            return None
+        token, seal = _unpack_token(packed)
+        return _with_revocation(token, revoked_at), seal, account
+
+    async def tokens(self, account_id: str) -> Sequence[ApiToken]:
+        packed, revoked = await self._ask_all(
+            [("HVALS", _key(account_id, "tokens")), ("HGETALL", _key(account_id, "revoked"))]
+        )
+        tokens = [_unpack_token(one)[0] for one in packed]
+        tokens = [_with_revocation(token, revoked.get(token.id.encode())) for token in tokens]
+        return sorted(tokens, key=lambda token: (token.created_at, token.id))
+
+    async def revoke(self, token_id: str, revoked_at: int) -> bool:
+        owner = await self._ask("GET", f"hearth:token:{token_id}")
+        if owner is None:
+            return False
+        await self._ask("HSETNX", _key(owner.decode(), "revoked"), token_id, revoked_at)
+        return True
+
+    async def reserve(self, hold: Hold) -> Granted | Refused:
+        record = hold.record
+        key, now = _key(record.account_id), self._now_us()
+        ask = (record.request_id, record.token_id, hold.held, hold.lifetime_us, _pack(record))
+        ((code, *numbers),) = await self._call(self._reserve, [(key, (now, *ask))])
+        return Refused(_REFUSALS[code - 1], *numbers) if code else Granted(*numbers)
+
+    async def checkpoint(self, records: Sequence[UsageRecord], lifetime_us: int) -> None:
+        now = self._now_us()
+        calls = [
+            (key, (now, lifetime_us, *(part for one in group for part in (one.request_id, _pack(one)))))
+            for key, group in _by_account(records)
+        ]
+        await self._call(self._checkpoint, calls)
+
+    async def settle(self, records: Sequence[UsageRecord]) -> None:
+        now = self._now_us()
+        calls = [
+            (key, (now, *(part for one in group for part in (one.request_id, one.day, _pack(one)))))
+            for key, group in _by_account(records)
+        ]
+        await self._call(self._settle, calls)
+
+    async def sweep(self) -> int:
+        now, swept = self._now_us(), 0
+        calls = [(_key(account_id), (now,)) for account_id in await self._ids()]
+        while calls:
+            counts = await self._call(self._sweep, calls)
+            swept += sum(counts)
+            calls = [call for call, count in zip(calls, counts, strict=True) if count == SWEEP_MAX]
+        return swept
+
+    async def totals(self, account_id: str, day: int) -> Totals:
+        return _totals(await self._ask("HMGET", _key(account_id, f"day:{day}"), *_SUMS))
+
+    async def records(self, account_id: str, day: int) -> Sequence[UsageRecord]:
+        packed = await self._ask("HVALS", _key(account_id, f"ledger:{day}"))
+        records = [structs.replace(_unpack_record(one), day=day) for one in packed]  # a hold's guess may be off by one
+        return sorted(records, key=lambda record: record.request_id)
+
+    async def reconcile(self, account_id: str, day: int) -> Balance:
+        asked = [
+            ("HMGET", _key(account_id, f"day:{day}"), *_SUMS),
+            ("HVALS", _key(account_id, f"ledger:{day}")),
+            ("HVALS", _key(account_id, "holds")),
+        ]
+        counted, packed, holds = await self._ask_all(asked, transaction=True)
+        records = [_unpack_record(one) for one in packed]
+        held = [int(amount) for of_day, amount, _ in (hold.split(b":", 2) for hold in holds) if int(of_day) == day]
+        sums = {name: sum(getattr(record, name) for record in records) for name in _SUMS[1:5]}
+        recorded = Totals(requests=len(records), held=sum(held), open=len(held), **sums)
+        return Balance(_totals(counted), recorded)
+
+    async def _ids(self) -> list[str]:
+        return [one.decode() for one in await self._ask("SMEMBERS", "hearth:accounts")]
+
+    async def _call(self, script: _Script, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+        """One script per account. Scripts are idempotent, so all run again where Redis had forgotten the text."""
+        try:
+            return await self._ask_all([("EVALSHA", script.sha, 1, key, *arguments) for key, arguments in calls])
+        except StoreUnavailable as error:
+            if not isinstance(error.__cause__, NoScriptError):
+                raise
+        await self._ask("SCRIPT LOAD", script.text)
+        return await self._ask_all([("EVALSHA", script.sha, 1, key, *arguments) for key, arguments in calls])
+
+    async def _ask_all(self, commands: Sequence[Sequence[Any]], transaction: bool = False) -> list[Any]:
+        if len(commands) == 1:
+            return [await self._ask(*commands[0])]
+        answers: list[Any] = []
+        for start in range(0, len(commands), PIPELINE):
+            with _explained():
+                async with self._redis.pipeline(transaction=transaction) as pipeline:
+                    for command in commands[start : start + PIPELINE]:
+                        pipeline.execute_command(*command)
+                    answers += await pipeline.execute()
+        return answers
+
+    async def _ask(self, *command: Any) -> Any:
+        with _explained():
+            return await self._redis.execute_command(*command)
+
+    def _now_us(self) -> int:
+        """0 lets Redis read its own clock."""
+        return 0 if self._clock is None else int(self._clock() * MICRO)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise StoreUnavailable(f"Redis: {error or type(error).__name__}: {_advice(error)}") from error
+
+
+def _advice(error: Exception) -> str:
+    """What an operator can do about it."""
+    text = str(error)
+    for sign, advice in _ADVICE.items():
+        if sign in text:
+            return advice
+    if isinstance(error, TimeoutError):
+        return f"no answer within {ANSWER_S * 1000:.0f} ms; see whether it hangs, swaps or is overloaded"
+    return "see that it runs, and that [store] url in the settings names it"
+
+
+_ADVICE: Final = {
+    "OOM": "its memory is full; raise maxmemory and keep `maxmemory-policy noeviction`",
+    "MISCONF": "it cannot save to its disk; free some space there",
+    "READONLY": "this is a replica; name the primary in [store] url",
+    "LOADING": "it is still loading its data; wait",
+    "NOAUTH": "it wants a password; put it into [store] url",
+    "WRONGPASS": "the password in [store] url is wrong",
+    "No connection available": f"all {CONNECTIONS} connections are busy; Redis is too slow for this load",
+}
+
+
+def _key(account_id: str, part: str = "") -> str:
+    return f"hearth:{{{account_id}}}:{part}" if part else f"hearth:{{{account_id}}}"
+
+
+def _by_account(records: Sequence[UsageRecord]) -> list[tuple[str, list[UsageRecord]]]:
+    groups: dict[str, list[UsageRecord]] = {}
+    for record in records:
+        groups.setdefault(_key(record.account_id), []).append(record)
+    return list(groups.items())
+
+
+def _limit_pairs(limits: Limits) -> list[str | int]:
+    burst = "" if limits.burst is None else limits.burst
+    values = (limits.requests_per_minute, limits.micro_neurons_per_day, limits.concurrent_requests, burst)
+    return [part for pair in zip(_LIMITS, values, strict=True) for part in pair]
+
+
+def _account(account_id: str, columns: Sequence[bytes | None]) -> Account | None:
+    name, created_at, per_minute, micro_neurons, concurrent, burst = columns
+    if name is None or created_at is None or per_minute is None or micro_neurons is None or concurrent is None:
+        return None
+    limits = Limits(int(per_minute), int(micro_neurons) / MICRO, int(concurrent), int(burst) if burst else None)
+    return Account(account_id, name.decode(), limits, int(created_at))
+
+
+def _with_revocation(token: ApiToken, revoked_at: bytes | None) -> ApiToken:
+    return token if revoked_at is None else structs.replace(token, revoked_at=int(revoked_at))
+
+
+def _totals(columns: Sequence[bytes | None]) -> Totals:
+    return Totals(*(int(column or 0) for column in columns))
