@@ -83,7 +83,7 @@ def entries(config: Config) -> list[ModelConfig]:
     """All entries without opening them: the built-in model, what was pulled, and what hearth.toml adds or changes."""
     said = {entry.name: entry for entry in config.models}
     found = [BUILT_IN, *pulled(config)]
-    known = [said.pop(name, None) or _bare(name) for name in found]
+    known = [said.pop(name) if name in said else _bare(name) for name in found]
     return [entry for entry in [*known, *said.values()] if entry.serve]
 
 

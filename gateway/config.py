@@ -69,7 +69,6 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     device: Annotated[str, Meta(description="auto, cpu or cuda", pattern="^(auto|cpu|cuda)$")] = "auto"
     threads: Annotated[_Positive | None, Meta(description="CPU threads per replica; default: shared evenly")] = None
-    drain_s: Annotated[float, Meta(description="on SIGTERM, replicas get this long to drain", ge=0)] = 10.0
 
 
 class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
