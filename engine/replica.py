@@ -1,0 +1,433 @@
+"""One loaded model as a process: polls its sockets, lets the scheduler choose, launches, commits, tells. One thread.
+
+It never waits for a peer: a connection that does not read is dropped, one that sends rubbish is closed, and one that
+ends takes its sequences with it. It knows nothing of kernels, shapes, tenants or HTTP, and logs no prompts.
+
+    python -m engine.replica '<ReplicaSpec JSON>'
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import stat
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+
+from engine.batch import Flight, Int32s, Sampled
+from engine.blocks import Blocks
+from engine.pulse import Phase, Pulse
+from engine.scheduler import Limits, Plan, Scheduler
+from engine.sequence import Door, Refused
+from engine.wire import (
+    PROTOCOL,
+    Cancel,
+    Frame,
+    FrameError,
+    FrameReader,
+    Hello,
+    ModelSpec,
+    Reject,
+    RejectReason,
+    ReplicaSpec,
+    Submit,
+    encode,
+    parse_address,
+)
+from prefixcache.tree import Tree
+
+DEPTH: Final = 1  # flights at once; more than one needs a scheduler that plans with tokens it does not know yet
+_TICK_S: Final = 0.5
+_RECEIVE_BYTES: Final = 1 << 18
+_FAILURES_MAX: Final = 2  # in a row; then the process ends and its machine starts another
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Served(Protocol):
+    """What a replica asks of a runner: engine.batch.Runs, and what a model tells about itself."""
+
+    revision: str
+    kv_layout: str
+    context_tokens: int
+    vocabulary: int
+    stop_ids: list[int]
+    blocks: int
+    block_tokens: int
+
+    def launch(self, packed: Int32s) -> Flight: ...
+
+
+Open = Callable[[ModelSpec, str, int | None, Callable[[], None]], Served]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The limits of a replica that no spec sets."""
+
+    connections: int = 256
+    received_bytes: int = 4 << 20  # taken from one connection between two steps
+    unsent_bytes: int = 4 << 20  # a connection with more than this to read is dropped
+    drain_s: float = 25.0  # for what runs or waits when the process is told to end
+    flush_s: float = 1.0  # for the last frames
+
+
+class Gone(Exception):
+    """The peer of a connection has left, or has to."""
+
+
+class Connection:
+    """One gateway's socket, never blocking: whole frames in, bytes out as fast as the peer reads them."""
+
+    def __init__(self, number: int, peer: socket.socket, bounds: Bounds) -> None:
+        peer.setblocking(False)
+        self.number = number
+        self.socket = peer
+        self._bounds = bounds
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the peer has not taken yet."""
+        return len(self._unsent)
+
+    def frames(self) -> Iterator[Frame]:
+        """The frames that have arrived. Raises Gone at the end of the stream, FrameError on rubbish."""
+        taken = 0
+        while taken < self._bounds.received_bytes:
+            try:
+                received = self.socket.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise Gone(str(error)) from error
+            if not received:
+                raise Gone("closed by the peer")
+            taken += len(received)
+            yield from self._reader.feed(received)
+
+    def send(self, encoded: bytes) -> None:
+        """Hands the bytes to the peer or keeps them for later. Raises Gone where too much is kept already."""
+        self._unsent += encoded
+        self.flush()
+        if len(self._unsent) > self._bounds.unsent_bytes:
+            raise Gone(f"{len(self._unsent)} bytes unread by the peer")
+
+    def flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = self.socket.send(self._unsent)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise Gone(str(error)) from error
+
+
+class Lost:
+    """A flight that did not take off."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> Sampled:
+        raise self._error
+
+
+class Replica:
+    """The loop. `drain` may be called at any time, also from a signal handler; `run` returns the exit status."""
+
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        runner: Served,
+        pulse: Pulse,
+        listener: socket.socket,
+        bounds: Bounds,
+        orphaned: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        model = spec.model
+        tokens_max = min(runner.context_tokens, runner.blocks * runner.block_tokens)
+        self._runner = runner
+        self._pulse = pulse
+        self._listener = listener
+        self._bounds = bounds
+        self._orphaned = orphaned
+        self._clock = clock
+        self._door = Door(
+            model_revision=runner.revision,
+            kv_layout=runner.kv_layout,
+            block_tokens=runner.block_tokens,
+            tokens_max=tokens_max,
+            vocabulary=runner.vocabulary,
+            stop_ids=frozenset(runner.stop_ids),
+        )
+        self._scheduler = Scheduler(
+            Tree(runner.blocks, runner.block_tokens),
+            Blocks(runner.blocks),
+            Limits(step_tokens=model.step_tokens, sequences=model.sequences, waiting=model.waiting),
+            clock,
+        )
+        self._hello = Hello(
+            protocol=PROTOCOL,
+            model=model.name,
+            revision=runner.revision,
+            boot=str(spec.boot),
+            pid=os.getpid(),
+            context_tokens=tokens_max,
+            vocabulary=runner.vocabulary,
+            block_tokens=runner.block_tokens,
+            blocks=runner.blocks,
+        )
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, Connection] = {}
+        self._connected = 0
+        self._flights: deque[tuple[Plan, Flight]] = deque()
+        self._failures = 0
+        self._tick_at = clock()
+        self._drain_wanted = False
+        self._drain_until: float | None = None
+
+    def drain(self) -> None:
+        """New work is refused from the next turn on, and `run` ends when the old is done or out of time."""
+        self._drain_wanted = True
+
+    def run(self) -> int:
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while self._failures < _FAILURES_MAX and not self._drained() and not self._orphaned():
+                self._poll()
+                self._fly()
+                self._tell()
+            failed = self._failures >= _FAILURES_MAX
+            self._scheduler.end_all(f"the replica {'failed' if failed else 'is shutting down'}; send the request again")
+            self._tell()
+            self._flush()
+            return int(failed)
+        finally:
+            for connection in list(self._connections.values()):
+                self._close(connection, "the replica ends")
+            self._selector.close()
+
+    # One turn
+
+    def _poll(self) -> None:
+        """Takes what the sockets have; waits for them only when there is nothing to compute."""
+        wait_s = 0.0
+        if self._scheduler.idle and not self._flights:
+            self._pulse.enter(Phase.IDLE)
+            wait_s = max(0.0, self._tick_at - self._clock())
+        for key, events in self._selector.select(wait_s):
+            if key.data is None:
+                self._accept()
+                continue
+            if events & selectors.EVENT_READ:
+                self._receive(key.data)
+            if events & selectors.EVENT_WRITE:
+                self._send(key.data, b"")
+        if self._drain_wanted and self._drain_until is None:
+            self._drain_until = self._clock() + self._bounds.drain_s
+            self._tick_at = self._clock()
+            log("draining", running_for_at_most_s=self._bounds.drain_s)
+
+    def _fly(self) -> None:
+        """Launches until DEPTH batches are in flight, then commits the oldest of them."""
+        while len(self._flights) < DEPTH and (plan := self._scheduler.next_batch()) is not None:
+            self._pulse.enter(Phase.STEP)
+            self._flights.append((plan, self._launch(plan)))
+        if not self._flights:
+            return
+        plan, flight = self._flights.popleft()
+        try:
+            sampled = flight.wait()
+        except Exception as error:
+            self._failures += 1
+            log("step_failed", sequences=len(plan.sequences), failures=self._failures, error=type(error).__name__)
+            traceback.print_exc()
+            self._scheduler.fail(plan, "the model failed in this step; send the request again")
+            return
+        self._failures = 0
+        self._scheduler.commit(plan, sampled)
+
+    def _launch(self, plan: Plan) -> Flight:
+        try:
+            return self._runner.launch(plan.packed)
+        except Exception as error:
+            return Lost(error)
+
+    def _tell(self) -> None:
+        """One Progress per connection that has news; Load when sequences came or went, or half a second is over."""
+        moved = False
+        for owner, progress in self._scheduler.news().items():
+            moved = moved or bool(progress.started or progress.finished)
+            if owner in self._connections:
+                self._send(self._connections[owner], encode(progress))
+        now = self._clock()
+        if moved or now >= self._tick_at:
+            self._tick_at = now + _TICK_S
+            load = encode(self._scheduler.load(draining=self._drain_until is not None))
+            for connection in list(self._connections.values()):
+                self._send(connection, load)
+
+    def _drained(self) -> bool:
+        return self._drain_until is not None and (self._scheduler.idle or self._clock() >= self._drain_until)
+
+    # Connections
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError as error:  # the peer has left already, or we are out of file descriptors
+            log("accept_failed", error=str(error))
+            return
+        if len(self._connections) >= self._bounds.connections:
+            log("connection_refused", connections=len(self._connections))
+            peer.close()
+            return
+        self._connected += 1
+        connection = Connection(self._connected, peer, self._bounds)
+        self._connections[connection.number] = connection
+        self._selector.register(peer, selectors.EVENT_READ, connection)
+        log("connected", connection=connection.number)
+        self._send(connection, encode(self._hello))
+        self._send(connection, encode(self._scheduler.load(draining=self._drain_until is not None)))
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            for frame in connection.frames():
+                self._take(connection, frame)
+        except (Gone, FrameError) as error:
+            self._close(connection, str(error))
+
+    def _take(self, connection: Connection, frame: Frame) -> None:
+        if isinstance(frame, Cancel):
+            self._scheduler.cancel(connection.number, frame.ids)
+        elif not isinstance(frame, Submit):
+            raise FrameError(f"a {type(frame).__name__} is not for a replica")
+        elif self._drain_wanted:
+            self._send(connection, encode(Reject(frame.id, RejectReason.DRAINING, "the replica is shutting down")))
+        else:
+            try:
+                self._scheduler.add(self._door.sequences(frame, connection.number, self._clock()))
+            except Refused as refused:
+                reject = Reject(frame.id, refused.reason, refused.message, refused.retry_after_ms)
+                self._send(connection, encode(reject))
+
+    def _send(self, connection: Connection, encoded: bytes) -> None:
+        if connection.number not in self._connections:
+            return
+        try:
+            connection.send(encoded)
+        except Gone as gone:
+            self._close(connection, str(gone))
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.socket).events != wanted:
+            self._selector.modify(connection.socket, wanted, connection)
+
+    def _close(self, connection: Connection, reason: str) -> None:
+        """Ends the connection and everything that runs for it. Does nothing the second time."""
+        if self._connections.pop(connection.number, None) is None:
+            return
+        self._scheduler.drop(connection.number)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        log("disconnected", connection=connection.number, reason=reason)
+
+    def _flush(self) -> None:
+        """Gives the peers a last moment to read what they were told."""
+        until = self._clock() + self._bounds.flush_s
+        while self._clock() < until and any(connection.unsent for connection in self._connections.values()):
+            for key, events in self._selector.select(until - self._clock()):
+                if events & selectors.EVENT_WRITE:
+                    self._send(key.data, b"")
+
+
+def log(event: str, **fields: object) -> None:
+    """One line of JSON on stderr. Fields are counts, names and reasons, never tokens or text."""
+    print(json.dumps({"time": round(time.time(), 3), "event": event, **fields}), file=sys.stderr, flush=True)
+
+
+def parse_spec(document: str) -> ReplicaSpec:
+    """Raises msgspec.ValidationError where the document is no ReplicaSpec."""
+    return msgspec.json.decode(document, type=ReplicaSpec)
+
+
+def run(spec: ReplicaSpec, open_runner: Open, bounds: Bounds | None = None) -> int:
+    """Loads the model, then serves until told to end or until the parent process is gone. Returns the exit status."""
+    parent = os.getppid()
+    _die_with_parent()
+    pulse = Pulse.create(spec.pulse)
+    pulse.enter(Phase.LOADING)
+    began = time.monotonic()
+    runner = open_runner(spec.model, spec.device, spec.threads, pulse.beat)
+    log("loaded", model=spec.model.name, seconds=round(time.monotonic() - began, 3), blocks=runner.blocks)
+    try:
+        return serve(spec, runner, pulse, bounds or Bounds(), orphaned=lambda: os.getppid() != parent)
+    finally:
+        pulse.enter(Phase.STOPPING)
+
+
+def serve(spec: ReplicaSpec, runner: Served, pulse: Pulse, bounds: Bounds, orphaned: Callable[[], bool]) -> int:
+    """Serves an open runner on the spec's address. SIGTERM and SIGINT drain. Call it from the main thread."""
+    listener = _listen(spec.address)
+    try:
+        replica = Replica(spec, runner, pulse, listener, bounds, orphaned, time.monotonic)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: replica.drain())
+        log("serving", model=spec.model.name, address=spec.address)
+        status = replica.run()
+        log("ended", status=status)
+        return status
+    finally:
+        listener.close()
+        if spec.address.startswith("unix:"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(spec.address.removeprefix("unix:"))
+
+
+def _listen(address: str) -> socket.socket:
+    """A listening socket that does not block. A unix socket left behind by an earlier process is replaced."""
+    place = parse_address(address)
+    if isinstance(place, tuple):
+        listener = socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(place).st_mode):
+                os.unlink(place)
+        listener = socket.socket(socket.AF_UNIX)
+        before = os.umask(0o077)  # prompts travel here: for this user alone
+        try:
+            listener.bind(place)
+        finally:
+            os.umask(before)
+        listener.listen()
+    listener.setblocking(False)
+    return listener
+
+
+def _die_with_parent() -> None:
+    """On Linux the kernel kills this process when its parent dies, even in the middle of a step."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(argv: list[str]) -> int:
+    from engine.runner import Runner  # only here: a replica of another runner needs no torch
+
+    return run(parse_spec(argv[0]), Runner.open)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

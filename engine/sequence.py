@@ -1,0 +1,218 @@
+"""The one record that changes while a request runs: its tokens, its KV blocks and how far it has come.
+
+It also opens the door: a `Submit` becomes sequences here or is refused. It decides nothing about when they run.
+"""
+
+import enum
+import math
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from engine.batch import Int32s
+from engine.wire import RejectReason, Sampling, ScopeKind, Submit
+from prefixcache.tree import Lease, Namespace
+
+CHOICES_MAX: Final = 4
+STOP_IDS_MAX: Final = 64
+BIASES_MAX: Final = 300
+LOGPROBS_MAX: Final = 20
+SCOPE_BYTES: Final = 16
+_SEEDS: Final = 1 << 63
+_IDS_MAX: Final = 1 << 62
+
+
+class Stage(enum.IntEnum):
+    """A sequence waits, runs, and may be preempted (wait and run again) any number of times; it ends once."""
+
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of one request. `owner` and `id` name it to whoever submitted it.
+
+    tokens[:computed] have their KV written in table[:blocks]; the first `shared` of these blocks belong to the
+    prefix tree and are pinned by `lease`, the rest to this sequence alone. The next token is sampled by the
+    step that computes the last of `tokens`. It ends by length when `tokens` reaches `tokens_max`.
+    """
+
+    owner: int
+    id: int
+    scope: bytes
+    namespace: Namespace | None  # None: shares with nobody and never touches the tree
+    tokens: "array[int]"  # u32: prompt, then output
+    prompt_tokens: int
+    tokens_max: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    arrived_s: float
+
+    stage: Stage = Stage.WAITING
+    ticket: int = -1  # the order of first admission; the highest is preempted first
+    flying: bool = False  # in a batch that is launched and not committed
+    computed: int = 0
+    lease: Lease | None = None
+    shared: int = 0
+    blocks: int = 0
+    table: Int32s = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is wanted before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def penalized(self) -> bool:
+        """Whether sampling looks at the tokens so far."""
+        sampling = self.sampling
+        return (
+            sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+        )
+
+    def grow(self, blocks: Items[int]) -> None:
+        """Appends private blocks to the table, which keeps room for later ones."""
+        wanted = self.blocks + len(blocks)
+        if wanted > len(self.table):
+            table = np.zeros(max(wanted, 2 * len(self.table), 8), np.int32)
+            table[: self.blocks] = self.table[: self.blocks]
+            self.table = table
+        self.table[self.blocks : wanted] = blocks
+        self.blocks = wanted
+
+    def private(self) -> list[int]:
+        """The blocks that no one else holds."""
+        owned: list[int] = self.table[self.shared : self.blocks].tolist()
+        return owned
+
+    def rewind(self) -> None:
+        """Forgets all KV: it has to be matched or computed again. The blocks are the caller's to free before."""
+        self.computed = self.shared = self.blocks = 0
+        self.lease = None
+
+
+class Refused(Exception):
+    """A Submit that will not run. Carries what its Reject says."""
+
+    def __init__(self, reason: RejectReason, message: str, retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What a model can take, and how its KV is named. `tokens_max` counts prompt and output of one sequence."""
+
+    model_revision: str
+    kv_layout: str
+    block_tokens: int
+    tokens_max: int
+    vocabulary: int
+    stop_ids: frozenset[int]
+
+    def sequences(self, submit: Submit, owner: int, now_s: float) -> list[Sequence]:
+        """The choices of this Submit, waiting. Raises Refused where it can never run."""
+        self._examine(submit)
+        tokens = np.frombuffer(submit.tokens, "<u4")
+        if len(tokens) and int(tokens.max()) >= self.vocabulary:
+            raise _invalid(f"a token id is not below the vocabulary of {self.vocabulary}")
+        if len(tokens) >= self.tokens_max:
+            raise Refused(
+                RejectReason.TOO_LONG,
+                f"the prompt has {len(tokens)} tokens; this model takes {self.tokens_max}, its output included",
+            )
+        return [
+            Sequence(
+                owner=owner,
+                id=submit.id + choice,
+                scope=submit.scope.id,
+                namespace=self._namespace(submit),
+                tokens=array("I", tokens.astype(np.uint32).tobytes()),
+                prompt_tokens=len(tokens),
+                tokens_max=min(len(tokens) + submit.max_tokens, self.tokens_max),
+                sampling=_seeded(submit.sampling, choice),
+                stop_ids=self.stop_ids.union(submit.stop_ids),
+                arrived_s=now_s,
+            )
+            for choice in range(submit.n)
+        ]
+
+    def _namespace(self, submit: Submit) -> Namespace | None:
+        scope = submit.scope
+        if scope.kind == ScopeKind.REQUEST or not scope.id:
+            return None
+        return Namespace(
+            model_revision=self.model_revision,
+            adapter_revision="",
+            tokenizer=self.model_revision,  # the tokenizer's files are part of the model's folder and its revision
+            kv_layout=self.kv_layout,
+            block_tokens=self.block_tokens,
+            scope_kind=int(scope.kind),
+            scope_id=scope.id,
+            epoch=scope.epoch,
+        )
+
+    def _examine(self, submit: Submit) -> None:
+        """Raises Refused(INVALID) for what a correct gateway does not send."""
+        if not 0 <= submit.id < _IDS_MAX:
+            raise _invalid("id must be at least 0 and below 2**62")
+        if not submit.tokens or len(submit.tokens) % 4:
+            raise _invalid("tokens must be packed u32, at least one")
+        if len(submit.scope.id) not in (0, SCOPE_BYTES):
+            raise _invalid(f"scope.id must have {SCOPE_BYTES} bytes or none")
+        if not 1 <= submit.n <= CHOICES_MAX:
+            raise _invalid(f"n must be 1 to {CHOICES_MAX}")
+        if submit.max_tokens < 1:
+            raise _invalid("max_tokens must be at least 1")
+        if len(submit.stop_ids) > STOP_IDS_MAX:
+            raise _invalid(f"at most {STOP_IDS_MAX} stop_ids")
+        problem = _sampling_problem(submit.sampling, self.vocabulary)
+        if problem:
+            raise _invalid(problem)
+
+
+def _invalid(message: str) -> Refused:
+    return Refused(RejectReason.INVALID, message)
+
+
+def _seeded(sampling: Sampling, choice: int) -> Sampling:
+    """The sampling of choice i: seed + i, wrapped into the seeds' range."""
+    if not choice:
+        return sampling
+    changed = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+    return Sampling(**{**changed, "seed": (sampling.seed + choice) % _SEEDS})
+
+
+def _sampling_problem(sampling: Sampling, vocabulary: int) -> str:
+    """What is out of range, or nothing. The ranges are those that a packed batch can carry and a sampler can use."""
+    numbers = (
+        ("temperature", sampling.temperature, 0.0, 1e4),
+        ("top_k", sampling.top_k, 0, 2**31 - 1),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-4, 1e4),
+        ("frequency_penalty", sampling.frequency_penalty, -1e4, 1e4),
+        ("presence_penalty", sampling.presence_penalty, -1e4, 1e4),
+        ("seed", sampling.seed, 0, _SEEDS - 1),
+        ("logprobs", sampling.logprobs or 0, 0, LOGPROBS_MAX),
+    )
+    for name, value, least, most in numbers:
+        if not least <= value <= most:
+            return f"{name} must be {least:g} to {most:g}"
+    if len(sampling.logit_bias) > BIASES_MAX:
+        return f"at most {BIASES_MAX} entries of logit_bias"
+    for token, bias in sampling.logit_bias.items():
+        if not 0 <= token < vocabulary or not math.isfinite(bias):
+            return "logit_bias must map token ids of the vocabulary to finite numbers"
+    return ""

@@ -1,0 +1,288 @@
+"""A replica without sockets or a process: the real scheduler, tree and block account over the stamp engine.
+
+After every step it checks all pools, who reads which block, and that each token of each sequence came exactly once.
+"""
+
+import random
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from engine.batch import Sampled
+from engine.blocks import Blocks
+from engine.scheduler import Limits, Plan, Scheduler
+from engine.sequence import Door, Refused, Sequence, Stage
+from engine.wire import Finish, FinishReason, Progress, Sampling, Scope, ScopeKind, Started, Submit, TokenLogprobs
+from prefixcache.tree import Tree
+from tests.engine.stamp import Claim, Stamps, logprobs_of, solo
+
+
+@dataclass(slots=True)
+class Heard:
+    """What the owner of one sequence was told so far."""
+
+    sequence: Sequence
+    submit: Submit
+    tokens: list[int] = field(default_factory=list)
+    started: Started | None = None
+    finish: Finish | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Simulation:
+    """Set sizes, submit, step; `heard` has what came back. The clock is one second per step."""
+
+    def __init__(
+        self,
+        blocks: int = 64,
+        block_tokens: int = 4,
+        step_tokens: int = 16,
+        sequences: int = 8,
+        waiting: int = 64,
+        vocabulary: int = 1000,
+        stop_ids: Items[int] = (),
+        context_tokens: int = 4096,
+    ) -> None:
+        self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids)
+        self.tree = Tree(blocks, block_tokens)
+        self.account = Blocks(blocks)
+        self.limits = Limits(step_tokens, sequences, waiting)
+        self.seconds = 0.0
+        self.scheduler = Scheduler(self.tree, self.account, self.limits, lambda: self.seconds)
+        self.door = Door(
+            self.stamps.revision,
+            self.stamps.kv_layout,
+            block_tokens,
+            min(context_tokens, blocks * block_tokens),
+            vocabulary,
+            frozenset(stop_ids),
+        )
+        self.heard: dict[tuple[int, int], Heard] = {}
+        self.gone: set[int] = set()
+        self._numbers: dict[object, int] = {}
+
+    def submit(
+        self,
+        id: int,
+        tokens: Items[int],
+        scope: Scope | None = None,
+        max_tokens: int = 4,
+        owner: int = 1,
+        sampling: Sampling | None = None,
+        n: int = 1,
+        stop_ids: Items[int] = (),
+    ) -> list[Heard]:
+        """Raises Refused, with nothing changed."""
+        submit = Submit(
+            id=id,
+            tokens=array("I", tokens).tobytes(),
+            scope=scope or Scope(),
+            sampling=sampling or Sampling(),
+            max_tokens=max_tokens,
+            stop_ids=list(stop_ids),
+            n=n,
+        )
+        sequences = self.door.sequences(submit, owner, self.seconds)
+        self.scheduler.add(sequences)
+        entries = [Heard(sequence, submit) for sequence in sequences]
+        self.heard |= {(owner, entry.sequence.id): entry for entry in entries}
+        return entries
+
+    def plan(self) -> Plan | None:
+        plan = self.scheduler.next_batch()
+        if plan is not None:
+            self._assert_within_limits(plan)
+            self._assert_scopes_disjoint(plan)
+        return plan
+
+    def fly(self, plan: Plan) -> Sampled:
+        """Runs the plan on the stamps, which check every slot against the plan's sequences."""
+        self.stamps.claims = [self._claim(sequence) for sequence in plan.sequences]
+        return self.stamps.launch(plan.packed).wait()
+
+    def step(self) -> bool:
+        """One turn of the loop; False when nothing could run."""
+        plan = self.plan()
+        if plan is not None:
+            self.scheduler.commit(plan, self.fly(plan))
+        self.listen()
+        return plan is not None
+
+    def listen(self) -> None:
+        """Takes the news and checks everything."""
+        self.seconds += 1
+        for owner, progress in self.scheduler.news().items():
+            assert owner not in self.gone, "news for an owner that is gone"
+            self._hear(owner, progress)
+        self.scheduler.check()
+
+    def run(self, steps: int = 10_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(steps):
+            if self.scheduler.idle:
+                return
+            assert self.step(), "sequences wait and nothing can run"
+        raise AssertionError(f"not done after {steps} steps")
+
+    def drop(self, owner: int) -> None:
+        self.gone.add(owner)
+        self.scheduler.drop(owner)
+
+    def assert_all_finished(self) -> None:
+        """Every sequence ended once with the text of a solo run, and no block is held by anybody."""
+        for (owner, id), entry in self.heard.items():
+            assert entry.sequence.stage == Stage.ENDED
+            if owner in self.gone:
+                continue
+            assert entry.finish is not None, f"sequence {id} of {owner} never finished"
+            expected, reason = self.expected(entry)
+            assert entry.finish.completion_tokens == len(entry.tokens)
+            if entry.finish.reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+                assert entry.tokens == expected[: len(entry.tokens)]
+            else:
+                assert (entry.tokens, entry.finish.reason) == (expected, reason)
+        assert self.account.free + self.tree.cached == self.account.total
+        assert self.tree.evictable == self.tree.cached, "a block is pinned by nobody that lives"
+
+    def expected(self, entry: Heard) -> tuple[list[int], str]:
+        prompt = entry.sequence.tokens[: entry.sequence.prompt_tokens].tolist()
+        sequence = entry.sequence
+        return solo(prompt, sequence.sampling, sequence.tokens_max, sorted(sequence.stop_ids), self.stamps.vocabulary)
+
+    def _hear(self, owner: int, progress: Progress) -> None:
+        tokens = array("I", progress.tokens)
+        assert len(tokens) == sum(progress.counts)
+        at, row = 0, 0
+        for started in progress.started:
+            entry = self.heard[owner, started.id]
+            assert entry.started is None, "started twice"
+            entry.started = started
+        for id, count in zip(progress.ids, progress.counts, strict=True):
+            entry = self.heard[owner, id]
+            assert entry.started is not None, "a token before its start"
+            assert entry.finish is None, "a token after the end"
+            entry.tokens += tokens[at : at + count]
+            top = entry.submit.sampling.logprobs
+            if top is not None:
+                for token in tokens[at : at + count]:
+                    assert progress.logprobs[row] == TokenLogprobs(token, *logprobs_of(token, top))
+                    row += 1
+            at += count
+        assert row == len(progress.logprobs)
+        for finish in progress.finished:
+            entry = self.heard[owner, finish.id]
+            assert entry.finish is None, "finished twice"
+            entry.finish = finish
+
+    def _claim(self, sequence: Sequence) -> Claim:
+        shares = sequence.namespace is not None
+        return Claim(self._number(sequence.namespace if shares else sequence), self._number(sequence), shares)
+
+    def _number(self, thing: object) -> int:
+        return self._numbers.setdefault(thing, len(self._numbers))
+
+    def _assert_within_limits(self, plan: Plan) -> None:
+        assert sum(plan.chunks) <= self.limits.step_tokens
+        assert len(plan.sequences) <= self.limits.sequences
+        assert min(plan.chunks) >= 1
+
+    def _assert_scopes_disjoint(self, plan: Plan) -> None:
+        owner_of: dict[int, object] = {}
+        for sequence in plan.sequences:
+            owner = sequence if sequence.namespace is None else sequence.namespace
+            for block in sequence.table[: sequence.blocks].tolist():
+                assert owner_of.setdefault(block, owner) == owner, f"block {block} is in two scopes"
+
+
+TENANTS = [Scope(ScopeKind.TENANT, bytes([letter]) * 16) for letter in b"abc"]
+SCOPES = [*TENANTS, Scope(ScopeKind.USER, b"a" * 16), Scope(ScopeKind.TENANT, b"a" * 16, 1), Scope()]
+
+
+class Chaos:
+    """One random life of a replica: arrivals that share prefixes across scopes, cancels, leaving owners, preemptions,
+    failing steps, tiny pools. Everything follows from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = pick = random.Random(seed)
+        block_tokens = pick.choice([1, 2, 3, 4])
+        self.vocabulary = pick.choice([3, 7, 50])
+        self.simulation = Simulation(
+            blocks=pick.randint(3, 30),
+            block_tokens=block_tokens,
+            step_tokens=pick.choice([1, 2, 5, 8, 16]),
+            sequences=pick.randint(1, 6),
+            waiting=pick.randint(4, 12),
+            vocabulary=self.vocabulary,
+            stop_ids=[0] if pick.random() < 0.3 else [],
+        )
+        self.prefixes = [self._tokens(pick.randint(0, 5 * block_tokens)) for _ in range(3)]
+        self.scopes = pick.sample(SCOPES, pick.randint(1, 4))
+        self.arrivals = pick.randint(2, 10)
+        self.unrest = pick.choice([0.0, 0.1, 0.3])
+        self.refused = 0
+        self._id = 0
+
+    def run(self) -> Simulation:
+        pick, simulation = self.random, self.simulation
+        while self.arrivals or not simulation.scheduler.idle:
+            if self.arrivals and pick.random() < 0.5:
+                self.arrivals -= 1
+                self._arrive()
+            if pick.random() < self.unrest:
+                self._disturb()
+            plan = simulation.plan()
+            if plan is None:
+                assert simulation.scheduler.idle, "sequences wait and nothing can run"
+            elif pick.random() < self.unrest / 10:
+                simulation.scheduler.fail(plan, "told to")
+            else:
+                sampled = simulation.fly(plan)
+                if pick.random() < self.unrest:
+                    self._leave()  # while the batch is in flight
+                simulation.scheduler.commit(plan, sampled)
+            simulation.listen()
+            assert simulation.seconds < 5000, "no end in sight"
+        simulation.assert_all_finished()
+        return simulation
+
+    def _arrive(self) -> None:
+        pick = self.random
+        n = pick.choice([1, 1, 1, 2, 4])
+        sampling = Sampling(
+            temperature=pick.choice([0.0, 1.0]),
+            seed=pick.randint(0, 2**63 - 1),
+            presence_penalty=pick.choice([0.0, 0.0, 0.5]),
+            logprobs=pick.choice([None, None, 0, 2]),
+        )
+        try:
+            self.simulation.submit(
+                self._id,
+                [*pick.choice(self.prefixes), *self._tokens(pick.randint(1, 6))],
+                pick.choice(self.scopes),
+                max_tokens=pick.randint(1, 12),
+                owner=pick.randint(1, 3) if len(self.simulation.gone) == 0 else 4,
+                sampling=sampling,
+                n=n,
+                stop_ids=[1] if pick.random() < 0.2 else [],
+            )
+        except Refused:
+            self.refused += 1
+        self._id += n
+
+    def _disturb(self) -> None:
+        running = [e.sequence for e in self.simulation.heard.values() if e.sequence.stage == Stage.RUNNING]
+        if running and self.random.random() < 0.5:
+            self.simulation.scheduler.preempt(self.random.choice(running))
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.simulation.heard and self.random.random() < 0.9:
+            owner, id = self.random.choice(list(self.simulation.heard))
+            if owner not in self.simulation.gone:
+                self.simulation.scheduler.cancel(owner, [id, 10**9])
+        elif not self.simulation.gone:
+            self.simulation.drop(self.random.randint(1, 3))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(self.vocabulary) for _ in range(count)]

@@ -1,0 +1,223 @@
+"""The stamp engine: a runner without a model, whose KV slots say who wrote them, for which position and token.
+
+What attention would read is checked slot by slot, and the next token is a digest of the tokens that were READ, so that
+a wrong block, a stale slot or a foreign prefix shows as a failed assertion or as another text. `solo` computes the same
+text from the true tokens alone. Run as a file it is a replica process that needs no torch:
+
+    python tests/engine/stamp.py '<ReplicaSpec JSON>' '<Temper JSON>'
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import Batch, Int32s, Sampled, unpack
+from engine.wire import ModelSpec, Sampling
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+_POWERS = np.cumprod(np.full(1 << 14, 0xD1342543DE82EF95, np.uint64), dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who a slice belongs to: a number per scope, one per sequence, and whether it may read others of its scope."""
+
+    scope: int
+    sequence: int
+    shares: bool
+
+
+class IllegalRead(AssertionError):
+    """Attention would have read a slot that does not hold what the sequence believes."""
+
+
+class StampFlight:
+    def __init__(self, sampled: Sampled) -> None:
+        self._sampled = sampled
+
+    def wait(self) -> Sampled:
+        return self._sampled
+
+
+class Stamps:
+    """A runner (engine.batch.Runs). Set `claims` before a launch, one per slice, to have ownership checked as well."""
+
+    revision = "stamp-1"
+    kv_layout = "stamps"
+    weights_bytes = 0
+
+    def __init__(
+        self,
+        blocks: int,
+        block_tokens: int,
+        context_tokens: int = 4096,
+        vocabulary: int = 1000,
+        stop_ids: Items[int] = (),
+    ) -> None:
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.context_tokens = context_tokens
+        self.vocabulary = vocabulary
+        self.stop_ids = list(stop_ids)
+        self.kv_bytes = blocks * block_tokens * 16
+        self.claims: list[Claim] | None = None
+        slots = blocks * block_tokens
+        self.scope_K, self.sequence_K, self.position_K, self.token_K = np.full((4, slots), -1, np.int64)
+
+    def launch(self, packed: Int32s) -> StampFlight:
+        batch = unpack(packed.copy())
+        claims, self.claims = self.claims, None
+        self._assert_writes_are_alone(batch)
+        slices = len(batch.contexts_S)
+        assert claims is None or len(claims) == slices
+        for index in range(slices):
+            self._write(batch, index, claims[index] if claims else None)
+        read = [self._read(batch, index, claims[index] if claims else None) for index in range(slices)]
+        return StampFlight(self._sample(batch, read))
+
+    def _assert_writes_are_alone(self, batch: Batch) -> None:
+        """No slot is written twice, and no block that one slice writes is another's to read."""
+        writers: dict[int, int] = {}
+        for index, (start, end) in enumerate(_spans(batch)):
+            for block in {int(slot) // self.block_tokens for slot in batch.slots_T[start:end]}:
+                if writers.setdefault(block, index) != index:
+                    raise IllegalRead(f"slices {writers[block]} and {index} both write block {block}")
+        for index, context in enumerate(batch.contexts_S.tolist()):
+            for block in batch.tables_SW[index, : -(-context // self.block_tokens)].tolist():
+                if writers.get(block, index) != index:
+                    raise IllegalRead(f"slice {index} reads block {block} that slice {writers[block]} writes")
+
+    def _write(self, batch: Batch, index: int, claim: Claim | None) -> None:
+        start, end = batch.query_starts_S1[index : index + 2].tolist()
+        slots = batch.slots_T[start:end]
+        self.position_K[slots] = batch.positions_T[start:end]
+        self.token_K[slots] = batch.tokens_T[start:end]
+        self.scope_K[slots] = claim.scope if claim else -1
+        self.sequence_K[slots] = claim.sequence if claim else -1
+
+    def _read(self, batch: Batch, index: int, claim: Claim | None) -> NDArray[np.int64]:
+        """The tokens that the slice's last row attends to; raises IllegalRead."""
+        position = np.arange(batch.contexts_S[index])
+        table = batch.tables_SW[index]
+        slots = table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
+        start, end = batch.query_starts_S1[index : index + 2].tolist()
+        if not (slots[batch.positions_T[start:end]] == batch.slots_T[start:end]).all():
+            raise IllegalRead(f"slice {index} writes elsewhere than it reads")
+        if not (self.position_K[slots] == position).all():
+            raise IllegalRead(f"slice {index} reads positions {self.position_K[slots].tolist()}")
+        if claim is not None:
+            if not (self.scope_K[slots] == claim.scope).all():
+                raise IllegalRead(
+                    f"slice {index} of scope {claim.scope} reads scopes {set(self.scope_K[slots].tolist())}"
+                )
+            if not claim.shares and not (self.sequence_K[slots] == claim.sequence).all():
+                raise IllegalRead(f"slice {index} shares nothing and reads another sequence")
+        return self.token_K[slots]
+
+    def _sample(self, batch: Batch, read: list[NDArray[np.int64]]) -> Sampled:
+        ends = {end - 1: index for index, (_, end) in enumerate(_spans(batch))}
+        tokens, logprobs = [], {}
+        for row, last in enumerate(batch.rows_R.tolist()):
+            seen = read[ends[last]]
+            start, end = batch.history_starts_R1[row : row + 2].tolist()
+            if end > start and batch.history_H[start + 1 : end].tolist() != seen.tolist():
+                raise IllegalRead("the history is not what the KV holds")
+            assert batch.sample_position_R[row] == len(seen)
+            start, end = batch.bias_starts_R1[row : row + 2].tolist()
+            bias = dict(zip(batch.bias_ids_B[start:end].tolist(), batch.bias_values_B[start:end].tolist(), strict=True))
+            seed = int(batch.seed_R[row]) if batch.temperature_R[row] > 0 else None
+            token = next_token(seen, seed, self.vocabulary, bias)
+            tokens.append(token)
+            if batch.logprobs_R[row] >= 0:
+                logprobs[row] = logprobs_of(token, int(batch.logprobs_R[row]))
+        return Sampled(np.array(tokens, np.int32), logprobs)
+
+
+def _spans(batch: Batch) -> list[tuple[int, int]]:
+    starts = batch.query_starts_S1.tolist()
+    return list(pairwise(starts))
+
+
+def next_token(seen: NDArray[np.int64], seed: int | None, vocabulary: int, bias: dict[int, float]) -> int:
+    """A digest of the tokens in their order, and of the seed where there is one; a bias of 100 forces its token."""
+    for token, value in bias.items():
+        if value >= 100:
+            return token
+    digest = int((seen.astype(np.uint64) * _POWERS[: len(seen)]).sum(dtype=np.uint64))
+    for word in (len(seen), 0 if seed is None else seed + 1):
+        digest = ((digest ^ (digest >> 29) ^ word) * int(_STEP)) & _MASK
+    return (digest >> 17) % vocabulary
+
+
+def logprobs_of(token: int, top: int) -> tuple[float, list[int], list[float]]:
+    """What the stamp engine reports beside a token."""
+    return -1.0 - token, [token + rank for rank in range(top)], [-1.0 - token - rank for rank in range(top)]
+
+
+def solo(
+    prompt: Items[int], sampling: Sampling, tokens_max: int, stop_ids: Items[int], vocabulary: int
+) -> tuple[list[int], str]:
+    """What this prompt gives when it runs alone: the output tokens and how it finishes."""
+    tokens = list(prompt)
+    seed = sampling.seed if sampling.temperature > 0 else None
+    while True:
+        token = next_token(np.array(tokens), seed, vocabulary, sampling.logit_bias)
+        tokens.append(token)
+        if token in stop_ids:
+            return tokens[len(prompt) :], "stop"
+        if len(tokens) >= tokens_max:
+            return tokens[len(prompt) :], "length"
+
+
+class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a stamp replica behaves: its sizes, the time of a step, and the steps (from 1) that raise."""
+
+    blocks: int = 1024
+    context_tokens: int = 4096
+    vocabulary: int = 1000
+    stop_ids: list[int] = []
+    step_ms: float = 0.0
+    failing: list[int] = []
+
+
+class TemperedStamps(Stamps):
+    """Stamps that take their time, or fail."""
+
+    def __init__(self, temper: Temper, block_tokens: int, beat: Callable[[], None]) -> None:
+        super().__init__(temper.blocks, block_tokens, temper.context_tokens, temper.vocabulary, temper.stop_ids)
+        self._temper = temper
+        self._beat = beat
+        self._step = 0
+
+    def launch(self, packed: Int32s) -> StampFlight:
+        self._step += 1
+        time.sleep(self._temper.step_ms / 1e3)
+        self._beat()
+        if self._step in self._temper.failing:
+            raise RuntimeError(f"step {self._step} fails as it was told to")
+        return super().launch(packed)
+
+
+def main(argv: list[str]) -> int:
+    from engine import replica
+
+    temper = msgspec.json.decode(argv[1], type=Temper) if len(argv) > 1 else Temper()
+
+    def open_stamps(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> TemperedStamps:
+        return TemperedStamps(temper, model.block_tokens, beat)
+
+    return replica.run(replica.parse_spec(argv[0]), open_stamps)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.exit(main(sys.argv[1:]))
