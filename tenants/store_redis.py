@@ -12,20 +12,16 @@ All that a decision touches shares one hash tag, `{account id}`:
     hearth:accounts         set of ids
     hearth:token:TOKEN      account id
 
-Every call has a deadline: a Redis that hangs costs a request at most WAIT_S + 2 · ANSWER_S. Redis must run with
-`maxmemory-policy noeviction`, or it forgets accounts under pressure, and `appendonly yes`; advice() says so.
+Redis must run with `maxmemory-policy noeviction`, or it forgets accounts under pressure, and with `appendonly yes` and
+`appendfsync everysec`; advice() says so. How long a Redis that hangs can hold a request up is in store_line.py.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 from msgspec import structs
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
 from tenants.store import (
@@ -39,14 +35,11 @@ from tenants.store import (
     Refusal,
     Refused,
     Seal,
-    StoreUnavailable,
 )
+from tenants.store_line import Line, connect, explained
 from tenants.usage import EXPIRED, MICRO, Balance, Totals, UsageRecord
 
-ANSWER_S: Final = 0.05  # for connecting, and for an answer
-WAIT_S: Final = 0.08  # for a free connection
-CONNECTIONS: Final = 64
-PIPELINE: Final = 256  # commands sent at once
+READ_S: Final = 5.0  # for an answer that may be long
 SWEEP_MAX: Final = 500  # holds that one call expires
 
 # A record is a msgpack array made by UsageRecord: 4 micro_neurons, 5 prompt_tokens, 6 cached_tokens,
@@ -184,16 +177,8 @@ class RedisStore:
     """See Store. Connections are made when needed, so opening one never fails."""
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=WAIT_S,
-            socket_timeout=ANSWER_S,
-            socket_connect_timeout=ANSWER_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-        self._redis: Any = Redis.from_pool(pool)
+        self._line = Line(url)
+        self._reads = connect(url, READ_S, 2)
         self._clock = clock
         self._reserve, self._checkpoint = _Script(_RESERVE), _Script(_CHECKPOINT)
         self._settle, self._sweep = _Script(_SETTLE), _Script(_SWEEP)
@@ -211,7 +196,8 @@ class RedisStore:
         return lines
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._line.close()
+        await self._reads.aclose()
 
     async def add_account(self, account: Account) -> None:
         await self._ask("SADD", "hearth:accounts", account.id)
@@ -223,7 +209,7 @@ class RedisStore:
 
     async def accounts(self) -> Sequence[Account]:
         ids = await self._ids()
-        rows = await self._ask_all([("HMGET", _key(account_id), *_ACCOUNT) for account_id in ids])
+        rows = await self._read(*(("HMGET", _key(account_id), *_ACCOUNT) for account_id in ids))
         accounts = [_account(account_id, row) for account_id, row in zip(ids, rows, strict=True)]
         return sorted(
             (account for account in accounts if account), key=lambda account: (account.created_at, account.id)
@@ -247,13 +233,12 @@ class RedisStore:
         if owner is None:
             return None
         account_id = owner.decode()
-        packed, revoked_at, columns = await self._ask_all(
-            [
-                ("HGET", _key(account_id, "tokens"), token_id),
-                ("HGET", _key(account_id, "revoked"), token_id),
-                ("HMGET", _key(account_id), *_ACCOUNT),
-            ]
+        answers = await self._line.ask(
+            ("HGET", _key(account_id, "tokens"), token_id),
+            ("HGET", _key(account_id, "revoked"), token_id),
+            ("HMGET", _key(account_id), *_ACCOUNT),
         )
+        packed, revoked_at, columns = _checked(answers)
         account = _account(account_id, columns)
         if packed is None or account is None:
             return None
@@ -261,8 +246,8 @@ class RedisStore:
         return _with_revocation(token, revoked_at), seal, account
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
-        packed, revoked = await self._ask_all(
-            [("HVALS", _key(account_id, "tokens")), ("HGETALL", _key(account_id, "revoked"))]
+        packed, revoked = await self._read(
+            ("HVALS", _key(account_id, "tokens")), ("HGETALL", _key(account_id, "revoked"))
         )
         tokens = [_unpack_token(one)[0] for one in packed]
         tokens = [_with_revocation(token, revoked.get(token.id.encode())) for token in tokens]
@@ -300,18 +285,16 @@ class RedisStore:
 
     async def sweep(self) -> int:
         now, swept = self._now_us(), 0
-        calls = [(_key(account_id), (now,)) for account_id in await self._ids()]
-        while calls:
-            counts = await self._call(self._sweep, calls)
-            swept += sum(counts)
-            calls = [call for call, count in zip(calls, counts, strict=True) if count == SWEEP_MAX]
+        for account_id in await self._ids():
+            while count := (await self._call(self._sweep, [(_key(account_id), (now,))]))[0]:
+                swept += count
         return swept
 
     async def totals(self, account_id: str, day: int) -> Totals:
         return _totals(await self._ask("HMGET", _key(account_id, f"day:{day}"), *_SUMS))
 
     async def records(self, account_id: str, day: int) -> Sequence[UsageRecord]:
-        packed = await self._ask("HVALS", _key(account_id, f"ledger:{day}"))
+        (packed,) = await self._read(("HVALS", _key(account_id, f"ledger:{day}")))
         records = [structs.replace(_unpack_record(one), day=day) for one in packed]  # a hold's guess may be off by one
         return sorted(records, key=lambda record: record.request_id)
 
@@ -321,7 +304,7 @@ class RedisStore:
             ("HVALS", _key(account_id, f"ledger:{day}")),
             ("HVALS", _key(account_id, "holds")),
         ]
-        counted, packed, holds = await self._ask_all(asked, transaction=True)
+        counted, packed, holds = await self._read(*asked)
         records = [_unpack_record(one) for one in packed]
         held = [int(amount) for of_day, amount, _ in (hold.split(b":", 2) for hold in holds) if int(of_day) == day]
         sums = {name: sum(getattr(record, name) for record in records) for name in _SUMS[1:5]}
@@ -329,67 +312,42 @@ class RedisStore:
         return Balance(_totals(counted), recorded)
 
     async def _ids(self) -> list[str]:
-        return [one.decode() for one in await self._ask("SMEMBERS", "hearth:accounts")]
+        (ids,) = await self._read(("SMEMBERS", "hearth:accounts"))
+        return [one.decode() for one in ids]
 
     async def _call(self, script: _Script, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """One script per account. Scripts are idempotent, so all run again where Redis had forgotten the text."""
-        try:
-            return await self._ask_all([("EVALSHA", script.sha, 1, key, *arguments) for key, arguments in calls])
-        except StoreUnavailable as error:
-            if not isinstance(error.__cause__, NoScriptError):
-                raise
-        await self._ask("SCRIPT LOAD", script.text)
-        return await self._ask_all([("EVALSHA", script.sha, 1, key, *arguments) for key, arguments in calls])
-
-    async def _ask_all(self, commands: Sequence[Sequence[Any]], transaction: bool = False) -> list[Any]:
-        if len(commands) == 1:
-            return [await self._ask(*commands[0])]
-        answers: list[Any] = []
-        for start in range(0, len(commands), PIPELINE):
-            with _explained():
-                async with self._redis.pipeline(transaction=transaction) as pipeline:
-                    for command in commands[start : start + PIPELINE]:
-                        pipeline.execute_command(*command)
-                    answers += await pipeline.execute()
-        return answers
+        commands = [("EVALSHA", script.sha, 1, key, *arguments) for key, arguments in calls]
+        answers = await self._line.ask(*commands)
+        if any(isinstance(answer, NoScriptError) for answer in answers):
+            await self._ask("SCRIPT LOAD", script.text)
+            answers = await self._line.ask(*commands)
+        return _checked(answers)
 
     async def _ask(self, *command: Any) -> Any:
-        with _explained():
-            return await self._redis.execute_command(*command)
+        return _checked(await self._line.ask(command))[0]
+
+    async def _read(self, *commands: Sequence[Any]) -> list[Any]:
+        """One consistent look at what may be much; not on the request path."""
+        with explained():
+            async with self._reads.pipeline(transaction=True) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers: list[Any] = await pipeline.execute()
+                return answers
 
     def _now_us(self) -> int:
         """0 lets Redis read its own clock."""
         return 0 if self._clock is None else int(self._clock() * MICRO)
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except (RedisError, OSError) as error:
-        raise StoreUnavailable(f"Redis: {error or type(error).__name__}: {_advice(error)}") from error
-
-
-def _advice(error: Exception) -> str:
-    """What an operator can do about it."""
-    text = str(error)
-    for sign, advice in _ADVICE.items():
-        if sign in text:
-            return advice
-    if isinstance(error, TimeoutError):
-        return f"no answer within {ANSWER_S * 1000:.0f} ms; see whether it hangs, swaps or is overloaded"
-    return "see that it runs, and that [store] url in the settings names it"
-
-
-_ADVICE: Final = {
-    "OOM": "its memory is full; raise maxmemory and keep `maxmemory-policy noeviction`",
-    "MISCONF": "it cannot save to its disk; free some space there",
-    "READONLY": "this is a replica; name the primary in [store] url",
-    "LOADING": "it is still loading its data; wait",
-    "NOAUTH": "it wants a password; put it into [store] url",
-    "WRONGPASS": "the password in [store] url is wrong",
-    "No connection available": f"all {CONNECTIONS} connections are busy; Redis is too slow for this load",
-}
+def _checked(answers: list[Any]) -> list[Any]:
+    """The answers, or StoreUnavailable where one of them is an error."""
+    for answer in answers:
+        if isinstance(answer, RedisError):
+            with explained():
+                raise answer
+    return answers
 
 
 def _key(account_id: str, part: str = "") -> str:

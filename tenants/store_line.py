@@ -1,0 +1,143 @@
+"""One connection to Redis that many callers share, with a deadline. It does not know what the commands mean.
+
+While one flight of commands is away the next one fills, so a thousand callers cost a few round trips and not a thousand
+connections. Every command must be idempotent: a flight that got no answer is sent once more, because an answer that is
+late may be this process's own lateness, and a connection that broke may only have been idle.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Final
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as NoConnection
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as NoAnswer
+
+from tenants.store import StoreUnavailable
+
+ANSWER_S: Final = 0.05  # to connect, and for each answer; twice that and a caller is told
+FLIGHT: Final = 256  # commands sent at once
+
+Command = Sequence[Any]
+
+
+def connect(url: str, answer_s: float, connections: int) -> Any:
+    """A redis-py client that fails fast: no retries of its own, which by default stall a request for half a minute."""
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=connections,
+        timeout=answer_s,
+        socket_timeout=answer_s,
+        socket_connect_timeout=answer_s,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )
+    return Redis.from_pool(pool)
+
+
+class _Question:
+    __slots__ = ("answer", "answered", "command")
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.answer: Any = None
+        self.answered = False
+
+
+class Line:
+    """Every caller is answered or raises within 2 · ANSWER_S of the start of the flight that it is on."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = connect(url, ANSWER_S, 1)
+        self._waiting: dict[_Question, None] = {}  # in the order of asking
+        self._turn = asyncio.Lock()
+
+    async def ask(self, *commands: Command) -> list[Any]:
+        """The answers, an error of Redis itself among them. Raises StoreUnavailable when there are none."""
+        questions = [_Question(command) for command in commands]
+        self._waiting.update(dict.fromkeys(questions))
+        try:
+            async with self._turn:
+                while questions and not questions[-1].answered:
+                    await self._fly()
+        finally:
+            for question in questions:
+                self._waiting.pop(question, None)  # a caller who left takes its commands along
+        answers = [question.answer for question in questions]
+        for answer in answers:
+            if isinstance(answer, (NoConnection, NoAnswer, OSError)):
+                with explained():
+                    raise answer
+        return answers
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _fly(self) -> None:
+        """Answers the first FLIGHT questions; all that wait, with the error, where Redis is not there."""
+        batch = list(islice(self._waiting, FLIGHT))
+        commands = [question.command for question in batch]
+        try:
+            answers = await self._send_twice(commands)
+        except (RedisError, OSError) as error:
+            batch = list(self._waiting)
+            answers = [error] * len(batch)
+        for question, answer in zip(batch, answers, strict=True):
+            question.answer, question.answered = answer, True
+            self._waiting.pop(question, None)
+
+    async def _send_twice(self, commands: list[Command]) -> list[Any]:
+        try:
+            return await self._send(commands)
+        except (NoConnection, NoAnswer, OSError):
+            return await self._send(commands)
+
+    async def _send(self, commands: list[Command]) -> list[Any]:
+        if len(commands) == 1:
+            try:
+                return [await self._redis.execute_command(*commands[0])]
+            except (NoConnection, NoAnswer):
+                raise
+            except RedisError as error:
+                return [error]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = await pipeline.execute(raise_on_error=False)
+            return answers
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """What Redis raises inside becomes StoreUnavailable with advice."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise StoreUnavailable(f"Redis: {error or type(error).__name__}: {_advice(error)}") from error
+
+
+def _advice(error: Exception) -> str:
+    """What an operator can do about it."""
+    text = str(error)
+    for sign, advice in _ADVICE.items():
+        if sign in text:
+            return advice
+    if isinstance(error, NoAnswer):
+        return "it does not answer in time; see whether it hangs, swaps or is overloaded"
+    return "see that it runs, and that [store] url in the settings names it"
+
+
+_ADVICE: Final = {
+    "OOM": "its memory is full; raise maxmemory and keep `maxmemory-policy noeviction`",
+    "MISCONF": "it cannot save to its disk; free some space there",
+    "READONLY": "this is a replica; name the primary in [store] url",
+    "LOADING": "it is still loading its data; wait",
+    "NOAUTH": "it wants a password; put it into [store] url",
+    "Authentication required": "it wants a password; put it into [store] url",
+    "WRONGPASS": "the password in [store] url is wrong",
+}

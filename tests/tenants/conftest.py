@@ -1,0 +1,119 @@
+"""Stores, a clock that stands still, and ways to break a store for a while."""
+
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from tenants.accounts import Accounts, Caller
+from tenants.store import Limits, Store, open_store
+from tenants.store_sqlite import SqliteStore
+
+DAY_S = 86_400
+SECRET = b"the server's secret, 32 bytes up"
+
+
+class StoppedClock:
+    """Noon of today, until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = float(int(time.time()) // DAY_S * DAY_S + DAY_S // 2)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    @property
+    def day(self) -> int:
+        return int(self.now_s) // DAY_S
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def clock() -> StoppedClock:
+    return StoppedClock()
+
+
+@pytest.fixture
+def empty_redis_url(redis_url: str) -> str:
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+        client.script_flush()
+    return redis_url
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A new, empty store."""
+    if request.param == "sqlite":
+        return f"sqlite:{tmp_path / 'hearth.db'}"
+    url: str = request.getfixturevalue("empty_redis_url")
+    return url
+
+
+@pytest.fixture
+async def store(store_url: str, clock: StoppedClock) -> AsyncIterator[Store]:
+    opened = open_store(store_url, clock)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def accounts(store: Store, clock: StoppedClock) -> Accounts:
+    return Accounts(store, SECRET, clock)
+
+
+@pytest.fixture
+def new_caller(accounts: Accounts) -> "Callable[..., object]":
+    """await new_caller(**limits) → the Caller of a new account with one ApiToken."""
+
+    async def make(**limits: float) -> Caller:
+        account = await accounts.create("ann", Limits(**limits))  # type: ignore[arg-type]
+        _, text = await accounts.mint(account.id, "laptop")
+        return await accounts.verify(text)
+
+    return make
+
+
+Outage = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def outage(store: Store, store_url: str) -> Outage:
+    """with outage(): the store cannot answer. SQLite's file is read-only then, Redis is frozen."""
+    if isinstance(store, SqliteStore):
+        return lambda: _read_only(store)
+    return lambda: frozen(store_url)
+
+
+@contextmanager
+def _read_only(store: SqliteStore) -> Iterator[None]:
+    store._connection.execute("PRAGMA query_only = 1")
+    try:
+        yield
+    finally:
+        store._connection.execute("PRAGMA query_only = 0")
+
+
+@contextmanager
+def frozen(url: str) -> Iterator[None]:
+    with redis.Redis.from_url(url) as client:
+        pid = client.info("server")["process_id"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def frozen_redis(empty_redis_url: str) -> Outage:
+    return lambda: frozen(empty_redis_url)
