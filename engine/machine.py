@@ -96,6 +96,7 @@ class Replica:
         self._beat_at = 0.0
         self._serving_since: float | None = None
         self._failures = 0
+        self._unended = b""
         self._lines: deque[str] = deque(maxlen=3)
 
     @property
@@ -113,6 +114,7 @@ class Replica:
             self._pulse.close()
         self._pulse = Pulse.create(self._pulse_path)
         self._word, self._beat_at, self._serving_since = self._pulse.read(), now, None
+        self._unended = b""
         self._lines.clear()
         self.problem = "loading"
         spec = ReplicaSpec(
@@ -184,13 +186,23 @@ class Replica:
         """Passes on what the process wrote, each line behind the model's name. False at the end of the pipe."""
         try:
             while written := os.read(self.output, 1 << 16):
-                for line in written.decode("utf-8", "replace").splitlines():
-                    if line.strip():
-                        self._lines.append(line[:_LINE_BYTES_MAX])
-                        print(f"[{self.model.name}] {line[:_LINE_BYTES_MAX]}", file=sys.stderr, flush=True)
+                *lines, self._unended = (self._unended + written).split(b"\n")
+                for line in lines:
+                    self._pass_on(line)
+                if len(self._unended) > _LINE_BYTES_MAX:
+                    self._pass_on(self._unended)
+                    self._unended = b""
         except BlockingIOError:
             return True
+        self._pass_on(self._unended)
+        self._unended = b""
         return False
+
+    def _pass_on(self, written: bytes) -> None:
+        line = written[:_LINE_BYTES_MAX].decode("utf-8", "replace").rstrip()
+        if line:
+            self._lines.append(line)
+            print(f"[{self.model.name}] {line}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         assert self.process is None
@@ -481,7 +493,7 @@ def log(event: str, **fields: object) -> None:
 
 
 def replica_command(spec: ReplicaSpec) -> Sequence[str]:
-    return [sys.executable, "-m", "engine.replica", msgspec.json.encode(spec).decode()]
+    return [sys.executable, "-P", "-m", "engine.replica", msgspec.json.encode(spec).decode()]
 
 
 def main(

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import msgspec
 
@@ -93,6 +93,16 @@ class Stream:
             finally:
                 self._waiter = None
         return self._steps.popleft()
+
+    @property
+    def ready(self) -> int:
+        """How many steps can be taken without waiting."""
+        return len(self._steps)
+
+    def stop(self, index_in_n: int) -> None:
+        """Ends one choice early: the replica is told, nothing more of it is received. Idempotent."""
+        if self._connection.forget_one(self._first + index_in_n):
+            self._open -= 1
 
     def cancel(self) -> None:
         """The caller is gone: the replica is told, nothing more is received. Idempotent, also after the end."""
@@ -187,8 +197,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's says so only by its methods
 
     def data_received(self, received: bytes) -> None:
         try:
@@ -268,6 +277,14 @@ class _Replica(_Connection):
         ids = [id for id in range(stream._first, stream._first + stream._n) if self._streams.pop(id, None)]
         if cancel and ids and self._transport is not None:
             self._transport.write(wire.encode(wire.Cancel(ids)))
+
+    def forget_one(self, id: int) -> bool:
+        """False where that sequence has ended already."""
+        if self._streams.pop(id, None) is None:
+            return False
+        if self._transport is not None:
+            self._transport.write(wire.encode(wire.Cancel([id])))
+        return True
 
     def receive(self, frame: wire.Frame) -> None:
         if isinstance(frame, wire.Progress):
@@ -401,6 +418,11 @@ class Fleet:
     def problems(self) -> dict[str, str]:
         """Machines that cannot be reached, by address, in words."""
         return dict(self._problems)
+
+    def busy(self, model: str) -> bool:
+        """Whether every replica of this model that can serve has sequences waiting already."""
+        ready = self._ready(model)
+        return bool(ready) and all(replica.load is not None and replica.load.waiting > 0 for replica in ready)
 
     def hello(self, model: str) -> wire.Hello | None:
         """What a replica of this model that can serve said of itself; None while there is none."""

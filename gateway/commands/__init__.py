@@ -1,0 +1,1 @@
+"""What `hearth` does, one module per command."""

@@ -1,0 +1,7 @@
+"""x"""
+
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    commands.add_parser("bench")

@@ -1,0 +1,35 @@
+"""`hearth gateway`: the HTTP side alone, for deployments where machines run apart."""
+
+import argparse
+from typing import Any
+
+from gateway.commands.words import add_command, fail, read_settings
+from gateway.state import server_secret
+from tenants.store import StoreUnavailable
+
+_TEACHING = """\
+examples:
+  hearth gateway                                       listens on 127.0.0.1:8787
+  hearth gateway --host 0.0.0.0 --port 80 --config /etc/hearth.toml
+
+Any number of gateways may run: they keep nothing but open requests. They share a store ([store] url; SQLite serves
+one gateway, Redis many) and the file `secret` in the state folder, and connect to [machine] addresses.
+SIGTERM drains: new work is refused, running streams get [server] drain_s to end.
+"""
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "gateway", "serve HTTP; replicas are on machines", _TEACHING)
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default: 8787)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = read_settings(options)
+    try:
+        from gateway.serve import serve  # only here: other commands start without an HTTP server
+
+        return serve(config, server_secret(config))
+    except (StoreUnavailable, OSError) as error:
+        return fail(str(error))

@@ -1,0 +1,51 @@
+"""`hearth machine`: this host's replicas alone. It becomes `python -m engine.machine`; nothing of the gateway stays."""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+from engine import wire
+from gateway.catalogue import entries, spec_of
+from gateway.commands.words import add_command, read_settings
+from gateway.config import Config
+from gateway.state import open_state
+
+_TEACHING = """\
+examples:
+  hearth machine                                       all models of the catalogue, on this host's GPUs or its CPU
+  hearth machine --device cpu
+  hearth machine --config /etc/hearth.toml             [[models]] says which, how many replicas and how large
+
+One machine runs per host. It starts replicas, watches them, starts crashed and hung ones again, and tells gateways
+where they are. SIGTERM lets running streams end, a second one does not.
+"""
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "machine", "run this host's replicas", _TEACHING)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where models run (default: auto)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = read_settings(options)
+    open_state(config)
+    command = machine_command(config)
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def machine_command(config: Config) -> list[str]:
+    """The command line of this host's machine."""
+    spec = wire.MachineSpec(
+        name=config.machine.name,
+        address=config.machine_address,
+        folder=str(config.run_folder),
+        models=[spec_of(config, entry) for entry in entries(config)],
+        device=config.machine.device,
+        threads=config.machine.threads,
+    )
+    return [sys.executable, "-P", "-m", "engine.machine", msgspec.json.encode(spec).decode()]

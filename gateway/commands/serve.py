@@ -1,0 +1,354 @@
+"""`hearth serve`: the gateway and one machine as two children, watched by this process, and the first call printed.
+
+It serves nothing itself. However it ends, its children end: on a signal they drain, and where it is killed the
+kernel ends them.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import http.client
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import msgspec
+
+from engine import wire
+from gateway.commands.machine import machine_command
+from gateway.commands.words import add_command, fail, read_settings
+from gateway.config import Config, ConfigError
+from gateway.state import Credentials, open_state, read_credentials, server_secret, write_credentials
+from tenants.accounts import Accounts, NotFound, Unauthenticated
+from tenants.store import StoreUnavailable, open_store
+
+_TEACHING = """\
+examples:
+  hearth serve                                         on 127.0.0.1:8787
+  hearth serve --host 0.0.0.0 --port 80
+  hearth serve --device cpu
+
+The first start makes an account and a token and keeps them in .hearth/credentials.json. A curl line that works is
+printed at every start. Logs are gateway.log and machine.log in the state folder. Ctrl-C drains and ends all
+processes; a second one does not wait.
+"""
+_LOOK_S: Final = 0.1
+_LOG_BYTES_MAX: Final = 8 << 20
+_BACKOFF_S: Final = (0.5, 30.0)
+_MACHINE_DRAIN_S: Final = 35.0
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "serve", "start everything on this host", _TEACHING)
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default: 8787; 0 takes a free one)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where models run (default: auto)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = read_settings(options)
+    try:
+        open_state(config)
+        with _only_one(config):
+            port = _free_port(config)
+            credentials = asyncio.run(_credentials(config, port))
+            return Household(config, options.config, port, credentials, sys.stdout).run()
+    except (StoreUnavailable, OSError) as error:
+        return fail(str(error))
+
+
+@contextlib.contextmanager
+def _only_one(config: Config) -> Iterator[None]:
+    with open(config.state / "serve.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"`hearth serve` runs already in {config.state}; --state names another folder") from None
+        yield
+
+
+def _free_port(config: Config) -> int:
+    """The configured port, or a free one for 0. Raises ConfigError where it is taken."""
+    host, port = config.server.host, config.server.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; --port (PORT=) names another") from error
+
+
+def base_url(host: str, port: int) -> str:
+    """How a client on this host reaches the server."""
+    reached = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+
+
+async def _credentials(config: Config, port: int) -> Credentials:
+    """Those of the first start where they still open something, else new ones; with the present base_url."""
+    url = base_url(config.server.host, port)
+    store = open_store(config.store_url)
+    try:
+        accounts = Accounts(store, server_secret(config))
+        known = read_credentials(config)
+        if known is not None:
+            try:
+                await accounts.verify(known.token)
+            except (Unauthenticated, NotFound):
+                known = None
+        if known is None:
+            account = await accounts.create("first")
+            _, token = await accounts.mint(account.id, "first")
+            known = Credentials(url, account.id, token)
+        credentials = msgspec.structs.replace(known, base_url=url)
+        write_credentials(config, credentials)
+        return credentials
+    finally:
+        await store.close()
+
+
+def first_call(credentials: Credentials, model: str) -> str:
+    """A shell line that streams an answer."""
+    url = f"{credentials.base_url}/client/v4/accounts/{credentials.account_id}/ai/run/{model}"
+    system = "You are the assistant of Harbour Books. Opening hours: Monday to Friday, 9:00 to 18:00."
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "When are you open?"}]
+    body = msgspec.json.encode({"messages": messages, "stream": True}).decode()
+    headers = [f"Authorization: Bearer {credentials.token}", "Content-Type: application/json"]
+    parts = ["curl", "-N", url, *(part for header in headers for part in ("-H", header)), "-d", body]
+    return shlex.join(parts)
+
+
+class Child:
+    """One of the two processes: started, watched, started again with a back-off."""
+
+    def __init__(self, name: str, command: list[str], log: Path, death: signal.Signals) -> None:
+        self.name = name
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start_at = 0.0
+        self.failures = 0
+        self._command = command
+        self._log = log
+        self._death = death
+
+    def start(self) -> None:
+        """In its own process group, so that a terminal's Ctrl-C reaches this process alone, which then drains."""
+        with open(self._log, "ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+                preexec_fn=_dies_with(os.getpid(), self._death),
+            )
+
+    def ended(self, now: float) -> int | None:
+        """The status of a process that ended since the last look; `start_at` says when to start the next."""
+        if self.process is None or (status := self.process.poll()) is None:
+            return None
+        least, most = _BACKOFF_S
+        self.start_at = now + min(least * 2.0 ** min(self.failures, 16), most)
+        self.failures += 1
+        self.process = None
+        return status
+
+    def send(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            self.process.send_signal(number)
+
+    def wait(self, seconds: float, hurry: Callable[[], bool]) -> None:
+        """Until it ended; killed after `seconds`, or as soon as `hurry` says so."""
+        until = time.monotonic() + seconds
+        while self.process is not None and self.process.poll() is None:
+            if time.monotonic() >= until or hurry():
+                self.process.kill()
+            time.sleep(0.02)
+        self.process = None
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        with open(self._log, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
+            return log.read().decode("utf-8", "replace").strip()
+
+
+class Household:
+    """The loop of `hearth serve`."""
+
+    def __init__(self, config: Config, config_path: str | None, port: int, first: Credentials, out: TextIO) -> None:
+        self._config = config
+        self._port = port
+        self._first = first
+        self._out = out
+        self._stops = 0
+        self._ready: set[str] = set()
+        self._said = {""}
+        self._machine_side = MachineSide(config.machine_address)
+        settings = ["--config", str(Path(config_path).resolve())] if config_path is not None else []
+        settings += ["--state", config.state_folder, "--host", config.server.host, "--port", str(port)]
+        gateway = [sys.executable, "-P", "-m", "gateway.cli", "gateway", *settings]
+        self._gateway = Child("gateway", gateway, config.state / "gateway.log", signal.SIGTERM)
+        self._machine = Child("machine", machine_command(config), config.state / "machine.log", signal.SIGKILL)
+
+    def run(self) -> int:
+        """Until a signal, or until the gateway cannot even start."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        began = time.monotonic()
+        for child in (self._gateway, self._machine):
+            _rotate(self._config.state / f"{child.name}.log")
+        try:
+            while not self._stops:
+                now = time.monotonic()
+                for child in (self._machine, self._gateway):
+                    if not self._keep(child, now):
+                        return 1
+                self._tell(now - began)
+                time.sleep(_LOOK_S)
+            self._say("draining; Ctrl-C again ends at once")
+            return 0
+        finally:
+            self._end()
+
+    def _stop(self, *_: object) -> None:
+        self._stops += 1
+
+    def _keep(self, child: Child, now: float) -> bool:
+        """False where going on makes no sense: the gateway ended before it ever answered."""
+        status = child.ended(now)
+        if status is not None:
+            if child is self._gateway and not self._ready and not self._answers():
+                fail(f"the gateway could not start (status {status}):\n{child.last_words()}")
+                return False
+            self._say(f"the {child.name} ended with status {status}; it starts again (see {child.name}.log)")
+        if child.process is None and now >= child.start_at:
+            child.start()
+        return True
+
+    def _tell(self, elapsed_s: float) -> None:
+        """What changed: which models are ready, which are not and why; the first call once the gateway is ready."""
+        for replica in self._machine_side.look():
+            if replica.residency is wire.Residency.DEVICE:
+                if replica.model not in self._ready and self._answers():
+                    if not self._ready:
+                        self._say(f"Hearth serves on {self._first.base_url}")
+                    self._ready.add(replica.model)
+                    self._say(f"{replica.model} is ready after {elapsed_s:.1f} s")
+                    if len(self._ready) == 1:
+                        self._say_first_call(replica.model)
+            elif replica.problem not in self._said:
+                self._said = {"", "loading", replica.problem}
+                self._say(f"{replica.model}: {replica.problem}")
+
+    def _say_first_call(self, model: str) -> None:
+        self._say(
+            f"\naccount  {self._first.account_id}\ntoken    {self._first.token}"
+            f"\n         (kept in {self._config.credentials_path})\n\nYour first call:\n"
+        )
+        self._say(first_call(self._first, model) + "\n")
+
+    def _answers(self) -> bool:
+        """Whether the gateway is ready."""
+        connection = http.client.HTTPConnection(*_where(self._first.base_url), timeout=2)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a closed terminal is no reason to stop serving
+            print(line, file=self._out, flush=True)
+
+    def _end(self) -> None:
+        """First the gateway, so that its streams can end while the replicas still answer."""
+        stops = max(self._stops, 1)
+
+        def hurry() -> bool:
+            return self._stops > stops
+
+        self._gateway.send(signal.SIGTERM)
+        self._gateway.wait(self._config.server.drain_s + 5.0, hurry)
+        self._machine.send(signal.SIGTERM)
+        self._machine.wait(_MACHINE_DRAIN_S, hurry)
+        self._machine_side.close()
+
+
+class MachineSide:
+    """A watcher of the machine's word about its replicas. Never blocks."""
+
+    def __init__(self, address: str) -> None:
+        self._target = wire.parse_address(address)
+        self._socket: socket.socket | None = None
+        self._frames = wire.FrameReader()
+        self._replicas: list[wire.ReplicaState] = []
+
+    def look(self) -> list[wire.ReplicaState]:
+        """What it said last; empty while it cannot be reached."""
+        try:
+            if self._socket is None:
+                self._connect()
+            assert self._socket is not None
+            received = self._socket.recv(1 << 16)
+            for frame in self._frames.feed(received):
+                if isinstance(frame, wire.Fleet):
+                    self._replicas = frame.replicas
+            if not received:
+                self.close()
+        except BlockingIOError:
+            pass
+        except (OSError, wire.FrameError):
+            self.close()
+        return self._replicas
+
+    def _connect(self) -> None:
+        self._frames = wire.FrameReader()
+        kind = socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET
+        self._socket = socket.socket(kind)
+        self._socket.settimeout(0.5)
+        self._socket.connect(self._target)
+        self._socket.setblocking(False)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._replicas = []
+
+
+def _where(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _rotate(log: Path) -> None:
+    if log.exists() and log.stat().st_size > _LOG_BYTES_MAX:
+        os.replace(log, log.with_suffix(".log.1"))
+    log.touch(mode=0o600)
+
+
+def _dies_with(parent: int, death: signal.Signals) -> Callable[[], None] | None:
+    """For a child between fork and exec: on Linux the kernel sends it `death` when this process ends."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def die() -> None:
+        prctl(_PR_SET_PDEATHSIG, death)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return die

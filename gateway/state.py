@@ -1,0 +1,77 @@
+"""The state folder's own files: the server's secret and the first credentials. It knows no store and no HTTP."""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from gateway.config import Config, ConfigError
+
+SECRET_BYTES = 32
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """`.hearth/credentials.json`: all that a first call needs."""
+
+    base_url: str
+    account_id: str
+    token: str
+
+
+def open_state(config: Config) -> None:
+    """Makes the folders, for this user alone."""
+    for folder in (config.state, config.run_folder, config.outbox_folder, config.models_folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if config.run_folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{config.run_folder} belongs to somebody else: set machine.folder")
+
+
+def server_secret(config: Config) -> bytes:
+    """The secret from which tokens' seals and scopes are derived; made at the first call, by whoever comes first."""
+    open_state(config)
+    path = config.secret_path
+    if not path.exists():
+        _write_new(path, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
+    try:
+        secret = bytes.fromhex(path.read_text().strip())
+    except ValueError as error:
+        raise ConfigError(f"{path} must hold {SECRET_BYTES} bytes in hex: restore it from a backup") from error
+    if len(secret) < SECRET_BYTES:
+        raise ConfigError(f"{path} is too short: it must hold {SECRET_BYTES} bytes in hex")
+    return secret
+
+
+def read_credentials(config: Config) -> Credentials | None:
+    """None where there are none, or none that can be read."""
+    try:
+        return msgspec.json.decode(config.credentials_path.read_bytes(), type=Credentials)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def write_credentials(config: Config, credentials: Credentials) -> None:
+    """Replaces the file in one piece, readable by this user alone."""
+    document = msgspec.json.format(msgspec.json.encode(credentials)) + b"\n"
+    temporary = config.credentials_path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    _write_new(temporary, document)
+    os.replace(temporary, config.credentials_path)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Appears complete or not at all; does nothing where the file is there already."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(file, content)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        os.unlink(temporary)
