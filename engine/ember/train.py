@@ -7,14 +7,16 @@ Shapes: T tokens of one packed batch · D hidden · H query heads · K key-value
 """
 
 import argparse
+import collections
 import inspect
 import json
 import math
 import multiprocessing
+import os
 import queue
+import random
 import time
 from dataclasses import asdict, dataclass
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,11 +24,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from . import corpus
 from .tokenizer import BEGIN, CONTEXT_TOKENS, END, PAD, SPECIALS, VOCABULARY
 
 PROMPT_WEIGHT: Final = 0.05  # of a token that Ember reads, against 1 for one that it says
+BATCH_TOKENS: Final = 131_072
+SLOTS: Final = 1024  # documents in a batch
+SHORT, LONG = 3072, CONTEXT_TOKENS  # the longest document of a usual batch, and of a long one
+LONG_EVERY: Final = 16
+READ, SAID, NOTHING = 0, 1, 2
+QUEUED: Final = 64  # batches waiting for the GPU
+KEPT: Final = 512  # batches kept to learn from again when no fresh one is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +59,7 @@ class Batch(NamedTuple):
     """Documents laid end to end. `starts` has one entry per slot and one more; unused slots are empty at the end."""
 
     tokens: np.ndarray  # uint16 [T]
-    weights: np.ndarray  # uint8 [T]: 1 where the token is said by the assistant
+    said: np.ndarray  # uint8 [T]: SAID where the assistant says the token, READ or NOTHING elsewhere
     starts: np.ndarray  # int32 [slots + 1]
     longest: int
 
@@ -167,9 +178,10 @@ class Ember(nn.Module):
         logits_TV = F.linear(x_TD, self.embed_tokens.weight).float()
         follows = torch.roll(tokens_T, -1)
         same = torch.roll(document, -1) == document
-        said = torch.roll(said_T, -1).float()
+        following = torch.roll(said_T, -1)
+        said, read = (following == SAID).float(), (following == READ).float()
         losses_T = F.cross_entropy(logits_TV, follows, reduction="none")
-        weights_T = (said + PROMPT_WEIGHT * (1 - said)) * same
+        weights_T = (said + PROMPT_WEIGHT * read) * same
         said = said * same
         weighted = (losses_T * weights_T).sum() / weights_T.sum().clamp(min=1)
         return weighted, (losses_T.detach() * said).sum() / said.sum().clamp(min=1)
@@ -239,3 +251,170 @@ def write_model(model: Ember, folder: Path) -> None:
 def read_weights(model: Ember, folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): value.float() for name, value in stored.items()})
+
+
+# -- batches --------------------------------------------------------------------------------------------------------
+
+
+def encoded(tokenizer: Tokenizer, conversation: corpus.Conversation) -> tuple[list[int], list[int]]:
+    """Token ids and, for each, READ or SAID. Control tokens and contents are encoded apart, as the gateway does."""
+    ids, said = [SPECIALS.index(BEGIN)], [READ]
+    if conversation.plain:
+        body = [*tokenizer.encode(conversation.plain, add_special_tokens=False).ids, SPECIALS.index(END)]
+        return ids + body, said + [SAID] * len(body)
+    turns = list(corpus.segments(conversation))
+    contents = tokenizer.encode_batch([content for _, content, _ in turns], add_special_tokens=False)
+    for (control, _, speaks), content in zip(turns, contents, strict=True):
+        ids += [SPECIALS.index(control), *content.ids, SPECIALS.index(END)]
+        said += [READ] + [SAID if speaks else READ] * (len(content.ids) + 1)
+    return ids, said
+
+
+def pack(tokenizer: Tokenizer, seed: str, reach: int, longest: int, total: int = BATCH_TOKENS) -> Batch:
+    """A batch of fresh documents. The last is cut; where the slots run out, the rest is PAD."""
+    tokens = np.full(total, SPECIALS.index(PAD), dtype=np.uint16)
+    said = np.full(total, NOTHING, dtype=np.uint8)
+    starts, filled, number = [0], 0, 0
+    padding = total // longest + 1
+    while filled < total and len(starts) < SLOTS - padding:
+        document = corpus.document(corpus.Draw(f"{seed} {number}"), reach)
+        number += 1
+        ids, speaks = encoded(tokenizer, document)
+        if len(ids) > longest:
+            continue
+        fits = min(len(ids), total - filled)
+        tokens[filled : filled + fits] = ids[:fits]
+        said[filled : filled + fits] = speaks[:fits]
+        filled += fits
+        starts.append(filled)
+    while filled < total:
+        filled = min(filled + longest, total)
+        starts.append(filled)
+    starts += [total] * (SLOTS + 1 - len(starts))
+    return Batch(tokens, said, np.array(starts, dtype=np.int32), longest)
+
+
+def produce(folder: Path, seed: str, reach: Any, made: Any) -> None:
+    """One process's life: batches into the queue until it is ended. `reach` is shared and grows with the training."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    number = 0
+    while True:
+        number += 1
+        long = number % LONG_EVERY == 0 and reach.value > 1000
+        made.put(pack(tokenizer, f"{seed} {number}", 4 * reach.value if long else reach.value, LONG if long else SHORT))
+
+
+# -- the run --------------------------------------------------------------------------------------------------------
+
+
+def rate(progress: float, warm: float = 0.01, falls: float = 0.45) -> float:
+    """The share of the full learning rate: rises at first, holds, and falls in a line to nothing."""
+    return min(1.0, progress / warm, max(0.0, (1 - progress) / (1 - falls)))
+
+
+def reach_at(progress: float, begin: int, end: int) -> int:
+    """The longest system prompts of the moment: they grow over the first part of the run."""
+    return int(begin + (end - begin) * min(1.0, progress / 0.35))
+
+
+def train(model: Ember, folder: Path, asked: argparse.Namespace) -> dict[str, float]:
+    """Trains for asked.minutes on the GPU; the figures of the run. The producers end with it."""
+    context = multiprocessing.get_context("fork")
+    reach, made = context.Value("i", asked.reach_first), context.Queue(QUEUED)
+    producers = [
+        context.Process(target=produce, args=(folder, f"{asked.seed} {number}", reach, made), daemon=True) for number in range(asked.producers)
+    ]
+    for producer in producers:
+        producer.start()
+    try:
+        return learn(model, asked, reach, made)
+    finally:
+        for producer in producers:
+            producer.terminate()
+
+
+def learn(model: Ember, asked: argparse.Namespace, reach: Any, made: Any) -> dict[str, float]:
+    device = torch.device("cuda")
+    model.to(device)
+    cos, sin = rope_tables(model.shape, CONTEXT_TOKENS, device)
+    loss_of = torch.compile(model.loss, dynamic=False)
+    named = dict(model.named_parameters())
+    muon = Muon([parameter for name, parameter in named.items() if parameter.dim() == 2 and name != "embed_tokens.weight"])
+    rest = [parameter for name, parameter in named.items() if parameter.dim() == 1 or name == "embed_tokens.weight"]
+    adam = torch.optim.AdamW(rest, lr=asked.adam_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    kept: collections.deque[Batch] = collections.deque(maxlen=KEPT)
+    chance = random.Random(asked.seed)
+    step, fresh, began, told, seconds = 0, 0, time.monotonic(), 0.0, asked.minutes * 60
+    recent: list[Tensor] = []
+    while True:
+        now = time.monotonic()
+        if step == 3:
+            began = now
+        progress = (now - began) / seconds
+        if progress >= 1:
+            break
+        reach.value = reach_at(progress, asked.reach_first, asked.reach_last)
+        try:
+            batch = made.get(block=len(kept) < 8)
+            kept.append(batch)
+            fresh += 1
+        except queue.Empty:
+            batch = chance.choice(kept)
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64)).to(device, non_blocking=True)
+        said = torch.from_numpy(batch.said).to(device, non_blocking=True)
+        starts = torch.from_numpy(batch.starts).to(device, non_blocking=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            weighted, plain = loss_of(tokens, said, starts, batch.longest, cos, sin)
+        weighted.backward()
+        share = rate(progress)
+        muon.step(asked.muon_rate * share)
+        for group in adam.param_groups:
+            group["lr"] = asked.adam_rate * share
+        adam.step()
+        model.zero_grad(set_to_none=True)
+        recent.append(plain)
+        step += 1
+        if now - told > 10:
+            told = now
+            loss = torch.stack(recent[-50:]).mean().item()
+            speed = step * BATCH_TOKENS / max(1e-9, time.monotonic() - began)
+            print(
+                f"{progress:6.1%}  step {step}  loss {loss:.4f}  {speed / 1e6:.2f} M tokens/s  fresh {fresh / step:.0%}  prompts to {reach.value}",
+                flush=True,
+            )
+    loss = torch.stack(recent[-100:]).mean().item()
+    return {"steps": step, "tokens": step * BATCH_TOKENS, "fresh": fresh / max(1, step), "seconds": time.monotonic() - began, "loss": loss}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.ember.train",
+        description="Trains Ember on generated text on one GPU and writes config.json, generation_config.json and model.safetensors. "
+        "The folder must hold tokenizer.json (python -m engine.ember.tokenizer). With --minutes 0 it only writes initial weights.",
+    )
+    parser.add_argument("folder", type=Path, help="the model folder: the tokenizer is read from it, the model written into it")
+    parser.add_argument("--minutes", type=float, default=8, help="how long to learn; the learning rate falls to nothing at the end")
+    parser.add_argument("--begin", type=Path, help="begin with the weights of this model folder instead of random ones")
+    parser.add_argument("--producers", type=int, default=15, help="processes that generate text")
+    parser.add_argument("--muon-rate", type=float, default=0.02, help="learning rate of the matrices")
+    parser.add_argument("--adam-rate", type=float, default=0.003, help="learning rate of the embedding and the norms")
+    parser.add_argument("--reach-first", type=int, default=150, help="longest system prompts at the beginning, in tokens")
+    parser.add_argument("--reach-last", type=int, default=1700, help="longest system prompts after a third of the run, in tokens")
+    parser.add_argument("--seed", type=int, default=1, help="of the weights and the text")
+    asked = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    model = Ember(Shape())
+    model.initialise(torch.Generator().manual_seed(asked.seed))
+    if asked.begin is not None:
+        read_weights(model, asked.begin)
+    print(f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+    if asked.minutes > 0:
+        figures = train(model, asked.folder, asked)
+        print(json.dumps(figures))
+    write_model(model, asked.folder)
+    print(f"wrote {asked.folder / 'model.safetensors'}")
+
+
+if __name__ == "__main__":
+    main()
