@@ -1,0 +1,234 @@
+"""The only wiring: what the gateway is made of, which path leads where, and who owns a request from first to last.
+
+It is plain ASGI without middleware: one function sees every request begin and end.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from gateway import errors, listing
+from gateway.catalogue import Catalogue, open_catalogue
+from gateway.config import Config
+from gateway.errors import Refusal
+from gateway.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
+from gateway.fleet import Fleet
+from gateway.generate import Gateway, generate
+from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.openai import OpenAI
+from gateway.run import Native
+from gateway.suspects import Suspects
+from gateway.traces import Traces, open_traces
+from tenants.accounts import Accounts, Caller, MalformedToken, Unauthenticated
+from tenants.quota import Quota
+from tenants.store import Store, StoreUnavailable, open_store
+
+ACCOUNT_PATH: Final = re.compile(r"/client/v4/accounts/([^/]+)/ai(/.+)")
+ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
+
+log = logging.getLogger(__name__)
+
+
+class App:
+    """The gateway as an ASGI application. Its lifespan runs the fleet's connections and the quota's settlements."""
+
+    def __init__(self, gateway: Gateway, store: Store) -> None:
+        self._gateway = gateway
+        self._store = store
+        self._native = Native()
+        self._openai = OpenAI()
+        limits = gateway.limits
+        self._patience = Patience(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
+        self._open: set[Exchange] = set()  # inference requests in progress
+        self.draining = False
+
+    @property
+    def open_requests(self) -> int:
+        """Inference requests in progress."""
+        return len(self._open)
+
+    def drain(self) -> None:
+        """From now on readiness is false and new work is refused; what runs goes on."""
+        self.draining = True
+
+    def interrupt(self) -> None:
+        """Ends what still runs, each with an error that says why."""
+        for exchange in list(self._open):
+            exchange.interrupt(errors.draining())
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            raise RuntimeError(f"{scope['type']} is not served")
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "lifespan.startup"
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(part.run()) for part in (self._gateway.fleet, self._gateway.quota)]
+            await send({"type": "lifespan.startup.complete"})
+            assert (await receive())["type"] == "lifespan.shutdown"
+            for task in running:
+                task.cancel()
+        await self._gateway.quota.close()
+        await self._store.close()
+        await asyncio.to_thread(self._gateway.traces.close)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Owns one request: whatever happens below, it is answered, or its client is gone, when this returns."""
+        exchange = Exchange(scope, receive, send, self._patience, str(uuid.uuid4()), self._gateway.clock)
+        route = "none"
+        try:
+            route, work = self._route(exchange)
+            await work(exchange)
+        except Refusal as refusal:
+            await exchange.refuse(refusal)
+        except ClientGone:
+            pass
+        except Exception:
+            log.exception("request %s failed", exchange.request_id)
+            await exchange.refuse(errors.internal())
+        finally:
+            self._gateway.metrics.answered(route, exchange.status)
+
+    def _route(self, exchange: Exchange) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
+        """The route's name for the metrics, and what serves it. Decided on the decoded path alone. Raises Refusal."""
+        path = exchange.path
+        match path:
+            case "/healthz":
+                return self._only("GET", exchange, "healthz", self._healthz)
+            case "/readyz":
+                return self._only("GET", exchange, "readyz", self._readyz)
+            case "/metrics":
+                return self._only("GET", exchange, "metrics", self._metrics)
+        account_id, resource = None, path
+        if path.startswith("/client/"):
+            found = ACCOUNT_PATH.fullmatch(path)
+            if found is None:
+                raise errors.no_route(path)
+            account_id, resource = found.groups()
+            exchange.openai = resource.startswith("/v1/")
+            if ACCOUNT_ID.fullmatch(account_id) is None:
+                raise errors.bad_account_id(path)
+        elif path.startswith("/ai/") and not path.startswith("/ai/v1/"):
+            resource = path.removeprefix("/ai")
+        elif not path.startswith("/v1/"):
+            raise errors.no_route(path)
+        exchange.openai = resource.startswith("/v1/")
+        return self._resource(exchange, account_id, resource)
+
+    def _resource(
+        self, exchange: Exchange, account_id: str | None, resource: str
+    ) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
+        """What lies below an account, whether the path names it or the token does."""
+        if resource == "/v1/chat/completions":
+            return self._only("POST", exchange, "chat", lambda x: self._generate(x, account_id, None))
+        if resource.startswith("/run/"):
+            model = resource.removeprefix("/run/")
+            return self._only("POST", exchange, "run", lambda x: self._generate(x, account_id, model))
+        if resource == "/v1/models":
+            return self._only("GET", exchange, "models", lambda x: self._list(x, account_id, listing.openai))
+        if resource == "/models/search":
+            return self._only("GET", exchange, "search", lambda x: self._list(x, account_id, listing.search))
+        raise errors.no_route(exchange.path)
+
+    def _only(
+        self, method: str, exchange: Exchange, name: str, serve: Callable[[Exchange], Awaitable[None]]
+    ) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
+        if exchange.method != method:
+            raise errors.method_not_supported(exchange.method)
+        return name, serve
+
+    async def _authenticate(self, exchange: Exchange, account_id: str | None) -> Caller:
+        """Who asks. A path that names another account than the token's is refused, whether that one exists or not."""
+        scheme, _, credential = exchange.headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            raise errors.unauthenticated()
+        try:
+            caller = await self._gateway.accounts.verify(credential.strip().decode("latin-1"))
+        except MalformedToken:
+            raise errors.malformed_token() from None
+        except Unauthenticated:
+            raise errors.unauthenticated() from None
+        except StoreUnavailable:
+            raise errors.store_unavailable() from None
+        if account_id is not None and account_id != caller.account.id:
+            raise errors.foreign_account()
+        return caller
+
+    async def _generate(self, exchange: Exchange, account_id: str | None, model: str | None) -> None:
+        if self.draining:
+            raise errors.draining()
+        if len(self._open) >= self._gateway.limits.requests:
+            raise errors.busy()
+        self._open.add(exchange)
+        self._gateway.metrics.open_requests.inc()
+        try:
+            caller = await self._authenticate(exchange, account_id)
+            await generate(self._gateway, exchange, caller, self._native if model else self._openai, model)
+        finally:
+            self._open.discard(exchange)
+            self._gateway.metrics.open_requests.dec()
+
+    async def _list(
+        self, exchange: Exchange, account_id: str | None, render: Callable[[Catalogue, bytes], bytes]
+    ) -> None:
+        await self._authenticate(exchange, account_id)
+        await exchange.answer(200, render(self._gateway.catalogue, exchange.query), [JSON])
+
+    async def _healthz(self, exchange: Exchange) -> None:
+        """The process lives; nothing else is asked."""
+        await exchange.answer(200, b'{"alive":true}', [JSON])
+
+    async def _readyz(self, exchange: Exchange) -> None:
+        problems = await self._problems()
+        body = msgspec.json.encode({"ready": not problems, "problems": problems})
+        if problems:
+            await exchange.answer(503, body, [JSON, (b"retry-after", b"1")])
+        else:
+            await exchange.answer(200, body, [JSON])
+
+    async def _problems(self) -> list[str]:
+        """Why this gateway should get no calls now. Words only: no addresses, and nothing that tells of load."""
+        problems = ["draining"] if self.draining else []
+        if not any(replica.ready for replica in self._gateway.fleet.replicas()):
+            problems.append("no replica is ready")
+        try:
+            await self._store.ping()
+        except StoreUnavailable:
+            problems.append("the store does not answer")
+        return problems
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        await exchange.answer(200, self._gateway.metrics.text(), [(b"content-type", CONTENT_TYPE)])
+
+
+def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> App:
+    """The gateway that the config describes. Opens the store and reads the models' folders; connects to nothing yet.
+
+    `secret` is the server's, the same for all gateways that share a store. Raises ConfigError and what the store does.
+    """
+    store = open_store(config.store_url)
+    gateway = Gateway(
+        limits=config.server,
+        accounts=Accounts(store, secret),
+        quota=Quota(store, Path(config.outbox_folder)),
+        catalogue=open_catalogue(config),
+        fleet=Fleet(config.machine_addresses),
+        suspects=Suspects(time.monotonic),
+        metrics=Metrics(),
+        traces=traces or open_traces(config.telemetry),
+        clock=time.monotonic,
+        calendar=time.time,
+    )
+    return App(gateway, store)

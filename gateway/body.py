@@ -1,0 +1,88 @@
+"""A request's bytes as a checked type: strict JSON, no repeated keys, no deep nesting; errors name the field.
+
+It does not know what the fields mean.
+"""
+
+import json
+import re
+from typing import Any, Final, TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+
+from gateway.errors import Refusal, bad_input, body_missing
+
+DEPTH_MAX: Final = 64
+QUERY_FIELDS_MAX: Final = 64
+_PLACE: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
+_NAME_MAX: Final = 64
+
+T = TypeVar("T")
+
+
+def decode(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+    """The body as the decoder's type. Raises Refusal. The typed decode is first: it fails at the first wrong value."""
+    if not body.strip():
+        raise body_missing()
+    try:
+        decoded = decoder.decode(body)
+        json.loads(body, object_pairs_hook=_unrepeated)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except RecursionError:
+        raise bad_input(f"the body is nested more than {DEPTH_MAX} levels deep; flatten it") from None
+    except ValueError:  # malformed for msgspec, or bytes that are no UTF-8
+        raise bad_input("the body is not valid JSON (UTF-8, no NaN, no comments); send one JSON object") from None
+    return decoded
+
+
+def options(query: bytes) -> dict[str, str]:
+    """The query string's fields; of a repeated one the last counts. Raises Refusal."""
+    try:
+        fields = parse_qs(query.decode("latin-1"), keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
+    except ValueError:
+        raise bad_input(f"the query string has more than {QUERY_FIELDS_MAX} fields; send fewer") from None
+    return {name: values[-1] for name, values in fields.items()}
+
+
+def check_depth(value: Any, name: str, left: int) -> None:
+    """Raises Refusal where a free-form value is nested deeper than `left` levels."""
+    level = [value]
+    while level:
+        if left < 0:
+            raise bad_input(f"'{name}' is nested too deeply; flatten it", name)
+        left -= 1
+        nested: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                nested.extend(item.values())
+            elif isinstance(item, list):
+                nested.extend(item)
+        level = [item for item in nested if isinstance(item, dict | list)]
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise bad_input(f"'{name[:_NAME_MAX]}' is given twice; give it once", name[:_NAME_MAX])
+            seen.add(name)
+    return found
+
+
+def _invalid(message: str) -> Refusal:
+    """msgspec's sentence, turned around so that the field comes first. It quotes types and limits, never values."""
+    place = _PLACE.search(message)
+    field = place.group(1)[:_NAME_MAX] if place else ""
+    problem = _PLACE.sub("", message).replace("`", "")
+    unknown = _UNKNOWN.match(message)
+    if unknown:
+        name = unknown.group(1)[:_NAME_MAX]
+        field = f"{field}.{name}" if field else name
+        return bad_input(f"'{field}' is not a field of this request; leave it out", field)
+    if not field:
+        return bad_input(f"{problem}; send one JSON object")
+    return bad_input(f"'{field}': {problem[0].lower()}{problem[1:]}", field)

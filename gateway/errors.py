@@ -1,0 +1,200 @@
+"""What a caller is told when a request is refused or fails: status, code, message, and the two bodies that carry them.
+
+It does not know how a request is parsed or served; whoever finds a problem raises a Refusal, and one place answers it.
+"""
+
+from typing import Final
+
+import msgspec
+
+_encode = msgspec.json.encode
+
+RETRY_SOON_S: Final = 1
+RETRY_LATER_S: Final = 30
+OPENAI_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class Refusal(Exception):
+    """The one way in which a request ends without its result.
+
+    message      what went wrong and what to change; it never holds prompt or completion text.
+    param        the field of the body at fault, where there is one.
+    kind         OpenAI's `error.code`, and the outcome in the usage record and the metrics.
+    routed       False where no model was reached: the envelope's result is then null instead of {}.
+    retry_after_s  whole seconds; set on every 429 and 503.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: int,
+        message: str,
+        *,
+        kind: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        routed: bool = True,
+        closes: bool = False,
+    ) -> None:
+        super().__init__(message)
+        assert (retry_after_s is not None) == (status in (429, 503)), "every 429 and 503 says when to come back"
+        self.status = status
+        self.code = code
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.routed = routed
+        self.closes = closes
+
+
+def bad_input(message: str, param: str | None = None) -> Refusal:
+    return Refusal(400, 5006, f"AiError: Bad input: Error: {message}", kind="invalid_request", param=param)
+
+
+def body_missing() -> Refusal:
+    message = "AiError: Request is missing headers or body: body; send a JSON object"
+    return Refusal(400, 3003, message, kind="body_missing")
+
+
+def body_too_large(limit_bytes: int) -> Refusal:
+    message = f"AiError: Request too large: the body may have {limit_bytes} bytes"
+    return Refusal(413, 3006, message, kind="request_too_large", closes=True)
+
+
+def body_too_slow(limit_s: float) -> Refusal:
+    message = f"AiError: Request timeout: the body did not arrive within {limit_s:g} s"
+    return Refusal(408, 3007, message, kind="request_timeout", closes=True)
+
+
+def no_such_model(name: str) -> Refusal:
+    message = f"AiError: No such model {name[:200]} or task; GET /ai/models/search lists the models that are here"
+    return Refusal(400, 5007, message, kind="model_not_found", param="model")
+
+
+def never_fits(message: str) -> Refusal:
+    """The replica knows a limit that the catalogue does not."""
+    return Refusal(400, 3030, f"AiError: Sequence too long: {message}", kind="context_length_exceeded")
+
+
+def too_long(prompt_tokens: int, context_tokens: int) -> Refusal:
+    message = f"AiError: Sequence too long: {prompt_tokens} > {context_tokens}; shorten the prompt"
+    return Refusal(400, 3030, message, kind="context_length_exceeded")
+
+
+def unauthenticated() -> Refusal:
+    message = "Authentication error"
+    return Refusal(401, 10000, message, kind="invalid_api_key", routed=False)
+
+
+def malformed_token() -> Refusal:
+    message = "Authentication failed: the token is malformed; send 'Authorization: Bearer <token>' as it was minted"
+    return Refusal(400, 9106, message, kind="invalid_api_key", routed=False)
+
+
+def foreign_account() -> Refusal:
+    """The same for an account that exists and one that does not."""
+    return Refusal(403, 10000, "Authentication error", kind="account_not_accessible", routed=False)
+
+
+def bad_account_id(path: str) -> Refusal:
+    message = f"Could not route to {path[:200]}, perhaps your object identifier is invalid?"
+    return Refusal(404, 7003, message, kind="not_found", routed=False)
+
+
+def no_route(path: str) -> Refusal:
+    return Refusal(404, 7000, f"No route for that URI: {path[:200]}", kind="not_found", routed=False)
+
+
+def method_not_supported(method: str) -> Refusal:
+    message = f"{method[:20]} not supported for requested URI."
+    return Refusal(405, 7001, message, kind="method_not_allowed", routed=False)
+
+
+def too_many_requests(message: str, retry_after_s: int) -> Refusal:
+    return Refusal(429, 3021, f"AiError: {message}", kind="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
+def allocation_used(message: str, retry_after_s: int) -> Refusal:
+    return Refusal(429, 4006, f"AiError: {message}", kind="insufficient_quota", retry_after_s=retry_after_s)
+
+
+def busy(retry_after_s: int = RETRY_SOON_S) -> Refusal:
+    """Others hold the capacity for a moment."""
+    message = "AiError: Capacity temporarily exceeded, please try again."
+    return Refusal(429, 3040, message, kind="capacity_exceeded", retry_after_s=retry_after_s)
+
+
+def unavailable(message: str, retry_after_s: int = 5, *, kind: str = "unavailable") -> Refusal:
+    """Nothing here can serve the request now."""
+    return Refusal(503, 3040, f"AiError: {message}", kind=kind, retry_after_s=retry_after_s)
+
+
+def no_replica(model: str, *, loading: bool) -> Refusal:
+    if loading:
+        return unavailable(f"{model} is being loaded; please try again.", kind="loading")
+    return unavailable(f"Nothing serves {model} now; please try again later.", RETRY_LATER_S)
+
+
+def store_unavailable() -> Refusal:
+    return unavailable("Quotas cannot be checked now; please try again.", RETRY_SOON_S, kind="store_unavailable")
+
+
+def draining(retry_after_s: int = RETRY_SOON_S) -> Refusal:
+    message = "This gateway is shutting down; please send the request again."
+    return unavailable(message, retry_after_s, kind="draining")
+
+
+def replica_lost() -> Refusal:
+    message = "AiError: AiError: Internal server error: the model's replica was lost; please send the request again"
+    return Refusal(500, 5000, message, kind="replica_lost")
+
+
+def failed(message: str) -> Refusal:
+    """The replica gave the request up and says why."""
+    return Refusal(500, 5000, f"AiError: AiError: Internal server error: {message or 'cancelled'}", kind="failed")
+
+
+def timed_out(limit_s: float) -> Refusal:
+    message = f"AiError: Request timeout: it took more than {limit_s:g} s; ask for fewer tokens"
+    return Refusal(408, 3046, message, kind="timeout")
+
+
+def crashes(minutes: int) -> Refusal:
+    """A 4xx, so that no client library retries it."""
+    message = (
+        "AiError: This request was running in two crashes of its model and is refused "
+        f"for {minutes} minutes; change it before you send it again"
+    )
+    return Refusal(422, 5012, message, kind="crashes")
+
+
+def internal() -> Refusal:
+    return Refusal(500, 5000, "AiError: AiError: Internal server error", kind="internal")
+
+
+def envelope(refusal: Refusal, request_id: str) -> bytes:
+    """The native error body. Errors of a model's call name the request and come before the result, as there."""
+    if not refusal.routed:
+        errors = [{"code": refusal.code, "message": refusal.message}]
+        return _encode({"result": None, "success": False, "errors": errors, "messages": []})
+    named = [{"message": f"{refusal.message} ({request_id})", "code": refusal.code}]
+    return _encode({"errors": named, "success": False, "result": {}, "messages": []})
+
+
+def openai_envelope(refusal: Refusal, request_id: str) -> bytes:
+    """The error body on OpenAI's paths: its `error` object and the envelope's keys, for either kind of client."""
+    error = {
+        "message": f"{refusal.message} ({request_id})",
+        "type": OPENAI_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"),
+        "param": refusal.param,
+        "code": refusal.kind,
+    }
+    body = envelope(refusal, request_id)
+    return b'{"error":' + _encode(error) + b"," + body[1:]

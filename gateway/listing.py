@@ -1,0 +1,87 @@
+"""The catalogue as callers see it: the search page of the native API and OpenAI's list of models.
+
+It does not know who asks: every caller sees the same models.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from gateway.body import options
+from gateway.catalogue import Catalogue, Model
+from gateway.errors import bad_input
+
+PAGE_MAX: Final = 1_000_000
+PER_PAGE_MAX: Final = 1000
+PER_PAGE_DEFAULT: Final = 100
+_TASK_ID: Final = "c329a1f9-323d-4e91-b2aa-582dd4188d34"
+
+
+def search(catalogue: Catalogue, query: bytes) -> bytes:
+    """`/ai/models/search`: filters `search`, `task`, `author`; `page` and `per_page`, empty past the end."""
+    asked = options(query)
+    page = _whole(asked, "page", 1, PAGE_MAX)
+    per_page = _whole(asked, "per_page", PER_PAGE_DEFAULT, PER_PAGE_MAX)
+    wanted = {name: asked.get(name, "").lower() for name in ("search", "task", "author")}
+    found = [model for model in catalogue if _matches(model, wanted)]
+    shown = found[(page - 1) * per_page : page * per_page]
+    body = {
+        "result": [_item(model) for model in shown],
+        "success": True,
+        "errors": [],
+        "messages": [],
+        "result_info": {"count": len(shown), "page": page, "per_page": per_page, "total_count": len(found)},
+    }
+    return msgspec.json.encode(body)
+
+
+def openai(catalogue: Catalogue, query: bytes) -> bytes:
+    """`/v1/models`."""
+    models = [
+        {"id": model.name, "object": "model", "created": int(model.created_at), "owned_by": _author(model)}
+        for model in catalogue
+    ]
+    return msgspec.json.encode({"object": "list", "data": models})
+
+
+def _matches(model: Model, wanted: dict[str, str]) -> bool:
+    text = f"{model.name} {model.description}".lower()
+    return (
+        wanted["search"] in text
+        and wanted["task"] in ("", model.task.lower(), _TASK_ID)
+        and wanted["author"] in ("", _author(model).lower())
+    )
+
+
+def _author(model: Model) -> str:
+    """`@cf/hearth/ember` → `hearth`."""
+    return model.name.split("/")[1]
+
+
+def _item(model: Model) -> dict[str, Any]:
+    properties: list[dict[str, Any]] = [{"property_id": "context_window", "value": str(model.context_tokens)}]
+    price = {
+        "per M input tokens": model.price.input,
+        "per M cached input tokens": model.price.cached_input,
+        "per M output tokens": model.price.output,
+    }
+    value = [{"unit": unit, "price": neurons, "currency": "neurons"} for unit, neurons in price.items()]
+    properties.append({"property_id": "price", "value": value})
+    if model.function_calling:
+        properties.append({"property_id": "function_calling", "value": "true"})
+    return {
+        "id": model.id,
+        "source": 1,
+        "name": model.name,
+        "description": model.description,
+        "task": {"id": _TASK_ID, "name": model.task, "description": "Generates text from a prompt or from messages."},
+        "tags": [],
+        "properties": properties,
+    }
+
+
+def _whole(asked: dict[str, str], name: str, default: int, most: int) -> int:
+    text = asked.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= most:
+        raise bad_input(f"'{name}' is a whole number from 1 to {most}", name)
+    return int(text)

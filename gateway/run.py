@@ -1,0 +1,209 @@
+"""The native dialect: `/ai/run/{model}` bodies to a Prompt, and a completion to the native envelope or events.
+
+It does not know accounts, replicas or sockets.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from engine.wire import Sampling
+from gateway import sse
+from gateway.body import decode, options
+from gateway.errors import bad_input
+from gateway.prompt import (
+    MAX_TOKENS_DEFAULT,
+    LogitBias,
+    MaxTokens,
+    Messages,
+    Metadata,
+    Penalty,
+    Probability,
+    Prompt,
+    RepetitionPenalty,
+    ShortText,
+    Stop,
+    Tools,
+    TopK,
+    chat,
+    refuse,
+    seed_of,
+    stops,
+    toolbox,
+)
+from gateway.reply import Chosen, Completion, ToolUse, Usage
+
+TEMPERATURE_DEFAULT: Final = 0.6
+_encode = msgspec.json.encode
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`options`: how the call is run. rejectIfBusy answers 429 at once instead of waiting in a queue."""
+
+    rejectIfBusy: bool = False
+
+
+class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every field of the native schema. Those below `user` are refused by name where they ask for something."""
+
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    messages: Messages | None = None
+    model: ShortText | None = None
+    raw: bool | None = None
+    stream: bool | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
+    top_p: Annotated[float, Meta(ge=0.001, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    seed: Annotated[int, Meta(ge=1, le=9_999_999_999)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    stop: Stop | None = None
+    n: int | None = None
+    tools: Tools | None = None
+    options: Options | None = None
+    metadata: Metadata | None = None
+    user: ShortText | None = None
+    tool_choice: Any = None
+    functions: Any = None
+    lora: Any = None
+    response_format: Any = None
+    guided_json: Any = None
+    requests: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+
+
+_decoder: Final = msgspec.json.Decoder(Input)
+
+
+def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tuple[str, Prompt]:
+    """The body of `/ai/run/{model}` as a Prompt. Raises Refusal."""
+    asked = decode(body, _decoder)
+    assert model is not None, "the path names the model"
+    if asked.model is not None and asked.model != model:
+        raise bad_input("'model' differs from the model in the path; leave it out", "model")
+    _refuse_unserved(asked)
+    if (asked.prompt is None) == (asked.messages is None):
+        matches = 0 if asked.prompt is None else 2
+        raise bad_input(f"oneOf at '/' not met, {matches} matches: send either 'prompt' or 'messages'")
+    if asked.raw and asked.messages is not None:
+        raise bad_input("'raw' skips the chat template and goes with 'prompt' only; leave it out", "raw")
+    if asked.tools and asked.messages is None:
+        raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
+    queueing = _queueing(query)
+    prompt = Prompt(
+        text=asked.prompt,
+        messages=None if asked.messages is None else chat(asked.messages),
+        raw=bool(asked.raw),
+        tools=toolbox(asked.tools),
+        sampling=_sampling(asked, drawn_seed),
+        max_tokens=_max_tokens(asked),
+        stop=stops(asked.stop),
+        stream=bool(asked.stream),
+        include_usage=True,
+        reject_if_busy=queueing or (asked.options is not None and asked.options.rejectIfBusy),
+    )
+    return model, prompt
+
+
+def _refuse_unserved(asked: Input) -> None:
+    choices = "use /ai/v1/chat/completions"
+    refuse("n", None if asked.n in (None, 1) else asked.n, f"the native answer has one choice; {choices}")
+    refuse("logprobs", asked.logprobs or None, f"the native answer has no place for them; {choices}")
+    refuse("top_logprobs", asked.top_logprobs or None, f"the native answer has no place for them; {choices}")
+    refuse("tool_choice", None if asked.tool_choice in (None, "auto") else True, "leave it out, or send 'auto'")
+    plain = asked.response_format in (None, {"type": "text"})
+    refuse("response_format", None if plain else True, "ask for JSON in the prompt")
+    refuse("guided_json", asked.guided_json, "ask for JSON in the prompt")
+    refuse("functions", asked.functions, "describe the functions in 'tools'")
+    refuse("lora", asked.lora, "adapters are not served; leave it out")
+    refuse("requests", asked.requests, "send one request a call")
+
+
+def _sampling(asked: Input, drawn_seed: int) -> Sampling:
+    return Sampling(
+        temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
+        top_k=asked.top_k or 0,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        min_p=asked.min_p or 0.0,
+        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        presence_penalty=asked.presence_penalty or 0.0,
+        seed=seed_of(asked.seed, drawn_seed),
+        logit_bias=asked.logit_bias or {},
+    )
+
+
+def _max_tokens(asked: Input) -> int:
+    if asked.max_tokens is not None and asked.max_completion_tokens is not None:
+        raise bad_input("'max_tokens' and 'max_completion_tokens' say the same; send one", "max_completion_tokens")
+    return asked.max_tokens or asked.max_completion_tokens or MAX_TOKENS_DEFAULT
+
+
+def _queueing(query: bytes) -> bool:
+    """Run options that arrive as query parameters. Returns rejectIfBusy; raises Refusal for what is not served."""
+    if not query:
+        return False
+    asked = options(query)
+    for name in ("queueRequest", "websocket", "returnRawResponse"):
+        if asked.get(name, "") not in ("false", "0", ""):
+            raise bad_input(f"the option '{name}' is not supported here; leave it out", name)
+    return asked.get("rejectIfBusy") in ("true", "1")
+
+
+class Reply:
+    """The native answer: a `response` with `usage` in the envelope, or events of `response` and padding."""
+
+    def __init__(self, paddings: Iterator[bytes]) -> None:
+        self._paddings = paddings
+
+    def begin(self) -> bytes:
+        return b""
+
+    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+        assert choice == 0
+        assert not logprobs
+        return b'data: {"response":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
+
+    def tools(self, choice: int, uses: list[ToolUse]) -> bytes:
+        calls = _encode([_call(use) for use in uses])
+        return b'data: {"response":"","tool_calls":' + calls + b',"p":"' + next(self._paddings) + b'"}\n\n'
+
+    def finish(self, choice: int, reason: str) -> bytes:
+        return b""
+
+    def end(self, usage: Usage) -> bytes:
+        return sse.event(_encode({"response": "", "usage": usage.fields()})) + sse.DONE
+
+    def whole(self, completions: list[Completion], usage: Usage) -> bytes:
+        (completion,) = completions
+        result = {
+            "response": completion.text,
+            "tool_calls": [_call(use) for use in completion.tool_uses],
+            "usage": usage.fields(),
+        }
+        return _encode({"result": result, "success": True, "errors": [], "messages": []})
+
+
+def _call(use: ToolUse) -> dict[str, Any]:
+    return {"name": use.name, "arguments": use.arguments}
+
+
+class Native:
+    """The dialect of `/ai/run`."""
+
+    def __init__(self) -> None:
+        self._paddings = sse.paddings()
+
+    def parse(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tuple[str, Prompt]:
+        return parse(body, query, model, drawn_seed)
+
+    def reply(self, prompt: Prompt, model: str, request_id: str, created: int) -> Reply:
+        return Reply(self._paddings)

@@ -1,0 +1,30 @@
+"""Server-sent events as bytes: one `data:` line each, padding that hides token lengths, and comments.
+
+It does not know sockets, nor what the events mean.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Final
+
+DONE: Final = b"data: [DONE]\n\n"
+PING: Final = b": ping\n\n"
+HEADERS: Final = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+_ALPHABET: Final = b"abcdefghijklmnopqrstuvwxyz0123456789"
+PADDINGS: Final = [(_ALPHABET * 2)[:length] for length in range(8, 72)]
+
+
+def event(body: bytes) -> bytes:
+    """One event. `body` is JSON, and so has no line break in it."""
+    return b"data: " + body + b"\n\n"
+
+
+def paddings() -> Iterator[bytes]:
+    """Endless padding of random length (8–71 bytes), from the system's randomness, drawn 4,096 at a time."""
+    while True:
+        for byte in os.urandom(4096):
+            yield PADDINGS[byte & 63]

@@ -1,0 +1,45 @@
+"""Requests that were running when a replica died. One that was there twice is refused for a while.
+
+It keeps fingerprints, never text, and does not know why a replica died.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+CRASHES_MAX: Final = 2
+REMEMBERED_S: Final = 600.0
+SUSPECTS_MAX: Final = 4096
+
+
+def fingerprint(model: str, scope_id: bytes, tokens: bytes) -> bytes:
+    """The same for a retry of the same prompt by the same account, whatever its sampling."""
+    return hashlib.blake2b(tokens, digest_size=16, key=scope_id, person=model.encode()[-16:]).digest()
+
+
+class Suspects:
+    """Counts crashes per fingerprint; each is remembered for REMEMBERED_S, the latest SUSPECTS_MAX of them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._crashes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # oldest crash first
+
+    def note(self, suspect: bytes) -> None:
+        """It was running in one more crash."""
+        crashes = self.crashes(suspect) + 1
+        self._crashes[suspect] = (crashes, self._clock())
+        self._crashes.move_to_end(suspect)
+        while len(self._crashes) > SUSPECTS_MAX:
+            self._crashes.popitem(last=False)
+
+    def crashes(self, suspect: bytes) -> int:
+        """How many of them are remembered."""
+        crashes, at = self._crashes.get(suspect, (0, 0.0))
+        if crashes and self._clock() - at > REMEMBERED_S:
+            del self._crashes[suspect]
+            return 0
+        return crashes
+
+    def refused(self, suspect: bytes) -> bool:
+        return bool(self._crashes) and self.crashes(suspect) >= CRASHES_MAX

@@ -1,0 +1,92 @@
+"""One span per inference request, with the GenAI attribute names, handed on to the replica as a traceparent.
+
+No prompt, completion or account is ever in a span. Where no exporter is given nothing is made and nothing is sent.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from gateway.config import TelemetryConfig
+from tenants.quota import Spent
+
+_TRACEPARENT: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_propagator: Final = TraceContextTextMapPropagator()
+
+
+class Span:
+    """One request's span. `traceparent` goes to the replica; it is the caller's own where tracing is off."""
+
+    __slots__ = ("_span", "traceparent")
+
+    def __init__(self, span: trace.Span | None, traceparent: str) -> None:
+        self._span = span
+        self.traceparent = traceparent
+
+    def end(self, spent: Spent) -> None:
+        span = self._span
+        if span is None:
+            return
+        span.set_attribute("gen_ai.usage.input_tokens", spent.prompt_tokens)
+        span.set_attribute("gen_ai.usage.cache_read.input_tokens", spent.cached_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", spent.completion_tokens)
+        span.set_attribute("hearth.outcome", spent.outcome)
+        if spent.first_token_ms is not None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", spent.first_token_ms / 1000)
+        if spent.outcome != "done":
+            span.set_attribute("error.type", spent.outcome)
+            span.set_status(trace.StatusCode.ERROR)
+        span.end()
+
+
+class Traces:
+    """Spans of one gateway. `exporter` None switches them off."""
+
+    def __init__(self, exporter: SpanExporter | None, service: str = "hearth", sample: float = 1.0) -> None:
+        self._provider: TracerProvider | None = None
+        if exporter is not None:
+            resource = Resource.create({"service.name": service})
+            self._provider = TracerProvider(sampler=TraceIdRatioBased(sample), resource=resource)
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
+            self._tracer = self._provider.get_tracer("hearth.gateway")
+
+    def begin(self, model: str, headers: Mapping[bytes, bytes]) -> Span:
+        """A request's span, below the caller's where its headers name one."""
+        given = headers.get(b"traceparent", b"").decode("latin-1")
+        parent = given if _TRACEPARENT.fullmatch(given) else ""
+        if self._provider is None:
+            return Span(None, parent)
+        span = self._tracer.start_span(
+            f"chat {model}",
+            context=_propagator.extract({"traceparent": parent}),
+            kind=trace.SpanKind.SERVER,
+            attributes={
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": "hearth",
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
+            },
+        )
+        carrier: dict[str, str] = {}
+        _propagator.inject(carrier, context=trace.set_span_in_context(span))
+        return Span(span, carrier.get("traceparent", ""))
+
+    def close(self) -> None:
+        """Sends what is left. Blocks for as long as the exporter does; called once everything else has ended."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def open_traces(config: TelemetryConfig) -> Traces:
+    """Traces to the configured OTLP endpoint, or none."""
+    if config.otlp_url is None:
+        return Traces(None)
+    return Traces(OTLPSpanExporter(endpoint=config.otlp_url), config.service, config.sample)

@@ -1,0 +1,322 @@
+"""A replica without a model: real frames over a real unix socket, deterministic tokens, at any pace. And its machine.
+
+Run as a process (`python stub_replica.py '{"folder": …}'`) or inside a test's loop with `StubReplica`.
+
+What a sequence answers: token i of choice c is `TEXT[(sum(prompt ids) + c + i) % len(TEXT)]`, until max_tokens.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from engine import wire
+
+MODEL = "@cf/test/stub"
+WORDS = list(range(1000, 1064))  # ids of ordinary text in the tests' tokenizer
+
+
+@dataclass
+class Behaviour:
+    """What a test changes while it runs. Times in seconds."""
+
+    context_tokens: int = 8192
+    vocabulary: int = 6000
+    words: list[int] = field(default_factory=lambda: list(WORDS))
+    step_s: float = 0.0  # pause between steps; 0 is full speed
+    first_s: float = 0.0  # before the first token
+    step_tokens: int = 1  # tokens per sequence and step
+    cached_tokens: int = 0
+    reject: wire.RejectReason | None = None
+    die_at: int | None = None  # every connection is cut once a sequence has this many tokens
+    stop_at: int | None = None  # the sequence ends here with its first stop id
+    fail_at: int | None = None  # the sequence ends here with an error
+    script: list[int] | None = None  # these tokens, then a stop
+
+
+@dataclass
+class Running:
+    """One sequence."""
+
+    id: int
+    submit: wire.Submit
+    seed: int
+    due: float
+    emitted: int = 0
+    waiting: bool = True
+
+
+class StubConnection(asyncio.Protocol):
+    """One gateway's connection: its sequences go on step by step as long as it is there."""
+
+    def __init__(self, replica: "StubReplica") -> None:
+        self._replica = replica
+        self._reader = wire.FrameReader()
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._running: dict[int, Running] = {}
+        self._stepping = False
+        self._paused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class derives from none of asyncio's
+        self._transport.set_write_buffer_limits(high=256 << 10)
+        self._replica.connections.add(self)
+        self.send(self._replica.hello())
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._running.clear()
+        self._replica.connections.discard(self)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._step_soon()
+
+    def data_received(self, received: bytes) -> None:
+        for frame in self._reader.feed(received):
+            if isinstance(frame, wire.Submit):
+                self._submit(frame)
+            elif isinstance(frame, wire.Cancel):
+                self._replica.cancels.extend(frame.ids)
+                for id in frame.ids:
+                    self._running.pop(id, None)
+
+    def send(self, frame: wire.Frame) -> None:
+        if self._transport is not None:
+            self._transport.write(wire.encode(frame))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def _submit(self, submit: wire.Submit) -> None:
+        behaviour = self._replica.behaviour
+        self._replica.submits.append(submit)
+        if behaviour.reject is not None:
+            self.send(wire.Reject(submit.id, behaviour.reject, "as told", 1500))
+            return
+        seed = sum(array("I", submit.tokens))
+        due = self._loop.time() + behaviour.first_s
+        for choice in range(submit.n):
+            self._running[submit.id + choice] = Running(submit.id + choice, submit, seed + choice, due)
+        self._step_soon()
+
+    def _step_soon(self, after_s: float = 0.0) -> None:
+        if not self._stepping and not self._paused and self._running:
+            self._stepping = True
+            self._loop.call_later(after_s, self._step) if after_s else self._loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        """One step for every sequence whose time has come, as one Progress."""
+        self._stepping = False
+        behaviour, now = self._replica.behaviour, self._loop.time()
+        ids: list[int] = []
+        counts: list[int] = []
+        tokens: list[int] = []
+        started: list[wire.Started] = []
+        finished: list[wire.Finish] = []
+        logprobs: list[wire.TokenLogprobs] = []
+        for running in list(self._running.values()):
+            if running.due > now + 0.0005:
+                continue
+            if behaviour.die_at is not None and running.emitted >= behaviour.die_at:
+                self._replica.die()
+                return
+            if running.waiting:
+                running.waiting = False
+                started.append(wire.Started(running.id, behaviour.cached_tokens, 0.0))
+            new, finish = self._next(running, behaviour)
+            running.due = now + behaviour.step_s
+            ids.append(running.id)
+            counts.append(len(new))
+            tokens += new
+            if running.submit.sampling.logprobs is not None:
+                logprobs += [_scored(running, token) for token in new]
+            if finish is not None:
+                finished.append(finish)
+                del self._running[running.id]
+        if ids:
+            self.send(wire.Progress(ids, counts, array("I", tokens).tobytes(), started, finished, logprobs))
+        if self._running:
+            self._step_soon(max(0.0, min(running.due for running in self._running.values()) - self._loop.time()))
+
+    def _next(self, running: Running, behaviour: Behaviour) -> tuple[list[int], wire.Finish | None]:
+        submit = running.submit
+        count = min(behaviour.step_tokens, submit.max_tokens - running.emitted)
+        if behaviour.script is not None:
+            new = behaviour.script[running.emitted : running.emitted + count]
+        else:
+            words, at = behaviour.words, running.seed + running.emitted
+            new = [words[(at + i) % len(words)] for i in range(count)]
+        running.emitted += len(new)
+        done = running.emitted
+        if behaviour.fail_at is not None and done >= behaviour.fail_at:
+            return new, wire.Finish(running.id, wire.FinishReason.ERROR, done, "the stub was told to fail")
+        ended = behaviour.stop_at is not None and done >= behaviour.stop_at
+        if behaviour.script is not None and done >= len(behaviour.script):
+            ended = True
+        if ended and done < submit.max_tokens:
+            new = [*new, submit.stop_ids[0]]
+            return new, wire.Finish(running.id, wire.FinishReason.STOP, done + 1)
+        if done >= submit.max_tokens:
+            return new, wire.Finish(running.id, wire.FinishReason.LENGTH, done)
+        return new, None
+
+
+def _scored(running: Running, token: int) -> wire.TokenLogprobs:
+    alternatives = running.submit.sampling.logprobs or 0
+    top = [token, *(token + 1 + i for i in range(alternatives - 1))] if alternatives else []
+    return wire.TokenLogprobs(running.id, -0.25, top, [-0.25 - i for i in range(len(top))])
+
+
+class StubReplica:
+    """One replica on a socket; `connections`, `submits` and `cancels` tell what happened."""
+
+    def __init__(self, path: Path, behaviour: Behaviour, model: str = MODEL) -> None:
+        self.path = path
+        self.behaviour = behaviour
+        self.model = model
+        self.connections: set[StubConnection] = set()
+        self.submits: deque[wire.Submit] = deque(maxlen=100_000)
+        self.cancels: deque[int] = deque(maxlen=100_000)
+        self.deaths = 0
+
+    @property
+    def running(self) -> int:
+        return sum(connection.running for connection in self.connections)
+
+    def hello(self) -> wire.Hello:
+        behaviour = self.behaviour
+        return wire.Hello(
+            protocol=wire.PROTOCOL,
+            model=self.model,
+            revision="stub",
+            boot="1",
+            pid=0,
+            context_tokens=behaviour.context_tokens,
+            vocabulary=behaviour.vocabulary,
+            block_tokens=16,
+            blocks=1024,
+        )
+
+    def load(self, *, waiting: int = 0, draining: bool = False) -> None:
+        """Tells every gateway how full it is."""
+        for connection in list(self.connections):
+            connection.send(wire.Load(connection.running, waiting, 0, 100, 0, 0, draining))
+
+    def die(self) -> None:
+        """Every connection ends, as when the process is killed."""
+        self.deaths += 1
+        for connection in list(self.connections):
+            connection.close()
+
+    async def serve(self) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        return await loop.create_unix_server(lambda: StubConnection(self), str(self.path))
+
+
+class StubMachine(asyncio.Protocol):
+    """Tells every gateway of the same replicas."""
+
+    def __init__(self, replicas: Callable[[], list[wire.ReplicaState]], known: set["StubMachine"]) -> None:
+        self._replicas = replicas
+        self._known = known
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class derives from none of asyncio's
+        self._known.add(self)
+        self.tell()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._known.discard(self)
+
+    def tell(self) -> None:
+        if self._transport is not None:
+            self._transport.write(wire.encode(wire.Fleet("stub", self._replicas())))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class StubFleet:
+    """A machine with its replicas, all in this process. `behaviour` is shared by the replicas."""
+
+    def __init__(self, folder: Path, replicas: int = 1, model: str = MODEL) -> None:
+        self.behaviour = Behaviour()
+        self.address = f"unix:{folder / 'machine.sock'}"
+        self.replicas = [StubReplica(folder / f"replica-{i}.sock", self.behaviour, model) for i in range(replicas)]
+        self.hidden: set[int] = set()  # replicas that the machine does not tell of
+        self._machines: set[StubMachine] = set()
+
+    def states(self) -> list[wire.ReplicaState]:
+        return [
+            wire.ReplicaState(replica.model, f"unix:{replica.path}", wire.Residency.DEVICE, 1)
+            for i, replica in enumerate(self.replicas)
+            if i not in self.hidden
+        ]
+
+    def tell(self) -> None:
+        """The machine says again what it has."""
+        for machine in list(self._machines):
+            machine.tell()
+
+    @property
+    def running(self) -> int:
+        return sum(replica.running for replica in self.replicas)
+
+    @property
+    def submits(self) -> list[wire.Submit]:
+        return [submit for replica in self.replicas for submit in replica.submits]
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator["StubFleet"]:
+        loop = asyncio.get_running_loop()
+        path = self.address.removeprefix("unix:")
+        servers = [await replica.serve() for replica in self.replicas]
+        servers.append(await loop.create_unix_server(lambda: StubMachine(self.states, self._machines), path))
+        try:
+            yield self
+        finally:
+            for server in servers:
+                server.close()
+            for machine in list(self._machines):
+                machine.close()
+            for replica in self.replicas:
+                for connection in list(replica.connections):
+                    connection.close()
+
+
+async def main(folder: Path, options: dict[str, object]) -> None:
+    """Serves until killed; says `ready` once it does."""
+    fleet = StubFleet(folder, int(str(options.get("replicas", 1))), str(options.get("model", MODEL)))
+    for name in ("step_s", "first_s", "step_tokens", "words", "vocabulary", "context_tokens"):
+        if name in options:
+            setattr(fleet.behaviour, name, options[name])
+    async with fleet.serving():
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    with contextlib.suppress(KeyboardInterrupt):
+        import uvloop
+
+        uvloop.run(main(Path(asked["folder"]), asked))
