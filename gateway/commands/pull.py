@@ -1,7 +1,243 @@
-"""x"""
+"""`hearth pull`: a model from the Hugging Face hub into the state folder; safetensors only, no code, no pickle.
 
-from typing import Any
+A download that was cut goes on where it stopped: partial files are named by the hub's own hash of their content. The
+model appears in the catalogue in one piece, when all its files are there and checked.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from gateway.catalogue import pulled_folder
+from gateway.commands.words import add_command, fail, in_bytes, read_settings
+from gateway.config import Config
+from gateway.state import open_state
+
+_TEACHING = """\
+examples:
+  hearth pull Qwen/Qwen3-0.6B                          then call @hf/Qwen/Qwen3-0.6B
+  hearth pull meta-llama/Llama-3.2-1B-Instruct         gated: accept its terms on the hub and set HF_TOKEN
+  hearth pull org/model --revision v2
+
+Served are Llama 2/3, Mistral, Qwen2 and Qwen3 (dense) with weights as safetensors. Run it again after an interruption:
+it goes on where it stopped. A running server serves the new model after its next start. HF_ENDPOINT names a mirror.
+"""
+SERVED_TYPES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_SMALL: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+_PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_INDEX: Final = "model.safetensors.index.json"
+_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+class PullError(Exception):
+    """This model cannot be pulled; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One file of the repository."""
+
+    name: str
+    size: int
 
 
 def add(commands: Any) -> None:
-    commands.add_parser("pull")
+    parser = add_command(commands, "pull", "download a model from the Hugging Face hub", _TEACHING)
+    parser.add_argument("model", metavar="HUB_ID", help="as on huggingface.co: organisation/name")
+    parser.add_argument("--revision", default="main", help="branch, tag or commit (default: main)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = read_settings(options)
+    open_state(config)
+    try:
+        name = pull(config, options.model, options.revision)
+    except PullError as error:
+        return fail(str(error))
+    print(f"{name} is in the catalogue; `hearth serve` serves it from its next start on")
+    return 0
+
+
+def pull(config: Config, hub_id: str, revision: str) -> str:
+    """Downloads what is missing and publishes the folder; returns the model's name. Raises PullError."""
+    if not _ID.fullmatch(hub_id) or ".." in hub_id:
+        raise PullError(f"{hub_id!r} is no hub id: write organisation/name, as on huggingface.co")
+    name = f"@hf/{hub_id}"
+    folder = pulled_folder(config, name)
+    partial = config.models_folder / ".partial" / hub_id.replace("/", "--")
+    partial.mkdir(parents=True, exist_ok=True)
+    with _hub_errors(hub_id):
+        commit, sizes = _listing(hub_id, revision)
+        source = _Source(hub_id, commit, partial)
+        _refuse_unserved(hub_id, sizes)
+        _refuse_foreign(hub_id, json.loads(source.fetch(Wanted("config.json", sizes["config.json"])).read_text()))
+        files = [Wanted(file, sizes[file]) for file in _needed(source, sizes)]
+        _refuse_full_disk(partial, files)
+        print(f"{hub_id} at {commit[:12]}: {len(files)} files, {in_bytes(sum(file.size for file in files))}")
+        for file in files:
+            source.fetch(file)
+    _publish(partial, folder, [file.name for file in files], commit)
+    return name
+
+
+def _listing(hub_id: str, revision: str) -> tuple[str, dict[str, int]]:
+    """(commit, size of each file at the top of the repository)."""
+    from huggingface_hub import HfApi  # only here: it takes a while to import
+
+    seen = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in seen.siblings or [] if "/" not in file.rfilename}
+    return seen.sha or revision, sizes
+
+
+def _refuse_unserved(hub_id: str, sizes: dict[str, int]) -> None:
+    if not any(name.endswith(".safetensors") for name in sizes):
+        if any(name.endswith(_PICKLES) for name in sizes):
+            raise PullError(
+                f"{hub_id} has its weights only as pickle files, which can run code when they are opened: "
+                "Hearth reads safetensors. Look for a converted repository."
+            )
+        raise PullError(f"{hub_id} has no safetensors weights: Hearth cannot serve it")
+    for name in ("config.json", "tokenizer.json"):
+        if name not in sizes:
+            raise PullError(f"{hub_id} has no {name}, which Hearth needs")
+
+
+def _refuse_foreign(hub_id: str, config: dict[str, Any]) -> None:
+    kind = config.get("model_type")
+    if kind not in SERVED_TYPES:
+        raise PullError(f"{hub_id} is a {kind!r} model; Hearth serves {', '.join(sorted(SERVED_TYPES))}")
+
+
+def _needed(source: "_Source", sizes: dict[str, int]) -> list[str]:
+    """The small files, and of the weights only those that the index names (some repositories hold them twice)."""
+    small = [name for name in _SMALL if name in sizes]
+    if _INDEX in sizes:
+        index = json.loads(source.fetch(Wanted(_INDEX, sizes[_INDEX])).read_text())
+        weights = sorted({_plain_name(name) for name in index["weight_map"].values()})
+        missing = [name for name in weights if name not in sizes]
+        if missing:
+            raise PullError(f"its {_INDEX} names files that are not there: {', '.join(missing)}")
+        return [*small, _INDEX, *weights]
+    weights = [name for name in sizes if name.endswith(".safetensors") and not name.startswith("consolidated")]
+    return [*small, *(["model.safetensors"] if "model.safetensors" in weights else sorted(weights))]
+
+
+def _plain_name(name: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]+\.safetensors", name):
+        raise PullError(f"its {_INDEX} names {name!r}, which is no safetensors file beside it")
+    return name
+
+
+def _refuse_full_disk(partial: Path, files: Iterable[Wanted]) -> None:
+    missing = sum(file.size for file in files if not (partial / file.name).exists())
+    free = shutil.disk_usage(partial).free
+    if missing > free:
+        raise PullError(f"{in_bytes(missing)} are to be downloaded, but {partial} has only {in_bytes(free)} free")
+
+
+class _Source:
+    """The files of one commit, downloaded into `folder`."""
+
+    def __init__(self, hub_id: str, commit: str, folder: Path) -> None:
+        self._hub_id = hub_id
+        self._commit = commit
+        self._folder = folder
+
+    def fetch(self, file: Wanted) -> Path:
+        """The file's path, once it is complete and its content is what the hub says it is."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        done = self._folder / file.name
+        url = hf_hub_url(self._hub_id, file.name, revision=self._commit)
+        seen = get_hf_file_metadata(url)
+        etag = re.sub(r"[^A-Za-z0-9]", "", seen.etag or self._commit)
+        stamp = self._folder / f"{file.name}.{etag}.done"
+        if done.exists() and stamp.exists():
+            return done
+        headers = build_hf_headers()
+        if urlsplit(seen.location).netloc != urlsplit(url).netloc:
+            headers.pop("authorization", None)  # the token is the hub's, not its storage's
+        part = self._folder / f"{file.name}.{etag}.part"
+        with open(part, "ab") as target:
+            http_get(
+                seen.location,
+                target,
+                resume_size=target.tell(),
+                headers=headers,
+                expected_size=seen.size,
+                displayed_filename=file.name,
+            )
+        _check(part, etag)
+        os.replace(part, done)
+        stamp.touch()
+        return done
+
+
+def _check(part: Path, etag: str) -> None:
+    """Large files' etags are the SHA-256 of their content."""
+    if len(etag) != 64:
+        return
+    with open(part, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != etag:
+        part.unlink()
+        raise PullError(f"{part.name.split('.' + etag)[0]} arrived damaged and was removed: run the command again")
+
+
+def _publish(partial: Path, folder: Path, names: list[str], commit: str) -> None:
+    """One rename makes the model appear; an older revision of it goes away."""
+    complete = partial.with_name(partial.name + ".complete")
+    shutil.rmtree(complete, ignore_errors=True)
+    complete.mkdir()
+    for name in names:
+        os.replace(partial / name, complete / name)
+    (complete / "revision").write_text(commit + "\n")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(complete, folder)
+    shutil.rmtree(partial)
+
+
+@contextlib.contextmanager
+def _hub_errors(hub_id: str) -> Any:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError as error:
+        raise PullError(f"{hub_id} is gated: accept its terms on the hub, and set HF_TOKEN to your token") from error
+    except RepositoryNotFoundError as error:
+        raise PullError(f"the hub has no public model {hub_id}; for a private one set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise PullError(f"{hub_id} has no such revision") from error
+    except HfHubHTTPError as error:
+        raise PullError(f"the hub answered with an error: {error}") from error
+    except OSError as error:
+        raise PullError(f"the download stopped: {error}; run the command again, it goes on where it stopped") from error
+    except Exception as error:
+        if "httpx" not in type(error).__module__:
+            raise
+        raise PullError(f"the hub cannot be reached: {error}; run the command again to go on") from error
