@@ -1,0 +1,141 @@
+"""A whole Hearth as a user starts it: `hearth serve` in an empty folder, real processes, real sockets, the built-in model."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+EMBER = "@cf/hearth/ember"
+START_S = 90.0
+
+
+@dataclass
+class Hearth:
+    """A running `hearth serve`: where it is, its first account's credentials, and its processes."""
+
+    folder: Path
+    process: "subprocess.Popen[str]"
+    base_url: str
+    account_id: str
+    token: str
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def client(self, token: str | None = None) -> httpx.Client:
+        return httpx.Client(
+            base_url=self.base_url, headers={"Authorization": f"Bearer {token or self.token}"}, timeout=60
+        )
+
+    def command(self, *words: str) -> str:
+        """Runs another `hearth` command on the same state folder; its standard output."""
+        return run_hearth(self.folder, *words)
+
+    def account(self, name: str, *words: str) -> tuple[str, str]:
+        """A new account and its token, made by the command line while the server runs."""
+        made = json.loads(self.command("accounts", "create", name, "--json", *words))
+        return made["account_id"], made["token"]
+
+    def processes(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self.process.pid)
+            return [parent, *parent.children(recursive=True)]
+        return []
+
+    def replicas(self) -> list[psutil.Process]:
+        return [found for found in self.processes() if "engine.replica" in " ".join(found.cmdline())]
+
+
+def run_hearth(folder: Path, *words: str) -> str:
+    """One `hearth` command in `folder`, settings and all; fails the test where it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway.cli", *words], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(seen: Callable[[], Any], within_s: float, what: str) -> Any:
+    """Polls until `seen` gives something true, which it returns."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if found := seen():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"not within {within_s} s: {what}")
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextlib.contextmanager
+def serving(folder: Path, settings: str = "") -> Iterator[Hearth]:
+    """`hearth serve` in `folder` with `settings` as its hearth.toml, ready to answer; ended by Ctrl-C."""
+    port = free_port()
+    (folder / "hearth.toml").write_text(settings)
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway.cli", "serve", "--port", str(port)],
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        credentials = folder / ".hearth" / "credentials.json"
+
+        def ready() -> bool:
+            assert process.poll() is None, (folder / "log").read_text()
+            return credentials.exists() and answers(f"http://127.0.0.1:{port}/readyz")
+
+        wait_for(ready, START_S, f"ready; its log: {(folder / 'log').read_text()}")
+        kept = json.loads(credentials.read_text())
+        yield Hearth(folder, process, kept["base_url"].rstrip("/"), kept["account_id"], kept["token"])
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+@pytest.fixture(scope="session")
+def hearth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hearth]:
+    """One Hearth for all tests that leave it as they found it."""
+    with serving(tmp_path_factory.mktemp("hearth")) as running:
+        yield running
+
+
+def events(body: str) -> list[Any]:
+    """The `data:` documents of an SSE body, `[DONE]` checked and left out."""
+    found = re.findall(r"^data: (.*)$", body, re.MULTILINE)
+    assert found[-1] == "[DONE]", body[-500:]
+    return [json.loads(document) for document in found[:-1]]
