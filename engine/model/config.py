@@ -1,0 +1,189 @@
+"""What a checkpoint's config.json says, as one frozen value that the rest of the model can trust.
+
+It knows the families by their `architectures` entry and what each leaves unsaid; it knows no tensor names.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+
+class ConfigError(ValueError):
+    """A config.json that this engine cannot run; the message names the entry and what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding. `kind` is default, linear (positions ÷ factor) or llama3 (low frequencies ÷ factor)."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context_tokens: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama kind.
+
+    windows         per layer, how many tokens back attention reaches, its own included; None: all of them.
+    qkv_bias …      which linear layers add a bias.
+    qk_norm         RMS norm over each head of q and k before the rotation (Qwen3).
+    tied_head       the output head is the embedding table.
+    """
+
+    architecture: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_epsilon: float
+    rope: Rope
+    context_tokens: int
+    windows: tuple[int | None, ...]
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_head: bool
+    stop_ids: tuple[int, ...]
+
+
+ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_KINDS: Final = ("default", "linear", "llama3")
+_FAMILY_THETA: Final = 10_000.0
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The folder's config.json, with stop ids from generation_config.json where it has them. Raises ConfigError."""
+    config = _read_json(folder / "config.json")
+    generation_path = folder / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    stop = generation.get("eos_token_id")
+    return parse_config(config, stop if stop is not None else config.get("eos_token_id"))
+
+
+def parse_config(config: Mapping[str, Any], stop: int | list[int] | None = None) -> ModelConfig:
+    """Raises ConfigError for an architecture, an activation, a rope kind or a size that this engine does not run."""
+    architecture = _architecture(config)
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
+    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+    kv_heads = _positive(config, "num_key_value_heads", heads)
+    layers = _positive(config, "num_hidden_layers")
+    head_dim = _positive(config, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise ConfigError(f"head_dim {head_dim} is odd, so it cannot be rotated")
+    vocabulary = _positive(config, "vocab_size")
+    attention_bias = bool(config.get("attention_bias", False)) and architecture not in _WITHOUT_ATTENTION_BIAS
+    return ModelConfig(
+        architecture=architecture,
+        vocabulary=vocabulary,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=_positive(config, "intermediate_size"),
+        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope(config),
+        context_tokens=_positive(config, "max_position_embeddings"),
+        windows=_windows(config, architecture, layers),
+        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+        output_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+        stop_ids=_stop_ids(stop, vocabulary),
+    )
+
+
+_WITHOUT_ATTENTION_BIAS: Final = ("MistralForCausalLM", "Qwen2ForCausalLM")
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures") or []
+    if len(named) != 1 or named[0] not in ARCHITECTURES:
+        raise ConfigError(f"architectures {named!r} is not supported; one of {', '.join(ARCHITECTURES)} is")
+    if config.get("quantization_config"):
+        raise ConfigError("quantization_config is set: quantised checkpoints are not supported, bf16, f16 and f32 are")
+    return str(named[0])
+
+
+def _rope(config: Mapping[str, Any]) -> Rope:
+    """Both spellings: rope_theta with rope_scaling, and the newer rope_parameters that holds all of it."""
+    entry = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = str(entry.get("rope_type", entry.get("type", "default")))
+    if kind not in ROPE_KINDS:
+        raise ConfigError(f"rope scaling {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
+    partial = entry.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ConfigError(f"partial_rotary_factor {partial} is not supported; 1.0 is")
+    theta = float(entry.get("rope_theta", config.get("rope_theta", _FAMILY_THETA)))
+    try:
+        if kind == "default":
+            return Rope(theta)
+        if kind == "linear":
+            return Rope(theta, kind, float(entry["factor"]))
+        return Rope(
+            theta,
+            kind,
+            float(entry["factor"]),
+            float(entry["low_freq_factor"]),
+            float(entry["high_freq_factor"]),
+            int(entry["original_max_position_embeddings"]),
+        )
+    except KeyError as missing:
+        raise ConfigError(f"rope scaling {kind!r} lacks {missing}") from None
+
+
+def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
+    """Mistral windows every layer; Qwen those that layer_types names, or from max_window_layers on; Llama none."""
+    if architecture == "LlamaForCausalLM" or config.get("sliding_window") is None:
+        return (None,) * layers
+    window = _positive(config, "sliding_window")
+    if architecture == "MistralForCausalLM":
+        return (window,) * layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = int(config.get("max_window_layers", 28))
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"layer_types must name full_attention or sliding_attention for each of {layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _stop_ids(stop: int | list[int] | None, vocabulary: int) -> tuple[int, ...]:
+    listed = [] if stop is None else [stop] if isinstance(stop, int) else stop
+    return tuple(token for token in listed if isinstance(token, int) and 0 <= token < vocabulary)
+
+
+def _positive(config: Mapping[str, Any], entry: str, default: int | None = None) -> int:
+    value = config.get(entry)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"{entry} must be a positive integer, not {value!r}")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing: a model folder holds config.json and safetensors files") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return parsed

@@ -1,0 +1,61 @@
+"""A decoder-only transformer: embedding, layers, norm, head. Plain maths over a packed step and a KV pool.
+
+T rows of the step, R rows whose logits are wanted, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.kv import KvPool
+from engine.model.attention import Step, attend, plan
+from engine.model.config import ModelConfig
+from engine.model.layers import Layer, Parameters, rotary_tables
+
+
+class Decoder:
+    """The model's forward pass. `context_tokens` bounds the positions it will be asked for."""
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, context_tokens: int, ops: ModuleType) -> None:
+        self.config = config
+        self.parameters = parameters
+        self.ops = ops
+        self.scale = config.head_dim**-0.5
+        self._cos, self._sin = rotary_tables(config.rope, config.head_dim, context_tokens)
+        self._windows = frozenset(config.windows)
+
+    def forward(self, batch: Batch, pool: KvPool, beat: Callable[[], None]) -> Tensor:
+        """Writes the step's K and V into the pool and returns float32 logits [R, V]; calls `beat` after each layer."""
+        config, parameters = self.config, self.parameters
+        step = plan(batch, self._windows, pool, config.heads // config.kv_heads, self.ops)
+        cos_T1D, sin_T1D = self._cos[step.positions_T, None], self._sin[step.positions_T, None]
+        x_TH = torch.nn.functional.embedding(step.tokens_T, parameters.embedding)
+        for index, layer in enumerate(parameters.layers):
+            x_TH = x_TH + self._attention(index, layer, x_TH, step, cos_T1D, sin_T1D, pool)
+            x_TH = x_TH + self._mlp(layer, x_TH)
+            beat()
+        x_RH = x_TH.index_select(0, step.rows_R)
+        return parameters.head(self.ops.rms_norm(x_RH, parameters.norm, config.norm_epsilon)).float()
+
+    def _attention(
+        self, index: int, layer: Layer, x_TH: Tensor, step: Step, cos_T1D: Tensor, sin_T1D: Tensor, pool: KvPool
+    ) -> Tensor:
+        config, ops = self.config, self.ops
+        heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
+        qkv_TW = layer.qkv(ops.rms_norm(x_TH, layer.attention_norm, config.norm_epsilon))
+        qkv_THD = qkv_TW.view(-1, heads + 2 * kv_heads, head_dim)
+        q_THD, k_TND, v_TND = qkv_THD.split((heads, kv_heads, kv_heads), 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_THD = ops.rms_norm(q_THD, layer.q_norm, config.norm_epsilon)
+            k_TND = ops.rms_norm(k_TND, layer.k_norm, config.norm_epsilon)
+        q_THD, k_TND = ops.rotate(q_THD, cos_T1D, sin_T1D), ops.rotate(k_TND, cos_T1D, sin_T1D)
+        pool.write(index, step.slots_T, torch.cat((k_TND, v_TND), 1).view(len(x_TH), -1))
+        out_TW = attend(q_THD, index, step.groups[config.windows[index]], pool, self.scale, ops)
+        return layer.output(out_TW)
+
+    def _mlp(self, layer: Layer, x_TH: Tensor) -> Tensor:
+        h_TH = self.ops.rms_norm(x_TH, layer.mlp_norm, self.config.norm_epsilon)
+        return layer.down(self.ops.silu_and_multiply(layer.gate_up(h_TH)))
