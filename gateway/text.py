@@ -83,7 +83,7 @@ class Text:
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
             if not self._control.ids.isdisjoint(ids):
                 ids = self._plain.encode(text, True)
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:
             raise TextError("the prompt holds a lone surrogate, which is no text") from error
         return self._lead + ids
 
@@ -116,7 +116,7 @@ class Text:
             return self._encode_rendered(rendered, escape)
         except TemplateError as error:
             raise TextError(escape.restore(str(error))) from error
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, TypeError) as error:
             raise TextError("a message holds a lone surrogate, which is no text") from error
 
     def _template(self, tools: object) -> Template:
@@ -245,7 +245,7 @@ class _Escape:
     def _text(self, text: str) -> str:
         word = text.strip() if len(text) < 100 else ""
         if word in self._inner and word not in _STRUCTURE:
-            return text.replace(word, self._split + word, 1)
+            text = text.replace(word, self._split + word, 1)
         return self._edged(text)
 
     def _edged(self, text: str) -> str:

@@ -141,9 +141,9 @@ async def _request(target: Target, body: bytes, measured: Measured) -> None:
     reader, writer = await asyncio.open_connection(where.hostname, port, ssl=secure)
     try:
         path = f"{where.path.rstrip('/')}/client/v4/accounts/{target.account}/ai/run/{target.model}"
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\nAuthorization: Bearer {target.token}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        head = (  # HTTP/1.0: the stream arrives as it is, without chunks
+            f"POST {path} HTTP/1.0\r\nHost: {where.netloc}\r\nAuthorization: Bearer {target.token}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
         status = (await reader.readline()).decode().split(" ")[1:2]
@@ -160,7 +160,7 @@ async def _events(reader: asyncio.StreamReader, began: float, measured: Measured
     last, first = began, True
     while line := await reader.readline():
         if not line.startswith(b"data: "):
-            continue  # chunk sizes, comments and blank lines
+            continue  # comments and blank lines
         event = line[6:].strip()
         if event == b"[DONE]":
             return
