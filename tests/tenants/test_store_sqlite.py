@@ -1,0 +1,198 @@
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenants import store_sqlite as module
+from tenants.store import KEPT_DAYS, Account, ApiToken, Granted, Hold, Limits, Seal, StoreUnavailable
+from tenants.store_sqlite import SqliteStore
+from tenants.usage import EXPIRED, MICRO, Totals, UsageRecord
+
+pytestmark = pytest.mark.anyio
+ANN = "a" * 32
+
+
+def hold(request_id: str, held: int = 100) -> Hold:
+    return Hold(UsageRecord(ANN, request_id, 0, 0, 0, 0, 0, EXPIRED, "key", "@cf/a/b", 7, 0.0), held, 60 * MICRO)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "hearth.db"
+
+
+async def opened(path: Path, clock: Any = None, **limits: Any) -> SqliteStore:
+    store = SqliteStore(str(path), clock)
+    await store.add_account(Account(ANN, "ann", Limits(**limits), 1))
+    await store.add_token(ApiToken("key", ANN, "laptop", 1), Seal(b"digest", 1))
+    return store
+
+
+async def test_all_is_there_after_a_restart(path: Path, clock: Any) -> None:
+    store = await opened(path, clock)
+    await store.reserve(hold("r"))
+    await store.close()
+    again = SqliteStore(str(path), clock)
+    assert await again.totals(ANN, clock.day) == Totals(held=100, open=1)
+    (await again.reconcile(ANN, clock.day)).check()
+    await again.close()
+
+
+async def test_only_the_owner_may_read_the_file(path: Path) -> None:
+    store = await opened(path)
+    for file in path.parent.iterdir():
+        assert file.stat().st_mode & 0o077 == 0, file
+    await store.close()
+
+
+async def test_a_full_disk_is_an_error_that_says_so_and_passes(path: Path, clock: Any) -> None:
+    store = await opened(path, clock, requests_per_minute=6_000_000, concurrent_requests=1_000_000)
+    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
+    store._connection.execute(f"PRAGMA max_page_count = {pages + 1}")
+    granted = 0
+    with pytest.raises(StoreUnavailable, match="disk is full; free some space"):
+        for n in range(2_000):
+            await store.reserve(hold(f"r{n}"))
+            granted += 1
+    balance = await store.reconcile(ANN, clock.day)
+    balance.check()
+    assert balance.counted.open == granted, "half a decision was kept"
+    store._connection.execute("PRAGMA max_page_count = 1000000")
+    assert await store.reserve(hold("after")) == Granted(clock.day)
+    await store.close()
+
+
+async def test_a_read_only_file_is_an_error_that_says_so(path: Path, clock: Any) -> None:
+    store = await opened(path, clock)
+    store._connection.execute("PRAGMA query_only = 1")
+    with pytest.raises(StoreUnavailable, match="writable for this user"):
+        await store.reserve(hold("r"))
+    await store.close()
+
+
+def test_a_file_that_is_no_database_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "hearth.db").write_bytes(b"this is a text and not a database\n" * 500)
+    with pytest.raises(StoreUnavailable, match="no SQLite database"):
+        SqliteStore(str(tmp_path / "hearth.db"))
+
+
+async def test_a_damaged_file_is_an_error_that_says_so(path: Path, clock: Any) -> None:
+    store = await opened(path, clock)
+    for n in range(50):
+        await store.reserve(hold(f"r{n}"))
+    await store.close()
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(4_096)
+        file.write(b"\xa5" * (size - 4_096))
+    with pytest.raises(StoreUnavailable, match=r"damaged; stop Hearth, then save what is left"):
+        await (await opened(path, clock)).reserve(hold("x"))
+
+
+def test_a_path_that_cannot_be_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailable, match="folder exists"):
+        SqliteStore(str(tmp_path / "file" / "hearth.db"))
+    with pytest.raises(StoreUnavailable, match="folder exists"):
+        SqliteStore(str(tmp_path))
+
+
+async def test_a_file_of_a_newer_hearth_is_left_alone(path: Path) -> None:
+    store = await opened(path)
+    store._connection.execute(f"PRAGMA user_version = {module.SCHEMA_VERSION + 1}")
+    await store.close()
+    with pytest.raises(StoreUnavailable, match="newer Hearth"):
+        SqliteStore(str(path))
+
+
+async def test_a_writer_that_never_ends_is_waited_for_no_longer_than_the_limit(path: Path, clock: Any) -> None:
+    store = await opened(path, clock)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="another process has been writing"):
+        await store.reserve(hold("r"))
+    assert time.monotonic() - began < module.BUSY_MS / 1_000 + 1
+    assert await store.totals(ANN, clock.day) == Totals(), "reading needs no turn"
+    other.execute("ROLLBACK")
+    assert await store.reserve(hold("r")) == Granted(clock.day)
+    other.close()
+    await store.close()
+
+
+async def test_days_that_are_too_old_are_removed(path: Path, clock: Any) -> None:
+    store = await opened(path, clock)
+    old = UsageRecord(ANN, "old", clock.day - KEPT_DAYS - 1, 5, 0, 0, 0, "done", "key", "m", 7, 0.0)
+    kept = UsageRecord(ANN, "kept", clock.day - KEPT_DAYS, 5, 0, 0, 0, "done", "key", "m", 7, 0.0)
+    await store.settle([old, kept])
+    await store.sweep()
+    assert await store.totals(ANN, old.day) == Totals()
+    assert list(await store.records(ANN, old.day)) == []
+    assert (await store.totals(ANN, kept.day)).requests == 1
+    await store.close()
+
+
+CLIENT = """
+import asyncio, sys
+from tenants.store import Granted, Hold, StoreUnavailable
+from tenants.store_sqlite import SqliteStore
+from tenants.usage import UsageRecord
+
+async def main(path, name, clients):
+    store, granted = SqliteStore(path), 0
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for n in range(int(clients)):
+        record = UsageRecord("a" * 32, f"{name}.{n}", 0, 0, 0, 0, 0, "expired", "key", "m", 7, 0.0)
+        granted += isinstance(await store.reserve(Hold(record, 100, 60_000_000)), Granted)
+    print(granted, flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_processes_race_for_one_budget_and_none_overspends(path: Path) -> None:
+    """200 clients in four processes; the server's calls come from a fifth."""
+    store = await opened(path, neurons_per_day=3_700 / MICRO)
+    command = [sys.executable, "-c", CLIENT, str(path)]
+    racers = [
+        subprocess.Popen([*command, str(n), "50"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for n in range(4)
+    ]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    day_before = int(time.time()) // 86_400
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    granted = sum(int(racer.communicate(timeout=60)[0]) for racer in racers)
+    if int(time.time()) // 86_400 == day_before:
+        assert granted == 37
+        assert await store.totals(ANN, day_before) == Totals(held=3_700, open=37)
+        (await store.reconcile(ANN, day_before)).check()
+    await store.close()
+
+
+def test_processes_that_open_a_new_file_at_once_all_succeed(path: Path) -> None:
+    code = "import sys; from tenants.store_sqlite import SqliteStore; SqliteStore(sys.argv[1])"
+    openers = [subprocess.Popen([sys.executable, "-c", code, str(path)], stderr=subprocess.PIPE) for _ in range(6)]
+    for opener in openers:
+        _, problems = opener.communicate(timeout=60)
+        assert opener.returncode == 0, problems.decode()
+
+
+async def test_the_command_line_changes_limits_beside_a_running_server(path: Path, clock: Any) -> None:
+    server, command_line = await opened(path, clock, neurons_per_day=0.0), SqliteStore(str(path), clock)
+    assert not isinstance(await server.reserve(hold("a")), Granted)
+    await command_line.set_limits(ANN, Limits())
+    assert isinstance(await server.reserve(hold("a")), Granted)
+    await command_line.revoke("key", 5)
+    assert not isinstance(await server.reserve(hold("b")), Granted)
+    await command_line.close()
+    await server.close()
