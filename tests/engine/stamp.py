@@ -13,7 +13,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -179,7 +178,7 @@ def solo(
 
 
 class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a stamp replica behaves: its sizes, the time of a step, and the steps (from 1) that raise."""
+    """How a stamp replica behaves: its sizes and bounds, the time of a step, and the steps (from 1) that raise."""
 
     blocks: int = 1024
     context_tokens: int = 4096
@@ -187,6 +186,9 @@ class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_ids: list[int] = []
     step_ms: float = 0.0
     failing: list[int] = []
+    drain_s: float = 10.0
+    unsent_bytes: int = 4 << 20
+    connections: int = 256
 
 
 class TemperedStamps(Stamps):
@@ -215,9 +217,9 @@ def main(argv: list[str]) -> int:
     def open_stamps(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> TemperedStamps:
         return TemperedStamps(temper, model.block_tokens, beat)
 
-    return replica.run(replica.parse_spec(argv[0]), open_stamps)
+    bounds = replica.Bounds(drain_s=temper.drain_s, unsent_bytes=temper.unsent_bytes, connections=temper.connections)
+    return replica.run(replica.parse_spec(argv[0]), open_stamps, bounds)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     sys.exit(main(sys.argv[1:]))
