@@ -28,7 +28,8 @@ CHATML = (
     "{% if m.role == 'tool' and m.content.startswith('<tool_response>') %}RAW{% endif %}"
     "{% if m.name %}{{ m.name }}: {% endif %}{{ m.content or '' }}"
     "{% for call in m.tool_calls or [] %}\n<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3 = (
@@ -345,7 +346,7 @@ def test_a_broken_folder_is_refused_in_words(tmp_path: Path, name: str, content:
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_text(content)
-    with pytest.raises(FolderError, match="tokenizer|template"):
+    with pytest.raises(FolderError, match=r"tokenizer|template"):
         Text(folder)
 
 

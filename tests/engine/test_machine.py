@@ -1,0 +1,299 @@
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from engine import wire
+from engine.machine import Patience
+from engine.pulse import Phase
+
+FAKE = Path(__file__).with_name("fake_replica.py")
+QUICK = {"look_s": 0.05, "step_s": 1.0, "backoff_s": 0.1, "backoff_s_max": 0.4, "stable_s": 30.0, "drain_s": 1.0}
+
+
+class Host:
+    """A machine in a folder of its own, with one fake model per behaviour; a gateway's view of it."""
+
+    def __init__(self, folder: Path, behaviours: dict[str, str], **patience: float) -> None:
+        self.folder = folder
+        models = []
+        for name, behaviour in behaviours.items():
+            (folder / name).mkdir()
+            (folder / name / "behaviour").write_text(behaviour)
+            models.append(wire.ModelSpec(name=name, folder=str(folder / name)))
+        self.spec = wire.MachineSpec(
+            name="host", address=f"unix:{folder}/m.sock", folder=str(folder / "run"), models=models, threads=1
+        )
+        self.patience = {**QUICK, **patience}
+        self.machine = self.start()
+        self._frames = wire.FrameReader()
+        self._socket: socket.socket | None = None
+        self.seen: list[dict[str, wire.ReplicaState]] = []
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        spec, patience = msgspec.json.encode(self.spec).decode(), json.dumps(self.patience)
+        log = (self.folder / "log").open("ab")
+        return subprocess.Popen([sys.executable, str(FAKE), "machine", spec, patience], stderr=log)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def behave(self, name: str, behaviour: str) -> None:
+        (self.folder / name / "behaviour").write_text(behaviour)
+
+    def pid(self, name: str, boot: int) -> int:
+        path = self.folder / name / f"pid-{boot}"
+        wait_for(path.exists)
+        wait_for(path.read_text)
+        return int(path.read_text())
+
+    def fleet(self) -> dict[str, wire.ReplicaState]:
+        """What the machine said last."""
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX)
+            wait_for(lambda: self._socket is not None and self._socket.connect_ex(f"{self.folder}/m.sock") == 0)
+            self._socket.settimeout(0.02)
+        with contextlib.suppress(TimeoutError, BlockingIOError):
+            for frame in self._frames.feed(self._socket.recv(1 << 16)):
+                assert isinstance(frame, wire.Fleet)
+                assert frame.machine == "host"
+                self.seen.append({state.model: state for state in frame.replicas})
+        return self.seen[-1] if self.seen else {}
+
+    def until(self, name: str, fits: Callable[[wire.ReplicaState], bool], within_s: float = 20) -> wire.ReplicaState:
+        def now() -> wire.ReplicaState | None:
+            state = self.fleet().get(name)
+            return state if state is not None and fits(state) else None
+
+        found: wire.ReplicaState = wait_for(now, within_s)
+        return found
+
+    def until_serving(self, name: str, boot: int = 1) -> wire.ReplicaState:
+        return self.until(name, lambda state: state.residency is wire.Residency.DEVICE and state.boot >= boot)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self.machine.poll() is None:
+            self.machine.kill()
+        self.machine.wait()
+
+
+def wait_for(seen: Callable[[], Any], within_s: float = 20.0) -> Any:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        with contextlib.suppress(FileNotFoundError):
+            if found := seen():
+                return found
+        time.sleep(0.01)
+    raise AssertionError(f"not within {within_s} s")
+
+
+def gone(pid: int) -> bool:
+    """Ended and collected: no zombie either."""
+    return not psutil.pid_exists(pid)
+
+
+@contextlib.contextmanager
+def hosting(folder: Path, behaviours: dict[str, str], **patience: float) -> Iterator[Host]:
+    host = Host(folder, behaviours, **patience)
+    try:
+        yield host
+    except BaseException:
+        print(host.log)
+        raise
+    finally:
+        host.close()
+
+
+@pytest.fixture
+def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder whose name is short enough for sockets."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="hm-") as folder:
+        yield Path(folder)
+
+
+def test_a_replica_is_told_of_when_it_serves(short: Path) -> None:
+    with hosting(short, {"a": "slow-load", "b": "serve"}) as host:
+        host.until_serving("b")
+        assert host.fleet()["a"].residency is wire.Residency.DISK
+        assert host.fleet()["a"].problem == "loading"
+        state = host.until_serving("a")
+        assert state.problem == ""
+        assert state.boot == 1
+        probe = socket.socket(socket.AF_UNIX)
+        probe.connect(state.address.removeprefix("unix:"))
+        probe.close()
+
+
+def test_a_crash_is_told_within_half_a_second_and_repaired(short: Path) -> None:
+    with hosting(short, {"a": "serve"}) as host:
+        host.until_serving("a")
+        began = time.monotonic()
+        os.kill(host.pid("a", 1), signal.SIGKILL)
+        lost = host.until("a", lambda state: state.residency is wire.Residency.DISK)
+        assert time.monotonic() - began < 0.5
+        assert "signal 9" in lost.problem or lost.boot == 2
+        assert host.until_serving("a", boot=2).boot == 2
+        assert gone(host.pid("a", 1))
+
+
+def test_a_hung_replica_is_killed_and_started_again(short: Path) -> None:
+    with hosting(short, {"a": "serve"}) as host:
+        host.until_serving("a")
+        host.behave("a", "hang")
+        began = time.monotonic()
+        lost = host.until("a", lambda state: state.residency is wire.Residency.DISK)
+        assert 0.9 < time.monotonic() - began < 2.5
+        assert "silent" in lost.problem or lost.boot == 2
+        host.behave("a", "serve")
+        host.until_serving("a", boot=2)
+        assert gone(host.pid("a", 1))
+
+
+def test_a_stopped_replica_is_killed_too(short: Path) -> None:
+    with hosting(short, {"a": "serve"}) as host:
+        host.until_serving("a")
+        os.kill(host.pid("a", 1), signal.SIGSTOP)
+        host.until_serving("a", boot=2)
+        assert gone(host.pid("a", 1))
+
+
+def test_loading_may_be_silent_for_longer_than_a_step(short: Path) -> None:
+    with hosting(short, {"a": "silent-load"}, step_s=0.5) as host:
+        assert host.until_serving("a").boot == 1
+
+
+def test_a_load_that_hangs_is_noticed_as_well(short: Path) -> None:
+    with hosting(short, {"a": "silent-load"}, loading_s=0.5) as host:
+        host.until("a", lambda state: state.boot >= 2)
+        assert '"phase": "LOADING"' in host.log
+
+
+def test_a_machine_that_was_itself_stopped_blames_nobody(short: Path) -> None:
+    with hosting(short, {"a": "serve"}) as host:
+        host.until_serving("a")
+        replica = host.pid("a", 1)
+        for pid in (replica, host.machine.pid):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        for pid in (host.machine.pid, replica):
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.8)
+        assert host.fleet()["a"].boot == 1
+        assert "replica_hung" not in host.log
+
+
+def test_a_replica_that_cannot_start_is_tried_with_growing_pauses_and_says_why(short: Path) -> None:
+    with hosting(short, {"a": "crash", "b": "serve"}) as host:
+        problem = host.until("a", lambda state: state.boot >= 4 and "ended" in state.problem).problem
+        assert "status 3" in problem
+        assert "no such weights: shard 7" in problem
+        events = [json.loads(line) for line in host.log.splitlines() if line.startswith("{")]
+        pauses = [event["again_after_s"] for event in events if event["event"] == "replica_ended"]
+        assert pauses[:4] == [0.1, 0.2, 0.4, 0.4]
+        host.until_serving("b")
+        host.behave("a", "serve")
+        host.until_serving("a", boot=5)
+
+
+def test_sigterm_ends_everything_and_leaves_no_socket(short: Path) -> None:
+    with hosting(short, {"a": "serve", "b": "serve"}) as host:
+        addresses = [host.until_serving(name).address for name in "ab"]
+        pids = [host.pid(name, 1) for name in "ab"]
+        host.machine.terminate()
+        assert host.machine.wait(5) == 0
+        assert all(gone(pid) for pid in pids)
+        assert not any(Path(address.removeprefix("unix:")).exists() for address in [*addresses, host.spec.address])
+
+
+def test_a_replica_that_does_not_end_is_killed_at_the_deadline(short: Path) -> None:
+    with hosting(short, {"a": "stubborn"}) as host:
+        host.until_serving("a")
+        pid, began = host.pid("a", 1), time.monotonic()
+        host.machine.terminate()
+        assert host.machine.wait(10) == 0
+        assert 0.9 < time.monotonic() - began < 3
+        assert gone(pid)
+
+
+def test_a_second_sigterm_does_not_wait(short: Path) -> None:
+    with hosting(short, {"a": "stubborn"}, drain_s=60.0) as host:
+        host.until_serving("a")
+        host.machine.terminate()
+        wait_for(lambda: "machine_draining" in host.log)
+        host.machine.terminate()
+        assert host.machine.wait(5) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's death signal is Linux'")
+def test_replicas_die_with_a_killed_machine_and_the_next_one_takes_its_place(short: Path) -> None:
+    with hosting(short, {"a": "stubborn"}) as host:
+        host.until_serving("a")
+        pid = host.pid("a", 1)
+        host.machine.kill()
+        host.machine.wait()
+        wait_for(lambda: gone(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 5)
+        assert Path(host.spec.address.removeprefix("unix:")).exists(), "the stale socket is the point of this test"
+        host.seen.clear()
+        host._socket = None
+        host.machine = host.start()
+        host.until_serving("a")
+
+
+def test_a_second_machine_in_the_same_folder_is_refused(short: Path) -> None:
+    with hosting(short, {"a": "serve"}) as host:
+        host.until_serving("a")
+        other = host.start()
+        assert other.wait(20) == 1
+        assert "another machine runs in" in host.log
+        assert host.fleet()["a"].residency is wire.Residency.DEVICE
+
+
+def test_a_gateway_that_sends_rubbish_is_dropped_and_others_are_not(short: Path) -> None:
+    with hosting(short, {"a": "serve"}) as host:
+        host.until_serving("a")
+        rude = socket.socket(socket.AF_UNIX)
+        rude.connect(f"{short}/m.sock")
+        rude.settimeout(5)
+        rude.sendall(b"\xff" * 64)
+        while rude.recv(1 << 16):
+            pass
+        os.kill(host.pid("a", 1), signal.SIGKILL)
+        host.until_serving("a", boot=2)
+
+
+def test_a_replicas_lines_reach_the_log_whole_and_bounded(short: Path) -> None:
+    with hosting(short, {"a": "chatty"}) as host:
+        host.until_serving("a")
+        wait_for(lambda: "[a] x" in host.log)
+        assert "[a] half a line\n" in host.log
+        assert max(map(len, host.log.splitlines())) < 5000
+
+
+def test_a_wrong_spec_is_refused_in_words() -> None:
+    asked = subprocess.run(
+        [sys.executable, "-m", "engine.machine", '{"name": "x", "colour": 1}'], capture_output=True, text=True
+    )
+    assert asked.returncode == 1
+    assert "colour" in asked.stderr or "required" in asked.stderr
+
+
+def test_every_phase_has_a_limit() -> None:
+    patience = Patience()
+    assert all(0 < patience.for_phase(phase) <= 300 for phase in Phase)
+    assert patience.for_phase(Phase.STEP) + patience.look_s < 5.0
