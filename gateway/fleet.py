@@ -220,10 +220,12 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def until_lost(self) -> None:
+        """Closes the connection when its task is cancelled."""
         try:
             await self.lost
         finally:
-            self.close("the gateway closed it")
+            if self._transport is not None:
+                self.close("the gateway closed it")
 
 
 class _Machine(_Connection):
@@ -409,7 +411,7 @@ class Fleet:
                 known.state.address,
                 known.state.residency,
                 known.connection is not None and known.connection.ready,
-                known.state.problem or known.problem,
+                "" if known.connection and known.connection.ready else known.state.problem or known.problem,
                 known.connection.load if known.connection else None,
             )
             for (machine, _), known in self._known.items()
@@ -510,18 +512,19 @@ class Fleet:
             except (OSError, TimeoutError) as error:
                 known.problem = f"the replica at {address} cannot be reached: {_said(error)}"
             else:
-                known.problem = ""
-                await self._use(known, known.connection)
-                waits = self._waits()
+                if await self._use(known, known.connection):
+                    waits = self._waits()
             with contextlib.suppress(TimeoutError):  # a machine's new word ends the wait at once
                 await asyncio.wait_for(known.changed.wait(), next(waits))
 
-    async def _use(self, known: _Known, replica: _Replica) -> None:
+    async def _use(self, known: _Known, replica: _Replica) -> bool:
+        """Until the connection ends; whether anything could be submitted on it."""
         try:
             await replica.until_lost()
         finally:
             known.connection = None
             known.problem = f"the replica at {replica.address} was lost: {replica.why}"
+        return replica.hello is not None
 
     def _waits(self) -> Iterator[float]:
         """Back-off without end: doubling, jittered, bounded."""

@@ -1,5 +1,6 @@
 """Which replica takes a request: a pure choice by cache affinity, bounded by load. It opens no connection."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import xxhash
 
 KEY_TOKENS = 64
 BALANCE = 1.25
+LIGHT = 4  # sequences that a replica runs together at little cost: below it, the cache counts for more
 
 
 class Candidate(NamedTuple):
@@ -20,14 +22,15 @@ def pick(candidates: Sequence[Candidate], scope: bytes, tokens: bytes, *, balanc
     """The index of the replica for a prompt of this scope; `tokens` is packed u32.
 
     Rendezvous hashing on (scope, first tokens) sends equal system prompts of one tenant to one replica, and moves
-    only the keys of a replica that goes. A replica whose load would pass `balance` × the mean is passed over for the
-    next in the key's own order (consistent hashing with bounded loads, Mirrokni et al. 2016). Deterministic, O(n).
-    xxhash only spreads here: a collision costs time and nothing else.
+    only the keys of a replica that goes. A replica whose load would pass `balance` × the mean, and LIGHT, is passed
+    over for the next in the key's own order (consistent hashing with bounded loads, Mirrokni et al. 2016).
+    Deterministic, O(n log n). xxhash only spreads here: a collision costs time and nothing else.
     """
     assert candidates, "the caller waits until there is one"
     if len(candidates) == 1:
         return 0
-    bound = balance * (sum(candidate.load for candidate in candidates) + 1) / len(candidates)
+    mean = (sum(candidate.load for candidate in candidates) + 1) / len(candidates)
+    bound = max(math.ceil(balance * mean), LIGHT)
     key = xxhash.xxh3_64_intdigest(_key(tokens), seed=xxhash.xxh3_64_intdigest(scope))
     ranked = sorted(
         (xxhash.xxh3_64_intdigest(candidate.name.encode(), seed=key), index)

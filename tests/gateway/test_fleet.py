@@ -1,0 +1,313 @@
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from engine import wire
+from gateway.fleet import STEPS_MAX, Fleet, Link, Rejected, ReplicaLost, Step, Stream, Unavailable, pack
+from tests.gateway.stub_replica import MODEL, StubFleet
+
+PROMPT = pack(range(40))
+SCOPE = b"s" * 16
+
+
+@contextlib.asynccontextmanager
+async def connected(folder: Path, replicas: int = 1) -> AsyncIterator[tuple[StubFleet, Fleet]]:
+    """A stub machine with its replicas, and a fleet that knows them."""
+    stub = StubFleet(folder, replicas)
+    async with stub.serving():
+        fleet = Fleet([stub.address])
+        task = asyncio.create_task(fleet.run())
+        try:
+            await until(lambda: sum(seen.ready for seen in fleet.replicas()) == replicas)
+            yield stub, fleet
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def until(fits: object, within_s: float = 5.0) -> None:
+    assert callable(fits)
+    async with asyncio.timeout(within_s):
+        while not fits():  # noqa: ASYNC110  what is waited for sets no event
+            await asyncio.sleep(0.005)
+
+
+async def link(fleet: Fleet, wait_s: float = 5.0, model: str = MODEL) -> Link:
+    return await fleet.link(model, SCOPE, PROMPT, asyncio.get_running_loop().time() + wait_s)
+
+
+async def submit(fleet: Fleet, max_tokens: int = 8, n: int = 1, logprobs: int | None = None) -> Stream:
+    sampling = wire.Sampling(logprobs=logprobs)
+    chosen = await link(fleet)
+    return chosen.submit(
+        tokens=PROMPT, scope=wire.Scope(wire.ScopeKind.TENANT, SCOPE), sampling=sampling, max_tokens=max_tokens, n=n
+    )
+
+
+async def collect(stream: Stream) -> list[Step]:
+    async with asyncio.timeout(10):
+        return [step async for step in stream]
+
+
+def test_a_request_streams_back_with_start_and_finish(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.cached_tokens = 16
+            steps = await collect(await submit(fleet, max_tokens=5))
+            assert [len(step.tokens) for step in steps] == [1] * 5
+            first = sum(range(40)) % len(stub.behaviour.words)
+            assert steps[0].tokens == [stub.behaviour.words[first]]
+            assert steps[0].started is not None
+            assert steps[0].started.cached_tokens == 16
+            assert steps[-1].finish is not None
+            assert steps[-1].finish.completion_tokens == 5
+            assert all(step.finish is None for step in steps[:-1])
+            assert stub.submits[0].scope == wire.Scope(wire.ScopeKind.TENANT, SCOPE)
+
+    asyncio.run(scenario())
+
+
+def test_choices_keep_apart_and_the_stream_ends_after_the_last(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            streams = [await submit(fleet, max_tokens=6, n=3, logprobs=2) for _ in range(4)]
+            for stream in streams:
+                steps = await collect(stream)
+                for choice in range(3):
+                    mine = [step for step in steps if step.index_in_n == choice]
+                    tokens = [token for step in mine for token in step.tokens]
+                    start = sum(range(40)) + choice
+                    words = stub.behaviour.words
+                    assert tokens == [words[(start + i) % len(words)] for i in range(6)]
+                    assert [scored.top_ids[0] for step in mine for scored in step.logprobs] == tokens
+                    assert mine[-1].finish is not None
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_stream_tells_the_replica_once_and_ends(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.step_s = 0.01
+            stream = await submit(fleet, max_tokens=10_000, n=2)
+            await anext(stream)
+            stream.cancel()
+            stream.cancel()
+            assert await collect(stream) == []
+            await until(lambda: stub.running == 0)
+            assert list(stub.replicas[0].cancels) == [1, 2]
+            assert len(await collect(await submit(fleet))) == 8  # the connection is as good as before
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_after_the_end_sends_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stream = await submit(fleet)
+            await collect(stream)
+            stream.cancel()
+            await collect(await submit(fleet))
+            assert not stub.replicas[0].cancels
+
+    asyncio.run(scenario())
+
+
+def test_a_waiting_reader_is_woken_by_cancel(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.first_s = 100
+            stream = await submit(fleet)
+            reader = asyncio.create_task(collect(stream))
+            await asyncio.sleep(0.02)
+            stream.cancel()
+            assert await reader == []
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_replica_fails_its_streams_at_once_after_what_they_received(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.die_at = 3
+            streams = [await submit(fleet, max_tokens=100) for _ in range(5)]
+            for stream in streams:
+                assert [len((await anext(stream)).tokens) for _ in range(3)] == [1, 1, 1]
+                with pytest.raises(ReplicaLost, match="was lost"):
+                    await anext(stream)
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_replica_is_connected_to_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.replicas[0].die()
+            await until(lambda: not fleet.replicas()[0].ready)
+            assert "was lost" in fleet.replicas()[0].problem
+            assert len(await collect(await submit(fleet))) == 8
+            assert fleet.replicas()[0].problem == ""
+
+    asyncio.run(scenario())
+
+
+def test_submitting_on_a_link_whose_replica_went_raises(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            chosen = await link(fleet)
+            stub.replicas[0].die()
+            await until(lambda: not fleet.replicas()[0].ready)
+            with pytest.raises(ReplicaLost):
+                chosen.submit(tokens=PROMPT, scope=wire.Scope(), sampling=wire.Sampling(), max_tokens=1)
+
+    asyncio.run(scenario())
+
+
+def test_a_rejection_reaches_the_caller_with_its_reason(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.reject = wire.RejectReason.BUSY
+            with pytest.raises(Rejected) as raised:
+                await collect(await submit(fleet, n=2))
+            assert (raised.value.reason, raised.value.retry_after_ms) == (wire.RejectReason.BUSY, 1500)
+            stub.behaviour.reject = None
+            assert len(await collect(await submit(fleet))) == 8
+
+    asyncio.run(scenario())
+
+
+def test_link_waits_for_a_replica_that_comes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stub = StubFleet(tmp_path)
+        fleet = Fleet([stub.address])
+        running = asyncio.create_task(fleet.run())
+        waiting = asyncio.create_task(link(fleet))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        async with stub.serving():
+            assert (await waiting).hello.model == MODEL
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+
+
+def test_link_gives_up_at_its_deadline_and_says_why(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stub = StubFleet(tmp_path)
+        fleet = Fleet([stub.address])
+        running = asyncio.create_task(fleet.run())
+        with pytest.raises(Unavailable, match="cannot be reached") as raised:
+            await link(fleet, wait_s=0.1)
+        assert not raised.value.loading
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_no_machine_has_is_unavailable(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (_, fleet):
+            with pytest.raises(Unavailable, match="@cf/other/model"):
+                await link(fleet, wait_s=0.05, model="@cf/other/model")
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_replica_gets_no_new_work_and_finishes_its_old(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, replicas=2) as (stub, fleet):
+            stub.behaviour.step_s = 0.01
+            stream = await submit(fleet, max_tokens=20)
+            await anext(stream)
+            busy = next(replica for replica in stub.replicas if replica.submits)
+            other = next(replica for replica in stub.replicas if replica is not busy)
+            busy.load(draining=True)
+            await until(lambda: sum(seen.ready for seen in fleet.replicas()) == 1)
+            rest = await collect(await submit(fleet))
+            assert len(rest) == 8
+            assert len(other.submits) == 1
+            assert len(await collect(stream)) == 19
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_the_machine_no_longer_tells_of_is_forgotten(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, replicas=2) as (stub, fleet):
+            stub.hidden.add(0)
+            stub.tell()
+            await until(lambda: len(fleet.replicas()) == 1)
+            await until(lambda: not stub.replicas[0].connections)
+
+    asyncio.run(scenario())
+
+
+def test_another_protocol_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        stub = StubFleet(tmp_path)
+        monkeypatch.setattr(wire, "PROTOCOL", 99)
+        hello = stub.replicas[0].hello()
+        monkeypatch.undo()
+        monkeypatch.setattr(stub.replicas[0], "hello", lambda: hello)
+        async with stub.serving():
+            fleet = Fleet([stub.address])
+            running = asyncio.create_task(fleet.run())
+            await until(lambda: any("protocol 99" in seen.problem for seen in fleet.replicas()))
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    asyncio.run(scenario())
+
+
+def test_load_counts_what_was_submitted_since_it_came(tmp_path: Path) -> None:
+    """Requests that arrive at once are spread although no replica has told of any of them yet."""
+
+    async def scenario() -> None:
+        async with connected(tmp_path, replicas=4) as (stub, fleet):
+            stub.behaviour.first_s = 100
+            streams = [await submit(fleet) for _ in range(80)]
+            await until(lambda: stub.running == 80)
+            running = [replica.running for replica in stub.replicas]
+            assert max(running) <= 25, running
+            for stream in streams:
+                stream.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_reader_holds_a_bounded_number_of_steps_and_loses_no_token(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stream = await submit(fleet, max_tokens=3000, n=2, logprobs=0)
+            await until(lambda: stub.running == 0 and stream._open == 0)
+            assert len(stream._steps) <= STEPS_MAX + 2
+            steps = await collect(stream)
+            for choice in range(2):
+                mine = [step for step in steps if step.index_in_n == choice]
+                tokens = [token for step in mine for token in step.tokens]
+                words, start = stub.behaviour.words, sum(range(40)) + choice
+                assert tokens == [words[(start + i) % len(words)] for i in range(3000)]
+                assert len([scored for step in mine for scored in step.logprobs]) == 3000
+                assert [step.finish is not None for step in mine] == [False] * (len(mine) - 1) + [True]
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_address_is_an_error_at_the_start() -> None:
+    with pytest.raises(wire.AddressError, match="outside loopback"):
+        Fleet(["tcp:10.0.0.1:7000"])
+
+
+def test_packed_tokens_are_little_endian_words() -> None:
+    assert pack([1, 70000]) == b"\x01\0\0\0\x70\x11\x01\0"
+    assert array("I", pack([5, 6])).tolist() == [5, 6]
