@@ -1,0 +1,163 @@
+"""compose.yaml says what `hearth` runs. Its shape is checked against the part of the Compose Specification it uses."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from engine import wire
+from gateway.cli import parser
+from gateway.config import load_config
+
+ROOT = Path(__file__).parent.parent
+
+_WORDS: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_DURATION = {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}
+_SERVICE: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["image"],
+    "properties": {
+        "image": {"type": "string", "pattern": "^[a-z0-9./-]+:[A-Za-z0-9._-]+$"},
+        "build": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"context": {"type": "string"}, "dockerfile_inline": {"type": "string"}},
+        },
+        "command": _WORDS,
+        "init": {"type": "boolean"},
+        "restart": {"enum": ["no", "always", "on-failure", "unless-stopped"]},
+        "stop_grace_period": _DURATION,
+        "ports": {"type": "array", "items": {"type": "string", "pattern": r"^127\.0\.0\.1:[0-9]+:[0-9]+$"}},
+        "volumes": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]+:/[a-z./]+$"}},
+        "configs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["source", "target"],
+                "properties": {"source": {"type": "string"}, "target": {"type": "string", "pattern": "^/"}},
+            },
+        },
+        "depends_on": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["condition"],
+                "properties": {"condition": {"enum": ["service_started", "service_healthy"]}},
+            },
+        },
+        "healthcheck": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["test"],
+            "properties": {
+                "test": {"type": "array", "prefixItems": [{"enum": ["CMD", "CMD-SHELL"]}]},
+                **dict.fromkeys(("interval", "timeout", "start_period"), _DURATION),
+            },
+        },
+    },
+}
+_COMPOSE: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "patternProperties": {"^x-": {}},
+    "required": ["services"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z0-9][a-z0-9_-]*$"},
+        "services": {"type": "object", "additionalProperties": _SERVICE},
+        "configs": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["content"],
+                "properties": {"content": {"type": "string"}},
+            },
+        },
+        "volumes": {"type": "object", "additionalProperties": {"type": "null"}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    return document
+
+
+def _hearths(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: service for name, service in compose["services"].items() if service["image"] == "hearth:local"}
+
+
+def test_the_file_has_the_shape_that_the_specification_wants(compose: dict[str, Any]) -> None:
+    jsonschema.validate(compose, _COMPOSE)
+
+
+@pytest.mark.skipif(
+    shutil.which("docker") is None
+    or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode != 0,
+    reason="docker compose is not installed",
+)
+def test_docker_compose_itself_accepts_the_file() -> None:
+    asked = subprocess.run(["docker", "compose", "config", "--quiet"], cwd=ROOT, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+
+
+def test_it_runs_two_gateways_a_machine_redis_and_a_collector(compose: dict[str, Any]) -> None:
+    words = [service["command"][0] for service in _hearths(compose).values()]
+    assert sorted(words) == ["gateway", "gateway", "machine"]
+    assert {"redis", "collector"} < set(compose["services"])
+
+
+def test_every_hearth_command_parses(compose: dict[str, Any]) -> None:
+    for name, service in _hearths(compose).items():
+        options = parser().parse_args(service["command"])
+        assert callable(options.run), name
+
+
+def test_everything_that_a_service_names_is_defined(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        assert {volume.split(":")[0] for volume in service.get("volumes", [])} <= set(compose["volumes"])
+        assert {config["source"] for config in service.get("configs", [])} <= set(compose["configs"])
+        assert set(service.get("depends_on", {})) <= set(compose["services"])
+
+
+def test_the_settings_in_it_are_read_and_fit_the_services(compose: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "hearth.toml").write_text(compose["configs"]["hearth"]["content"])
+    config = load_config(tmp_path / "hearth.toml")
+    assert config.store_url.startswith("redis://redis:")
+    assert config.telemetry.otlp_url is not None
+    assert "//collector:4318/" in config.telemetry.otlp_url
+    assert isinstance(wire.parse_address(config.machine_address), str), "gateways reach the machine by a unix socket"
+
+
+def test_gateways_and_machine_share_the_folder_of_sockets(compose: dict[str, Any]) -> None:
+    shared = {tuple(service["volumes"]) for service in _hearths(compose).values()}
+    assert shared == {("state:/srv/hearth/.hearth",)}
+    places = {service["configs"][0]["target"] for service in _hearths(compose).values()}
+    assert places == {"/srv/hearth/hearth.toml"}
+    assert "WORKDIR /srv/hearth\n" in compose["x-hearth"]["build"]["dockerfile_inline"]
+
+
+def test_the_image_copies_every_package(compose: dict[str, Any]) -> None:
+    built = compose["x-hearth"]["build"]["dockerfile_inline"]
+    for package in ("gateway", "engine", "prefixcache", "tenants"):
+        assert f"COPY {package} {package}\n" in built
+        assert (ROOT / package).is_dir()
+
+
+def test_redis_keeps_what_it_was_told_and_evicts_nothing(compose: dict[str, Any]) -> None:
+    said = " ".join(compose["services"]["redis"]["command"])
+    for option in ("--appendonly yes", "--appendfsync everysec", "--maxmemory-policy noeviction"):
+        assert option in said
+
+
+def test_only_this_host_reaches_the_ports(compose: dict[str, Any]) -> None:
+    ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    assert len(ports) == len(set(ports)) == 2
