@@ -5,6 +5,7 @@ from its description and not by heart.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -108,6 +109,7 @@ def _offered() -> tuple[Tool, ...]:
 
 
 TOOLS: Final = _offered()
+SLOT: Final = re.compile(r"{(\w+)}")
 ACTIONS: Final = "get set find list create delete update send open close start stop check add remove read write move copy book cancel order print scan lock unlock test count show assign reserve register approve archive export import rename sync".split()  # fmt: skip
 PARAMETERS: Final = (
     ("name", "string", "title"), ("id", "string", "code"), ("code", "string", "code"), ("date", "string", "iso_date"), ("time", "string", "hour"), ("amount", "integer", "count"),
@@ -187,12 +189,65 @@ def invented_tool(draw: Draw) -> Tool:
     return Tool(name, description, tuple(parameters), tuple(requests))
 
 
+# what people call the same parameter
+SYNONYMS: Final = {
+    "city": ("city", "location", "place", "town", "city_name", "q", "where"), "days": ("days", "num_days", "day_count", "n"), "name": ("name", "customer_name", "guest_name", "customer", "on_name"),
+    "guests": ("guests", "people", "party_size", "persons", "seats"), "time": ("time", "at", "when", "start_time", "hour"), "date": ("date", "day", "on", "start_date", "due", "when"), "guest": ("guest", "name", "traveler", "customer"),
+    "nights": ("nights", "stay", "duration", "num_nights"), "order_id": ("order_id", "id", "orderId", "order", "number", "order_number"), "to": ("to", "recipient", "address", "email", "receiver"), "subject": ("subject", "title", "topic", "about", "summary"),
+    "person": ("person", "contact", "recipient", "to", "name"), "text": ("text", "message", "content", "body", "note"), "minutes": ("minutes", "duration", "length", "mins", "duration_minutes"), "title": ("title", "name", "event", "summary"),
+    "amount": ("amount", "value", "sum", "total"), "source": ("source", "from_currency", "from", "base"), "target": ("target", "to_currency", "to", "quote"), "query": ("query", "q", "search", "term", "keywords"), "product": ("product", "item", "name", "product_name"),
+    "quantity": ("quantity", "count", "amount", "qty", "number"), "artist": ("artist", "band", "musician", "query"), "device": ("device", "name", "device_name", "appliance"), "room": ("room", "zone", "location", "area"), "degrees": ("degrees", "temperature", "value", "target"),
+    "origin": ("origin", "from_city", "start", "departure"), "destination": ("destination", "to_city", "end", "arrival"), "email": ("email", "address", "user_email", "mail"), "account": ("account", "account_id", "iban", "id"), "symbol": ("symbol", "ticker", "stock", "code"),
+    "server": ("server", "host", "hostname", "machine"), "path": ("path", "folder", "directory", "dir"), "language": ("language", "lang", "target_language", "into"), "recipient": ("recipient", "to", "payee", "name"), "priority": ("priority", "level", "urgency"),
+}  # fmt: skip
+EXTRAS: Final = (
+    Parameter("unit", "string", "celsius/fahrenheit", False, "Unit of temperature"), Parameter("lang", "string", "en/de/fr", False, "Language of the answer"), Parameter("limit", "integer", "small", False, "At most so many results"),
+    Parameter("note", "string", "headline", False, "A note"), Parameter("verbose", "boolean", "true/false", False, "Whether to say more"), Parameter("format", "string", "short/long", False, "Format of the answer"),
+)  # fmt: skip
+
+
+def variant(draw: Draw, tool: Tool) -> Tool:
+    """The tool as somebody else would have named it and its parameters; perhaps with one more that may be filled."""
+    names: dict[str, str] = {}
+    for parameter in tool.parameters:
+        name = draw.pick(SYNONYMS.get(parameter.name, (parameter.name,)))
+        if draw.maybe(0.15):
+            name = f"{draw.pick((draw.invented(), draw.pick(words.ADJECTIVES)))}_{name}"
+        names[parameter.name] = name if name not in names.values() else parameter.name
+    if len(set(names.values())) < len(names):
+        names = {name: name for name in names}
+    parameters = tuple(Parameter(names[p.name], p.type, p.kind, p.required, draw.pick((p.description, p.description, capital(names[p.name].replace("_", " ")), ""))) for p in tool.parameters)
+    requests = tuple(SLOT.sub(lambda match: "{" + names[match.group(1)] + "}", form) for form in tool.requests)
+    extra = draw.pick(EXTRAS)
+    if draw.maybe(0.2) and extra.name not in names.values():
+        parameters += (extra,)
+        if extra.type == "string" and "/" in extra.kind and draw.maybe(0.4):
+            tail = draw.pick((f" In {{{extra.name}}}, please.", f" ({extra.name} {{{extra.name}}})", f" Use {{{extra.name}}} for the {extra.name}.", f" {capital(extra.name)}: {{{extra.name}}}."))
+            requests = tuple(form + tail for form in requests)
+    parts = tool.name.split("_")
+    roll = draw.chance()
+    if roll < 0.25:
+        name = parts[0] + "".join(capital(part) for part in parts[1:])
+    elif roll < 0.45 and len(parts) > 1:
+        name = draw.pick((f"{parts[0]}_{draw.pick(('current', 'my', 'one', 'new', draw.invented()))}_{'_'.join(parts[1:])}", "_".join([*parts[1:], parts[0]]), "_".join(parts[1:]), f"{draw.invented()}_{tool.name}", "-".join(parts)))
+    else:
+        name = tool.name
+    return Tool(name, tool.description, parameters, requests)
+
+
 def some_tools(draw: Draw, count: int) -> list[Tool]:
-    """Tools of different names, sometimes with a near relative among them."""
+    """Up to `count` tools of different names and purposes."""
     tools: dict[str, Tool] = {}
+    offered = draw.few(TOOLS, count)
     while len(tools) < count:
-        tool = draw.pick(TOOLS) if draw.maybe(0.5) else invented_tool(draw)
+        if draw.maybe(0.55):
+            tool = offered.pop()
+            tool = variant(draw, tool) if draw.maybe(0.7) else tool
+        else:
+            tool = invented_tool(draw)
         tools.setdefault(tool.name, tool)
+        if not offered:
+            break
     return list(tools.values())
 
 

@@ -91,6 +91,9 @@ KINDS: Final = {
     "colour": "color;flag color;wall color;badge color;zone color",
     "material": "material;surface;cover material",
     "weekday": "cleaning day;delivery day;closing day;market day;pickup day;day off;meeting day;weekly holiday",
+    "amount_of": "limit;rate limit;stock;quota;staff;daily limit;storage;fleet;size;equipment;allowance;collection",
+    "loose": "dress code;payment;language;policy;theme;topic;diet;format;method;reason;purpose;slogan;motto;view;style;goal;special;dish of the day;soup of the day;next step;"
+    "currency;industry;base URL;region;time zone;platform;operating system;author;genre;ingredient;main ingredient;allergy;hobby;favorite food;department;status;transport",
     "year": "founding year;year of construction;opening year;model year",
 }  # fmt: skip
 NOUNS: Final = [(noun, kind) for kind, nouns in KINDS.items() for noun in nouns.split(";")]
@@ -147,6 +150,9 @@ def noun_phrase(draw: Draw) -> tuple[str, str]:
 
 
 def value_of(draw: Draw, kind: str) -> str:
+    """A value of one of Draw's kinds; prices now and then with what they are for."""
+    if kind == "money" and draw.maybe(0.15):
+        return f"{draw.money()} per {draw.pick(('night', 'day', 'month', 'person', 'hour', 'year', 'item', 'week', 'guest', 'kilo'))}"
     made: str = getattr(draw, kind)()
     return made
 
@@ -314,11 +320,12 @@ class Everyday:
 OPEN_ON: Final = (
     "When are you open on {d}?", "What are your hours on {d}?", "When are you open on {d}s?", "Opening hours on {d}?", "What are the opening hours on {d}?",
     "How long are you open on {d}?", "Which hours do you have on {d}?", "Can I come on {d}?", "Are you open on {d}?", "Are you open on {d}s?", "{d} hours?",
-    "Is it open on {d}?", "Do you open on {d}?", "Can I visit you on {d}?", "I want to come on {d}. When are you open?", "When can I come on {d}?",
+    "Are you there on {d}?", "What times on {d}?", "When could I visit on {d}?", "Is {d} fine for a visit?", "Do you work on {d}?", "Would {d} be possible?", "Tell me the hours for {d}.", "I'd like to visit on {d}.", "Could I come on {d}?",
+    "From when to when are you open on {d}?", "Are you closed on {d}?", "Is it open on {d}?", "Do you open on {d}?", "Can I visit you on {d}?", "I want to come on {d}. When are you open?", "When can I come on {d}?",
 )  # fmt: skip
 YES_NO: Final = ("Can ", "Are ", "Is ", "Do ")
-OPENS: Final = ("When do you open on {d}?", "What time do you open on {d}?", "From when are you open on {d}?", "When does it open on {d}?", "How early do you open on {d}?", "At what time do you open on {d}?", "When do you start on {d}?")  # fmt: skip
-CLOSES: Final = ("When do you close on {d}?", "What time do you close on {d}?", "Until when are you open on {d}?", "When does it close on {d}?", "How late are you open on {d}?", "At what time do you close on {d}?", "When do you shut on {d}?")  # fmt: skip
+OPENS: Final = ("When can I come in on {d}?", "Opening time on {d}?", "When is the earliest time to come on {d}?", "What is the opening time on {d}?", "When do the doors open on {d}?", "How early can I come on {d}?", "On {d}, when do you open?", "When do you open on {d}?", "What time do you open on {d}?", "From when are you open on {d}?", "When does it open on {d}?", "How early do you open on {d}?", "At what time do you open on {d}?", "When do you start on {d}?")  # fmt: skip
+CLOSES: Final = ("When do I have to leave on {d}?", "Closing time on {d}?", "How long can I stay on {d}?", "What is the closing time on {d}?", "When do the doors close on {d}?", "How late can I come on {d}?", "On {d}, when do you close?", "When do you close on {d}?", "What time do you close on {d}?", "Until when are you open on {d}?", "When does it close on {d}?", "How late are you open on {d}?", "At what time do you close on {d}?", "When do you shut on {d}?")  # fmt: skip
 ALL_HOURS: Final = ("When are you open?", "What are your opening hours?", "When can I come?", "What are your hours?", "Opening hours?", "Which days are you open?", "Tell me your hours.")  # fmt: skip
 AND_ON: Final = ("And on {d}?", "and on {d}?", "What about {d}?", "And {d}?", "How about {d}?", "And on {d}s?", "Okay, and on {d}?", "{d}?", "Thanks, and {d}?", "and {d}?", "Also on {d}?", "And for {d}?", "What about on {d}?", "Then what about {d}?")  # fmt: skip
 
@@ -423,7 +430,8 @@ OF_THING: Final = (
     "I need the {a} of the {t}.", "Can you tell me the {a} of the {t}?", "What about the {a} of the {t}?", "The {a} of the {t}, please.", "What is the {t}'s {a}?",
     "What {a} is the {t}?", "For the {t}, what is the {a}?", "Do you know the {a} of the {t}?", "Give me the {a} of the {t}.", "Look up the {a} of the {t}.",
 )  # fmt: skip
-WHICH: Final = ("Which one has the {a} {v}?", "What has the {a} {v}?", "Which of them has the {a} {v}?", "Whose {a} is {v}?", "Find the one with the {a} {v}.", "Which entry has the {a} {v}?", "What is listed with the {a} {v}?")  # fmt: skip
+WHICH: Final = ("What is the one with the {a} {v}?", "Which one is it that has the {a} {v}?", "Which has the {a} {v}?", "Show me the one with the {a} {v}.", "What do you have with the {a} {v}?", "I need the one with the {a} {v}.", "Name the one with the {a} {v}.",
+    "Who or what has the {a} {v}?", "{v} is the {a} of what?", "Where do I see the {a} {v}?", "What goes with the {a} {v}?", "The {a} {v} belongs to which one?", "Tell me which one has the {a} {v}.", "Look for the {a} {v}.", "Which one has the {a} {v}?", "What has the {a} {v}?", "Which of them has the {a} {v}?", "Whose {a} is {v}?", "Find the one with the {a} {v}.", "Which entry has the {a} {v}?", "What is listed with the {a} {v}?")  # fmt: skip
 ITS: Final = ("And its {a}?", "And the {a}?", "What is its {a}?", "and the {a}?", "What's its {a}?", "And what about the {a}?", "Which {a} does it have?", "What about its {a}?", "Its {a}?", "And what is the {a}?", "The {a} too, please.", "the {a}?", "Okay, and its {a}?", "And tell me its {a}.")  # fmt: skip
 HOW_MUCH_IS_IT: Final = ("How much is it?", "And how much is it?", "What does it cost?", "how much is it", "And what does it cost?", "How much does it cost?", "And how much?", "What do I pay for it?", "Is it expensive?", "And what is the price?", "how much does it cost?", "What would it cost me?", "And the price?", "How expensive is it?")  # fmt: skip
 AND_THING: Final = ("And the {t}?", "and the {t}?", "What about the {t}?", "How about the {t}?", "And for the {t}?", "the {t}?", "Also for the {t}?", "And that of the {t}?", "Okay, and the {t}?", "Thanks. And the {t}?", "Now the {t}.", "And of the {t}?", "What about that of the {t}?", "And what about the {t}?")  # fmt: skip
@@ -585,7 +593,7 @@ class Rules:
     def __init__(self, draw: Draw, count: int) -> None:
         self.rules: dict[str, str] = {}
         while len(self.rules) < count:
-            subject = draw.pick(SUBJECTS) if draw.maybe(0.6) else f"{draw.pick((draw.pick(words.ADJECTIVES), draw.invented()))} {draw.pick(words.THINGS)}s"
+            subject = draw.pick(SUBJECTS) if draw.maybe(0.6) else f"{draw.pick((draw.pick(words.ADJECTIVES), draw.invented()))} {draw.pick(words.THINGS).removesuffix('s')}s"
             if any(subject in other or other in subject for other in self.rules):
                 continue
             rule = draw.pick(RULES)
@@ -646,7 +654,8 @@ class Stories:
     def ask(self, draw: Draw) -> Ask:
         person, past, plain, thing, sentence, where = draw.pick(self.stories)
         forms = [f"Who {past} {thing}?", f"When did {person} {plain} {thing}?", f"What did {person} {plain}?", f"What do you know about {person}?", f"What did {person} do?",
-                 f"What happened to {thing.removeprefix('a book about ').removeprefix('a talk about ')}?", f"Tell me about {person}."]  # fmt: skip
+                 f"Tell me about {person}.", f"By whom was {thing} {past}?", f"What is known about {thing}?", f"What happened to {thing.removeprefix('a book about ').removeprefix('a talk about ')}?",
+                 f"What did you hear about {person}?", f"What about {thing}?", f"Do you know what {person} did?", f"Who was it that {past} {thing}?", f"Is there anything about {person}?"]  # fmt: skip
         if where:
             forms.insert(0, f"Where did {person} {plain} {thing}?")
         return Ask(draw.phrase(forms), sentence)
@@ -690,21 +699,3 @@ class Happenings:
     def miss(self, draw: Draw) -> Miss | None:
         name = f"{draw.pick((draw.proper(), draw.pick(words.ADJECTIVES)))} {draw.pick(EVENTS)}"
         return None if name in self.events else Miss(f"When is the {name}?", name)
-
-
-def section(draw: Draw, size: int) -> Section:
-    """A section of about `size` facts."""
-    roll = draw.chance()
-    if roll < 0.3:
-        return Attributes(draw, size)
-    if roll < 0.45:
-        return Everyday(draw, min(size, len(KNOWN) // 2))
-    if roll < 0.55:
-        return Hours(draw)
-    if roll < 0.8:
-        return Catalogue(draw, max(2, size))
-    if roll < 0.9:
-        return Rules(draw, size)
-    if roll < 0.95:
-        return Stories(draw, size)
-    return Happenings(draw, size)

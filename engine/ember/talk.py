@@ -30,8 +30,10 @@ Can I ask you something? / I have a question. / May I ask a question? / Can you 
 """.strip()  # noqa: E501
 TALK: Final = [(said.strip().split(" / "), answer.strip()) for said, _, answer in (line.partition(" | ") for line in INTENTS.splitlines())]
 
-WHO: Final = ("Who are you?", "What are you?", "Who am I talking to?", "Tell me about yourself.", "Introduce yourself.", "who are you", "With whom am I speaking?", "Who is this?", "Can you introduce yourself?", "Please introduce yourself.", "And who are you?", "What kind of assistant are you?", "Are you an assistant?", "Which model are you?")  # fmt: skip
-NAME: Final = ("What's your name?", "What is your name?", "Do you have a name?", "What are you called?", "your name?", "How should I call you?", "What do people call you?", "May I know your name?", "Tell me your name.", "Hi, what's your name?", "and what is your name?", "What name do you have?", "Which name do you go by?", "What may I call you?")  # fmt: skip
+WHO: Final = ("Who are you?", "What are you?", "Who am I talking to?", "Tell me about yourself.", "Introduce yourself.", "who are you", "With whom am I speaking?", "Who is this?", "Can you introduce yourself?", "Please introduce yourself.", "And who are you?", "What kind of assistant are you?", "Are you an assistant?", "Which model are you?", "What model is this?", "Which AI are you?", "What AI am I using?", "Are you Ember?", "What is this?", "Who's there?", "What exactly are you?",
+    "Who do I have on the line?", "Who is answering me?", "Whom do I speak to?", "Hello, who are you?", "Hi! Who are you?", "Say who you are.", "So what are you?", "Can you tell me who you are?", "Could you say what you are?", "Who am I chatting with?", "Please tell me who you are.", "Tell me who you are.", "Who is speaking?")  # fmt: skip
+NAME: Final = ("What's your name?", "What is your name?", "Do you have a name?", "What are you called?", "your name?", "How should I call you?", "What do people call you?", "May I know your name?", "Tell me your name.", "Hi, what's your name?", "and what is your name?", "What name do you have?", "Which name do you go by?", "What may I call you?", "What should I call you?", "What can I call you?", "How do I call you?", "Got a name?", "Name?", "Please tell me your name.", "What name should I use for you?", "And your name is?",
+    "Could you tell me your name?", "What do I call you?", "Under what name do you work?", "I'd like to know your name.", "Would you tell me your name?", "Say your name.", "By which name should I call you?", "What is your first name?")  # fmt: skip
 
 CAPITALS: Final = """
 France Paris;Germany Berlin;Italy Rome;Spain Madrid;Portugal Lisbon;Austria Vienna;Switzerland Bern;Belgium Brussels;Denmark Copenhagen;Sweden Stockholm;Norway Oslo;Finland Helsinki;
@@ -65,7 +67,7 @@ def echo(draw: Draw) -> tuple[str, str]:
     if kind < 0.5:
         noun, sort = noun_phrase(draw)
         said = draw.pick((value_of(draw, sort), draw.title(), f"{draw.proper()} {draw.invented()} {draw.pick(words.THINGS)}", f"The {noun} is {value_of(draw, sort)}."))
-        form = draw.phrase(("Repeat after me: {x}", "Say: {x}", "Repeat: {x}", "Please repeat this: {x}", "Write: {x}", "Echo: {x}", "Please say {x}", "Repeat exactly: {x}", "Copy this: {x}", "Say exactly this: {x}"))
+        form = draw.phrase(("Repeat after me: {x}", "Say: {x}", "Repeat: {x}", "Please repeat this: {x}", "Write: {x}", "Echo: {x}", "Please say {x}", "Repeat exactly: {x}", "Copy this: {x}", "Say exactly this: {x}", "Just say {x}", "Now say {x}", "Say {x}", "Can you say {x}", "Please write {x}", "Answer with {x}", "Reply with {x}", "Type {x}", "Print {x}", "Output: {x}", "Only say: {x}", "Reply only with: {x}"))
         return form.format(x=said), said
     name = draw.person() if draw.maybe(0.5) else draw.proper()
     form = draw.phrase(("Say hello to {x}.", "Greet {x}.", "Please say hi to {x}.", "Welcome {x}!", "Can you greet {x}?", "This is {x}. Say hello!", "Say good morning to {x}."))

@@ -38,7 +38,7 @@ class Draw:
         self.split = split
         self.unseen_phrases = unseen_phrases
         self.chance = self.random.random
-        self.currency = self.pick(("$", "$", "$", "€", "£", " euros", " dollars", " EUR", "USD ", " CHF"))
+        self.currency = self.pick(("$", "$", "$", "€", "£", " euros", " dollars", " EUR", "USD ", " CHF", "CHF ", "€ ", "¥", " kr", "£"))
         self.clock = self.pick(("24", "24", "12", "12", "short"))
 
     # -- choosing -------------------------------------------------------------------------------------------------
@@ -74,7 +74,15 @@ class Draw:
     # -- words and names ------------------------------------------------------------------------------------------
 
     def _syllables(self) -> str:
-        pick = self.pick
+        """A word that is none: of syllables mostly, of pieces of real words, of any letters, or with accents."""
+        pick, roll = self.pick, self.chance()
+        if roll < 0.25:
+            first, second = pick(words.COMMON), pick(words.COMMON)
+            return first[: self.number(2, 5)] + second[-self.number(2, 5) :]
+        if roll < 0.32:
+            return "".join(pick("abcdefghijklmnopqrstuvwxyz") for _ in range(self.number(3, 8)))
+        if roll < 0.38:
+            return pick(words.SYLLABLE_STARTS) + pick("áàâäãåæçéèêëíîïñóòôöõøúùûüýßšžłńćęąőřěūīđğş") + pick(words.SYLLABLE_ENDS) + pick(("", pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES)))
         parts = [pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES)]
         for _ in range(self.pick((0, 1, 1, 1, 2))):
             parts.append(pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES))
@@ -226,6 +234,20 @@ class Draw:
 
     def count(self) -> str:
         return str(self.number(2, 400)) if self.maybe(0.8) else self.own(lambda: str(self.number(400, 9999)))
+
+    def amount_of(self) -> str:
+        """A count of something, now and then per something."""
+        tail = f" per {self.pick(('minute', 'hour', 'day', 'person', 'month', 'user', 'week'))}" if self.maybe(0.5) else ""
+        return f"{self.count()} {self.pick(('requests', 'guests', 'rooms', 'books', 'people', 'seats', 'calls', 'pages', 'cars', 'tokens', 'files', 'beds', self.invented() + 's'))}{tail}"
+
+    def loose(self) -> str:
+        """A few words, of which nothing more is known."""
+        adjective, thing = self.pick(words.ADJECTIVES), self.pick(words.THINGS)
+        return self.pick((
+            f"{adjective} {thing}", f"{thing} and {self.pick(words.THINGS)}", f"{self.proper()}, {self.proper()}", f"ask at the {adjective} {thing}", f"{self.pick(words.FOODS)} with {self.pick(words.FOODS)}", "cash only",
+            f"{self.invented()} {self.invented()}", f"{self.proper()} and {self.proper()}", f"no {thing}, please", f"{adjective}", f"{self.proper()} {self.number(1, 99)}", f"https://{self.invented()}.{self.invented()}.com/{self.pick(('v1', 'v2', 'api', 'docs'))}",
+            f"{self.pick(words.COMMON)} {self.pick(words.COMMON)} {self.pick(words.COMMON)}", self.proper(), self.title(), f"{self.number(2, 40)} {thing}s in the {adjective} {self.pick(words.THINGS)}",
+        ))  # fmt: skip
 
     def measure(self) -> str:
         unit = self.pick((" kg", " g", " meters", " km", " liters", " cm", " GB", " MB", " watts", " volts", " seats", " points"))

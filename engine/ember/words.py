@@ -80,8 +80,8 @@ chair charger chest chisel clamp clock cloak coat coil compass cooler crane crat
 engine fan faucet feather filter flag flask flute folder fork fountain frame funnel gate gauge gear glider globe glove guitar hammer hammock
 handle harness harp hat heater helmet hinge hook hose jacket jar jug kayak keyboard kettle key kite knife ladder lamp lantern laptop lens lever
 locker loom magnet mallet map mask mat mattress mirror mixer monitor mop mortar motor mug napkin needle net notebook oar oven paddle pail pan
-parasol pedal pen pencil piano pillow pin pipe pitcher plate pliers plow pocket pole pot press printer projector pulley pump purse quilt racket
-radio raft rail rake ramp razor reel ribbon ring robe rocket rod roller rope router rug ruler sack saddle sail sandal saw scale scarf scissors
+parasol pedal pen pencil piano pillow pin pipe pitcher plate plow pocket pole pot press printer projector pulley pump purse quilt racket
+radio raft rail rake ramp razor reel ribbon ring robe rocket rod roller rope router rug ruler sack saddle sail sandal saw scale scarf
 scooter screen screw sensor shawl shelf shield shoe shovel skate sled sleeve slipper sock sofa spade speaker spoon spring stamp stand stapler
 statue stool stove strap string suitcase switch table tablet tank tent thermometer tile tire toaster torch towel tower toy tractor tray tripod
 trolley trophy trumpet trunk tube turbine umbrella valve vase vest violin wagon wallet washer watch wheel whistle wrench zipper
