@@ -11,33 +11,28 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Final
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as NoConnection
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 
 from tenants.store import StoreUnavailable
 
-ANSWER_S: Final = 0.05  # to connect, and for each answer; twice that and a caller is told
+ANSWER_S: Final = 0.05  # for a flight, a new connection included; after the second one a caller is told
 FLIGHT: Final = 256  # commands sent at once
 
 Command = Sequence[Any]
 
 
-def connect(url: str, answer_s: float, connections: int) -> Any:
-    """A redis-py client that fails fast: no retries of its own, which by default stall a request for half a minute."""
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=connections,
-        timeout=answer_s,
-        socket_timeout=answer_s,
-        socket_connect_timeout=answer_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-    )
-    return Redis.from_pool(pool)
+def connect(url: str) -> Any:
+    """A connection pool of redis-py without its retries, which by default stall a request for half a minute.
+
+    It has no socket_timeout either; whoever uses it sets a deadline around the whole use. With one, redis-py 8 wraps
+    every write in asyncio.wait_for, which on Python 3.11 loses a cancellation that comes as the write ends.
+    """
+    return ConnectionPool.from_url(url, socket_timeout=None, retry=Retry(NoBackoff(), 0), protocol=2)
 
 
 class _Question:
@@ -53,7 +48,7 @@ class Line:
     """Every caller is answered or raises within 2 · ANSWER_S of the start of the flight that it is on."""
 
     def __init__(self, url: str) -> None:
-        self._redis = connect(url, ANSWER_S, 1)
+        self._connection = connect(url).make_connection()
         self._waiting: dict[_Question, None] = {}  # in the order of asking
         self._turn = asyncio.Lock()
 
@@ -76,7 +71,7 @@ class Line:
         return answers
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._connection.disconnect(nowait=True)
 
     async def _fly(self) -> None:
         """Answers the first FLIGHT questions; all that wait, with the error, where Redis is not there."""
@@ -98,18 +93,25 @@ class Line:
             return await self._send(commands)
 
     async def _send(self, commands: list[Command]) -> list[Any]:
-        if len(commands) == 1:
-            try:
-                return [await self._redis.execute_command(*commands[0])]
-            except (NoConnection, NoAnswer):
-                raise
-            except RedisError as error:
-                return [error]
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers: list[Any] = await pipeline.execute(raise_on_error=False)
-            return answers
+        """One answer per command, errors of Redis among them. However it fails, the connection is dropped, so that no
+        late answer is taken for another question's."""
+        connection = self._connection
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await connection.connect()
+                await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+                return [await self._receive() for _ in commands]
+        except BaseException as error:
+            await connection.disconnect(nowait=True)
+            if isinstance(error, TimeoutError):
+                raise NoAnswer(f"no answer within {ANSWER_S:g} s") from error
+            raise
+
+    async def _receive(self) -> Any:
+        try:
+            return await self._connection.read_response()
+        except ResponseError as error:
+            return error
 
 
 @contextmanager
@@ -127,7 +129,7 @@ def _advice(error: Exception) -> str:
     for sign, advice in _ADVICE.items():
         if sign in text:
             return advice
-    if isinstance(error, NoAnswer):
+    if isinstance(error, (NoAnswer, TimeoutError)):
         return "it does not answer in time; see whether it hangs, swaps or is overloaded"
     return "see that it runs, and that [store] url in the settings names it"
 

@@ -16,12 +16,14 @@ Redis must run with `maxmemory-policy noeviction`, or it forgets accounts under 
 `appendfsync everysec`; advice() says so. How long a Redis that hangs can hold a request up is in store_line.py.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 from msgspec import structs
+from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
 from tenants.store import (
@@ -178,7 +180,7 @@ class RedisStore:
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._line = Line(url)
-        self._reads = connect(url, READ_S, 2)
+        self._reads: Any = Redis.from_pool(connect(url))
         self._clock = clock
         self._reserve, self._checkpoint = _Script(_RESERVE), _Script(_CHECKPOINT)
         self._settle, self._sweep = _Script(_SETTLE), _Script(_SWEEP)
@@ -187,7 +189,7 @@ class RedisStore:
         await self._ask("PING")
 
     async def advice(self) -> Sequence[str]:
-        persistence, memory = await self._ask("INFO", "persistence"), await self._ask("INFO", "memory")
+        persistence, memory = await self._read(("INFO", "persistence"), ("INFO", "memory"))
         lines = []
         if memory["maxmemory"] and memory["maxmemory_policy"] != "noeviction":
             lines.append("Redis may evict accounts and usage: set `maxmemory-policy noeviction`")
@@ -330,7 +332,7 @@ class RedisStore:
     async def _read(self, *commands: Sequence[Any]) -> list[Any]:
         """One consistent look at what may be much; not on the request path."""
         with explained():
-            async with self._reads.pipeline(transaction=True) as pipeline:
+            async with asyncio.timeout(READ_S), self._reads.pipeline(transaction=True) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
                 answers: list[Any] = await pipeline.execute()

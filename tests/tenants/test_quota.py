@@ -389,6 +389,27 @@ async def test_run_survives_an_outage(
     await quota.close()
 
 
+async def test_run_ends_when_it_is_cancelled_whatever_it_waits_for(
+    store: Store, new_caller: Any, clock: Any, outage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """redis-py with a socket_timeout lost cancellations here."""
+    for name in ("CHECKPOINT_S", "SWEEP_S", "REPLAY_S"):
+        monkeypatch.setattr(module, name, 0.005)
+    caller, dice = await new_caller(), random.Random(5)
+    for turn in range(12):
+        quota = Quota(store, tmp_path / "outbox", clock)
+        running = asyncio.create_task(quota.run())
+        settled, _ = await reserved(quota, caller, f"a{turn}"), await reserved(quota, caller, f"b{turn}")
+        with outage():
+            quota.settle(settled, DONE)
+            await asyncio.sleep(dice.random() * 0.2)
+        await asyncio.sleep(dice.random() * 0.01)
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=5)
+        assert done, f"turn {turn}"
+        await quota.close()
+
+
 # ---- holds
 
 
