@@ -192,6 +192,7 @@ class Household:
         self._first = first
         self._out = out
         self._stops = 0
+        self._answered = False  # the gateway has lived, so that another start is worth trying
         self._ready: set[str] = set()
         self._said = {""}
         self._machine_side = MachineSide(config.machine_address)
@@ -228,7 +229,7 @@ class Household:
         """False where going on makes no sense: the gateway ended before it ever answered."""
         status = child.ended(now)
         if status is not None:
-            if child is self._gateway and not self._ready and not self._answers():
+            if child is self._gateway and not self._answered:
                 fail(f"the gateway could not start (status {status}):\n{child.last_words()}")
                 return False
             self._say(f"the {child.name} ended with status {status}; it starts again (see {child.name}.log)")
@@ -238,9 +239,10 @@ class Household:
 
     def _tell(self, elapsed_s: float) -> None:
         """What changed: which models are ready, which are not and why; the first call once the gateway is ready."""
+        self._answered = self._answered or self._answers("/healthz")
         for replica in self._machine_side.look():
             if replica.residency is wire.Residency.DEVICE:
-                if replica.model not in self._ready and self._answers():
+                if replica.model not in self._ready and self._answers("/readyz"):
                     if not self._ready:
                         self._say(f"Hearth serves on {self._first.base_url}")
                     self._ready.add(replica.model)
@@ -258,11 +260,11 @@ class Household:
         )
         self._say(first_call(self._first, model) + "\n")
 
-    def _answers(self) -> bool:
-        """Whether the gateway is ready."""
+    def _answers(self, path: str) -> bool:
+        """Whether the gateway says 200 there."""
         connection = http.client.HTTPConnection(*_where(self._first.base_url), timeout=2)
         try:
-            connection.request("GET", "/readyz")
+            connection.request("GET", path)
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False

@@ -14,10 +14,12 @@ from tenants.store import StoreUnavailable, open_store
 def ask(config: Config, question: Callable[[Accounts], Awaitable[int]]) -> int:
     """Runs `question` with the accounts of this store; says on stderr what the tenants' side refuses."""
 
+    secret = server_secret(config)
+
     async def asked() -> int:
         store = open_store(config.store_url)
         try:
-            return await question(Accounts(store, server_secret(config)))
+            return await question(Accounts(store, secret))
         finally:
             await store.close()
 

@@ -1,0 +1,342 @@
+import asyncio
+import json
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.cli import main, parser
+from gateway.commands.serve import base_url, first_call
+from gateway.config import load_config
+from gateway.state import Credentials, read_credentials, server_secret, write_credentials
+from tenants.accounts import Accounts, Unauthenticated
+from tenants.store import open_store
+
+COMMANDS = ["serve", "gateway", "machine", "accounts", "tokens", "models", "pull", "bench", "doctor"]
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder as the current one, with its state below."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / ".hearth"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    return json.loads(run(capsys, *words, "--json"))
+
+
+def verify(token: str) -> str:
+    """The account that a token opens, asked of the store as a gateway would."""
+
+    async def ask() -> str:
+        config = load_config()
+        store = open_store(config.store_url)
+        try:
+            return (await Accounts(store, server_secret(config)).verify(token)).account.id
+        finally:
+            await store.close()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "examples:" in shown
+    assert f"hearth {command}" in shown
+
+
+def test_every_example_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    """What --help tells people to type is a command line, word for word."""
+    parsed = 0
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        for line in capsys.readouterr().out.splitlines():
+            if line.startswith("  hearth "):
+                words = shlex.split(line.split("     ")[0])
+                parser().parse_args(words[1:])
+                parsed += 1
+    assert parsed >= 20
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["cook"], ["tokens"], ["tokens", "mint"], ["tokens", "mint", "a", "--expires", "3"]]
+)
+def test_wrong_usage_ends_with_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_a_created_account_has_a_token_that_opens_it(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = said(capsys, "accounts", "create", "acme")
+    assert len(made["account_id"]) == 32
+    assert verify(made["token"]) == made["account_id"]
+    assert [account["account_id"] for account in said(capsys, "accounts", "list")] == [made["account_id"]]
+    assert "acme" in run(capsys, "accounts", "list")
+
+
+def test_limits_are_set_at_creation_and_later(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = said(capsys, "accounts", "create", "acme", "--requests-per-minute", "60", "--neurons-per-day", "5.5")
+    assert made["limits"]["requests_per_minute"] == 60
+    assert made["limits"]["neurons_per_day"] == 5.5
+    id = made["account_id"]
+    changed = said(capsys, "accounts", "limits", id, "--neurons-per-day", "7", "--burst", "3")
+    assert changed["limits"]["burst"] == 3
+    assert said(capsys, "accounts", "limits", id)["limits"] == changed["limits"]
+    assert changed["limits"]["requests_per_minute"] == 60
+
+
+def test_a_limit_out_of_range_is_refused_in_words(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["accounts", "create", "acme", "--requests-per-minute", "0"]) == 1
+    assert "requests_per_minute" in capsys.readouterr().err
+    assert said(capsys, "accounts", "list") == []
+
+
+def test_tokens_are_minted_listed_and_revoked(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    account = said(capsys, "accounts", "create", "acme")["account_id"]
+    minted = said(capsys, "tokens", "mint", account, "--name", "ci", "--expires", "30d")
+    assert verify(minted["token"]) == account
+    assert abs(minted["expires_at"] - time.time() - 30 * 86400) < 60
+    listed = said(capsys, "tokens", "list", account)
+    assert {token["name"] for token in listed} == {"first", "ci"}
+    assert minted["token"] not in json.dumps(listed)
+    run(capsys, "tokens", "revoke", minted["token_id"])
+    with pytest.raises(Unauthenticated):
+        verify(minted["token"])
+    assert "ci" in run(capsys, "tokens", "list", account)
+
+
+def test_unknown_ids_are_told_and_end_with_status_1(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["tokens", "mint", "0" * 32], ["tokens", "revoke", "none"], ["accounts", "limits", "0" * 32]):
+        assert main(words) == 1
+        assert "hearth:" in capsys.readouterr().err
+
+
+def test_commands_say_what_is_wrong_with_the_settings(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hearth.toml").write_text("[server]\nprot = 1")
+    for words in (["accounts", "list"], ["models", "list"], ["serve"], ["gateway"], ["machine"]):
+        assert main(words) == 1
+        assert "prot" in capsys.readouterr().err
+
+
+def test_models_are_listed_and_shown(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (listed,) = said(capsys, "models", "list")
+    assert (listed["name"], listed["context_tokens"], listed["problem"]) == ("@cf/hearth/ember", 8192, "")
+    shown = said(capsys, "models", "show", "@cf/hearth/ember")
+    assert shown["memory_bytes"] == shown["weights_bytes"] + 8192 * shown["kv_bytes_per_token"]
+    weights = Path(shown["folder"]) / "model.safetensors"
+    assert shown["weights_bytes"] == weights.stat().st_size
+    assert "memory" in run(capsys, "models", "show", "@cf/hearth/ember")
+    assert main(["models", "show", "@cf/no/such"]) == 1
+
+
+def test_secrets_are_for_this_user_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "accounts", "list")
+    config = load_config()
+    write_credentials(config, Credentials("http://127.0.0.1:1", "a", "t"))
+    for path in (config.secret_path, config.credentials_path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(config.state.stat().st_mode) == 0o700
+    assert read_credentials(config) == Credentials("http://127.0.0.1:1", "a", "t")
+    assert {path.name for path in config.state.iterdir() if path.is_file()} == {
+        "secret",
+        "credentials.json",
+        "hearth.db",
+        *(path.name for path in config.state.glob("hearth.db-*")),
+    }
+
+
+def test_the_secret_is_made_once(state: Path) -> None:
+    assert server_secret(load_config()) == server_secret(load_config())
+
+
+def test_base_urls_are_reachable_from_this_host() -> None:
+    assert base_url("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert base_url("::", 80) == "http://[::1]:80"
+    assert base_url("10.1.2.3", 8787) == "http://10.1.2.3:8787"
+
+
+def test_the_first_call_survives_the_shell() -> None:
+    credentials = Credentials("http://127.0.0.1:8787", "a" * 32, "hearth_x_y")
+    line = first_call(credentials, "@cf/hearth/ember")
+    assert "\n" not in line
+    words = json.loads(
+        subprocess.check_output(
+            [
+                "sh",
+                "-c",
+                f"set -- {line}; exec {shlex.quote(sys.executable)} -c 'import json,sys; "
+                'print(json.dumps(sys.argv[1:]))\' "$@"',
+            ]
+        )
+    )
+    assert words[:3] == ["curl", "-N", f"http://127.0.0.1:8787/client/v4/accounts/{'a' * 32}/ai/run/@cf/hearth/ember"]
+    assert "Authorization: Bearer hearth_x_y" in words
+    assert json.loads(words[-1])["stream"] is True
+
+
+# ---- hearth serve -----------------------------------------------------------------------------------------------
+
+NO_MODELS = '[[models]]\nname = "@cf/hearth/ember"\nserve = false\n'
+
+
+class Serving:
+    """`hearth serve` without a model, in a folder: its processes can be counted."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        (folder / "hearth.toml").write_text(NO_MODELS)
+        self.folder = folder
+        self.log = (folder / "out").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gateway.cli", "serve", "--port", "0", *words],
+            cwd=folder,
+            stdout=self.log,
+            stderr=self.log,
+        )
+        self.port = 0
+
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def until_serving(self) -> list[int]:
+        """The pids of all its processes, once gateway and machine run."""
+        import psutil
+
+        def running() -> list[int]:
+            assert self.process.poll() is None, self.out()
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            known = read_credentials(load_config(self.folder / "hearth.toml"))
+            if len(children) < 2 or known is None or not _answers(known.base_url):
+                return []
+            return [self.process.pid, *(child.pid for child in children)]
+
+        return list(wait_for(running))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+def _answers(url: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/healthz", timeout=1).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_for(seen: Any, within_s: float = 20.0) -> Any:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if found := seen():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {within_s} s")
+
+
+def alive(pids: list[int]) -> list[int]:
+    import psutil
+
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_however_it_ends_no_process_stays(tmp_path: Path, number: signal.Signals) -> None:
+    if number is signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("the kernel's death signal is Linux'")
+    serving = Serving(tmp_path)
+    try:
+        pids = serving.until_serving()
+        assert len(pids) == 3
+        os.kill(serving.process.pid, number)
+        serving.process.wait(15)
+        wait_for(lambda: not alive(pids))
+        assert serving.process.returncode == (-9 if number is signal.SIGKILL else 0)
+    finally:
+        serving.close()
+
+
+def test_a_killed_gateway_or_machine_is_started_again(tmp_path: Path) -> None:
+    import psutil
+
+    serving = Serving(tmp_path)
+    try:
+        _, *children = serving.until_serving()
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not alive(children))
+        again = serving.until_serving()
+        assert not set(children) & set(again)
+        assert len(psutil.Process(serving.process.pid).children()) == 2, "no zombie either"
+    finally:
+        serving.close()
+
+
+def test_a_second_start_keeps_the_credentials_and_a_new_port_changes_only_the_url(tmp_path: Path) -> None:
+    config = load_config(state_folder=tmp_path / ".hearth")
+    found = []
+    for _ in range(2):
+        serving = Serving(tmp_path)
+        try:
+            serving.until_serving()
+            found.append(read_credentials(config))
+            serving.process.terminate()
+            assert serving.process.wait(15) == 0
+        finally:
+            serving.close()
+    first, second = found
+    assert first is not None
+    assert second is not None
+    assert (first.account_id, first.token) == (second.account_id, second.token)
+    assert first.base_url != second.base_url
+
+
+def test_a_taken_port_and_a_second_serve_are_refused_in_words(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        asked = subprocess.run(
+            [sys.executable, "-m", "gateway.cli", "serve", "--port", port], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert asked.returncode == 1
+        assert f"127.0.0.1:{port}" in asked.stderr
+    serving = Serving(tmp_path)
+    try:
+        serving.until_serving()
+        again = subprocess.run(
+            [sys.executable, "-m", "gateway.cli", "serve", "--port", "0"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert again.returncode == 1
+        assert "runs already" in again.stderr
+    finally:
+        serving.close()
