@@ -164,6 +164,7 @@ class _Source:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+        from tqdm import tqdm
 
         done = self._folder / file.name
         url = hf_hub_url(self._hub_id, file.name, revision=self._commit)
@@ -184,6 +185,7 @@ class _Source:
                 headers=headers,
                 expected_size=seen.size,
                 displayed_filename=file.name,
+                tqdm_class=tqdm,
             )
         _check(part, etag)
         os.replace(part, done)
