@@ -256,7 +256,7 @@ class Scheduler:
         )
 
     def _start(self, sequence: Sequence) -> bool:
-        """Leases the longest cached prefix and takes blocks for the rest. False, with nothing taken, if too few are left."""
+        """Leases the longest cached prefix and takes blocks for the rest. False, and nothing taken, if too few are left."""
         if self._stuck is not None and self._stuck[0] is sequence and self._available() <= self._stuck[1]:
             return False
         if sequence.namespace is not None:
@@ -320,11 +320,9 @@ class Scheduler:
         size, shared, full = self._block_tokens, sequence.shared, sequence.computed // self._block_tokens
         assert sequence.lease is not None
         blocks = sequence.table[shared:full].tolist()
-        sequence.lease, duplicates = self._tree.insert(
-            sequence.lease, sequence.tokens[shared * size : full * size], blocks
-        )
-        if duplicates:
-            self._blocks.give(duplicates)
+        sequence.lease, spare = self._tree.insert(sequence.lease, sequence.tokens[shared * size : full * size], blocks)
+        if spare:
+            self._blocks.give(spare)
             sequence.table[:full] = sequence.lease.blocks
         sequence.shared = full
 
@@ -366,7 +364,7 @@ class Scheduler:
         self._leaving.discard(sequence)
         self._blocks.give(sequence.private())
         if sequence.lease is not None:
-            self._tree.release(sequence.lease)
+            self._blocks.give(self._tree.release(sequence.lease))
         sequence.rewind()
 
     def _available(self) -> int:

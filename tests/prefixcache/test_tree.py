@@ -1,0 +1,285 @@
+"""The radix tree against a brute-force model: every lookup, pin, eviction and counter, checked after every step."""
+
+import random
+from array import array
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.blocks import Blocks
+from prefixcache.tree import Lease, Namespace, Share, Tree
+
+SIZE = 4
+
+
+def tokens(*ids: int) -> "array[int]":
+    return array("I", ids)
+
+
+def run(first: int, count: int) -> "array[int]":
+    return array("I", range(first, first + count))
+
+
+def namespace(scope: bytes = b"a" * 16, epoch: int = 0, revision: str = "r1") -> Namespace:
+    return Namespace(revision, "", revision, "kv", SIZE, 2, scope, epoch)
+
+
+def fill(tree: Tree, account: Blocks, space: Namespace, ids: "array[int]") -> Lease:
+    """What a sequence does with a prompt: match, compute the rest, insert its whole blocks."""
+    lease = tree.match(space, ids)
+    rest = ids[lease.tokens : len(ids) // SIZE * SIZE]
+    blocks = account.take(len(rest) // SIZE)
+    lease, spare = tree.insert(lease, rest, blocks)
+    account.give(spare)
+    return lease
+
+
+@pytest.fixture
+def tree() -> Tree:
+    return Tree(64, SIZE)
+
+
+@pytest.fixture
+def account() -> Blocks:
+    return Blocks(64)
+
+
+def test_a_prefix_is_found_in_whole_blocks(tree: Tree, account: Blocks) -> None:
+    fill(tree, account, namespace(), run(0, 18))
+    assert tree.match(namespace(), run(0, 18)).tokens == 16
+    assert tree.match(namespace(), run(0, 15)).tokens == 12
+    assert tree.match(namespace(), run(1, 18)).tokens == 0
+    tree.check()
+
+
+def test_another_namespace_finds_nothing_and_holds_other_blocks(tree: Tree, account: Blocks) -> None:
+    mine = fill(tree, account, namespace(), run(0, 16))
+    for other in (namespace(b"b" * 16), namespace(revision="r2"), namespace()._replace(kv_layout="fp8")):
+        assert tree.match(other, run(0, 16)).tokens == 0
+        theirs = fill(tree, account, other, run(0, 16))
+        assert set(mine.blocks).isdisjoint(theirs.blocks)
+    assert tree.match(namespace(), run(0, 16)).blocks == mine.blocks  # the positive control
+    tree.check()
+
+
+def test_tokens_are_compared_not_their_text(tree: Tree, account: Blocks) -> None:
+    fill(tree, account, namespace(), tokens(0x01020304, 5, 6, 7))
+    assert tree.match(namespace(), tokens(0x04030201, 5, 6, 7)).tokens == 0
+    assert tree.match(namespace(), tokens(0x01020304, 5, 6, 7)).tokens == 4
+
+
+def test_a_duplicate_gives_way_to_the_trees_block(tree: Tree, account: Blocks) -> None:
+    first, second = tree.match(namespace(), run(0, 12)), tree.match(namespace(), run(0, 12))
+    mine, theirs = account.take(3), account.take(3)
+    tree.insert(first, run(0, 12), mine)
+    second, spare = tree.insert(second, run(0, 12), theirs)
+    assert (second.blocks, spare) == (mine, theirs)
+    assert tree.counters["duplicate_blocks"] == 3
+    assert tree.shared == 3
+    tree.check()
+
+
+def test_a_lease_grows_block_by_block_on_its_own_edge(tree: Tree, account: Blocks) -> None:
+    lease = fill(tree, account, namespace(), run(0, 8))
+    for at in range(8, 40, SIZE):
+        lease, spare = tree.insert(lease, run(at, SIZE), account.take(1))
+        assert spare == []
+        tree.check()
+    assert tree.match(namespace(), run(0, 40)).blocks == lease.blocks
+
+
+def test_what_two_leases_share_is_not_lengthened_under_either(tree: Tree, account: Blocks) -> None:
+    one = fill(tree, account, namespace(), run(0, 8))
+    two = tree.match(namespace(), run(0, 8))
+    tree.insert(one, run(100, 4), account.take(1))
+    tree.insert(two, run(200, 4), account.take(1))
+    assert one.blocks[:2] == two.blocks[:2]
+    assert one.blocks[2] != two.blocks[2]
+    assert tree.match(namespace(), run(0, 8) + run(200, 4)).blocks == two.blocks
+    tree.check()
+
+
+def test_a_leased_block_is_never_evicted(tree: Tree, account: Blocks) -> None:
+    kept = fill(tree, account, namespace(), run(0, 32))
+    gone = fill(tree, account, namespace(), run(0, 16) + run(500, 16))
+    assert tree.release(gone) == []
+    assert tree.evictable == 4
+    freed = tree.evict(64)
+    assert set(freed).isdisjoint(kept.blocks)
+    assert len(freed) == 4
+    assert tree.match(namespace(), run(0, 32)).blocks == kept.blocks
+    tree.check()
+
+
+def test_the_least_recently_used_leaf_goes_first_from_its_end(tree: Tree, account: Blocks) -> None:
+    for first in (0, 1000, 2000):
+        tree.release(fill(tree, account, namespace(), run(first, 8)))
+    tree.release(tree.match(namespace(), run(0, 8)))
+    tree.evict(1)
+    assert [tree.match(namespace(), run(first, 8)).tokens for first in (0, 1000, 2000)] == [8, 4, 8]
+
+
+def test_the_scope_furthest_above_its_floor_is_evicted_first(tree: Tree, account: Blocks) -> None:
+    small, large, guarded = (namespace(name * 16) for name in (b"s", b"l", b"g"))
+    tree.set_share(guarded.scope, Share(floor=20))
+    for space, blocks in ((guarded, 18), (small, 6), (large, 12)):
+        tree.release(fill(tree, account, space, run(0, blocks * SIZE)))
+    tree.evict(10)
+    assert [tree.cached_of(space.scope) for space in (small, large, guarded)] == [4, 4, 18]
+    tree.evict(9)
+    assert tree.cached_of(guarded.scope) == 17  # only when nobody else has any left
+    tree.check()
+
+
+def test_a_scope_above_its_cap_keeps_only_what_it_uses(tree: Tree, account: Blocks) -> None:
+    space = namespace()
+    tree.set_share(space.scope, Share(cap=4))
+    used = fill(tree, account, space, run(0, 24))
+    assert tree.cached_of(space.scope) == 6
+    account.give(tree.release(used))
+    assert tree.cached_of(space.scope) == 4
+    assert tree.counters["evicted_cap_blocks"] == 2
+    account.give(tree.release(fill(tree, account, space, run(900, 12))))
+    assert tree.cached_of(space.scope) == 4
+    assert account.free + tree.cached == account.total
+    tree.check()
+
+
+def test_a_newer_epoch_wipes_the_scope_and_an_older_one_finds_nothing(tree: Tree, account: Blocks) -> None:
+    running = fill(tree, account, namespace(), run(0, 16))
+    tree.release(fill(tree, account, namespace(), run(100, 16)))
+    assert tree.match(namespace(epoch=1), run(0, 16)).tokens == 0
+    fill(tree, account, namespace(epoch=1), run(0, 16))
+    assert tree.match(namespace(epoch=0), run(0, 16)).tokens == 0
+    running, _ = tree.insert(running, run(16, 4), account.take(1))  # goes on undisturbed
+    assert len(running.blocks) == 5
+    tree.release(running)
+    tree.check()
+    account.give(tree.evict(9))
+    assert tree.counters["evicted_epoch_blocks"] == 9
+    assert tree.match(namespace(epoch=1), run(0, 16)).tokens == 16
+    tree.check()
+
+
+def test_a_dropped_namespace_goes_first(tree: Tree, account: Blocks) -> None:
+    tree.release(fill(tree, account, namespace(), run(0, 16)))
+    tree.release(fill(tree, account, namespace(b"b" * 16), run(0, 40)))
+    tree.drop(namespace())
+    assert tree.match(namespace(), run(0, 16)).tokens == 0
+    tree.evict(4)
+    assert tree.counters["evicted_clear_blocks"] == 4
+    tree.check()
+
+
+def test_a_scope_without_blocks_and_leases_is_forgotten(tree: Tree, account: Blocks) -> None:
+    lease = fill(tree, account, namespace(), run(0, 16))
+    tree.release(lease)
+    tree.release(tree.match(namespace(b"b" * 16), run(0, 4)))
+    tree.evict(4)
+    assert tree._scopes == {}
+    assert tree._roots == {}
+
+
+def test_counters_are_exact(tree: Tree, account: Blocks) -> None:
+    fill(tree, account, namespace(), run(0, 18))
+    fill(tree, account, namespace(), run(0, 22))
+    assert dict(tree.counters) == {
+        "lookups": 2,
+        "lookup_tokens": 40,
+        "hit_tokens": 16,
+        "inserted_blocks": 5,
+        "duplicate_blocks": 0,
+    }
+
+
+@dataclass
+class Model:
+    """The tree by brute force: per namespace, a block per whole prefix of tokens."""
+
+    held: dict[tuple[Namespace, tuple[int, ...]], int] = field(default_factory=dict)
+    leases: list[tuple[Lease, Namespace, list[int]]] = field(default_factory=list)
+
+    def longest(self, space: Namespace, ids: "array[int]") -> list[int]:
+        found = []
+        for end in range(SIZE, len(ids) + 1, SIZE):
+            block = self.held.get((space, tuple(ids[:end])))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def pinned(self) -> set[int]:
+        return {block for lease, _, _ in self.leases for block in lease.blocks}
+
+    def forget(self, blocks: list[int]) -> None:
+        gone = set(blocks)
+        assert gone.isdisjoint(self.pinned()), "a leased block was evicted"
+        assert len(gone) == len(blocks)
+        self.held = {key: block for key, block in self.held.items() if block not in gone}
+        for space, prefix in self.held:
+            assert len(prefix) == SIZE or (space, prefix[:-SIZE]) in self.held, "a hole in a prefix"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_history_agrees_with_the_brute_force_model(seed: int) -> None:
+    print("seed", seed)
+    draw = random.Random(seed)
+    total = draw.choice([12, 40, 150])
+    tree, account, model = Tree(total, SIZE), Blocks(total), Model()
+    spaces = [namespace(bytes([number]) * 16, 0, revision) for number in range(3) for revision in ("r1", "r2")]
+    capped = spaces[0].scope
+    if draw.random() < 0.5:
+        tree.set_share(capped, Share(floor=draw.randrange(4), cap=draw.randrange(4, 20)))
+    for _ in range(250):
+        act = draw.random()
+        if act < 0.45:
+            space = draw.choice(spaces)
+            ids = array("I", [draw.randrange(2) for _ in range(draw.randrange(0, 40))])
+            lease = tree.match(space, ids)
+            assert lease.blocks == model.longest(space, ids)
+            model.leases.append((lease, space, list(ids[: lease.tokens])))
+        elif act < 0.75 and model.leases:
+            _grow(draw, tree, account, model)
+        elif act < 0.93 and model.leases:
+            lease, _, _ = model.leases.pop(draw.randrange(len(model.leases)))
+            freed = tree.release(lease)
+            model.forget(freed)
+            account.give(freed)
+        else:
+            wanted = draw.randrange(1, 8)
+            unpinned = tree.cached - len(model.pinned())
+            assert tree.evictable == unpinned
+            freed = tree.evict(wanted)
+            assert len(freed) == min(wanted, unpinned)
+            model.forget(freed)
+            account.give(freed)
+        tree.check()
+        account.check()
+        assert tree.cached == len(model.held)
+        assert account.free + tree.cached == total
+        uses = [block for lease, _, _ in model.leases for block in lease.blocks]
+        assert tree.shared == len({block for block in uses if uses.count(block) > 1}) if len(uses) < 400 else True
+
+
+def _grow(draw: random.Random, tree: Tree, account: Blocks, model: Model) -> None:
+    number = draw.randrange(len(model.leases))
+    lease, space, ids = model.leases[number]
+    count = min(draw.randrange(1, 5), account.free)
+    more = array("I", [draw.randrange(2) for _ in range(count * SIZE)])
+    blocks = account.take(count)
+    before = list(lease.blocks)
+    lease, spare = tree.insert(lease, more, blocks)
+    ids = ids + list(more)
+    assert lease.blocks[: len(before)] == before
+    expected = model.longest(space, array("I", ids))
+    for place, block in enumerate(lease.blocks):
+        if place < len(expected):
+            assert block == expected[place]
+            continue
+        assert block in blocks
+        model.held[space, tuple(ids[: (place + 1) * SIZE])] = block
+    model.leases[number] = (lease, space, ids)
+    mine = set(blocks)
+    assert {block for block in blocks if block not in lease.blocks} == {block for block in spare if block in mine}
+    model.forget([block for block in spare if block not in mine])
+    account.give(spare)
