@@ -1,0 +1,133 @@
+import json
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.catalogue import BUILT_IN, folder_of
+from gateway.cli import main
+from gateway.commands import doctor
+from gateway.config import Config, ModelConfig, settings
+
+EMBER = folder_of(Config(), ModelConfig(name=BUILT_IN))
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hearth.toml").write_text(f"[server]\nport = {port}\n")
+    return tmp_path
+
+
+def examine(capsys: pytest.CaptureFixture[str], expected: int) -> dict[str, list[dict[str, Any]]]:
+    """Findings by subject; the exit status is part of the answer."""
+    assert main(["doctor", "--json"]) == expected
+    found: dict[str, list[dict[str, Any]]] = {}
+    for finding in json.loads(capsys.readouterr().out):
+        found.setdefault(finding["subject"], []).append(finding)
+    return found
+
+
+def test_a_fresh_host_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    found = examine(capsys, 0)
+    assert {"python", "engine", "gpu", "settings", "store", "model", "memory", "disk", "port"} == set(found)
+    assert BUILT_IN in found["model"][0]["found"]
+
+
+def test_it_prints_a_line_for_people(capsys: pytest.CaptureFixture[str], port: int) -> None:
+    assert main(["doctor"]) == 0
+    assert f"127.0.0.1:{port} is free" in capsys.readouterr().out
+
+
+def test_it_changes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    examine(capsys, 0)
+    assert [path.name for path in here.iterdir()] == ["hearth.toml"]
+
+
+def test_a_taken_port_is_wrong(capsys: pytest.CaptureFixture[str], port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        (finding,) = examine(capsys, 1)["port"]
+    assert finding["verdict"] == "wrong"
+    assert "--port" in finding["advice"]
+
+
+def test_a_redis_that_is_away_is_wrong_and_its_password_is_not_shown(
+    here: Path, capsys: pytest.CaptureFixture[str], port: int
+) -> None:
+    with (here / "hearth.toml").open("a") as file:
+        file.write(f'[store]\nurl = "redis://:pa55word@127.0.0.1:{port}/0"\n')
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "pa55word" not in shown
+    assert f"127.0.0.1:{port}" in shown
+
+
+def test_a_redis_that_forgets_is_noted(here: Path, capsys: pytest.CaptureFixture[str], redis_url: str) -> None:
+    with (here / "hearth.toml").open("a") as file:
+        file.write(f'[store]\nurl = "{redis_url}"\n')
+    found = examine(capsys, 0)["store"]
+    assert found[0]["verdict"] == "ok"
+    assert any("append" in finding["advice"] for finding in found[1:])
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_incomplete_model_is_wrong(here: Path, capsys: pytest.CaptureFixture[str], missing: str) -> None:
+    shutil.copytree(EMBER, here / "broken")
+    (here / "broken" / missing).unlink()
+    with (here / "hearth.toml").open("a") as file:
+        file.write('[[models]]\nname = "@cf/mine/broken"\nfolder = "broken"\n')
+    wrong = [finding for finding in examine(capsys, 1)["model"] if finding["verdict"] == "wrong"]
+    assert len(wrong) == 1
+    assert missing.removeprefix("model") in wrong[0]["found"]
+
+
+def test_models_that_do_not_fit_into_memory_are_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    little = namedtuple("little", "available")(10 << 20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
+    monkeypatch.setattr(doctor, "_gpus", list)
+    assert examine(capsys, 1)["memory"][0]["verdict"] == "wrong"
+
+
+def test_a_full_disk_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")(1 << 40, 1 << 40, 5 << 20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: usage)
+    assert examine(capsys, 1)["disk"][0]["verdict"] == "wrong"
+
+
+def test_gpus_are_named_as_the_driver_names_them(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = here / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    assert "H200" in examine(capsys, 0)["gpu"][0]["found"]
+
+
+def test_wrong_settings_are_found_and_the_rest_is_still_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "hearth.toml").write_text("[server]\nprot = 1\n")
+    found = examine(capsys, 1)
+    assert "prot" in found["settings"][0]["found"]
+    assert found["python"][0]["verdict"] == "ok"
+
+
+def test_all_settings_are_listed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--settings"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {key} " in shown for key, _, _ in settings())
