@@ -201,7 +201,7 @@ class Scheduler:
             cached_blocks=self._tree.cached,
             steps=self._steps,
             draining=draining,
-            counters=dict(self._counters),
+            counters={**self._tree.counters, **self._counters},
         )
 
     @property

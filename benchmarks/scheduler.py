@@ -1,0 +1,88 @@
+"""What the scheduler costs: choosing, packing and committing a step of 256 decodes, without a runner.
+
+Every sequence is in a scope of its own kind of traffic: 16 scopes, all cached in the tree, lengths staggered so that in
+each step one sequence in 16 fills a block, which is inserted, and takes a new one. CPU time of this process.
+"""
+
+import gc
+import random
+import time
+from array import array
+
+import numpy as np
+
+from benchmarks.record import record
+from engine.batch import Sampled
+from engine.blocks import Blocks
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Door
+from engine.wire import Sampling, Scope, ScopeKind, Submit
+from prefixcache.tree import Tree
+
+DECODES = 256
+STEPS = 320
+BLOCK_TOKENS = 16
+BOUND_MS = 1.0
+
+
+def decoding(prompt_tokens: int, sampling: Sampling) -> Scheduler:
+    """A scheduler whose 256 sequences have all computed their prompts."""
+    longest = prompt_tokens + BLOCK_TOKENS + STEPS + 2
+    blocks = DECODES * (longest // BLOCK_TOKENS + 2)
+    budget = DECODES * longest
+    scheduler = Scheduler(
+        Tree(blocks, BLOCK_TOKENS), Blocks(blocks), Limits(budget, DECODES, DECODES), clock=time.monotonic
+    )
+    door = Door("r", "kv", BLOCK_TOKENS, longest, 50_000, frozenset({49_999}))
+    pick = random.Random(1)
+    for number in range(DECODES):
+        tokens = array("I", (pick.randrange(49_000) for _ in range(prompt_tokens + number % BLOCK_TOKENS)))
+        scope = Scope(ScopeKind.TENANT, bytes([number % 16]) * 16)
+        submit = Submit(number, tokens.tobytes(), scope, sampling, max_tokens=longest)
+        scheduler.add(door.sequences(submit, owner=number % 4, now_s=0.0))
+    while scheduler.load(draining=False).running < DECODES:
+        step(scheduler)
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> int:
+    """One turn of the replica's loop without sockets and runner; the sequences that sampled."""
+    plan = scheduler.next_batch()
+    assert plan is not None
+    rows = int(plan.packed[3])
+    sampled = Sampled(np.arange(rows, dtype=np.int32), {})
+    scheduler.commit(plan, sampled)
+    scheduler.news()
+    return rows
+
+
+def measure(prompt_tokens: int, sampling: Sampling) -> list[float]:
+    """Milliseconds of CPU time per step, sorted."""
+    scheduler = decoding(prompt_tokens, sampling)
+    scheduler.news()
+    gc.collect()
+    spent = []
+    for _ in range(STEPS):
+        began = time.process_time_ns()
+        rows = step(scheduler)
+        spent.append((time.process_time_ns() - began) / 1e6)
+        assert rows == DECODES
+    return sorted(spent)
+
+
+def main() -> None:
+    penalty = Sampling(frequency_penalty=0.5)
+    for name, prompt_tokens, sampling in (
+        ("64-token contexts", 64, Sampling()),
+        ("4096-token contexts", 4096, Sampling()),
+        ("4096-token contexts, penalties", 4096, penalty),
+    ):
+        spent = measure(prompt_tokens, sampling)
+        shape = f"step of {DECODES} decodes, {name}"
+        bound = None if sampling is penalty else BOUND_MS
+        record("scheduler", f"{shape}, median", spent[len(spent) // 2], "ms", bound=bound)
+        record("scheduler", f"{shape}, 99th percentile", spent[len(spent) * 99 // 100], "ms")
+
+
+if __name__ == "__main__":
+    main()
