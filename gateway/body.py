@@ -48,9 +48,9 @@ def options(query: bytes) -> dict[str, str]:
 
 def check_depth(value: Any, name: str, left: int) -> None:
     """Raises Refusal where a free-form value is nested deeper than `left` levels."""
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     while level:
-        if left < 0:
+        if left <= 0:
             raise bad_input(f"'{name}' is nested too deeply; flatten it", name)
         left -= 1
         nested: list[Any] = []

@@ -24,9 +24,7 @@ class Metrics:
         self._first_token = self._histogram("hearth_first_token_seconds", "Request to first token", _FIRST_TOKEN_S)
         self._total = self._histogram("hearth_request_seconds", "Request to its end", _TOTAL_S)
         self._answers = self._counter("hearth_http_answers", "HTTP answers by route and status", ["route", "status"])
-        self.open_requests = Gauge(
-            "hearth_open_requests", "Inference requests in progress", registry=self.registry
-        )
+        self.open_requests = Gauge("hearth_open_requests", "Inference requests in progress", registry=self.registry)
         self._outcomes: set[str] = set()
 
     def finished(self, model: str, spent: Spent) -> None:

@@ -169,9 +169,7 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
     if message.tool_calls:
         if role != "assistant":
             raise bad_input(f"'{place}.tool_calls' belongs to an assistant's turn; leave it out", f"{place}.tool_calls")
-        turn["tool_calls"] = [
-            _tool_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
-        ]
+        turn["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     elif message.content is None:
         raise bad_input(f"'{place}.content' is missing; give the turn a text", f"{place}.content")
     if message.tool_call_id is not None:

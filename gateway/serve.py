@@ -75,8 +75,8 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         self._in_head = False
-        head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if head_bytes > self._limits.header_bytes_max:
+        self._head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if self._head_bytes > self._limits.header_bytes_max:
             raise HeadTooLarge  # the parser stops, and send_400_response answers
         super().on_headers_complete()
 
@@ -85,7 +85,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if not self._in_head and self.cycle is None:
+        if self._head_bytes > self._limits.header_bytes_max:
             self._end(_HEAD_TOO_LARGE)
         else:
             super().send_400_response(msg)
@@ -132,6 +132,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(TOLD_S),

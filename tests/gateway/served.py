@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import uvloop
 
 from gateway.app import App, build_app
 from gateway.catalogue import BUILT_IN
@@ -18,10 +20,21 @@ from gateway.serve import Server, listen
 from gateway.traces import Traces
 from tenants.accounts import Accounts
 from tenants.store import Limits
+from tenants.usage import day_of
 from tests.gateway.stub_replica import MODEL, Behaviour, StubFleet
 
 SECRET = bytes(range(32))
 PRICE = PriceConfig(input=1000.0, cached_input=100.0, output=4000.0)
+
+
+def looped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an async test on uvloop, as the gateway runs."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        uvloop.run(test(*arguments, **named))
+
+    return run
 
 
 @dataclass
@@ -59,17 +72,71 @@ class Served:
     async def records(self) -> list[Any]:
         """The usage records of today, once all settlements are written."""
         await self.quota.flush()
-        store = self.app._store
-        from tenants.usage import day_of
+        today = day_of(int(self.app._gateway.calendar() * 1e6))
+        return list(await self.app._store.records(self.account_id, today))
 
-        loop_day = day_of(int(self.app._gateway.calendar() * 1e6))
-        return list(await store.records(self.account_id, loop_day))
+    async def client(self, **options: Any) -> "Client":
+        return await Client.connect(self.port, **options)
+
+    async def call(self, path: str, body: Any, method: str = "POST", **headers: str) -> "Answer":
+        """One whole call with the account's token; `authorization=""` sends none."""
+        client = await self.client()
+        try:
+            given = {**self.headers, **{name.replace("_", "-"): value for name, value in headers.items()}}
+            await client.send(method, path, body, {name: value for name, value in given.items() if value})
+            return Answer(await client.head(), client.headers, await client.body())
+        finally:
+            client.leave()
+
+    async def run(self, **body: Any) -> "Answer":
+        """One native call."""
+        return await self.call(self.run_path, body)
+
+    async def chat(self, **body: Any) -> "Answer":
+        """One OpenAI call; messages are given where none are."""
+        messages = [{"role": "user", "content": "hello"}]
+        return await self.call("/v1/chat/completions", {"model": MODEL, "messages": messages, **body})
 
     async def settled(self, seconds: float = 5.0) -> None:
         """Waits until nothing is open: no reservation, no request, no sequence at the replicas."""
         async with asyncio.timeout(seconds):
-            while self.quota.open or self.app.open_requests or self.fleet.running:
+            while self.quota.open or self.app.open_requests or self.fleet.running:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+@dataclass
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def events(self) -> list[Any]:
+        """The events of a stream, decoded; comments and [DONE] as they are."""
+        return [decoded(block) for block in self.content.split(b"\n\n") if block]
+
+    @property
+    def code(self) -> int:
+        """The first error's code."""
+        return int(self.json["errors"][0]["code"])
+
+    @property
+    def message(self) -> str:
+        return str(self.json["errors"][0]["message"])
+
+
+def decoded(block: bytes) -> Any:
+    if block.startswith(b":") or block == b"data: [DONE]":
+        return block.decode().removeprefix("data: ")
+    assert block.startswith(b"data: "), block
+    assert b"\n" not in block
+    return json.loads(block[6:])
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +176,7 @@ def config_for(folder: Path, fleet: StubFleet, server: dict[str, Any]) -> Config
 
 async def until(true: Any, seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
-        while not true():
+        while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
@@ -133,11 +200,14 @@ class Client:
         return cls(*await asyncio.open_connection(sock=raw, limit=1 << 20))
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> "Client":
+        return await self.send("POST", path, body, headers)
+
+    async def send(self, method: str, path: str, body: Any, headers: dict[str, str] | None = None) -> "Client":
         """Sends a whole request."""
         content = body if isinstance(body, bytes) else msgspec.json.encode(body)
         head = {"host": "test", "content-length": str(len(content)), **(headers or {})}
         lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
-        self.writer.write(f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + content)
+        self.writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + content)
         await self.writer.drain()
         return self
 
@@ -153,16 +223,12 @@ class Client:
     async def body(self) -> bytes:
         if "content-length" in self.headers:
             return await self.reader.readexactly(int(self.headers["content-length"]))
-        pieces = []
-        async for piece in self.chunks():
-            pieces.append(piece)
-        return b"".join(pieces)
+        return b"".join([piece async for piece in self.chunks()])
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The writes of a chunked answer, one by one."""
         while size := int(await self.reader.readline(), 16):
-            yield await self.reader.readexactly(size)
-            await self.reader.readexactly(2)
+            yield (await self.reader.readexactly(size + 2))[:-2]
         await self.reader.readexactly(2)
 
     async def events(self) -> AsyncIterator[Any]:
@@ -171,13 +237,8 @@ class Client:
         async for piece in self.chunks():
             pending += piece
             while b"\n\n" in pending:
-                line, _, pending = pending.partition(b"\n\n")
-                if line.startswith(b":"):
-                    yield line.decode()
-                    continue
-                assert line.startswith(b"data: "), line
-                assert b"\n" not in line
-                yield "[DONE]" if line == b"data: [DONE]" else json.loads(line[6:])
+                block, _, pending = pending.partition(b"\n\n")
+                yield decoded(block)
 
     def leave(self) -> None:
         """Closes the connection at once."""

@@ -61,7 +61,7 @@ class StubConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._running: dict[int, Running] = {}
-        self._stepping = False
+        self._timer: asyncio.Handle | None = None
         self._paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -116,13 +116,16 @@ class StubConnection(asyncio.Protocol):
         self._step_soon()
 
     def _step_soon(self, after_s: float = 0.0) -> None:
-        if not self._stepping and not self._paused and self._running:
-            self._stepping = True
-            self._loop.call_later(after_s, self._step) if after_s else self._loop.call_soon(self._step)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._paused and self._running:
+            loop = self._loop
+            self._timer = loop.call_later(after_s, self._step) if after_s else loop.call_soon(self._step)
 
     def _step(self) -> None:
         """One step for every sequence whose time has come, as one Progress."""
-        self._stepping = False
+        self._timer = None
         behaviour, now = self._replica.behaviour, self._loop.time()
         ids: list[int] = []
         counts: list[int] = []
@@ -140,7 +143,7 @@ class StubConnection(asyncio.Protocol):
                 running.waiting = False
                 started.append(wire.Started(running.id, behaviour.cached_tokens, 0.0))
             new, finish = self._next(running, behaviour)
-            running.due = now + behaviour.step_s
+            running.due = ((now + 0.001) // behaviour.step_s + 1) * behaviour.step_s if behaviour.step_s else now
             ids.append(running.id)
             counts.append(len(new))
             tokens += new

@@ -1,22 +1,400 @@
+"""The request path over real sockets, with stub replicas behind it."""
+
 import asyncio
 from pathlib import Path
+from typing import Any
 
-import uvloop
+import pytest
 
-from tests.gateway.served import Client, served
+from engine import wire
+from tenants.store import Limits
+from tests.gateway.served import Served, looped, served, until
+from tests.gateway.stub_replica import MODEL, WORDS
+
+TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}
 
 
-def test_stream_is_authenticated_counted_and_done(tmp_path: Path) -> None:
+def words(gateway: Served, ids: list[int]) -> str:
+    model = gateway.app._gateway.catalogue.find(MODEL)
+    assert model is not None
+    return model.text.decoder([]).push(ids)
+
+
+def expected(gateway: Served, submit: wire.Submit, count: int = 10, choice: int = 0) -> str:
+    """What the stub answers to this submit."""
+    at = sum(memoryview(submit.tokens).cast("I")) + choice
+    return words(gateway, [WORDS[(at + i) % len(WORDS)] for i in range(count)])
+
+
+@looped
+async def test_whole_and_streamed_answers_are_the_same_text_and_cost(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.cached_tokens = 3
+        whole = (await gateway.run(**TEN)).json["result"]
+        streamed = (await gateway.run(**TEN, stream=True)).events
+        text = expected(gateway, gateway.fleet.submits[0])
+        assert whole["response"] == text
+        assert whole["tool_calls"] == []
+        assert "".join(event["response"] for event in streamed[:-1]) == text
+        assert all(8 <= len(event["p"]) < 72 for event in streamed[:-2])
+        assert streamed[-1] == "[DONE]"
+        assert streamed[-2]["usage"] == whole["usage"]
+        prompt_tokens = len(gateway.fleet.submits[0].tokens) // 4
+        cost = ((prompt_tokens - 3) * 1000 + 3 * 100 + 10 * 4000) / 1e6
+        assert whole["usage"] == {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": 10,
+            "total_tokens": prompt_tokens + 10,
+            "prompt_tokens_details": {"cached_tokens": 3},
+            "neurons": pytest.approx(cost),
+        }
+
+
+@looped
+async def test_one_usage_record_says_what_the_answer_said(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        answer = await gateway.run(**TEN)
+        await gateway.settled()
+        (record,) = await gateway.records()
+        usage = answer.json["result"]["usage"]
+        assert record.request_id == answer.headers["x-request-id"]
+        assert (record.prompt_tokens, record.completion_tokens) == (usage["prompt_tokens"], 10)
+        assert record.neurons == usage["neurons"] == float(answer.headers["cf-ai-neurons"])
+        assert (record.outcome, record.model, record.account_id) == ("done", MODEL, gateway.account_id)
+        assert 0 < record.first_token_ms <= record.total_ms
+
+
+@looped
+async def test_the_submit_says_all_that_was_asked(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        await gateway.chat(
+            max_tokens=7, temperature=0.5, seed=9, n=3, logit_bias={"5": 2}, top_logprobs=2, logprobs=True
+        )
+        (submit,) = gateway.fleet.submits
+        assert (submit.max_tokens, submit.n, submit.stop_ids) == (7, 3, [1])
+        sampling = submit.sampling
+        assert (sampling.temperature, sampling.seed, sampling.logit_bias, sampling.logprobs) == (0.5, 9, {5: 2.0}, 2)
+        scope = gateway.accounts.scope(gateway.account_id)
+        assert submit.scope == wire.Scope(wire.ScopeKind.TENANT, scope)
+
+
+@looped
+async def test_a_request_without_a_seed_gets_a_new_one_each_time(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        for _ in range(3):
+            await gateway.run(**TEN)
+        assert len({submit.sampling.seed for submit in gateway.fleet.submits}) == 3
+
+
+@looped
+async def test_prompt_messages_and_raw_differ_in_their_tokens(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        await gateway.run(prompt="hello")
+        await gateway.run(messages=[{"role": "user", "content": "hello"}])
+        await gateway.run(prompt="hello", raw=True)
+        chat, messages, raw = (submit.tokens for submit in gateway.fleet.submits)
+        assert chat == messages != raw
+
+
+@looped
+async def test_openai_answers_streamed_and_not_agree(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        whole = (await gateway.chat(n=2, max_tokens=10)).json
+        streamed = (await gateway.chat(n=2, max_tokens=10, stream=True, stream_options={"include_usage": True})).events
+        texts = {0: "", 1: ""}
+        finishes = {}
+        for chunk in streamed[:-2]:
+            (choice,) = chunk["choices"]
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            if choice["finish_reason"]:
+                finishes[choice["index"]] = choice["finish_reason"]
+        submit = gateway.fleet.submits[0]
+        for choice in whole["choices"]:
+            assert choice["message"]["content"] == texts[choice["index"]]
+            assert texts[choice["index"]] == expected(gateway, submit, choice=choice["index"])
+        assert finishes == {0: "length", 1: "length"}
+        assert streamed[-2]["usage"] == whole["usage"]
+        assert whole["usage"]["completion_tokens"] == 20
+
+
+@looped
+async def test_a_stop_token_ends_the_text_and_is_not_shown(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.stop_at = 4
+        (choice,) = (await gateway.chat(logprobs=True)).json["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"] == expected(gateway, gateway.fleet.submits[0], 4)
+        assert len(choice["logprobs"]["content"]) == 4
+
+
+@looped
+async def test_a_stop_string_ends_the_text_before_it_and_cancels_the_rest(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.step_s = 0.01
+        await gateway.run(**TEN)
+        text = expected(gateway, gateway.fleet.submits[0], 200)
+        stop = text[20:24]
+        before = text[: text.index(stop)]
+        for stream in (False, True):
+            answer = await gateway.run(prompt="hello", max_tokens=2000, stop=[stop], stream=stream)
+            shown = (
+                "".join(event["response"] for event in answer.events[:-1])
+                if stream
+                else answer.json["result"]["response"]
+            )
+            assert shown == before
+            usage = answer.events[-2]["usage"] if stream else answer.json["result"]["usage"]
+            assert usage["completion_tokens"] < 30
+        await gateway.settled()
+        assert len(gateway.fleet.replicas[0].cancels) == 2
+
+
+@looped
+async def test_one_choice_stops_while_the_other_goes_on(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.step_s = 0.01
+        await gateway.chat(n=2, max_tokens=30)
+        submit = gateway.fleet.submits[0]
+        first, second = (expected(gateway, submit, 30, choice) for choice in (0, 1))
+        stop = next(first[i : i + 5] for i in range(20) if first[i : i + 5] not in second)
+        choices = (await gateway.chat(n=2, max_tokens=30, stop=stop)).json["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["stop", "length"]
+        assert choices[0]["message"]["content"] == first[: first.index(stop)]
+        assert choices[1]["message"]["content"] == second
+        await gateway.settled()
+        assert len(gateway.fleet.replicas[0].cancels) == 1
+
+
+@looped
+async def test_logprobs_name_each_token_of_the_text(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        (choice,) = (await gateway.chat(max_tokens=5, logprobs=True, top_logprobs=2)).json["choices"]
+        scored = choice["logprobs"]["content"]
+        assert "".join(one["token"] for one in scored) == choice["message"]["content"]
+        assert all(one["logprob"] == -0.25 and len(one["top_logprobs"]) == 2 for one in scored)
+        assert all(bytes(one["bytes"]).decode() == one["token"] for one in scored)
+        streamed = (await gateway.chat(max_tokens=5, logprobs=True, top_logprobs=2, stream=True)).events
+        chunks = [chunk["choices"][0].get("logprobs") for chunk in streamed[:-1] if "choices" in chunk]
+        assert [one for chunk in chunks if chunk for one in chunk["content"]] == scored
+
+
+@looped
+async def test_tool_calls_are_found_whole_and_streamed_in_both_dialects(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        call = '{"name": "rain", "arguments": {"city": "Rome"}}'
+        model = gateway.app._gateway.catalogue.find(MODEL)
+        assert model is not None
+        gateway.behaviour.script = model.text.encode_prompt(call)
+        asked: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "rain?"}],
+            "tools": [{"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}],
+        }
+        native = (await gateway.run(**asked)).json["result"]
+        assert (native["response"], native["tool_calls"]) == ("", [{"name": "rain", "arguments": {"city": "Rome"}}])
+        events = (await gateway.run(**asked, stream=True)).events
+        assert [event["tool_calls"] for event in events[:-2]] == [[{"name": "rain", "arguments": {"city": "Rome"}}]]
+        (choice,) = (await gateway.chat(**asked)).json["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "rain", "arguments": '{"city":"Rome"}'}
+        chunks = (await gateway.chat(**asked, stream=True)).events
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]][-1] == "tool_calls"
+        (unasked,) = (await gateway.chat(messages=asked["messages"])).json["choices"]
+        assert (unasked["finish_reason"], unasked["message"]["content"]) == ("stop", call)
+
+
+@looped
+async def test_text_that_only_begins_like_a_call_is_shown_in_the_end(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        model = gateway.app._gateway.catalogue.find(MODEL)
+        assert model is not None
+        gateway.behaviour.script = model.text.encode_prompt('{"no": "call"}')
+        tools = [{"name": "rain", "parameters": {"type": "object"}}]
+        answer = await gateway.run(messages=[{"role": "user", "content": "rain?"}], tools=tools, stream=True)
+        assert "".join(event["response"] for event in answer.events[:-1]) == '{"no": "call"}'
+
+
+@looped
+async def test_max_tokens_is_cut_to_the_context_and_too_long_a_prompt_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.fleet.behaviour.context_tokens = 64
+        gateway.fleet.replicas[0].die()  # it says hello again, with the smaller context
+        await until(lambda: (hello := gateway.app._gateway.fleet.hello(MODEL)) and hello.context_tokens == 64)
+        prompt = "one two three " * 5
+        answer = await gateway.run(prompt=prompt, max_tokens=1000)
+        usage = answer.json["result"]["usage"]
+        assert usage["total_tokens"] == 64
+        for stream in (False, True):
+            refused = await gateway.run(prompt=prompt * 20, stream=stream)
+            assert (refused.status, refused.code) == (400, 3030)
+            assert "> 64" in refused.message
+        await gateway.settled()
+        assert len(await gateway.records()) == 1
+
+
+@looped
+async def test_a_bias_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        refused = await gateway.run(prompt="hello", logit_bias={"6000": 1})
+        assert (refused.status, refused.code) == (400, 5006)
+        assert "logit_bias" in refused.message
+        assert (await gateway.run(prompt="hello", logit_bias={"5999": 1})).status == 200
+
+
+@looped
+async def test_too_many_requests_and_a_used_up_day_say_when_to_come_back(tmp_path: Path) -> None:
+    limits = Limits(requests_per_minute=2, neurons_per_day=10, burst=2)
+    async with served(tmp_path, limits=limits) as gateway:
+        assert (await gateway.run(**TEN)).status == 200
+        used_up = await gateway.run(prompt="hello", max_tokens=5000)
+        assert (used_up.status, used_up.code) == (429, 4006)
+        assert int(used_up.headers["retry-after"]) >= 1
+        assert (await gateway.run(**TEN)).status == 200
+        for call in (gateway.run(**TEN), gateway.run(**TEN, stream=True), gateway.chat(max_tokens=1)):
+            refused = await call
+            assert (refused.status, refused.code) == (429, 3021)
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+        await gateway.settled()
+        assert len(await gateway.records()) == 2
+
+
+@looped
+async def test_a_model_without_a_replica_is_503_and_charges_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path, wait_s=0.1) as gateway:
+        path = gateway.run_path.replace(MODEL, "@cf/hearth/ember")
+        refused = await gateway.call(path, TEN)
+        assert (refused.status, refused.code) == (503, 3040)
+        assert int(refused.headers["retry-after"]) >= 1
+        await gateway.settled()
+        (record,) = await gateway.records()
+        assert (record.outcome, record.micro_neurons) == ("unavailable", 0)
+
+
+@looped
+async def test_a_busy_replica_is_429_in_time(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.reject = wire.RejectReason.BUSY
+        began = asyncio.get_running_loop().time()
+        refused = await gateway.run(**TEN, stream=True)
+        assert asyncio.get_running_loop().time() - began < 0.5
+        assert (refused.status, refused.code, refused.headers["retry-after"]) == (429, 3040, "2")
+        gateway.behaviour.reject = wire.RejectReason.TOO_LONG
+        refused = await gateway.run(**TEN)
+        assert (refused.status, refused.code) == (400, 3030)
+
+
+@looped
+async def test_reject_if_busy_does_not_wait_in_a_queue(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        asked = {**TEN, "options": {"rejectIfBusy": True}}
+        assert (await gateway.run(**asked)).status == 200
+        gateway.fleet.replicas[0].load(waiting=1)
+        known = gateway.app._gateway.fleet
+        await until(lambda: known.busy(MODEL))
+        refused = await gateway.run(**asked)
+        assert (refused.status, refused.code) == (429, 3040)
+        assert (await gateway.call(gateway.run_path + "?rejectIfBusy=true", TEN)).code == 3040
+        assert (await gateway.run(**TEN)).status == 200
+
+
+@looped
+async def test_a_replica_lost_before_the_first_token_is_replaced_unseen(tmp_path: Path) -> None:
+    async with served(tmp_path, replicas=2) as gateway:
+        gateway.behaviour.first_s = 0.2
+        call = asyncio.create_task(gateway.run(**TEN, stream=True))
+        await until(lambda: gateway.fleet.running)
+        (first,) = [replica for replica in gateway.fleet.replicas if replica.running]
+        first.die()
+        answer = await call
+        assert answer.status == 200
+        assert answer.events[-2]["usage"]["completion_tokens"] == 10
+        assert len(gateway.fleet.submits) == 2
+        await gateway.settled()
+        (record,) = await gateway.records()
+        assert record.outcome == "done"
+
+
+@pytest.mark.parametrize("dialect", ["native", "openai"])
+def test_a_replica_lost_in_mid_stream_ends_it_with_an_error_and_done(tmp_path: Path, dialect: str) -> None:
+    @looped
     async def call() -> None:
-        async with served(tmp_path) as gateway:
-            client = await Client.connect(gateway.port)
-            await client.post(gateway.run_path, {"prompt": "hello", "stream": True, "max_tokens": 5}, gateway.headers)
-            assert await client.head() == 200
-            events = [event async for event in client.events()]
-            print(client.headers, events)
-            assert events[-1] == "[DONE]"
+        async with served(tmp_path, replicas=2) as gateway:
+            gateway.behaviour.step_s, gateway.behaviour.die_at = 0.01, 4
+            asked = {"max_tokens": 10, "stream": True}
+            native = dialect == "native"
+            answer = await (gateway.run(prompt="hello", **asked) if native else gateway.chat(**asked))
+            assert answer.status == 200
+            *_, error, done = answer.events
+            assert done == "[DONE]"
+            assert error["errors"][0]["code"] == 5000
+            assert error["success"] is False
+            assert ("error" in error) == (dialect == "openai")
             await gateway.settled()
-            print(await gateway.records())
-            client.leave()
+            (record,) = await gateway.records()
+            assert (record.outcome, record.completion_tokens) == ("replica_lost", 4)
+            assert record.micro_neurons == record.prompt_tokens * 1000 + 4 * 4000
 
-    uvloop.run(call())
+    call()
+
+
+@looped
+async def test_a_whole_answer_cut_short_is_a_500_with_the_envelope(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.fail_at = 3
+        refused = await gateway.run(**TEN)
+        assert (refused.status, refused.code) == (500, 5000)
+        assert "the stub was told to fail" in refused.message
+        streamed = await gateway.run(**TEN, stream=True)
+        assert streamed.events[-1] == "[DONE]"
+
+
+@looped
+async def test_a_request_that_was_in_two_crashes_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path, replicas=2) as gateway:
+        gateway.behaviour.die_at = 0
+        first = await gateway.run(**TEN)
+        assert (first.status, first.code) == (500, 5000)
+        deaths = sum(replica.deaths for replica in gateway.fleet.replicas)
+        assert deaths == 2
+        gateway.behaviour.die_at = None
+        refused = await gateway.run(**TEN)
+        assert (refused.status, refused.code) == (422, 5012)
+        assert (await gateway.run(prompt="another one")).status == 200
+        await gateway.settled()
+        records = await gateway.records()
+        assert sorted(record.outcome for record in records) == ["done", "replica_lost"]
+        assert {record.micro_neurons for record in records if record.outcome != "done"} == {0}
+
+
+@looped
+async def test_a_request_that_lives_too_long_is_ended(tmp_path: Path) -> None:
+    async with served(tmp_path, request_s=0.3) as gateway:
+        gateway.behaviour.step_s = 0.05
+        refused = await gateway.run(prompt="hello", max_tokens=1000)
+        assert (refused.status, refused.code) == (408, 3046)
+        streamed = await gateway.run(prompt="hello", max_tokens=1000, stream=True)
+        assert streamed.events[-2]["errors"][0]["code"] == 3046
+        await gateway.settled()
+
+
+@looped
+async def test_a_long_prompt_is_encoded_beside_the_streams(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.step_s = 0.005
+        stream = asyncio.create_task(gateway.run(prompt="hello", max_tokens=100, stream=True))
+        await until(lambda: gateway.fleet.running)
+        refused = await gateway.run(prompt="a long story about nothing at all " * 20_000)
+        assert (refused.status, refused.code) == (400, 3030)
+        assert not stream.done()
+        assert (await stream).status == 200
+
+
+@looped
+async def test_what_is_wrong_reserves_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        for body in (b"", b"{", {"prompt": 5}, {"prompt": "a", "colour": 1}, {"prompt": "a", "max_tokens": -1}):
+            assert (await gateway.call(gateway.run_path, body)).status == 400
+        assert (await gateway.call(gateway.run_path.replace("stub", "unknown"), TEN)).code == 5007
+        assert (await gateway.call(gateway.run_path, {"prompt": "x"}, authorization="Bearer junk")).status == 400
+        await gateway.settled()
+        assert await gateway.records() == []
+        assert not gateway.fleet.submits

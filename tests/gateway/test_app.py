@@ -1,0 +1,231 @@
+"""Routes, credentials and the answers that need no replica."""
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from tests.gateway.served import Client, Served, looped, served
+from tests.gateway.stub_replica import MODEL
+
+HELLO: dict[str, Any] = {"prompt": "hello", "max_tokens": 2}
+
+
+async def get(gateway: Served, path: str, token: str | None = None) -> Any:
+    headers = gateway.headers if token is None else {"authorization": token} if token else {}
+    client = await Client.connect(gateway.port)
+    await client.send("GET", path, b"", headers)
+    status = await client.head()
+    content = await client.body()
+    client.leave()
+    return status, client.headers, content
+
+
+@looped
+async def test_a_model_may_be_spelled_with_plain_or_encoded_slashes(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        account = f"/client/v4/accounts/{gateway.account_id}"
+        for model in (MODEL, quote(MODEL, safe=""), quote(MODEL, safe="@"), "@cf%2Ftest/stub"):
+            for prefix in (account, ""):
+                answer = await gateway.call(f"{prefix}/ai/run/{model}", HELLO)
+                assert answer.status == 200, (prefix, model, answer.content)
+
+
+@looped
+async def test_chat_completions_are_at_both_paths(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        for path in ("/v1/chat/completions", f"/client/v4/accounts/{gateway.account_id}/ai/v1/chat/completions"):
+            assert (await gateway.call(path, body)).json["object"] == "chat.completion"
+
+
+@looped
+async def test_credentials_decide(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        other = await gateway.accounts.create("other")
+        elsewhere = gateway.run_path.replace(gateway.account_id, other.id)
+        nowhere = gateway.run_path.replace(gateway.account_id, "0" * 32)
+        unknown = gateway.token[:-8] + ("A" if gateway.token[-8] != "A" else "B") + gateway.token[-7:]
+        cases = [
+            (gateway.run_path, "", 401, 10000),
+            (gateway.run_path, "Basic abc", 401, 10000),
+            (gateway.run_path, "Bearer ", 400, 9106),
+            (gateway.run_path, "Bearer junk", 400, 9106),
+            (gateway.run_path, f"Bearer {unknown}", 400, 9106),
+            (elsewhere, f"Bearer {gateway.token}", 403, 10000),
+            (nowhere, f"Bearer {gateway.token}", 403, 10000),
+            (gateway.run_path.replace(gateway.account_id, "nobody"), f"Bearer {gateway.token}", 404, 7003),
+        ]
+        for path, authorization, status, code in cases:
+            answer = await gateway.call(path, HELLO, authorization=authorization)
+            assert (answer.status, answer.code) == (status, code), (path, authorization)
+            assert list(answer.json) == ["result", "success", "errors", "messages"]
+            assert answer.json["result"] is None
+        one, two = [await gateway.call(path, HELLO) for path in (elsewhere, nowhere)]
+        assert one.content == two.content
+        assert not gateway.fleet.submits
+
+
+@looped
+async def test_a_revoked_token_opens_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        (token,) = await gateway.accounts.tokens(gateway.account_id)
+        await gateway.accounts.revoke(token.id)
+        answer = await gateway.run(**HELLO)
+        assert (answer.status, answer.code) == (401, 10000)
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@looped
+async def test_credentials_are_asked_for_before_the_body_is_read(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        client = await gateway.client()
+        client.writer.write(f"POST {gateway.run_path} HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n".encode())
+        assert await client.head() == 401
+        client.leave()
+
+
+@looped
+async def test_unknown_paths_and_methods_have_their_codes(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        account = f"/client/v4/accounts/{gateway.account_id}"
+        for path in ("/", "/ai", "/ai/v1/chat/completions", "/client/v4/zones", f"{account}/ai/nothing", "/v1/nothing"):
+            answer = await gateway.call(path, {})
+            assert (answer.status, answer.code) == (404, 7000), path
+        for method, path in (("GET", gateway.run_path), ("PUT", "/v1/chat/completions"), ("POST", "/v1/models")):
+            answer = await gateway.call(path, {}, method)
+            assert (answer.status, answer.code) == (405, 7001), path
+        assert "error" in (await gateway.call("/v1/nothing", {})).json
+
+
+@looped
+async def test_openai_errors_carry_both_shapes_on_their_paths(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        answer = await gateway.chat(temperature=9)
+        assert answer.status == 400
+        assert answer.json["error"]["param"] == "temperature"
+        assert answer.json["error"]["type"] == "invalid_request_error"
+        assert answer.code == 5006
+        assert answer.json["result"] == {}
+        refused = await gateway.call("/v1/chat/completions", {}, authorization="")
+        assert (refused.status, refused.json["error"]["code"], refused.code) == (401, "invalid_api_key", 10000)
+        assert "error" not in (await gateway.run(prompt=1)).json
+
+
+@looped
+async def test_a_body_has_a_limit_announced_or_not(tmp_path: Path) -> None:
+    async with served(tmp_path, body_bytes_max=2000) as gateway:
+        answer = await gateway.run(prompt="x" * 3000)
+        assert (answer.status, answer.code) == (413, 3006)
+        client = await gateway.client()
+        client.writer.write(
+            f"POST {gateway.run_path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.token}\r\n"
+            "transfer-encoding: chunked\r\n\r\n".encode()
+            + b"".join(b"3e8\r\n" + b"x" * 1000 + b"\r\n" for _ in range(3))
+        )
+        assert await client.head() == 413
+        client.leave()
+
+
+@looped
+async def test_a_body_that_does_not_come_is_408(tmp_path: Path) -> None:
+    async with served(tmp_path, body_s=0.2) as gateway:
+        client = await gateway.client()
+        head = f"POST {gateway.run_path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.token}\r\n"
+        client.writer.write(f'{head}content-length: 100\r\n\r\n{{"prompt":'.encode())
+        assert await client.head() == 408
+        assert json.loads(await client.body())["errors"][0]["code"] == 3007
+        client.leave()
+
+
+@looped
+async def test_too_many_requests_at_once_are_429(tmp_path: Path) -> None:
+    async with served(tmp_path, requests=1) as gateway:
+        gateway.behaviour.step_s = 0.05
+        client = await (await gateway.client()).post(
+            gateway.run_path, {**HELLO, "max_tokens": 100, "stream": True}, gateway.headers
+        )
+        assert await client.head() == 200
+        answer = await gateway.run(**HELLO)
+        assert (answer.status, answer.code) == (429, 3040)
+        client.leave()
+        await gateway.settled()
+        assert (await gateway.run(**HELLO)).status == 200
+
+
+@looped
+async def test_every_answer_names_its_request(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        answers = [await gateway.run(**HELLO), await gateway.run(prompt=1), await gateway.call("/", {})]
+        ids = {answer.headers["x-request-id"] for answer in answers}
+        assert len(ids) == 3
+        assert answers[1].headers["x-request-id"] in answers[1].message
+
+
+@looped
+async def test_the_catalogue_is_searched_in_pages(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        path = f"/client/v4/accounts/{gateway.account_id}/ai/models/search"
+
+        async def names(query: str = "") -> list[str]:
+            status, _, content = await get(gateway, path + query)
+            assert status == 200
+            body = json.loads(content)
+            assert body["success"] is True
+            assert body["result_info"]["count"] == len(body["result"])
+            return [item["name"] for item in body["result"]]
+
+        assert sorted(await names()) == ["@cf/hearth/ember", MODEL]
+        assert await names("?search=STUB") == [MODEL]
+        assert await names("?search=nothing") == []
+        assert await names("?author=hearth&task=Text%20Generation") == ["@cf/hearth/ember"]
+        assert len(await names("?per_page=1&page=2")) == 1
+        assert await names("?per_page=1&page=3") == []
+        for query in ("?page=0", "?page=x", "?per_page=1001", "?page=-1"):
+            assert (await get(gateway, path + query))[0] == 400
+        _, _, content = await get(gateway, "/ai/models/search")
+        item = json.loads(content)["result"][0]
+        assert set(item) == {"id", "source", "name", "description", "task", "tags", "properties"}
+        assert (await get(gateway, path, token=""))[0] == 401
+
+
+@looped
+async def test_openai_clients_can_list_models(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        for path in ("/v1/models", f"/client/v4/accounts/{gateway.account_id}/ai/v1/models"):
+            status, _, content = await get(gateway, path)
+            listed = json.loads(content)
+            assert (status, listed["object"]) == (200, "list")
+            assert MODEL in [model["id"] for model in listed["data"]]
+        assert (await get(gateway, "/v1/models", token="Bearer junk"))[0] == 400
+
+
+@looped
+async def test_readiness_needs_a_replica_and_a_store_and_no_drain(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        assert (await get(gateway, "/healthz", token=""))[0] == 200
+        assert (await get(gateway, "/readyz", token=""))[0] == 200
+        gateway.app.drain()
+        status, headers, content = await get(gateway, "/readyz", token="")
+        assert (status, json.loads(content)["problems"]) == (503, ["draining"])
+        assert int(headers["retry-after"]) >= 1
+        assert (await get(gateway, "/healthz", token=""))[0] == 200
+        answer = await gateway.run(**HELLO)
+        assert (answer.status, answer.code) == (503, 3040)
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+def test_what_is_open_to_all_names_no_account_and_no_replica(tmp_path: Path, path: str) -> None:
+    @looped
+    async def call() -> None:
+        async with served(tmp_path) as gateway:
+            await gateway.run(**HELLO)
+            await gateway.settled()
+            _, _, content = await get(gateway, path, token="")
+            for secret in (gateway.account_id, gateway.token, str(tmp_path), "hello", "sock"):
+                assert secret.encode() not in content
+
+    call()

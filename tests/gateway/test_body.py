@@ -1,0 +1,112 @@
+import time
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from gateway.body import DEPTH_MAX, check_depth, decode, options
+from gateway.errors import Refusal
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    size: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    n: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
+    heat: Annotated[float, msgspec.Meta(ge=0, le=5)] = 0.0
+    text: str = ""
+    inner: list[Inner] = []
+    free: dict[str, object] = {}
+
+
+decoder = msgspec.json.Decoder(Body)
+
+
+def refusal(body: bytes) -> Refusal:
+    with pytest.raises(Refusal) as raised:
+        decode(body, decoder)
+    return raised.value
+
+
+def test_a_good_body_is_decoded() -> None:
+    assert decode(b' {"n": 2, "text": "a\\u00e9", "heat": 1} ', decoder) == Body(n=2, text="aé", heat=1)
+
+
+@pytest.mark.parametrize("body", [b"", b"  \n"])
+def test_an_empty_body_is_missing(body: bytes) -> None:
+    assert (refusal(body).status, refusal(body).code) == (400, 3003)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"n": 1.0}', "n"),
+        (b'{"n": true}', "n"),
+        (b'{"n": "1"}', "n"),
+        (b'{"n": 5}', "n"),
+        (b'{"n": 99999999999999999999999}', "n"),
+        (b'{"heat": "1"}', "heat"),
+        (b'{"heat": true}', "heat"),
+        (b'{"heat": 1e999}', "heat"),
+        (b'{"text": 1}', "text"),
+        (b'{"inner": [{"size": 1}, {"size": 9}]}', "inner[1].size"),
+        (b'{"inner": [{"sise": 1}]}', "inner[0].sise"),
+        (b'{"colour": 1}', "colour"),
+        (b'{"n": 1, "n": 2}', "n"),
+        (b'{"free": {"a": 1, "\\u0061": 2}}', "a"),
+    ],
+)
+def test_what_is_wrong_is_named(body: bytes, field: str) -> None:
+    refused = refusal(body)
+    assert (refused.status, refused.code, refused.param) == (400, 5006, field)
+    assert f"'{field}'" in refused.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"n": 1',
+        b"[1]",
+        b'{"heat": NaN}',
+        b'{"heat": Infinity}',
+        b'{"text": "\\ud800"}',
+        b'{"text": "\xff"}',
+        b'{"n": 1} x',
+        b'{"n": 1,}',
+        b"\xef\xbb\xbf{}",
+        b'{"free": {"x": NaN}}',
+        b"[" * 100_000,
+        b'{"free": {"x": ' + b"[" * 100_000,
+        b'{"free": {"x": ' + b"[" * 900 + b"]" * 900 + b"}} ",
+    ],
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(Refusal) as raised:
+        check_depth(decode(body, decoder).free, "free", DEPTH_MAX)
+    assert (raised.value.status, raised.value.code) == (400, 5006)
+
+
+def test_depth_is_counted_exactly() -> None:
+    def nested(levels: int) -> object:
+        value: object = 1
+        for _ in range(levels):
+            value = [value]
+        return value
+
+    check_depth(nested(16), "tools", 16)
+    with pytest.raises(Refusal, match="'tools'"):
+        check_depth(nested(17), "tools", 16)
+
+
+def test_a_large_body_costs_a_large_body_only() -> None:
+    body = msgspec.json.encode({"text": 'a "quoted" word\n' * 500_000})
+    began = time.process_time()
+    decode(body, decoder)
+    assert time.process_time() - began < 0.5
+
+
+def test_query_options_are_bounded() -> None:
+    assert options(b"a=1&b=&a=2") == {"a": "2", "b": ""}
+    with pytest.raises(Refusal):
+        options(b"&".join(b"a%d=1" % i for i in range(100)))

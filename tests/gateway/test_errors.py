@@ -1,0 +1,62 @@
+import json
+
+import pytest
+
+from gateway import errors
+from gateway.errors import Refusal, envelope, openai_envelope
+
+ID = "00000000-0000-4000-8000-000000000000"
+
+
+def test_a_models_error_comes_first_and_names_the_request() -> None:
+    body = envelope(errors.no_such_model("@cf/a/b"), ID)
+    assert list(json.loads(body)) == ["errors", "success", "result", "messages"]
+    (error,) = json.loads(body)["errors"]
+    assert list(error) == ["message", "code"]
+    assert error["code"] == 5007
+    assert error["message"].startswith("AiError: No such model @cf/a/b")
+    assert error["message"].endswith(f"({ID})")
+    assert json.loads(body)["result"] == {}
+
+
+def test_a_routers_error_has_a_null_result() -> None:
+    assert envelope(errors.unauthenticated(), ID) == (
+        b'{"result":null,"success":false,"errors":[{"code":10000,"message":"Authentication error"}],"messages":[]}'
+    )
+
+
+@pytest.mark.parametrize("refusal", [errors.bad_input("'n': wrong", "n"), errors.unauthenticated(), errors.busy()])
+def test_openai_paths_carry_both_shapes(refusal: Refusal) -> None:
+    body = json.loads(openai_envelope(refusal, ID))
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["param"] == refusal.param
+    assert body["errors"][0]["code"] == refusal.code
+    assert body["success"] is False
+
+
+def test_types_follow_the_status() -> None:
+    kinds = {
+        errors.bad_input("x"): "invalid_request_error",
+        errors.unauthenticated(): "authentication_error",
+        errors.foreign_account(): "permission_error",
+        errors.busy(): "rate_limit_error",
+        errors.internal(): "server_error",
+        errors.draining(): "server_error",
+    }
+    for refusal, kind in kinds.items():
+        assert json.loads(openai_envelope(refusal, ID))["error"]["type"] == kind
+
+
+def test_every_429_and_503_says_when_to_come_back() -> None:
+    with pytest.raises(AssertionError):
+        Refusal(429, 3040, "x", kind="x")
+    with pytest.raises(AssertionError):
+        Refusal(400, 5006, "x", kind="x", retry_after_s=1)
+    for refusal in (errors.busy(), errors.draining(), errors.store_unavailable(), errors.too_many_requests("x", 3)):
+        assert isinstance(refusal.retry_after_s, int)
+        assert refusal.retry_after_s >= 1
+
+
+def test_a_long_name_is_cut() -> None:
+    assert len(errors.no_such_model("x" * 10_000).message) < 400
+    assert len(errors.no_route("/" + "x" * 10_000).message) < 400

@@ -1,0 +1,212 @@
+"""What uvicorn leaves out: limits on heads and connections, and a drain that tells."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.serve import listen
+from tests.gateway.served import Client, Served, looped, served, until
+
+LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 5000, "stream": True}
+
+
+async def streaming(gateway: Served, **body: Any) -> Client:
+    """A stream whose first event was read."""
+    client = await gateway.client()
+    await client.post(gateway.run_path, {**LONG, **body}, gateway.headers)
+    assert await client.head() == 200
+    async for _ in client.events():
+        break
+    return client
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_head_over_the_limit_is_431(tmp_path: Path, at_once: bool) -> None:
+    @looped
+    async def call() -> None:
+        async with served(tmp_path) as gateway:
+            for path, headers in (("/healthz", {"x": "y" * 17_000}), ("/" + "p" * 17_000, {})):
+                client = await gateway.client()
+                if at_once:
+                    await client.send("GET", path, b"", headers)
+                else:
+                    lines = "".join(f"{name}: {value}" for name, value in headers.items())
+                    for piece in (f"GET {path}", f" HTTP/1.1\r\n{lines}"):
+                        client.writer.write(piece.encode())
+                        await asyncio.sleep(0.05)
+                assert await client.head() == 431
+                assert await client.reader.read() == b""
+                client.leave()
+            client = await gateway.client()
+            await client.send("GET", "/healthz", b"", {"x": "y" * 15_000})
+            assert await client.head() == 200
+            client.leave()
+
+    call()
+
+
+@looped
+async def test_endless_heads_are_cut_off_long_before_they_fill_memory(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        client = await gateway.client()
+        client.writer.write(b"GET /healthz HTTP/1.1\r\n")
+        sent = 0
+        try:
+            for _ in range(1000):
+                client.writer.write(b"x: " + b"y" * 60_000 + b"\r\n")
+                await client.writer.drain()
+                sent += 60_000
+        except OSError:
+            pass
+        assert sent < 20_000_000
+        await until(lambda: not gateway.server.server_state.connections)
+        client.leave()
+
+
+@looped
+async def test_a_head_that_does_not_come_is_cut_off(tmp_path: Path) -> None:
+    async with served(tmp_path, header_s=0.2) as gateway:
+        for start in (b"", b"GET /healthz HTTP/1.1\r\nhost:", b"GET"):
+            client = await gateway.client()
+            client.writer.write(start)
+            assert await client.head() == 408
+            assert await client.reader.read() == b""
+            client.leave()
+        client = await streaming(gateway, max_tokens=3)  # a head that came is not cut off later
+        client.leave()
+        gateway.behaviour.step_s = 0.1
+        assert (await gateway.run(prompt="hello", max_tokens=5)).status == 200
+
+
+@looped
+async def test_a_kept_connection_serves_one_request_after_the_other(tmp_path: Path) -> None:
+    async with served(tmp_path, header_s=0.3) as gateway:
+        client = await gateway.client()
+        for _ in range(3):
+            await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": 2}, gateway.headers)
+            assert await client.head() == 200
+            assert json.loads(await client.body())["success"]
+            await asyncio.sleep(0.2)
+        await client.send("GET", "/healthz", b"", {"x": "y" * 17_000})
+        assert await client.head() == 431
+        client.leave()
+
+
+@looped
+async def test_connections_over_the_limit_are_told_to_come_back(tmp_path: Path) -> None:
+    async with served(tmp_path, connections=2) as gateway:
+        first, second = await gateway.client(), await gateway.client()
+        await first.send("GET", "/healthz", b"")
+        assert await first.head() == 200
+        third = await gateway.client()
+        assert await third.head() == 503
+        assert int(third.headers["retry-after"]) >= 1
+        for client in (first, second, third):
+            client.leave()
+        await until(lambda: not gateway.server.server_state.connections)
+        assert (await gateway.run(prompt="hello", max_tokens=1)).status == 200
+
+
+@looped
+async def test_junk_is_400(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        client = await gateway.client()
+        client.writer.write(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
+        assert await client.head() == 400
+        client.leave()
+
+
+@looped
+async def test_a_drain_lets_streams_end_and_refuses_new_work(tmp_path: Path) -> None:
+    async with served(tmp_path, drain_s=5) as gateway:
+        gateway.behaviour.step_s = 0.02
+        client = await streaming(gateway, max_tokens=40)
+        stopping = asyncio.create_task(gateway.server.shutdown())
+        await until(lambda: gateway.app.draining)
+        answer = await gateway.run(prompt="hello")
+        assert (answer.status, answer.code) == (503, 3040)
+        ready = await gateway.call("/readyz", b"", "GET")
+        assert ready.status == 503
+        events = [event async for event in client.events()]
+        assert events[-1] == "[DONE]"
+        assert events[-2]["usage"]["completion_tokens"] == 40
+        await stopping
+        client.leave()
+
+
+@looped
+async def test_a_stream_that_outlives_the_drain_is_told_why(tmp_path: Path) -> None:
+    async with served(tmp_path, drain_s=0.3) as gateway:
+        gateway.behaviour.step_s = 0.02
+        client = await streaming(gateway)
+        whole = asyncio.create_task(gateway.run(prompt="hello", max_tokens=5000))
+        await until(lambda: gateway.app.open_requests == 2)
+        stopping = asyncio.create_task(gateway.server.shutdown())
+        events = [event async for event in client.events()]
+        assert events[-1] == "[DONE]"
+        assert "shutting down" in events[-2]["errors"][0]["message"]
+        assert (await whole).status == 503
+        assert int((await whole).headers["retry-after"]) >= 1
+        await stopping
+        assert gateway.quota.open == gateway.fleet.running == 0
+        client.leave()
+
+
+def test_sigterm_drains_a_real_process_and_it_exits_with_0(tmp_path: Path) -> None:
+    folder, port = tmp_path, free_port()
+    toml = folder / "hearth.toml"
+    toml.write_text(f'state_folder = "{folder / "state"}"\n[server]\nport = {port}\ndrain_s = 1.0\n')
+    code = (
+        "import sys; from gateway.config import load_config; from gateway.serve import serve; "
+        "from gateway.state import server_secret; "
+        "config = load_config(sys.argv[1]); sys.exit(serve(config, server_secret(config)))"
+    )
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen([sys.executable, "-c", code, str(toml)], cwd=root, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/healthz")
+        began = time.monotonic()
+        os.kill(child.pid, signal.SIGTERM)
+        _, errors = child.communicate(timeout=10)
+        assert child.returncode == 0, errors
+        assert "Traceback" not in errors
+        assert time.monotonic() - began < 5
+    finally:
+        child.kill()
+        child.wait()
+
+
+def free_port() -> int:
+    listener = listen("127.0.0.1", 0)
+    port: int = listener.getsockname()[1]
+    listener.close()
+    return port
+
+
+def wait_for(url: str, seconds: float = 30) -> None:
+    until_s = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=1):
+                return
+        except OSError:
+            assert time.monotonic() < until_s, f"{url} did not answer"
+            time.sleep(0.05)
+
+
+def test_a_taken_port_is_an_error() -> None:
+    listener = listen("127.0.0.1", 0)
+    try:
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.1", listener.getsockname()[1])
+    finally:
+        listener.close()

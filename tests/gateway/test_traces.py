@@ -1,0 +1,64 @@
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from gateway.traces import Traces
+from tests.gateway.served import looped, served
+from tests.gateway.stub_replica import MODEL
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+async def traced(folder: Path, exporter: InMemorySpanExporter, **body: Any) -> tuple[Sequence[ReadableSpan], str]:
+    """The spans of one call, and the traceparent that the replica saw."""
+    traces = Traces(exporter)
+    async with served(folder, traces=traces) as gateway:
+        gateway.behaviour.cached_tokens = 2
+        await gateway.call(gateway.run_path, {"max_tokens": 3, **body}, traceparent=PARENT)
+        await gateway.settled()
+        seen = gateway.fleet.submits[0].traceparent if gateway.fleet.submits else ""
+    return exporter.get_finished_spans(), seen
+
+
+@looped
+async def test_a_request_is_one_span_with_genai_names_and_no_content(tmp_path: Path) -> None:
+    (span,), seen = await traced(tmp_path, InMemorySpanExporter(), prompt="a secret question")
+    said = attributes(span)
+    assert span.name == f"chat {MODEL}"
+    assert said["gen_ai.operation.name"] == "chat"
+    assert said["gen_ai.request.model"] == MODEL
+    assert said["gen_ai.usage.output_tokens"] == 3
+    assert said["gen_ai.usage.cache_read.input_tokens"] == 2
+    assert said["hearth.outcome"] == "done"
+    assert "secret" not in span.to_json()
+    assert span.context is not None
+    assert seen == f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01"
+
+
+@looped
+async def test_the_span_hangs_below_the_callers(tmp_path: Path) -> None:
+    (span,), seen = await traced(tmp_path, InMemorySpanExporter(), prompt="hello")
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
+    assert seen.split("-")[1] == PARENT.split("-")[1]
+
+
+@looped
+async def test_a_failed_request_is_a_failed_span(tmp_path: Path) -> None:
+    (span,), seen = await traced(tmp_path, InMemorySpanExporter(), prompt="hello", logit_bias={"999999": 1})
+    assert attributes(span)["error.type"] == "invalid_request"
+    assert seen == ""
+
+
+@pytest.mark.parametrize(("given", "seen"), [(PARENT, PARENT), ("junk", ""), ("00-" + "0" * 32 + PARENT[35:], "")])
+def test_without_an_exporter_only_a_good_traceparent_is_handed_on(given: str, seen: str) -> None:
+    span = Traces(None).begin(MODEL, {b"traceparent": given.encode()})
+    assert span.traceparent == seen
