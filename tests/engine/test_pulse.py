@@ -40,7 +40,7 @@ def test_a_missing_or_short_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Pulse.open(tmp_path / "none")
     (tmp_path / "short").write_bytes(b"1")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="mmap"):
         Pulse.open(tmp_path / "short")
 
 
