@@ -121,17 +121,17 @@ async def test_the_engine_does_not_wait_for_a_client_that_does_not_read_and_it_i
 @looped
 async def test_a_client_that_does_not_read_the_end_does_not_keep_its_connection(tmp_path: Path) -> None:
     async with served(tmp_path, blocked_s=0.3) as gateway:
-        gateway.server.config.timeout_keep_alive = 0
+        gateway.behaviour.context_tokens, gateway.behaviour.step_tokens = 500_000, 10_000
+        gateway.fleet.replicas[0].die()  # it says hello again, with the larger context
+        await until(lambda: (hello := gateway.app._gateway.fleet.hello(MODEL)) and hello.context_tokens == 500_000)
         client = await gateway.client(receive_bytes=4096)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        whole = {"prompt": "hello", "max_tokens": 8000, "n": 1}
-        gateway.behaviour.step_tokens = 1000
-        gateway.behaviour.words = [1000] * 64
-        for _ in range(8):
-            await client.post(gateway.run_path, whole, gateway.headers)
-        await until(lambda: len(gateway.fleet.submits) >= 1)
-        await gateway.settled()
-        await until(lambda: not gateway.server.server_state.connections, 5)
+        await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": 400_000}, gateway.headers)
+        await until(lambda: gateway.fleet.submits)
+        await gateway.settled()  # the request is over, its answer larger than all buffers
+        (connection,) = gateway.server.server_state.connections
+        connection.timeout_keep_alive_handler()  # type: ignore[union-attr]
+        await until(lambda: not gateway.server.server_state.connections, 2)
         client.leave()
 
 
