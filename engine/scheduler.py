@@ -334,7 +334,7 @@ class Scheduler:
         news.counts.append(1)
         news.tokens.append(token)
         if chosen is not None:
-            news.logprobs.append(TokenLogprobs(token, *chosen))
+            news.logprobs.append(TokenLogprobs(sequence.id, *chosen))
         if token in sequence.stop_ids:
             self._end(sequence, FinishReason.STOP)
         elif len(sequence.tokens) >= sequence.tokens_max:

@@ -121,7 +121,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities (natural) of one emitted token and its `top` alternatives, best first."""
+    """Log probabilities (natural) of one token that sequence `id` emitted, and of its alternatives, best first."""
 
     id: int
     logprob: float

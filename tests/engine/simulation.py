@@ -8,12 +8,14 @@ from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.batch import Sampled
 from engine.blocks import Blocks
 from engine.scheduler import Limits, Plan, Scheduler
 from engine.sequence import Door, Refused, Sequence, Stage
 from engine.wire import Finish, FinishReason, Progress, Sampling, Scope, ScopeKind, Started, Submit, TokenLogprobs
-from prefixcache.tree import Tree
+from prefixcache.tree import Share, Tree
 from tests.engine.stamp import Claim, Stamps, logprobs_of, solo
 
 
@@ -42,9 +44,10 @@ class Simulation:
         vocabulary: int = 1000,
         stop_ids: Items[int] = (),
         context_tokens: int = 4096,
+        share: Share | None = None,
     ) -> None:
         self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids)
-        self.tree = Tree(blocks, block_tokens)
+        self.tree = Tree(blocks, block_tokens, share)
         self.account = Blocks(blocks)
         self.limits = Limits(step_tokens, sequences, waiting)
         self.seconds = 0.0
@@ -59,6 +62,7 @@ class Simulation:
         )
         self.heard: dict[tuple[int, int], Heard] = {}
         self.gone: set[int] = set()
+        self._asked: dict[Sequence, Submit] = {}
         self._numbers: dict[object, int] = {}
 
     def submit(
@@ -85,6 +89,7 @@ class Simulation:
         sequences = self.door.sequences(submit, owner, self.seconds)
         self.scheduler.add(sequences)
         entries = [Heard(sequence, submit) for sequence in sequences]
+        self._asked |= {sequence: submit for sequence in sequences}
         self.heard |= {(owner, entry.sequence.id): entry for entry in entries}
         return entries
 
@@ -145,9 +150,13 @@ class Simulation:
         assert self.tree.evictable == self.tree.cached, "a block is pinned by nobody that lives"
 
     def expected(self, entry: Heard) -> tuple[list[int], str]:
-        prompt = entry.sequence.tokens[: entry.sequence.prompt_tokens].tolist()
-        sequence = entry.sequence
-        return solo(prompt, sequence.sampling, sequence.tokens_max, sorted(sequence.stop_ids), self.stamps.vocabulary)
+        """Text and finish of a solo run, from what was submitted alone."""
+        submit, stamps = entry.submit, self.stamps
+        prompt = array("I", submit.tokens).tolist()
+        seed = (submit.sampling.seed + entry.sequence.id - submit.id) % 2**63
+        longest = min(stamps.context_tokens, stamps.blocks * stamps.block_tokens, len(prompt) + submit.max_tokens)
+        sampling = msgspec.structs.replace(submit.sampling, seed=seed)
+        return solo(prompt, sampling, longest, [*submit.stop_ids, *stamps.stop_ids], stamps.vocabulary)
 
     def _hear(self, owner: int, progress: Progress) -> None:
         tokens = array("I", progress.tokens)
@@ -165,7 +174,7 @@ class Simulation:
             top = entry.submit.sampling.logprobs
             if top is not None:
                 for token in tokens[at : at + count]:
-                    assert progress.logprobs[row] == TokenLogprobs(token, *logprobs_of(token, top))
+                    assert progress.logprobs[row] == TokenLogprobs(id, *logprobs_of(token, top))
                     row += 1
             at += count
         assert row == len(progress.logprobs)
@@ -175,8 +184,13 @@ class Simulation:
             entry.finish = finish
 
     def _claim(self, sequence: Sequence) -> Claim:
-        shares = sequence.namespace is not None
-        return Claim(self._number(sequence.namespace if shares else sequence), self._number(sequence), shares)
+        owner = self._owner(sequence)
+        return Claim(self._number(owner), self._number(sequence), shares=owner is not sequence)
+
+    def _owner(self, sequence: Sequence) -> object:
+        """Who may read the sequence's KV, by what was asked for: the sequence alone, or all of one scope and epoch."""
+        scope = self._asked[sequence].scope
+        return sequence if scope.kind == ScopeKind.REQUEST or not scope.id else (scope.kind, scope.id, scope.epoch)
 
     def _number(self, thing: object) -> int:
         return self._numbers.setdefault(thing, len(self._numbers))
@@ -189,7 +203,7 @@ class Simulation:
     def _assert_scopes_disjoint(self, plan: Plan) -> None:
         owner_of: dict[int, object] = {}
         for sequence in plan.sequences:
-            owner = sequence if sequence.namespace is None else sequence.namespace
+            owner = self._owner(sequence)
             for block in sequence.table[: sequence.blocks].tolist():
                 assert owner_of.setdefault(block, owner) == owner, f"block {block} is in two scopes"
 
@@ -214,6 +228,7 @@ class Chaos:
             waiting=pick.randint(4, 12),
             vocabulary=self.vocabulary,
             stop_ids=[0] if pick.random() < 0.3 else [],
+            share=pick.choice([None, None, Share(floor=2, cap=5), Share(cap=0)]),
         )
         self.prefixes = [self._tokens(pick.randint(0, 5 * block_tokens)) for _ in range(3)]
         self.scopes = pick.sample(SCOPES, pick.randint(1, 4))
