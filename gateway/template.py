@@ -66,6 +66,7 @@ class Template:
             self._template = sandbox.from_string(tree)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the model's chat template does not compile: {error}") from error
+        self.source = source
 
     def render(self, variables: Mapping[str, Any], seconds: float = RENDER_S_MAX) -> str:
         """The conversation as the model reads it. Raises TemplateError where the template refuses the messages (its

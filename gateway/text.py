@@ -57,11 +57,12 @@ class Text:
         self._tokenizer = Tokenizer.from_str(json.dumps(document))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._control = _control_tokens(document["added_tokens"])
+        self._templates = _templates(folder, settings, today)
+        sources = "".join(template.source for template in self._templates.values())
+        self._control = _control_tokens(document["added_tokens"], sources)
         self._edges = _Edges(self._control)
         self._plain = _Plain(document, self._control)
         self._special = {name: text for name in _SPECIAL if (text := _spelled(settings.get(name))) is not None}
-        self._templates = _templates(folder, settings, today)
         lead = self._tokenizer.encode("a").ids
         self._lead = lead[: lead.index(first)] if (first := self._plain.encode("a", True)[0]) in lead else []
         self.stop_ids = _stop_ids(folder, self._tokenizer, self._special.get("eos_token"))
@@ -176,17 +177,26 @@ class _Added:
 
 
 class _Control:
-    """The tokens that only a template may write: all added ones, but those that are nothing than white space."""
+    """The tokens that only a template may write: all added ones, but those that are nothing than white space.
 
-    def __init__(self, tokens: list[_Added]) -> None:
+    `pattern` finds them in rendered text. Of those that are spelled like words, which have no edges to escape, it
+    finds only what stands in the template as it is.
+    """
+
+    def __init__(self, tokens: list[_Added], sources: str) -> None:
         self.by_text = {token.text: token for token in tokens}
         self.ids = frozenset(token.id for token in tokens)
-        longest_first = sorted(self.by_text, key=len, reverse=True)
-        self.pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if tokens else None
+        written = [text for text in self.by_text if not _is_word(text) or text in sources]
+        longest_first = sorted(written, key=len, reverse=True)
+        self.pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if written else None
 
 
-def _control_tokens(entries: list[dict[str, Any]]) -> _Control:
-    return _Control([_Added(entry) for entry in entries if entry["content"].strip()])
+def _is_word(text: str) -> bool:
+    return text[0].isalnum() and text[-1].isalnum()
+
+
+def _control_tokens(entries: list[dict[str, Any]], sources: str) -> _Control:
+    return _Control([_Added(entry) for entry in entries if entry["content"].strip()], sources)
 
 
 class _Edges:
@@ -197,7 +207,7 @@ class _Edges:
         edges = {text[0] for text in texts} | {text[-1] for text in texts}
         self._edges = sorted(edge for edge in edges if not edge.isalnum() and not edge.isspace())
         # Tokens that begin and end with letters cannot be escaped by their edges: their inside is broken instead.
-        self._words = [text for text in texts if text[0].isalnum() and text[-1].isalnum()]
+        self._words = [text for text in texts if _is_word(text)]
         self._inner = {re.sub(r"^\W+|\W+$", "", text) for text in texts}
 
     def escape_for(self, request: JSON) -> "_Escape":

@@ -44,6 +44,8 @@ processes; a second one does not wait.
 _LOOK_S: Final = 0.1
 _LOG_BYTES_MAX: Final = 8 << 20
 _BACKOFF_S: Final = (0.5, 30.0)
+_STABLE_S: Final = 60.0  # a child that lived this long starts again without a back-off
+_PROGRESS_S: Final = 5.0
 _MACHINE_DRAIN_S: Final = 35.0
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -136,13 +138,15 @@ class Child:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.start_at = 0.0
-        self.failures = 0
+        self._failures = 0
+        self._started_at = 0.0
         self._command = command
         self._log = log
         self._death = death
 
-    def start(self) -> None:
+    def start(self, now: float) -> None:
         """In its own process group, so that a terminal's Ctrl-C reaches this process alone, which then drains."""
+        self._started_at = now
         with open(self._log, "ab") as log:
             self.process = subprocess.Popen(
                 self._command,
@@ -158,8 +162,10 @@ class Child:
         if self.process is None or (status := self.process.poll()) is None:
             return None
         least, most = _BACKOFF_S
-        self.start_at = now + min(least * 2.0 ** min(self.failures, 16), most)
-        self.failures += 1
+        if now - self._started_at >= _STABLE_S:
+            self._failures = 0
+        self.start_at = now + min(least * 2.0 ** min(self._failures, 16), most)
+        self._failures += 1
         self.process = None
         return status
 
@@ -195,6 +201,7 @@ class Household:
         self._answered = False  # the gateway has lived, so that another start is worth trying
         self._ready: set[str] = set()
         self._said = {""}
+        self._progress_at = _PROGRESS_S
         self._machine_side = MachineSide(config.machine_address)
         settings = ["--config", str(Path(config_path).resolve())] if config_path is not None else []
         settings += ["--state", config.state_folder, "--host", config.server.host, "--port", str(port)]
@@ -229,12 +236,12 @@ class Household:
         """False where going on makes no sense: the gateway ended before it ever answered."""
         status = child.ended(now)
         if status is not None:
-            if child is self._gateway and not self._answered:
+            if child is self._gateway and not self._answered and status > 0:  # not by a signal: by itself
                 fail(f"the gateway could not start (status {status}):\n{child.last_words()}")
                 return False
             self._say(f"the {child.name} ended with status {status}; it starts again (see {child.name}.log)")
         if child.process is None and now >= child.start_at:
-            child.start()
+            child.start(now)
         return True
 
     def _tell(self, elapsed_s: float) -> None:
@@ -252,6 +259,9 @@ class Household:
             elif replica.problem not in self._said:
                 self._said = {"", "loading", replica.problem}
                 self._say(f"{replica.model}: {replica.problem}")
+            elif replica.problem and elapsed_s >= self._progress_at:
+                self._progress_at = elapsed_s + _PROGRESS_S
+                self._say(f"{replica.model}: {replica.problem}, {elapsed_s:.0f} s so far")
 
     def _say_first_call(self, model: str) -> None:
         self._say(

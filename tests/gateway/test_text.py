@@ -254,6 +254,14 @@ def test_control_tokens_do_not_form_across_fields(tmp_path: Path) -> None:
         assert text._control.ids.isdisjoint(ids), (name, content)
 
 
+def test_tokens_spelled_like_words_do_not_form_across_fields(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}"
+    text = Text(_write(tmp_path, _byte_level([AddedToken("unused_token")]), template))
+    for name, content in [("unused_", "token"), ("unused_token", ""), ("", "unused_token")]:
+        ids = text.encode_chat([{"role": "user", "name": name, "content": content}])
+        assert text._control.ids.isdisjoint(ids), (name, content)
+
+
 def test_parts_of_content_do_not_join_to_a_control_token(tmp_path: Path) -> None:
     template = "{% for m in messages %}{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endfor %}"
     text = Text(_write(tmp_path, _byte_level([_special("<|end|>")]), template))
