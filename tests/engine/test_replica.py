@@ -258,7 +258,7 @@ def test_logprobs_come_one_per_token_of_those_who_asked(calm: Stamped) -> None:
     peer.submit(2)
     peer.until(finished(1, 2))
     told = [item for frame in peer.frames if isinstance(frame, Progress) for item in frame.logprobs]
-    assert [item.id for item in told] == peer.tokens[1]
+    assert [item.id for item in told] == [1] * len(peer.tokens[1])
     assert all(len(item.top_ids) == 2 for item in told)
 
 
