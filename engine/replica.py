@@ -9,6 +9,7 @@ ends takes its sequences with it. It knows nothing of kernels, shapes, tenants o
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import selectors
 import signal
@@ -359,6 +360,13 @@ def log(event: str, **fields: object) -> None:
     print(json.dumps({"time": round(time.time(), 3), "event": event, **fields}), file=sys.stderr, flush=True)
 
 
+class _Notes(logging.Handler):
+    """Sends what other modules log the same way."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log("note", logger=record.name, message=record.getMessage())
+
+
 def parse_spec(document: str) -> ReplicaSpec:
     """Raises msgspec.ValidationError where the document is no ReplicaSpec."""
     return msgspec.json.decode(document, type=ReplicaSpec)
@@ -426,6 +434,7 @@ def _die_with_parent() -> None:
 def main(argv: list[str]) -> int:
     from engine.runner import Runner  # only here: a replica of another runner needs no torch
 
+    logging.basicConfig(level=logging.INFO, handlers=[_Notes()])
     return run(parse_spec(argv[0]), Runner.open)
 
 

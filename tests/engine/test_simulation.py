@@ -1,9 +1,17 @@
-"""Thousands of random lives of a replica over the stamp engine; see tests/engine/simulation.py for what is checked."""
+"""Thousands of random lives of a replica over the stamp engine; see tests/engine/simulation.py for what is checked.
 
+And the proof that they can fail: builds that are broken on purpose are found out.
+"""
+
+import importlib
+import sys
+import types
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from tests.engine import simulation as simulated
 from tests.engine.simulation import Chaos
 
 
@@ -27,3 +35,68 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
         "finished_error",
     ):
         assert seen[what] > 20, f"{what}: {seen[what]}"
+
+
+# module, what its source says, what the broken build says instead
+BREAKS = {
+    "tenants share one prefix cache": ("sequence", "scope_id=scope.id", 'scope_id=b"x" * 16'),
+    "kinds of scope are not told apart": ("sequence", "scope_kind=int(scope.kind)", "scope_kind=1"),
+    "a raised epoch wipes nothing": ("sequence", "epoch=scope.epoch", "epoch=0"),
+    "requests without a scope share": ("sequence", "scope.kind == ScopeKind.REQUEST or not scope.id", "False"),
+    "choices have the same seed": ("sequence", "sampling.seed + choice", "sampling.seed"),
+    "the prompt's last token is not computed": ("scheduler", "sequence.tokens[:-1])", "sequence.tokens)"),
+    "a block that is not full is shared": (
+        "scheduler",
+        "sequence.computed // self._block_tokens\n        assert",
+        "-(-sequence.computed // self._block_tokens)\n        assert",
+    ),
+    "a duplicate is freed and still read": ("scheduler", "sequence.table[:full] = sequence.lease.blocks", "pass"),
+    "duplicates leak": ("scheduler", "self._blocks.give(spare)", "pass"),
+    "private blocks leak": ("scheduler", "self._blocks.give(sequence.private())", "pass"),
+    "a lease is never released": ("scheduler", "self._blocks.give(self._tree.release(sequence.lease))", "pass"),
+    "one token of the prefix is skipped": (
+        "scheduler",
+        "sequence.computed = len(cached) * self._block_tokens",
+        "sequence.computed = len(cached) * self._block_tokens + 1",
+    ),
+    "blocks are freed while they are read": ("scheduler", "if sequence.flying:", "if False:"),
+    "preemption keeps its blocks": ("sequence", "self.shared = self.blocks = 0", "self.shared = 0"),
+    "penalties miss the last token": (
+        "scheduler",
+        "(tokens, sequence.prompt_tokens)",
+        "(tokens[:-1], sequence.prompt_tokens)",
+    ),
+    "a preempted sequence starts twice": (
+        "scheduler",
+        "if sequence.ticket < 0:\n            self._first",
+        "if 1:\n            self._first",
+    ),
+    "the budget is overrun": ("scheduler", "min(sequence.pending - 1, left - kept)", "sequence.pending - 1"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_build_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, right, wrong = BREAKS[name]
+    install_broken(module, right, wrong, monkeypatch)
+    for seed in range(300):
+        try:
+            Chaos(seed).run()
+        except (AssertionError, ArithmeticError, LookupError, ValueError):
+            return
+    raise AssertionError(f"300 lives did not notice that {name}")
+
+
+def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the simulation use engine/<name>.py with one piece of its source replaced."""
+    original = importlib.import_module(f"engine.{name}")
+    source = Path(str(original.__file__)).read_text()
+    assert source.count(right) == 1, f"the source no longer says {right!r} once"
+    broken = types.ModuleType(f"broken_{name}")
+    monkeypatch.setitem(sys.modules, broken.__name__, broken)
+    exec(compile(source.replace(right, wrong), broken.__name__, "exec"), broken.__dict__)
+    for kept in ("Refused", "Stage"):  # what the unbroken modules raise and compare
+        broken.__dict__[kept] = getattr(original, kept)
+    for replaced in ("Scheduler", "Door"):
+        if replaced in broken.__dict__:
+            monkeypatch.setattr(simulated, replaced, broken.__dict__[replaced])

@@ -1,0 +1,427 @@
+"""engine/scheduler.py over the stamp engine: one budget, the door, cache hits, preemption, turns, endings."""
+
+import random
+
+import pytest
+
+from engine.sequence import Refused, Stage
+from engine.wire import FinishReason, RejectReason, Sampling, Scope, ScopeKind
+from tests.engine.simulation import Simulation
+
+A = Scope(ScopeKind.TENANT, b"a" * 16)
+B = Scope(ScopeKind.TENANT, b"b" * 16)
+
+
+def words(count: int, seed: int = 1) -> list[int]:
+    pick = random.Random(seed)
+    return [pick.randrange(1000) for _ in range(count)]
+
+
+def steps_until_first_token(simulation: Simulation, id: int, most: int = 200) -> int:
+    for step in range(1, most + 1):
+        assert simulation.step()
+        if simulation.heard[1, id].tokens:
+            return step
+    raise AssertionError(f"no token in {most} steps")
+
+
+# One budget for prompts and decodes
+
+
+@pytest.mark.parametrize("step_tokens", [1, 3, 16, 64, 1000])
+def test_text_does_not_depend_on_how_the_prompt_is_cut(step_tokens: int) -> None:
+    simulation = Simulation(step_tokens=step_tokens)
+    simulation.submit(1, words(45), max_tokens=20)
+    simulation.submit(2, words(7), max_tokens=20, sampling=Sampling(temperature=1.0, seed=5))
+    simulation.run()
+    simulation.assert_all_finished()
+
+
+def test_a_prompt_is_cut_into_steps_of_the_budget() -> None:
+    simulation = Simulation(step_tokens=16)
+    simulation.submit(1, words(45))
+    chunks = []
+    while not simulation.heard[1, 1].tokens:
+        plan = simulation.plan()
+        assert plan is not None
+        chunks.append(plan.chunks)
+        simulation.scheduler.commit(plan, simulation.fly(plan))
+        simulation.listen()
+    assert chunks == [[16], [16], [13]]
+
+
+def test_decodes_go_on_in_every_step_of_a_long_prompt() -> None:
+    simulation = Simulation(blocks=128)
+    simulation.submit(1, words(4), max_tokens=40)
+    simulation.step()
+    simulation.submit(2, words(300, 2))
+    for count in range(2, 12):
+        simulation.step()
+        assert len(simulation.heard[1, 1].tokens) == count
+
+
+def test_a_short_prompt_is_not_kept_waiting_by_a_long_one() -> None:
+    simulation = Simulation(blocks=256)
+    simulation.submit(1, words(800), A)
+    simulation.step()
+    simulation.submit(2, words(6, 2), B)
+    assert steps_until_first_token(simulation, 2) <= 2
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
+    simulation = Simulation(blocks=256, waiting=1000, step_tokens=16)
+    simulation.submit(1, words(320), A)
+    for step in range(60):  # alone it takes 20 steps, and half of every step is its right
+        simulation.submit(100 + step, words(9, step), B, max_tokens=1)
+        simulation.step()
+        if simulation.heard[1, 1].tokens:
+            assert step <= 50
+            return
+    raise AssertionError("starved")
+
+
+def test_running_sequences_are_limited() -> None:
+    simulation = Simulation(sequences=3)
+    for id in range(10):
+        simulation.submit(id, words(3, id), max_tokens=30)
+    for _ in range(20):
+        simulation.step()
+        assert simulation.scheduler.load(draining=False).running <= 3
+
+
+# The door
+
+
+def test_queue_has_a_bound_and_takes_all_choices_or_none() -> None:
+    simulation = Simulation(waiting=4)
+    simulation.submit(1, words(3), n=3)
+    with pytest.raises(Refused) as refused:
+        simulation.submit(10, words(3), n=2)
+    assert refused.value.reason == RejectReason.BUSY
+    assert 250 <= refused.value.retry_after_ms <= 10_000
+    assert simulation.scheduler.load(draining=False).waiting == 3
+    simulation.submit(20, words(3))
+    simulation.run()
+    simulation.assert_all_finished()
+
+
+def test_what_can_never_fit_the_pool_is_refused_at_once() -> None:
+    simulation = Simulation(blocks=4, block_tokens=4)
+    with pytest.raises(Refused) as refused:
+        simulation.submit(1, words(16))
+    assert refused.value.reason == RejectReason.TOO_LONG
+    simulation.submit(2, words(15), max_tokens=100)
+    simulation.run()
+    assert len(simulation.heard[1, 2].tokens) == 1
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
+    simulation = Simulation()
+    simulation.submit(1, words(3))
+    with pytest.raises(Refused):
+        simulation.submit(0, words(3), n=2)
+    simulation.run()
+    simulation.submit(0, words(3), n=2)
+    simulation.run()
+
+
+# Cache hits
+
+
+def test_isolation_gate_with_its_positive_control() -> None:
+    simulation = Simulation()
+    prompt = words(22)
+    cold, cross, same = (simulation.submit(id, prompt, scope) for id, scope in ((1, A), (2, B), (3, A)))
+    tables = {}
+    while not simulation.scheduler.idle:
+        plan = simulation.plan()
+        assert plan is not None
+        for sequence in plan.sequences:
+            tables.setdefault(sequence.id, set()).update(sequence.table[: sequence.blocks].tolist())
+        simulation.scheduler.commit(plan, simulation.fly(plan))
+        simulation.listen()
+    assert [heard[0].started.cached_tokens for heard in (cold, cross, same) if heard[0].started] == [0, 0, 20]
+    assert tables[1].isdisjoint(tables[2])
+    assert tables[3].isdisjoint(tables[2])
+    assert len(tables[1] & tables[3]) >= 5
+    simulation.assert_all_finished()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        B,
+        Scope(ScopeKind.USER, A.id),
+        Scope(ScopeKind.PUBLIC, A.id),
+        Scope(ScopeKind.TENANT, A.id, 1),
+        Scope(ScopeKind.REQUEST, A.id),
+        Scope(),
+    ],
+)
+def test_another_kind_id_or_epoch_finds_nothing(other: Scope) -> None:
+    simulation = Simulation()
+    simulation.submit(1, words(22), A)
+    simulation.run()
+    simulation.submit(2, words(22), other)
+    simulation.run()
+    started = simulation.heard[1, 2].started
+    assert started is not None
+    assert started.cached_tokens == 0
+    simulation.assert_all_finished()
+
+
+def test_request_scope_never_touches_the_tree() -> None:
+    simulation = Simulation()
+    simulation.submit(1, words(22), Scope(ScopeKind.REQUEST, A.id), n=3)
+    simulation.run()
+    assert simulation.tree.cached == 0
+    assert simulation.account.free == simulation.account.total
+    assert [simulation.heard[1, id].started.cached_tokens for id in (1, 2, 3)] == [0, 0, 0]  # type: ignore[union-attr]
+    simulation.assert_all_finished()
+
+
+@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8), (22, 20)])
+def test_the_last_prompt_token_is_always_computed(length: int, cached: int) -> None:
+    simulation = Simulation(block_tokens=4)
+    for id in (1, 2):
+        simulation.submit(id, words(length), A)
+        simulation.run()
+    started = simulation.heard[1, 2].started
+    assert started is not None
+    assert started.cached_tokens == cached
+
+
+def test_the_next_turn_hits_the_answer_of_the_last() -> None:
+    simulation = Simulation(block_tokens=4)
+    (first,) = simulation.submit(1, words(10), A, max_tokens=15)
+    simulation.run()
+    (second,) = simulation.submit(2, [*words(10), *first.tokens, *words(5, 2)], A)
+    simulation.run()
+    assert second.started is not None
+    assert second.started.cached_tokens == 24  # 10 + 15 tokens; the KV of the last one was never computed
+    simulation.assert_all_finished()
+
+
+def test_choices_wait_for_the_first_and_then_share_its_prompt() -> None:
+    simulation = Simulation(block_tokens=4, step_tokens=16)
+    entries = simulation.submit(1, words(41), A, n=4)
+    simulation.run()
+    assert [entry.started.cached_tokens for entry in entries if entry.started] == [0, 40, 40, 40]
+    computed = simulation.scheduler.load(draining=False).counters["computed_tokens"]
+    assert computed == 41 + 3 * 1 + 4 * 3
+    simulation.assert_all_finished()
+
+
+def test_who_shares_a_prefix_with_a_running_prompt_waits_for_it_and_blocks_no_other_scope() -> None:
+    simulation = Simulation(blocks=256, step_tokens=16)
+    simulation.submit(1, words(160), A)
+    simulation.step()
+    (sharer,) = simulation.submit(2, [*words(160), 5], A)
+    (stranger,) = simulation.submit(3, words(4, 9), B)
+    simulation.step()
+    assert sharer.started is None
+    assert stranger.started is not None
+    simulation.run()
+    assert sharer.started is not None
+    assert sharer.started.cached_tokens == 160
+    simulation.assert_all_finished()
+
+
+def test_who_waited_for_a_prefix_goes_on_when_its_leader_is_cancelled() -> None:
+    simulation = Simulation(blocks=256, step_tokens=16)
+    simulation.submit(1, words(160), A, n=2)
+    simulation.step()
+    simulation.step()
+    simulation.scheduler.cancel(1, [1])
+    simulation.run()
+    started = simulation.heard[1, 2].started
+    assert started is not None
+    assert started.cached_tokens == 32
+    simulation.assert_all_finished()
+
+
+# When blocks run out
+
+
+def test_the_youngest_is_preempted_and_nobody_notices() -> None:
+    simulation = Simulation(blocks=12, block_tokens=4, step_tokens=64)
+    entries = [simulation.submit(id, words(9, id), max_tokens=30)[0] for id in range(4)]
+    oldest_preempted = False
+    while not simulation.scheduler.idle:
+        assert simulation.step()
+        oldest_preempted |= entries[0].started is not None and entries[0].sequence.stage == Stage.WAITING
+    assert not oldest_preempted
+    assert simulation.scheduler.load(draining=False).counters["preemptions"] >= 3
+    simulation.assert_all_finished()
+
+
+def test_preempted_sequence_resumes_before_anything_new_starts() -> None:
+    simulation = Simulation(sequences=2)
+    (old,) = simulation.submit(1, words(9), max_tokens=20)
+    simulation.step()
+    (new,) = simulation.submit(2, words(9, 2), max_tokens=20)
+    simulation.scheduler.preempt(old.sequence)
+    simulation.step()
+    assert old.sequence.stage == Stage.RUNNING
+    assert old.sequence.ticket < new.sequence.ticket
+    simulation.run()
+    simulation.assert_all_finished()
+
+
+def test_cached_blocks_make_room_for_new_prompts() -> None:
+    simulation = Simulation(blocks=12, block_tokens=4)
+    for id in range(20):
+        simulation.submit(id, words(30, id), A, max_tokens=5)
+        simulation.run()
+    counters = simulation.scheduler.load(draining=False).counters
+    assert counters.get("preemptions", 0) == 0
+    assert counters["evicted_space_blocks"] > 100
+    simulation.assert_all_finished()
+
+
+# Turns between scopes
+
+
+def test_a_backlog_of_one_scope_does_not_delay_another_by_more_than_a_turn() -> None:
+    simulation = Simulation(blocks=64, sequences=2, waiting=200)
+    for id in range(60):
+        simulation.submit(id, words(20, id), A, max_tokens=6)
+    for _ in range(10):
+        simulation.step()
+    started_before = simulation.scheduler.load(draining=False).counters["started"]
+    (late,) = simulation.submit(100, words(20, 99), B, max_tokens=6)
+    while late.started is None:
+        assert simulation.step()
+    assert simulation.scheduler.load(draining=False).counters["started"] - started_before <= 2
+
+
+def test_backlogged_scopes_are_served_alike_though_one_asks_in_bulk() -> None:
+    simulation = Simulation(blocks=64, sequences=4, waiting=400)
+    for id in range(100):
+        simulation.submit(id, words(20, id), A, max_tokens=8)
+    for id in range(100, 120):
+        simulation.submit(id, words(20, id), B, max_tokens=8)
+    while any(not simulation.heard[1, id].started for id in range(100, 120)):
+        assert simulation.step()
+    bulk = sum(simulation.heard[1, id].started is not None for id in range(100))
+    assert 16 <= bulk <= 24, f"{bulk} of A while 20 of B"
+
+
+# Endings
+
+
+def test_cancel_in_flight_keeps_the_blocks_until_the_step_is_over() -> None:
+    simulation = Simulation()
+    (entry,) = simulation.submit(1, words(9), max_tokens=20)
+    simulation.step()
+    plan = simulation.plan()
+    assert plan is not None
+    free = simulation.account.free
+    simulation.scheduler.cancel(1, [1])
+    simulation.scheduler.check()
+    assert simulation.account.free == free
+    simulation.scheduler.commit(plan, simulation.fly(plan))
+    simulation.listen()
+    assert simulation.account.free == simulation.account.total
+    assert entry.finish is not None
+    assert (entry.finish.reason, entry.finish.completion_tokens) == (FinishReason.CANCELLED, 1)
+    assert len(entry.tokens) == 1
+
+
+def test_waiting_sequence_can_be_cancelled_and_never_starts() -> None:
+    simulation = Simulation(sequences=1)
+    simulation.submit(1, words(9))
+    (waiting,) = simulation.submit(2, words(9))
+    simulation.step()
+    simulation.scheduler.cancel(1, [2, 77])
+    simulation.run()
+    simulation.listen()
+    assert waiting.started is None
+    assert waiting.finish is not None
+    assert waiting.finish.reason == FinishReason.CANCELLED
+
+
+def test_an_owner_that_leaves_takes_only_its_own_sequences() -> None:
+    simulation = Simulation()
+    simulation.submit(1, words(9), owner=1, max_tokens=9)
+    simulation.submit(1, words(9), owner=2, max_tokens=9)
+    simulation.step()
+    simulation.drop(2)
+    simulation.run()
+    simulation.assert_all_finished()
+    assert simulation.heard[1, 1].finish is not None
+
+
+def test_failed_step_ends_its_sequences_with_a_message_and_no_others() -> None:
+    simulation = Simulation(sequences=1)
+    (running,) = simulation.submit(1, words(9), A)
+    (waiting,) = simulation.submit(2, words(9), A)
+    plan = simulation.plan()
+    assert plan is not None
+    simulation.scheduler.fail(plan, "broken")
+    simulation.listen()
+    simulation.run()
+    assert running.finish is not None
+    assert (running.finish.reason, running.finish.message) == (FinishReason.ERROR, "broken")
+    assert waiting.started is not None
+    assert waiting.started.cached_tokens == 0, "the KV of a failed step was kept"
+    simulation.assert_all_finished()
+
+
+def test_output_ends_at_the_stop_token_or_at_the_context() -> None:
+    simulation = Simulation(context_tokens=20, vocabulary=5, stop_ids=[3])
+    for id in range(20):
+        simulation.submit(id, [token % 3 for token in words(8, id)], max_tokens=100)
+    simulation.run()
+    simulation.assert_all_finished()
+    reasons = {entry.finish.reason for entry in simulation.heard.values() if entry.finish}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+    assert max(len(entry.tokens) for entry in simulation.heard.values()) == 12
+
+
+def test_penalties_see_prompt_and_output_even_after_preemption() -> None:
+    simulation = Simulation()
+    (entry,) = simulation.submit(1, words(9), A, max_tokens=20, sampling=Sampling(presence_penalty=1.0))
+    for step in range(12):
+        simulation.step()
+        if step in (3, 7):
+            simulation.scheduler.preempt(entry.sequence)
+    simulation.run()
+    simulation.assert_all_finished()
+
+
+def test_bias_reaches_the_sampler() -> None:
+    simulation = Simulation()
+    (entry,) = simulation.submit(1, words(9), max_tokens=3, sampling=Sampling(logit_bias={42: 100.0}))
+    simulation.run()
+    assert entry.tokens == [42, 42, 42]
+
+
+def test_waiting_time_is_told_and_makes_the_hint_of_a_full_queue() -> None:
+    simulation = Simulation(sequences=1, waiting=1)
+    simulation.submit(1, words(3), max_tokens=3)
+    simulation.step()
+    (second,) = simulation.submit(2, words(3), max_tokens=3)
+    simulation.run()
+    assert second.started is not None
+    assert second.started.waited_ms == 2000.0
+    simulation.submit(3, words(3))
+    with pytest.raises(Refused) as refused:
+        simulation.submit(4, words(3))
+    assert refused.value.retry_after_ms == 2000
+
+
+def test_load_counts_what_runs_waits_and_is_cached() -> None:
+    simulation = Simulation(blocks=64, block_tokens=4, sequences=1)
+    simulation.submit(1, words(9), A, max_tokens=3)
+    simulation.submit(2, words(11), A, max_tokens=3)
+    simulation.step()
+    load = simulation.scheduler.load(draining=True)
+    assert (load.running, load.waiting, load.waiting_tokens, load.steps, load.draining) == (1, 1, 11, 1, True)
+    assert (load.free_blocks, load.cached_blocks) == (61, 2)
+    simulation.run()
+    counters = simulation.scheduler.load(draining=False).counters
+    assert counters["finished_length"] == counters["started"] == 2
+    assert counters["prompt_tokens"] == 20
+    assert counters["hit_tokens"] == 8
+    assert counters["computed_tokens"] == 20 - 8 + 4
