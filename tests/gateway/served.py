@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
+import random
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -243,3 +245,36 @@ class Client:
     def leave(self) -> None:
         """Closes the connection at once."""
         self.writer.transport.abort()
+
+
+async def visit(gateway: Served, rng: random.Random, *, stays: bool) -> None:
+    """A stream that is read to its end, or left after a random while."""
+    client = await gateway.client()
+    native = rng.random() < 0.5
+    body: dict[str, Any] = {"max_tokens": rng.randrange(1, 30), "stream": rng.random() < 0.8}
+    if native:
+        path, body = gateway.run_path, {**body, "prompt": "hello"}
+    else:
+        path = "/v1/chat/completions"
+        body = {**body, "model": MODEL, "messages": [{"role": "user", "content": "hello"}], "n": rng.randrange(1, 4)}
+    try:
+        await client.post(path, body, gateway.headers)
+        if stays:
+            assert await client.head() == 200
+            await client.body()
+        else:
+            with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
+                async with asyncio.timeout(rng.random() * 0.15):
+                    await client.head()
+                    await client.body()
+    finally:
+        client.leave()
+
+
+def open_files() -> int:
+    """File descriptors of this process, but those of SQLite, which parks one whenever it shortens its log."""
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            count += "hearth.db" not in os.readlink(f"/proc/self/fd/{descriptor}")
+    return count

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import os
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.served import Served, looped, served, until
+from tests.gateway.served import Served, looped, open_files, served, until, visit
 from tests.gateway.stub_replica import MODEL
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 5000, "stream": True}
@@ -185,10 +184,6 @@ async def test_an_answer_that_is_not_streamed_has_its_true_status_however_long_i
         assert (await gateway.call(path, {"prompt": "hello"})).status == 503
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @looped
 async def test_many_clients_that_leave_at_random_leak_nothing(tmp_path: Path) -> None:
     """The small version of benchmarks/leaks.py."""
@@ -197,12 +192,12 @@ async def test_many_clients_that_leave_at_random_leak_nothing(tmp_path: Path) ->
     rng = random.Random(seed)
     async with served(tmp_path) as gateway:
         gateway.behaviour.step_s = 0.005
-        await one(gateway, rng, stays=True)
+        await visit(gateway, rng, stays=True)
         await gateway.settled()
         gc.collect()
         tasks, files = len(asyncio.all_tasks()), open_files()
         for _ in range(6):
-            await asyncio.gather(*(one(gateway, rng, stays=rng.random() > 0.3) for _ in range(50)))
+            await asyncio.gather(*(visit(gateway, rng, stays=rng.random() > 0.3) for _ in range(50)))
         await gateway.settled()
         await until(lambda: not gateway.server.server_state.connections)
         gc.collect()
@@ -213,30 +208,6 @@ async def test_many_clients_that_leave_at_random_leak_nothing(tmp_path: Path) ->
         records = await gateway.records()
         assert len({record.request_id for record in records}) == len(records)
         assert sum(record.outcome == "done" for record in records) >= 100
-
-
-async def one(gateway: Served, rng: random.Random, *, stays: bool) -> None:
-    """A stream that is read to its end, or left after a random while."""
-    client = await gateway.client()
-    native = rng.random() < 0.5
-    body: dict[str, Any] = {"max_tokens": rng.randrange(1, 30), "stream": rng.random() < 0.8}
-    if native:
-        path, body = gateway.run_path, {**body, "prompt": "hello"}
-    else:
-        path = "/v1/chat/completions"
-        body = {**body, "model": MODEL, "messages": [{"role": "user", "content": "hello"}], "n": rng.randrange(1, 4)}
-    try:
-        await client.post(path, body, gateway.headers)
-        if stays:
-            assert await client.head() == 200
-            await client.body()
-        else:
-            with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
-                async with asyncio.timeout(rng.random() * 0.15):
-                    await client.head()
-                    await client.body()
-    finally:
-        client.leave()
 
 
 @looped
