@@ -8,6 +8,7 @@ ends takes its sequences with it. It knows nothing of kernels, shapes, tenants o
 
 import contextlib
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -254,8 +255,14 @@ class Replica:
             sampled = flight.wait()
         except Exception as error:
             self._failures += 1
-            log("step_failed", sequences=len(plan.sequences), failures=self._failures, error=type(error).__name__)
-            traceback.print_exc()
+            where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+            log(
+                "step_failed",
+                sequences=len(plan.sequences),
+                failures=self._failures,
+                error=repr(error)[:200],
+                where=where,
+            )
             self._scheduler.fail(plan, "the model failed in this step; send the request again")
             return
         self._failures = 0
@@ -380,6 +387,8 @@ def run(spec: ReplicaSpec, open_runner: Open, bounds: Bounds | None = None) -> i
     pulse.enter(Phase.LOADING)
     began = time.monotonic()
     runner = open_runner(spec.model, spec.device, spec.threads, pulse.beat)
+    gc.collect()
+    gc.freeze()  # what loading made stays: collections during steps need not walk it
     log("loaded", model=spec.model.name, seconds=round(time.monotonic() - began, 3), blocks=runner.blocks)
     try:
         return serve(spec, runner, pulse, bounds or Bounds(), orphaned=lambda: os.getppid() != parent)
@@ -434,6 +443,9 @@ def _die_with_parent() -> None:
 def main(argv: list[str]) -> int:
     from engine.runner import Runner  # only here: a replica of another runner needs no torch
 
+    if len(argv) != 1:
+        print("usage: python -m engine.replica '<ReplicaSpec JSON>'", file=sys.stderr)
+        return 2
     logging.basicConfig(level=logging.INFO, handlers=[_Notes()])
     return run(parse_spec(argv[0]), Runner.open)
 

@@ -256,7 +256,7 @@ class Scheduler:
         )
 
     def _start(self, sequence: Sequence) -> bool:
-        """Leases the longest cached prefix, takes blocks for the rest. False, and nothing taken, if too few are left."""
+        """Leases the longest cached prefix and takes blocks for the rest; False, and nothing taken, if too few."""
         if self._stuck is not None and self._stuck[0] is sequence and self._available() <= self._stuck[1]:
             return False
         if sequence.namespace is not None:
