@@ -31,7 +31,7 @@ def decoding(prompt_tokens: int, sampling: Sampling) -> Scheduler:
     blocks = DECODES * (longest // BLOCK_TOKENS + 2)
     budget = DECODES * longest
     scheduler = Scheduler(
-        Tree(blocks, BLOCK_TOKENS), Blocks(blocks), Limits(budget, DECODES, DECODES), clock=time.monotonic
+        Tree(blocks, BLOCK_TOKENS), Blocks(blocks), Limits(budget, 2 * DECODES, DECODES), clock=time.monotonic
     )
     door = Door("r", "kv", BLOCK_TOKENS, longest, 50_000, frozenset({49_999}))
     pick = random.Random(1)

@@ -229,7 +229,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Starts what waits while there are places, blocks, and budget that running prompts do not use up."""
-        while len(self._running) < self._running_max:
+        while len(self._running) < self._running_max and (self._preempted or self._queue):
             pending = [sequence.pending for sequence in self._running if sequence.pending > 1]
             spare = self._limits.step_tokens - len(self._running)
             if sum(pending[1:]) > spare // 2:  # the oldest prompt leaves half of the budget to the others
