@@ -1,4 +1,4 @@
-"""Bad input at a whole Hearth: the documented status and code, words that help, nothing reserved, nothing left behind."""
+"""Bad input at a whole Hearth: the documented status and code, words that help, nothing reserved or left behind."""
 
 from typing import Any
 
@@ -27,7 +27,9 @@ HELLO = {"role": "user", "content": "Hello"}
         ({"prompt": "word " * 12000}, 400, 3030, "8192"),
     ],
 )
-def test_a_bad_body_is_refused_in_words(hearth: Hearth, body: dict[str, Any], status: int, code: int, words: str) -> None:
+def test_a_bad_body_is_refused_in_words(
+    hearth: Hearth, body: dict[str, Any], status: int, code: int, words: str
+) -> None:
     with hearth.client() as client:
         said = client.post(NATIVE, json=body)
     assert said.status_code == status, said.text

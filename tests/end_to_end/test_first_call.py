@@ -1,4 +1,4 @@
-"""What a newcomer sees: the printed curl line works, a real model answers, its system prompt is shared inside a tenant only."""
+"""What a newcomer sees: the printed curl line works, a real model answers, a tenant alone shares its system prompt."""
 
 import json
 import re

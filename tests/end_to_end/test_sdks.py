@@ -9,6 +9,7 @@ import pytest
 from tests.end_to_end.conftest import EMBER, Hearth, events
 
 ASK = [{"role": "user", "content": "Hello! Who are you?"}]
+UNSURE = [{"role": "user", "content": "qux Zebra 77 plonk, harbour?? tell tell story mirror"}]
 
 
 @pytest.fixture(params=["account path", "short path"])
@@ -49,9 +50,7 @@ def test_openai_streams_what_it_answers(open_ai: openai.OpenAI) -> None:
 
 def test_openai_n_choices_are_reproducible_by_seed(open_ai: openai.OpenAI) -> None:
     def draw() -> list[str | None]:
-        said = open_ai.chat.completions.create(
-            model=EMBER, messages=ASK, temperature=1.3, seed=7, n=3, max_tokens=16, top_p=0.95
-        )
+        said = open_ai.chat.completions.create(model=EMBER, messages=UNSURE, temperature=2, seed=7, n=3, max_tokens=60)
         assert [choice.index for choice in said.choices] == [0, 1, 2]
         return [choice.message.content for choice in said.choices]
 
