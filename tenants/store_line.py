@@ -21,7 +21,7 @@ from redis.exceptions import TimeoutError as NoAnswer
 from tenants.store import StoreUnavailable
 
 ANSWER_S: Final = 0.05  # for a flight, a new connection included; after the second one a caller is told
-FLIGHT: Final = 256  # commands sent at once
+FLIGHT: Final = 64  # commands sent at once; more would save little, and their answers take part of the deadline
 
 Command = Sequence[Any]
 
@@ -66,8 +66,7 @@ class Line:
         answers = [question.answer for question in questions]
         for answer in answers:
             if isinstance(answer, (NoConnection, NoAnswer, OSError)):
-                with explained():
-                    raise answer
+                raise unavailable(answer) from answer
         return answers
 
     async def close(self) -> None:
@@ -120,7 +119,11 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (RedisError, OSError) as error:
-        raise StoreUnavailable(f"Redis: {error or type(error).__name__}: {_advice(error)}") from error
+        raise unavailable(error) from error
+
+
+def unavailable(error: Exception) -> StoreUnavailable:
+    return StoreUnavailable(f"Redis: {error or type(error).__name__}: {_advice(error)}")
 
 
 def _advice(error: Exception) -> str:

@@ -38,7 +38,7 @@ from tenants.store import (
     Refused,
     Seal,
 )
-from tenants.store_line import FLIGHT, Line, connect, explained
+from tenants.store_line import FLIGHT, Line, connect, explained, unavailable
 from tenants.usage import EXPIRED, MICRO, Balance, Totals, UsageRecord
 
 READ_S: Final = 5.0  # for an answer that may be long
@@ -350,8 +350,7 @@ def _checked(answers: list[Any]) -> list[Any]:
     """The answers, or StoreUnavailable where one of them is an error."""
     for answer in answers:
         if isinstance(answer, RedisError):
-            with explained():
-                raise answer
+            raise unavailable(answer) from answer
     return answers
 
 

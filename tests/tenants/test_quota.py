@@ -53,7 +53,9 @@ async def balanced(store: Store, caller: Any, day: int) -> Totals:
 
 
 async def recorded(store: Store, caller: Any, day: int, requests: int) -> bool:
-    return (await store.totals(caller.account.id, day)).requests == requests
+    with suppress(StoreUnavailable):
+        return (await store.totals(caller.account.id, day)).requests == requests
+    return False
 
 
 # ---- prices
@@ -292,9 +294,11 @@ async def test_settlements_of_an_outage_are_replayed_with_none_lost_and_none_dou
         quota.settle(reservation, DONE)
     await quota.flush()
     with outage():
-        for reservation in reservations[5:15]:
+        for n, reservation in enumerate(reservations[5:15]):
             quota.settle(reservation, DONE)
-            await quota.flush()
+            if n % 4 == 3:
+                await quota.flush()
+        await quota.flush()
         with pytest.raises(StoreUnavailable):
             await reserved(quota, caller, "x")
         assert quota.unwritten == 0, "they wait in memory although the outbox works"
@@ -303,8 +307,8 @@ async def test_settlements_of_an_outage_are_replayed_with_none_lost_and_none_dou
     for reservation in reservations[15:]:
         quota.settle(reservation, DONE)
     await quota.flush()
-    # A frozen Redis still runs, when it thaws, the one call that had reached it.
-    assert (await balanced(store, caller, clock.day)).requests in (10, 11)
+    # A frozen Redis still runs, when it thaws, the one call of four settlements that had reached it.
+    assert (await balanced(store, caller, clock.day)).requests in (10, 14)
     for _ in range(2):
         await quota.replay()
     assert await balanced(store, caller, clock.day) == Totals(20, 20 * DONE_COST, 20 * 40, 20 * 32, 20 * 5)
@@ -396,7 +400,7 @@ async def test_run_ends_when_it_is_cancelled_whatever_it_waits_for(
     for name in ("CHECKPOINT_S", "SWEEP_S", "REPLAY_S"):
         monkeypatch.setattr(module, name, 0.005)
     caller, dice = await new_caller(), random.Random(5)
-    for turn in range(12):
+    for turn in range(8):
         quota = Quota(store, tmp_path / "outbox", clock)
         running = asyncio.create_task(quota.run())
         settled, _ = await reserved(quota, caller, f"a{turn}"), await reserved(quota, caller, f"b{turn}")
@@ -612,7 +616,7 @@ async def test_whatever_happens_each_request_has_one_record_and_the_sums_agree(
     for n in range(250):
         if dice.random() < 0.02:
             with outage():
-                for m in range(4):
+                for m in range(3):
                     await step(1_000 * (n + 1) + m, True)
         else:
             await step(n, False)
