@@ -78,10 +78,15 @@ class Text:
         """Whether the chat template has a place for tools."""
         return any("tools" in template.names for template in self._templates.values())
 
+    @property
+    def token_bytes_max(self) -> int | None:
+        """No token stands for more bytes of text than this; None where that is not known."""
+        return None if self._bytes is None else max(map(len, self._bytes[0]))
+
     def encode_prompt(self, text: str) -> list[int]:
         """A raw prompt, behind what the tokenizer puts before every text (usually one begin-of-text token)."""
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = _ids(self._tokenizer, text)
             if not self._control.ids.isdisjoint(ids):
                 ids = self._plain.encode(text, True)
         except (UnicodeEncodeError, TypeError) as error:
@@ -128,7 +133,7 @@ class Text:
     def _encode_rendered(self, rendered: str, escape: "_Escape") -> list[int]:
         parts = self._control.pattern.split(rendered) if self._control.pattern else [rendered]
         written = [self._control.by_text[text].id for text in parts[1::2]]
-        ids = self._tokenizer.encode(escape.restore(rendered), add_special_tokens=False).ids
+        ids = _ids(self._tokenizer, escape.restore(rendered))
         if written == [id for id in ids if id in self._control.ids]:
             return ids
         return self._encode_cut([escape.restore(part) for part in parts])
@@ -157,6 +162,12 @@ class Text:
             return (self._tokenizer.id_to_token(id) or "").encode()
         table = self._bytes[0]
         return table[id] if 0 <= id < len(table) else b""
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """By the batch call: it alone lets other threads run meanwhile, and it leaves out offsets, which nobody reads."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 # ---- control tokens --------------------------------------------------------------------------------------------
@@ -310,15 +321,14 @@ class _Plain:
         bare["post_processor"] = bare["truncation"] = bare["padding"] = None
         _forget(bare["model"], control)
         self._first = Tokenizer.from_str(json.dumps(bare))
-        _never_prepend(bare)
-        self._later = Tokenizer.from_str(json.dumps(bare))
+        self._later = Tokenizer.from_str(json.dumps(bare)) if _never_prepend(bare) else self._first
         for token in control.by_text.values():
             if not control.ids.isdisjoint(self.encode(token.text, True)):
                 raise FolderError(f"tokenizer.json: plain text would become the control token {token.text!r}")
 
     def encode(self, text: str, first: bool) -> list[int]:
         """`first`: the text stands at the very beginning, where some tokenizers put a space before it."""
-        return (self._first if first else self._later).encode(text, add_special_tokens=False).ids if text else []
+        return _ids(self._first if first else self._later, text) if text else []
 
 
 def _forget(model: dict[str, Any], control: _Control) -> None:
@@ -330,11 +340,13 @@ def _forget(model: dict[str, Any], control: _Control) -> None:
         model["vocab"] = [[text, -1e6 if text in control.by_text else score] for text, score in vocabulary]
 
 
-def _never_prepend(bare: dict[str, Any]) -> None:
+def _never_prepend(bare: dict[str, Any]) -> bool:
+    """Takes away the space that some tokenizers put before the very first text; false where this one puts none."""
     pre = bare.get("pre_tokenizer") or {}
-    for step in [pre, *pre.get("pretokenizers", [])]:
-        if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first":
-            step["prepend_scheme"] = "never"
+    firsts = [step for step in [pre, *pre.get("pretokenizers", [])] if step.get("prepend_scheme") == "first"]
+    for step in firsts:
+        step["prepend_scheme"] = "never"
+    return bool(firsts)
 
 
 # ---- what a folder says ----------------------------------------------------------------------------------------
