@@ -26,6 +26,7 @@ from gateway.openai import OpenAI
 from gateway.run import Native
 from gateway.suspects import Suspects
 from gateway.traces import Traces, open_traces
+from gateway.turns import Turns
 from tenants.accounts import Accounts, Caller, MalformedToken, Unauthenticated
 from tenants.quota import Quota
 from tenants.store import Store, StoreUnavailable, open_store
@@ -226,6 +227,7 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         catalogue=open_catalogue(config),
         fleet=Fleet(config.machine_addresses),
         suspects=Suspects(time.monotonic),
+        turns=Turns(),
         metrics=Metrics(),
         traces=traces or open_traces(config.telemetry),
         clock=time.monotonic,

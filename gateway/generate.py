@@ -24,6 +24,7 @@ from gateway.reply import Chosen, Completion, Dialect, Reply, ToolUse, Usage
 from gateway.suspects import REMEMBERED_S, Suspects, fingerprint
 from gateway.text import Decoder, Text, TextError
 from gateway.traces import Span, Traces
+from gateway.turns import Turns
 from tenants.accounts import Accounts, Caller, UnknownToken
 from tenants.quota import Quota, QuotaExceeded, Reservation, Spent
 from tenants.store import StoreUnavailable
@@ -46,10 +47,16 @@ class Gateway:
     catalogue: Catalogue
     fleet: Fleet
     suspects: Suspects
+    turns: Turns
     metrics: Metrics
     traces: Traces
     clock: Callable[[], float]  # monotonic seconds
     calendar: Callable[[], float]  # seconds since 1970
+
+    def context_tokens(self, model: Model) -> int:
+        """What a replica says, where one can serve; else what the model's folder says."""
+        hello = self.fleet.hello(model.name)
+        return model.context_tokens if hello is None else hello.context_tokens
 
 
 class Request:
@@ -227,7 +234,7 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
 async def serve(request: Request, reply: Reply) -> None:
     """Everything between the checked prompt and the last byte of the answer."""
     gateway, model, prompt = request.gateway, request.model, request.prompt
-    ids = await encode(model, prompt)
+    ids = await encode(request)
     room = check(gateway, model, prompt, len(ids))
     tokens = pack(ids)
     request.prompt_tokens = len(ids)
@@ -255,11 +262,20 @@ class Order:
     suspect: bytes
 
 
-async def encode(model: Model, prompt: Prompt) -> list[int]:
-    """The prompt's ids. Raises Refusal where the model's template or tokenizer cannot take it."""
-    if prompt.length > LONG_TEXT_CHARS:
+async def encode(request: Request) -> list[int]:
+    """The prompt's ids. Raises Refusal where the model's template or tokenizer cannot take it.
+
+    A long text is encoded in a thread, one at a time for each account; one that cannot fit is not encoded at all.
+    """
+    gateway, model, prompt = request.gateway, request.model, request.prompt
+    if prompt.length <= LONG_TEXT_CHARS:
+        return _encode(model, prompt)
+    most = model.text.token_bytes_max
+    context_tokens = gateway.context_tokens(model)
+    if most is not None and prompt.length > context_tokens * most:
+        raise errors.too_long(prompt.length // most, context_tokens)
+    async with gateway.turns.take(request.caller.account.id):
         return await asyncio.to_thread(_encode, model, prompt)
-    return _encode(model, prompt)
 
 
 def _encode(model: Model, prompt: Prompt) -> list[int]:
@@ -280,8 +296,8 @@ def _encode(model: Model, prompt: Prompt) -> list[int]:
 
 def check(gateway: Gateway, model: Model, prompt: Prompt, prompt_tokens: int) -> int:
     """How many tokens there is room for behind the prompt. Raises Refusal for what only the model's sizes forbid."""
+    context_tokens = gateway.context_tokens(model)
     hello = gateway.fleet.hello(model.name)
-    context_tokens = model.context_tokens if hello is None else hello.context_tokens
     vocabulary = model.vocabulary if hello is None else hello.vocabulary
     if prompt_tokens >= context_tokens:
         raise errors.too_long(prompt_tokens, context_tokens)

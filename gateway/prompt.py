@@ -61,10 +61,10 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Characters of text in it, roughly."""
+        """Characters of text in it, those of tools and calls left out."""
         if self.messages is None:
             return len(self.text or "")
-        return sum(len(message["content"]) for message in self.messages) + (TOOLS_BYTES_MAX if self.tools else 0)
+        return sum(len(message["content"]) for message in self.messages)
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

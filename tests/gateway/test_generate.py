@@ -216,9 +216,7 @@ async def test_text_that_only_begins_like_a_call_is_shown_in_the_end(tmp_path: P
 @looped
 async def test_max_tokens_is_cut_to_the_context_and_too_long_a_prompt_is_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
-        gateway.fleet.behaviour.context_tokens = 64
-        gateway.fleet.replicas[0].die()  # it says hello again, with the smaller context
-        await until(lambda: (hello := gateway.app._gateway.fleet.hello(MODEL)) and hello.context_tokens == 64)
+        await larger(gateway, 64)
         prompt = "one two three " * 5
         answer = await gateway.run(prompt=prompt, max_tokens=1000)
         usage = answer.json["result"]["usage"]
@@ -376,16 +374,48 @@ async def test_a_request_that_lives_too_long_is_ended(tmp_path: Path) -> None:
         await gateway.settled()
 
 
+async def larger(gateway: Served, context_tokens: int) -> None:
+    """The replica comes back with another context."""
+    gateway.behaviour.context_tokens = context_tokens
+    gateway.fleet.replicas[0].die()
+    known = gateway.app._gateway.fleet
+    await until(lambda: (hello := known.hello(MODEL)) is not None and hello.context_tokens == context_tokens)
+
+
 @looped
 async def test_a_long_prompt_is_encoded_beside_the_streams(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
+        await larger(gateway, 1_000_000)
+        loop = asyncio.get_running_loop()
         gateway.behaviour.step_s = 0.005
-        stream = asyncio.create_task(gateway.run(prompt="hello", max_tokens=100, stream=True))
-        await until(lambda: gateway.fleet.running)
-        refused = await gateway.run(prompt="a long story about nothing at all " * 20_000)
+        client = await gateway.client()
+        await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": 5000, "stream": True}, gateway.headers)
+        await client.head()
+        gaps: list[float] = []
+
+        async def listen() -> None:
+            last = loop.time()
+            async for _ in client.events():
+                gaps.append(loop.time() - last)
+                last = loop.time()
+
+        listening = asyncio.create_task(listen())
+        began = loop.time()
+        answer = await gateway.run(prompt="a long story about nothing at all " * 30_000, max_tokens=1)
+        took_s = loop.time() - began
+        assert answer.status == 200
+        assert max(gaps) < took_s / 2
+        listening.cancel()
+        client.leave()
+
+
+@looped
+async def test_a_prompt_that_cannot_fit_is_not_even_encoded(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        began = asyncio.get_running_loop().time()
+        refused = await gateway.run(prompt="a long story about nothing at all " * 250_000)
         assert (refused.status, refused.code) == (400, 3030)
-        assert not stream.done()
-        assert (await stream).status == 200
+        assert asyncio.get_running_loop().time() - began < 1
 
 
 @looped
