@@ -31,6 +31,7 @@ from tenants.accounts import Accounts, Caller, MalformedToken, Unauthenticated
 from tenants.quota import Quota
 from tenants.store import Store, StoreUnavailable, open_store
 
+REVOKED_S: Final = 2.0  # how often running requests' tokens are asked for again
 ACCOUNT_PATH: Final = re.compile(r"/client/v4/accounts/([^/]+)/ai(/.+)")
 ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
 
@@ -47,7 +48,7 @@ class App:
         self._openai = OpenAI()
         limits = gateway.limits
         self._patience = Patience(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
-        self._open: set[Exchange] = set()  # inference requests in progress
+        self._open: dict[Exchange, str] = {}  # inference requests in progress, with their credentials
         self.draining = False
 
     @property
@@ -75,7 +76,8 @@ class App:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "lifespan.startup"
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(part.run()) for part in (self._gateway.fleet, self._gateway.quota)]
+            parts = (self._gateway.fleet.run(), self._gateway.quota.run(), self._end_revoked())
+            running = [group.create_task(part) for part in parts]
             await send({"type": "lifespan.startup.complete"})
             assert (await receive())["type"] == "lifespan.shutdown"
             for task in running:
@@ -150,13 +152,23 @@ class App:
             raise errors.method_not_supported(exchange.method)
         return name, serve
 
-    async def _authenticate(self, exchange: Exchange, account_id: str | None) -> Caller:
+    async def _end_revoked(self) -> None:
+        """Ends what runs with a token that was revoked or has expired. While the store is away everything goes on."""
+        while True:
+            await asyncio.sleep(REVOKED_S)
+            for credential in set(self._open.values()):
+                try:
+                    await self._gateway.accounts.verify(credential)
+                except Unauthenticated:
+                    for exchange in [one for one, its in self._open.items() if its == credential]:
+                        exchange.interrupt(errors.unauthenticated())
+                except StoreUnavailable:
+                    break
+
+    async def _authenticate(self, credential: str, account_id: str | None) -> Caller:
         """Who asks. A path that names another account than the token's is refused, whether that one exists or not."""
-        scheme, _, credential = exchange.headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            raise errors.unauthenticated()
         try:
-            caller = await self._gateway.accounts.verify(credential.strip().decode("latin-1"))
+            caller = await self._gateway.accounts.verify(credential)
         except MalformedToken:
             raise errors.malformed_token() from None
         except Unauthenticated:
@@ -172,19 +184,20 @@ class App:
             raise errors.draining()
         if len(self._open) >= self._gateway.limits.requests:
             raise errors.busy()
-        self._open.add(exchange)
+        credential = _credential(exchange)
+        self._open[exchange] = credential
         self._gateway.metrics.open_requests.inc()
         try:
-            caller = await self._authenticate(exchange, account_id)
+            caller = await self._authenticate(credential, account_id)
             await generate(self._gateway, exchange, caller, self._native if model else self._openai, model)
         finally:
-            self._open.discard(exchange)
+            del self._open[exchange]
             self._gateway.metrics.open_requests.dec()
 
     async def _list(
         self, exchange: Exchange, account_id: str | None, render: Callable[[Catalogue, bytes], bytes]
     ) -> None:
-        await self._authenticate(exchange, account_id)
+        await self._authenticate(_credential(exchange), account_id)
         await exchange.answer(200, render(self._gateway.catalogue, exchange.query), [JSON])
 
     async def _healthz(self, exchange: Exchange) -> None:
@@ -212,6 +225,14 @@ class App:
 
     async def _metrics(self, exchange: Exchange) -> None:
         await exchange.answer(200, self._gateway.metrics.text(), [(b"content-type", CONTENT_TYPE)])
+
+
+def _credential(exchange: Exchange) -> str:
+    """The bearer token of the request. Raises Refusal where there is none."""
+    scheme, _, credential = exchange.headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        raise errors.unauthenticated()
+    return credential.strip().decode("latin-1")
 
 
 def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> App:

@@ -1,5 +1,6 @@
 """Routes, credentials and the answers that need no replica."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,27 @@ async def test_a_revoked_token_opens_nothing(tmp_path: Path) -> None:
         answer = await gateway.run(**HELLO)
         assert (answer.status, answer.code) == (401, 10000)
         assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@looped
+async def test_a_revoked_token_ends_its_running_streams_and_no_others(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.step_s = 0.05
+        _, other = await gateway.accounts.mint(gateway.account_id, "other")
+        (first, _) = await gateway.accounts.tokens(gateway.account_id)
+        clients = []
+        for token in (gateway.token, other):
+            client = await gateway.client()
+            body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
+            clients.append(await client.post(gateway.run_path, body, {"authorization": f"Bearer {token}"}))
+            assert await client.head() == 200
+        await gateway.accounts.revoke(first.id)
+        async with asyncio.timeout(5):
+            *_, error, done = [event async for event in clients[0].events()]
+        assert (error["errors"][0]["code"], done) == (10000, "[DONE]")
+        assert gateway.app.open_requests == 1
+        for client in clients:
+            client.leave()
 
 
 @looped
