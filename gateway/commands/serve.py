@@ -24,6 +24,7 @@ from typing import Any, Final, TextIO
 import msgspec
 
 from engine import wire
+from gateway.catalogue import entries
 from gateway.commands.machine import machine_command
 from gateway.commands.words import add_command, fail, read_settings
 from gateway.config import Config, ConfigError
@@ -214,6 +215,8 @@ class Household:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
         began = time.monotonic()
+        if not entries(self._config):
+            self._say("the catalogue has no model: `hearth pull` brings one, [[models]] in hearth.toml names folders")
         for child in (self._gateway, self._machine):
             _rotate(self._config.state / f"{child.name}.log")
         try:

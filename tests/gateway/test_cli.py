@@ -309,6 +309,7 @@ def test_a_second_start_keeps_the_credentials_and_a_new_port_changes_only_the_ur
         try:
             serving.until_serving()
             found.append(read_credentials(config))
+            assert "no model" in serving.out()
             serving.process.terminate()
             assert serving.process.wait(15) == 0
         finally:
