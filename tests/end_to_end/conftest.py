@@ -1,4 +1,4 @@
-"""A whole Hearth as a user starts it: `hearth serve` in an empty folder, real processes, real sockets, the built-in model."""
+"""A whole Hearth as a user starts it: `hearth serve` in an empty folder, real processes, real sockets, a real model."""
 
 import contextlib
 import json

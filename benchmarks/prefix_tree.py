@@ -1,0 +1,129 @@
+"""What the prefix tree costs with 100,000 blocks in it: matching and inserting 32,768 tokens, and its memory per block.
+
+Two trees: `long`, whose prompts of 2,048 blocks are one edge each, and `branching`, short conversations of 2 to 8
+blocks behind a few system prompts, where each turn is an edge. In both the prompt that is matched is one edge, and then
+256 of them, as a conversation of 256 turns leaves it. CPU time of this process, medians.
+"""
+
+import argparse
+import gc
+import random
+import statistics
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable
+
+from benchmarks.record import record
+from prefixcache.tree import Lease, Namespace, Tree
+
+BLOCK_TOKENS = 16
+POOL = 100_000
+LONG_TOKENS = 32_768
+MATCH_MS, INSERT_MS, BYTES_PER_BLOCK = 0.5, 1.0, 400.0
+
+
+def namespace(number: int) -> Namespace:
+    return Namespace("r", "", "r", "kv", BLOCK_TOKENS, 2, number.to_bytes(16, "big"), 0)
+
+
+class Pool:
+    """A tree and the next free block id: what a replica adds to it, without the replica."""
+
+    def __init__(self, blocks: int) -> None:
+        self.tree = Tree(blocks, BLOCK_TOKENS)
+        self._next = 0
+
+    def add(self, space: Namespace, tokens: "array[int]") -> Lease:
+        lease = self.tree.match(space, tokens)
+        rest = tokens[lease.tokens :]
+        count = len(rest) // BLOCK_TOKENS
+        blocks = list(range(self._next, self._next + count))
+        self._next += count
+        lease, spare = self.tree.insert(lease, rest, blocks)
+        assert not spare
+        return lease
+
+
+def prompt(pick: random.Random, tokens: int) -> "array[int]":
+    return array("I", (pick.randrange(128_000) for _ in range(tokens)))
+
+
+def long_edges(pick: random.Random) -> Pool:
+    pool = Pool(2 * POOL)
+    while pool.tree.cached < POOL:
+        pool.tree.release(pool.add(namespace(pool.tree.cached % 100), prompt(pick, LONG_TOKENS)))
+    return pool
+
+
+def branching(pick: random.Random) -> Pool:
+    pool = Pool(2 * POOL)
+    systems = [prompt(pick, 1024) for _ in range(20)]
+    while pool.tree.cached < POOL:
+        number = pick.randrange(len(systems))
+        turns = systems[number]
+        for _ in range(3):
+            turns = turns + prompt(pick, BLOCK_TOKENS * pick.randrange(2, 9))
+            pool.tree.release(pool.add(namespace(number), turns))
+    return pool
+
+
+def median_ms(act: Callable[[], object], rounds: int) -> float:
+    """CPU milliseconds; without the collector, which a replica freezes too."""
+    times = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        act()
+        times.append((time.thread_time() - began) * 1e3)
+    return statistics.median(times)
+
+
+def measure(shape: str, build: Callable[[random.Random], Pool], rounds: int) -> None:
+    pick = random.Random(1)
+    gc.collect()
+    tracemalloc.start()
+    pool = build(pick)
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    record("prefix_tree", f"{shape}: memory per cached block", held / pool.tree.cached, "bytes", bound=BYTES_PER_BLOCK)
+    space, wanted = namespace(1), prompt(pick, LONG_TOKENS)
+    pool.tree.release(pool.add(space, wanted))
+    gc.disable()
+    leases: list[Lease] = []
+    matched = median_ms(lambda: leases.append(pool.tree.match(space, wanted)), rounds)
+    assert all(lease.tokens == LONG_TOKENS for lease in leases)
+    record("prefix_tree", f"{shape}: match of 32,768 cached tokens", matched, "ms", bound=MATCH_MS)
+    for turn in range(1, 256):
+        pool.tree.release(pool.tree.match(space, wanted[: turn * LONG_TOKENS // 256]))
+    matched = median_ms(lambda: leases.append(pool.tree.match(space, wanted)), rounds)
+    record("prefix_tree", f"{shape}: match of 32,768 cached tokens in 256 turns", matched, "ms", bound=MATCH_MS)
+    fresh = iter([prompt(pick, LONG_TOKENS) for _ in range(rounds)])
+
+    def insert() -> None:
+        leases.append(pool.add(space, next(fresh)))
+
+    rounds_that_fit = min(rounds, (2 * POOL - pool.tree.cached) // (LONG_TOKENS // BLOCK_TOKENS))
+    inserted = median_ms(insert, rounds_that_fit)
+    record("prefix_tree", f"{shape}: match and insert of 32,768 new tokens", inserted, "ms", bound=INSERT_MS)
+    for lease in leases:
+        pool.tree.release(lease)
+    evicted = median_ms(lambda: pool.tree.evict(2048), 20)
+    record("prefix_tree", f"{shape}: eviction of 2,048 blocks", evicted, "ms")
+    gc.enable()
+    pool.tree.check()
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--rounds", type=int, default=40, help="repetitions of each measurement (default: 40)")
+    rounds = asked.parse_args().rounds
+    copied = prompt(random.Random(2), LONG_TOKENS)
+    bound = median_ms(lambda: bytes(copied.tobytes()) == copied.tobytes(), 200)
+    record("prefix_tree", "bound: copying and comparing the bytes of 32,768 tokens", bound, "ms")
+    measure("long", long_edges, rounds)
+    measure("branching", branching, rounds)
+
+
+if __name__ == "__main__":
+    main()
