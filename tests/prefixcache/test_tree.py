@@ -161,6 +161,23 @@ def test_a_newer_epoch_wipes_the_scope_and_an_older_one_finds_nothing(tree: Tree
     tree.check()
 
 
+def test_what_a_late_caller_of_an_old_epoch_inserts_is_never_found(tree: Tree, account: Blocks) -> None:
+    fill(tree, account, namespace(epoch=1), run(0, 4))
+    late = fill(tree, account, namespace(epoch=0), run(0, 16))
+    assert tree.match(namespace(epoch=0), run(0, 16)).tokens == 0
+    tree.release(late)
+    tree.check()
+    assert set(tree.evict(4)) == set(late.blocks)
+
+
+def test_age_counts_across_the_namespaces_of_a_scope(tree: Tree, account: Blocks) -> None:
+    for revision in ("r1", "r2", "r3"):
+        tree.release(fill(tree, account, namespace(revision=revision), run(0, 8)))
+    tree.release(tree.match(namespace(revision="r1"), run(0, 8)))
+    tree.evict(2)
+    assert [tree.match(namespace(revision=revision), run(0, 8)).tokens for revision in ("r1", "r2", "r3")] == [8, 0, 8]
+
+
 def test_a_dropped_namespace_goes_first(tree: Tree, account: Blocks) -> None:
     tree.release(fill(tree, account, namespace(), run(0, 16)))
     tree.release(fill(tree, account, namespace(b"b" * 16), run(0, 40)))
