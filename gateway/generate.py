@@ -417,7 +417,7 @@ class Events:
             self._events.append(self._reply.finish(index, choice.finish))
 
     async def flush(self) -> None:
-        if len(self._events) > 1 or self._request.exchange.status is None:
+        if self._events:
             events, self._events = b"".join(self._events), []
             await self._request.exchange.write(events)
             self._request.checkpoint()

@@ -103,6 +103,10 @@ class StubConnection(asyncio.Protocol):
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def sequences(self) -> list[Running]:
+        return list(self._running.values())
+
     def _submit(self, submit: wire.Submit) -> None:
         behaviour = self._replica.behaviour
         self._replica.submits.append(submit)
@@ -201,6 +205,11 @@ class StubReplica:
     @property
     def running(self) -> int:
         return sum(connection.running for connection in self.connections)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens so far of the sequences that run."""
+        return sum(one.emitted for connection in self.connections for one in connection.sequences)
 
     def hello(self) -> wire.Hello:
         behaviour = self.behaviour

@@ -51,6 +51,31 @@ async def test_whole_and_streamed_answers_are_the_same_text_and_cost(tmp_path: P
 
 
 @looped
+async def test_every_token_leaves_before_the_next_is_made(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.step_s = 0.1
+        for native in (True, False):
+            body: dict[str, Any] = {"stream": True, "max_tokens": 100}
+            message = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+            client = await gateway.client()
+            if native:
+                await client.post(gateway.run_path, {**body, "prompt": "hello"}, gateway.headers)
+            else:
+                await client.post("/v1/chat/completions", {**body, **message}, gateway.headers)
+            await client.head()
+            seen = 0
+            async for event in client.events():
+                text = event["response"] if native else event["choices"][0]["delta"]["content"]
+                if text:
+                    seen += 1
+                    assert gateway.fleet.replicas[0].emitted == seen
+                if seen == 6:
+                    break
+            client.leave()
+            await gateway.settled()
+
+
+@looped
 async def test_one_usage_record_says_what_the_answer_said(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         answer = await gateway.run(**TEN)
