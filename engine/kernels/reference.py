@@ -1,31 +1,35 @@
 """Every operation in plain torch: the CPU's path, and the oracle that faster kernels are tested against.
 
 A row's result depends on that row alone, to the last bit, however many rows come with it: reductions run along
-fixed lengths. Attention reduces over keys in tiles of KEY_TILE at fixed positions, and hands its rows over in
-multiples of ROW_TILE, because below that the matrix library picks kernels that add up in another order.
+fixed lengths. How many keys attention is given for a row is a function of the row's position (`key_spans`), not of its
+chunk or its company, and rows come in multiples of ROW_TILE: below that the matrix library picks kernels that add
+up in another order.
 
 T rows, H heads, G heads per KV head, N KV heads, D head size, S sequences, Q rows per sequence, L keys, I inner size.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-KEY_TILE = 512
+KEY_TILE = 512  # in which the attention below goes through the keys
+SHORT_TILES = (128, 256)  # what the first tile is cut to where that is enough
 ROW_TILE = 4
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
     """x ÷ its root mean square · weight, computed in float32, in x's dtype. `weight_H` is float32."""
     x32_TH = x_TH.float()
-    scale_T1 = torch.rsqrt(x32_TH.square().mean(-1, keepdim=True) + epsilon)
-    return ((x32_TH * scale_T1) * weight_H).to(x_TH.dtype)
+    mean_T1 = torch.linalg.vecdot(x32_TH, x32_TH).unsqueeze(-1).div_(x_TH.shape[-1])
+    return (x32_TH * mean_T1.add_(epsilon).rsqrt_()).mul_(weight_H).to(x_TH.dtype)
 
 
-def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotary embedding by halves. The tables are float32; `sin` has its first half negated already."""
+def rotate_(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
+    """Rotary embedding by halves, in place. The tables are float32; `sin` has its first half negated already."""
     half = x_THD.shape[-1] // 2
     swapped_THD = torch.cat((x_THD[..., half:], x_THD[..., :half]), -1)
-    return torch.addcmul(x_THD * cos_T1D, swapped_THD, sin_T1D).to(x_THD.dtype)
+    x_THD.copy_((x_THD * cos_T1D).addcmul_(swapped_THD, sin_T1D))
 
 
 def silu_and_multiply(x_T2I: Tensor) -> Tensor:
@@ -34,11 +38,21 @@ def silu_and_multiply(x_T2I: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate_TI) * up_TI
 
 
+def key_spans(positions_T: NDArray[np.int32], window: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """For each position the keys first … last−1 that attention is given for it; those it must not see are masked."""
+    last_T = -(-(positions_T + 1) // KEY_TILE) * KEY_TILE
+    for tile in reversed(SHORT_TILES):
+        last_T[positions_T < tile] = tile
+    if window is None:
+        return np.zeros_like(last_T), last_T
+    return np.maximum(0, positions_T + 1 - window) // KEY_TILE * KEY_TILE, last_T
+
+
 def attend(q_SHQD: Tensor, k_SHLD: Tensor, v_SHLD: Tensor, mask_S1QL: Tensor, scale: float) -> Tensor:
-    """softmax(q·kᵀ·scale + mask)·v → [S, H, Q, D]. L is a multiple of KEY_TILE and Q of ROW_TILE."""
-    assert k_SHLD.shape[2] % KEY_TILE == 0
+    """softmax(q·kᵀ·scale + mask)·v → [S, H, Q, D]. L is a length that key_spans gives, Q a multiple of ROW_TILE."""
+    assert k_SHLD.shape[2] % KEY_TILE == 0 or k_SHLD.shape[2] in SHORT_TILES
     assert q_SHQD.shape[2] % ROW_TILE == 0
-    out_SHQD, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out_SHQD: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_SHQD, k_SHLD, v_SHLD, 0.0, False, attn_mask=mask_S1QL, scale=scale
-    )
+    )[0]
     return out_SHQD

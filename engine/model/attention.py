@@ -1,7 +1,7 @@
 """Attention over paged KV: which rows of a packed step read which slots, and the reading itself.
 
-A step mixes prompt chunks and single tokens. Single tokens are computed together, as one group per number of key
-tiles; each chunk is a group of its own. It knows no sequences, no scheduling and no kernels' insides.
+A step mixes prompt chunks and single tokens. Single tokens are computed together, one group per span of keys; a
+chunk is a group, or several where its rows' spans differ. It knows no sequences, no scheduling, no kernels' insides.
 
 T rows of the step, S slices of a group, Q query rows per slice and KV head, L keys, G heads per KV head,
 N KV heads, H = N·G heads, D head size, W slot width.
@@ -9,6 +9,7 @@ N KV heads, H = N·G heads, D head size, W slot width.
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 
 import numpy as np
@@ -16,18 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, Int32s
 from engine.kv import KvPool
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Slices that attend together. `rows` are theirs in T: one each (decoding), or the run of a single chunk."""
+    """Rows that attend together over equally many keys: one row of each of several slices, or a run of one slice."""
 
     rows: slice | Tensor
     slices: int
-    tokens: int  # of each slice
-    slots_SL: Tensor  # int64, flat; keys beyond a slice's context point at the pool's empty slot
+    slots_SL: Tensor  # int64, flat; keys after the last row's position point at the pool's empty slot
     mask_S1QL: Tensor  # 0 or −inf, in the dtype of q
 
 
@@ -54,63 +54,57 @@ def plan(batch: Batch, windows: frozenset[int | None], pool: KvPool, heads_per_k
 
 
 def _groups(batch: Batch, window: int | None, pool: KvPool, fold: int, ops: ModuleType) -> list[Group]:
-    lengths_S = np.diff(batch.query_starts_S1)
-    alone: dict[tuple[int, int], list[int]] = defaultdict(list)
+    """Rows are cut where their slice or their span of keys changes, so that a row's span depends on its position only.
+
+    Runs of one row, from whatever slices, are put together by span; longer runs stay alone.
+    """
+    slice_T = np.repeat(np.arange(len(batch.contexts_S)), np.diff(batch.query_starts_S1))
+    first_T, last_T = ops.key_spans(batch.positions_T, window)
+    cut_T = (np.diff(slice_T) != 0) | (np.diff(first_T) != 0) | (np.diff(last_T) != 0)
+    edges = [0, *(np.flatnonzero(cut_T) + 1).tolist(), len(slice_T)]
+    singles: dict[tuple[int, int], list[int]] = defaultdict(list)
     groups = []
-    for index, length in enumerate(lengths_S):
-        first, last = _tiles(batch, index, window, ops.KEY_TILE)
-        if length == 1:
-            alone[first, last].append(index)
+    for start, end in pairwise(edges):
+        span = int(first_T[start]), int(last_T[start])
+        if end - start == 1:
+            singles[span].append(start)
         else:
-            groups.append(_group(batch, [index], (first, last), window, pool, fold, ops))
-    return groups + [_group(batch, indices, tiles, window, pool, fold, ops) for tiles, indices in alone.items()]
-
-
-def _tiles(batch: Batch, index: int, window: int | None, tile: int) -> tuple[int, int]:
-    """The run of key tiles that a slice's rows reach: from its first row's window to its last row."""
-    context = int(batch.contexts_S[index])
-    length = int(batch.query_starts_S1[index + 1] - batch.query_starts_S1[index])
-    reach = 0 if window is None else max(0, context - length + 1 - window)
-    return reach // tile, -(-context // tile)
+            positions_SQ = _pad_rows(batch.positions_T[None, start:end], ops.ROW_TILE)
+            groups.append(
+                _group(batch, slice(start, end), slice_T[start : start + 1], positions_SQ, span, window, pool)
+            )
+    for span, rows in singles.items():
+        positions_SQ = _pad_rows(np.repeat(batch.positions_T[rows, None], fold, 1), ops.ROW_TILE)
+        groups.append(_group(batch, torch.tensor(rows), slice_T[rows], positions_SQ, span, window, pool))
+    return groups
 
 
 def _group(
     batch: Batch,
-    indices: list[int],
-    tiles: tuple[int, int],
+    rows: slice | Tensor,
+    slices_S: NDArray[np.int64],
+    positions_SQ: Int32s,
+    span: tuple[int, int],
     window: int | None,
     pool: KvPool,
-    fold: int,
-    ops: ModuleType,
 ) -> Group:
-    """The slices `indices`, all with equally many tokens, reading the same run of key tiles."""
     block_tokens = pool.shape.block_tokens
-    starts_S, ends_S = batch.query_starts_S1[:-1][indices], batch.query_starts_S1[1:][indices]
-    tokens = int(ends_S[0] - starts_S[0])
-    keys_L = np.arange(tiles[0] * ops.KEY_TILE, tiles[1] * ops.KEY_TILE)
-    contexts_S1 = batch.contexts_S[indices, None]
+    keys_L = np.arange(*span)
     column_L = np.minimum(keys_L // block_tokens, batch.tables_SW.shape[1] - 1)
-    slots_SL = batch.tables_SW[indices][:, column_L].astype(np.int64) * block_tokens + keys_L % block_tokens
-    slots_SL[keys_L >= contexts_S1] = pool.empty
-
-    single = tokens == 1
-    positions_SQ = contexts_S1 - tokens + np.arange(tokens)
-    positions_SQ = np.repeat(positions_SQ, fold, 1) if single else positions_SQ
-    positions_SQ = _pad_rows(positions_SQ, ops.ROW_TILE)
-    rows = torch.from_numpy(starts_S.astype(np.int64)) if single else slice(int(starts_S[0]), int(ends_S[0]))
-    return Group(
-        rows, len(indices), tokens, torch.from_numpy(slots_SL.reshape(-1)), _mask(positions_SQ, keys_L, window, pool)
-    )
+    slots_SL = batch.tables_SW[slices_S[:, None], column_L].astype(np.int64) * block_tokens + keys_L % block_tokens
+    slots_SL[keys_L > positions_SQ[:, -1:]] = pool.empty
+    mask_S1QL = _mask(positions_SQ, keys_L, window, pool)
+    return Group(rows, len(slices_S), torch.from_numpy(slots_SL.reshape(-1)), mask_S1QL)
 
 
-def _pad_rows(positions_SQ: NDArray[np.int32], tile: int) -> NDArray[np.int32]:
+def _pad_rows(positions_SQ: Int32s, tile: int) -> Int32s:
     """Repeats the last row until there is a whole number of tiles; the copies' results are dropped."""
     missing = -positions_SQ.shape[1] % tile
     return np.concatenate((positions_SQ, np.repeat(positions_SQ[:, -1:], missing, 1)), 1)
 
 
-def _mask(positions_SQ: NDArray[np.int32], keys_L: NDArray[np.int64], window: int | None, pool: KvPool) -> Tensor:
-    positions_SQ1 = torch.from_numpy(positions_SQ.astype(np.int64))[:, None, :, None]
+def _mask(positions_SQ: Int32s, keys_L: NDArray[np.int64], window: int | None, pool: KvPool) -> Tensor:
+    positions_SQ1 = torch.from_numpy(positions_SQ)[:, None, :, None]
     keys = torch.from_numpy(keys_L)
     hidden = keys > positions_SQ1
     if window is not None:
@@ -122,7 +116,7 @@ def attend(q_THD: Tensor, layer: int, groups: list[Group], pool: KvPool, scale: 
     """[T, H·D]: each row's attention over the slots its group lists; K and V of the step are in the pool already."""
     t, h, d = q_THD.shape
     n = pool.shape.kv_heads
-    out_THD = torch.empty_like(q_THD)
+    out_THD = q_THD.new_empty(t, h, d)
     for group in groups:
         kv = pool.read(layer, group.slots_SL).view(group.slices, -1, 2, n, d)
         k_SNLD, v_SNLD = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)

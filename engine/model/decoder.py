@@ -44,17 +44,15 @@ class Decoder:
         self, index: int, layer: Layer, x_TH: Tensor, step: Step, cos_T1D: Tensor, sin_T1D: Tensor, pool: KvPool
     ) -> Tensor:
         config, ops = self.config, self.ops
-        heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
         qkv_TW = layer.qkv(ops.rms_norm(x_TH, layer.attention_norm, config.norm_epsilon))
-        qkv_THD = qkv_TW.view(-1, heads + 2 * kv_heads, head_dim)
-        q_THD, k_TND, v_TND = qkv_THD.split((heads, kv_heads, kv_heads), 1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_THD = ops.rms_norm(q_THD, layer.q_norm, config.norm_epsilon)
-            k_TND = ops.rms_norm(k_TND, layer.k_norm, config.norm_epsilon)
-        q_THD, k_TND = ops.rotate(q_THD, cos_T1D, sin_T1D), ops.rotate(k_TND, cos_T1D, sin_T1D)
-        pool.write(index, step.slots_T, torch.cat((k_TND, v_TND), 1).view(len(x_TH), -1))
-        out_TW = attend(q_THD, index, step.groups[config.windows[index]], pool, self.scale, ops)
-        return layer.output(out_TW)
+        qkv_THD = qkv_TW.view(len(x_TH), -1, config.head_dim)
+        qk_THD = qkv_THD[:, : config.heads + config.kv_heads]
+        if layer.qk_norm is not None:
+            qk_THD.copy_(ops.rms_norm(qk_THD, layer.qk_norm, config.norm_epsilon))
+        ops.rotate_(qk_THD, cos_T1D, sin_T1D)
+        pool.write(index, step.slots_T, qkv_TW[:, config.heads * config.head_dim :])
+        q_THD = qkv_THD[:, : config.heads]
+        return layer.output(attend(q_THD, index, step.groups[config.windows[index]], pool, self.scale, ops))
 
     def _mlp(self, layer: Layer, x_TH: Tensor) -> Tensor:
         h_TH = self.ops.rms_norm(x_TH, layer.mlp_norm, self.config.norm_epsilon)

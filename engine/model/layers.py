@@ -21,12 +21,14 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block's parameters. q, k and v are one matmul, gate and up another; the norms' weights are float32."""
+    """One block's parameters. q, k and v are one matmul, gate and up another; the norms' weights are float32.
+
+    `qk_norm` is [heads + KV heads, head size]: each head's row, so that q and k are normed at once.
+    """
 
     attention_norm: Tensor
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norm: Tensor | None
     output: Linear
     mlp_norm: Tensor
     gate_up: Linear

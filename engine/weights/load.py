@@ -170,8 +170,7 @@ def _assemble(config: ModelConfig, held: dict[str, Tensor], linears: dict[str, D
             Layer(
                 attention_norm=held[ours + "attention_norm"],
                 qkv=linears[ours + "qkv"],
-                q_norm=held.get(ours + "q_norm"),
-                k_norm=held.get(ours + "k_norm"),
+                qk_norm=_each_head(config, held, ours) if config.qk_norm else None,
                 output=linears[ours + "output"],
                 mlp_norm=held[ours + "mlp_norm"],
                 gate_up=linears[ours + "gate_up"],
@@ -179,6 +178,12 @@ def _assemble(config: ModelConfig, held: dict[str, Tensor], linears: dict[str, D
             )
         )
     return Parameters(held["embedding"], layers, held["norm"], linears["head"])
+
+
+def _each_head(config: ModelConfig, held: dict[str, Tensor], ours: str) -> Tensor:
+    return torch.cat(
+        (held[ours + "q_norm"].expand(config.heads, -1), held[ours + "k_norm"].expand(config.kv_heads, -1))
+    )
 
 
 def _paths(folder: Path) -> list[Path]:
