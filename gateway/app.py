@@ -20,9 +20,10 @@ from gateway.config import Config
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
 from gateway.fleet import Fleet
-from gateway.generate import Gateway, generate
+from gateway.generate import generate
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openai import OpenAI
+from gateway.request import Gateway
 from gateway.run import Native
 from gateway.suspects import Suspects
 from gateway.traces import Traces, open_traces

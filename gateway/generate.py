@@ -7,199 +7,28 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from engine.wire import FinishReason, RejectReason, Scope, ScopeKind, TokenLogprobs
-from gateway import errors, tools
-from gateway.catalogue import Catalogue, Model
-from gateway.config import ServerConfig
+from engine.wire import RejectReason, Scope, ScopeKind
+from gateway import errors
+from gateway.catalogue import Model
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange
-from gateway.fleet import Fleet, Rejected, ReplicaLost, Step, Stream, Unavailable, pack
-from gateway.metrics import Metrics
+from gateway.fleet import Rejected, ReplicaLost, Step, Stream, Unavailable, pack
 from gateway.prompt import SEED_BITS, Prompt
-from gateway.reply import Chosen, Completion, Dialect, Reply, ToolUse, Usage
-from gateway.suspects import REMEMBERED_S, Suspects, fingerprint
-from gateway.text import Decoder, Text, TextError
-from gateway.traces import Span, Traces
-from gateway.turns import Turns
-from tenants.accounts import Accounts, Caller, UnknownToken
-from tenants.quota import Quota, QuotaExceeded, Reservation, Spent
+from gateway.reply import Dialect, Reply
+from gateway.request import Gateway, Request
+from gateway.suspects import REMEMBERED_S, fingerprint
+from gateway.text import TextError
+from tenants.accounts import Caller, UnknownToken
+from tenants.quota import QuotaExceeded, Reservation
 from tenants.store import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
 LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
-CHECKPOINT_S: Final = 1.0
-REPLAYS_MAX: Final = 1
-LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
-
-
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """What the path works with; built once, in app.py."""
-
-    limits: ServerConfig
-    accounts: Accounts
-    quota: Quota
-    catalogue: Catalogue
-    fleet: Fleet
-    suspects: Suspects
-    turns: Turns
-    metrics: Metrics
-    traces: Traces
-    clock: Callable[[], float]  # monotonic seconds
-    calendar: Callable[[], float]  # seconds since 1970
-
-    def context_tokens(self, model: Model) -> int:
-        """What a replica says, where one can serve; else what the model's folder says."""
-        hello = self.fleet.hello(model.name)
-        return model.context_tokens if hello is None else hello.context_tokens
-
-
-class Request:
-    """What one request holds and has received so far: the one thing that changes on its way. `close` ends it, once."""
-
-    def __init__(self, gateway: Gateway, exchange: Exchange, caller: Caller, model: Model, prompt: Prompt) -> None:
-        self.gateway = gateway
-        self.exchange = exchange
-        self.caller = caller
-        self.model = model
-        self.prompt = prompt
-        self.span: Span = gateway.traces.begin(model.name, exchange.headers)
-        self.reservation: Reservation | None = None
-        self.stream: Stream | None = None
-        self.choices = [Choice(model, prompt) for _ in range(prompt.n)]
-        self.unfinished = prompt.n
-        self.prompt_tokens = 0
-        self.computed = False  # a replica has begun with the prompt
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.first_token_at: float | None = None
-        self.outcome = "cancelled"
-        self._checkpoint_at = exchange.began + CHECKPOINT_S
-
-    def spent(self, now: float) -> Spent:
-        began = self.exchange.began
-        first = self.first_token_at
-        return Spent(
-            prompt_tokens=self.prompt_tokens if self.computed else 0,
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.completion_tokens,
-            outcome=self.outcome,
-            first_token_ms=None if first is None else (first - began) * 1000,
-            total_ms=(now - began) * 1000,
-        )
-
-    def checkpoint(self) -> None:
-        """Lets the store know, now and then, what a long request has used."""
-        now = self.gateway.clock()
-        if now >= self._checkpoint_at and self.reservation is not None:
-            self._checkpoint_at = now + CHECKPOINT_S
-            self.gateway.quota.checkpoint(self.reservation, self.spent(now))
-
-    def receive(self, choice: "Choice", step: Step) -> tuple[str, list[Chosen]]:
-        """Counts a step and decodes it: what may be shown of it, text and logprobs. Raises Refusal when it failed."""
-        finish = step.finish
-        if finish is not None and finish.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-            raise errors.failed(finish.message)
-        if choice.finish is not None:
-            return "", []
-        if step.started is not None:
-            self.computed = True
-            if step.index_in_n == 0:
-                self.cached_tokens = step.started.cached_tokens
-        if step.tokens:
-            self.computed = True
-            self.completion_tokens += len(step.tokens)
-            if self.first_token_at is None:
-                self.first_token_at = self.gateway.clock()
-        text = choice.take(step)
-        if choice.finish is not None:
-            self.unfinished -= 1
-            if finish is None and self.stream is not None:
-                self.stream.stop(step.index_in_n)
-        return text, choice.score(step) if step.logprobs else []
-
-    def usage(self) -> Usage:
-        assert self.reservation is not None
-        neurons = self.reservation.neurons(self.spent(self.gateway.clock()))
-        return Usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens, neurons)
-
-    def close(self) -> None:
-        """Whatever happened: the replica stops, the reservation is settled, the request is counted. Awaits nothing."""
-        if self.stream is not None:
-            self.stream.cancel()
-        spent = self.spent(self.gateway.clock())
-        if self.reservation is not None:
-            self.gateway.quota.settle(self.reservation, spent)
-        self.gateway.metrics.finished(self.model.name, spent)
-        self.span.end(spent)
-
-
-class Choice:
-    """One completion as it is received. `finish` is stop, length or tool_calls once `last`, its last step, came."""
-
-    __slots__ = ("_decoder", "_held", "_names", "_pieces", "_scored", "_scores", "_text", "finish", "last", "uses")
-
-    def __init__(self, model: Model, prompt: Prompt) -> None:
-        self._text = model.text
-        self._decoder: Decoder = model.text.decoder(prompt.stop)
-        self._names = [tool["function"]["name"] for tool in prompt.tools or []]
-        self._held: str | None = "" if self._names else None
-        self._pieces: list[str] = []
-        self._scores = prompt.sampling.logprobs is not None
-        self._scored: list[Chosen] = []
-        self.finish: str | None = None
-        self.last: Step | None = None
-        self.uses: list[ToolUse] = []
-
-    def take(self, step: Step) -> str:
-        """The text that may be shown now that these tokens came. Sets `finish` when they were the last."""
-        text = self._decoder.push(self._visible(step))
-        if self._decoder.stopped:
-            self.finish = "stop"
-        elif step.finish is not None:
-            text += self._decoder.finish()
-            self.finish = "length" if step.finish.reason is FinishReason.LENGTH else "stop"
-        if self.finish is not None:
-            self.last = step
-        return text if self._held is None else self._release(text)
-
-    def score(self, step: Step) -> list[Chosen]:
-        """The step's log probabilities, without that of a stop token."""
-        pairs = zip(self._visible(step), step.logprobs, strict=False)
-        return [_scored(self._text, token, scored) for token, scored in pairs]
-
-    def keep(self, text: str, scored: list[Chosen]) -> None:
-        self._pieces.append(text)
-        self._scored += scored
-
-    def completion(self) -> Completion:
-        assert self.finish is not None
-        return Completion("".join(self._pieces), self.finish, self.uses, self._scored if self._scores else None)
-
-    def _visible(self, step: Step) -> list[int]:
-        """The step's tokens without the stop token that ended it."""
-        tokens = step.tokens
-        stopped = step.finish is not None and step.finish.reason is FinishReason.STOP
-        return tokens[:-1] if stopped and tokens and tokens[-1] in self._text.stop_ids else tokens
-
-    def _release(self, text: str) -> str:
-        """Holds text back as long as it may be tool calls."""
-        assert self._held is not None
-        self._held += text
-        if self.finish is None and tools.may_be_calls(self._held):
-            return ""
-        held, self._held = self._held, None
-        if self.finish is not None:
-            self.uses = tools.tool_uses(held, self._names)
-        if self.uses:
-            self.finish = "tool_calls"
-            return ""
-        return held
+TRIES_MAX: Final = 2
 
 
 async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect: Dialect, named: str | None) -> None:
@@ -226,6 +55,9 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
         raise
     except ClientGone:
         request.outcome = "client_gone"
+        raise
+    except Exception:
+        request.outcome = "internal"
         raise
     finally:
         request.close()
@@ -331,16 +163,6 @@ async def reserve(request: Request, max_tokens: int) -> Reservation:
         raise errors.unauthenticated() from None
 
 
-def _scored(text: Text, token: int, scored: TokenLogprobs) -> Chosen:
-    top = zip(scored.top_ids, scored.top_logprobs, strict=True)
-    return _chosen(text, token, scored.logprob, [_chosen(text, id, logprob, []) for id, logprob in top])
-
-
-def _chosen(text: Text, token: int, logprob: float, top: list[Chosen]) -> Chosen:
-    raw = text.token_bytes(token)
-    return Chosen(raw.decode("utf-8", "replace"), raw, max(logprob, LOGPROB_MIN), top)
-
-
 class Sink(Protocol):
     """Where steps go: into events, or into one body."""
 
@@ -354,9 +176,10 @@ class Sink(Protocol):
 
 
 async def follow(request: Request, order: Order, sink: Sink) -> None:
-    """Runs the order on a replica, and once more on another one where the first is lost before any token came."""
-    lost = 0
+    """Runs the order on a replica, and once more on another one where the first goes away before any token came."""
+    tries = 0
     while True:
+        tries += 1
         try:
             request.stream = await submit(request, order)
             async for step in request.stream:
@@ -367,13 +190,13 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
                     break
             return
         except ReplicaLost:
-            lost += 1
             request.gateway.suspects.note(order.suspect)
-            if lost > REPLAYS_MAX or request.completion_tokens:
+            if tries == TRIES_MAX or request.completion_tokens:
                 raise errors.replica_lost() from None
-            request.computed = False  # nothing of it reached the client
+            request.restart()
         except Rejected as rejected:
-            raise _rejection(rejected) from None
+            if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
+                raise _rejection(rejected) from None
 
 
 async def submit(request: Request, order: Order) -> Stream:

@@ -306,6 +306,21 @@ async def test_a_busy_replica_is_429_in_time(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_replica_that_drains_hands_the_request_to_another(tmp_path: Path) -> None:
+    async with served(tmp_path, replicas=2) as gateway:
+        first, second = gateway.fleet.replicas
+        gateway.behaviour.reject = wire.RejectReason.DRAINING
+        refused = await gateway.run(**TEN)
+        assert (refused.status, refused.code) == (429, 3040)
+        assert len(gateway.fleet.submits) == 2
+        gateway.behaviour.reject = None
+        first.load(draining=True)
+        for _ in range(5):
+            assert (await gateway.run(**TEN)).status == 200
+        assert len(second.submits) >= 5
+
+
+@looped
 async def test_reject_if_busy_does_not_wait_in_a_queue(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         asked = {**TEN, "options": {"rejectIfBusy": True}}

@@ -1,0 +1,207 @@
+"""One request on its way: what it holds, what it has received, and how both end. It does not know what comes next.
+
+`generate` is the path; this is what walks it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from engine.wire import FinishReason, TokenLogprobs
+from gateway import errors, tools
+from gateway.catalogue import Catalogue, Model
+from gateway.config import ServerConfig
+from gateway.exchange import Exchange
+from gateway.fleet import Fleet, Step, Stream
+from gateway.metrics import Metrics
+from gateway.prompt import Prompt
+from gateway.reply import Chosen, Completion, ToolUse, Usage
+from gateway.suspects import Suspects
+from gateway.text import Decoder, Text
+from gateway.traces import Span, Traces
+from gateway.turns import Turns
+from tenants.accounts import Accounts, Caller
+from tenants.quota import Quota, Reservation, Spent
+
+CHECKPOINT_S: Final = 1.0
+LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What the path works with; built once, in app.py."""
+
+    limits: ServerConfig
+    accounts: Accounts
+    quota: Quota
+    catalogue: Catalogue
+    fleet: Fleet
+    suspects: Suspects
+    turns: Turns
+    metrics: Metrics
+    traces: Traces
+    clock: Callable[[], float]  # monotonic seconds
+    calendar: Callable[[], float]  # seconds since 1970
+
+    def context_tokens(self, model: Model) -> int:
+        """What a replica says, where one can serve; else what the model's folder says."""
+        hello = self.fleet.hello(model.name)
+        return model.context_tokens if hello is None else hello.context_tokens
+
+
+class Request:
+    """What one request holds and has received so far: the one thing that changes on its way. `close` ends it, once."""
+
+    def __init__(self, gateway: Gateway, exchange: Exchange, caller: Caller, model: Model, prompt: Prompt) -> None:
+        self.gateway = gateway
+        self.exchange = exchange
+        self.caller = caller
+        self.model = model
+        self.prompt = prompt
+        self.span: Span = gateway.traces.begin(model.name, exchange.headers)
+        self.reservation: Reservation | None = None
+        self.stream: Stream | None = None
+        self.choices = [Choice(model, prompt) for _ in range(prompt.n)]
+        self.unfinished = prompt.n
+        self.prompt_tokens = 0
+        self.computed = False  # a replica has begun with the prompt
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.first_token_at: float | None = None
+        self.outcome = "cancelled"
+        self._checkpoint_at = exchange.began + CHECKPOINT_S
+
+    def spent(self, now: float) -> Spent:
+        began = self.exchange.began
+        first = self.first_token_at
+        return Spent(
+            prompt_tokens=self.prompt_tokens if self.computed else 0,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            outcome=self.outcome,
+            first_token_ms=None if first is None else (first - began) * 1000,
+            total_ms=(now - began) * 1000,
+        )
+
+    def checkpoint(self) -> None:
+        """Lets the store know, now and then, what a long request has used."""
+        now = self.gateway.clock()
+        if now >= self._checkpoint_at and self.reservation is not None:
+            self._checkpoint_at = now + CHECKPOINT_S
+            self.gateway.quota.checkpoint(self.reservation, self.spent(now))
+
+    def receive(self, choice: "Choice", step: Step) -> tuple[str, list[Chosen]]:
+        """Counts a step and decodes it: what may be shown of it, text and logprobs. Raises Refusal when it failed."""
+        finish = step.finish
+        if finish is not None and finish.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            raise errors.failed(finish.message)
+        if choice.finish is not None:
+            return "", []
+        if step.started is not None:
+            self.computed = True
+            if step.index_in_n == 0:
+                self.cached_tokens = step.started.cached_tokens
+        if step.tokens:
+            self.computed = True
+            self.completion_tokens += len(step.tokens)
+            if self.first_token_at is None:
+                self.first_token_at = self.gateway.clock()
+        text = choice.take(step)
+        if choice.finish is not None:
+            self.unfinished -= 1
+            if finish is None and self.stream is not None:
+                self.stream.stop(step.index_in_n)
+        return text, choice.score(step) if step.logprobs else []
+
+    def restart(self) -> None:
+        """The replica went before any token came: nothing of what it did reached the client, or is charged."""
+        assert not self.completion_tokens
+        self.computed, self.cached_tokens = False, 0
+
+    def usage(self) -> Usage:
+        assert self.reservation is not None
+        neurons = self.reservation.neurons(self.spent(self.gateway.clock()))
+        return Usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens, neurons)
+
+    def close(self) -> None:
+        """Whatever happened: the replica stops, the reservation is settled, the request is counted. Awaits nothing."""
+        if self.stream is not None:
+            self.stream.cancel()
+        spent = self.spent(self.gateway.clock())
+        if self.reservation is not None:
+            self.gateway.quota.settle(self.reservation, spent)
+        self.gateway.metrics.finished(self.model.name, spent)
+        self.span.end(spent)
+
+
+class Choice:
+    """One completion as it is received. `finish` is stop, length or tool_calls once `last`, its last step, came."""
+
+    __slots__ = ("_decoder", "_held", "_names", "_pieces", "_scored", "_scores", "_text", "finish", "last", "uses")
+
+    def __init__(self, model: Model, prompt: Prompt) -> None:
+        self._text = model.text
+        self._decoder: Decoder = model.text.decoder(prompt.stop)
+        self._names = [tool["function"]["name"] for tool in prompt.tools or []]
+        self._held: str | None = "" if self._names else None
+        self._pieces: list[str] = []
+        self._scores = prompt.sampling.logprobs is not None
+        self._scored: list[Chosen] = []
+        self.finish: str | None = None
+        self.last: Step | None = None
+        self.uses: list[ToolUse] = []
+
+    def take(self, step: Step) -> str:
+        """The text that may be shown now that these tokens came. Sets `finish` when they were the last."""
+        text = self._decoder.push(self._visible(step))
+        if self._decoder.stopped:
+            self.finish = "stop"
+        elif step.finish is not None:
+            text += self._decoder.finish()
+            self.finish = "length" if step.finish.reason is FinishReason.LENGTH else "stop"
+        if self.finish is not None:
+            self.last = step
+        return text if self._held is None else self._release(text)
+
+    def score(self, step: Step) -> list[Chosen]:
+        """The step's log probabilities, without that of a stop token."""
+        pairs = zip(self._visible(step), step.logprobs, strict=False)
+        return [_scored(self._text, token, scored) for token, scored in pairs]
+
+    def keep(self, text: str, scored: list[Chosen]) -> None:
+        self._pieces.append(text)
+        self._scored += scored
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return Completion("".join(self._pieces), self.finish, self.uses, self._scored if self._scores else None)
+
+    def _visible(self, step: Step) -> list[int]:
+        """The step's tokens without the stop token that ended it."""
+        tokens = step.tokens
+        stopped = step.finish is not None and step.finish.reason is FinishReason.STOP
+        return tokens[:-1] if stopped and tokens and tokens[-1] in self._text.stop_ids else tokens
+
+    def _release(self, text: str) -> str:
+        """Holds text back as long as it may be tool calls."""
+        assert self._held is not None
+        self._held += text
+        if self.finish is None and tools.may_be_calls(self._held):
+            return ""
+        held, self._held = self._held, None
+        if self.finish is not None:
+            self.uses = tools.tool_uses(held, self._names)
+        if self.uses:
+            self.finish = "tool_calls"
+            return ""
+        return held
+
+
+def _scored(text: Text, token: int, scored: TokenLogprobs) -> Chosen:
+    top = zip(scored.top_ids, scored.top_logprobs, strict=True)
+    return _chosen(text, token, scored.logprob, [_chosen(text, id, logprob, []) for id, logprob in top])
+
+
+def _chosen(text: Text, token: int, logprob: float, top: list[Chosen]) -> Chosen:
+    raw = text.token_bytes(token)
+    return Chosen(raw.decode("utf-8", "replace"), raw, max(logprob, LOGPROB_MIN), top)
