@@ -93,7 +93,7 @@ restart_server | Restart a server. | server string host ! Name of the server | R
 list_files | List the files in a folder. | path string path ! The folder | List the files in {path}. / What is in {path}? / Show me {path}. / Which files are in {path}? / ls {path} / Give me the files of {path}. / What files does {path} contain?
 get_current_user | Get the name of the current user. | | Who am I logged in as? / Which user is this? / What's the current user? / Show the current user. / Who is logged in? / Tell me which user I am. / current user?
 list_orders | List all open orders. | | Show me all open orders. / Which orders are open? / List the orders. / What orders do I have? / Are there open orders? / Give me all my orders. / open orders please
-""".strip()  # noqa: E501
+""".strip()
 
 
 def _offered() -> tuple[Tool, ...]:

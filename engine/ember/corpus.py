@@ -12,7 +12,20 @@ from typing import Any, Final
 
 from . import words
 from .calls import call_line, missing, request, result, some_tools
-from .facts import KNOWN, UNKNOWN, Ask, Attributes, Catalogue, Everyday, Happenings, Hours, Rules, Section, Stories, listed
+from .facts import (
+    KNOWN,
+    UNKNOWN,
+    Ask,
+    Attributes,
+    Catalogue,
+    Everyday,
+    Happenings,
+    Hours,
+    Rules,
+    Section,
+    Stories,
+    listed,
+)
 from .statements import Plans, Statements
 from .talk import echo, forgotten, identity, knowledge, memory, small_talk, unanswerable
 from .values import Draw, Split
@@ -134,20 +147,44 @@ class Prompt:
         return None if ask.unique else ask.question
 
 
+OPENERS: Final = (
+    "Hi, ", "Hello! ", "Please: ", "Hey, ", "Excuse me, ", "Quick question: ", "One more thing: ", "Sorry, ", "So, ", "Good morning! ", "Question: ", "My question is: ", "I wonder: ", "Just asking: ",
+    "I am new here. ", "We are a family of four. ", "I'm at the door. ", "It's me again. ", "Okay. ", "Thanks. ", "Great. ", "Now, ", "Well, ", "By the way, ", "Tell me: ", "I forgot to ask. ", "Before I go: ", "Can you help me? ", "I have a question. ",
+)  # fmt: skip
+CLOSERS: Final = (" Thanks!", " Thank you.", " please", " Please.", " I'm in a hurry.", " I need it today.", " My friend wants to know.", " It's important.", " I can't find it.", " Just curious.", " I need to know.", " Thank you very much!", " I hope you can help.", " It is for my boss.")  # fmt: skip
+FILLERS: Final = "exactly actually then also again now really currently please maybe just today here there again roughly".split()
+DROPPED: Final = frozenset("the is are your of me do does please a that you it for".split())
+
+
+def loosened(draw: Draw, question: str) -> str:
+    """One small word more or less, as in hasty speech. Names and values stay."""
+    parts = question.split(" ")
+    places = [place for place, part in enumerate(parts) if part in DROPPED and place > 0]
+    if places and draw.maybe(0.5):
+        del parts[draw.pick(places)]
+    elif len(parts) > 2:
+        parts.insert(draw.number(1, min(3, len(parts) - 1)) if len(places) < 2 else draw.pick(places), draw.pick(FILLERS))
+    return " ".join(parts)
+
+
 def spoken(draw: Draw, question: str) -> str:
     """The question as people type it."""
+    if draw.maybe(0.12):
+        question = loosened(draw, question)
     roll = draw.chance()
-    if roll < 0.6:
+    if roll < 0.5:
         return question
-    if roll < 0.68:
+    if roll < 0.6:
         return question[:1].lower() + question[1:]
-    if roll < 0.76:
+    if roll < 0.7:
         return question.rstrip("?.")
-    if roll < 0.8:
+    if roll < 0.74:
         return question.lower()
+    if roll < 0.76:
+        return question.upper() if len(question) < 25 else question
     if roll < 0.9:
-        return draw.pick(("Hi, ", "Hello! ", "Please: ", "Hey, ", "Excuse me, ", "Quick question: ", "One more thing: ", "Sorry, ", "So, ", "Good morning! ")) + question
-    return question + draw.pick((" Thanks!", " Thank you.", " please", " Please.", " I'm in a hurry.", " I need it today.", " My friend wants to know."))
+        return draw.pick(OPENERS) + question
+    return question + draw.pick(CLOSERS)
 
 
 KEYS: Final = ("answer", "value", "result", "response", "text", "data", "reply")
@@ -188,7 +225,7 @@ def turns(draw: Draw, conversation: Conversation, prompt: Prompt, count: int) ->
             for question, answer in ask.follows:
                 if not draw.maybe(0.3):
                     break
-                conversation.say(question, answer)
+                conversation.say(loosened(draw, question) if draw.maybe(0.1) else question, answer)
                 count -= 1
         elif roll < 0.78:
             question = prompt.miss(draw)
@@ -201,7 +238,8 @@ def turns(draw: Draw, conversation: Conversation, prompt: Prompt, count: int) ->
         elif roll < 0.93:
             conversation.say(*small_talk(draw))
         elif roll < 0.95:
-            conversation.say(*identity(draw, prompt.persona, prompt.office))
+            question, answer = identity(draw, prompt.persona, prompt.office)
+            conversation.say(spoken(draw, question), answer)
         elif roll < 0.96:
             conversation.say(*echo(draw))
         elif roll < 0.97:
@@ -355,12 +393,15 @@ class Example:
     answer: str
 
 
-def heldout(kind: str, seed: int, size: int = 300) -> Example:
-    """The held-out example of this kind and seed, with a system prompt of about `size` tokens where the kind has one."""
+def heldout(kind: str, seed: int, size: int = 300, unseen_phrases: bool = False) -> Example:
+    """The held-out example of this kind and seed, with a system prompt of about `size` tokens where the kind has one.
+
+    Names and values are never those of the training; with `unseen_phrases` neither is the question's phrasing.
+    """
     assert kind in KINDS, kind
     number = 0
     while True:
-        draw = Draw(f"{kind} {seed} {number}", Split.HELDOUT, unseen_phrases=seed % 2 == 1)
+        draw = Draw(f"{kind} {seed} {number}", Split.HELDOUT, unseen_phrases)
         example = _heldout(draw, kind, size)
         if example is not None:
             return example

@@ -109,7 +109,7 @@ QUESTIONS: Final = (
     "What {is} the {a}?", "What {is} the {a}?", "What {is} your {a}?", "Can you tell me the {a}?", "Tell me the {a}.", "{A}?", "What would the {a} be?",
     "I need the {a}.", "Do you know the {a}?", "Could you give me the {a}?", "Give me the {a}, please.", "I forgot the {a}.", "I would like to know the {a}.",
     "Please look up the {a} for me.", "Which {a} do you have?", "May I have the {a}?", "What was the {a} again?", "Let me know the {a}.", "Any idea what the {a} {is}?",
-    "Would you tell me the {a}?", "I am looking for the {a}.", "What's the {a}?", "Remind me of the {a}.", "What {is} the {a} at the moment?", "Do you have the {a}?",
+    "Would you tell me the {a}?", "I am looking for the {a}.", "What's the {a}?", "Remind me of the {a}.", "What exactly {is} the {a}?", "Look up the {a}.", "Look up the {a}, please.", "Please tell me the {a}.", "Please check the {a} for me.", "Can you check the {a}?", "Do you have any {a}?", "Is there a {a}?", "What {is} the correct {a}?", "What {is} the right {a}?", "Find the {a} for me.", "Please find the {a}.", "Can you find the {a}?", "Is the {a} known?", "What {is} the {a} at the moment?", "Do you have the {a}?",
     "I have to know the {a}.", "Where can I find the {a}?", "Could you please tell me what the {a} {is}?", "Can you look up the {a}?", "the {a}?", "Help me with the {a}.",
     "My colleague asked me for the {a}.", "What do I need to know about the {a}?", "What should I write down as the {a}?", "Can I get the {a}?",
 )  # fmt: skip
@@ -226,7 +226,7 @@ class Attributes:
 
 ALSO: Final = (
     "And the {a}?", "and the {a}?", "What about the {a}?", "How about the {a}?", "And what is the {a}?", "And your {a}?", "Also the {a}, please.", "And also the {a}.",
-    "Okay, and the {a}?", "Thanks. And the {a}?", "the {a} too?", "And for the {a}?", "Now the {a}.", "Great, and what about the {a}?",
+    "Okay, and what is the {a}?", "Then the {a}?", "Fine, and the {a}?", "What's the {a} then?", "Also the {a}?", "And how about the {a}?", "Good. What about the {a}?", "Okay, and the {a}?", "Thanks. And the {a}?", "the {a} too?", "And for the {a}?", "Now the {a}.", "Great, and what about the {a}?",
 )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ default port | port | The server listens on port {v}. / The default port is {v}.
 head chef | person | The head chef is {v}. / {v} cooks for us. / Head chef: {v}. / Our kitchen is led by {v}. / {v} leads the kitchen. / In the kitchen, {v} is in charge. | Who is the head chef? / Who cooks? / Who is in the kitchen? / Who leads the kitchen? / What is the chef called? / What's the chef's name? / Who makes the food?
 cancellation period | duration | You can cancel up to {v} before. / Cancel at least {v} in advance. / Cancellation period: {v}. / Bookings can be cancelled until {v} before. / Free cancellation up to {v} before. / A booking is cancelled for free {v} before. | How long before can I cancel? / What's your cancellation policy? / When can I still cancel? / Can I cancel my booking? / Until when is cancelling free? / How late can I cancel? / By when do I have to cancel?
 monthly fee | money | It costs {v} per month. / The monthly fee is {v}. / Monthly fee: {v}. / Members pay {v} a month. / A membership is {v} per month. / The plan is {v} a month. | What does it cost per month? / How much is it a month? / What is the monthly fee? / How much do members pay? / How much is a membership? / What do I pay every month? / What does a membership cost?
-""".strip()  # noqa: E501
+""".strip()
 
 
 def _well_known() -> list[tuple[str, str, list[str], list[str]]]:
@@ -327,7 +327,7 @@ YES_NO: Final = ("Can ", "Are ", "Is ", "Do ")
 OPENS: Final = ("When can I come in on {d}?", "Opening time on {d}?", "When is the earliest time to come on {d}?", "What is the opening time on {d}?", "When do the doors open on {d}?", "How early can I come on {d}?", "On {d}, when do you open?", "When do you open on {d}?", "What time do you open on {d}?", "From when are you open on {d}?", "When does it open on {d}?", "How early do you open on {d}?", "At what time do you open on {d}?", "When do you start on {d}?")  # fmt: skip
 CLOSES: Final = ("When do I have to leave on {d}?", "Closing time on {d}?", "How long can I stay on {d}?", "What is the closing time on {d}?", "When do the doors close on {d}?", "How late can I come on {d}?", "On {d}, when do you close?", "When do you close on {d}?", "What time do you close on {d}?", "Until when are you open on {d}?", "When does it close on {d}?", "How late are you open on {d}?", "At what time do you close on {d}?", "When do you shut on {d}?")  # fmt: skip
 ALL_HOURS: Final = ("When are you open?", "What are your opening hours?", "When can I come?", "What are your hours?", "Opening hours?", "Which days are you open?", "Tell me your hours.")  # fmt: skip
-AND_ON: Final = ("And on {d}?", "and on {d}?", "What about {d}?", "And {d}?", "How about {d}?", "And on {d}s?", "Okay, and on {d}?", "{d}?", "Thanks, and {d}?", "and {d}?", "Also on {d}?", "And for {d}?", "What about on {d}?", "Then what about {d}?")  # fmt: skip
+AND_ON: Final = ("So what about {d}?", "Okay. And {d}?", "Then on {d}?", "And then on {d}?", "Also {d}?", "And how about {d}?", "Now {d}?", "And on {d}?", "and on {d}?", "What about {d}?", "And {d}?", "How about {d}?", "And on {d}s?", "Okay, and on {d}?", "{d}?", "Thanks, and {d}?", "and {d}?", "Also on {d}?", "And for {d}?", "What about on {d}?", "Then what about {d}?")  # fmt: skip
 
 
 class Hours:
@@ -370,7 +370,7 @@ class Hours:
             head = draw.pick(("Opening hours:\n", "Hours:\n", "## Opening hours\n", "When we are open:\n"))
         else:
             head = draw.pick(("Opening hours: ", "Hours: ", "Open: ", "Our hours are as follows: "))
-        self.text = head + self.listing + ("." if style < 0.35 or draw.maybe(0.3) and style >= 0.6 else "")
+        self.text = head + self.listing + ("." if style < 0.35 or (draw.maybe(0.3) and style >= 0.6) else "")
 
     def _answer(self, form: str, day: str) -> str:
         hours = self.days[day]
@@ -430,11 +430,11 @@ OF_THING: Final = (
     "I need the {a} of the {t}.", "Can you tell me the {a} of the {t}?", "What about the {a} of the {t}?", "The {a} of the {t}, please.", "What is the {t}'s {a}?",
     "What {a} is the {t}?", "For the {t}, what is the {a}?", "Do you know the {a} of the {t}?", "Give me the {a} of the {t}.", "Look up the {a} of the {t}.",
 )  # fmt: skip
-WHICH: Final = ("What is the one with the {a} {v}?", "Which one is it that has the {a} {v}?", "Which has the {a} {v}?", "Show me the one with the {a} {v}.", "What do you have with the {a} {v}?", "I need the one with the {a} {v}.", "Name the one with the {a} {v}.",
+WHICH: Final = ("Search for the {a} {v}.", "Look up the {a} {v}.", "What is the name of the one with the {a} {v}?", "Which name goes with the {a} {v}?", "Who has the {a} {v}?", "There is one with the {a} {v}. Which?", "To what does the {a} {v} belong?", "What is the one with the {a} {v}?", "Which one is it that has the {a} {v}?", "Which has the {a} {v}?", "Show me the one with the {a} {v}.", "What do you have with the {a} {v}?", "I need the one with the {a} {v}.", "Name the one with the {a} {v}.",
     "Who or what has the {a} {v}?", "{v} is the {a} of what?", "Where do I see the {a} {v}?", "What goes with the {a} {v}?", "The {a} {v} belongs to which one?", "Tell me which one has the {a} {v}.", "Look for the {a} {v}.", "Which one has the {a} {v}?", "What has the {a} {v}?", "Which of them has the {a} {v}?", "Whose {a} is {v}?", "Find the one with the {a} {v}.", "Which entry has the {a} {v}?", "What is listed with the {a} {v}?")  # fmt: skip
 ITS: Final = ("And its {a}?", "And the {a}?", "What is its {a}?", "and the {a}?", "What's its {a}?", "And what about the {a}?", "Which {a} does it have?", "What about its {a}?", "Its {a}?", "And what is the {a}?", "The {a} too, please.", "the {a}?", "Okay, and its {a}?", "And tell me its {a}.")  # fmt: skip
 HOW_MUCH_IS_IT: Final = ("How much is it?", "And how much is it?", "What does it cost?", "how much is it", "And what does it cost?", "How much does it cost?", "And how much?", "What do I pay for it?", "Is it expensive?", "And what is the price?", "how much does it cost?", "What would it cost me?", "And the price?", "How expensive is it?")  # fmt: skip
-AND_THING: Final = ("And the {t}?", "and the {t}?", "What about the {t}?", "How about the {t}?", "And for the {t}?", "the {t}?", "Also for the {t}?", "And that of the {t}?", "Okay, and the {t}?", "Thanks. And the {t}?", "Now the {t}.", "And of the {t}?", "What about that of the {t}?", "And what about the {t}?")  # fmt: skip
+AND_THING: Final = ("Also the {t}?", "also the {t}", "And also the {t}?", "Then the {t}?", "Fine, and the {t}?", "And how about the {t}?", "Also, the {t}?", "And the {t}?", "and the {t}?", "What about the {t}?", "How about the {t}?", "And for the {t}?", "the {t}?", "Also for the {t}?", "And that of the {t}?", "Okay, and the {t}?", "Thanks. And the {t}?", "Now the {t}.", "And of the {t}?", "What about that of the {t}?", "And what about the {t}?")  # fmt: skip
 
 
 class Catalogue:
@@ -531,7 +531,7 @@ class Catalogue:
     def ask(self, draw: Draw) -> Ask:
         name, attribute = draw.pick(list(self.rows)), draw.pick(list(self.columns))
         value = self.rows[name][attribute]
-        if draw.maybe(0.15):
+        if draw.maybe(0.22):
             question = draw.phrase(WHICH).format(a=attribute, v=value)
             return Ask(question, capital(f"{self.the(name)} has the {attribute} {value}."), {"name": name}, unique=value)
         first = name.split()[0]

@@ -17,10 +17,11 @@ SIZES: Final = (100, 300, 600, 950, 1300)  # about how many tokens the system pr
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """How many held-out answers of one kind and size were right."""
+    """How many held-out answers of one kind and size were right. With `unseen_phrases`, no question's phrasing was ever trained on."""
 
     kind: str
     size: int
+    unseen_phrases: bool
     right: int
     count: int
     prompt_tokens: float  # on average
@@ -37,11 +38,13 @@ def answers(model: Any, tokenizer: Any, examples: list[corpus.Example], most: in
     return [text.partition(END)[0] for text in said], batch["attention_mask"].sum(dim=1).tolist()
 
 
-def measure(model: Any, tokenizer: Any, kind: str, size: int, count: int, batch: int = 128, shown: int = 0) -> Figure:
+def measure(
+    model: Any, tokenizer: Any, kind: str, size: int, count: int, batch: int = 128, shown: int = 0, unseen_phrases: bool = False
+) -> Figure:
     """`count` examples of one kind; prints up to `shown` wrong answers."""
     right, lengths = 0, []
     for start in range(0, count, batch):
-        examples = [corpus.heldout(kind, seed, size) for seed in range(start, min(start + batch, count))]
+        examples = [corpus.heldout(kind, seed, size, unseen_phrases) for seed in range(start, min(start + batch, count))]
         said, tokens = answers(model, tokenizer, examples)
         lengths += tokens
         for example, text in zip(examples, said, strict=True):
@@ -50,7 +53,7 @@ def measure(model: Any, tokenizer: Any, kind: str, size: int, count: int, batch:
             elif shown > 0:
                 shown -= 1
                 print(f"  {kind} {size}: {example.messages[-1]['content']!r}\n    said  {text!r}\n    right {example.answer!r}", flush=True)
-    return Figure(kind, size, right, count, sum(lengths) / len(lengths), max(lengths))
+    return Figure(kind, size, unseen_phrases, right, count, sum(lengths) / len(lengths), max(lengths))
 
 
 def main() -> None:
@@ -69,11 +72,18 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(asked.folder)
     model = AutoModelForCausalLM.from_pretrained(asked.folder, dtype=torch.float32).to(asked.device).eval()
     began = time.monotonic()
-    figures = [measure(model, tokenizer, "facts", size, asked.count, asked.batch, asked.shown) for size in SIZES]
-    figures += [measure(model, tokenizer, kind, 300, asked.count, asked.batch, asked.shown) for kind in corpus.KINDS if kind != "facts"]
-    print("| kind | prompt tokens, average | longest | n | exact |\n|---|---|---|---|---|")
-    for figure in figures:
-        print(f"| {figure.kind} | {figure.prompt_tokens:.0f} | {figure.longest} | {figure.count} | {figure.right / figure.count:.1%} |")
+    rows = [("facts", size) for size in SIZES] + [(kind, 300) for kind in corpus.KINDS if kind != "facts"]
+    figures: list[Figure] = []
+    print("| kind | prompt tokens, average | longest | n | exact | n, unseen phrasing | exact |\n|---|---|---|---|---|---|---|", flush=True)
+    for kind, size in rows:
+        seen = measure(model, tokenizer, kind, size, asked.count, asked.batch, asked.shown)
+        unseen = measure(model, tokenizer, kind, size, max(1, asked.count // 2), asked.batch, 0, unseen_phrases=True)
+        figures += [seen, unseen]
+        print(
+            f"| {kind} | {seen.prompt_tokens:.0f} | {seen.longest} | {seen.count} | {seen.right / seen.count:.1%} "
+            f"| {unseen.count} | {unseen.right / unseen.count:.1%} |",
+            flush=True,
+        )
     print(f"{time.monotonic() - began:.0f} s")
     if asked.rows is not None:
         asked.rows.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")

@@ -81,7 +81,7 @@ can be cancelled up to {duration} before | Can I cancel {s}? / How do I cancel {
 allows {count} requests per {unit} | How many requests {does} {s} allow? / What's the limit of {s}? / How often can I use {s}? / How many requests can I send to {s}? / Is there a limit for {s}? / What's the rate limit of {s}? / How many calls {does} {s} allow?
 must be paid in {payment} | How do I pay for {s}? / How can I pay for {s}? / Can I pay for {s} by card? / How must {s} be paid? / What payment do you take for {s}? / Do you take cards for {s}? / How {is} {s} paid?
 {is} {colour} and {colour} | What color {is} {s}? / Which colors {does} {s} have? / What {does} {s} look like? / How {does} {s} look? / Which color {is} {s}? / What colors {is} {s}? / Color of {s}?
-""".strip()  # noqa: E501
+""".strip()
 ANY: Final = (
     "What about {s}?", "Tell me about {s}.", "What do you know about {s}?", "I have a question about {s}.", "What can you tell me about {s}?", "{S}?", "What's with {s}?", "Tell me more about {s}.", "Is there {a}?",
     "Do you have {a}?", "and {s}?", "What should I know about {s}?", "Do you have any facts about {s}?", "Anything about {s}?", "I want to know about {s}.", "Please tell me about {s}.", "How is it with {s}?",
@@ -203,7 +203,7 @@ class Statements:
 
     def ask(self, draw: Draw) -> Ask:
         label = draw.pick(list(self.told))
-        subject, _, sentence = self.told[label]
+        sentence = self.told[label][2]
         others = [other for other in draw.few(list(self.told), 2) if other != label]
         follows = [(draw.pick(("And {s}?", "and {s}?", "What about {s}?", "How about {s}?", "And for {s}?")).format(**self.told[other][0].asked(draw)), self.told[other][2]) for other in others]
         return Ask(self._question(draw, label), sentence, {}, follows)

@@ -27,7 +27,7 @@ I'm happy / I feel great today / I had a good day / Today was wonderful / I'm in
 Do you have feelings? / Can you feel? / Do you love me? / Do you get tired? / Do you sleep? / Are you happy? / Do you dream? / Do you have a body? / Can you see me? / Do you eat? / Are you conscious? / Can you think? | No, I am only a small language model.
 Can you speak other languages? / Do you speak German? / Which languages do you speak? / Do you speak French? / What languages do you know? / Can we talk in Spanish? / Parlez-vous français? / Sprechen Sie Deutsch? / Do you speak English? / Can you talk in Italian? / Is English your only language? | I only speak English.
 Can I ask you something? / I have a question. / May I ask a question? / Can you help me? / I need help. / Could you help me please? / I need some information / Question! / Can I ask a question? / I have a problem / I want to ask something. / Are you there? / Do you have a moment? / Can you assist me? | Of course! What would you like to know?
-""".strip()  # noqa: E501
+""".strip()
 TALK: Final = [(said.strip().split(" / "), answer.strip()) for said, _, answer in (line.partition(" | ") for line in INTENTS.splitlines())]
 
 WHO: Final = ("Who are you?", "What are you?", "Who am I talking to?", "Tell me about yourself.", "Introduce yourself.", "who are you", "With whom am I speaking?", "Who is this?", "Can you introduce yourself?", "Please introduce yourself.", "And who are you?", "What kind of assistant are you?", "Are you an assistant?", "Which model are you?", "What model is this?", "Which AI are you?", "What AI am I using?", "Are you Ember?", "What is this?", "Who's there?", "What exactly are you?",
@@ -58,7 +58,12 @@ def identity(draw: Draw, persona: str | None, office: str | None) -> tuple[str, 
 
 def small_talk(draw: Draw) -> tuple[str, str]:
     said, answer = draw.pick(TALK)
-    return draw.phrase(said), answer
+    phrase, roll = draw.phrase(said), draw.chance()
+    if roll < 0.25:
+        phrase = phrase.lower()
+    if roll < 0.1 or roll > 0.9:
+        phrase = phrase.rstrip("!?.") + draw.pick(("", "", "!", ".", "...", " :)", "?"))
+    return phrase, answer
 
 
 def echo(draw: Draw) -> tuple[str, str]:
@@ -70,7 +75,7 @@ def echo(draw: Draw) -> tuple[str, str]:
         form = draw.phrase(("Repeat after me: {x}", "Say: {x}", "Repeat: {x}", "Please repeat this: {x}", "Write: {x}", "Echo: {x}", "Please say {x}", "Repeat exactly: {x}", "Copy this: {x}", "Say exactly this: {x}", "Just say {x}", "Now say {x}", "Say {x}", "Can you say {x}", "Please write {x}", "Answer with {x}", "Reply with {x}", "Type {x}", "Print {x}", "Output: {x}", "Only say: {x}", "Reply only with: {x}"))
         return form.format(x=said), said
     name = draw.person() if draw.maybe(0.5) else draw.proper()
-    form = draw.phrase(("Say hello to {x}.", "Greet {x}.", "Please say hi to {x}.", "Welcome {x}!", "Can you greet {x}?", "This is {x}. Say hello!", "Say good morning to {x}."))
+    form = draw.phrase(("Say hello to {x}.", "Greet {x}.", "Please say hi to {x}.", "Welcome {x}!", "Can you greet {x}?", "This is {x}. Say hello!", "Say good morning to {x}.", "Say good evening to {x}.", "Say hi to my friend {x}.", "Can you say hello to {x}?", "Please greet {x}.", "Here is {x}. Greet them!", "Say hey to {x}."))
     return form.format(x=name), f"Hello, {name}!" if not name.endswith(".") else f"Hello, {name}"
 
 

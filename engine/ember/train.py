@@ -308,8 +308,8 @@ def produce(folder: Path, seed: str, reach: Any, made: Any) -> None:
 # -- the run --------------------------------------------------------------------------------------------------------
 
 
-def rate(progress: float, warm: float = 0.01, falls: float = 0.45) -> float:
-    """The share of the full learning rate: rises at first, holds, and falls in a line to nothing."""
+def rate(progress: float, falls: float, warm: float = 0.01) -> float:
+    """The share of the full learning rate: rises at first, holds until `falls`, and falls in a line to nothing."""
     return min(1.0, progress / warm, max(0.0, (1 - progress) / (1 - falls)))
 
 
@@ -367,7 +367,7 @@ def learn(model: Ember, asked: argparse.Namespace, reach: Any, made: Any) -> dic
         with torch.autocast("cuda", torch.bfloat16):
             weighted, plain = loss_of(tokens, said, starts, batch.longest, cos, sin)
         weighted.backward()
-        share = rate(progress)
+        share = rate(progress, asked.falls)
         muon.step(asked.muon_rate * share)
         for group in adam.param_groups:
             group["lr"] = asked.adam_rate * share
@@ -399,6 +399,7 @@ def main() -> None:
     parser.add_argument("--producers", type=int, default=15, help="processes that generate text")
     parser.add_argument("--muon-rate", type=float, default=0.02, help="learning rate of the matrices")
     parser.add_argument("--adam-rate", type=float, default=0.003, help="learning rate of the embedding and the norms")
+    parser.add_argument("--falls", type=float, default=0.45, help="after which share of the run the learning rate begins to fall")
     parser.add_argument("--reach-first", type=int, default=150, help="longest system prompts at the beginning, in tokens")
     parser.add_argument("--reach-last", type=int, default=1700, help="longest system prompts after a third of the run, in tokens")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the text")

@@ -84,8 +84,7 @@ class Draw:
         if roll < 0.38:
             return pick(words.SYLLABLE_STARTS) + pick("áàâäãåæçéèêëíîïñóòôöõøúùûüýßšžłńćęąőřěūīđğş") + pick(words.SYLLABLE_ENDS) + pick(("", pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES)))
         parts = [pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES)]
-        for _ in range(self.pick((0, 1, 1, 1, 2))):
-            parts.append(pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES))
+        parts.extend(pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES) for _ in range(self.pick((0, 1, 1, 1, 2))))
         return "".join(parts) + pick(words.SYLLABLE_ENDS)
 
     def invented(self) -> str:
