@@ -33,6 +33,7 @@ class Behaviour:
     first_s: float = 0.0  # before the first token
     step_tokens: int = 1  # tokens per sequence and step
     cached_tokens: int = 0
+    announce: bool = False  # a start is told at once, before the first token
     reject: wire.RejectReason | None = None
     die_at: int | None = None  # every connection is cut once a sequence has this many tokens
     stop_at: int | None = None  # the sequence ends here with its first stop id
@@ -116,7 +117,10 @@ class StubConnection(asyncio.Protocol):
         seed = sum(array("I", submit.tokens))
         due = self._loop.time() + behaviour.first_s
         for choice in range(submit.n):
-            self._running[submit.id + choice] = Running(submit.id + choice, submit, seed + choice, due)
+            running = Running(submit.id + choice, submit, seed + choice, due, waiting=not behaviour.announce)
+            self._running[running.id] = running
+            if behaviour.announce:
+                self.send(wire.Progress([], [], b"", [wire.Started(running.id, behaviour.cached_tokens, 0.0)]))
         self._step_soon()
 
     def _step_soon(self, after_s: float = 0.0) -> None:

@@ -388,7 +388,8 @@ async def test_a_whole_answer_cut_short_is_a_500_with_the_envelope(tmp_path: Pat
 @looped
 async def test_a_request_that_was_in_two_crashes_is_refused(tmp_path: Path) -> None:
     async with served(tmp_path, replicas=2) as gateway:
-        gateway.behaviour.die_at = 0
+        gateway.behaviour.die_at, gateway.behaviour.first_s = 0, 0.05
+        gateway.behaviour.announce, gateway.behaviour.cached_tokens = True, 4
         first = await gateway.run(**TEN)
         assert (first.status, first.code) == (500, 5000)
         deaths = sum(replica.deaths for replica in gateway.fleet.replicas)
