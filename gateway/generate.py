@@ -191,9 +191,11 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
             return
         except ReplicaLost:
             request.gateway.suspects.note(order.suspect)
-            if tries == TRIES_MAX or request.completion_tokens:
+            if request.completion_tokens:
                 raise errors.replica_lost() from None
             request.restart()
+            if tries == TRIES_MAX:
+                raise errors.replica_lost() from None
         except Rejected as rejected:
             if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
                 raise _rejection(rejected) from None
