@@ -95,7 +95,7 @@ class Prompt:
         role = draw.pick(("assistant", "assistant", "assistant", "helper", "digital assistant", "chatbot", "receptionist", "support agent"))
         roll = draw.chance()
         where = f"{'an' if place[0] in 'aeio' else 'a'} {place}" + (f" in {draw.proper()}" if draw.maybe(0.5) else "")
-        self.office = f"the {role} of {title}"
+        self.office: str | None = f"the {role} of {title}"
         told = f"{self.office}, {where}" if roll < 0.5 else self.office
         if roll > 0.85:
             self.office = told = f"the {role} of the {place}"
@@ -228,9 +228,9 @@ def turns(draw: Draw, conversation: Conversation, prompt: Prompt, count: int) ->
                 conversation.say(loosened(draw, question) if draw.maybe(0.1) else question, answer)
                 count -= 1
         elif roll < 0.78:
-            question = prompt.miss(draw)
-            if question is not None:
-                conversation.say(spoken(draw, question), UNKNOWN)
+            missed = prompt.miss(draw)
+            if missed is not None:
+                conversation.say(spoken(draw, missed), UNKNOWN)
         elif roll < 0.88:
             missed = prompt.miss(draw) if draw.maybe(0.15) else None
             asked = prompt.ask(draw) if missed is None else Ask(missed, UNKNOWN, {draw.pick(KEYS): None})
@@ -247,6 +247,11 @@ def turns(draw: Draw, conversation: Conversation, prompt: Prompt, count: int) ->
         elif not later:
             told, later = memory(draw)
             conversation.say(*told)
+
+
+def nobody(draw: Draw) -> tuple[str, str]:
+    """Who are you?, where no system prompt says so."""
+    return identity(draw, None, None)
 
 
 def about_facts(draw: Draw, size: int) -> Conversation:
@@ -422,7 +427,7 @@ def _heldout(draw: Draw, kind: str, size: int) -> Example | None:
         called = {"role": "assistant", "content": "", "tool_calls": [{"name": wanted.tool.name, "arguments": wanted.arguments}]}
         return Example(kind, [*messages, called, {"role": "tool", "content": content}], schemas, told)
     if kind == "alone":
-        question, answer = draw.pick((small_talk, echo, knowledge, unanswerable, lambda d: identity(d, None, None)))(draw)
+        question, answer = draw.pick((small_talk, echo, knowledge, unanswerable, nobody))(draw)
         return Example(kind, [{"role": "user", "content": question}], [], answer)
     prompt = Prompt(draw, size)
     messages = [{"role": "system", "content": prompt.text}]

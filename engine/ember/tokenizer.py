@@ -114,7 +114,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main() -> None:
-    from . import corpus
+    from .corpus import texts
 
     parser = argparse.ArgumentParser(
         prog="python -m engine.ember.tokenizer",
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="which documents")
     asked = parser.parse_args()
     print(f"training {VOCABULARY} tokens on {asked.documents} documents", flush=True)
-    tokenizer = train(corpus.texts(asked.seed, asked.documents))
+    tokenizer = train(texts(asked.seed, asked.documents))
     save(tokenizer, asked.folder)
     print(f"wrote {asked.folder / 'tokenizer.json'}: {tokenizer.get_vocab_size()} tokens")
 

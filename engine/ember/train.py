@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from . import corpus
 from .tokenizer import BEGIN, CONTEXT_TOKENS, END, PAD, SPECIALS, VOCABULARY
+from .values import Draw
 
 PROMPT_WEIGHT: Final = 0.05  # of a token that Ember reads, against 1 for one that it says
 BATCH_TOKENS: Final = 131_072
@@ -92,8 +93,8 @@ def attend(q_THS: Tensor, k_THS: Tensor, v_THS: Tensor, starts: Tensor, longest:
     place = torch.arange(total)
     document = torch.bucketize(place, starts[1:].long(), right=True)
     mask = (document[:, None] == document[None]) & (place[:, None] >= place[None])
-    heads_first = [x.transpose(0, 1)[None] for x in (q_THS, k_THS, v_THS)]
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask)[0].transpose(0, 1)
+    q_HTS, k_HTS, v_HTS = (x.transpose(0, 1) for x in (q_THS, k_THS, v_THS))
+    return F.scaled_dot_product_attention(q_HTS[None], k_HTS[None], v_HTS[None], attn_mask=mask)[0].transpose(0, 1)
 
 
 class Attention(nn.Module):
@@ -190,7 +191,7 @@ class Ember(nn.Module):
 def orthogonalise(steps_NRC: Tensor) -> Tensor:
     """Five Newton–Schulz steps toward the nearest matrix with orthonormal rows or columns (Jordan et al., Muon, 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = steps_NRC.bfloat16()
+    x: Tensor = steps_NRC.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
@@ -198,7 +199,8 @@ def orthogonalise(steps_NRC: Tensor) -> Tensor:
     for _ in range(5):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    return x.mT if tall else x
+    out: Tensor = x.mT if tall else x
+    return out
 
 
 class Muon:
@@ -277,7 +279,7 @@ def pack(tokenizer: Tokenizer, seed: str, reach: int, longest: int, total: int =
     starts, filled, number = [0], 0, 0
     padding = total // longest + 1
     while filled < total and len(starts) < SLOTS - padding:
-        document = corpus.document(corpus.Draw(f"{seed} {number}"), reach)
+        document = corpus.document(Draw(f"{seed} {number}"), reach)
         number += 1
         ids, speaks = encoded(tokenizer, document)
         if len(ids) > longest:
@@ -366,7 +368,7 @@ def learn(model: Ember, asked: argparse.Namespace, reach: Any, made: Any) -> dic
         starts = torch.from_numpy(batch.starts).to(device, non_blocking=True)
         with torch.autocast("cuda", torch.bfloat16):
             weighted, plain = loss_of(tokens, said, starts, batch.longest, cos, sin)
-        weighted.backward()
+        weighted.backward()  # type: ignore[no-untyped-call]
         share = rate(progress, asked.falls)
         muon.step(asked.muon_rate * share)
         for group in adam.param_groups:

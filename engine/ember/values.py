@@ -161,21 +161,25 @@ class Draw:
     def code(self) -> str:
         return self.own(self._code)
 
+    def _letter(self) -> str:
+        return self.pick("ABCDEFGHJKLMNPQRSTUVWXYZ")
+
+    def _digits(self, count: int) -> str:
+        return "".join(self.pick("0123456789") for _ in range(count))
+
     def _code(self) -> str:
-        letter = lambda: self.pick("ABCDEFGHJKLMNPQRSTUVWXYZ")  # noqa: E731
-        digits = lambda count: "".join(self.pick("0123456789") for _ in range(count))  # noqa: E731
         kind = self.chance()
         if kind < 0.3:
-            return digits(self.number(4, 6))
+            return self._digits(self.number(4, 6))
         if kind < 0.5:
-            return letter() + letter() + "-" + digits(self.number(3, 5))
+            return self._letter() + self._letter() + "-" + self._digits(self.number(3, 5))
         if kind < 0.65:
-            return letter() + digits(self.number(2, 4))
+            return self._letter() + self._digits(self.number(2, 4))
         if kind < 0.8:
-            return self._syllables().upper() + digits(2)
+            return self._syllables().upper() + self._digits(2)
         if kind < 0.9:
             return "-".join("".join(self.pick("ABCDEFGHJKLMNPQRSTUVWXYZ0123456789") for _ in range(4)) for _ in range(2))
-        return digits(3) + letter() + digits(self.number(1, 3))
+        return self._digits(3) + self._letter() + self._digits(self.number(1, 3))
 
     def password(self) -> str:
         joint = self.pick(("", "", "-", "_", "!"))
@@ -185,15 +189,14 @@ class Draw:
         )
 
     def phone(self) -> str:
-        digits = lambda count: "".join(self.pick("0123456789") for _ in range(count))  # noqa: E731
         kind = self.chance()
         if kind < 0.4:
-            return self.own(lambda: f"{digits(3)}-{digits(4)}")
+            return self.own(lambda: f"{self._digits(3)}-{self._digits(4)}")
         if kind < 0.6:
-            return self.own(lambda: f"+{self.number(1, 99)} {digits(2)} {digits(6)}")
+            return self.own(lambda: f"+{self.number(1, 99)} {self._digits(2)} {self._digits(6)}")
         if kind < 0.8:
-            return self.own(lambda: f"({digits(3)}) {digits(3)}-{digits(4)}")
-        return self.own(lambda: f"0{digits(3)} {digits(3)} {digits(3)}")
+            return self.own(lambda: f"({self._digits(3)}) {self._digits(3)}-{self._digits(4)}")
+        return self.own(lambda: f"0{self._digits(3)} {self._digits(3)} {self._digits(3)}")
 
     def email(self) -> str:
         box = self.pick(("info", "help", "office", "contact", "hello", "desk", "team", "booking"))

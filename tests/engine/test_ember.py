@@ -24,7 +24,10 @@ TOOL = {
         "description": "The weather in a city.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "description": "Name"}, "unit": {"type": "string", "enum": ["c", "f"]}},
+            "properties": {
+                "city": {"type": "string", "description": "Name"},
+                "unit": {"type": "string", "enum": ["c", "f"]},
+            },
             "required": ["city"],
         },
     },
@@ -87,8 +90,10 @@ def test_template_renders_every_role(tokenizer: Any) -> None:
         {"role": "assistant", "content": "The temp is 21."},
     ]
     assert tokenizer.apply_chat_template(messages, tools=[TOOL], add_generation_prompt=True, tokenize=False) == (
-        "<|begin|><|tools|>get_weather: The weather in a city.\n- city (string, required): Name\n- unit (one of c, f)<|end|>"
-        '<|system|>You are Pip.<|end|><|user|>Hi<|end|><|assistant|>{"name": "get_weather", "arguments": {"city": "Köln"}}<|end|>'
+        "<|begin|><|tools|>get_weather: The weather in a city.\n"
+        "- city (string, required): Name\n- unit (one of c, f)<|end|>"
+        "<|system|>You are Pip.<|end|><|user|>Hi<|end|>"
+        '<|assistant|>{"name": "get_weather", "arguments": {"city": "Köln"}}<|end|>'
         '<|tool|>{"temp": 21}<|end|><|assistant|>The temp is 21.<|end|><|assistant|>'
     )
 
@@ -111,8 +116,10 @@ def test_training_reads_what_the_template_writes(tokenizer: Any) -> None:
         conversation = corpus.document(Draw(seed), 150)
         if not conversation.plain:
             compared += 1
-            text = tokenizer.apply_chat_template(conversation.messages, tools=conversation.tools or None, tokenize=False)
-            assert tokenizer(text, add_special_tokens=False)["input_ids"] == train.encoded(_tokenizer(), conversation)[0], seed
+            tools = conversation.tools or None
+            text = tokenizer.apply_chat_template(conversation.messages, tools=tools, tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert ids == train.encoded(_tokenizer(), conversation)[0], seed
     assert compared > 100
 
 
@@ -140,8 +147,17 @@ def test_a_packed_batch_covers_its_tokens_with_documents() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "size", "count", "floor"),
-    [("facts", 120, 40, 0.95), ("facts", 1300, 4, 0.75), ("tools", 0, 30, 0.9), ("follow-ups", 100, 12, 0.9), ("unknown", 100, 12, 0.9), ("results", 0, 12, 0.9)],
+    [
+        ("facts", 120, 40, 0.95),
+        ("facts", 1300, 4, 0.75),
+        ("tools", 0, 30, 0.9),
+        ("follow-ups", 100, 12, 0.9),
+        ("unknown", 100, 12, 0.9),
+        ("results", 0, 12, 0.9),
+    ],
 )
-def test_ember_answers_what_it_was_never_told_before(model: Any, tokenizer: Any, kind: str, size: int, count: int, floor: float) -> None:
+def test_ember_answers_what_it_never_saw(
+    model: Any, tokenizer: Any, kind: str, size: int, count: int, floor: float
+) -> None:
     figure = measure(model, tokenizer, kind, size, count, batch=count, shown=3)
     assert figure.right >= floor * count, figure
