@@ -1,4 +1,4 @@
-"""The KV cache's tensors: blocks of slots, one slot per token and layer. It knows no sequences and no tables' owners."""
+"""The KV cache's tensors: blocks of slots, one slot per token and layer. It knows no sequences and no owners."""
 
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ class KvShape:
 
 
 class KvPool:
-    """`blocks` blocks of every layer. Slot = block · block_tokens + offset; one more slot, `empty`, is always zero.
+    """`blocks` blocks of every layer; slot = block · block_tokens + offset. One more block, `empty`, is always zero.
 
     The pages are touched when first written, so a large pool costs memory only as it fills.
     """
@@ -48,21 +48,28 @@ class KvPool:
         assert blocks > 0
         self.shape = shape
         self.blocks = blocks
-        self.empty = blocks * shape.block_tokens
-        slots = self.empty + shape.block_tokens
+        self.empty = blocks
+        slots = (blocks + 1) * shape.block_tokens
         self.layers: list[Tensor] = [
             torch.zeros(slots, shape.slot_width, dtype=shape.dtype) for _ in range(shape.layers)
         ]
+        self._blocks = [rows.view(blocks + 1, shape.block_tokens * shape.slot_width) for rows in self.layers]
 
     def write(self, layer: int, slots_T: Tensor, rows_TW: Tensor) -> None:
         """Puts K and V of T tokens into their slots (int64)."""
         self.layers[layer].index_copy_(0, slots_T, rows_TW)
 
-    def read(self, layer: int, slots_L: Tensor) -> Tensor:
-        """A copy of the slots' rows: [L, slot_width]."""
-        return self.layers[layer].index_select(0, slots_L)
+    def read(self, layer: int, blocks_B: Tensor, unwritten_U: Tensor, into_LW: Tensor) -> None:
+        """Copies whole blocks into rows [B · block_tokens, slot_width], then clears the rows `unwritten_U` of these.
+
+        What earlier owners left in a block must be cleared: a weight of 0 does not silence a NaN. The caller's memory
+        is used again from layer to layer, because page faults of new memory cost more than the copy.
+        """
+        into_BW = into_LW.view(len(blocks_B), -1)
+        torch.index_select(self._blocks[layer], 0, blocks_B, out=into_BW)
+        into_LW.index_fill_(0, unwritten_U, 0)
 
     def check(self) -> None:
-        """The empty slot is still zero: nothing was written through a table's padding."""
-        for rows in self.layers:
-            assert not rows[self.empty :].any(), "the empty slot was written"
+        """The empty block is still zero: nothing was written through a table's padding."""
+        for rows in self._blocks:
+            assert not rows[self.empty].any(), "the empty block was written"

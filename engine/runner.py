@@ -1,4 +1,4 @@
-"""One rank of one model: opens a folder, takes packed steps, gives sampled tokens. It knows no network and no tenants."""
+"""One rank of one model: opens a folder, takes packed steps, gives sampled tokens. It knows no network, no tenants."""
 
 import logging
 import time
@@ -12,6 +12,7 @@ import torch
 
 from engine.batch import Flight, Int32s, Sampled, unpack
 from engine.kernels import pick
+from engine.kernels.reference import KEY_STEP
 from engine.kv import KvPool, KvShape
 from engine.model.config import ModelConfig, read_config
 from engine.model.decoder import Decoder
@@ -139,6 +140,8 @@ def _matmul_seconds(config: ModelConfig, dtype: torch.dtype) -> float:
 
 def _blocks(model: ModelSpec, shape: KvShape, context_tokens: int) -> int:
     """As many as kv_bytes hold; else a share of what is free, enough for one context, at most for all sequences."""
+    if KEY_STEP % shape.block_tokens:
+        raise DoesNotFit(f"block_tokens {shape.block_tokens} does not divide {KEY_STEP}: 8, 16, 32 and 64 do")
     context_blocks = -(-context_tokens // shape.block_tokens)
     if model.kv_bytes is not None:
         blocks = model.kv_bytes // shape.block_bytes

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 KEY_TILE = 512  # in which the attention below goes through the keys
-SHORT_TILES = (128, 256)  # what the first tile is cut to where that is enough
+KEY_STEP, LONG_KEY_STEP = 64, 256  # spans grow by the one up to a whole tile, by the other after it
 ROW_TILE = 4
 
 
@@ -22,7 +22,8 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
     """x ÷ its root mean square · weight, computed in float32, in x's dtype. `weight_H` is float32."""
     x32_TH = x_TH.float()
     mean_T1 = torch.linalg.vecdot(x32_TH, x32_TH).unsqueeze(-1).div_(x_TH.shape[-1])
-    return (x32_TH * mean_T1.add_(epsilon).rsqrt_()).mul_(weight_H).to(x_TH.dtype)
+    scaled_TH: Tensor = x32_TH * mean_T1.add_(epsilon).rsqrt_()
+    return scaled_TH.mul_(weight_H).to(x_TH.dtype)
 
 
 def rotate_(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
@@ -40,9 +41,8 @@ def silu_and_multiply(x_T2I: Tensor) -> Tensor:
 
 def key_spans(positions_T: NDArray[np.int32], window: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """For each position the keys first … last−1 that attention is given for it; those it must not see are masked."""
-    last_T = -(-(positions_T + 1) // KEY_TILE) * KEY_TILE
-    for tile in reversed(SHORT_TILES):
-        last_T[positions_T < tile] = tile
+    step_T = np.where(positions_T < KEY_TILE, KEY_STEP, LONG_KEY_STEP).astype(np.int32)
+    last_T = -(-(positions_T + 1) // step_T) * step_T
     if window is None:
         return np.zeros_like(last_T), last_T
     return np.maximum(0, positions_T + 1 - window) // KEY_TILE * KEY_TILE, last_T
@@ -50,7 +50,7 @@ def key_spans(positions_T: NDArray[np.int32], window: int | None) -> tuple[NDArr
 
 def attend(q_SHQD: Tensor, k_SHLD: Tensor, v_SHLD: Tensor, mask_S1QL: Tensor, scale: float) -> Tensor:
     """softmax(q·kᵀ·scale + mask)·v → [S, H, Q, D]. L is a length that key_spans gives, Q a multiple of ROW_TILE."""
-    assert k_SHLD.shape[2] % KEY_TILE == 0 or k_SHLD.shape[2] in SHORT_TILES
+    assert k_SHLD.shape[2] % KEY_STEP == 0
     assert q_SHQD.shape[2] % ROW_TILE == 0
     out_SHQD: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_SHQD, k_SHLD, v_SHLD, 0.0, False, attn_mask=mask_S1QL, scale=scale

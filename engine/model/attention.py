@@ -3,8 +3,8 @@
 A step mixes prompt chunks and single tokens. Single tokens are computed together, one group per span of keys; a
 chunk is a group, or several where its rows' spans differ. It knows no sequences, no scheduling, no kernels' insides.
 
-T rows of the step, S slices of a group, Q query rows per slice and KV head, L keys, G heads per KV head,
-N KV heads, H = N·G heads, D head size, W slot width.
+T rows, S slices of a group, Q query rows of one small matmul (whole tiles), L keys of a slice, B blocks, N KV heads,
+G heads per KV head, H = N·G heads, D head size, W slot width.
 """
 
 from collections import defaultdict
@@ -23,12 +23,27 @@ from engine.kv import KvPool
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows that attend together over equally many keys: one row of each of several slices, or a run of one slice."""
+    """Rows that attend together over equally many keys: one row of each of several slices, or a run of one slice.
 
-    rows: slice | Tensor
-    slices: int
-    slots_SL: Tensor  # int64, flat; keys after the last row's position point at the pool's empty slot
+    Its tensors are used by one layer after the other. `q` is what the kernel takes, `q_TNGD` the same memory seen as
+    the step's rows; padding rows stay zero. `k` and `v` look into `keys_LW`, where each layer's blocks are read into.
+    """
+
+    rows: slice | Tensor  # in T
+    single: bool
+    blocks_B: Tensor  # int64; blocks after the last row's position are the pool's empty block
+    unwritten_U: Tensor  # int64, rows of keys_LW that lie in a real block, but after the last row's position
+    keys_LW: Tensor
+    q: Tensor
+    q_TNGD: Tensor
+    k: Tensor
+    v: Tensor
     mask_S1QL: Tensor  # 0 or −inf, in the dtype of q
+
+    def as_rows(self, out: Tensor) -> Tensor:
+        """The kernel's result as [T, N, G, D], padding left out."""
+        count, _, fold, _ = self.q_TNGD.shape
+        return out[:, :, :fold] if self.single else out[:, :, :count].permute(2, 0, 1, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,29 @@ def plan(batch: Batch, windows: frozenset[int | None], pool: KvPool, heads_per_k
     )
 
 
+def attend(q_THD: Tensor, layer: int, groups: list[Group], pool: KvPool, scale: float, ops: ModuleType) -> Tensor:
+    """[T, H·D]: each row's attention over the blocks its group lists; K and V of the step are in the pool already."""
+    t, h, d = q_THD.shape
+    n = pool.shape.kv_heads
+    q_TNGD = q_THD.view(t, n, h // n, d)
+    if len(groups) == 1:
+        return _attend(q_TNGD, layer, groups[0], pool, scale, ops).reshape(t, h * d)
+    out_TNGD = q_THD.new_empty(t, n, h // n, d)
+    for group in groups:
+        if isinstance(group.rows, slice):
+            out_TNGD[group.rows] = _attend(q_TNGD[group.rows], layer, group, pool, scale, ops)
+        else:
+            rows_TNGD = q_TNGD.index_select(0, group.rows)
+            out_TNGD.index_copy_(0, group.rows, _attend(rows_TNGD, layer, group, pool, scale, ops))
+    return out_TNGD.view(t, h * d)
+
+
+def _attend(q_TNGD: Tensor, layer: int, group: Group, pool: KvPool, scale: float, ops: ModuleType) -> Tensor:
+    pool.read(layer, group.blocks_B, group.unwritten_U, group.keys_LW)
+    group.q_TNGD.copy_(q_TNGD)
+    return group.as_rows(ops.attend(group.q, group.k, group.v, group.mask_S1QL, scale))
+
+
 def _groups(batch: Batch, window: int | None, pool: KvPool, fold: int, ops: ModuleType) -> list[Group]:
     """Rows are cut where their slice or their span of keys changes, so that a row's span depends on its position only.
 
@@ -69,83 +107,66 @@ def _groups(batch: Batch, window: int | None, pool: KvPool, fold: int, ops: Modu
         if end - start == 1:
             singles[span].append(start)
         else:
-            positions_SQ = _pad_rows(batch.positions_T[None, start:end], ops.ROW_TILE)
-            groups.append(
-                _group(batch, slice(start, end), slice_T[start : start + 1], positions_SQ, span, window, pool)
-            )
+            keys = _Keys(batch, slice_T[start : start + 1], batch.positions_T[end - 1 : end], span, pool)
+            groups.append(_run(batch.positions_T[start:end], slice(start, end), keys, window, fold, ops))
     for span, rows in singles.items():
-        positions_SQ = _pad_rows(np.repeat(batch.positions_T[rows, None], fold, 1), ops.ROW_TILE)
-        groups.append(_group(batch, torch.tensor(rows), slice_T[rows], positions_SQ, span, window, pool))
+        keys = _Keys(batch, slice_T[rows], batch.positions_T[rows], span, pool)
+        groups.append(_singles(batch.positions_T[rows], torch.tensor(rows), keys, window, fold, ops))
     return groups
 
 
-def _group(
-    batch: Batch,
-    rows: slice | Tensor,
-    slices_S: NDArray[np.int64],
-    positions_SQ: Int32s,
-    span: tuple[int, int],
-    window: int | None,
-    pool: KvPool,
-) -> Group:
-    block_tokens = pool.shape.block_tokens
-    keys_L = np.arange(*span)
-    column_L = np.minimum(keys_L // block_tokens, batch.tables_SW.shape[1] - 1)
-    slots_SL = batch.tables_SW[slices_S[:, None], column_L].astype(np.int64) * block_tokens + keys_L % block_tokens
-    slots_SL[keys_L > positions_SQ[:, -1:]] = pool.empty
-    mask_S1QL = _mask(positions_SQ, keys_L, window, pool)
-    return Group(rows, len(slices_S), torch.from_numpy(slots_SL.reshape(-1)), mask_S1QL)
+class _Keys:
+    """Keys first … last−1 of S slices, of which each sees those up to its own position: where they are, and memory."""
+
+    def __init__(
+        self, batch: Batch, slices_S: NDArray[np.int64], positions_S: Int32s, span: tuple[int, int], pool: KvPool
+    ) -> None:
+        shape, (first, last) = pool.shape, span
+        columns_B = np.arange(first // shape.block_tokens, last // shape.block_tokens)
+        in_table_B = np.minimum(columns_B, batch.tables_SW.shape[1] - 1)
+        blocks_SB = batch.tables_SW[slices_S[:, None], in_table_B].astype(np.int64)
+        ends_S1 = positions_S[:, None] // shape.block_tokens
+        blocks_SB[columns_B > ends_S1] = pool.empty
+        self.keys_L = np.arange(first, last)
+        unwritten_SL = (self.keys_L > positions_S[:, None]) & (self.keys_L // shape.block_tokens == ends_S1)
+        self.unwritten_U = torch.from_numpy(np.flatnonzero(unwritten_SL))
+        self.blocks_B = torch.from_numpy(blocks_SB.reshape(-1))
+        self.memory_LW = torch.empty(unwritten_SL.size, shape.slot_width, dtype=shape.dtype)
+        kv = self.memory_LW.view(len(slices_S), last - first, 2, shape.kv_heads, shape.head_dim)
+        self.k_SNLD, self.v_SNLD = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
 
 
-def _pad_rows(positions_SQ: Int32s, tile: int) -> Int32s:
-    """Repeats the last row until there is a whole number of tiles; the copies' results are dropped."""
-    missing = -positions_SQ.shape[1] % tile
-    return np.concatenate((positions_SQ, np.repeat(positions_SQ[:, -1:], missing, 1)), 1)
+def _singles(positions_S: Int32s, rows: Tensor, keys: _Keys, window: int | None, fold: int, ops: ModuleType) -> Group:
+    """One row of each slice: the heads that share a KV head are the rows of one small matmul."""
+    slices, kv_heads, _, head_dim = keys.k_SNLD.shape
+    padded = -(-fold // ops.ROW_TILE) * ops.ROW_TILE
+    q_SNQD = torch.zeros(slices, kv_heads, padded, head_dim, dtype=keys.memory_LW.dtype)
+    mask_S1QL = _mask(np.repeat(positions_S[:, None], padded, 1), keys, window)
+    return Group(
+        rows, True, keys.blocks_B, keys.unwritten_U, keys.memory_LW,
+        q_SNQD, q_SNQD[:, :, :fold], keys.k_SNLD, keys.v_SNLD, mask_S1QL,
+    )  # fmt: skip
 
 
-def _mask(positions_SQ: Int32s, keys_L: NDArray[np.int64], window: int | None, pool: KvPool) -> Tensor:
+def _run(positions_T: Int32s, rows: slice, keys: _Keys, window: int | None, fold: int, ops: ModuleType) -> Group:
+    """A run of one slice's rows: KV heads take the batch's place, so that G heads read one K without a copy."""
+    _, kv_heads, length, head_dim = keys.k_SNLD.shape
+    count = len(positions_T)
+    padded_Q = np.pad(positions_T, (0, -count % ops.ROW_TILE), mode="edge")
+    q_NGQD = torch.zeros(kv_heads, fold, len(padded_Q), head_dim, dtype=keys.memory_LW.dtype)
+    k_NGLD, v_NGLD = (
+        kv_1NLD.transpose(0, 1).expand(kv_heads, fold, length, head_dim) for kv_1NLD in (keys.k_SNLD, keys.v_SNLD)
+    )
+    return Group(
+        rows, False, keys.blocks_B, keys.unwritten_U, keys.memory_LW,
+        q_NGQD, q_NGQD[:, :, :count].permute(2, 0, 1, 3), k_NGLD, v_NGLD, _mask(padded_Q[None], keys, window),
+    )  # fmt: skip
+
+
+def _mask(positions_SQ: Int32s, keys: _Keys, window: int | None) -> Tensor:
     positions_SQ1 = torch.from_numpy(positions_SQ)[:, None, :, None]
-    keys = torch.from_numpy(keys_L)
-    hidden = keys > positions_SQ1
+    keys_L = torch.from_numpy(keys.keys_L)
+    hidden = keys_L > positions_SQ1
     if window is not None:
-        hidden |= keys <= positions_SQ1 - window
-    return torch.zeros(hidden.shape, dtype=pool.shape.dtype).masked_fill_(hidden, float("-inf"))
-
-
-def attend(q_THD: Tensor, layer: int, groups: list[Group], pool: KvPool, scale: float, ops: ModuleType) -> Tensor:
-    """[T, H·D]: each row's attention over the slots its group lists; K and V of the step are in the pool already."""
-    t, h, d = q_THD.shape
-    n = pool.shape.kv_heads
-    out_THD = q_THD.new_empty(t, h, d)
-    for group in groups:
-        kv = pool.read(layer, group.slots_SL).view(group.slices, -1, 2, n, d)
-        k_SNLD, v_SNLD = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-        if isinstance(group.rows, slice):
-            out_THD[group.rows] = _chunk(q_THD[group.rows], k_SNLD, v_SNLD, group, scale, ops)
-        else:
-            out_THD[group.rows] = _singles(q_THD[group.rows], k_SNLD, v_SNLD, group, scale, ops)
-    return out_THD.view(t, h * d)
-
-
-def _singles(q_SHD: Tensor, k_SNLD: Tensor, v_SNLD: Tensor, group: Group, scale: float, ops: ModuleType) -> Tensor:
-    """One token per slice: the heads that share a KV head are the rows of one small matmul."""
-    s, h, d = q_SHD.shape
-    n = k_SNLD.shape[1]
-    q_SNQD = _pad(q_SHD.view(s, n, h // n, d), group.mask_S1QL.shape[2])
-    return ops.attend(q_SNQD, k_SNLD, v_SNLD, group.mask_S1QL, scale)[:, :, : h // n].reshape(s, h, d)
-
-
-def _chunk(q_THD: Tensor, k_1NLD: Tensor, v_1NLD: Tensor, group: Group, scale: float, ops: ModuleType) -> Tensor:
-    """A run of one slice's tokens: KV heads take the batch's place, so that G heads read one K without a copy."""
-    t, h, d = q_THD.shape
-    n = k_1NLD.shape[1]
-    q_NGQD = _pad(q_THD.view(t, n, h // n, d).permute(1, 2, 0, 3), group.mask_S1QL.shape[2])
-    k_NGLD = k_1NLD.transpose(0, 1).expand(n, h // n, -1, d)
-    v_NGLD = v_1NLD.transpose(0, 1).expand(n, h // n, -1, d)
-    out_NGQD = ops.attend(q_NGQD, k_NGLD, v_NGLD, group.mask_S1QL, scale)
-    return out_NGQD[:, :, :t].permute(2, 0, 1, 3).reshape(t, h, d)
-
-
-def _pad(q: Tensor, rows: int) -> Tensor:
-    missing = rows - q.shape[2]
-    return q if missing == 0 else torch.cat((q, q[:, :, -1:].expand(-1, -1, missing, -1)), 2)
+        hidden |= keys_L <= positions_SQ1 - window
+    return torch.zeros(hidden.shape, dtype=keys.memory_LW.dtype).masked_fill_(hidden, float("-inf"))

@@ -27,7 +27,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter. Its sources are stacked along their first dimension in this order; `cut` holds for each of them."""
+    """One parameter: its sources stacked along their first dimension in this order; `cut` holds for each of them."""
 
     parameter: str
     sources: tuple[Source, ...]
@@ -77,7 +77,7 @@ def _layer(config: ModelConfig, layer: int) -> list[Entry]:
 
 
 def _linear(parameter: str, cut: Cut, parts: list[tuple[str, int]], inputs: int, bias: bool) -> list[Entry]:
-    """A weight [outputs, inputs] and, where the config has one, its bias. A bias is added once: cut by outputs or not."""
+    """A weight [outputs, inputs] and, where the config has one, its bias, added once: cut by outputs or not at all."""
     weight = _entry(parameter + ".weight", cut, *((name + ".weight", (outputs, inputs)) for name, outputs in parts))
     if not bias:
         return [weight]

@@ -126,4 +126,4 @@ def shuffled_tables(runner: Runner, lengths: list[int], seed: int) -> list[list[
 def poison(runner: Runner) -> None:
     """NaN in every slot that tables can name: whatever is read before it is written shows."""
     for rows in runner._pool.layers:
-        rows[: runner._pool.empty] = float("nan")
+        rows[: runner.blocks * runner.block_tokens] = float("nan")
