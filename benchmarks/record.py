@@ -51,7 +51,9 @@ def commit() -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def record(name: str, shape: str, value: float, unit: str, *, bound: float | None = None, peer: str | None = None) -> Row:
+def record(
+    name: str, shape: str, value: float, unit: str, *, bound: float | None = None, peer: str | None = None
+) -> Row:
     """Prints one figure and keeps it in `benchmarks/results/<name>.json`, in place of the same shape's older row."""
     command = "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
     row = Row(shape, value, unit, bound, peer, hardware(), commit(), command)
