@@ -91,15 +91,13 @@ def _filter(scaled_V: Floats, least: np.float32, top_k: int, top_p: float) -> Id
         kept = min(kept, top_k)
     if top_p >= 1:
         return np.sort(_best(scaled_V, kept))
-    whole = None if top_k > 0 else _log_sum(scaled_V[scaled_V >= least])
-    first = min(kept, _SORTED_FIRST)
-    while True:
-        ids_C = _best(scaled_V, first if whole is not None else kept)
-        shares_C = np.exp(scaled_V[ids_C].astype(np.float64) - (_log_sum(scaled_V[ids_C]) if whole is None else whole))
-        reached = np.cumsum(shares_C)
-        if len(ids_C) == kept or reached[-1] >= top_p:
-            return np.sort(ids_C[: 1 + int(np.searchsorted(reached, top_p))])
-        first = kept
+    whole = _log_sum(scaled_V[_best(scaled_V, kept)] if top_k > 0 else scaled_V[scaled_V >= least])
+    for count in (min(kept, _SORTED_FIRST), kept):
+        ids_C = _best(scaled_V, count)
+        reached_C = np.cumsum(np.exp(scaled_V[ids_C].astype(np.float64) - whole))
+        if reached_C[-1] >= top_p:
+            break
+    return np.sort(ids_C[: 1 + int(np.searchsorted(reached_C, top_p))])
 
 
 def _best(values_V: Floats, count: int) -> Ids:

@@ -16,6 +16,7 @@ from torch import Tensor
 KEY_TILE = 512  # in which the attention below goes through the keys
 KEY_STEP, LONG_KEY_STEP = 64, 256  # spans grow by the one up to a whole tile, by the other after it
 ROW_TILE = 4
+UNDIVIDED_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: up to here an elementwise call stays on one thread
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
@@ -30,13 +31,20 @@ def rotate_(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
     """Rotary embedding by halves, in place. The tables are float32; `sin` has its first half negated already."""
     half = x_THD.shape[-1] // 2
     swapped_THD = torch.cat((x_THD[..., half:], x_THD[..., :half]), -1)
-    x_THD.copy_((x_THD * cos_T1D).addcmul_(swapped_THD, sin_T1D))
+    x_THD.copy_((x_THD * cos_T1D).add_(swapped_THD * sin_T1D))
 
 
 def silu_and_multiply(x_T2I: Tensor) -> Tensor:
-    """silu of the first half of each row times its second half."""
+    """silu of the first half of each row times its second half; the first half is overwritten.
+
+    torch divides a long elementwise call between threads wherever the count falls, and computes what is left over
+    of a vector with another exp than whole vectors. So silu is called for so few rows that it is never divided.
+    """
     gate_TI, up_TI = x_T2I.chunk(2, -1)
-    return torch.nn.functional.silu(gate_TI) * up_TI
+    rows = max(1, UNDIVIDED_ELEMENTS // gate_TI.shape[1])
+    for first in range(0, len(gate_TI), rows):
+        torch.nn.functional.silu(gate_TI[first : first + rows], inplace=True)
+    return gate_TI * up_TI
 
 
 def key_spans(positions_T: NDArray[np.int32], window: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

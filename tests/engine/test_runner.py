@@ -1,0 +1,199 @@
+"""engine/runner.py: what opening promises, and that a row's logits are the same bits however its text is computed."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import Slice, pack
+from engine.kernels import pick
+from engine.runner import DoesNotFit, Runner
+from engine.wire import Sampling
+from tests.engine.small import (
+    BLOCK_TOKENS,
+    CONTEXT_TOKENS,
+    Text,
+    logits,
+    open_small,
+    poison,
+    reference_model,
+    saved,
+    shuffled_tables,
+    spec,
+)
+
+GREEDY = Sampling()
+EMBER = Path(__file__).parents[2] / "engine" / "ember" / "model"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    families = ("llama 3.2 tied", "mistral window", "qwen3")
+    folders = {family: saved(reference_model(family), tmp_path_factory.mktemp("model")) for family in families}
+    return folders | {"ember": EMBER}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama 3.2 tied", "mistral window", "qwen3", "ember"])
+def test_logits_are_equal_to_the_bit_whatever_the_chunks_the_company_and_the_blocks(
+    folders: dict[str, Path], name: str, dtype: str
+) -> None:
+    runner = open_small(folders[name], dtype=dtype, kv_bytes=24 << 20)
+    poison(runner)
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, runner.vocabulary, 700).tolist()
+    ends = sorted({*rng.integers(1, 700, 60).tolist(), 1, 63, 64, 65, 128, 129, 512, 513, 700})
+    alone = compute(runner, ids, ends, company=0, seed=1)
+    for seed in range(2, 8):
+        cuts = sorted({*rng.choice(ends, int(rng.integers(1, 30))).tolist(), 700})
+        again = compute(runner, ids, cuts, company=seed % 4 * 3, seed=seed)
+        for end in cuts:
+            assert torch.equal(again[end], alone[end]), (seed, cuts, end)
+    runner._pool.check()
+
+
+def compute(runner: Runner, ids: list[int], cuts: list[int], company: int, seed: int) -> dict[int, Tensor]:
+    """Logits after each cut, the text computed in runs that end there, in other blocks for each seed, among others."""
+    rng = np.random.default_rng(seed)
+    lengths = [len(ids), *rng.integers(1, 60, company).tolist()]
+    tables = shuffled_tables(runner, lengths, seed)
+    text, found = Text(ids, tables[0]), {}
+    for cut in cuts:
+        others = [
+            Slice(rng.integers(0, runner.vocabulary, length).tolist(), 0, table, GREEDY)
+            for length, table in zip(lengths[1:], tables[1:], strict=True)
+        ]
+        mine = text.slice(cut - text.computed, GREEDY)
+        place = int(rng.integers(0, company + 1))
+        found[cut] = logits(runner, [*others[:place], mine, *others[place:]])[place]
+    return found
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, top_p=0.95, seed=4)])
+def test_text_is_the_same_with_cache_hits_chunks_preemption_and_company(
+    folders: dict[str, Path], sampling: Sampling
+) -> None:
+    runner = open_small(folders["ember"], dtype="auto", kv_bytes=24 << 20)
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(10, runner.vocabulary, length).tolist() for length in (5, 130, 200)]
+    tables = shuffled_tables(runner, [300] * 3, 1)
+    plain = [write(runner, prompt, table, sampling, 40) for prompt, table in zip(prompts, tables, strict=True)]
+
+    # Cache hit: the first 128 tokens of the last prompt lie in the blocks of the run before; only the rest is computed.
+    cached = tables[2][:8] + shuffled_tables(runner, [300] * 4, 1)[3]
+    assert write(runner, prompts[2], cached, sampling, 40, computed=128) == plain[2]
+
+    # Preemption: after 17 tokens the blocks are lost, and prompt and output are computed again in chunks elsewhere.
+    other = shuffled_tables(runner, [400], 9)[0]
+    first = write(runner, prompts[1], tables[1], sampling, 17)
+    again = write(runner, prompts[1] + first, other, sampling, 23, chunk=33)
+    assert first + again == plain[1]
+
+    # Company: all three at once, a token each per step.
+    texts, written = prompts, [[token[0]] for token in plain]
+    for prompt, table in zip(texts, tables, strict=True):
+        runner.launch(pack([Slice(prompt, 0, table)], BLOCK_TOKENS)).wait()
+    for step in range(39):
+        slices = [
+            Slice([done[-1]], len(prompt) + step, table, sampling)
+            for done, prompt, table in zip(written, texts, tables, strict=True)
+        ]
+        for done, token in zip(written, runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R, strict=True):
+            done.append(int(token))
+    assert written == plain
+
+
+def write(
+    runner: Runner,
+    prompt: list[int],
+    table: list[int],
+    sampling: Sampling,
+    count: int,
+    computed: int = 0,
+    chunk: int = 512,
+) -> list[int]:
+    """`count` tokens after the prompt, which is computed from `computed` on in chunks."""
+    ids, written = list(prompt), []
+    while len(written) < count:
+        end = min(computed + chunk, len(ids))
+        wanted = sampling if end == len(ids) else None
+        done = runner.launch(pack([Slice(ids[computed:end], computed, table, wanted)], BLOCK_TOKENS)).wait()
+        computed = end
+        if wanted:
+            written.append(int(done.tokens_R[0]))
+            ids.append(written[-1])
+    return written
+
+
+def test_opening_says_what_the_replica_must_know(folders: dict[str, Path]) -> None:
+    beats: list[int] = []
+    runner = Runner.open(spec(folders["qwen3"]), "cpu", 2, lambda: beats.append(1))
+    assert beats
+    assert (runner.context_tokens, runner.vocabulary, runner.stop_ids) == (CONTEXT_TOKENS, 160, [1])
+    assert runner.block_tokens == BLOCK_TOKENS
+    assert runner.kv_bytes <= 8 << 20
+    assert runner.kv_bytes == runner.blocks * 3 * 2 * 2 * 32 * 4 * BLOCK_TOKENS
+    assert runner.kv_layout == "kv-float32-l3-h2x32-b16"
+    assert runner.weights_bytes > 0
+    assert len(runner.revision) == 32
+    loading = len(beats)
+    runner.launch(pack([Slice([1, 2, 3], 0, [0], GREEDY)], BLOCK_TOKENS)).wait()
+    assert len(beats) == loading + 3, "one beat for each layer"
+
+
+def test_a_step_without_rows_to_sample_gives_no_tokens(folders: dict[str, Path]) -> None:
+    runner = open_small(folders["qwen3"])
+    assert len(runner.launch(pack([Slice([1, 2], 0, [0])], BLOCK_TOKENS)).wait().tokens_R) == 0
+
+
+def test_auto_measures_both_dtypes_and_says_so(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "engine"):
+        runner = open_small(folders["qwen3"], dtype="auto")
+    assert runner.kv_layout.startswith(("kv-float32", "kv-bfloat16"))
+    said = caplog.text
+    assert "dtype auto" in said
+    assert "MB/s" in said
+    assert f"{runner.blocks} KV blocks" in said
+
+
+def test_the_pool_holds_one_context_at_least_and_all_sequences_at_most(folders: dict[str, Path]) -> None:
+    context_blocks = CONTEXT_TOKENS // BLOCK_TOKENS
+    assert open_small(folders["qwen3"], kv_bytes=None, sequences=1).blocks == context_blocks
+    assert open_small(folders["qwen3"], kv_bytes=None, sequences=3).blocks == 3 * context_blocks
+    assert open_small(folders["qwen3"], kv_bytes=None, sequences=1, context_tokens=64).blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"context_tokens": CONTEXT_TOKENS + 1}, "context_tokens"),
+        ({"kv_bytes": 100}, "kv_bytes"),
+        ({"block_tokens": 24}, "block_tokens"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(folders: dict[str, Path], changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(DoesNotFit, match=said):
+        open_small(folders["qwen3"], **changes)
+
+
+def test_a_device_without_kernels_is_refused() -> None:
+    with pytest.raises(ValueError, match="abacus"):
+        pick("abacus")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        Slice([1], CONTEXT_TOKENS, list(range(129)), GREEDY),
+        Slice([160], 0, [0], GREEDY),
+        Slice([1], 0, [10**6], GREEDY),
+    ],
+)
+def test_launch_asserts_that_the_step_is_within_the_model_and_the_pool(folders: dict[str, Path], item: Slice) -> None:
+    runner = open_small(folders["qwen3"])
+    with pytest.raises(AssertionError, match="past the"):
+        runner.launch(pack([item], BLOCK_TOKENS))
