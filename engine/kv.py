@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,9 +51,7 @@ class KvPool:
         self.blocks = blocks
         self.empty = blocks
         slots = (blocks + 1) * shape.block_tokens
-        self.layers: list[Tensor] = [
-            torch.zeros(slots, shape.slot_width, dtype=shape.dtype) for _ in range(shape.layers)
-        ]
+        self.layers: list[Tensor] = [_zeros(slots, shape.slot_width, shape.dtype) for _ in range(shape.layers)]
         self._blocks = [rows.view(blocks + 1, shape.block_tokens * shape.slot_width) for rows in self.layers]
 
     def write(self, layer: int, slots_T: Tensor, rows_TW: Tensor) -> None:
@@ -73,3 +72,9 @@ class KvPool:
         """The empty block is still zero: nothing was written through a table's padding."""
         for rows in self._blocks:
             assert not rows[self.empty].any(), "the empty block was written"
+
+
+def _zeros(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Zeroed memory that the operating system gives page by page as it is written; torch.zeros would write it all."""
+    memory = torch.from_numpy(np.zeros(rows * width * dtype.itemsize, np.uint8))
+    return memory.view(dtype).view(rows, width)

@@ -1,5 +1,6 @@
 """engine/kv.py: what is written is read, what was left behind is not, and the empty block stays empty."""
 
+import psutil
 import pytest
 import torch
 
@@ -45,3 +46,10 @@ def test_check_notices_a_write_into_the_empty_block() -> None:
     pool.write(0, torch.tensor([pool.empty * 4]), torch.ones(1, SHAPE.slot_width, dtype=torch.bfloat16))
     with pytest.raises(AssertionError, match="empty block"):
         pool.check()
+
+
+def test_a_pool_takes_memory_only_as_it_fills() -> None:
+    resident = psutil.Process().memory_info().rss
+    pool = KvPool(KvShape(8, 2, 64, 16, torch.bfloat16), 16384)  # 1 GiB
+    assert psutil.Process().memory_info().rss - resident < 64 << 20
+    pool.check()
