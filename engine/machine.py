@@ -40,6 +40,7 @@ from engine.wire import (
     ReplicaSpec,
     ReplicaState,
     Residency,
+    Telemetry,
     encode,
     parse_address,
 )
@@ -105,7 +106,7 @@ class Replica:
         residency = Residency.DEVICE if serving else Residency.DISK
         return ReplicaState(self.model.name, self.address, residency, self.boot, "" if serving else self.problem)
 
-    def start(self, device: str, threads: int | None, now: float) -> None:
+    def start(self, device: str, threads: int | None, telemetry: Telemetry | None, now: float) -> None:
         """Starts the process. Its stdout and stderr are one pipe, `output`."""
         assert self.process is None
         self.boot += 1
@@ -124,6 +125,7 @@ class Replica:
             boot=self.boot,
             device=device,
             threads=threads,
+            telemetry=telemetry,
         )
         self.process = subprocess.Popen(
             self._command(spec),
@@ -304,7 +306,7 @@ class Machine:
         self._tell()
 
     def _start(self, replica: Replica, now: float) -> None:
-        replica.start(self._spec.device, self._threads, now)
+        replica.start(self._spec.device, self._threads, self._spec.telemetry, now)
         output = replica.output
 
         def read() -> None:

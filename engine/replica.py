@@ -22,7 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -47,6 +47,9 @@ from engine.wire import (
     parse_address,
 )
 from prefixcache.tree import Tree
+
+if TYPE_CHECKING:
+    from engine.traces import Traces
 
 DEPTH: Final = 1  # flights at once; more than one needs a scheduler that plans with tokens it does not know yet
 _TICK_S: Final = 0.5
@@ -192,6 +195,7 @@ class Replica:
             block_tokens=runner.block_tokens,
             blocks=runner.blocks,
         )
+        self._traces = _traces(spec)
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, Connection] = {}
         self._connected = 0
@@ -221,6 +225,8 @@ class Replica:
             for connection in list(self._connections.values()):
                 self._close(connection, "the replica ends")
             self._selector.close()
+            if self._traces is not None:
+                self._traces.close()
 
     # One turn
 
@@ -279,6 +285,8 @@ class Replica:
         moved = False
         for owner, progress in self._scheduler.news().items():
             moved = moved or bool(progress.started or progress.finished)
+            if self._traces is not None:
+                self._traces.told(owner, progress)
             if owner in self._connections:
                 self._send(self._connections[owner], encode(progress))
         now = self._clock()
@@ -331,6 +339,9 @@ class Replica:
             except Refused as refused:
                 reject = Reject(frame.id, refused.reason, refused.message, refused.retry_after_ms)
                 self._send(connection, encode(reject))
+                return
+            if self._traces is not None:
+                self._traces.accepted(connection.number, frame)
 
     def _send(self, connection: Connection, encoded: bytes) -> None:
         if connection.number not in self._connections:
@@ -349,6 +360,8 @@ class Replica:
         if self._connections.pop(connection.number, None) is None:
             return
         self._scheduler.drop(connection.number)
+        if self._traces is not None:
+            self._traces.dropped(connection.number)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         log("disconnected", connection=connection.number, reason=reason)
@@ -360,6 +373,14 @@ class Replica:
             for key, events in self._selector.select(until - self._clock()):
                 if events & selectors.EVENT_WRITE:
                     self._send(key.data, b"")
+
+
+def _traces(spec: ReplicaSpec) -> "Traces | None":
+    if spec.telemetry is None:
+        return None
+    from engine.traces import open_traces  # only here: a replica that is not traced needs no opentelemetry
+
+    return open_traces(spec)
 
 
 def log(event: str, **fields: object) -> None:

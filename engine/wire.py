@@ -213,6 +213,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     waiting: int = 1024  # in the waiting queue at once
 
 
+class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where spans are sent: an OTLP endpoint over HTTP, and the service.name that replicas add `-replica` to."""
+
+    otlp_url: str
+    service: str = "hearth"
+
+
 class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that `python -m engine.machine` is told, as one JSON document."""
 
@@ -222,6 +229,7 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     models: list[ModelSpec]
     device: str = "auto"  # auto, cpu, cuda
     threads: int | None = None  # CPU threads per replica; None: shared evenly
+    telemetry: Telemetry | None = None  # None: no traces
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,6 +241,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     boot: int
     device: str = "auto"
     threads: int | None = None
+    telemetry: Telemetry | None = None
 
 
 class FrameError(ValueError):

@@ -116,7 +116,9 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     otlp_url: Annotated[
         str | None, Meta(description="OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; default: no traces")
     ] = None
-    service: Annotated[str, Meta(description="service.name of the traces", min_length=1, max_length=100)] = "hearth"
+    service: Annotated[
+        str, Meta(description="service.name of the traces; replicas add -replica", min_length=1, max_length=100)
+    ] = "hearth"
     sample: Annotated[float, Meta(description="share of requests that are traced", ge=0, le=1)] = 1.0
 
 

@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
 def machine_command(config: Config) -> list[str]:
     """The command line of this host's machine."""
+    url = config.telemetry.otlp_url
     spec = wire.MachineSpec(
         name=config.machine.name,
         address=config.machine_address,
@@ -47,5 +48,6 @@ def machine_command(config: Config) -> list[str]:
         models=[spec_of(config, entry) for entry in entries(config)],
         device=config.machine.device,
         threads=config.machine.threads,
+        telemetry=wire.Telemetry(otlp_url=url, service=config.telemetry.service) if url is not None else None,
     )
     return [sys.executable, "-P", "-m", "engine.machine", msgspec.json.encode(spec).decode()]
