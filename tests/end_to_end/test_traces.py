@@ -1,0 +1,105 @@
+"""One call is one trace through gateway and replica, sent over OTLP, with nothing in it of what was said."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for
+
+SYSTEM = "You are the desk of Quillfeather House. The access code of the attic is 70417."
+QUESTION = "What is the access code of the attic?"
+REPLICA = {"replica.queue", "replica.prefill", "replica.decode"}
+
+
+class Collector(ThreadingHTTPServer):
+    """OTLP over HTTP, kept as it came."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Intake)
+        self.bodies: list[bytes] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1/traces"
+
+    def spans(self) -> list[tuple[str, Span]]:
+        """All that came, each with its service.name."""
+        found = []
+        for body in list(self.bodies):
+            for sent in ExportTraceServiceRequest.FromString(body).resource_spans:
+                (service,) = [
+                    item.value.string_value for item in sent.resource.attributes if item.key == "service.name"
+                ]
+                found += [(service, span) for scope in sent.scope_spans for span in scope.spans]
+        return found
+
+
+class Intake(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Collector)
+        if self.path == "/v1/traces":
+            self.server.bodies.append(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200 if self.path == "/v1/traces" else 404)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Collector]:
+    with Collector() as collector:
+        taking = threading.Thread(target=collector.serve_forever)
+        taking.start()
+        yield collector
+        collector.shutdown()
+        taking.join()
+
+
+def ask(hearth: Hearth) -> str:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    with hearth.client() as client:
+        said = client.post(f"/ai/run/{EMBER}", json={"messages": messages, "max_tokens": 24, "temperature": 0})
+    assert said.status_code == 200, said.text
+    text: str = said.json()["result"]["response"]
+    return text
+
+
+def counts(span: Span) -> dict[str, int]:
+    return {item.key: item.value.int_value for item in span.attributes if item.value.HasField("int_value")}
+
+
+def test_a_call_is_one_trace_through_gateway_and_replica_without_its_content(tmp_path: Path) -> None:
+    with collecting() as collector:
+        settings = f'[telemetry]\notlp_url = "{collector.url}"\nservice = "attic"\n'
+        with serving(tmp_path, settings) as hearth:
+            answer = ask(hearth)
+            account, token = hearth.account_id, hearth.token
+            wait_for(lambda: len(collector.spans()) >= 4, 20, "the spans of gateway and replica")
+        spans = collector.spans()
+        payload = b"".join(collector.bodies)
+    assert len(spans) == 4, [span.name for _, span in spans]
+    (above,) = [span for service, span in spans if service == "attic"]
+    below = {span.name: span for service, span in spans if service == "attic-replica"}
+    assert above.name == f"chat {EMBER}"
+    assert set(below) == REPLICA
+    assert {span.trace_id for span in below.values()} == {above.trace_id}
+    assert {span.parent_span_id for span in below.values()} == {above.span_id}
+    inside = [above.start_time_unix_nano, *(span.start_time_unix_nano for span in below.values())]
+    assert min(inside) == above.start_time_unix_nano
+
+    seen, read, wrote = counts(above), counts(below["replica.prefill"]), counts(below["replica.decode"])
+    assert read["gen_ai.usage.input_tokens"] == seen["gen_ai.usage.input_tokens"] > 20
+    assert wrote["gen_ai.usage.output_tokens"] == seen["gen_ai.usage.output_tokens"] > 0
+
+    words = {*SYSTEM.split(), *QUESTION.split(), *answer.split(), account, token}
+    for word in (word for word in words if len(word) > 4):
+        assert word.encode() not in payload, word
+    for text in (SYSTEM, QUESTION, answer):
+        assert text.encode() not in payload
