@@ -20,6 +20,7 @@ from opentelemetry.trace import StatusCode
 from engine import traces as module
 from engine.traces import Traces
 from engine.wire import Finish, FinishReason, Progress, Sampling, Scope, ScopeKind, Started, Submit, Telemetry
+from tests.collector import Collector, collecting
 from tests.engine.stamp import Temper
 from tests.engine.test_replica import LIMIT_S, Stamped, finished
 
@@ -262,7 +263,9 @@ def test_a_stuck_collector_holds_up_neither_the_loop_nor_the_end(monkeypatch: py
 class Traced(Stamped):
     """A stamp replica that sends its spans to `url`."""
 
-    url = ""
+    def __init__(self, folder: Path, url: str, temper: Temper | None = None) -> None:
+        self.url = url
+        super().__init__(folder, temper)
 
     def command(self, temper: Temper) -> list[str]:
         self.spec = msgspec.structs.replace(self.spec, telemetry=Telemetry(otlp_url=self.url))
@@ -270,17 +273,54 @@ class Traced(Stamped):
 
 
 @pytest.fixture
-def traced(tmp_path: Path) -> Iterator[Traced]:
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture
+def traced(tmp_path: Path, collector: Collector) -> Iterator[Traced]:
+    """A slow replica whose spans are collected."""
+    replica = Traced(tmp_path, collector.url, Temper(step_ms=5))
+    yield replica
+    replica.stop()
+
+
+@pytest.fixture
+def unheard(tmp_path: Path) -> Iterator[Traced]:
     """A replica whose collector takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        Traced.url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
-        replica = Traced(tmp_path)
+        replica = Traced(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
         yield replica
         replica.stop()
 
 
-def test_a_replica_with_a_silent_collector_serves_and_ends_in_time(traced: Traced) -> None:
-    peer = traced.peer()
+def test_sequences_that_are_cancelled_or_lose_their_connection_end_in_the_trace(
+    traced: Traced, collector: Collector
+) -> None:
+    leaving, staying = traced.peer(), traced.peer()
+    for peer, id in ((leaving, 1), (staying, 2)):
+        peer.submit(id, max_tokens=3000, traceparent=SAMPLED)
+        peer.until(lambda peer, id=id: id in peer.tokens)  # type: ignore[misc]
+    leaving.socket.close()
+    staying.cancel(2)
+    staying.until(finished(2))
+
+    def errors() -> list[str]:
+        ended = [span for _, span in collector.spans() if span.name == "replica.decode"]
+        return sorted(
+            "".join(item.value.string_value for item in span.attributes if item.key == "error.type") for span in ended
+        )
+
+    until = time.monotonic() + LIMIT_S
+    while len(errors()) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert errors() == ["", "gateway_gone"]
+    assert {service for service, _ in collector.spans()} == {"hearth-replica"}
+
+
+def test_a_replica_with_a_silent_collector_serves_and_ends_in_time(unheard: Traced) -> None:
+    peer = unheard.peer()
     for id in range(50):
         peer.submit(id, traceparent=SAMPLED)
     peer.until(finished(*range(50)))
@@ -289,8 +329,8 @@ def test_a_replica_with_a_silent_collector_serves_and_ends_in_time(traced: Trace
     peer.submit(50, traceparent=SAMPLED)
     peer.until(finished(50), limit_s=2.0)
     began = time.monotonic()
-    traced.process.terminate()
-    assert traced.status() == 0
+    unheard.process.terminate()
+    assert unheard.status() == 0
     assert time.monotonic() - began < module.FLUSH_S + 2.0
 
 
