@@ -1,5 +1,5 @@
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import pytest
@@ -18,6 +18,15 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     text: str = ""
     inner: list[Inner] = []
     free: dict[str, object] = {}
+
+
+class Named(msgspec.Struct):
+    role: Literal["system", "user"]
+
+
+class Needs(msgspec.Struct):
+    model: str
+    inner: list[Named] = []
 
 
 decoder = msgspec.json.Decoder(Body)
@@ -110,3 +119,33 @@ def test_query_options_are_bounded() -> None:
     assert options(b"a=1&b=&a=2") == {"a": "2", "b": ""}
     with pytest.raises(Refusal):
         options(b"&".join(b"a%d=1" % i for i in range(100)))
+
+
+@pytest.mark.parametrize("dense", [b"{}", b"0", b"[]", b'""', b'{"a":"{"}'])
+def test_a_body_of_very_many_values_is_refused_before_it_costs_anything(dense: bytes) -> None:
+    body = b'{"free": {"x": [' + dense + (b"," + dense) * (9_000_000 // (len(dense) + 1)) + b"]}}"
+    began = time.process_time()
+    refused = refusal(body)
+    assert time.process_time() - began < 0.15
+    assert (refused.status, refused.code) == (400, 5006)
+    assert "send fewer" in refused.message
+
+
+def test_commas_and_braces_in_a_text_are_no_values() -> None:
+    text = 'if (a) { b(c, [d, "e\\"]); },' * 20_000
+    assert decode(msgspec.json.encode({"text": text}), decoder).text == text
+
+
+def test_a_missing_field_is_named_as_the_one_to_give() -> None:
+    needs = msgspec.json.Decoder(Needs)
+    for body, field in ((b"{}", "model"), (b'{"model": "m", "inner": [{}]}', "inner[0].role")):
+        with pytest.raises(Refusal, match="is missing; give it") as raised:
+            decode(body, needs)
+        assert raised.value.param == field
+
+
+def test_a_value_that_is_none_of_the_words_is_not_repeated() -> None:
+    with pytest.raises(Refusal) as raised:
+        decode(b'{"role": "my secret"}', msgspec.json.Decoder(Named))
+    assert "secret" not in raised.value.message
+    assert raised.value.param == "role"
