@@ -45,6 +45,7 @@ class Protocol(HttpToolsProtocol):
         self._limits = limits
         self._in_head = True
         self._head_bytes = 0
+        self._trailer_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -72,6 +73,15 @@ class Protocol(HttpToolsProtocol):
         self.scope["hearth.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         self._start_timer()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Also called for the trailers of a chunked body, which nobody reads."""
+        if self._in_head:
+            super().on_header(name, value)
+            return
+        self._trailer_bytes += len(name) + len(value) + 4
+        if self._trailer_bytes > self._limits.header_bytes_max:
+            raise HeadTooLarge
+
     def on_headers_complete(self) -> None:
         self._stop_timer()
         self._in_head = False
@@ -81,11 +91,11 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._trailer_bytes = True, 0, 0
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if self._head_bytes > self._limits.header_bytes_max:
+        if max(self._head_bytes, self._trailer_bytes) > self._limits.header_bytes_max:
             self._end(_HEAD_TOO_LARGE)
         else:
             super().send_400_response(msg)

@@ -1,6 +1,7 @@
 """What uvicorn leaves out: limits on heads and connections, and a drain that tells."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -210,3 +211,22 @@ def test_a_taken_port_is_an_error() -> None:
             listen("127.0.0.1", listener.getsockname()[1])
     finally:
         listener.close()
+
+
+@looped
+async def test_endless_trailers_are_cut_off_as_a_head_is(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        client = await gateway.client()
+        head = f"POST {gateway.run_path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.token}\r\n"
+        client.writer.write(f"{head}transfer-encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\n".encode())
+        client.writer.write(b"x: " + b"y" * 200 + b"\r\n")
+        await client.writer.drain()
+        with contextlib.suppress(OSError):
+            for _ in range(1000):
+                client.writer.write((b"x: " + b"y" * 200 + b"\r\n") * 10)
+                await client.writer.drain()
+        async with asyncio.timeout(2):
+            with contextlib.suppress(OSError):
+                await client.reader.read()
+        assert not gateway.fleet.submits
+        client.leave()
