@@ -160,7 +160,7 @@ class SqliteStore:
 
     async def ping(self) -> None:
         with self._transaction():
-            pass
+            self._run(f"PRAGMA user_version = {SCHEMA_VERSION}")  # writes a page, for which a full disk has no room
 
     async def advice(self) -> Sequence[str]:
         return []

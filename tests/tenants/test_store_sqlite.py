@@ -1,4 +1,5 @@
 import asyncio
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -229,3 +230,17 @@ async def test_the_command_line_changes_limits_beside_a_running_server(path: Pat
     assert not isinstance(await server.reserve(hold("b")), Granted)
     await command_line.close()
     await server.close()
+
+
+async def test_a_ping_fails_where_nothing_can_be_written(path: Path, clock: Any) -> None:
+    store = await opened(path, clock)
+    await store.ping()
+    size, most = path.with_name(f"{path.name}-wal").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most[1]))  # as on a full disk, no file can grow
+    try:
+        with pytest.raises(StoreUnavailable):
+            await store.ping()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    await store.ping()
+    await store.close()
