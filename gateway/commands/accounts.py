@@ -88,6 +88,7 @@ def _print(accounts: list[Account]) -> None:
     rows = []
     for account in accounts:
         limits = account.limits
-        counts = (limits.requests_per_minute, limits.at_once, f"{limits.neurons_per_day:g}", limits.concurrent_requests)
+        neurons = f"{limits.neurons_per_day:,.15g}"
+        counts = (limits.requests_per_minute, limits.at_once, neurons, limits.concurrent_requests)
         rows.append((account.id, account.name, *counts))
     print_table(heads, rows)

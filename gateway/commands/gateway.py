@@ -1,9 +1,11 @@
 """`hearth gateway`: the HTTP side alone, for deployments where machines run apart."""
 
 import argparse
+import sys
 from typing import Any
 
 from gateway.commands.words import add_command, fail, read_settings
+from gateway.journal import keep_journal
 from gateway.state import server_secret
 from tenants.store import StoreUnavailable
 
@@ -30,6 +32,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         from gateway.serve import serve  # only here: other commands start without an HTTP server
 
+        keep_journal(sys.stderr)
         return serve(config, server_secret(config))
-    except (StoreUnavailable, OSError) as error:
+    except StoreUnavailable as error:
         return fail(str(error))
+    except OSError as error:
+        return fail(f"cannot serve on {config.server.host}:{config.server.port}: {error}; --port names another")

@@ -12,6 +12,7 @@ import fcntl
 import http.client
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,7 +44,7 @@ printed at every start. Logs are gateway.log and machine.log in the state folder
 processes; a second one does not wait.
 """
 _LOOK_S: Final = 0.1
-_LOG_BYTES_MAX: Final = 8 << 20
+LOG_BYTES_MAX: Final = 8 << 20
 _BACKOFF_S: Final = (0.5, 30.0)
 _STABLE_S: Final = 60.0  # a child that lived this long starts again without a back-off
 _PROGRESS_S: Final = 5.0
@@ -217,8 +218,6 @@ class Household:
         began = time.monotonic()
         if not entries(self._config):
             self._say("the catalogue has no model: `hearth pull` brings one, [[models]] in hearth.toml names folders")
-        for child in (self._gateway, self._machine):
-            _rotate(self._config.state / f"{child.name}.log")
         try:
             while not self._stops:
                 now = time.monotonic()
@@ -237,6 +236,7 @@ class Household:
 
     def _keep(self, child: Child, now: float) -> bool:
         """False where going on makes no sense: the gateway ended before it ever answered."""
+        trim(self._config.state / f"{child.name}.log")
         status = child.ended(now)
         if status is not None:
             if child is self._gateway and not self._answered and status > 0:  # not by a signal: by itself
@@ -349,10 +349,13 @@ def _where(url: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _rotate(log: Path) -> None:
-    if log.exists() and log.stat().st_size > _LOG_BYTES_MAX:
-        os.replace(log, log.with_suffix(".log.1"))
+def trim(log: Path) -> None:
+    """Moves a long log's lines aside, over the last ones there. Its writer goes on in the same file, at its end."""
     log.touch(mode=0o600)
+    if log.stat().st_size > LOG_BYTES_MAX:
+        with contextlib.suppress(OSError):  # a full disk is a reason to cut all the more
+            shutil.copyfile(log, log.with_suffix(".log.1"))
+        os.truncate(log, 0)
 
 
 def _dies_with(parent: int, death: signal.Signals) -> Callable[[], None] | None:

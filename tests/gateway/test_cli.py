@@ -3,6 +3,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from gateway.cli import main, parser
-from gateway.commands.serve import base_url, first_call
+from gateway.commands.serve import LOG_BYTES_MAX, base_url, first_call, trim
 from gateway.config import load_config
 from gateway.state import Credentials, read_credentials, server_secret, write_credentials
 from tenants.accounts import Accounts, Unauthenticated
@@ -341,3 +342,26 @@ def test_a_taken_port_and_a_second_serve_are_refused_in_words(tmp_path: Path) ->
         assert "runs already" in again.stderr
     finally:
         serving.close()
+
+
+def test_a_limit_is_shown_exactly(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "accounts", "create", "acme", "--neurons-per-day", "1234567")
+    assert "1,234,567" in run(capsys, "accounts", "list")
+
+
+def test_a_gateway_whose_port_is_taken_says_what_to_do(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["gateway", "--port", str(taken.getsockname()[1])]) == 1
+    assert "--port names another" in capsys.readouterr().err
+
+
+def test_a_log_is_cut_while_its_writer_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    with open(log, "ab", buffering=0) as writer:
+        writer.write(b"x" * (LOG_BYTES_MAX + 1))
+        trim(log)
+        writer.write(b"new\n")
+    assert log.read_bytes() == b"new\n"
+    assert (tmp_path / "gateway.log.1").stat().st_size == LOG_BYTES_MAX + 1
+    trim(log)
+    assert log.read_bytes() == b"new\n"
