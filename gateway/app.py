@@ -23,6 +23,7 @@ from gateway.fleet import Fleet
 from gateway.generate import generate
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openai import OpenAI
+from gateway.outage import Outage
 from gateway.request import Gateway
 from gateway.run import Native
 from gateway.suspects import Suspects
@@ -124,7 +125,7 @@ class App:
             exchange.openai = resource.startswith("/v1/")
             if ACCOUNT_ID.fullmatch(account_id) is None:
                 raise errors.bad_account_id(path)
-        elif path.startswith("/ai/") and not path.startswith("/ai/v1/"):
+        elif path.startswith("/ai/"):
             resource = path.removeprefix("/ai")
         elif not path.startswith("/v1/"):
             raise errors.no_route(path)
@@ -137,7 +138,7 @@ class App:
         """What lies below an account, whether the path names it or the token does."""
         if resource == "/v1/chat/completions":
             return self._only("POST", exchange, "chat", lambda x: self._generate(x, account_id, None))
-        if resource.startswith("/run/"):
+        if resource.startswith("/run/") and resource != "/run/":
             model = resource.removeprefix("/run/")
             return self._only("POST", exchange, "run", lambda x: self._generate(x, account_id, model))
         if resource == "/v1/models":
@@ -149,8 +150,10 @@ class App:
     def _only(
         self, method: str, exchange: Exchange, name: str, serve: Callable[[Exchange], Awaitable[None]]
     ) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
-        if exchange.method != method:
-            raise errors.method_not_supported(exchange.method)
+        """HEAD is GET without the answer's body, which the server leaves out. Raises Refusal for other methods."""
+        allowed = ("GET", "HEAD") if method == "GET" else (method,)
+        if exchange.method not in allowed:
+            raise errors.method_not_supported(exchange.method, ", ".join(allowed))
         return name, serve
 
     async def _end_revoked(self) -> None:
@@ -162,8 +165,9 @@ class App:
                     await self._gateway.accounts.verify(credential)
                 except Unauthenticated:
                     for exchange in [one for one, its in self._open.items() if its == credential]:
-                        exchange.interrupt(errors.unauthenticated())
-                except StoreUnavailable:
+                        exchange.interrupt(errors.token_ended())
+                except StoreUnavailable as problem:
+                    self._gateway.outage.begin(problem)
                     break
 
     async def _authenticate(self, credential: str, account_id: str | None) -> Caller:
@@ -174,7 +178,8 @@ class App:
             raise errors.malformed_token() from None
         except Unauthenticated:
             raise errors.unauthenticated() from None
-        except StoreUnavailable:
+        except StoreUnavailable as problem:
+            self._gateway.outage.begin(problem)
             raise errors.store_unavailable() from None
         if account_id is not None and account_id != caller.account.id:
             raise errors.foreign_account()
@@ -249,6 +254,7 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         catalogue=open_catalogue(config),
         fleet=Fleet(config.machine_addresses),
         suspects=Suspects(time.monotonic),
+        outage=Outage(),
         turns=Turns(),
         metrics=Metrics(),
         traces=traces or open_traces(config.telemetry),

@@ -28,6 +28,8 @@ class Refusal(Exception):
     kind         OpenAI's `error.code`, and the outcome in the usage record and the metrics.
     routed       False where no model was reached: the envelope's result is then null instead of {}.
     retry_after_s  whole seconds; set on every 429 and 503.
+    closes       the rest of the request is not read: the connection ends with the answer.
+    allowed      the methods that the path has; set on every 405.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Refusal(Exception):
         retry_after_s: int | None = None,
         routed: bool = True,
         closes: bool = False,
+        allowed: str | None = None,
     ) -> None:
         super().__init__(message)
         assert (retry_after_s is not None) == (status in (429, 503)), "every 429 and 503 says when to come back"
@@ -52,6 +55,7 @@ class Refusal(Exception):
         self.retry_after_s = retry_after_s
         self.routed = routed
         self.closes = closes
+        self.allowed = allowed
 
 
 def bad_input(message: str, param: str | None = None) -> Refusal:
@@ -89,7 +93,13 @@ def too_long(prompt_tokens: int, context_tokens: int) -> Refusal:
 
 
 def unauthenticated() -> Refusal:
-    message = "Authentication error"
+    message = "Authentication error: send 'Authorization: Bearer <token>' with a token that is in force"
+    return Refusal(401, 10000, message, kind="invalid_api_key", routed=False)
+
+
+def token_ended() -> Refusal:
+    """It was in force when the request began."""
+    message = "Authentication error: the token was revoked or has expired; send the request with another one"
     return Refusal(401, 10000, message, kind="invalid_api_key", routed=False)
 
 
@@ -100,7 +110,8 @@ def malformed_token() -> Refusal:
 
 def foreign_account() -> Refusal:
     """The same for an account that exists and one that does not."""
-    return Refusal(403, 10000, "Authentication error", kind="account_not_accessible", routed=False)
+    message = "Authentication error: the token is another account's; leave the account out of the path, or name its own"
+    return Refusal(403, 10000, message, kind="account_not_accessible", routed=False)
 
 
 def bad_account_id(path: str) -> Refusal:
@@ -112,9 +123,9 @@ def no_route(path: str) -> Refusal:
     return Refusal(404, 7000, f"No route for that URI: {path[:200]}", kind="not_found", routed=False)
 
 
-def method_not_supported(method: str) -> Refusal:
-    message = f"{method[:20]} not supported for requested URI."
-    return Refusal(405, 7001, message, kind="method_not_allowed", routed=False)
+def method_not_supported(method: str, allowed: str) -> Refusal:
+    message = f"{method[:20]} not supported for requested URI. It takes {allowed}"
+    return Refusal(405, 7001, message, kind="method_not_allowed", routed=False, allowed=allowed)
 
 
 def too_many_requests(message: str, retry_after_s: int) -> Refusal:

@@ -160,6 +160,8 @@ class Exchange:
                     headers.append((b"retry-after", b"%d" % refusal.retry_after_s))
                 if refusal.status == 401:
                     headers.append((b"www-authenticate", b"Bearer"))
+                if refusal.allowed is not None:
+                    headers.append((b"allow", refusal.allowed.encode()))
                 if refusal.closes:
                     headers.append((b"connection", b"close"))
                 await self.answer(refusal.status, body, headers)

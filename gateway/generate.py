@@ -142,10 +142,13 @@ def check(gateway: Gateway, model: Model, prompt: Prompt, prompt_tokens: int) ->
 
 
 async def reserve(request: Request, max_tokens: int) -> Reservation:
-    """Holds the most that the request can cost. Raises Refusal; nothing is held then."""
+    """Holds the most that the request can cost. Raises Refusal; nothing is held then.
+
+    Its id is this exchange's own and new, so that AlreadyRecorded would be a fault of ours: it ends as one.
+    """
     gateway, model, prompt = request.gateway, request.model, request.prompt
     try:
-        return await gateway.quota.reserve(
+        reservation = await gateway.quota.reserve(
             request.caller,
             request.exchange.request_id,
             model.name,
@@ -157,10 +160,13 @@ async def reserve(request: Request, max_tokens: int) -> Reservation:
         if exceeded.limit == "neurons_per_day":
             raise errors.allocation_used(exceeded.message, exceeded.retry_after_s) from None
         raise errors.too_many_requests(exceeded.message, exceeded.retry_after_s) from None
-    except StoreUnavailable:
+    except StoreUnavailable as problem:
+        gateway.outage.begin(problem)
         raise errors.store_unavailable() from None
     except UnknownToken:
         raise errors.unauthenticated() from None
+    gateway.outage.end()
+    return reservation
 
 
 class Sink(Protocol):

@@ -3,9 +3,10 @@
 `generate` is the path; this is what walks it.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from engine.wire import FinishReason, TokenLogprobs
 from gateway import errors, tools
@@ -14,6 +15,7 @@ from gateway.config import ServerConfig
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet, Step, Stream
 from gateway.metrics import Metrics
+from gateway.outage import Outage
 from gateway.prompt import Prompt
 from gateway.reply import Chosen, Completion, ToolUse, Usage
 from gateway.suspects import Suspects
@@ -22,6 +24,8 @@ from gateway.traces import Span, Traces
 from gateway.turns import Turns
 from tenants.accounts import Accounts, Caller
 from tenants.quota import Quota, Reservation, Spent
+
+log = logging.getLogger(__name__)
 
 CHECKPOINT_S: Final = 1.0
 LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
@@ -37,6 +41,7 @@ class Gateway:
     catalogue: Catalogue
     fleet: Fleet
     suspects: Suspects
+    outage: Outage
     turns: Turns
     metrics: Metrics
     traces: Traces
@@ -132,6 +137,23 @@ class Request:
             self.gateway.quota.settle(self.reservation, spent)
         self.gateway.metrics.finished(self.model.name, spent)
         self.span.end(spent)
+        log.info("request_ended", extra={"fields": self._fields(spent)})
+
+    def _fields(self, spent: Spent) -> dict[str, Any]:
+        """What the journal says of it: ids, counts and times, never text."""
+        first_ms = spent.first_token_ms
+        return {
+            "request": self.exchange.request_id,
+            "account": self.caller.account.id,
+            "token": self.caller.token_id,
+            "model": self.model.name,
+            "outcome": spent.outcome,
+            "prompt_tokens": spent.prompt_tokens,
+            "cached_tokens": spent.cached_tokens,
+            "completion_tokens": spent.completion_tokens,
+            "first_token_ms": None if first_ms is None else round(first_ms, 3),
+            "total_ms": round(spent.total_ms, 3),
+        }
 
 
 class Choice:

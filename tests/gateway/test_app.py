@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
+from tenants.store import StoreUnavailable
 from tests.gateway.served import Client, Served, looped, served
 from tests.gateway.stub_replica import MODEL
 
@@ -38,7 +39,8 @@ async def test_a_model_may_be_spelled_with_plain_or_encoded_slashes(tmp_path: Pa
 async def test_chat_completions_are_at_both_paths(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-        for path in ("/v1/chat/completions", f"/client/v4/accounts/{gateway.account_id}/ai/v1/chat/completions"):
+        account = f"/client/v4/accounts/{gateway.account_id}"
+        for path in (f"{account}/ai/v1/chat/completions", "/ai/v1/chat/completions", "/v1/chat/completions"):
             assert (await gateway.call(path, body)).json["object"] == "chat.completion"
 
 
@@ -113,7 +115,7 @@ async def test_credentials_are_asked_for_before_the_body_is_read(tmp_path: Path)
 async def test_unknown_paths_and_methods_have_their_codes(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         account = f"/client/v4/accounts/{gateway.account_id}"
-        for path in ("/", "/ai", "/ai/v1/chat/completions", "/client/v4/zones", f"{account}/ai/nothing", "/v1/nothing"):
+        for path in ("/", "/ai", "/ai/v1/nothing", "/client/v4/zones", f"{account}/ai/nothing", "/v1/nothing"):
             answer = await gateway.call(path, {})
             assert (answer.status, answer.code) == (404, 7000), path
         for method, path in (("GET", gateway.run_path), ("PUT", "/v1/chat/completions"), ("POST", "/v1/models")):
@@ -251,3 +253,66 @@ def test_what_is_open_to_all_names_no_account_and_no_replica(tmp_path: Path, pat
                 assert secret.encode() not in content
 
     call()
+
+
+@looped
+async def test_a_path_that_names_no_model_is_no_route(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        for path in ("/ai/run/", "/ai/run", f"/client/v4/accounts/{gateway.account_id}/ai/run/"):
+            answer = await gateway.call(path, body)
+            assert (answer.status, answer.code) == (404, 7000), path
+        assert not gateway.fleet.submits
+
+
+@looped
+async def test_a_wrong_method_is_told_the_right_one(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        for method, path, allowed in (("GET", gateway.run_path, "POST"), ("POST", "/healthz", "GET, HEAD")):
+            answer = await gateway.call(path, b"", method)
+            assert (answer.status, answer.code, answer.headers["allow"]) == (405, 7001, allowed)
+            assert allowed in answer.message
+
+
+@looped
+async def test_head_is_answered_as_get_without_a_body(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        for path in ("/healthz", "/readyz", "/metrics", "/v1/models"):
+            client = await gateway.client()
+            await client.send("HEAD", path, b"", gateway.headers)
+            assert await client.head() == 200, path
+            await client.send("GET", "/healthz", b"")
+            assert await client.head() == 200
+            client.leave()
+
+
+@looped
+async def test_an_authentication_error_says_what_to_send(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        nobody = await gateway.call(gateway.run_path, HELLO, authorization="")
+        assert "send 'Authorization: Bearer <token>'" in nobody.message
+        elsewhere = await gateway.call(gateway.run_path.replace(gateway.account_id, "0" * 32), HELLO)
+        assert "leave the account out of the path" in elsewhere.message
+
+
+@looped
+async def test_a_store_that_is_away_is_told_to_the_operator_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path) as gateway:
+
+        async def away(_: Any) -> Any:
+            raise StoreUnavailable("hearth.db: its disk is full; free some space")
+
+        with caplog.at_level("INFO"), monkeypatch.context() as patch:
+            patch.setattr(gateway.app._store, "reserve", away)
+            for _ in range(3):
+                refused = await gateway.run(**HELLO)
+                assert (refused.status, refused.code) == (503, 3040)
+                assert "disk" not in refused.message
+        with caplog.at_level("INFO"):
+            assert (await gateway.run(**HELLO)).status == 200
+            assert (await gateway.run(**HELLO)).status == 200
+        told = [record for record in caplog.records if record.getMessage().startswith("store_")]
+        assert [record.getMessage() for record in told] == ["store_away", "store_back"]
+        assert told[0].fields == {"problem": "hearth.db: its disk is full; free some space"}  # type: ignore[attr-defined]

@@ -21,7 +21,8 @@ def test_a_models_error_comes_first_and_names_the_request() -> None:
 
 def test_a_routers_error_has_a_null_result() -> None:
     assert envelope(errors.unauthenticated(), ID) == (
-        b'{"result":null,"success":false,"errors":[{"code":10000,"message":"Authentication error"}],"messages":[]}'
+        b'{"result":null,"success":false,"errors":[{"code":10000,"message":"Authentication error: '
+        b'send \'Authorization: Bearer <token>\' with a token that is in force"}],"messages":[]}'
     )
 
 

@@ -469,3 +469,30 @@ async def test_what_is_wrong_reserves_nothing_and_leaves_nothing(tmp_path: Path)
         await gateway.settled()
         assert await gateway.records() == []
         assert not gateway.fleet.submits
+
+
+@looped
+async def test_a_request_leaves_one_line_in_the_journal_and_no_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.cached_tokens = 2
+        with caplog.at_level("INFO"):
+            answer = await gateway.run(prompt="my secret", max_tokens=3)
+            await gateway.settled()
+        (line,) = [record for record in caplog.records if record.getMessage() == "request_ended"]
+        fields: dict[str, Any] = line.fields  # type: ignore[attr-defined]
+        (token,) = await gateway.accounts.tokens(gateway.account_id)
+        usage = answer.json["result"]["usage"]
+        assert fields.pop("total_ms") >= fields.pop("first_token_ms") > 0
+        assert fields == {
+            "request": answer.headers["x-request-id"],
+            "account": gateway.account_id,
+            "token": token.id,
+            "model": MODEL,
+            "outcome": "done",
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": 2,
+            "completion_tokens": 3,
+        }
+        assert "secret" not in caplog.text
