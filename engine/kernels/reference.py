@@ -19,19 +19,18 @@ ROW_TILE = 4
 UNDIVIDED_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: up to here an elementwise call stays on one thread
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
-    """x ÷ its root mean square · weight, computed in float32, in x's dtype. `weight_H` is float32."""
+def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """x ÷ its root mean square · weight, computed in float32, given in `dtype`. `weight_H` is float32."""
     x32_TH = x_TH.float()
-    mean_T1 = torch.linalg.vecdot(x32_TH, x32_TH).unsqueeze(-1).div_(x_TH.shape[-1])
-    scaled_TH: Tensor = x32_TH * mean_T1.add_(epsilon).rsqrt_()
-    return scaled_TH.mul_(weight_H).to(x_TH.dtype)
+    scale_T1 = torch.linalg.vector_norm(x32_TH, 2, -1, True).square_().mul_(1 / x_TH.shape[-1]).add_(epsilon).rsqrt_()
+    return torch.mul(x32_TH * scale_T1, weight_H, out=x_TH.new_empty(x_TH.shape, dtype=dtype))
 
 
 def rotate_(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
     """Rotary embedding by halves, in place. The tables are float32; `sin` has its first half negated already."""
-    half = x_THD.shape[-1] // 2
-    swapped_THD = torch.cat((x_THD[..., half:], x_THD[..., :half]), -1)
-    x_THD.copy_((x_THD * cos_T1D).add_(swapped_THD * sin_T1D))
+    x32_THD = x_THD.float()
+    swapped_THD = x32_THD.roll(x_THD.shape[-1] // 2, -1)
+    x_THD.copy_((x32_THD * cos_T1D).add_(swapped_THD.mul_(sin_T1D)))
 
 
 def silu_and_multiply(x_T2I: Tensor) -> Tensor:

@@ -32,28 +32,34 @@ class Decoder:
         config, parameters = self.config, self.parameters
         step = plan(batch, self._windows, pool, config.heads // config.kv_heads, self.ops)
         cos_T1D, sin_T1D = self._cos[step.positions_T, None], self._sin[step.positions_T, None]
-        x_TH = torch.nn.functional.embedding(step.tokens_T, parameters.embedding)
+        # The sum that runs through the layers is kept in float32, whatever the weights are.
+        x_TH = torch.nn.functional.embedding(step.tokens_T, parameters.embedding).float()
         for index, layer in enumerate(parameters.layers):
-            x_TH = x_TH + self._attention(index, layer, x_TH, step, cos_T1D, sin_T1D, pool)
-            x_TH = x_TH + self._mlp(layer, x_TH)
+            x_TH.add_(self._attention(index, layer, x_TH, step, cos_T1D, sin_T1D, pool))
+            x_TH.add_(self._mlp(layer, x_TH))
             beat()
+        if len(step.rows_R) == 0:
+            return x_TH.new_empty(0, config.vocabulary)
         x_RH = x_TH.index_select(0, step.rows_R)
-        return parameters.head(self.ops.rms_norm(x_RH, parameters.norm, config.norm_epsilon)).float()
+        return parameters.head(self._norm(x_RH, parameters.norm)).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        normed: Tensor = self.ops.rms_norm(x, weight, self.config.norm_epsilon, self.parameters.embedding.dtype)
+        return normed
 
     def _attention(
         self, index: int, layer: Layer, x_TH: Tensor, step: Step, cos_T1D: Tensor, sin_T1D: Tensor, pool: KvPool
     ) -> Tensor:
         config, ops = self.config, self.ops
-        qkv_TW = layer.qkv(ops.rms_norm(x_TH, layer.attention_norm, config.norm_epsilon))
+        qkv_TW = layer.qkv(self._norm(x_TH, layer.attention_norm))
         qkv_THD = qkv_TW.view(len(x_TH), -1, config.head_dim)
         qk_THD = qkv_THD[:, : config.heads + config.kv_heads]
         if layer.qk_norm is not None:
-            qk_THD.copy_(ops.rms_norm(qk_THD, layer.qk_norm, config.norm_epsilon))
+            qk_THD.copy_(self._norm(qk_THD, layer.qk_norm))
         ops.rotate_(qk_THD, cos_T1D, sin_T1D)
         pool.write(index, step.slots_T, qkv_TW[:, config.heads * config.head_dim :])
         q_THD = qkv_THD[:, : config.heads]
         return layer.output(attend(q_THD, index, step.groups[config.windows[index]], pool, self.scale, ops))
 
     def _mlp(self, layer: Layer, x_TH: Tensor) -> Tensor:
-        h_TH = self.ops.rms_norm(x_TH, layer.mlp_norm, self.config.norm_epsilon)
-        return layer.down(self.ops.silu_and_multiply(layer.gate_up(h_TH)))
+        return layer.down(self.ops.silu_and_multiply(layer.gate_up(self._norm(x_TH, layer.mlp_norm))))

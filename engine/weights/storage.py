@@ -43,9 +43,8 @@ class Dense:
         rows = x_TK.shape[0]
         if rows >= self._rows_least:
             return _multiply(x_TK, self._packed, self._bias)
-        padded = x_TK.new_zeros(self._rows_least, self.inputs)
-        padded[:rows] = x_TK
-        return _multiply(padded, self._packed, self._bias)[:rows]
+        copies = -(-self._rows_least // rows)
+        return _multiply(torch.cat([x_TK] * copies), self._packed, self._bias)[:rows]
 
 
 def _pack(weight_NK: Tensor) -> Tensor:
