@@ -4,6 +4,7 @@ No prompt, completion or account is ever in a span. Where no exporter is given n
 """
 
 import re
+import threading
 from collections.abc import Mapping
 from typing import Final
 
@@ -18,6 +19,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from gateway.config import TelemetryConfig
 from tenants.quota import Spent
 
+EXPORT_S: Final = 2.0  # for one batch, its retry included
+FLUSH_S: Final = 2.0  # for all that is left at the end
 _TRACEPARENT: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _propagator: Final = TraceContextTextMapPropagator()
 
@@ -54,7 +57,8 @@ class Traces:
         self._provider: TracerProvider | None = None
         if exporter is not None:
             resource = Resource.create({"service.name": service})
-            self._provider = TracerProvider(sampler=TraceIdRatioBased(sample), resource=resource)
+            sampler = TraceIdRatioBased(sample)
+            self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
             self._tracer = self._provider.get_tracer("hearth.gateway")
 
@@ -80,13 +84,16 @@ class Traces:
         return Span(span, carrier.get("traceparent", ""))
 
     def close(self) -> None:
-        """Sends what is left. Blocks for as long as the exporter does; called once everything else has ended."""
+        """Sends what is left, for at most FLUSH_S. Blocks; called once everything else has ended."""
         if self._provider is not None:
-            self._provider.shutdown()
+            closing = threading.Thread(target=self._provider.shutdown, daemon=True)  # it waits up to 30 s by itself
+            closing.start()
+            closing.join(FLUSH_S)
 
 
 def open_traces(config: TelemetryConfig) -> Traces:
     """Traces to the configured OTLP endpoint, or none."""
     if config.otlp_url is None:
         return Traces(None)
-    return Traces(OTLPSpanExporter(endpoint=config.otlp_url), config.service, config.sample)
+    exporter = OTLPSpanExporter(endpoint=config.otlp_url, timeout=EXPORT_S)
+    return Traces(exporter, config.service, config.sample)

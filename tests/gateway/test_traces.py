@@ -1,12 +1,17 @@
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from gateway import traces as module
 from gateway.traces import Traces
+from tenants.quota import Spent
 from tests.gateway.served import looped, served
 from tests.gateway.stub_replica import MODEL
 
@@ -62,3 +67,25 @@ async def test_a_failed_request_is_a_failed_span(tmp_path: Path) -> None:
 def test_without_an_exporter_only_a_good_traceparent_is_handed_on(given: str, seen: str) -> None:
     span = Traces(None).begin(MODEL, {b"traceparent": given.encode()})
     assert span.traceparent == seen
+
+
+class Stuck(SpanExporter):
+    """A collector that takes a batch and is not heard of again."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.free.wait(10)
+        return SpanExportResult.SUCCESS
+
+
+def test_a_stuck_collector_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FLUSH_S", 0.2)
+    stuck = Stuck()
+    traces = Traces(stuck)
+    traces.begin(MODEL, {}).end(Spent(1, 0, 1, "done", None, 1.0))
+    began = time.monotonic()
+    traces.close()
+    assert time.monotonic() - began < 2.0
+    stuck.free.set()
