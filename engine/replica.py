@@ -226,6 +226,7 @@ class Replica:
                 self._close(connection, "the replica ends")
             self._selector.close()
             if self._traces is not None:
+                self._pulse.enter(Phase.STOPPING)
                 self._traces.close()
 
     # One turn
