@@ -101,11 +101,13 @@ def _parse(line: bytes) -> UsageRecord | None:
 
 
 def _abandoned(path: Path) -> bool:
-    """No living process holds the file's lock."""
+    """No living process holds the file's lock. One that this user may not open counts: read() says why."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    except PermissionError:
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

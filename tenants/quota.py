@@ -205,12 +205,20 @@ class Quota:
             await self.flush()
 
     async def _every(self, seconds: float, act: Callable[[], Awaitable[object]]) -> None:
+        """However long the store or the disk is away, the next turn tries again; the log has its beginning and end."""
+        waits = False
         while True:
             await asyncio.sleep(seconds)
             try:
                 await act()
-            except StoreUnavailable as outage:
-                log.warning("store unavailable: %s", outage)
+            except (StoreUnavailable, OSError) as problem:
+                if not waits:
+                    log.warning("quota_waits", extra={"fields": {"for": str(problem)}})
+                waits = True
+            else:
+                if waits:
+                    log.info("quota_goes_on")
+                waits = False
 
     async def flush(self) -> None:
         """Every settlement so far is in the store or, when the store is away, in the outbox. They stay in memory only
@@ -256,15 +264,27 @@ class Quota:
             yield key
 
     async def replay(self) -> None:
-        """Writes what waits in memory and in the outbox, this gateway's and dead ones', to the store."""
+        """Writes what waits in memory and in the outbox, this gateway's and dead ones', to the store.
+
+        Raises StoreUnavailable, and OSError for a file that cannot be read or removed, once the others are done.
+        """
         await self.flush()
+        problem: OSError | None = None
         async with self._draining:
             for path in self._outbox.waiting():
-                records, damaged = self._outbox.read(path)
-                for start in range(0, len(records), BATCH):
-                    await self._store.settle(records[start : start + BATCH])
-                self._outbox.remove(path, damaged)
-                log.warning("replayed %d settlements from %s; %d damaged lines", len(records), path.name, damaged)
+                try:
+                    await self._replay(path)
+                except OSError as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+
+    async def _replay(self, path: Path) -> None:
+        records, damaged = self._outbox.read(path)
+        for start in range(0, len(records), BATCH):
+            await self._store.settle(records[start : start + BATCH])
+        self._outbox.remove(path, damaged)
+        log.warning("replayed %d settlements from %s; %d damaged lines", len(records), path.name, damaged)
 
     async def close(self) -> None:
         """The last settlements and checkpoints are written. Call it when run() has ended."""

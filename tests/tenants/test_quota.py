@@ -393,6 +393,28 @@ async def test_run_survives_an_outage(
     await quota.close()
 
 
+async def test_run_survives_an_outbox_that_cannot_be_read_and_says_so_once(
+    quota: Quota, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "REPLAY_S", 0.01)
+    unreadable = tmp_path / "outbox" / "a.outbox"
+    unreadable.mkdir(parents=True)
+    running = asyncio.create_task(quota.run())
+    with caplog.at_level("INFO"):
+        await asyncio.sleep(0.2)
+        assert not running.done()
+        unreadable.rmdir()
+        await until(lambda: said(caplog, "quota_goes_on"))
+    assert [record.getMessage() for record in caplog.records] == ["quota_waits", "quota_goes_on"]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await quota.close()
+
+
+async def said(caplog: pytest.LogCaptureFixture, event: str) -> bool:
+    return event in [record.getMessage() for record in caplog.records]
+
+
 async def test_run_ends_when_it_is_cancelled_whatever_it_waits_for(
     store: Store, new_caller: Any, clock: Any, outage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
