@@ -16,7 +16,6 @@ from gateway.errors import bad_input
 from gateway.prompt import (
     CHOICES_MAX,
     LOGPROBS_MAX,
-    MAX_TOKENS_DEFAULT,
     LogitBias,
     MaxTokens,
     Messages,
@@ -30,6 +29,7 @@ from gateway.prompt import (
     Tools,
     TopK,
     chat,
+    max_tokens_of,
     refuse,
     seed_of,
     stops,
@@ -115,7 +115,7 @@ def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tupl
         messages=chat(asked.messages),
         tools=None if asked.tool_choice == "none" else toolbox(asked.tools),
         sampling=_sampling(asked, drawn_seed),
-        max_tokens=_max_tokens(asked),
+        max_tokens=max_tokens_of(asked.max_tokens, asked.max_completion_tokens),
         n=asked.n or 1,
         stop=stops(asked.stop),
         stream=bool(asked.stream),
@@ -158,12 +158,6 @@ def _sampling(asked: Input, drawn_seed: int) -> Sampling:
         logit_bias=asked.logit_bias or {},
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )
-
-
-def _max_tokens(asked: Input) -> int:
-    if asked.max_tokens is not None and asked.max_completion_tokens is not None:
-        raise bad_input("'max_tokens' and 'max_completion_tokens' say the same; send one", "max_completion_tokens")
-    return asked.max_tokens or asked.max_completion_tokens or MAX_TOKENS_DEFAULT
 
 
 class Reply:

@@ -152,6 +152,13 @@ def stops(stop: Stop | None) -> list[str]:
     return [stop] if isinstance(stop, str) else list(stop)
 
 
+def max_tokens_of(max_tokens: int | None, max_completion_tokens: int | None) -> int:
+    """OpenAI's two words for one limit. Raises Refusal where both are used."""
+    if max_tokens is not None and max_completion_tokens is not None:
+        raise bad_input("'max_tokens' and 'max_completion_tokens' say the same; send one", "max_completion_tokens")
+    return max_tokens or max_completion_tokens or MAX_TOKENS_DEFAULT
+
+
 def seed_of(asked: int | None, drawn: int) -> int:
     """The caller's seed where there is one, folded into what a frame holds; else the one drawn for it."""
     return (drawn if asked is None else asked) & ((1 << SEED_BITS) - 1)

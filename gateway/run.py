@@ -14,7 +14,6 @@ from gateway import sse
 from gateway.body import decode, options
 from gateway.errors import bad_input
 from gateway.prompt import (
-    MAX_TOKENS_DEFAULT,
     LogitBias,
     MaxTokens,
     Messages,
@@ -28,6 +27,7 @@ from gateway.prompt import (
     Tools,
     TopK,
     chat,
+    max_tokens_of,
     refuse,
     seed_of,
     stops,
@@ -104,7 +104,7 @@ def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tupl
         raw=bool(asked.raw),
         tools=toolbox(asked.tools),
         sampling=_sampling(asked, drawn_seed),
-        max_tokens=_max_tokens(asked),
+        max_tokens=max_tokens_of(asked.max_tokens, asked.max_completion_tokens),
         stop=stops(asked.stop),
         stream=bool(asked.stream),
         include_usage=True,
@@ -139,12 +139,6 @@ def _sampling(asked: Input, drawn_seed: int) -> Sampling:
         seed=seed_of(asked.seed, drawn_seed),
         logit_bias=asked.logit_bias or {},
     )
-
-
-def _max_tokens(asked: Input) -> int:
-    if asked.max_tokens is not None and asked.max_completion_tokens is not None:
-        raise bad_input("'max_tokens' and 'max_completion_tokens' say the same; send one", "max_completion_tokens")
-    return asked.max_tokens or asked.max_completion_tokens or MAX_TOKENS_DEFAULT
 
 
 def _queueing(query: bytes) -> bool:
