@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
+from msgspec import inspect
 
 from gateway.errors import Refusal, bad_input, body_missing
 
@@ -19,6 +20,7 @@ _PLACE: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
 _NONE_OF: Final = re.compile(r"Invalid enum value '")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
+_STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
 _NAME_MAX: Final = 64
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ def decode(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
         decoded = decoder.decode(body)
         json.loads(body, object_pairs_hook=_unrepeated)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), decoder.type) from None
     except RecursionError:
         raise bad_input(f"the body is nested more than {DEPTH_MAX} levels deep; flatten it") from None
     except ValueError:  # malformed for msgspec, or bytes that are no UTF-8
@@ -92,7 +94,7 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _invalid(message: str) -> Refusal:
+def _invalid(message: str, wanted: Any) -> Refusal:
     """msgspec's sentence, turned around so that the field comes first. It quotes types and limits, never values."""
     place = _PLACE.search(message)
     field = place.group(1)[:_NAME_MAX] if place else ""
@@ -104,7 +106,26 @@ def _invalid(message: str) -> Refusal:
             return bad_input(f"'{field}' is missing; give it", field)
         return bad_input(f"'{field}' is not a field of this request; leave it out", field)
     if _NONE_OF.match(message):
-        return bad_input(f"'{field}' has none of the words that are known there; see the documentation", field)
+        return bad_input(f"'{field}': send one of {', '.join(_words(wanted, field))}", field)
     if not field:
         return bad_input(f"{problem}; send one JSON object")
     return bad_input(f"'{field}': {problem[0].lower()}{problem[1:]}", field)
+
+
+def _words(wanted: Any, place: str) -> list[str]:
+    """The words that may stand at a place like `messages[0].role` of this type."""
+    kinds = _alternatives([inspect.type_info(wanted)])
+    for step in _STEP.findall(place):
+        kinds = _alternatives([inner for kind in kinds for inner in _inside(kind, step)])
+    return sorted(str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values)
+
+
+def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
+    if isinstance(kind, inspect.StructType):
+        return [field.type for field in kind.fields if field.encode_name == step]
+    return [kind.item_type] if isinstance(kind, inspect.ListType) and step.startswith("[") else []
+
+
+def _alternatives(kinds: list[inspect.Type]) -> list[inspect.Type]:
+    plain = [kind.type if isinstance(kind, inspect.Metadata) else kind for kind in kinds]
+    return [one for kind in plain for one in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))]

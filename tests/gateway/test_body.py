@@ -1,3 +1,4 @@
+import re
 import time
 from typing import Annotated, Literal
 
@@ -25,8 +26,8 @@ class Named(msgspec.Struct):
 
 
 class Needs(msgspec.Struct):
-    model: str
-    inner: list[Named] = []
+    model: str = ""
+    inner: list[Named] | None = None
 
 
 decoder = msgspec.json.Decoder(Body)
@@ -137,15 +138,16 @@ def test_commas_and_braces_in_a_text_are_no_values() -> None:
 
 
 def test_a_missing_field_is_named_as_the_one_to_give() -> None:
-    needs = msgspec.json.Decoder(Needs)
-    for body, field in ((b"{}", "model"), (b'{"model": "m", "inner": [{}]}', "inner[0].role")):
+    needs, named = msgspec.json.Decoder(Needs), msgspec.json.Decoder(Named)
+    for body, field in ((b"{}", "role"), (b'{"inner": [{}]}', "inner[0].role")):
         with pytest.raises(Refusal, match="is missing; give it") as raised:
-            decode(body, needs)
+            decode(body, needs if "inner" in field else named)
         assert raised.value.param == field
 
 
 def test_a_value_that_is_none_of_the_words_is_not_repeated() -> None:
-    with pytest.raises(Refusal) as raised:
-        decode(b'{"role": "my secret"}', msgspec.json.Decoder(Named))
-    assert "secret" not in raised.value.message
-    assert raised.value.param == "role"
+    for body, field in ((b'{"role": "my secret"}', "role"), (b'{"inner": [{"role": "my secret"}]}', "inner[0].role")):
+        with pytest.raises(Refusal, match=re.escape(f"'{field}': send one of system, user")) as raised:
+            decode(body, msgspec.json.Decoder(Named if field == "role" else Needs))
+        assert "secret" not in raised.value.message
+        assert raised.value.param == field
