@@ -349,10 +349,12 @@ def test_a_limit_is_shown_exactly(state: Path, capsys: pytest.CaptureFixture[str
     assert "1,234,567" in run(capsys, "accounts", "list")
 
 
-def test_a_gateway_whose_port_is_taken_says_what_to_do(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gateway_whose_port_is_taken_says_what_to_do(state: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["gateway", "--port", str(taken.getsockname()[1])]) == 1
-    assert "--port names another" in capsys.readouterr().err
+        words = ["gateway", "--port", str(taken.getsockname()[1])]
+        ended = subprocess.run([sys.executable, "-m", "gateway.cli", *words], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "--port names another" in ended.stderr
 
 
 def test_a_log_is_cut_while_its_writer_goes_on(tmp_path: Path) -> None:
