@@ -351,8 +351,8 @@ def test_a_limit_is_shown_exactly(state: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_gateway_whose_port_is_taken_says_what_to_do(state: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        words = ["gateway", "--port", str(taken.getsockname()[1])]
-        ended = subprocess.run([sys.executable, "-m", "gateway.cli", *words], capture_output=True, text=True, timeout=60)
+        words = [sys.executable, "-m", "gateway.cli", "gateway", "--port", str(taken.getsockname()[1])]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "--port names another" in ended.stderr
 
