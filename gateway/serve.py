@@ -8,6 +8,7 @@ On SIGTERM or SIGINT:  readiness false, new work 503 ─► what runs ends, at m
 
 import asyncio
 import functools
+import gc
 import math
 import socket
 from types import FrameType
@@ -197,5 +198,7 @@ def serve(config: Config, secret: bytes) -> int:
     """
     app = build_app(config, secret)
     listener = listen(config.server.host, config.server.port)
+    gc.collect()
+    gc.freeze()  # what stays for good: going through it again would stop all streams for some 15 ms each time
     Server(app, config.server).run([listener])
     return 0

@@ -17,6 +17,7 @@ import pytest
 from gateway.serve import listen
 from tests.gateway.served import Client, Served, looped, served, until
 
+ROOT = Path(__file__).parents[2]
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 5000, "stream": True}
 
 
@@ -230,3 +231,15 @@ async def test_endless_trailers_are_cut_off_as_a_head_is(tmp_path: Path) -> None
                 await client.reader.read()
         assert not gateway.fleet.submits
         client.leave()
+
+
+def test_what_was_built_at_start_up_is_no_work_for_the_garbage_collector(tmp_path: Path) -> None:
+    script = f"""
+import gc
+from gateway import serve
+from gateway.config import load_config
+serve.Server.run = lambda server, sockets: print(gc.get_freeze_count() > 10_000)
+serve.serve(load_config(None, state_folder={str(tmp_path)!r}, port=0), bytes(32))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.stdout == "True\n", ended.stderr
