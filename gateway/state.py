@@ -21,9 +21,12 @@ class Credentials(msgspec.Struct, frozen=True):
 
 
 def open_state(config: Config) -> None:
-    """Makes the folders, for this user alone."""
+    """Makes the folders, for this user alone. Raises ConfigError where it cannot."""
     for folder in (config.state, config.run_folder, config.outbox_folder, config.models_folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {folder}: {error.strerror}; --state names another folder") from error
     if config.run_folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{config.run_folder} belongs to somebody else: set machine.folder")
 

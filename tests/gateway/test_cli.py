@@ -367,3 +367,10 @@ def test_a_log_is_cut_while_its_writer_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "gateway.log.1").stat().st_size == LOG_BYTES_MAX + 1
     trim(log)
     assert log.read_bytes() == b"new\n"
+
+
+def test_a_state_folder_that_cannot_be_made_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for words in (["accounts", "list"], ["serve"]):
+        assert main([*words, "--state", str(tmp_path / "file" / "state")]) == 1
+        assert "--state names another folder" in capsys.readouterr().err
