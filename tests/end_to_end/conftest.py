@@ -20,6 +20,7 @@ import pytest
 
 EMBER = "@cf/hearth/ember"
 START_S = 90.0
+ONE_THREAD = "[machine]\nthreads = 1\n"  # several tests run at once: threads that wait for each other's cores stall
 
 
 @dataclass
@@ -97,7 +98,7 @@ def answers(url: str) -> bool:
 def serving(folder: Path, settings: str = "") -> Iterator[Hearth]:
     """`hearth serve` in `folder` with `settings` as its hearth.toml, ready to answer; ended by Ctrl-C."""
     port = free_port()
-    (folder / "hearth.toml").write_text(settings)
+    (folder / "hearth.toml").write_text(ONE_THREAD + settings)
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "gateway.cli", "serve", "--port", str(port)],
