@@ -7,15 +7,17 @@ until it is released.
 
 How a sequence uses it: `match` its prompt (all but the last token, which has to be computed), compute the rest into
 blocks of its own, `insert` each block once it is full, under the same lease, also while generating; `release` at its
-end or when it is preempted. What it inserted stays until it is evicted.
+end or when it is preempted. What it inserted stays until it is evicted. Where another sequence was first to insert the
+same tokens, its blocks enter the lease: read those from then on, and free your own, which hold the same. A sequence
+without a scope (a REQUEST) never comes here.
 
 The method is that of SGLang's RadixAttention (Zheng et al., 2023), with a root per namespace and shares per scope.
 """
 
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final, Literal, NamedTuple
 
 TOKEN_BYTES: Final = 4
@@ -49,33 +51,64 @@ class Share(NamedTuple):
 
 
 class _Node:
-    """An edge and its end. `pins` counts the leases that reach the end of this edge, or go through it."""
+    """An edge and its end. `pins` counts the leases that reach the end of this edge, or go through it.
 
-    __slots__ = ("blocks", "children", "label", "parent", "pins", "used")
+    There may be one for every cached block, so it is kept small: its label is the very bytes that are its key where
+    it has one block, and becomes a bytearray only when it is lengthened or shortened; leaves have one dict in common.
+    """
 
-    def __init__(self, parent: "_Node | None", label: bytearray, blocks: list[int], pins: int, used: int) -> None:
+    __slots__ = ("blocks", "children", "label", "parent", "pins", "queued", "used")
+
+    def __init__(
+        self, parent: "_Node | None", label: bytes | bytearray, blocks: "array[int]", pins: int, used: int
+    ) -> None:
         self.parent = parent
         self.label = label
         self.blocks = blocks
-        self.children: dict[bytes, _Node] = {}
+        self.children = _CHILDLESS
         self.pins = pins
-        self.used = used
+        self.used = used  # when a lease last began or ended here
+        self.queued = 0  # what its root's `leaves` are ordered by; 0 outside of them
+
+    def __lt__(self, other: "_Node") -> bool:
+        return self.queued < other.queued
+
+    def adopt(self, key: bytes, child: "_Node") -> None:
+        if self.children is _CHILDLESS:
+            self.children = {}
+        self.children[key] = child
+
+    def disown(self, key: bytes) -> None:
+        del self.children[key]
+        if not self.children:
+            self.children = _CHILDLESS
+
+    def editable(self) -> bytearray:
+        """The label, to be changed at its end in place."""
+        if not isinstance(self.label, bytearray):
+            self.label = bytearray(self.label)
+        return self.label
+
+
+_CHILDLESS: Final[dict[bytes, _Node]] = {}
 
 
 class _Root(_Node):
-    """The top of one namespace; its `pins` counts all its leases. It keeps its unpinned leaves by age."""
+    """The top of one namespace; its `pins` counts all its leases. It keeps its unpinned leaves by age.
 
-    __slots__ = ("cached", "cause", "leaves", "namespace", "pinned", "pushed", "scope")
+    A node is in `leaves` once, where it belonged when it came in; `Tree._oldest` moves those that were used since.
+    """
+
+    __slots__ = ("cached", "cause", "leaves", "namespace", "pinned", "scope")
 
     def __init__(self, namespace: Namespace, scope: "_Scope") -> None:
-        super().__init__(None, bytearray(), [], 0, 0)
+        super().__init__(None, b"", array("I"), 0, 0)
         self.namespace = namespace
         self.scope = scope
         self.cause: Cause = "space"  # why its blocks will be evicted
         self.cached = 0
         self.pinned = 0
-        self.leaves: list[tuple[int, int, _Node]] = []  # (used, tie-breaker, node); outdated entries are skipped
-        self.pushed = 0
+        self.leaves: list[_Node] = []
 
     @property
     def unpinned(self) -> int:
@@ -85,14 +118,19 @@ class _Root(_Node):
 class _Scope:
     """The sums over one scope's namespaces of the current epoch, and its share."""
 
-    __slots__ = ("cached", "epoch", "pinned", "roots", "share")
+    __slots__ = ("cached", "epoch", "pinned", "rank", "roots", "share")
 
     def __init__(self, share: Share, epoch: int) -> None:
-        self.roots: set[_Root] = set()
+        self.roots: OrderedDict[_Root, None] = OrderedDict()
         self.share = share
         self.epoch = epoch
         self.cached = 0
         self.pinned = 0
+        self.rank: _Rank | None = None
+
+    @property
+    def unpinned(self) -> int:
+        return self.cached - self.pinned
 
     @property
     def excess(self) -> int:
@@ -102,7 +140,10 @@ class _Scope:
     @property
     def over(self) -> int:
         """Blocks above the cap that nobody uses."""
-        return 0 if self.share.cap is None else min(self.cached - self.share.cap, self.cached - self.pinned)
+        return 0 if self.share.cap is None else min(self.cached - self.share.cap, self.unpinned)
+
+
+_Rank = tuple[int, int, _Scope]  # -excess when it was ranked, tie-breaker, scope
 
 
 class Lease:
@@ -128,9 +169,9 @@ class Lease:
 class Tree:
     """The cached blocks of all namespaces. Block ids are the caller's; the tree says when one is free again.
 
-    Every operation costs the bytes it compares or copies plus the nodes on its path; evicting costs a heap operation
-    per edge and a look at every scope. `counters` only grow: lookups, lookup_tokens, hit_tokens, inserted_blocks,
-    duplicate_blocks and evicted_{space, cap, epoch, clear}_blocks.
+    Every operation costs the bytes it compares or copies plus the nodes on its path; evicting costs a few heap
+    operations per edge and per change of scope, however many nodes and scopes there are. `counters` only grow: lookups,
+    lookup_tokens, hit_tokens, inserted_blocks, duplicate_blocks and evicted_{space, cap, epoch, clear}_blocks.
     """
 
     def __init__(self, blocks: int, block_tokens: int, share: Share | None = None) -> None:
@@ -145,6 +186,10 @@ class Tree:
         self._shares: dict[ScopeName, Share] = {}
         self._scopes: dict[ScopeName, _Scope] = {}
         self._wiped = _Scope(Share(), 0)  # roots of old epochs and dropped namespaces: never matched, evicted first
+        self._ranks: list[
+            _Rank
+        ] = []  # the furthest above its floor first; those that a scope no longer has are skipped
+        self._ranked = 0
         self._roots: dict[Namespace, _Root] = {}  # those that can be found
         self._tick = 0
         self._cached = 0
@@ -220,7 +265,9 @@ class Tree:
             node = self._append(root, node, packed[at:], added)
             lease.blocks += added
         lease._node = node
-        return lease, spare + self._keep_cap(root.scope)
+        spare += self._keep_cap(root.scope)
+        self._rank(root.scope)
+        return lease, spare
 
     def release(self, lease: Lease) -> list[int]:
         """Unpins the path; the lease is over. Returns the block ids that a cap made the scope give up."""
@@ -233,6 +280,7 @@ class Tree:
             self._unpin(root, node)
             node = node.parent
         freed = self._keep_cap(root.scope)
+        self._rank(root.scope)
         self._forget_if_empty(root)
         return freed
 
@@ -240,17 +288,17 @@ class Tree:
         """Frees up to `count` unpinned blocks and returns their ids.
 
         Wiped ones go first; then those of the scope that is furthest above its floor, its least recently used leaves
-        first, each from its end.
+        first, each from its end. A scope goes below its floor only where no other has unpinned blocks above its own.
         """
         freed = self._evict_from(self._wiped, count)
-        while len(freed) < count:
-            victims = [scope for scope in self._scopes.values() if scope.cached > scope.pinned]
-            if not victims:
-                break
-            furthest = max(victims, key=_excess)
-            level = max((scope.excess for scope in victims if scope is not furthest), default=-self._blocks)
+        while len(freed) < count and (furthest := self._furthest()) is not None:
+            heappop(self._ranks)
+            furthest.rank = None
+            second = self._furthest()
+            level = -self._blocks if second is None else second.excess
             step = min(count - len(freed), max(1, furthest.excess - level))
             freed += self._evict_from(furthest, step)
+            self._rank(furthest)
         return freed
 
     def set_share(self, scope: ScopeName, share: Share) -> list[int]:
@@ -261,7 +309,9 @@ class Tree:
         if found is None:
             return []
         found.share = share
-        return self._keep_cap(found)
+        freed = self._keep_cap(found)
+        self._rank(found)
+        return freed
 
     def drop(self, namespace: Namespace) -> None:
         """Makes all that the namespace has cached unfindable at once. Leases go on; its blocks are evicted next."""
@@ -284,8 +334,10 @@ class Tree:
             assert scope.pinned == sum(root.pinned for root in scope.roots)
             assert scope.over <= 0, "a scope keeps unused blocks above its cap"
             assert scope is self._wiped or scope.roots, "an empty scope is kept"
+            assert scope is self._wiped or not scope.unpinned or self._is_ranked(scope), "a scope can never be evicted"
         assert sums == [self._cached, self._pinned, self._shared], f"{sums}"
         assert len(blocks) == self._cached <= self._blocks
+        assert not _CHILDLESS
 
     # Inside
 
@@ -303,11 +355,11 @@ class Tree:
         if namespace.epoch < scope.epoch:
             root = _Root(namespace, self._wiped)
             root.cause = "epoch"
-            self._wiped.roots.add(root)
+            self._wiped.roots[root] = None
             return root
         if namespace not in self._roots:
             self._roots[namespace] = root = _Root(namespace, scope)
-            scope.roots.add(root)
+            scope.roots[root] = None
         return self._roots[namespace]
 
     def _wipe(self, root: _Root, cause: Cause) -> None:
@@ -316,15 +368,16 @@ class Tree:
             sums.cached += sign * root.cached
             sums.pinned += sign * root.pinned
         root.scope, root.cause = self._wiped, cause
-        self._wiped.roots.add(root)
+        self._wiped.roots[root] = None
         self._forget_if_empty(root)
 
     def _remove(self, root: _Root) -> None:
-        root.scope.roots.remove(root)
+        del root.scope.roots[root]
         if root.scope is not self._wiped:
             del self._roots[root.namespace]
             if not root.scope.roots:
                 del self._scopes[root.namespace.scope]
+                root.scope.rank = None
 
     def _forget_if_empty(self, root: _Root) -> None:
         if not root.cached and not root.pins and root in root.scope.roots:
@@ -348,22 +401,25 @@ class Tree:
         """Cuts an edge behind its first `blocks`. The node keeps its lower part: leases that end there still do."""
         parent, cut = lower.parent, blocks * self._block_bytes
         assert parent is not None
-        upper = _Node(parent, lower.label[:cut], lower.blocks[:blocks], lower.pins, lower.used)
-        parent.children[bytes(upper.label[: self._block_bytes])] = upper
-        del lower.label[:cut], lower.blocks[:blocks]
+        upper = _Node(parent, bytes(lower.label[:cut]), lower.blocks[:blocks], lower.pins, lower.used)
+        lower.label, lower.blocks = bytes(lower.label[cut:]), lower.blocks[blocks:]
         lower.parent = upper
-        upper.children[bytes(lower.label[: self._block_bytes])] = lower
+        parent.adopt(self._key(upper), upper)
+        upper.adopt(self._key(lower), lower)
         return upper
+
+    def _key(self, node: _Node) -> bytes:
+        """Its parent's name for it: the bytes of its first block."""
+        return bytes(node.label[: self._block_bytes])
 
     def _append(self, root: _Root, node: _Node, label: bytes, blocks: list[int]) -> _Node:
         """Puts new, pinned blocks below `node`: on its own edge where only this lease reaches it, else on a new one."""
         if node is not root and node.pins == 1 and not node.children:
-            node.label += label
-            node.blocks += blocks
+            node.editable().extend(label)
+            node.blocks.extend(blocks)
         else:
-            node.children[label[: self._block_bytes]] = child = _Node(
-                node, bytearray(label), blocks.copy(), 1, self._tick
-            )
+            child = _Node(node, label, array("I", blocks), 1, self._tick)
+            node.adopt(self._key(child), child)
             node = child
         self._count(root, cached=len(blocks), pinned=len(blocks))
         self.counters["inserted_blocks"] += len(blocks)
@@ -397,24 +453,58 @@ class Tree:
 
     def _offer(self, root: _Root, node: _Node) -> None:
         """Lets a node be evicted from now on, if it is an unpinned leaf."""
-        if node is root or node.pins or node.children:
-            return
-        root.pushed += 1
-        heappush(root.leaves, (node.used, root.pushed, node))
-        if len(root.leaves) > 64 + 4 * root.cached:
-            root.leaves = [entry for entry in root.leaves if _is_offered(entry)]
-            heapify(root.leaves)
+        if node is not root and not node.pins and not node.children and not node.queued:
+            node.queued = node.used
+            heappush(root.leaves, node)
 
-    def _oldest(self, root: _Root) -> tuple[int, int, _Node] | None:
-        """The least recently used unpinned leaf; outdated entries before it are forgotten."""
-        while root.leaves and not _is_offered(root.leaves[0]):
-            heappop(root.leaves)
-        return root.leaves[0] if root.leaves else None
+    def _oldest(self, root: _Root) -> _Node:
+        """The least recently used unpinned leaf of a root that has one. It stays the first of `root.leaves`."""
+        while True:
+            node = root.leaves[0]
+            if node.pins or node.children:
+                heappop(root.leaves).queued = 0
+            elif node.queued < node.used:
+                node.queued = node.used
+                heapreplace(root.leaves, node)
+            else:
+                return node
+
+    def _rank(self, scope: _Scope) -> None:
+        """Sees to it that a scope with unpinned blocks is ranked at its excess or above."""
+        if scope is self._wiped or not scope.unpinned:
+            return
+        if scope.rank is None or -scope.rank[0] < scope.excess:
+            heappush(self._ranks, self._ranked_now(scope))
+            if len(self._ranks) > 64 + 2 * len(self._scopes):
+                self._ranks = [rank for rank in self._ranks if rank[2].rank is rank]
+                heapify(self._ranks)
+
+    def _ranked_now(self, scope: _Scope) -> _Rank:
+        self._ranked += 1
+        scope.rank = rank = (-scope.excess, self._ranked, scope)
+        return rank
+
+    def _furthest(self) -> _Scope | None:
+        """The scope with unpinned blocks that is furthest above its floor. It stays the first of the ranks."""
+        while self._ranks:
+            rank = self._ranks[0]
+            scope = rank[2]
+            if scope.rank is not rank:
+                heappop(self._ranks)
+            elif not scope.unpinned:
+                heappop(self._ranks)
+                scope.rank = None
+            elif -rank[0] > scope.excess:
+                heapreplace(self._ranks, self._ranked_now(scope))
+            else:
+                return scope
+        return None
 
     def _evict_from(self, scope: _Scope, count: int, cause: Cause | None = None) -> list[int]:
         freed: list[int] = []
-        while len(freed) < count and scope.cached > scope.pinned:
-            root = min((root for root in scope.roots if root.unpinned), key=self._age)
+        while len(freed) < count and scope.unpinned:
+            roots = (root for root in scope.roots if root.unpinned)
+            root = next(roots) if scope is self._wiped else min(roots, key=self._age)
             taken = self._trim(root, count - len(freed))
             self.counters[f"evicted_{cause or root.cause}_blocks"] += len(taken)
             freed += taken
@@ -422,24 +512,19 @@ class Tree:
         return freed
 
     def _age(self, root: _Root) -> int:
-        oldest = self._oldest(root)
-        assert oldest is not None, "unpinned blocks and no unpinned leaf"
-        return oldest[0]
+        return self._oldest(root).used
 
     def _trim(self, root: _Root, count: int) -> list[int]:
         """Takes up to `count` blocks off the end of the least recently used leaf."""
-        oldest = self._oldest(root)
-        assert oldest is not None
-        node = oldest[2]
+        node = self._oldest(root)
         keep = max(0, len(node.blocks) - count)
-        freed = node.blocks[keep:]
+        freed = node.blocks[keep:].tolist()
         if keep:
-            del node.blocks[keep:], node.label[keep * self._block_bytes :]
+            del node.blocks[keep:], node.editable()[keep * self._block_bytes :]
         else:
             parent = node.parent
             assert parent is not None
-            del parent.children[bytes(node.label[: self._block_bytes])]
-            node.blocks, node.parent = [], None
+            parent.disown(self._key(node))
             heappop(root.leaves)
             self._offer(root, parent)
         self._count(root, cached=-len(freed))
@@ -448,34 +533,35 @@ class Tree:
     def _keep_cap(self, scope: _Scope) -> list[int]:
         return self._evict_from(scope, scope.over, "cap") if scope.over > 0 else []
 
+    def _is_ranked(self, scope: _Scope) -> bool:
+        return (
+            scope.rank is not None
+            and -scope.rank[0] >= scope.excess
+            and any(rank is scope.rank for rank in self._ranks)
+        )
+
     def _check_root(self, root: _Root, blocks: set[int]) -> tuple[int, int, int]:
         cached = pinned = shared = 0
-        offered = {id(entry[2]) for entry in root.leaves if _is_offered(entry)}
+        queued = {id(node) for node in root.leaves}
+        assert len(queued) == len(root.leaves), "a node is queued twice"
+        assert all(root.leaves[(at - 1) // 2].queued <= root.leaves[at].queued for at in range(1, len(root.leaves)))
         for node in _below(root):
             size = len(node.blocks)
             assert size > 0
             assert len(node.label) == size * self._block_bytes
             assert node.parent is not None
-            assert node.parent.children[bytes(node.label[: self._block_bytes])] is node
+            assert node.parent.children[self._key(node)] is node
             assert 0 <= node.pins <= node.parent.pins, "a pinned node hangs below an unpinned one"
             assert node.pins or node.used <= node.parent.used, "a node was used after its parent"
             assert blocks.isdisjoint(node.blocks), "a block is cached twice"
-            assert node.pins or node.children or id(node) in offered, "an unpinned leaf can never be evicted"
+            assert (id(node) in queued) == (node.queued > 0)
+            assert node.pins or node.children or 0 < node.queued <= node.used, "an unpinned leaf can never be evicted"
             blocks.update(node.blocks)
             cached += size
             pinned += size if node.pins else 0
             shared += size if node.pins > 1 else 0
         assert root.cached or root.pins, "an empty root is kept"
         return cached, pinned, shared
-
-
-def _excess(scope: _Scope) -> int:
-    return scope.excess
-
-
-def _is_offered(entry: tuple[int, int, _Node]) -> bool:
-    used, _, node = entry
-    return not node.pins and not node.children and node.parent is not None and node.used == used
 
 
 def _below(root: _Node) -> Iterator[_Node]:
