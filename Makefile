@@ -12,7 +12,7 @@ serve: .venv/.serve
 	@exec $(BIN)/hearth serve --host $(HOST) --port $(PORT)
 
 test: .venv/.dev
-	$(BIN)/pytest -n auto --dist loadgroup -m 'not gpu' tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup -m 'not gpu' tests
 
 check: .venv/.dev
 	$(BIN)/ruff check .
