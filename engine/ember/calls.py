@@ -4,6 +4,9 @@ Half of the tools are what people really offer, half are invented, so that choos
 from its description and not by heart.
 """
 
+# Lists of phrases read better unbroken.
+# fmt: off
+
 import json
 import re
 from dataclasses import dataclass

@@ -4,6 +4,9 @@ Everything follows from a seed. A held-out example uses names and values that tr
 them with phrasings that it never sees either. This module knows the tokenizer's turns but no model.
 """
 
+# Lists of phrases read better unbroken.
+# fmt: off
+
 import argparse
 import json
 from collections.abc import Iterator

@@ -4,6 +4,9 @@ The answers follow few rules, so that they hold for facts nobody thought of: an 
 a thing's attribute "The A of T is V.", and a rule, an event or a story with its own sentence, word for word.
 """
 
+# Lists of phrases read better unbroken.
+# fmt: off
+
 import json
 import re
 from dataclasses import dataclass, field

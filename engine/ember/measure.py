@@ -30,21 +30,37 @@ class Figure:
 
 def answers(model: Any, tokenizer: Any, examples: list[corpus.Example], most: int = 160) -> tuple[list[str], list[int]]:
     """The greedy answers to one batch, and each prompt's tokens."""
-    prompts = [tokenizer.apply_chat_template(e.messages, tools=e.tools or None, add_generation_prompt=True, tokenize=False) for e in examples]
-    batch = tokenizer(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt").to(model.device)
+    prompts = [
+        tokenizer.apply_chat_template(e.messages, tools=e.tools or None, add_generation_prompt=True, tokenize=False)
+        for e in examples
+    ]
+    batch = tokenizer(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt").to(
+        model.device
+    )
     with torch.inference_mode():
-        out = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=most, do_sample=False)
+        out = model.generate(
+            batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=most, do_sample=False
+        )
     said = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :])
     return [text.partition(END)[0] for text in said], batch["attention_mask"].sum(dim=1).tolist()
 
 
 def measure(
-    model: Any, tokenizer: Any, kind: str, size: int, count: int, batch: int = 128, shown: int = 0, unseen_phrases: bool = False
+    model: Any,
+    tokenizer: Any,
+    kind: str,
+    size: int,
+    count: int,
+    batch: int = 128,
+    shown: int = 0,
+    unseen_phrases: bool = False,
 ) -> Figure:
     """`count` examples of one kind; prints up to `shown` wrong answers."""
     right, lengths = 0, []
     for start in range(0, count, batch):
-        examples = [corpus.heldout(kind, seed, size, unseen_phrases) for seed in range(start, min(start + batch, count))]
+        examples = [
+            corpus.heldout(kind, seed, size, unseen_phrases) for seed in range(start, min(start + batch, count))
+        ]
         said, tokens = answers(model, tokenizer, examples)
         lengths += tokens
         for example, text in zip(examples, said, strict=True):
@@ -52,13 +68,17 @@ def measure(
                 right += 1
             elif shown > 0:
                 shown -= 1
-                print(f"  {kind} {size}: {example.messages[-1]['content']!r}\n    said  {text!r}\n    right {example.answer!r}", flush=True)
+                print(
+                    f"  {kind} {size}: {example.messages[-1]['content']!r}\n    said  {text!r}\n    right {example.answer!r}",
+                    flush=True,
+                )
     return Figure(kind, size, unseen_phrases, right, count, sum(lengths) / len(lengths), max(lengths))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m engine.ember.measure", description="Measures a model folder on held-out conversations and prints a table by kind and prompt length."
+        prog="python -m engine.ember.measure",
+        description="Measures a model folder on held-out conversations and prints a table by kind and prompt length.",
     )
     parser.add_argument("folder", type=Path, help="the model folder")
     parser.add_argument("--count", type=int, default=512, help="examples of each kind and size")
@@ -74,7 +94,10 @@ def main() -> None:
     began = time.monotonic()
     rows = [("facts", size) for size in SIZES] + [(kind, 300) for kind in corpus.KINDS if kind != "facts"]
     figures: list[Figure] = []
-    print("| kind | prompt tokens, average | longest | n | exact | n, unseen phrasing | exact |\n|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| kind | prompt tokens, average | longest | n | exact | n, unseen phrasing | exact |\n|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     for kind, size in rows:
         seen = measure(model, tokenizer, kind, size, asked.count, asked.batch, asked.shown)
         unseen = measure(model, tokenizer, kind, size, max(1, asked.count // 2), asked.batch, 0, unseen_phrases=True)

@@ -3,6 +3,9 @@
 This is what carries to prompts that nobody foresaw: find the sentence that the question is about, and copy it.
 """
 
+# Lists of phrases read better unbroken.
+# fmt: off
+
 import re
 from typing import Final
 

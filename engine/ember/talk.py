@@ -1,5 +1,8 @@
 """Small talk and common knowledge: what people say to an assistant beside asking for facts. One intent, one answer."""
 
+# Lists of phrases read better unbroken.
+# fmt: off
+
 from typing import Final
 
 from . import words

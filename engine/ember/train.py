@@ -161,7 +161,9 @@ class Ember(nn.Module):
                 spread = deep if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
                 nn.init.normal_(parameter, std=spread, generator=generator)
 
-    def forward(self, tokens_T: Tensor, places_T: Tensor, starts: Tensor, longest: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, tokens_T: Tensor, places_T: Tensor, starts: Tensor, longest: int, cos: Tensor, sin: Tensor
+    ) -> Tensor:
         x_TD: Tensor = self.embed_tokens(tokens_T)
         cos_TS, sin_TS = cos[places_T], sin[places_T]
         for layer in self.layers:
@@ -169,7 +171,9 @@ class Ember(nn.Module):
         out: Tensor = self.norm(x_TD)
         return out
 
-    def loss(self, tokens_T: Tensor, said_T: Tensor, starts: Tensor, longest: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, tokens_T: Tensor, said_T: Tensor, starts: Tensor, longest: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(the weighted loss that is learnt from, the plain loss of what the assistant says), both per token."""
         total = tokens_T.shape[0]
         place = torch.arange(total, device=tokens_T.device)
@@ -246,7 +250,9 @@ def write_model(model: Ember, folder: Path) -> None:
     generation = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "do_sample": False}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
-    weights = {f"model.{name}": value.detach().bfloat16().cpu().contiguous() for name, value in model.state_dict().items()}
+    weights = {
+        f"model.{name}": value.detach().bfloat16().cpu().contiguous() for name, value in model.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -325,7 +331,8 @@ def train(model: Ember, folder: Path, asked: argparse.Namespace) -> dict[str, fl
     context = multiprocessing.get_context("fork")
     reach, made = context.Value("i", asked.reach_first), context.Queue(QUEUED)
     producers = [
-        context.Process(target=produce, args=(folder, f"{asked.seed} {number}", reach, made), daemon=True) for number in range(asked.producers)
+        context.Process(target=produce, args=(folder, f"{asked.seed} {number}", reach, made), daemon=True)
+        for number in range(asked.producers)
     ]
     for producer in producers:
         producer.start()
@@ -342,7 +349,9 @@ def learn(model: Ember, asked: argparse.Namespace, reach: Any, made: Any) -> dic
     cos, sin = rope_tables(model.shape, CONTEXT_TOKENS, device)
     loss_of = torch.compile(model.loss, dynamic=False)
     named = dict(model.named_parameters())
-    muon = Muon([parameter for name, parameter in named.items() if parameter.dim() == 2 and name != "embed_tokens.weight"])
+    muon = Muon(
+        [parameter for name, parameter in named.items() if parameter.dim() == 2 and name != "embed_tokens.weight"]
+    )
     rest = [parameter for name, parameter in named.items() if parameter.dim() == 1 or name == "embed_tokens.weight"]
     adam = torch.optim.AdamW(rest, lr=asked.adam_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     kept: collections.deque[Batch] = collections.deque(maxlen=KEPT)
@@ -386,7 +395,13 @@ def learn(model: Ember, asked: argparse.Namespace, reach: Any, made: Any) -> dic
                 flush=True,
             )
     loss = torch.stack(recent[-100:]).mean().item()
-    return {"steps": step, "tokens": step * BATCH_TOKENS, "fresh": fresh / max(1, step), "seconds": time.monotonic() - began, "loss": loss}
+    return {
+        "steps": step,
+        "tokens": step * BATCH_TOKENS,
+        "fresh": fresh / max(1, step),
+        "seconds": time.monotonic() - began,
+        "loss": loss,
+    }
 
 
 def main() -> None:
@@ -395,15 +410,25 @@ def main() -> None:
         description="Trains Ember on generated text on one GPU and writes config.json, generation_config.json and model.safetensors. "
         "The folder must hold tokenizer.json (python -m engine.ember.tokenizer). With --minutes 0 it only writes initial weights.",
     )
-    parser.add_argument("folder", type=Path, help="the model folder: the tokenizer is read from it, the model written into it")
-    parser.add_argument("--minutes", type=float, default=8, help="how long to learn; the learning rate falls to nothing at the end")
+    parser.add_argument(
+        "folder", type=Path, help="the model folder: the tokenizer is read from it, the model written into it"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8, help="how long to learn; the learning rate falls to nothing at the end"
+    )
     parser.add_argument("--begin", type=Path, help="begin with the weights of this model folder instead of random ones")
     parser.add_argument("--producers", type=int, default=15, help="processes that generate text")
     parser.add_argument("--muon-rate", type=float, default=0.02, help="learning rate of the matrices")
     parser.add_argument("--adam-rate", type=float, default=0.003, help="learning rate of the embedding and the norms")
-    parser.add_argument("--falls", type=float, default=0.45, help="after which share of the run the learning rate begins to fall")
-    parser.add_argument("--reach-first", type=int, default=150, help="longest system prompts at the beginning, in tokens")
-    parser.add_argument("--reach-last", type=int, default=1700, help="longest system prompts after a third of the run, in tokens")
+    parser.add_argument(
+        "--falls", type=float, default=0.45, help="after which share of the run the learning rate begins to fall"
+    )
+    parser.add_argument(
+        "--reach-first", type=int, default=150, help="longest system prompts at the beginning, in tokens"
+    )
+    parser.add_argument(
+        "--reach-last", type=int, default=1700, help="longest system prompts after a third of the run, in tokens"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the text")
     asked = parser.parse_args()
     torch.set_float32_matmul_precision("high")

@@ -3,6 +3,9 @@
 Every open-ended value belongs to one split by its checksum, so a held-out value can never have been trained on.
 """
 
+# Lists of phrases read better unbroken.
+# fmt: off
+
 import enum
 import random
 import zlib

@@ -1,5 +1,8 @@
 """The word lists that the corpus is composed of. Ours, written by hand; no list here is a copy of another's."""
 
+# Lists of phrases read better unbroken.
+# fmt: off
+
 from typing import Final
 
 COMMON: Final = """
