@@ -4,8 +4,7 @@ Half of the tools are what people really offer, half are invented, so that choos
 from its description and not by heart.
 """
 
-# Lists of phrases read better unbroken.
-# fmt: off
+# fmt: off  # lists of phrases read better unbroken
 
 import json
 import re
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from . import words
 from .facts import capital, listed, value_of
+from .phrasing import held_out, ordered
 from .values import Draw
 
 
@@ -51,7 +51,10 @@ class Tool:
                 told["description"] = parameter.description
             properties[parameter.name] = told
         required = [parameter.name for parameter in self.parameters if parameter.required]
-        function: dict[str, Any] = {"name": self.name, "parameters": {"type": "object", "properties": properties, "required": required}}
+        function: dict[str, Any] = {
+            "name": self.name,
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        }
         if self.description and not draw.maybe(0.05):
             function["description"] = self.description
         return {"type": "function", "function": function} if draw.maybe(0.5) else function
@@ -145,9 +148,27 @@ def _extra(draw: Draw, kind: str) -> str:
     if kind == "ticker":
         return draw.own(lambda: draw.invented().upper()[: draw.number(3, 4)])
     if kind == "device":
-        return draw.pick((f"{draw.pick(words.ADJECTIVES)} {draw.pick(words.THINGS)}", draw.pick(words.THINGS), f"{draw.invented()} {draw.pick(words.THINGS)}"))
+        return draw.pick(
+            (
+                f"{draw.pick(words.ADJECTIVES)} {draw.pick(words.THINGS)}",
+                draw.pick(words.THINGS),
+                f"{draw.invented()} {draw.pick(words.THINGS)}",
+            )
+        )
     if kind == "room":
-        return draw.pick(("kitchen", "living room", "bedroom", "bathroom", "office", "hallway", "garage", f"{draw.pick(words.ADJECTIVES)} room", f"{draw.invented()} room"))
+        return draw.pick(
+            (
+                "kitchen",
+                "living room",
+                "bedroom",
+                "bathroom",
+                "office",
+                "hallway",
+                "garage",
+                f"{draw.pick(words.ADJECTIVES)} room",
+                f"{draw.invented()} room",
+            )
+        )
     if kind == "host":
         return draw.own(lambda: f"{draw.invented()}-{draw.number(1, 99)}")
     if kind == "headline":
@@ -174,21 +195,61 @@ def invented_tool(draw: Draw) -> Tool:
         if draw.maybe(0.25):
             name = f"{draw.pick((draw.invented(), draw.pick(words.THINGS), draw.pick(words.ADJECTIVES)))}_{name}"
         said = name.replace("_", " ")
-        parameters.append(Parameter(name, kind, made, draw.maybe(0.7), draw.pick((f"The {said}", f"{capital(said)} of the {thing}", said, ""))))
+        parameters.append(
+            Parameter(
+                name,
+                kind,
+                made,
+                draw.maybe(0.7),
+                draw.pick((f"The {said}", f"{capital(said)} of the {thing}", said, "")),
+            )
+        )
     styles = draw.few(range(len(FILLED)), 14)
     requests = []
     for style in sorted(styles):
         told = [parameter for parameter in parameters if parameter.required or draw.maybe(0.5)]
         joint = draw.pick(("{p} {v}", "{p} {v}", "the {p} {v}", "{p}: {v}", "{p} = {v}", "{p} is {v}"))
-        filled = listed([joint.format(p=parameter.name.replace("_", " "), v="{" + parameter.name + "}") for parameter in told]) if told else ""
+        filled = (
+            listed(
+                [joint.format(p=parameter.name.replace("_", " "), v="{" + parameter.name + "}") for parameter in told]
+            )
+            if told
+            else ""
+        )
         form = FILLED[style]
         if not told:
             form = form.replace(" with {p}", "").replace(": {p}", "").replace(", {p}", "").replace(" {p}.", "")
-        requests.append(capital(form.format(v=verb, n=thing, p=filled)) if draw.maybe(0.7) else form.format(v=verb, n=thing, p=filled))
+        requests.append(
+            capital(form.format(v=verb, n=thing, p=filled))
+            if draw.maybe(0.7)
+            else form.format(v=verb, n=thing, p=filled)
+        )
     joint = draw.pick(("_", "_", "_", "camel"))
     plain = f"{verb} {thing}"
-    name = "".join(part if place == 0 else capital(part) for place, part in enumerate(plain.split())) if joint == "camel" else plain.replace(" ", "_")
-    description = draw.pick((f"{capital(verb)} a {thing}.", f"{capital(verb)} the {thing}", f"Use this to {verb} a {thing}.", f"{capital(verb)}s the {thing}.", ""))
+    name = (
+        "".join(part if place == 0 else capital(part) for place, part in enumerate(plain.split()))
+        if joint == "camel"
+        else plain.replace(" ", "_")
+    )
+    if draw.maybe(0.15):
+        name = draw.pick(
+            (
+                f"{draw.invented()}_{name}",
+                f"{name}_{draw.invented()}",
+                f"{name}_v{draw.number(1, 9)}",
+                name.replace("_", "-"),
+                f"{draw.invented().upper()}_{name}",
+            )
+        )
+    description = draw.pick(
+        (
+            f"{capital(verb)} a {thing}.",
+            f"{capital(verb)} the {thing}",
+            f"Use this to {verb} a {thing}.",
+            f"{capital(verb)}s the {thing}.",
+            "",
+        )
+    )
     return Tool(name, description, tuple(parameters), tuple(requests))
 
 
@@ -219,20 +280,48 @@ def variant(draw: Draw, tool: Tool) -> Tool:
         names[parameter.name] = name if name not in names.values() else parameter.name
     if len(set(names.values())) < len(names):
         names = {name: name for name in names}
-    parameters = tuple(Parameter(names[p.name], p.type, p.kind, p.required, draw.pick((p.description, p.description, capital(names[p.name].replace("_", " ")), ""))) for p in tool.parameters)
+    parameters = tuple(
+        Parameter(
+            names[p.name],
+            p.type,
+            p.kind,
+            p.required,
+            draw.pick((p.description, p.description, capital(names[p.name].replace("_", " ")), "")),
+        )
+        for p in tool.parameters
+    )
     requests = tuple(SLOT.sub(lambda match: "{" + names[match.group(1)] + "}", form) for form in tool.requests)
     extra = draw.pick(EXTRAS)
     if draw.maybe(0.2) and extra.name not in names.values():
         parameters += (extra,)
         if extra.type == "string" and "/" in extra.kind and draw.maybe(0.4):
-            tail = draw.pick((f" In {{{extra.name}}}, please.", f" ({extra.name} {{{extra.name}}})", f" Use {{{extra.name}}} for the {extra.name}.", f" {capital(extra.name)}: {{{extra.name}}}."))
+            tail = draw.pick(
+                (
+                    f" In {{{extra.name}}}, please.",
+                    f" ({extra.name} {{{extra.name}}})",
+                    f" Use {{{extra.name}}} for the {extra.name}.",
+                    f" {capital(extra.name)}: {{{extra.name}}}.",
+                )
+            )
             requests = tuple(form + tail for form in requests)
     parts = tool.name.split("_")
     roll = draw.chance()
     if roll < 0.25:
         name = parts[0] + "".join(capital(part) for part in parts[1:])
     elif roll < 0.45 and len(parts) > 1:
-        name = draw.pick((f"{parts[0]}_{draw.pick(('current', 'my', 'one', 'new', draw.invented()))}_{'_'.join(parts[1:])}", "_".join([*parts[1:], parts[0]]), "_".join(parts[1:]), f"{draw.invented()}_{tool.name}", "-".join(parts)))
+        name = draw.pick(
+            (
+                f"{draw.invented()}_{draw.invented()}",
+                f"{tool.name}_v{draw.number(1, 9)}",
+                f"{draw.invented()}-{parts[0]}",
+                f"{draw.invented().upper()}_{tool.name}",
+                f"{parts[0]}_{draw.pick(('current', 'my', 'one', 'new', draw.invented()))}_{'_'.join(parts[1:])}",
+                "_".join([*parts[1:], parts[0]]),
+                "_".join(parts[1:]),
+                f"{draw.invented()}_{tool.name}",
+                "-".join(parts),
+            )
+        )
     else:
         name = tool.name
     return Tool(name, tool.description, parameters, requests)
@@ -265,10 +354,18 @@ class Request:
 
 def request(draw: Draw, tool: Tool) -> Request:
     form = draw.phrase(tool.requests)
-    said = {parameter.name: _said(draw, parameter) for parameter in tool.parameters if "{" + parameter.name + "}" in form}
+    if draw.maybe(0.35) and not draw.unseen_phrases:
+        form = ordered(draw, form, held_out([tool.requests]))
+    said = {
+        parameter.name: _said(draw, parameter) for parameter in tool.parameters if "{" + parameter.name + "}" in form
+    }
     if len(set(said.values())) < len(said):
         return request(draw, tool)
-    arguments = {parameter.name: parameter.parsed(said[parameter.name]) for parameter in tool.parameters if parameter.name in said}
+    arguments = {
+        parameter.name: parameter.parsed(said[parameter.name])
+        for parameter in tool.parameters
+        if parameter.name in said
+    }
     return Request(form.format(**said), tool, arguments)
 
 
@@ -286,25 +383,69 @@ RESULT_KEYS: Final = (
     ("gate", "code"), ("platform", "small"), ("stock", "count"), ("message", "headline"), ("confirmation", "code"), ("balance", "money"), ("result", "count"), ("email", "email"), ("version", "version"),
 )  # fmt: skip
 CONDITIONS: Final = ("sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "stormy", "clear")
-STATUSES: Final = ("shipped", "delivered", "confirmed", "open", "closed", "ready", "pending", "cancelled", "on the way", "done", "running", "booked")
+STATUSES: Final = (
+    "shipped",
+    "delivered",
+    "confirmed",
+    "open",
+    "closed",
+    "ready",
+    "pending",
+    "cancelled",
+    "on the way",
+    "done",
+    "running",
+    "booked",
+)
 
 
 def result(draw: Draw) -> tuple[str, str]:
     """(what a tool gives back, what Ember says about it)."""
     roll = draw.chance()
     if roll < 0.1:
-        problem = draw.pick((f"{draw.pick(words.THINGS)} not found", "permission denied", "timeout", f"unknown id {draw.code()}", "service is not available", f"the {draw.pick(words.THINGS)} is full"))
+        problem = draw.pick(
+            (
+                f"{draw.pick(words.THINGS)} not found",
+                "permission denied",
+                "timeout",
+                f"unknown id {draw.code()}",
+                "service is not available",
+                f"the {draw.pick(words.THINGS)} is full",
+            )
+        )
         key = draw.pick(("error", "error", "error_message"))
         return json.dumps({key: problem}), f"That did not work: {problem}."
     if roll < 0.25:
-        thing, value = draw.pick(words.THINGS), draw.pick((draw.code(), draw.money(), draw.hour(), draw.title(), draw.date()))
-        text = draw.pick((f"The {thing} is {value}.", f"Your number is {value}.", f"Booked: {value}.", f"It costs {value}.", f"Done, the {thing} has the number {value}.", f"{value} is free."))
+        thing, value = (
+            draw.pick(words.THINGS),
+            draw.pick((draw.code(), draw.money(), draw.hour(), draw.title(), draw.date())),
+        )
+        text = draw.pick(
+            (
+                f"The {thing} is {value}.",
+                f"Your number is {value}.",
+                f"Booked: {value}.",
+                f"It costs {value}.",
+                f"Done, the {thing} has the number {value}.",
+                f"{value} is free.",
+            )
+        )
         return text, text
     chosen = dict(draw.few(RESULT_KEYS, draw.pick((1, 1, 2, 2, 3))))
     fields: dict[str, Any] = {}
     for key, kind in chosen.items():
-        value = draw.pick(CONDITIONS) if kind == "condition" else draw.pick(STATUSES) if kind == "status" else _extra(draw, kind)
-        name = f"{draw.pick((draw.pick(words.THINGS), draw.pick(words.ADJECTIVES), draw.invented()))}_{key}" if draw.maybe(0.25) else key
+        value = (
+            draw.pick(CONDITIONS)
+            if kind == "condition"
+            else draw.pick(STATUSES)
+            if kind == "status"
+            else _extra(draw, kind)
+        )
+        name = (
+            f"{draw.pick((draw.pick(words.THINGS), draw.pick(words.ADJECTIVES), draw.invented()))}_{key}"
+            if draw.maybe(0.25)
+            else key
+        )
         fields[name] = int(value) if value.isdigit() and value[0] != "0" and draw.maybe(0.6) else value
     told = listed([f"the {key.replace('_', ' ')} is {value}" for key, value in fields.items()])
     return json.dumps(fields, ensure_ascii=False), capital(told) + "."
@@ -316,5 +457,17 @@ def missing(draw: Draw, tool: Tool) -> tuple[str, str] | None:
     if not needed:
         return None
     plain = "".join(" " + letter.lower() if letter.isupper() else letter for letter in tool.name).replace("_", " ")
-    form = draw.phrase(("Please {p}.", "Can you {p}?", "I want to {p}.", "{p}", "I'd like to {p}.", "Could you {p} for me?", "I need to {p}."))
-    return form.format(p=plain), f"Please tell me the {listed([parameter.name.replace('_', ' ') for parameter in needed])}."
+    form = draw.phrase(
+        (
+            "Please {p}.",
+            "Can you {p}?",
+            "I want to {p}.",
+            "{p}",
+            "I'd like to {p}.",
+            "Could you {p} for me?",
+            "I need to {p}.",
+        )
+    )
+    return form.format(
+        p=plain
+    ), f"Please tell me the {listed([parameter.name.replace('_', ' ') for parameter in needed])}."

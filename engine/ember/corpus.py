@@ -4,8 +4,7 @@ Everything follows from a seed. A held-out example uses names and values that tr
 them with phrasings that it never sees either. This module knows the tokenizer's turns but no model.
 """
 
-# Lists of phrases read better unbroken.
-# fmt: off
+# fmt: off  # lists of phrases read better unbroken
 
 import argparse
 import json
@@ -29,6 +28,7 @@ from .facts import (
     Stories,
     listed,
 )
+from .phrasing import indirect
 from .statements import Plans, Statements
 from .talk import echo, forgotten, identity, knowledge, memory, small_talk, unanswerable
 from .values import Draw, Split
@@ -95,7 +95,18 @@ class Prompt:
     def __init__(self, draw: Draw, size: int) -> None:
         self.persona = (draw.pick(words.GIVEN_NAMES) if draw.maybe(0.4) else draw.proper()) if draw.maybe(0.3) else None
         title, place = draw.title(), draw.pick(words.PLACES)
-        role = draw.pick(("assistant", "assistant", "assistant", "helper", "digital assistant", "chatbot", "receptionist", "support agent"))
+        role = draw.pick(
+            (
+                "assistant",
+                "assistant",
+                "assistant",
+                "helper",
+                "digital assistant",
+                "chatbot",
+                "receptionist",
+                "support agent",
+            )
+        )
         roll = draw.chance()
         where = f"{'an' if place[0] in 'aeio' else 'a'} {place}" + (f" in {draw.proper()}" if draw.maybe(0.5) else "")
         self.office: str | None = f"the {role} of {title}"
@@ -105,7 +116,21 @@ class Prompt:
         form = draw.pick(INTROS) if self.persona is None else draw.pick(PERSONAS)
         parts = [form.format(o=told, p=self.persona)]
         if draw.maybe(0.1):
-            self.persona, self.office, parts = None, None, [draw.pick(("You are a helpful assistant.", "Answer the user's questions.", "Use the following facts to answer.", "", "You are a helpful assistant. Use these facts."))]
+            self.persona, self.office, parts = (
+                None,
+                None,
+                [
+                    draw.pick(
+                        (
+                            "You are a helpful assistant.",
+                            "Answer the user's questions.",
+                            "Use the following facts to answer.",
+                            "",
+                            "You are a helpful assistant. Use these facts.",
+                        )
+                    )
+                ],
+            )
         self.sections: list[Section] = []
         self.labels: list[str] = []
         length, limit = len(parts[0]), size * CHARACTERS_PER_TOKEN
@@ -155,7 +180,9 @@ OPENERS: Final = (
     "I am new here. ", "We are a family of four. ", "I'm at the door. ", "It's me again. ", "Okay. ", "Thanks. ", "Great. ", "Now, ", "Well, ", "By the way, ", "Tell me: ", "I forgot to ask. ", "Before I go: ", "Can you help me? ", "I have a question. ",
 )  # fmt: skip
 CLOSERS: Final = (" Thanks!", " Thank you.", " please", " Please.", " I'm in a hurry.", " I need it today.", " My friend wants to know.", " It's important.", " I can't find it.", " Just curious.", " I need to know.", " Thank you very much!", " I hope you can help.", " It is for my boss.")  # fmt: skip
-FILLERS: Final = "exactly actually then also again now really currently please maybe just today here there again roughly".split()
+FILLERS: Final = (
+    "exactly actually then also again now really currently please maybe just today here there again roughly".split()
+)
 DROPPED: Final = frozenset("the is are your of me do does please a that you it for".split())
 
 
@@ -166,12 +193,16 @@ def loosened(draw: Draw, question: str) -> str:
     if places and draw.maybe(0.5):
         del parts[draw.pick(places)]
     elif len(parts) > 2:
-        parts.insert(draw.number(1, min(3, len(parts) - 1)) if len(places) < 2 else draw.pick(places), draw.pick(FILLERS))
+        parts.insert(
+            draw.number(1, min(3, len(parts) - 1)) if len(places) < 2 else draw.pick(places), draw.pick(FILLERS)
+        )
     return " ".join(parts)
 
 
 def spoken(draw: Draw, question: str) -> str:
     """The question as people type it."""
+    if draw.maybe(0.3):
+        question = indirect(draw, question)
     if draw.maybe(0.12):
         question = loosened(draw, question)
     roll = draw.chance()
@@ -269,7 +300,20 @@ def alone(draw: Draw) -> Conversation:
     """No system prompt, or one that says nothing: talk, knowledge, echoes, memory."""
     conversation = Conversation()
     if draw.maybe(0.2):
-        conversation.messages.append({"role": "system", "content": draw.pick(("You are a helpful assistant.", "Be brief.", "You are a friendly assistant.", "Answer politely.", draw.pick(MANNERS)))})
+        conversation.messages.append(
+            {
+                "role": "system",
+                "content": draw.pick(
+                    (
+                        "You are a helpful assistant.",
+                        "Be brief.",
+                        "You are a friendly assistant.",
+                        "Answer politely.",
+                        draw.pick(MANNERS),
+                    )
+                ),
+            }
+        )
     later: list[tuple[str, str]] = []
     for _ in range(draw.number(1, 8)):
         if later and draw.maybe(0.4):
@@ -304,7 +348,20 @@ def with_tools(draw: Draw, size: int) -> Conversation:
     if prompt is not None:
         conversation.messages.append({"role": "system", "content": prompt.text})
     elif draw.maybe(0.4):
-        conversation.messages.append({"role": "system", "content": draw.pick(("You are a helpful assistant.", "Use the tools when they help.", "You can call tools.", "Be brief.", "You are an assistant with tools."))})
+        conversation.messages.append(
+            {
+                "role": "system",
+                "content": draw.pick(
+                    (
+                        "You are a helpful assistant.",
+                        "Use the tools when they help.",
+                        "You can call tools.",
+                        "Be brief.",
+                        "You are an assistant with tools.",
+                    )
+                ),
+            }
+        )
     for _ in range(draw.number(1, 5)):
         roll = draw.chance()
         if roll < 0.72:
@@ -360,16 +417,35 @@ def plain(draw: Draw) -> Conversation:
 
 def story(draw: Draw) -> str:
     """A few sentences about somebody who looks for something."""
-    name, thing, place = draw.proper() if draw.maybe(0.3) else draw.pick(words.GIVEN_NAMES), draw.pick(words.THINGS), draw.pick(words.PLACES)
+    name, thing, place = (
+        draw.proper() if draw.maybe(0.3) else draw.pick(words.GIVEN_NAMES),
+        draw.pick(words.THINGS),
+        draw.pick(words.PLACES),
+    )
     first, second = draw.pick(words.ADJECTIVES), draw.pick(words.ADJECTIVES)
     friend = draw.pick(words.GIVEN_NAMES)
-    opening = draw.pick((f"Once upon a time there was a {draw.pick(words.JOBS)} called {name}.", f"{name} lived near a {place}.", f"One {draw.weekday()}, {name} went to the {place}.", f"Long ago, {name} had a {first} {thing}."))
+    opening = draw.pick(
+        (
+            f"Once upon a time there was a {draw.pick(words.JOBS)} called {name}.",
+            f"{name} lived near a {place}.",
+            f"One {draw.weekday()}, {name} went to the {place}.",
+            f"Long ago, {name} had a {first} {thing}.",
+        )
+    )
     middle = draw.few((
         f"Every morning {name} looked for the {first} {thing}.", f"It was a {second} day and the sun was shining.", f"There {name} met {friend}, who carried a {draw.pick(words.THINGS)}.",
         f'"Have you seen my {thing}?" asked {name}.', f'"No," said {friend}, "but I can help you."', f"They walked for {draw.duration()} and came to a {place}.", f"The door was {second} and the room was dark.",
         f"Behind the {draw.pick(words.THINGS)} they found the {thing}.", f"Nobody knew where the {thing} was.", f"{friend} laughed and {name} laughed too.",
     ), draw.number(2, 6))  # fmt: skip
-    closing = draw.pick((f"In the end {name} was happy again.", f"And so {name} and {friend} became friends.", f"From that day on, the {thing} was never lost again.", "Then they went home and drank tea.", "That was the end of the story."))
+    closing = draw.pick(
+        (
+            f"In the end {name} was happy again.",
+            f"And so {name} and {friend} became friends.",
+            f"From that day on, the {thing} was never lost again.",
+            "Then they went home and drank tea.",
+            "That was the end of the story.",
+        )
+    )
     return " ".join([opening, *middle, closing])
 
 
@@ -421,13 +497,19 @@ def _heldout(draw: Draw, kind: str, size: int) -> Example | None:
         tools = some_tools(draw, draw.number(1, 6))
         wanted = request(draw, draw.pick(tools))
         schemas = [tool.schema(draw) for tool in tools]
-        messages: list[Message] = [{"role": "system", "content": "You are a helpful assistant."}] if draw.maybe(0.5) else []
+        messages: list[Message] = (
+            [{"role": "system", "content": "You are a helpful assistant."}] if draw.maybe(0.5) else []
+        )
         messages.append({"role": "user", "content": wanted.said})
         call = call_line(wanted.tool.name, wanted.arguments)
         if kind == "tools":
             return Example(kind, messages, schemas, call)
         content, told = result(draw)
-        called = {"role": "assistant", "content": "", "tool_calls": [{"name": wanted.tool.name, "arguments": wanted.arguments}]}
+        called = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"name": wanted.tool.name, "arguments": wanted.arguments}],
+        }
         return Example(kind, [*messages, called, {"role": "tool", "content": content}], schemas, told)
     if kind == "alone":
         question, answer = draw.pick((small_talk, echo, knowledge, unanswerable, nobody))(draw)
@@ -442,7 +524,11 @@ def _heldout(draw: Draw, kind: str, size: int) -> Example | None:
         if not ask.follows:
             return None
         question, answer = ask.follows[0]
-        said = [{"role": "user", "content": ask.question}, {"role": "assistant", "content": ask.answer}, {"role": "user", "content": question}]
+        said = [
+            {"role": "user", "content": ask.question},
+            {"role": "assistant", "content": ask.answer},
+            {"role": "user", "content": question},
+        ]
         return Example(kind, messages + said, [], answer)
     if kind == "unknown":
         miss = prompt.miss(draw)
@@ -467,7 +553,9 @@ def tool_text(tools: list[dict[str, Any]]) -> str:
         for name, told in (parameters.get("properties") or {}).items():
             type_ = "one of " + ", ".join(told["enum"]) if told.get("enum") else told["type"]
             needed = ", required" if name in parameters.get("required", []) else ""
-            lines.append(f"- {name} ({type_}{needed})" + (f": {told['description']}" if told.get("description") else ""))
+            lines.append(
+                f"- {name} ({type_}{needed})" + (f": {told['description']}" if told.get("description") else "")
+            )
     return "\n".join(lines)
 
 
@@ -492,7 +580,8 @@ def texts(seed: int, count: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m engine.ember.corpus", description="Shows generated documents as Ember reads them, or held-out examples of one kind."
+        prog="python -m engine.ember.corpus",
+        description="Shows generated documents as Ember reads them, or held-out examples of one kind.",
     )
     parser.add_argument("--seed", type=int, default=1, help="which documents")
     parser.add_argument("--count", type=int, default=3, help="how many")

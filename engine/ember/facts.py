@@ -4,8 +4,7 @@ The answers follow few rules, so that they hold for facts nobody thought of: an 
 a thing's attribute "The A of T is V.", and a rule, an event or a story with its own sentence, word for word.
 """
 
-# Lists of phrases read better unbroken.
-# fmt: off
+# fmt: off  # lists of phrases read better unbroken
 
 import json
 import re
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from . import words
+from .phrasing import attribute_form, held_out, which_form
 from .values import Draw
 
 UNKNOWN: Final = "I'm sorry, I don't know that."
@@ -58,8 +58,8 @@ def capital(text: str) -> str:
 
 
 def be(phrase: str) -> str:
-    """'are' after a plural noun phrase, else 'is'."""
-    last = phrase.split()[-1]
+    """'are' after a plural noun phrase, else 'is'; in 'number of rooms' the number counts."""
+    last = phrase.partition(" of ")[0].split()[-1]
     return "are" if last.endswith("s") and not last.endswith(("ss", "us", "address", "is")) else "is"
 
 
@@ -131,10 +131,34 @@ KIND_QUESTIONS: Final = {
 }  # fmt: skip
 
 
+NEVER_ASKED: Final = held_out([QUESTIONS, *KIND_QUESTIONS.values()])
+COUNTS: Final = (
+    "We have {v} {x}.",
+    "There are {v} {x}.",
+    "The place has {v} {x}.",
+    "You find {v} {x} here.",
+    "Our house has {v} {x}.",
+    "It has {v} {x}.",
+    "With {v} {x} there is room for all.",
+    "{v} {x} are here for you.",
+    "We offer {v} {x}.",
+)
+HOW_MANY: Final = (
+    "How many {x} do you have?", "How many {x} are there?", "How many {x}?", "What's the number of {x}?", "Tell me how many {x} you have.", "How many {x} does it have?", "How many {x} can I count on?",
+    "Do you know how many {x} there are?", "how many {x} do you have", "How many {x} have you got?", "How many {x} are available?", "Can you tell me how many {x} there are?", "How many {x} do we have?", "Count of {x}?",
+    "Exactly how many {x} are there?", "How many {x} would that be?", "How many {x} can I find there?", "What number of {x} do you have?", "Do you have many {x}?", "How many {x} exist?", "How many {x} do you have in all?",
+)  # fmt: skip
+
+
 def noun_phrase(draw: Draw) -> tuple[str, str]:
     """An attribute and the kind of its value; half of them with a modifier that makes thousands of them."""
     noun, kind = draw.pick(NOUNS)
     roll = draw.chance()
+    if draw.maybe(0.04):
+        return (
+            f"number of {draw.pick((draw.pick(words.THINGS), draw.pick(words.COUNTED), draw.pick(words.COUNTED))).removesuffix('s')}s",
+            "count",
+        )
     if roll < 0.2:
         return noun, kind
     if roll < 0.4:
@@ -162,7 +186,12 @@ def value_of(draw: Draw, kind: str) -> str:
 
 def generic_question(draw: Draw, attribute: str, kind: str) -> str:
     own = KIND_QUESTIONS.get(kind)
-    form = draw.phrase(own) if own and draw.maybe(0.4) else draw.phrase(QUESTIONS)
+    if draw.maybe(0.3):
+        form = attribute_form(draw, kind, NEVER_ASKED)
+    else:
+        form = draw.phrase(own) if own and draw.maybe(0.4) else draw.phrase(QUESTIONS)
+    if attribute.startswith("number of ") and draw.maybe(0.6):
+        return draw.phrase(HOW_MANY).format(x=attribute.removeprefix("number of "))
     plural = be(attribute)
     currency = {"$": "dollars", "€": "euros", "£": "pounds"}.get(draw.currency, "euros")
     return form.format(a=attribute, A=capital(attribute), cur=currency, **{"is": plural})
@@ -178,7 +207,7 @@ class Attributes:
             self.facts.setdefault(attribute, (kind, value_of(draw, kind)))
         form = draw.chance()
         if form < 0.5:
-            self.text = draw.pick((" ", " ", "\n")).join(self._sentence(draw, a) for a in self.facts)
+            self.text = draw.pick((" ", " ", "\n")).join(self._sentences(draw))
         elif form < 0.9:
             mark, colon = draw.pick(("- ", "* ", "", "", "• ")), draw.pick((": ", ": ", ": ", " = ", " - ", " is "))
             shown = capital if draw.maybe(0.7) else str
@@ -189,8 +218,43 @@ class Attributes:
             told = {a.replace(" ", joint): v for a, (_, v) in self.facts.items()}
             self.text = json.dumps(told, ensure_ascii=False, indent=draw.pick((None, None, 1, 2)))
 
+    def _sentences(self, draw: Draw) -> list[str]:
+        """A sentence for each fact; in some sections two or three facts share one."""
+        left, told = list(self.facts), []
+        shares = draw.pick((0.0, 0.0, 0.5, 0.9))
+        while left:
+            count = draw.pick((2, 2, 3)) if draw.maybe(shares) else 1
+            taken, left = left[:count], left[count:]
+            if len(taken) == 1:
+                told.append(self._sentence(draw, taken[0]))
+                continue
+            form = draw.pick(
+                (
+                    "the {a} {i} {v}",
+                    "the {a} {i} {v}",
+                    "our {a} {i} {v}",
+                    "{v} {i} the {a}",
+                    "use {v} as the {a}",
+                    "the {a} {v}",
+                )
+            )
+            parts = [form.format(a=a, i=be(a), v=self.facts[a][1]) for a in taken]
+            joint = draw.pick((" and ", ", and ", ", while ", "; ", ", but ", " and "))
+            told.append(
+                capital(
+                    draw.pick(("", "", "", "please note that ", "here "))
+                    + ", ".join(parts[:-1])
+                    + joint
+                    + parts[-1]
+                    + "."
+                )
+            )
+        return told
+
     def _sentence(self, draw: Draw, attribute: str) -> str:
         value = self.facts[attribute][1]
+        if attribute.startswith("number of ") and draw.maybe(0.8):
+            return draw.pick(COUNTS).format(v=value, x=attribute.removeprefix("number of "))
         form = draw.phrase(STATE)
         return form.format(a=attribute, A=capital(attribute), v=value, V=capital(value), **{"is": be(attribute)})
 
@@ -202,10 +266,22 @@ class Attributes:
         attribute = draw.pick(list(self.facts))
         kind, value = self.facts[attribute]
         follows = [
-            (draw.phrase(ALSO).format(a=other), self._answer(other)) for other in draw.few(list(self.facts), 3) if other != attribute
+            (draw.phrase(ALSO).format(a=other), self._answer(other))
+            for other in draw.few(list(self.facts), 3)
+            if other != attribute
         ]
         if kind == "person" and draw.maybe(0.25):
-            form = draw.phrase(("Who is {v}?", "Who's {v}?", "What does {v} do?", "Tell me who {v} is.", "Do you know {v}?", "What is the role of {v}?", "And who is {v}?"))
+            form = draw.phrase(
+                (
+                    "Who is {v}?",
+                    "Who's {v}?",
+                    "What does {v} do?",
+                    "Tell me who {v} is.",
+                    "Do you know {v}?",
+                    "What is the role of {v}?",
+                    "And who is {v}?",
+                )
+            )
             return Ask(form.format(v=value), f"{value} is the {attribute}.", unique=value)
         return Ask(generic_question(draw, attribute, kind), self._answer(attribute), {attribute: value}, follows)
 
@@ -220,7 +296,11 @@ class Attributes:
                 near = draw.pick(list(self.facts))
                 if " " in near:
                     modifier, noun = near.split(" ", 1)
-                    attribute = f"{modifier} {attribute.split(' ')[-1]}" if draw.maybe(0.5) else f"{draw.pick(words.ADJECTIVES)} {noun}"
+                    attribute = (
+                        f"{modifier} {attribute.split(' ')[-1]}"
+                        if draw.maybe(0.5)
+                        else f"{draw.pick(words.ADJECTIVES)} {noun}"
+                    )
                     kind = self.facts[near][0] if attribute.endswith(noun) else kind
             if not any(attribute in known or known in attribute for known in self.facts):
                 return Miss(generic_question(draw, attribute, kind), attribute)
@@ -282,16 +362,37 @@ def _well_known() -> list[tuple[str, str, list[str], list[str]]]:
 KNOWN: Final = _well_known()
 
 
+CONTACTS: Final = {
+    "address": "find us at {v}",
+    "phone number": "call {v}",
+    "email address": "write to {v}",
+    "website": "visit {v}",
+}
+REACHED: Final = (
+    "You can reach us at {v}.",
+    "Contact: {v}.",
+    "Reach us at {v}.",
+    "We are at {v}.",
+    "Questions? {v}.",
+    "Contact us at {v}.",
+    "Get in touch: {v}.",
+    "For questions use {v}.",
+)
+
+
 class Everyday:
     """Facts that most places have, with the questions that people really ask."""
 
     def __init__(self, draw: Draw, count: int) -> None:
         self.chosen = draw.few(KNOWN, count)
+        if draw.maybe(0.3):
+            near = draw.few([row for row in KNOWN if row[0] in CONTACTS], draw.number(2, 4))
+            self.chosen = draw.few([*near, *(row for row in self.chosen if row[0] not in CONTACTS)], len(KNOWN))
         self.told = {attribute: value_of(draw, kind) for attribute, kind, _, _ in self.chosen}
         kind = draw.chance()
         if kind < 0.75:
             joint = draw.pick((" ", " ", "\n", "\n- "))
-            lines = [draw.pick(states).format(v=self.told[attribute]) for attribute, _, states, _ in self.chosen]
+            lines = self._lines(draw)
             self.text = ("- " if joint == "\n- " else "") + joint.join(lines)
         else:
             colon = draw.pick((": ", " = ", " - "))
@@ -305,9 +406,39 @@ class Everyday:
         attribute, kind, _, questions = draw.pick(self.chosen)
         question = draw.phrase(questions) if draw.maybe(0.8) else generic_question(draw, attribute, kind)
         follows = [
-            (draw.phrase(ALSO).format(a=other), self._answer(other)) for other in draw.few(list(self.told), 3) if other != attribute
+            (draw.phrase(ALSO).format(a=other), self._answer(other))
+            for other in draw.few(list(self.told), 3)
+            if other != attribute
         ]
         return Ask(question, self._answer(attribute), {attribute: self.told[attribute]}, follows)
+
+    def _lines(self, draw: Draw) -> list[str]:
+        """A sentence for each fact; now and then the ways to reach the place, or any two facts, share one."""
+        rows, lines = list(self.chosen), []
+        near = [attribute for attribute, _, _, _ in rows if attribute in CONTACTS]
+        if len(near) > 1 and draw.maybe(0.7):
+            rows = [row for row in rows if row[0] not in near]
+            if draw.maybe(0.5):
+                values, joint = (
+                    [self.told[attribute] for attribute in near],
+                    draw.pick((" or ", " and ", ", ", " / ", " or at ")),
+                )
+                lines.append(draw.pick(REACHED).format(v=", ".join(values[:-1]) + joint + values[-1]))
+            else:
+                parts = [CONTACTS[attribute].format(v=self.told[attribute]) for attribute in near]
+                lines.append(
+                    draw.pick(("You can {p}.", "To reach us, {p}.", "Please {p}.", "Guests may {p}.")).format(
+                        p=", ".join(parts[:-1]) + draw.pick((" or ", " and ", ", or ")) + parts[-1]
+                    )
+                )
+        for attribute, _, states, _ in rows:
+            line = draw.pick(states).format(v=self.told[attribute])
+            if lines and ": " not in line and ": " not in lines[-1] and draw.maybe(0.2):
+                small = line if line.startswith(self.told[attribute]) else line[:1].lower() + line[1:]
+                lines[-1] = lines[-1].removesuffix(".") + draw.pick((" and ", ", and ", ", ", "; ")) + small
+            else:
+                lines.append(line)
+        return draw.few(lines, len(lines))
 
     def _answer(self, attribute: str) -> str:
         return f"The {attribute} {be(attribute)} {self.told[attribute]}."
@@ -360,15 +491,38 @@ class Hours:
         parts = []
         for run in runs:
             names = [day[:3] if short else day for day in run]
-            label = names[0] if len(run) == 1 else f"{names[0]}{through}{names[-1]}" if len(run) > 2 else f"{names[0]} and {names[1]}"
+            label = (
+                names[0]
+                if len(run) == 1
+                else f"{names[0]}{through}{names[-1]}"
+                if len(run) > 2
+                else f"{names[0]} and {names[1]}"
+            )
             hours = self.days[run[0]]
             if hours is not None:
                 parts.append(f"{label}{at}{hours[0]}{to}{hours[1]}")
             elif style >= 0.35 or draw.maybe(0.6):
                 parts.append(f"{label}: closed" if style >= 0.35 else f"closed on {label}")
-        self.listing = listed(parts) if style < 0.35 else "\n".join(parts) if style < 0.6 else ", ".join(parts) if style < 0.8 else "; ".join(parts)
+        self.listing = (
+            listed(parts)
+            if style < 0.35
+            else "\n".join(parts)
+            if style < 0.6
+            else ", ".join(parts)
+            if style < 0.8
+            else "; ".join(parts)
+        )
         if style < 0.35:
-            head = draw.pick(("We are open ", "Opening hours: ", "Our opening hours are ", "The place is open ", "Hours: ", "We open "))
+            head = draw.pick(
+                (
+                    "We are open ",
+                    "Opening hours: ",
+                    "Our opening hours are ",
+                    "The place is open ",
+                    "Hours: ",
+                    "We open ",
+                )
+            )
         elif style < 0.6:
             head = draw.pick(("Opening hours:\n", "Hours:\n", "## Opening hours\n", "When we are open:\n"))
         else:
@@ -402,8 +556,28 @@ class Hours:
         return Ask(draw.phrase(questions).format(d=day), self._answer(form, day), fields, follows)
 
     def miss(self, draw: Draw) -> Miss | None:
-        form = draw.phrase(("Are you open on {x}?", "What are your hours on {x}?", "When do you close on {x}?", "Do you open on {x}?", "Are you closed on {x}?", "When are you open on {x}?", "Can I come on {x}?"))
-        day = draw.pick(("Christmas", "New Year's Day", "public holidays", "Easter", "the national holiday", "Christmas Eve", "bank holidays"))
+        form = draw.phrase(
+            (
+                "Are you open on {x}?",
+                "What are your hours on {x}?",
+                "When do you close on {x}?",
+                "Do you open on {x}?",
+                "Are you closed on {x}?",
+                "When are you open on {x}?",
+                "Can I come on {x}?",
+            )
+        )
+        day = draw.pick(
+            (
+                "Christmas",
+                "New Year's Day",
+                "public holidays",
+                "Easter",
+                "the national holiday",
+                "Christmas Eve",
+                "bank holidays",
+            )
+        )
         return Miss(form.format(x=day), day)
 
 
@@ -420,8 +594,22 @@ PEOPLE_COLUMNS: Final = (
 )  # fmt: skip
 EVENT_COLUMNS: Final = (("date", "date"), ("start", "hour"), ("room", "code"), ("host", "person"), ("price", "money"), ("place", "spot"), ("length", "duration"), ("speaker", "person"), ("capacity", "count"))  # fmt: skip
 EVENTS: Final = "concert workshop lecture reading course tour lesson meeting seminar exhibition party market class trip game tournament dinner rehearsal film show".split()  # fmt: skip
-DEPARTMENTS: Final = "sales support finance research marketing logistics legal purchasing security design engineering training".split()
-STATUSES: Final = ("available", "sold out", "in transit", "delayed", "delivered", "reserved", "on hold", "ready", "cancelled", "active", "paused")
+DEPARTMENTS: Final = (
+    "sales support finance research marketing logistics legal purchasing security design engineering training".split()
+)
+STATUSES: Final = (
+    "available",
+    "sold out",
+    "in transit",
+    "delayed",
+    "delivered",
+    "reserved",
+    "on hold",
+    "ready",
+    "cancelled",
+    "active",
+    "paused",
+)
 
 HOW_MUCH: Final = (
     "How much is the {t}?", "What does the {t} cost?", "How much does the {t} cost?", "Price of the {t}?", "What do you charge for the {t}?", "What's the price of the {t}?",
@@ -435,6 +623,7 @@ OF_THING: Final = (
 )  # fmt: skip
 WHICH: Final = ("Search for the {a} {v}.", "Look up the {a} {v}.", "What is the name of the one with the {a} {v}?", "Which name goes with the {a} {v}?", "Who has the {a} {v}?", "There is one with the {a} {v}. Which?", "To what does the {a} {v} belong?", "What is the one with the {a} {v}?", "Which one is it that has the {a} {v}?", "Which has the {a} {v}?", "Show me the one with the {a} {v}.", "What do you have with the {a} {v}?", "I need the one with the {a} {v}.", "Name the one with the {a} {v}.",
     "Who or what has the {a} {v}?", "{v} is the {a} of what?", "Where do I see the {a} {v}?", "What goes with the {a} {v}?", "The {a} {v} belongs to which one?", "Tell me which one has the {a} {v}.", "Look for the {a} {v}.", "Which one has the {a} {v}?", "What has the {a} {v}?", "Which of them has the {a} {v}?", "Whose {a} is {v}?", "Find the one with the {a} {v}.", "Which entry has the {a} {v}?", "What is listed with the {a} {v}?")  # fmt: skip
+NEVER_WHICH: Final = held_out([WHICH])
 ITS: Final = ("And its {a}?", "And the {a}?", "What is its {a}?", "and the {a}?", "What's its {a}?", "And what about the {a}?", "Which {a} does it have?", "What about its {a}?", "Its {a}?", "And what is the {a}?", "The {a} too, please.", "the {a}?", "Okay, and its {a}?", "And tell me its {a}.")  # fmt: skip
 HOW_MUCH_IS_IT: Final = ("How much is it?", "And how much is it?", "What does it cost?", "how much is it", "And what does it cost?", "How much does it cost?", "And how much?", "What do I pay for it?", "Is it expensive?", "And what is the price?", "how much does it cost?", "What would it cost me?", "And the price?", "How expensive is it?")  # fmt: skip
 AND_THING: Final = ("Also the {t}?", "also the {t}", "And also the {t}?", "Then the {t}?", "Fine, and the {t}?", "And how about the {t}?", "Also, the {t}?", "And the {t}?", "and the {t}?", "What about the {t}?", "How about the {t}?", "And for the {t}?", "the {t}?", "Also for the {t}?", "And that of the {t}?", "Okay, and the {t}?", "Thanks. And the {t}?", "Now the {t}.", "And of the {t}?", "What about that of the {t}?", "And what about the {t}?")  # fmt: skip
@@ -483,19 +672,34 @@ class Catalogue:
         shown = capital if draw.maybe(0.6) else str
         if len(columns) == 1 and roll < 0.5:
             mark, colon = draw.pick(("- ", "* ", "", "• ")), draw.pick((": ", ": ", " - ", " – ", " = "))
-            title = f"{capital(columns[0])} list:\n" if columns[0] != "price" or draw.maybe(0.5) else draw.pick(("Menu:\n", "Prices:\n", "Price list:\n"))
+            title = (
+                f"{capital(columns[0])} list:\n"
+                if columns[0] != "price" or draw.maybe(0.5)
+                else draw.pick(("Menu:\n", "Prices:\n", "Price list:\n"))
+            )
             return title + "\n".join(f"{mark}{shown(name)}{colon}{self.rows[name][columns[0]]}" for name in names)
         if roll < 0.3:
             mark, colon, comma = draw.pick(("- ", "* ", "")), draw.pick((": ", " - ")), draw.pick((", ", "; "))
-            return head + "\n".join(f"{mark}{shown(name)}{colon}" + comma.join(f"{a} {v}" for a, v in self.rows[name].items()) for name in names)
+            return head + "\n".join(
+                f"{mark}{shown(name)}{colon}" + comma.join(f"{a} {v}" for a, v in self.rows[name].items())
+                for name in names
+            )
         if roll < 0.45:
             lines = ["| name | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-            return head + "\n".join(lines + [f"| {name} | " + " | ".join(self.rows[name].values()) + " |" for name in names])
+            return head + "\n".join(
+                lines + [f"| {name} | " + " | ".join(self.rows[name].values()) + " |" for name in names]
+            )
         if roll < 0.55:
             comma = draw.pick((", ", ";", "\t", " | "))
-            return head + "\n".join([comma.join(["name", *columns])] + [comma.join([name, *self.rows[name].values()]) for name in names])
+            return head + "\n".join(
+                [comma.join(["name", *columns])] + [comma.join([name, *self.rows[name].values()]) for name in names]
+            )
         if roll < 0.65:
-            return head + json.dumps([{"name": name} | self.rows[name] for name in names], ensure_ascii=False, indent=draw.pick((None, None, 1)))
+            return head + json.dumps(
+                [{"name": name} | self.rows[name] for name in names],
+                ensure_ascii=False,
+                indent=draw.pick((None, None, 1)),
+            )
         joint = draw.pick((" ", "\n"))
         return joint.join(self._sentence(draw, name) for name in names)
 
@@ -509,7 +713,12 @@ class Catalogue:
         told = capital(f"{self.the(name)} {listed(parts)}.")
         if len(parts) == 1 and draw.maybe(0.5):
             attribute, value = next(iter(self.rows[name].items()))
-            told = draw.pick((f"The {attribute} of {self.the(name)} is {value}.", f"For {self.the(name)}, the {attribute} is {value}."))
+            told = draw.pick(
+                (
+                    f"The {attribute} of {self.the(name)} is {value}.",
+                    f"For {self.the(name)}, the {attribute} is {value}.",
+                )
+            )
         return told
 
     def _answer(self, name: str, attribute: str) -> str:
@@ -525,7 +734,11 @@ class Catalogue:
     def _filled(self, form: str, name: str, attribute: str = "", value: str = "") -> str:
         if self.kind == "people":
             form = form.replace("the {t}", "{t}")
-        return capital(form.format(t=name, a=attribute, v=value)) if not form.startswith(("how", "the", "and")) else form.format(t=name, a=attribute, v=value)
+        return (
+            capital(form.format(t=name, a=attribute, v=value))
+            if not form.startswith(("how", "the", "and"))
+            else form.format(t=name, a=attribute, v=value)
+        )
 
     @property
     def labels(self) -> list[str]:
@@ -534,14 +747,20 @@ class Catalogue:
     def ask(self, draw: Draw) -> Ask:
         name, attribute = draw.pick(list(self.rows)), draw.pick(list(self.columns))
         value = self.rows[name][attribute]
-        if draw.maybe(0.22):
-            question = draw.phrase(WHICH).format(a=attribute, v=value)
-            return Ask(question, capital(f"{self.the(name)} has the {attribute} {value}."), {"name": name}, unique=value)
+        if draw.maybe(0.28):
+            form = which_form(draw, NEVER_WHICH) if draw.maybe(0.4) else draw.phrase(WHICH)
+            question = form.format(a=attribute, v=value)
+            return Ask(
+                question, capital(f"{self.the(name)} has the {attribute} {value}."), {"name": name}, unique=value
+            )
         first = name.split()[0]
         if self.kind == "people" and "." not in first and draw.maybe(0.4):
             return Ask(self._question(draw, first, attribute), self._answer(name, attribute), unique=first)
         follows = [
-            (draw.phrase(HOW_MUCH_IS_IT if other == "price" and draw.maybe(0.6) else ITS).format(a=other), self._answer(name, other))
+            (
+                draw.phrase(HOW_MUCH_IS_IT if other == "price" and draw.maybe(0.6) else ITS).format(a=other),
+                self._answer(name, other),
+            )
             for other in self.columns
             if other != attribute
         ]
@@ -560,7 +779,11 @@ class Catalogue:
             name = self._name(draw)
             if draw.maybe(0.5) and self.kind != "people":
                 near = draw.pick(list(self.rows))
-                name = f"{draw.pick((draw.proper(), draw.pick(words.ADJECTIVES)))} {near.split()[-1]}" if " " in near else name
+                name = (
+                    f"{draw.pick((draw.proper(), draw.pick(words.ADJECTIVES)))} {near.split()[-1]}"
+                    if " " in near
+                    else name
+                )
             if not any(name in other or other in name for other in self.rows):
                 return Miss(self._question(draw, name, draw.pick(list(self.columns))), name)
         return None
@@ -596,7 +819,11 @@ class Rules:
     def __init__(self, draw: Draw, count: int) -> None:
         self.rules: dict[str, str] = {}
         while len(self.rules) < count:
-            subject = draw.pick(SUBJECTS) if draw.maybe(0.6) else f"{draw.pick((draw.pick(words.ADJECTIVES), draw.invented()))} {draw.pick(words.THINGS).removesuffix('s')}s"
+            subject = (
+                draw.pick(SUBJECTS)
+                if draw.maybe(0.6)
+                else f"{draw.pick((draw.pick(words.ADJECTIVES), draw.invented()))} {draw.pick(words.THINGS).removesuffix('s')}s"
+            )
             if any(subject in other or other in subject for other in self.rules):
                 continue
             rule = draw.pick(RULES)
@@ -612,7 +839,13 @@ class Rules:
     def ask(self, draw: Draw) -> Ask:
         subject = draw.pick(list(self.rules))
         others = [other for other in draw.few(list(self.rules), 3) if other != subject]
-        follows = [(draw.pick(("And {s}?", "and {s}?", "What about {s}?", "How about {s}?")).format(s=other), self.rules[other]) for other in others]
+        follows = [
+            (
+                draw.pick(("And {s}?", "and {s}?", "What about {s}?", "How about {s}?")).format(s=other),
+                self.rules[other],
+            )
+            for other in others
+        ]
         return Ask(draw.phrase(ASK_RULE).format(s=subject, S=capital(subject)), self.rules[subject], {}, follows)
 
     def miss(self, draw: Draw) -> Miss | None:
@@ -640,13 +873,28 @@ class Stories:
             person = draw.person() if draw.maybe(0.7) else f"the {draw.pick(words.JOBS)}"
             past, plain = draw.pick(DEEDS).split("/", 1)
             plain, tail = plain.split(" ", 1)
-            thing = tail.format(x=f"{draw.pick((draw.pick(words.ADJECTIVES), draw.proper(), draw.invented()))} {draw.pick(words.THINGS)}")
+            thing = tail.format(
+                x=f"{draw.pick((draw.pick(words.ADJECTIVES), draw.proper(), draw.invented()))} {draw.pick(words.THINGS)}"
+            )
             if any(person in story[0] or thing == story[3] for story in self.stories):
                 continue
-            when = draw.pick((f"in {draw.year()}", f"on {draw.date()}", f"on {draw.weekday()}", f"at {draw.hour()}", "last summer", "yesterday"))
+            when = draw.pick(
+                (
+                    f"in {draw.year()}",
+                    f"on {draw.date()}",
+                    f"on {draw.weekday()}",
+                    f"at {draw.hour()}",
+                    "last summer",
+                    "yesterday",
+                )
+            )
             where = draw.pick(("", f" {draw.spot()}", f" in {draw.proper()}"))
             first = draw.maybe(0.3)
-            sentence = capital(f"{when}, {person} {past} {thing}{where}." if first else f"{person} {past} {thing} {when}{where}.".replace(" in room", ", in room"))
+            sentence = capital(
+                f"{when}, {person} {past} {thing}{where}."
+                if first
+                else f"{person} {past} {thing} {when}{where}.".replace(" in room", ", in room")
+            )
             self.stories.append((person, past, plain, thing, sentence, where))
         self.text = " ".join(story[4] for story in self.stories)
 
@@ -667,7 +915,13 @@ class Stories:
         other = Stories(draw, 1).stories[0]
         if any(other[0] == story[0] or other[3] == story[3] for story in self.stories):
             return None
-        question = draw.pick((f"Who {other[1]} {other[3]}?", f"What did {other[0]} {other[2]}?", f"When did {other[0]} {other[2]} {other[3]}?"))
+        question = draw.pick(
+            (
+                f"Who {other[1]} {other[3]}?",
+                f"What did {other[0]} {other[2]}?",
+                f"When did {other[0]} {other[2]} {other[3]}?",
+            )
+        )
         return Miss(question, other[3])
 
 
@@ -682,8 +936,17 @@ class Happenings:
         while len(self.events) < count:
             first = draw.pick((draw.pick(words.ADJECTIVES), draw.proper(), draw.pick(words.THINGS), draw.invented()))
             name = f"{first} {draw.pick(EVENTS)}"
-            day = draw.pick((f"on {draw.date()}", f"every {draw.weekday()}", f"on {draw.weekday()}", f"on {draw.weekday()}, {draw.date()}"))
-            tail = draw.pick(("", f" at {draw.hour()}", f" from {draw.span()}")) + draw.pick(("", "", f" {draw.spot()}", f" and costs {draw.money()}"))
+            day = draw.pick(
+                (
+                    f"on {draw.date()}",
+                    f"every {draw.weekday()}",
+                    f"on {draw.weekday()}",
+                    f"on {draw.weekday()}, {draw.date()}",
+                )
+            )
+            tail = draw.pick(("", f" at {draw.hour()}", f" from {draw.span()}")) + draw.pick(
+                ("", "", f" {draw.spot()}", f" and costs {draw.money()}")
+            )
             self.events[name] = f"The {name} {draw.pick(HAPPENINGS)} {day}{tail}."
         self.text = draw.pick((" ", "\n")).join(self.events.values())
 

@@ -3,14 +3,14 @@
 This is what carries to prompts that nobody foresaw: find the sentence that the question is about, and copy it.
 """
 
-# Lists of phrases read better unbroken.
-# fmt: off
+# fmt: off  # lists of phrases read better unbroken
 
 import re
 from typing import Final
 
 from . import words
 from .facts import Ask, Miss, capital, value_of
+from .phrasing import LEADS
 from .values import Draw
 
 NOUNS: Final = """
@@ -24,7 +24,9 @@ login;export;import;report;invoice;payment;contract;training;certificate;homewor
 blood test;X-ray;surgery;consultation;waiting room;pharmacy;dog;cat;horse;tree;river;bridge;tower;castle;church;harbor;beach;lighthouse;market;fountain;statue;museum;road;village;mountain;lake
 """.replace("\n", "").split(";")
 UNITS: Final = "night day week month year hour person child adult guest room piece item kilo page lesson visit trip ride user seat request order minute bottle glass head".split()
-GROUPS: Final = "children;students;members;families;beginners;adults;seniors;teachers;guests;two people;groups;dogs;new customers;locals;babies;employees;visitors".split(";")
+GROUPS: Final = "children;students;members;families;beginners;adults;seniors;teachers;guests;two people;groups;dogs;new customers;locals;babies;employees;visitors".split(
+    ";"
+)
 
 # what a sentence says of its subject | what people ask. {s} is the subject with its article, {n} without; {is}, {does}: by number.
 SAYINGS: Final = """
@@ -91,11 +93,30 @@ ANY: Final = (
     "Could you tell me about {s}?", "Give me what you have about {s}.", "What is there to know about {s}?", "I'm asking about {s}.",
 )  # fmt: skip
 DONE: Final = (("cleaned", "cleans"), ("managed", "manages"), ("led", "leads"), ("run", "runs"), ("taught", "teaches"), ("checked", "checks"), ("organized", "organizes"), ("repaired", "repairs"), ("prepared", "prepares"), ("guarded", "guards"), ("sold", "sells"), ("sponsored", "sponsors"))  # fmt: skip
-MADE: Final = ("built", "opened", "founded", "painted", "renovated", "introduced", "bought", "designed", "started", "planted", "closed", "moved")
+MADE: Final = (
+    "built",
+    "opened",
+    "founded",
+    "painted",
+    "renovated",
+    "introduced",
+    "bought",
+    "designed",
+    "started",
+    "planted",
+    "closed",
+    "moved",
+)
 PAYMENTS: Final = ("cash", "advance", "euros", "cash only", "two parts", "person", "coins", "full")
 VERBS: Final = {"costs": "cost", "opens": "open", "closes": "close", "starts": "start", "leaves": "leave", "takes": "take", "lasts": "last", "weighs": "weigh", "belongs": "belong", "comes": "come", "has": "have", "includes": "include", "needs": "need", "ends": "end", "runs": "run", "is": "are", "was": "were", "does": "do"}  # fmt: skip
-ROWS: Final = [(said.strip(), asked.strip().split(" / ")) for said, _, asked in (line.partition(" | ") for line in SAYINGS.splitlines())]
+ROWS: Final = [
+    (said.strip(), asked.strip().split(" / "))
+    for said, _, asked in (line.partition(" | ") for line in SAYINGS.splitlines())
+]
 SLOT: Final = re.compile(r"{(\w+)}")
+
+
+DOES: Final = re.compile(r"(.+) {does} {s} (\w+)(.*)\?")
 
 
 def plural(noun: str) -> str:
@@ -115,9 +136,27 @@ class Subject:
 
     def __init__(self, draw: Draw) -> None:
         roll = draw.chance()
-        noun = draw.pick(NOUNS) if roll < 0.6 else draw.pick(words.THINGS) if roll < 0.8 else draw.invented() if roll < 0.88 else draw.pick(words.PLACES)
+        noun = (
+            draw.pick(NOUNS)
+            if roll < 0.6
+            else draw.pick(words.THINGS)
+            if roll < 0.8
+            else draw.invented()
+            if roll < 0.88
+            else draw.pick(words.PLACES)
+        )
         roll = draw.chance()
-        before = "" if roll < 0.45 else draw.pick(words.ADJECTIVES) if roll < 0.65 else draw.proper() if roll < 0.8 else draw.invented() if roll < 0.9 else draw.pick(words.THINGS)
+        before = (
+            ""
+            if roll < 0.45
+            else draw.pick(words.ADJECTIVES)
+            if roll < 0.65
+            else draw.proper()
+            if roll < 0.8
+            else draw.invented()
+            if roll < 0.9
+            else draw.pick(words.THINGS)
+        )
         core = f"{before} {noun}".strip()
         self.many = draw.maybe(0.2)
         self.single = core
@@ -125,14 +164,20 @@ class Subject:
         self.after = ""
         if draw.maybe(0.15):
             self.after = draw.pick((f" for {draw.pick(GROUPS)}", f" on the {draw.pick(('first', 'second', 'third', 'top', '5th', '2nd', '10th'))} floor", f" to {draw.proper()}", f" with {draw.pick(words.THINGS)}", f" near the {draw.pick(words.THINGS)}", f" of {draw.proper()}"))  # fmt: skip
-        article = draw.pick(("the ", "the ", "the ", "our ", "", indefinite(core)[: -len(core)] if not self.many else "all "))
+        article = draw.pick(
+            ("the ", "the ", "the ", "our ", "", indefinite(core)[: -len(core)] if not self.many else "all ")
+        )
         self.said = article + self.core + self.after
 
     def asked(self, draw: Draw) -> dict[str, str]:
         """The words that a question uses for it."""
         after = self.after if self.after and draw.maybe(0.5) else ""
         bare = draw.maybe(0.15)
-        subject = ("" if bare or (self.many and draw.maybe(0.4)) else draw.pick(("the ", "the ", "the ", "your "))) + self.core + after
+        subject = (
+            ("" if bare or (self.many and draw.maybe(0.4)) else draw.pick(("the ", "the ", "the ", "your ")))
+            + self.core
+            + after
+        )
         one = plural(self.single) if self.many and draw.maybe(0.5) else indefinite(self.single)
         return {"s": subject, "S": capital(subject), "n": self.core, "a": one}
 
@@ -152,7 +197,11 @@ class Statements:
                 filled, values = self._filled(draw, saying, subject)
                 said.append(filled)
                 asks.append((questions, values))
-            lead = draw.pick(("Please note that ", "Note: ", "Remember that ", "You should know that ")) if draw.maybe(0.04) else ""
+            lead = (
+                draw.pick(("Please note that ", "Note: ", "Remember that ", "You should know that "))
+                if draw.maybe(0.04)
+                else ""
+            )
             self.told[subject.single] = (subject, asks, capital(f"{lead}{subject.said} {' and '.join(said)}."))
         joint = draw.pick((" ", " ", " ", "\n", "\n- "))
         self.text = ("- " if joint == "\n- " else "") + joint.join(sentence for _, _, sentence in self.told.values())
@@ -201,6 +250,18 @@ class Statements:
         subject, asks, _ = self.told[label]
         questions, values = draw.pick(asks)
         form = draw.phrase(questions) if draw.maybe(0.8) else draw.phrase(ANY)
+        match = DOES.fullmatch(form)
+        if match and draw.maybe(0.2) and not draw.unseen_phrases:
+            verb = (
+                match[2]
+                if subject.many
+                else "goes"
+                if match[2] == "go"
+                else "has"
+                if match[2] == "have"
+                else match[2] + "s"
+            )
+            form = f"{draw.phrase(LEADS)} {match[1][0].lower()}{match[1][1:]} {{s}} {verb}{match[3]}{draw.pick(('?', '.'))}"
         number = {"is": "are", "does": "do"} if subject.many else {"is": "is", "does": "does"}
         return capital(form.format(**(values | subject.asked(draw) | number)))
 
@@ -208,7 +269,15 @@ class Statements:
         label = draw.pick(list(self.told))
         sentence = self.told[label][2]
         others = [other for other in draw.few(list(self.told), 2) if other != label]
-        follows = [(draw.pick(("And {s}?", "and {s}?", "What about {s}?", "How about {s}?", "And for {s}?")).format(**self.told[other][0].asked(draw)), self.told[other][2]) for other in others]
+        follows = [
+            (
+                draw.pick(("And {s}?", "and {s}?", "What about {s}?", "How about {s}?", "And for {s}?")).format(
+                    **self.told[other][0].asked(draw)
+                ),
+                self.told[other][2],
+            )
+            for other in others
+        ]
         return Ask(self._question(draw, label), sentence, {}, follows)
 
     def miss(self, draw: Draw) -> Miss | None:
@@ -231,7 +300,15 @@ class Plans:
     def __init__(self, draw: Draw, count: int) -> None:
         self.rows: dict[str, str] = {}
         while len(self.rows) < count:
-            name = draw.pick((draw.proper(), capital(draw.pick(words.ADJECTIVES)), f"{draw.proper()} {capital(draw.pick(words.THINGS))}", capital(draw.pick(NOUNS)), capital(draw.item())))
+            name = draw.pick(
+                (
+                    draw.proper(),
+                    capital(draw.pick(words.ADJECTIVES)),
+                    f"{draw.proper()} {capital(draw.pick(words.THINGS))}",
+                    capital(draw.pick(NOUNS)),
+                    capital(draw.item()),
+                )
+            )
             if any(name.lower() in other.lower() or other.lower() in name.lower() for other in self.rows):
                 continue
             values = [draw.pick((f"{draw.money()} per {draw.pick(UNITS)}", f"{draw.measure()} {draw.pick(words.THINGS)}", f"{draw.count()} {plural(draw.pick(words.THINGS))} per {draw.pick(UNITS)}", f"{draw.pick(words.ADJECTIVES)} {draw.pick(words.THINGS)}", draw.span(), draw.person(), f"{draw.duration()} of {draw.pick(words.COMMON)}"))
@@ -255,7 +332,10 @@ class Plans:
     def ask(self, draw: Draw) -> Ask:
         name = draw.pick(list(self.rows))
         others = [other for other in draw.few(list(self.rows), 2) if other != name]
-        follows = [(draw.pick(("And the {x}?", "and {x}?", "What about {x}?")).format(x=other), self._answer(other)) for other in others]
+        follows = [
+            (draw.pick(("And the {x}?", "and {x}?", "What about {x}?")).format(x=other), self._answer(other))
+            for other in others
+        ]
         return Ask(self._ask(draw, name), self._answer(name), {}, follows)
 
     def _answer(self, name: str) -> str:

@@ -3,8 +3,7 @@
 Every open-ended value belongs to one split by its checksum, so a held-out value can never have been trained on.
 """
 
-# Lists of phrases read better unbroken.
-# fmt: off
+# fmt: off  # lists of phrases read better unbroken
 
 import enum
 import random
@@ -41,8 +40,10 @@ class Draw:
         self.split = split
         self.unseen_phrases = unseen_phrases
         self.chance = self.random.random
-        self.currency = self.pick(("$", "$", "$", "€", "£", " euros", " dollars", " EUR", "USD ", " CHF", "CHF ", "€ ", "¥", " kr", "£"))
-        self.clock = self.pick(("24", "24", "12", "12", "short"))
+        self.currency = self.pick(
+            ("$", "$", "$", "€", "£", " euros", " dollars", " EUR", "USD ", " CHF", "CHF ", "€ ", "¥", " kr", "£")
+        )
+        self.clock = self.pick(("24", "24", "12", "12", "short", "mixed", "mixed"))
 
     # -- choosing -------------------------------------------------------------------------------------------------
 
@@ -85,9 +86,23 @@ class Draw:
         if roll < 0.32:
             return "".join(pick("abcdefghijklmnopqrstuvwxyz") for _ in range(self.number(3, 8)))
         if roll < 0.38:
-            return pick(words.SYLLABLE_STARTS) + pick("áàâäãåæçéèêëíîïñóòôöõøúùûüýßšžłńćęąőřěūīđğş") + pick(words.SYLLABLE_ENDS) + pick(("", pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES)))
+            return (
+                pick(words.SYLLABLE_STARTS)
+                + pick("áàâäãåæçéèêëíîïñóòôöõøúùûüýßšžłńćęąőřěūīđğş")
+                + pick(words.SYLLABLE_ENDS)
+                + pick(("", pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES)))
+            )
+        if roll < 0.42:
+            return "".join(pick("abcdefghijklmnopqrstuvwxyzjqxzwvyk") for _ in range(self.number(5, 12)))
+        if roll < 0.48:
+            return "".join(
+                pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES) + pick(words.SYLLABLE_ENDS)
+                for _ in range(self.number(3, 5))
+            )
         parts = [pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES)]
-        parts.extend(pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES) for _ in range(self.pick((0, 1, 1, 1, 2))))
+        parts.extend(
+            pick(words.SYLLABLE_STARTS) + pick(words.SYLLABLE_MIDDLES) for _ in range(self.pick((0, 1, 1, 1, 2)))
+        )
         return "".join(parts) + pick(words.SYLLABLE_ENDS)
 
     def invented(self) -> str:
@@ -150,11 +165,12 @@ class Draw:
 
     def hour(self, low: int = 5, high: int = 23) -> str:
         hour, minute = self.number(low, high), self.pick((0, 0, 0, 15, 30, 30, 45))
-        if self.clock == "24":
+        clock = self.pick(("24", "12", "short")) if self.clock == "mixed" else self.clock
+        if clock == "24":
             return f"{hour}:{minute:02d}"
         half = "am" if hour < 12 else "pm"
         twelve = (hour - 1) % 12 + 1
-        if self.clock == "12" or minute:
+        if clock == "12" or minute:
             return f"{twelve}:{minute:02d} {half}"
         return f"{twelve} {half}"
 
@@ -181,14 +197,18 @@ class Draw:
         if kind < 0.8:
             return self._syllables().upper() + self._digits(2)
         if kind < 0.9:
-            return "-".join("".join(self.pick("ABCDEFGHJKLMNPQRSTUVWXYZ0123456789") for _ in range(4)) for _ in range(2))
+            return "-".join(
+                "".join(self.pick("ABCDEFGHJKLMNPQRSTUVWXYZ0123456789") for _ in range(4)) for _ in range(2)
+            )
         return self._digits(3) + self._letter() + self._digits(self.number(1, 3))
 
     def password(self) -> str:
         joint = self.pick(("", "", "-", "_", "!"))
         return self.own(
-            lambda: f"{self.pick((self._syllables(), self.pick(words.ADJECTIVES)))}{joint}"
-            f"{self.pick((self._syllables(), self.pick(words.THINGS)))}{self.number(1, 999)}"
+            lambda: (
+                f"{self.pick((self._syllables(), self.pick(words.ADJECTIVES)))}{joint}"
+                f"{self.pick((self._syllables(), self.pick(words.THINGS)))}{self.number(1, 999)}"
+            )
         )
 
     def phone(self) -> str:
@@ -203,18 +223,20 @@ class Draw:
 
     def email(self) -> str:
         box = self.pick(("info", "help", "office", "contact", "hello", "desk", "team", "booking"))
-        return self.own(
-            lambda: f"{self.pick((box, self._syllables()))}@{self._syllables()}.{self.pick(words.DOMAINS)}"
-        )
+        return self.own(lambda: f"{self.pick((box, self._syllables()))}@{self._syllables()}.{self.pick(words.DOMAINS)}")
 
     def site(self) -> str:
         page = self.pick(("", "", "/help", "/book", "/menu", "/status", "/shop"))
-        return self.own(lambda: f"{self.pick(('www.', '', 'https://'))}{self._syllables()}.{self.pick(words.DOMAINS)}{page}")
+        return self.own(
+            lambda: f"{self.pick(('www.', '', 'https://'))}{self._syllables()}.{self.pick(words.DOMAINS)}{page}"
+        )
 
     def street(self) -> str:
         return self.own(
-            lambda: f"{self.number(1, 299)} "
-            f"{self.pick((self._syllables(), self._syllables(), self.pick(words.THINGS))).capitalize()} {self.pick(words.STREETS)}"
+            lambda: (
+                f"{self.number(1, 299)} "
+                f"{self.pick((self._syllables(), self._syllables(), self.pick(words.THINGS))).capitalize()} {self.pick(words.STREETS)}"
+            )
         )
 
     def address(self) -> str:
@@ -234,7 +256,9 @@ class Draw:
         return self.own(lambda: f"20{self.number(24, 39)}-{self.number(1, 12):02d}-{self.number(1, 28):02d}")
 
     def duration(self) -> str:
-        unit, most = self.pick((("minutes", 90), ("hours", 72), ("days", 90), ("weeks", 12), ("months", 36), ("years", 12)))
+        unit, most = self.pick(
+            (("minutes", 90), ("hours", 72), ("days", 90), ("weeks", 12), ("months", 36), ("years", 12))
+        )
         return f"{self.number(2, most)} {unit}"
 
     def count(self) -> str:
@@ -242,7 +266,9 @@ class Draw:
 
     def amount_of(self) -> str:
         """A count of something, now and then per something."""
-        tail = f" per {self.pick(('minute', 'hour', 'day', 'person', 'month', 'user', 'week'))}" if self.maybe(0.5) else ""
+        tail = (
+            f" per {self.pick(('minute', 'hour', 'day', 'person', 'month', 'user', 'week'))}" if self.maybe(0.5) else ""
+        )
         return f"{self.count()} {self.pick(('requests', 'guests', 'rooms', 'books', 'people', 'seats', 'calls', 'pages', 'cars', 'tokens', 'files', 'beds', self.invented() + 's'))}{tail}"
 
     def loose(self) -> str:
@@ -255,7 +281,9 @@ class Draw:
         ))  # fmt: skip
 
     def measure(self) -> str:
-        unit = self.pick((" kg", " g", " meters", " km", " liters", " cm", " GB", " MB", " watts", " volts", " seats", " points"))
+        unit = self.pick(
+            (" kg", " g", " meters", " km", " liters", " cm", " GB", " MB", " watts", " volts", " seats", " points")
+        )
         amount = self.count() if self.maybe(0.7) else f"{self.number(0, 99)}.{self.number(1, 9)}"
         return amount + unit
 
@@ -281,7 +309,9 @@ class Draw:
         return self.own(lambda: str(self.number(1025, 65000)))
 
     def path(self) -> str:
-        return self.own(lambda: f"/{self.pick(('data', 'home', 'srv', 'var', 'mnt'))}/{self._syllables()}/{self._syllables()}")
+        return self.own(
+            lambda: f"/{self.pick(('data', 'home', 'srv', 'var', 'mnt'))}/{self._syllables()}/{self._syllables()}"
+        )
 
     def year(self) -> str:
         return str(self.number(1850, 2026))

@@ -1,7 +1,6 @@
 """The word lists that the corpus is composed of. Ours, written by hand; no list here is a copy of another's."""
 
-# Lists of phrases read better unbroken.
-# fmt: off
+# fmt: off  # lists of phrases read better unbroken
 
 from typing import Final
 
@@ -117,7 +116,9 @@ House;Garden;Corner;Works;Studio;Point;Market;Hall;Center;Place;Yard;Court;Lodge
 Express;Supply;Systems;Cloud;Soft;Digital;Services;Company;Trust;Station;Terrace;Tower;Harbor;Mill;Barn;Arcade;Exchange
 """.replace("\n", "").split(";")
 
-STREETS: Final = "Street;Road;Lane;Avenue;Square;Way;Alley;Drive;Court;Boulevard;Hill;Row;Walk;Quay;Terrace;Place".split(";")
+STREETS: Final = (
+    "Street;Road;Lane;Avenue;Square;Way;Alley;Drive;Court;Boulevard;Hill;Row;Walk;Quay;Terrace;Place".split(";")
+)
 
 JOBS: Final = """
 manager;director;owner;founder;head chef;receptionist;head nurse;head of sales;head of support;head librarian;curator;accountant;head gardener;
@@ -126,12 +127,13 @@ tour guide;duty manager;night porter;head of research;chairwoman;chairman;treasu
 head teacher;principal;captain;driver;mechanic;head barista;sommelier;pastry chef;housekeeper;lifeguard;bookkeeper;deputy manager;intern
 """.replace("\n", "").split(";")
 
+COUNTED: Final = "rooms seats tables floors employees beds books cars bikes desks parking spots halls suites courts lanes boats animals members students teachers doctors trees screens shelves lockers servers printers machines computers branches shops".replace(
+    "parking spots", "spots"
+).split()
 COLORS: Final = "red blue green yellow black white orange purple pink brown grey silver gold beige turquoise navy crimson ivory".split()
 MATERIALS: Final = "steel wood oak pine glass cotton wool silk leather paper plastic rubber copper brass clay stone bamboo linen".split()
 WEEKDAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS: Final = (
-    "January February March April May June July August September October November December".split()
-)
+MONTHS: Final = "January February March April May June July August September October November December".split()
 
 SYLLABLE_STARTS: Final = "b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kr l m n p ph pl pr qu r s sc sh sk sl sm sn sp st t th tr v w y z".split()
 SYLLABLE_MIDDLES: Final = "a a a e e e i i i o o o u u ai au ea ee ei ia ie io oa oo ou y".split()
