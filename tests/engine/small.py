@@ -87,7 +87,7 @@ def spec(folder: Path, **changes: Any) -> ModelSpec:
 
 
 def open_small(folder: Path, **changes: Any) -> Runner:
-    return Runner.open(spec(folder, **changes), "cpu", 2, lambda: None)
+    return Runner.open(spec(folder, **changes), "cpu", 1, lambda: None)
 
 
 @dataclass

@@ -41,7 +41,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 

@@ -131,7 +131,7 @@ def write(
 
 def test_opening_says_what_the_replica_must_know(folders: dict[str, Path]) -> None:
     beats: list[int] = []
-    runner = Runner.open(spec(folders["qwen3"]), "cpu", 2, lambda: beats.append(1))
+    runner = Runner.open(spec(folders["qwen3"]), "cpu", 1, lambda: beats.append(1))
     assert beats
     assert (runner.context_tokens, runner.vocabulary, runner.stop_ids) == (CONTEXT_TOKENS, 160, [1])
     assert runner.block_tokens == BLOCK_TOKENS
