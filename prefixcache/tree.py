@@ -401,6 +401,7 @@ class Tree:
         """Cuts an edge behind its first `blocks`. The node keeps its lower part: leases that end there still do."""
         parent, cut = lower.parent, blocks * self._block_bytes
         assert parent is not None
+        parent.disown(self._key(lower))  # whose key must not outlive it beside an equal label
         upper = _Node(parent, bytes(lower.label[:cut]), lower.blocks[:blocks], lower.pins, lower.used)
         lower.label, lower.blocks = bytes(lower.label[cut:]), lower.blocks[blocks:]
         lower.parent = upper
