@@ -1,8 +1,10 @@
 """What the prefix tree costs with 100,000 blocks in it: matching and inserting 32,768 tokens, and its memory per block.
 
-Two trees: `long`, whose prompts of 2,048 blocks are one edge each, and `branching`, short conversations of 2 to 8
-blocks behind a few system prompts, where each turn is an edge. In both the prompt that is matched is one edge, and then
-256 of them, as a conversation of 256 turns leaves it. CPU time of this process, medians.
+Three trees: `long`, whose prompts of 2,048 blocks are one edge each; `branching`, short conversations whose turns of 2
+to 8 blocks are an edge each, behind a few system prompts; `leaves`, conversations of one block each behind one system
+prompt. In all the prompt that is matched is one edge, and then 256 of them, as a conversation of 256 turns leaves it.
+Besides, `chain`: prompts that were asked for at every length, so that each block is an edge, which costs the most
+memory; and `scopes`: 10,000 tenants with one system prompt. CPU time of this process, medians.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from prefixcache.tree import Lease, Namespace, Tree
 BLOCK_TOKENS = 16
 POOL = 100_000
 LONG_TOKENS = 32_768
+SCOPES = 10_000
 MATCH_MS, INSERT_MS, BYTES_PER_BLOCK = 0.5, 1.0, 400.0
 
 
@@ -43,6 +46,10 @@ class Pool:
         lease, spare = self.tree.insert(lease, rest, blocks)
         assert not spare
         return lease
+
+    def append(self, lease: Lease, tokens: "array[int]") -> None:
+        self.tree.insert(lease, tokens, [self._next])
+        self._next += 1
 
 
 def prompt(pick: random.Random, tokens: int) -> "array[int]":
@@ -68,6 +75,31 @@ def branching(pick: random.Random) -> Pool:
     return pool
 
 
+def leaves(pick: random.Random) -> Pool:
+    pool = Pool(2 * POOL)
+    system = prompt(pick, 1024)
+    while pool.tree.cached < POOL:
+        pool.tree.release(pool.add(namespace(0), system + prompt(pick, BLOCK_TOKENS)))
+    return pool
+
+
+def chain(pick: random.Random) -> Pool:
+    pool = Pool(2 * POOL)
+    while pool.tree.cached < POOL:
+        wanted = prompt(pick, BLOCK_TOKENS * 500)
+        for end in range(len(wanted), 0, -BLOCK_TOKENS):
+            pool.tree.release(pool.add(namespace(0), wanted[:end]))
+    return pool
+
+
+def scopes(pick: random.Random) -> Pool:
+    pool = Pool(2 * POOL)
+    system = prompt(pick, POOL * BLOCK_TOKENS // SCOPES)
+    for number in range(SCOPES):
+        pool.tree.release(pool.add(namespace(number), system))
+    return pool
+
+
 def median_ms(act: Callable[[], object], rounds: int) -> float:
     """CPU milliseconds; without the collector, which a replica freezes too."""
     times = []
@@ -78,8 +110,8 @@ def median_ms(act: Callable[[], object], rounds: int) -> float:
     return statistics.median(times)
 
 
-def measure(shape: str, build: Callable[[random.Random], Pool], rounds: int) -> None:
-    pick = random.Random(1)
+def built(shape: str, build: Callable[[random.Random], Pool], pick: random.Random) -> Pool:
+    """The tree, and a row of how much memory it takes."""
     gc.collect()
     tracemalloc.start()
     pool = build(pick)
@@ -87,6 +119,12 @@ def measure(shape: str, build: Callable[[random.Random], Pool], rounds: int) -> 
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     record("prefix_tree", f"{shape}: memory per cached block", held / pool.tree.cached, "bytes", bound=BYTES_PER_BLOCK)
+    return pool
+
+
+def measure(shape: str, build: Callable[[random.Random], Pool], rounds: int) -> None:
+    pick = random.Random(1)
+    pool = built(shape, build, pick)
     space, wanted = namespace(1), prompt(pick, LONG_TOKENS)
     pool.tree.release(pool.add(space, wanted))
     gc.disable()
@@ -103,9 +141,12 @@ def measure(shape: str, build: Callable[[random.Random], Pool], rounds: int) -> 
     def insert() -> None:
         leases.append(pool.add(space, next(fresh)))
 
-    rounds_that_fit = min(rounds, (2 * POOL - pool.tree.cached) // (LONG_TOKENS // BLOCK_TOKENS))
+    rounds_that_fit = min(rounds, (2 * POOL - pool.tree.cached) // (LONG_TOKENS // BLOCK_TOKENS) - 1)
     inserted = median_ms(insert, rounds_that_fit)
     record("prefix_tree", f"{shape}: match and insert of 32,768 new tokens", inserted, "ms", bound=INSERT_MS)
+    grown = iter([prompt(pick, BLOCK_TOKENS) for _ in range(256)])
+    appended = median_ms(lambda: pool.append(leases[-1], next(grown)), 256)
+    record("prefix_tree", f"{shape}: insert of one generated block", appended, "ms")
     for lease in leases:
         pool.tree.release(lease)
     evicted = median_ms(lambda: pool.tree.evict(2048), 20)
@@ -123,6 +164,13 @@ def main() -> None:
     record("prefix_tree", "bound: copying and comparing the bytes of 32,768 tokens", bound, "ms")
     measure("long", long_edges, rounds)
     measure("branching", branching, rounds)
+    measure("leaves", leaves, rounds)
+    built("chain", chain, random.Random(1)).tree.check()
+    many = built("scopes", scopes, random.Random(1)).tree
+    for count in (1, 512):
+        evicted = median_ms(lambda count=count: many.evict(count), rounds)  # type: ignore[misc]
+        record("prefix_tree", f"scopes: eviction of {count} blocks from 10,000 scopes", evicted, "ms")
+    many.check()
 
 
 if __name__ == "__main__":
