@@ -282,7 +282,7 @@ class FrameReader:
                 start = end
                 try:
                     yield _decoder.decode(body)
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                     raise FrameError(f"a body that is no frame: {error}") from error
         finally:
             del pending[:start]

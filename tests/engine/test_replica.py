@@ -314,8 +314,10 @@ def test_frames_may_arrive_in_pieces(calm: Stamped) -> None:
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10,
         encode(Load(1, 2, 3, 4, 5, 6)),  # a frame, but not for a replica
         b"\x00\x00\x00\x00",
+        b"\x00\x00\x00\x09\x92\xa6\xff\xff\xff\xff\xff\xff\x90",  # text that is none
+        b"\x00\x0f\x42\x4a\x93\xa6cancel\x90" + b"\x91" * 1_000_000 + b"\xc0",  # nested without a bottom
     ],
-    ids=["length", "body", "http", "load", "empty"],
+    ids=["length", "body", "http", "load", "empty", "text", "nested"],
 )
 def test_rubbish_closes_its_own_connection_only(calm: Stamped, rubbish: bytes) -> None:
     innocent, guilty = calm.peer(), calm.peer()
