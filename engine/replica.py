@@ -324,6 +324,8 @@ class Replica:
         try:
             for frame in connection.frames():
                 self._take(connection, frame)
+                if connection.number not in self._connections:
+                    return  # it left while it was answered: nothing more of it may run
         except (Gone, FrameError) as error:
             self._close(connection, str(error))
 

@@ -412,6 +412,22 @@ def test_end_of_the_connection_cancels_its_sequences(start: Callable[..., Stampe
     assert watcher.until(finished(1)).tokens == {1: expected()}
 
 
+def test_what_a_gateway_sent_before_it_was_gone_does_not_run(start: Callable[..., Stamped]) -> None:
+    replica = start(Temper(step_ms=100))
+    watcher, leaver = replica.peer(), replica.peer()
+    leaver.until(lambda peer: len(peer.frames) >= 2)
+    watcher.submit(1, max_tokens=3000)
+    watcher.until(lambda peer: 1 in peer.tokens)
+    refused = Submit(1, b"", TENANT_A, Sampling(), 5)  # the answer to it finds the connection closed
+    orphan = Submit(2, array("I", PROMPT).tobytes(), TENANT_B, Sampling(), 3000)
+    leaver.socket.sendall(encode(refused) + encode(orphan))  # while the replica computes
+    leaver.socket.close()
+    time.sleep(0.3)
+    seen = len(watcher.loads)
+    watcher.until(lambda peer: len(peer.loads) > seen + 1)
+    assert (watcher.load.running, watcher.load.waiting) == (1, 0)
+
+
 def test_a_gateway_that_does_not_read_is_dropped_and_never_waited_for(start: Callable[..., Stamped]) -> None:
     replica = start(Temper(unsent_bytes=1 << 15))
     reader, sleeper = replica.peer(), replica.peer()
