@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
-import json
 import os
 import selectors
 import signal
@@ -30,6 +29,7 @@ from typing import Final
 
 import msgspec
 
+from engine.log import log, write
 from engine.pulse import Phase, Pulse
 from engine.wire import (
     Fleet,
@@ -204,7 +204,7 @@ class Replica:
         line = written[:_LINE_BYTES_MAX].decode("utf-8", "replace").rstrip()
         if line:
             self._lines.append(line)
-            print(f"[{self.model.name}] {line}", file=sys.stderr, flush=True)
+            write(f"[{self.model.name}] {line}")
 
     def close(self) -> None:
         assert self.process is None
@@ -487,11 +487,6 @@ def _dies_with(parent: int) -> Callable[[], None] | None:
             os._exit(1)
 
     return die
-
-
-def log(event: str, **fields: object) -> None:
-    """One line of JSON on stderr."""
-    print(json.dumps({"time": round(time.time(), 3), "event": event, **fields}), file=sys.stderr, flush=True)
 
 
 def replica_command(spec: ReplicaSpec) -> Sequence[str]:

@@ -9,7 +9,6 @@ ends takes its sequences with it. It knows nothing of kernels, shapes, tenants o
 import contextlib
 import ctypes
 import gc
-import json
 import logging
 import os
 import selectors
@@ -28,6 +27,7 @@ import msgspec
 
 from engine.batch import Flight, Int32s, Sampled
 from engine.blocks import Blocks
+from engine.log import log
 from engine.pulse import Phase, Pulse
 from engine.scheduler import Limits, Plan, Scheduler
 from engine.sequence import Door, Refused
@@ -384,11 +384,6 @@ def _traces(spec: ReplicaSpec) -> "Traces | None":
     from engine.traces import open_traces  # only here: a replica that is not traced needs no opentelemetry
 
     return open_traces(spec)
-
-
-def log(event: str, **fields: object) -> None:
-    """One line of JSON on stderr. Fields are counts, names and reasons, never tokens or text."""
-    print(json.dumps({"time": round(time.time(), 3), "event": event, **fields}), file=sys.stderr, flush=True)
 
 
 class _Notes(logging.Handler):

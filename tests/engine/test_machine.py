@@ -25,8 +25,9 @@ QUICK = {"look_s": 0.05, "step_s": 2.0, "backoff_s": 0.1, "backoff_s_max": 0.4, 
 class Host:
     """A machine in a folder of its own, with one fake model per behaviour; a gateway's view of it."""
 
-    def __init__(self, folder: Path, behaviours: dict[str, str], **patience: float) -> None:
+    def __init__(self, folder: Path, behaviours: dict[str, str], log_path: str = "log", **patience: float) -> None:
         self.folder = folder
+        self.log_path = log_path
         models = []
         for name, behaviour in behaviours.items():
             (folder / name).mkdir()
@@ -43,12 +44,13 @@ class Host:
 
     def start(self) -> "subprocess.Popen[bytes]":
         spec, patience = msgspec.json.encode(self.spec).decode(), json.dumps(self.patience)
-        log = (self.folder / "log").open("ab")
+        log = (self.folder / self.log_path).open("ab")
         return subprocess.Popen([sys.executable, str(FAKE), "machine", spec, patience], stderr=log)
 
     @property
     def log(self) -> str:
-        return (self.folder / "log").read_text()
+        path = self.folder / self.log_path
+        return path.read_text() if path.is_file() else ""
 
     def behave(self, name: str, behaviour: str) -> None:
         (self.folder / name / "behaviour").write_text(behaviour)
@@ -107,8 +109,8 @@ def gone(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def hosting(folder: Path, behaviours: dict[str, str], **patience: float) -> Iterator[Host]:
-    host = Host(folder, behaviours, **patience)
+def hosting(folder: Path, behaviours: dict[str, str], log_path: str = "log", **patience: float) -> Iterator[Host]:
+    host = Host(folder, behaviours, log_path, **patience)
     try:
         yield host
     except BaseException:
@@ -287,6 +289,17 @@ def test_a_replicas_lines_reach_the_log_whole_and_bounded(short: Path) -> None:
         wait_for(lambda: "[a] x" in host.log)
         assert "[a] half a line\n" in host.log
         assert max(map(len, host.log.splitlines())) < 5000
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_log_that_cannot_be_written_ends_nothing(short: Path) -> None:
+    with hosting(short, {"a": "serve"}, log_path="/dev/full") as host:
+        for boot in (1, 2):
+            host.until_serving("a", boot)
+            os.kill(host.pid("a", boot), signal.SIGKILL)
+        host.until_serving("a", boot=3)
+        host.machine.terminate()
+        assert host.machine.wait(5) == 0
 
 
 def test_a_wrong_spec_is_refused_in_words() -> None:

@@ -575,6 +575,20 @@ def test_pulse_beats_while_idle_and_in_steps(start: Callable[..., Stamped]) -> N
     assert pulse.read()[1] > after + 30
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to("/dev/full")
+    replica = Stamped(tmp_path)
+    try:
+        peer = replica.peer()
+        peer.submit(1)
+        assert peer.until(finished(1)).tokens == {1: expected()}
+        replica.process.terminate()
+        assert replica.status() == 0
+    finally:
+        replica.stop()
+
+
 def test_log_is_lines_of_json_without_tokens(start: Callable[..., Stamped]) -> None:
     replica = start()
     peer = replica.peer()
