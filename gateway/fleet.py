@@ -515,7 +515,8 @@ class Fleet:
                 if await self._use(known, known.connection):
                     waits = self._waits()
             with contextlib.suppress(TimeoutError):  # a machine's new word ends the wait at once
-                await asyncio.wait_for(known.changed.wait(), next(waits))
+                async with asyncio.timeout(next(waits)):
+                    await known.changed.wait()
 
     async def _use(self, known: _Known, replica: _Replica) -> bool:
         """Until the connection ends; whether anything could be submitted on it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine import wire
-from gateway.fleet import STEPS_MAX, Fleet, Link, Rejected, ReplicaLost, Step, Stream, Unavailable, pack
+from gateway.fleet import STEPS_MAX, Fleet, Link, Rejected, ReplicaLost, Step, Stream, Unavailable, _Known, pack
 from tests.gateway.stub_replica import MODEL, StubFleet
 
 PROMPT = pack(range(40))
@@ -311,3 +311,20 @@ def test_a_wrong_address_is_an_error_at_the_start() -> None:
 def test_packed_tokens_are_little_endian_words() -> None:
     assert pack([1, 70000]) == b"\x01\0\0\0\x70\x11\x01\0"
     assert array("I", pack([5, 6])).tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_cancellation_beside_a_machines_word_ends_the_watch_of_a_replica(turns: int, tmp_path: Path) -> None:
+    async def run() -> None:
+        known = _Known(wire.ReplicaState("m", f"unix:{tmp_path}/nobody", wire.Residency.DEVICE, 1))
+        watch = asyncio.create_task(Fleet([])._keep_replica(known))
+        await asyncio.sleep(0.05)  # it could not connect, and waits
+        known.changed.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        watch.cancel()
+        done, _ = await asyncio.wait([watch], timeout=1)
+        assert watch in done
+        assert watch.cancelled()
+
+    asyncio.run(run())
