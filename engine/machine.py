@@ -49,6 +49,7 @@ _LINE_BYTES_MAX: Final = 4096
 _UNSENT_BYTES_MAX: Final = 4 << 20
 _CONNECTIONS_MAX: Final = 256
 _PR_SET_PDEATHSIG: Final = 1
+_SERVING: Final = (Phase.IDLE, Phase.STEP)
 
 Command = Callable[[ReplicaSpec], Sequence[str]]
 
@@ -68,7 +69,7 @@ class Patience:
     drain_s: float = 30.0  # from SIGTERM to SIGKILL
 
     def for_phase(self, phase: Phase) -> float:
-        if phase in (Phase.IDLE, Phase.STEP):
+        if phase in _SERVING:
             return self.step_s
         if phase is Phase.STARTING:
             return self.starting_s
@@ -102,19 +103,19 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        serving = self.process is not None and self._word[0] in (Phase.IDLE, Phase.STEP)
+        serving = self.process is not None and self._word[0] in _SERVING
         residency = Residency.DEVICE if serving else Residency.DISK
         return ReplicaState(self.model.name, self.address, residency, self.boot, "" if serving else self.problem)
 
-    def start(self, device: str, threads: int | None, telemetry: Telemetry | None, now: float) -> None:
-        """Starts the process. Its stdout and stderr are one pipe, `output`."""
+    def start(self, device: str, threads: int | None, telemetry: Telemetry | None, now: float) -> bool:
+        """Starts the process; its stdout and stderr are one pipe, `output`. False where there is none: no program, no
+        memory, no room on the disk. Then it is tried again like one that ended."""
         assert self.process is None
         self.boot += 1
         _remove_socket(self.address)
         if self._pulse is not None:
             self._pulse.close()
-        self._pulse = Pulse.create(self._pulse_path)
-        self._word, self._beat_at, self._serving_since = self._pulse.read(), now, None
+        self._serving_since = None
         self._unended = b""
         self._lines.clear()
         self.problem = "loading"
@@ -127,15 +128,24 @@ class Replica:
             threads=threads,
             telemetry=telemetry,
         )
-        self.process = subprocess.Popen(
-            self._command(spec),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            preexec_fn=_dies_with(os.getpid()),
-        )
+        try:
+            self._pulse = Pulse.create(self._pulse_path)
+            self._word, self._beat_at = self._pulse.read(), now
+            self.process = subprocess.Popen(
+                self._command(spec),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_dies_with(os.getpid()),
+            )
+        except OSError as error:
+            wait_s = self._back_off(now)
+            self.problem = f"cannot be started, tried again after {wait_s:g} s: {error}"
+            log("replica_not_started", model=self.model.name, error=str(error), again_after_s=wait_s)
+            return False
         os.set_blocking(self.output, False)
         log("replica_started", model=self.model.name, pid=self.process.pid, boot=self.boot)
+        return True
 
     @property
     def output(self) -> int:
@@ -150,7 +160,7 @@ class Replica:
         word = self._pulse.read()
         if word != self._word:
             self._word, self._beat_at = word, now
-            if word[0] is Phase.IDLE and self._serving_since is None:
+            if word[0] in _SERVING and self._serving_since is None:
                 self._serving_since = now
                 log("replica_ready", model=self.model.name, pid=self.process.pid, boot=self.boot)
             return
@@ -172,17 +182,22 @@ class Replica:
         self.read()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        stable = self._serving_since is not None and now - self._serving_since >= self._patience.stable_s
-        self._failures = 0 if stable else self._failures + 1
-        exponent = min(max(self._failures - 1, 0), 16)
-        wait_s = min(self._patience.backoff_s * 2.0**exponent, self._patience.backoff_s_max)
-        self.start_at = now + wait_s
+        wait_s = self._back_off(now)
         said = self._lines[-1] if self._lines else "it said nothing"
         how = f"signal {-status}" if status < 0 else f"status {status}"
         self.problem = f"ended with {how}, starts again after {wait_s:g} s: {said}"
         log("replica_ended", model=self.model.name, pid=self.process.pid, how=how, again_after_s=wait_s)
         self.process = None
         return True
+
+    def _back_off(self, now: float) -> float:
+        """Says when the next process may start, and how long that is from now."""
+        stable = self._serving_since is not None and now - self._serving_since >= self._patience.stable_s
+        self._failures = 0 if stable else self._failures + 1
+        exponent = min(max(self._failures - 1, 0), 16)
+        wait_s = min(self._patience.backoff_s * 2.0**exponent, self._patience.backoff_s_max)
+        self.start_at = now + wait_s
+        return wait_s
 
     def read(self) -> bool:
         """Passes on what the process wrote, each line behind the model's name. False at the end of the pipe."""
@@ -306,7 +321,8 @@ class Machine:
         self._tell()
 
     def _start(self, replica: Replica, now: float) -> None:
-        replica.start(self._spec.device, self._threads, self._spec.telemetry, now)
+        if not replica.start(self._spec.device, self._threads, self._spec.telemetry, now):
+            return
         output = replica.output
 
         def read() -> None:

@@ -18,11 +18,13 @@ from engine.pulse import Phase, Pulse
 
 
 def command(spec: wire.ReplicaSpec) -> list[str]:
+    if Path(spec.model.folder, "behaviour").read_text() == "no-program":
+        return [str(Path(spec.model.folder, "no-such-program"))]
     return [sys.executable, "-P", __file__, "replica", msgspec.json.encode(spec).decode()]
 
 
 def replica(spec: wire.ReplicaSpec) -> None:
-    """Behaviours: serve, crash, slow-load, hang, stubborn, chatty, silent-load."""
+    """Behaviours: serve, busy, crash, slow-load, hang, stubborn, chatty, silent-load."""
     behaviour = Path(spec.model.folder, "behaviour").read_text()
     pulse = Pulse.open(spec.pulse)
     Path(spec.model.folder, f"pid-{spec.boot}").write_text(str(os.getpid()))
@@ -47,6 +49,9 @@ def replica(spec: wire.ReplicaSpec) -> None:
         os.write(2, b"half a li")
         time.sleep(0.2)
         os.write(2, b"ne\nx" + b"y" * 100_000 + b"\n")
+    while behaviour == "busy":
+        pulse.enter(Phase.STEP)
+        time.sleep(0.05)
     pulse.enter(Phase.IDLE)
     while True:
         time.sleep(0.05)

@@ -217,6 +217,31 @@ def test_a_replica_that_cannot_start_is_tried_with_growing_pauses_and_says_why(s
         host.until_serving("a", boot=5)
 
 
+def test_a_replica_whose_program_cannot_be_started_leaves_the_others_alone(short: Path) -> None:
+    with hosting(short, {"a": "serve", "b": "serve"}) as host:
+        host.until_serving("a")
+        host.until_serving("b")
+        host.behave("a", "no-program")
+        os.kill(host.pid("a", 1), signal.SIGKILL)
+        lost = host.until("a", lambda state: "no-such-program" in state.problem)
+        assert "tried again after" in lost.problem
+        host.behave("a", "serve")
+        host.until_serving("a", boot=2)
+        assert host.fleet()["b"].boot == 1
+
+
+def test_a_replica_that_served_long_enough_starts_again_without_back_off_though_it_was_never_idle(short: Path) -> None:
+    with hosting(short, {"a": "busy"}, stable_s=0.5) as host:
+        for boot in (1, 2, 3):
+            host.until_serving("a", boot)
+            time.sleep(0.8)
+            os.kill(host.pid("a", boot), signal.SIGKILL)
+        host.until_serving("a", boot=4)
+        events = [json.loads(line) for line in host.log.splitlines() if line.startswith("{")]
+        assert [event["again_after_s"] for event in events if event["event"] == "replica_ended"] == [0.1, 0.1, 0.1]
+        assert [event["boot"] for event in events if event["event"] == "replica_ready"] == [1, 2, 3, 4]
+
+
 def test_sigterm_ends_everything_and_leaves_no_socket(short: Path) -> None:
     with hosting(short, {"a": "serve", "b": "serve"}) as host:
         addresses = [host.until_serving(name).address for name in "ab"]
