@@ -80,6 +80,7 @@ class Scheduler:
         self._tickets = 0
         self._steps = 0
         self._counters: Counter[str] = Counter()
+        self._vain: Counter[str] = Counter()  # the tree's counts of lookups that started nothing
         self._news: dict[int, _News] = {}
 
     # Coming and going
@@ -193,6 +194,10 @@ class Scheduler:
         return told
 
     def load(self, draining: bool) -> Load:
+        """How full it is. Of its counters, hit_tokens are all that lookups found, those of resumed sequences too;
+        cached_tokens are what `Started` told of, each prompt's once."""
+        counters = Counter(self._tree.counters)
+        counters.subtract(self._vain)
         return Load(
             running=len(self._running),
             waiting=len(self._queue) + len(self._preempted),
@@ -201,7 +206,8 @@ class Scheduler:
             cached_blocks=self._tree.cached,
             steps=self._steps,
             draining=draining,
-            counters={**self._tree.counters, **self._counters},
+            counters={**counters, **self._counters},
+            shared_blocks=self._tree.shared,
         )
 
     @property
@@ -266,6 +272,8 @@ class Scheduler:
             cached = []
         needed = self._blocks_for(len(sequence.tokens)) - len(cached)
         if needed + len(self._running) > self._available():  # and a block for the next tokens of each that runs
+            if sequence.lease is not None:
+                self._vain.update(lookups=1, lookup_tokens=len(sequence.tokens) - 1, hit_tokens=sequence.lease.tokens)
             self._release(sequence)
             self._stuck = (sequence, self._available())
             return False
@@ -291,7 +299,7 @@ class Scheduler:
         self._waited_ms = (self._clock() - sequence.arrived_s) * 1e3
         self._counters["started"] += 1
         self._counters["prompt_tokens"] += sequence.prompt_tokens
-        self._counters["hit_tokens"] += sequence.computed
+        self._counters["cached_tokens"] += sequence.computed
         self._told(sequence.owner).started.append(Started(sequence.id, sequence.computed, self._waited_ms))
 
     def _share(self) -> dict[Sequence, int]:

@@ -165,7 +165,8 @@ class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """replica → anyone, twice a second and when a sequence starts or ends: how full it is.
 
-    `counters` only grow within one boot (prefix hit tokens, evictions by cause, preemptions, steps, …).
+    `counters` only grow within one boot (prefix hit tokens, evictions by cause, preemptions, …). `shared_blocks` of the
+    cached ones are read by two sequences or more at this moment.
     """
 
     running: int
@@ -176,6 +177,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     steps: int
     draining: bool = False
     counters: dict[str, int] = {}
+    shared_blocks: int = 0
 
 
 class ReplicaState(msgspec.Struct, frozen=True, array_like=True):

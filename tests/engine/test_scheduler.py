@@ -212,6 +212,16 @@ def test_choices_wait_for_the_first_and_then_share_its_prompt() -> None:
     simulation.assert_all_finished()
 
 
+def test_blocks_that_two_sequences_read_are_told_as_shared() -> None:
+    simulation = Simulation(block_tokens=4, step_tokens=16)
+    simulation.submit(1, words(41), A, n=3, max_tokens=20)
+    while simulation.scheduler.load(draining=False).running < 3:
+        simulation.step()
+    assert simulation.scheduler.load(draining=False).shared_blocks == 10
+    simulation.run()
+    assert simulation.scheduler.load(draining=False).shared_blocks == 0
+
+
 def test_who_shares_a_prefix_with_a_running_prompt_waits_for_it_and_blocks_no_other_scope() -> None:
     simulation = Simulation(blocks=256, step_tokens=16)
     simulation.submit(1, words(160), A)
@@ -411,6 +421,42 @@ def test_waiting_time_is_told_and_makes_the_hint_of_a_full_queue() -> None:
     assert refused.value.retry_after_ms == 2000
 
 
+def test_a_lookup_that_starts_nothing_is_not_counted() -> None:
+    simulation = Simulation(blocks=16, block_tokens=4, step_tokens=64)
+    simulation.submit(1, words(24), A, max_tokens=1)
+    simulation.run()
+    simulation.submit(2, words(20, 2), B, max_tokens=20)
+    simulation.submit(3, words(16, 3), B, max_tokens=8)
+    simulation.step()
+    (large,) = simulation.submit(4, [*words(24), *words(20, 4)], A, max_tokens=2)  # fits when the others have ended
+    waited = 0
+    while not large.started:
+        assert simulation.step()
+        waited += 1
+    simulation.run()
+    assert waited > 5
+    assert large.started.cached_tokens > 0
+    counters = simulation.scheduler.load(draining=False).counters
+    assert counters.get("preemptions", 0) == 0
+    assert (counters["lookups"], counters["lookup_tokens"]) == (4, 23 + 19 + 15 + 43)
+    assert counters["hit_tokens"] == counters["cached_tokens"] == large.started.cached_tokens
+
+
+def test_tokens_that_were_cached_count_once_though_a_preempted_sequence_looks_them_up_again() -> None:
+    simulation = Simulation()
+    for id in (1, 2):
+        (entry,) = simulation.submit(id, words(22), A, max_tokens=9)
+        simulation.step()
+        simulation.step()
+        simulation.scheduler.preempt(entry.sequence)
+        simulation.run()
+    counters = simulation.scheduler.load(draining=False).counters
+    assert counters["preemptions"] == 2
+    assert counters["cached_tokens"] == 20
+    assert counters["hit_tokens"] == 20 + 2 * 20
+    assert counters["prompt_tokens"] == 44
+
+
 def test_load_counts_what_runs_waits_and_is_cached() -> None:
     simulation = Simulation(blocks=64, block_tokens=4, sequences=1)
     simulation.submit(1, words(9), A, max_tokens=3)
@@ -418,10 +464,10 @@ def test_load_counts_what_runs_waits_and_is_cached() -> None:
     simulation.step()
     load = simulation.scheduler.load(draining=True)
     assert (load.running, load.waiting, load.waiting_tokens, load.steps, load.draining) == (1, 1, 11, 1, True)
-    assert (load.free_blocks, load.cached_blocks) == (61, 2)
+    assert (load.free_blocks, load.cached_blocks, load.shared_blocks) == (61, 2, 0)
     simulation.run()
     counters = simulation.scheduler.load(draining=False).counters
     assert counters["finished_length"] == counters["started"] == 2
     assert counters["prompt_tokens"] == 20
-    assert counters["hit_tokens"] == 8
+    assert counters["cached_tokens"] == counters["hit_tokens"] == 8
     assert counters["computed_tokens"] == 20 - 8 + 4
