@@ -247,16 +247,17 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
     `secret` is the server's, the same for all gateways that share a store. Raises ConfigError and what the store does.
     """
     store = open_store(config.store_url)
+    fleet = Fleet(config.machine_addresses)
     gateway = Gateway(
         limits=config.server,
         accounts=Accounts(store, secret),
         quota=Quota(store, Path(config.outbox_folder)),
         catalogue=open_catalogue(config),
-        fleet=Fleet(config.machine_addresses),
+        fleet=fleet,
         suspects=Suspects(time.monotonic),
         outage=Outage(),
         turns=Turns(),
-        metrics=Metrics(),
+        metrics=Metrics(fleet.tally),
         traces=traces or open_traces(config.telemetry),
         clock=time.monotonic,
         calendar=time.time,

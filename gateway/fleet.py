@@ -17,6 +17,7 @@ import msgspec
 
 from engine import wire
 from gateway import route
+from gateway.tally import Tally
 
 WRITE_BYTES_MAX = 32 << 20
 STEPS_MAX = 256
@@ -241,8 +242,9 @@ class _Machine(_Connection):
 class _Replica(_Connection):
     """The connection to one replica, and the streams on it."""
 
-    def __init__(self, address: str, changed: Callable[[], None]) -> None:
+    def __init__(self, address: str, changed: Callable[[], None], tally: Tally) -> None:
         super().__init__()
+        self._tally = tally
         self.address = address
         self.hello: wire.Hello | None = None
         self.load: wire.Load | None = None
@@ -294,6 +296,8 @@ class _Replica(_Connection):
         elif isinstance(frame, wire.Load):
             was = self.ready
             self.load, self._since_load = frame, 0
+            if self.hello is not None:
+                self._tally.take(self.address, self.hello, frame)
             if was != self.ready:
                 self._changed()
         elif isinstance(frame, wire.Reject):
@@ -357,6 +361,7 @@ class _Replica(_Connection):
         streams, self._streams = set(self._streams.values()), {}
         for stream in streams:
             stream._fail(ReplicaLost(f"the replica at {self.address} was lost: {self.why}"))
+        self._tally.lost(self.address)
         self._changed()
 
 
@@ -392,6 +397,7 @@ class Fleet:
             wire.parse_address(address)  # a wrong one is an error at the start, not a retry for ever
         self._machines = list(machine_addresses)
         self._rng = rng or random.Random()
+        self.tally = Tally()
         self._known: dict[tuple[str, str], _Known] = {}
         self._problems: dict[str, str] = {}
         self._waiters: set[asyncio.Future[None]] = set()
@@ -492,6 +498,7 @@ class Fleet:
         told = {state.address: state for state in fleet.replicas}
         for key in [key for key in self._known if key[0] == machine and key[1] not in told]:
             known = self._known.pop(key)
+            self.tally.forget(known.state.address)
             if known.task is not None:
                 known.task.cancel()
         for address, state in told.items():
@@ -508,7 +515,7 @@ class Fleet:
         while True:
             known.changed.clear()
             try:
-                known.connection = await _open(address, lambda: _Replica(address, self._changed))
+                known.connection = await _open(address, lambda: _Replica(address, self._changed, self.tally))
             except (OSError, TimeoutError) as error:
                 known.problem = f"the replica at {address} cannot be reached: {_said(error)}"
             else:

@@ -2,10 +2,14 @@
 words. It holds nothing of any tenant: no ids, no text, and no queue depths of replicas.
 """
 
+from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from gateway.tally import CAUSES, Tally
 from tenants.quota import Spent
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
@@ -15,10 +19,15 @@ _TOTAL_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 
 class Metrics:
-    """One registry. `finished` costs a few microseconds a request; nothing is counted per token."""
+    """One registry. `finished` costs a few microseconds a request; nothing is counted per token.
 
-    def __init__(self) -> None:
+    What replicas' caches count is the same at every gateway: take it from one of them, do not add it up.
+    """
+
+    def __init__(self, caches: Tally | None = None) -> None:
         self.registry = CollectorRegistry()
+        if caches is not None:
+            self.registry.register(_Caches(caches))
         self._requests = self._counter("hearth_requests", "Inference requests by how they ended", ["model", "outcome"])
         self._tokens = self._counter("hearth_tokens", "Model tokens of settled requests", ["model", "kind"])
         self._first_token = self._histogram("hearth_first_token_seconds", "Request to first token", _FIRST_TOKEN_S)
@@ -55,3 +64,33 @@ class Metrics:
 
     def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, says, ["model"], buckets=buckets, registry=self.registry)
+
+
+class _Caches(Collector):
+    """The prefix caches of all replicas, summed by model."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        sums = self._tally.sums()
+        for counter, says in (
+            ("lookups", "Prompts looked up in the prefix cache"),
+            ("lookup_tokens", "Tokens of the prompts looked up"),
+            ("hit_tokens", "Tokens found there, those of preempted sequences again"),
+            ("inserted_blocks", "KV blocks put into the prefix cache"),
+            ("duplicate_blocks", "KV blocks that were computed though the cache had them by then"),
+        ):
+            family = CounterMetricFamily(f"hearth_prefix_{counter}", says, labels=["model"])
+            for model, counts in sums.items():
+                family.add_metric([model], counts[counter])
+            yield family
+        evicted = CounterMetricFamily("hearth_prefix_evicted_blocks", "KV blocks evicted", labels=["model", "cause"])
+        for model, counts in sums.items():
+            for cause in CAUSES:
+                evicted.add_metric([model, cause], counts[f"evicted_{cause}_blocks"])
+        yield evicted
+        shared = GaugeMetricFamily("hearth_prefix_shared_blocks", "KV blocks two sequences read now", labels=["model"])
+        for model, blocks in self._tally.shared_blocks().items():
+            shared.add_metric([model], blocks)
+        yield shared

@@ -229,10 +229,18 @@ class StubReplica:
             blocks=1024,
         )
 
-    def load(self, *, waiting: int = 0, draining: bool = False) -> None:
+    def load(
+        self,
+        *,
+        waiting: int = 0,
+        draining: bool = False,
+        shared_blocks: int = 0,
+        counters: dict[str, int] | None = None,
+    ) -> None:
         """Tells every gateway how full it is."""
         for connection in list(self.connections):
-            connection.send(wire.Load(connection.running, waiting, 0, 100, 0, 0, draining))
+            running = connection.running
+            connection.send(wire.Load(running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks))
 
     def die(self) -> None:
         """Every connection ends, as when the process is killed."""

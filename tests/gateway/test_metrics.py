@@ -1,3 +1,4 @@
+import asyncio
 from pathlib import Path
 
 from gateway.metrics import OUTCOMES_MAX, Metrics
@@ -38,3 +39,28 @@ async def test_metrics_are_served_and_only_name_models_of_the_catalogue(tmp_path
         assert 'hearth_http_answers_total{route="run",status="400"} 1.0' in text
         assert "made" not in text
         assert "hearth_open_requests 0.0" in text
+
+
+@looped
+async def test_what_the_caches_of_all_replicas_count_is_served_by_model_and_cause(tmp_path: Path) -> None:
+    async with served(tmp_path, replicas=2) as gateway:
+        one, two = gateway.fleet.replicas
+        one.load(counters={"lookups": 3, "hit_tokens": 64, "evicted_space_blocks": 5, "made_up": 1}, shared_blocks=4)
+        two.load(counters={"lookups": 1, "lookup_tokens": 9, "evicted_cap_blocks": 2}, shared_blocks=1)
+
+        async def lines() -> list[str]:
+            answer = await gateway.call("/metrics", b"", "GET")
+            return [line for line in answer.content.decode().splitlines() if line.startswith("hearth_prefix_")]
+
+        async with asyncio.timeout(5):
+            while f'hearth_prefix_lookups_total{{model="{MODEL}"}} 4.0' not in (found := await lines()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        expected = {
+            **{f'lookup_tokens_total{{model="{MODEL}"}}': 9, f'hit_tokens_total{{model="{MODEL}"}}': 64},
+            **{f'inserted_blocks_total{{model="{MODEL}"}}': 0, f'duplicate_blocks_total{{model="{MODEL}"}}': 0},
+            f'lookups_total{{model="{MODEL}"}}': 4,
+            f'shared_blocks{{model="{MODEL}"}}': 5,
+        }
+        for cause, blocks in (("space", 5), ("cap", 2), ("epoch", 0), ("clear", 0)):
+            expected[f'evicted_blocks_total{{cause="{cause}",model="{MODEL}"}}'] = blocks
+        assert set(found) == {f"hearth_prefix_{name} {count:.1f}" for name, count in expected.items()}

@@ -1,0 +1,65 @@
+"""What replicas' caches count, summed by model. It knows no connections, and nothing of any tenant."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from engine.wire import Hello, Load
+
+CAUSES: Final = ("space", "cap", "epoch", "clear")  # why blocks were evicted
+COUNTED: Final = (
+    *("lookups", "lookup_tokens", "hit_tokens", "inserted_blocks", "duplicate_blocks"),
+    *(f"evicted_{cause}_blocks" for cause in CAUSES),
+)
+
+
+@dataclass(slots=True)
+class _Last:
+    """What a replica said last, and which start of it that was."""
+
+    model: str
+    start: tuple[str, int]
+    counters: dict[str, int]
+    shared_blocks: int
+
+
+class Tally:
+    """Sums that never go back: a replica that starts again counts from zero, one that is gone keeps what it counted.
+
+    Bounded by the replicas that are told of and the models they ever served.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, _Last] = {}
+        self._sums: dict[str, Counter[str]] = {}
+
+    def take(self, address: str, hello: Hello, load: Load) -> None:
+        """A replica's new word. Costs a few microseconds."""
+        start = (hello.boot, hello.pid)
+        last = self._last.get(address)
+        before = last.counters if last is not None and last.start == start else {}
+        counters = {name: load.counters.get(name, 0) for name in COUNTED}
+        sums = self._sums.setdefault(hello.model, Counter())
+        for name, count in counters.items():
+            sums[name] += max(0, count - before.get(name, 0))
+        self._last[address] = _Last(hello.model, start, counters, load.shared_blocks)
+
+    def lost(self, address: str) -> None:
+        """The connection ended: what was counted stays, what is held now is unknown."""
+        if address in self._last:
+            self._last[address].shared_blocks = 0
+
+    def forget(self, address: str) -> None:
+        """No machine tells of this replica any more."""
+        self._last.pop(address, None)
+
+    def sums(self) -> dict[str, dict[str, int]]:
+        """By model, a number for each of COUNTED."""
+        return {model: dict(sums) for model, sums in self._sums.items()}
+
+    def shared_blocks(self) -> dict[str, int]:
+        """By model, the blocks that two sequences or more read at this moment."""
+        shared: Counter[str] = Counter(dict.fromkeys(self._sums, 0))
+        for last in self._last.values():
+            shared[last.model] += last.shared_blocks
+        return dict(shared)
