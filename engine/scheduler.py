@@ -100,7 +100,7 @@ class Scheduler:
             raise Refused(RejectReason.BUSY, "too many requests are waiting; try again later", wait_ms)
         for sequence in sequences:
             self._live[sequence.owner, sequence.id] = sequence
-            self._queue.push(sequence.scope, sequence)
+            self._queue.push(sequence.account, sequence)
             self._waiting_tokens += sequence.pending
 
     def cancel(self, owner: int, ids: Items[int]) -> None:
@@ -294,8 +294,8 @@ class Scheduler:
     def _first_start(self, sequence: Sequence) -> None:
         sequence.ticket = self._tickets
         self._tickets += 1
-        self._queue.take(sequence.scope, sequence)
-        self._queue.charge(sequence.scope, sequence.pending)
+        self._queue.take(sequence.account, sequence)
+        self._queue.charge(sequence.account, sequence.pending)
         self._waited_ms = (self._clock() - sequence.arrived_s) * 1e3
         self._counters["started"] += 1
         self._counters["prompt_tokens"] += sequence.prompt_tokens
@@ -336,7 +336,7 @@ class Scheduler:
 
     def _emit(self, sequence: Sequence, token: int, chosen: tuple[float, list[int], list[float]] | None) -> None:
         sequence.tokens.append(token)
-        self._queue.charge(sequence.scope, 1)
+        self._queue.charge(sequence.account, 1)
         news = self._told(sequence.owner)
         news.ids.append(sequence.id)
         news.counts.append(1)
@@ -355,7 +355,7 @@ class Scheduler:
         else:
             self._waiting_tokens -= sequence.pending
             if sequence.ticket < 0:
-                self._queue.remove(sequence.scope, sequence)
+                self._queue.remove(sequence.account, sequence)
             else:
                 self._preempted.remove(sequence)
         sequence.stage = Stage.ENDED

@@ -44,7 +44,7 @@ class Sequence:
 
     owner: int
     id: int
-    scope: bytes
+    account: bytes  # whose turn it takes among those that wait
     namespace: Namespace | None  # None: shares with nobody and never touches the tree
     tokens: "array[int]"  # u32: prompt, then output
     prompt_tokens: int
@@ -136,7 +136,7 @@ class Door:
             Sequence(
                 owner=owner,
                 id=submit.id + choice,
-                scope=submit.scope.id,
+                account=submit.scope.account or submit.scope.id,
                 namespace=self._namespace(submit),
                 tokens=array("I", tokens.astype(np.uint32).tobytes()),
                 prompt_tokens=len(tokens),
@@ -169,8 +169,9 @@ class Door:
             raise _invalid("id must be at least 0 and below 2**62")
         if not submit.tokens or len(submit.tokens) % 4:
             raise _invalid("tokens must be packed u32, at least one")
-        if len(submit.scope.id) not in (0, SCOPE_BYTES):
-            raise _invalid(f"scope.id must have {SCOPE_BYTES} bytes or none")
+        for name, key in (("id", submit.scope.id), ("account", submit.scope.account)):
+            if len(key) not in (0, SCOPE_BYTES):
+                raise _invalid(f"scope.{name} must have {SCOPE_BYTES} bytes or none")
         if not 1 <= submit.n <= CHOICES_MAX:
             raise _invalid(f"n must be 1 to {CHOICES_MAX}")
         if submit.max_tokens < 1:

@@ -48,11 +48,16 @@ class RejectReason(enum.StrEnum):
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True):
-    """Separates prefix caches. `id` is 16 opaque bytes made in `tenants`; raising `epoch` is a wipe."""
+    """Separates prefix caches. `id` is 16 opaque bytes made in `tenants`; raising `epoch` is a wipe.
+
+    `account` is 16 opaque bytes too: whose turn the request takes among those that wait, whatever it may share. Without
+    it `id` says so, and requests without either take the turns of one.
+    """
 
     kind: ScopeKind = ScopeKind.REQUEST
     id: bytes = b""
     epoch: int = 0
+    account: bytes = b""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):

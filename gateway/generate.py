@@ -78,7 +78,7 @@ async def serve(request: Request, reply: Reply) -> None:
     request.reservation = await reserve(request, max_tokens)
     if prompt.stream:
         request.exchange.stream()
-    order = Order(tokens, Scope(ScopeKind.TENANT, scope), max_tokens, suspect)
+    order = Order(tokens, Scope(ScopeKind.TENANT, scope, account=scope), max_tokens, suspect)
     sink: Sink = Events(request, reply) if prompt.stream else Whole(request, reply)
     await follow(request, order, sink)
     await sink.end()

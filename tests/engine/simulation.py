@@ -210,6 +210,7 @@ class Simulation:
 
 TENANTS = [Scope(ScopeKind.TENANT, bytes([letter]) * 16) for letter in b"abc"]
 SCOPES = [*TENANTS, Scope(ScopeKind.USER, b"a" * 16), Scope(ScopeKind.TENANT, b"a" * 16, 1), Scope()]
+SCOPES += [Scope(account=b"a" * 16), Scope(ScopeKind.PUBLIC, b"p" * 16, account=b"b" * 16)]
 
 
 class Chaos:

@@ -289,23 +289,43 @@ def test_cached_blocks_make_room_for_new_prompts() -> None:
     simulation.assert_all_finished()
 
 
-# Turns between scopes
+# Turns between accounts
 
 
-def test_a_backlog_of_one_scope_does_not_delay_another_by_more_than_a_turn() -> None:
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (A, B),
+        (Scope(account=A.id), Scope(account=B.id)),  # requests that share with nobody, of two accounts
+        (Scope(ScopeKind.PUBLIC, A.id, account=A.id), Scope(ScopeKind.PUBLIC, A.id, account=B.id)),
+    ],
+    ids=["tenant", "request", "public"],
+)
+def test_a_backlog_of_one_account_does_not_delay_another_by_more_than_a_turn(one: Scope, other: Scope) -> None:
     simulation = Simulation(blocks=64, sequences=2, waiting=200)
     for id in range(60):
-        simulation.submit(id, words(20, id), A, max_tokens=6)
+        simulation.submit(id, words(20, id), one, max_tokens=6)
     for _ in range(10):
         simulation.step()
     started_before = simulation.scheduler.load(draining=False).counters["started"]
-    (late,) = simulation.submit(100, words(20, 99), B, max_tokens=6)
+    (late,) = simulation.submit(100, words(20, 99), other, max_tokens=6)
     while late.started is None:
         assert simulation.step()
     assert simulation.scheduler.load(draining=False).counters["started"] - started_before <= 2
 
 
-def test_backlogged_scopes_are_served_alike_though_one_asks_in_bulk() -> None:
+def test_users_of_one_account_take_the_turns_of_one() -> None:
+    simulation = Simulation(blocks=64, sequences=2, waiting=400)
+    for id in range(30):  # a user each
+        simulation.submit(id, words(20, id), Scope(ScopeKind.USER, bytes([id]) * 16, account=A.id), max_tokens=6)
+    for id in range(100, 130):
+        simulation.submit(id, words(20, id), B, max_tokens=6)
+    while any(not simulation.heard[1, id].started for id in range(100, 115)):
+        assert simulation.step()
+    assert 12 <= sum(simulation.heard[1, id].started is not None for id in range(30)) <= 18
+
+
+def test_backlogged_accounts_are_served_alike_though_one_asks_in_bulk() -> None:
     simulation = Simulation(blocks=64, sequences=4, waiting=400)
     for id in range(100):
         simulation.submit(id, words(20, id), A, max_tokens=8)

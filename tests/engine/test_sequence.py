@@ -94,6 +94,19 @@ def test_request_scope_and_missing_scope_share_with_nobody(scope: Scope) -> None
 
 
 @pytest.mark.parametrize(
+    ("scope", "account"),
+    [
+        (TENANT, TENANT.id),
+        (Scope(ScopeKind.USER, b"u" * 16, account=b"t" * 16), b"t" * 16),
+        (Scope(ScopeKind.REQUEST, account=b"t" * 16), b"t" * 16),
+        (Scope(), b""),
+    ],
+)
+def test_turns_are_taken_by_account_whatever_the_scope_shares(scope: Scope, account: bytes) -> None:
+    assert admitted(scope=scope)[0].account == account
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"id": -1},
@@ -103,6 +116,7 @@ def test_request_scope_and_missing_scope_share_with_nobody(scope: Scope) -> None
         {"tokens": packed(1, 100)},
         {"tokens": packed(2**32 - 1)},
         {"scope": Scope(ScopeKind.TENANT, b"short", 0)},
+        {"scope": Scope(ScopeKind.TENANT, b"t" * 16, account=b"short")},
         {"n": 0},
         {"n": 5},
         {"max_tokens": 0},

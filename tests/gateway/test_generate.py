@@ -100,7 +100,7 @@ async def test_the_submit_says_all_that_was_asked(tmp_path: Path) -> None:
         sampling = submit.sampling
         assert (sampling.temperature, sampling.seed, sampling.logit_bias, sampling.logprobs) == (0.5, 9, {5: 2.0}, 2)
         scope = gateway.accounts.scope(gateway.account_id)
-        assert submit.scope == wire.Scope(wire.ScopeKind.TENANT, scope)
+        assert submit.scope == wire.Scope(wire.ScopeKind.TENANT, scope, account=scope)
 
 
 @looped
