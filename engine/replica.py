@@ -46,7 +46,7 @@ from engine.wire import (
     encode,
     parse_address,
 )
-from prefixcache.tree import Tree
+from prefixcache.tree import Share, Tree
 
 if TYPE_CHECKING:
     from engine.traces import Traces
@@ -179,7 +179,7 @@ class Replica:
             stop_ids=frozenset(runner.stop_ids),
         )
         self._scheduler = Scheduler(
-            Tree(runner.blocks, runner.block_tokens),
+            Tree(runner.blocks, runner.block_tokens, Share(model.scope_floor_blocks, model.scope_cap_blocks)),
             Blocks(runner.blocks),
             Limits(step_tokens=model.step_tokens, sequences=model.sequences, waiting=model.waiting),
             clock,

@@ -218,6 +218,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_tokens: int = 512  # the token budget of one step
     sequences: int = 64  # running at once
     waiting: int = 1024  # in the waiting queue at once
+    scope_floor_blocks: int = 0  # cached blocks that a scope keeps while another has more above its own floor
+    scope_cap_blocks: int | None = None  # cached blocks that a scope keeps unused at most; None: no cap
 
 
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

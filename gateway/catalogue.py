@@ -120,6 +120,8 @@ def spec_of(config: Config, entry: ModelConfig) -> wire.ModelSpec:
         step_tokens=entry.step_tokens,
         sequences=entry.sequences,
         waiting=entry.waiting,
+        scope_floor_blocks=entry.scope_floor_blocks,
+        scope_cap_blocks=entry.scope_cap_blocks,
     )
 
 

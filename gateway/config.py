@@ -108,6 +108,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_tokens: Annotated[int, Meta(description="token budget of one step", ge=16, le=65536)] = 512
     sequences: Annotated[int, Meta(description="sequences that run at once", ge=1, le=4096)] = 64
     waiting: Annotated[int, Meta(description="sequences that wait at once; above it 429", ge=1, le=65536)] = 1024
+    scope_floor_blocks: Annotated[int, Meta(description="cached blocks that others leave a tenant", ge=0)] = 0
+    scope_cap_blocks: Annotated[
+        _Positive | None, Meta(description="cached blocks that a tenant keeps unused at most; default: no cap")
+    ] = None
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,6 +209,9 @@ def load_config(
     names = [model.name for model in config.models]
     for name in {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"{found.name}: the model {name} is there twice")
+    for model in config.models:
+        if model.scope_cap_blocks is not None and model.scope_cap_blocks < model.scope_floor_blocks:
+            raise ConfigError(f"{found.name}: scope_cap_blocks of {model.name} is below its scope_floor_blocks")
     return _absolute(config, base)
 
 

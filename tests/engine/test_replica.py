@@ -243,6 +243,15 @@ def test_cached_prefix_is_exact_for_the_same_scope_and_zero_for_another(calm: St
     assert all(peer.tokens[id] == expected(prompt) for id in (1, 2, 3, 4, 5))
 
 
+def test_a_scope_keeps_no_more_unused_blocks_than_its_cap(start: Callable[..., Stamped]) -> None:
+    prompt = list(range(500, 570))
+    peer = start(scope_cap_blocks=2).peer()
+    for id in (1, 2):
+        peer.submit(id, prompt, scope=TENANT_A)
+        peer.until(finished(id))
+    assert [peer.started[id].cached_tokens for id in (1, 2)] == [0, 32]
+
+
 def test_choices_are_sampled_with_seeds_that_count_up(calm: Stamped) -> None:
     peer = calm.peer()
     sampling = Sampling(temperature=1.0, seed=11)

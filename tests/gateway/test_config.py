@@ -79,3 +79,10 @@ def test_every_setting_has_a_line_of_documentation_and_shows_in_describe() -> No
     for key, _, description in settings():
         assert description, f"{key} has no description"
         assert f"  {key} " in described
+
+
+def test_a_cap_below_the_floor_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "hearth.toml"
+    path.write_text('[[models]]\nname = "@cf/a/b"\nscope_floor_blocks = 9\nscope_cap_blocks = 8\n')
+    with pytest.raises(ConfigError, match="scope_cap_blocks of @cf/a/b"):
+        load_config(path)
