@@ -19,7 +19,7 @@ from engine.blocks import Blocks
 from engine.fairness import FairQueue
 from engine.sequence import Refused, Sequence, Stage
 from engine.wire import Finish, FinishReason, Load, Progress, RejectReason, Started, TokenLogprobs
-from prefixcache.tree import Tree
+from prefixcache.tree import Namespace, Tree
 
 RETRY_MS_MIN, RETRY_MS_MAX = 250, 10_000
 
@@ -55,6 +55,34 @@ class _News:
 
     def progress(self) -> Progress:
         return Progress(self.ids, self.counts, self.tokens.tobytes(), self.started, self.finished, self.logprobs)
+
+
+class _Prompts:
+    """The running sequences that lack more than one token, while others are let in beside them."""
+
+    def __init__(self, running: list[Sequence]) -> None:
+        self._oldest: Sequence | None = None
+        self._pending = 0
+        self._namespaces: dict[Namespace, list[Sequence]] = {}
+        for sequence in running:
+            self.add(sequence)
+
+    @property
+    def pending_behind(self) -> int:
+        """Tokens that all but the oldest of them lack."""
+        return self._pending - self._oldest.pending if self._oldest is not None else 0
+
+    def of(self, namespace: Namespace) -> list[Sequence]:
+        return self._namespaces.get(namespace, [])
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence.pending <= 1:
+            return
+        self._pending += sequence.pending
+        if self._oldest is None or sequence.ticket < self._oldest.ticket:
+            self._oldest = sequence
+        if sequence.namespace is not None:
+            self._namespaces.setdefault(sequence.namespace, []).append(sequence)
 
 
 class Scheduler:
@@ -235,31 +263,44 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Starts what waits while there are places, blocks, and budget that running prompts do not use up."""
-        while len(self._running) < self._running_max and (self._preempted or self._queue):
-            pending = [sequence.pending for sequence in self._running if sequence.pending > 1]
+        if not self._preempted and not self._queue:
+            return
+        prompts = _Prompts(self._running)
+        while len(self._running) < self._running_max:
             spare = self._limits.step_tokens - len(self._running)
-            if sum(pending[1:]) > spare // 2:  # the oldest prompt leaves half of the budget to the others
+            if prompts.pending_behind > spare // 2:  # half of the budget is the oldest prompt's
                 return
-            sequence = self._candidate()
+            sequence = self._candidate(prompts)
             if sequence is None or not self._start(sequence):
                 return
+            prompts.add(sequence)
 
-    def _candidate(self) -> Sequence | None:
+    def _candidate(self, prompts: "_Prompts") -> Sequence | None:
         if self._preempted:
             return self._preempted[0]
-        return next((head for head in self._queue.heads() if not self._held(head)), None)
+        return self._queue.first(lambda head: not self._held(head, prompts))
 
-    def _held(self, sequence: Sequence) -> bool:
-        """Whether a running prompt is about to cache blocks that this one would otherwise compute again."""
+    def _held(self, sequence: Sequence, prompts: "_Prompts") -> bool:
+        """Whether a running prompt is about to cache blocks that this one would otherwise compute again.
+
+        Whom it waits for is remembered: asked in every step, it must not compare whole prompts in every step.
+        """
         if sequence.namespace is None:
             return False
-        size = self._block_tokens
-        return any(
-            other.pending > 1
-            and other.namespace == sequence.namespace
-            and _common(other.tokens, sequence.tokens, len(sequence.tokens) - 1) // size > other.computed // size
-            for other in self._running
-        )
+        size, behind = self._block_tokens, sequence.behind
+        if behind is not None and behind[0].stage == Stage.RUNNING and behind[0].computed // size < behind[1]:
+            return True
+        sequence.behind = None
+        for other in prompts.of(sequence.namespace):
+            next_end = (other.computed // size + 1) * size
+            if next_end >= len(sequence.tokens) or next_end > len(other.tokens):
+                continue
+            if sequence.tokens[next_end - 1] == other.tokens[next_end - 1]:  # else not the same block for sure
+                common = _common(other.tokens, sequence.tokens, len(sequence.tokens) - 1)
+                if common >= next_end:
+                    sequence.behind = other, common // size
+                    return True
+        return False
 
     def _start(self, sequence: Sequence) -> bool:
         """Leases the longest cached prefix and takes blocks for the rest; False, and nothing taken, if too few."""
@@ -277,7 +318,7 @@ class Scheduler:
             self._release(sequence)
             self._stuck = (sequence, self._available())
             return False
-        self._stuck = None
+        self._stuck = sequence.behind = None
         self._waiting_tokens -= sequence.pending
         sequence.grow(cached)
         sequence.shared = len(cached)

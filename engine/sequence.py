@@ -55,6 +55,7 @@ class Sequence:
 
     stage: Stage = Stage.WAITING
     ticket: int = -1  # the order of first admission; the highest is preempted first
+    behind: "tuple[Sequence, int] | None" = None  # who computes a prefix of it first, and how many blocks that is
     flying: bool = False  # in a batch that is launched and not committed
     computed: int = 0
     lease: Lease | None = None

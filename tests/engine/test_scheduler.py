@@ -1,9 +1,11 @@
 """engine/scheduler.py over the stamp engine: one budget, the door, cache hits, preemption, turns, endings."""
 
 import random
+from typing import Any
 
 import pytest
 
+from engine import scheduler as module
 from engine.sequence import Refused, Stage
 from engine.wire import FinishReason, RejectReason, Sampling, Scope, ScopeKind
 from tests.engine.simulation import Simulation
@@ -235,6 +237,29 @@ def test_who_shares_a_prefix_with_a_running_prompt_waits_for_it_and_blocks_no_ot
     assert sharer.started is not None
     assert sharer.started.cached_tokens == 160
     simulation.assert_all_finished()
+
+
+def test_those_who_wait_for_a_prefix_are_compared_with_it_once_and_not_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared, common = [], module._common
+
+    def counted(*prompts: Any) -> int:
+        compared.append(prompts)
+        return common(*prompts)
+
+    monkeypatch.setattr(module, "_common", counted)
+    simulation = Simulation(blocks=256, step_tokens=16, waiting=100)
+    shared = [Scope(ScopeKind.PUBLIC, b"p" * 16, account=bytes([number]) * 16) for number in range(50)]
+    for id, scope in enumerate(shared):
+        simulation.submit(id, [*words(320), id], scope)
+    for _ in range(20):
+        simulation.step()
+    assert simulation.scheduler.load(draining=False).running == 1
+    assert len(compared) <= 49
+    simulation.run()
+    simulation.assert_all_finished()
+    assert simulation.scheduler.load(draining=False).counters["cached_tokens"] == 49 * 320
 
 
 def test_who_waited_for_a_prefix_goes_on_when_its_leader_is_cancelled() -> None:
