@@ -90,7 +90,9 @@ def test_a_price_that_punishes_the_cache_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_machine_is_told_is_what_the_settings_say(tmp_path: Path) -> None:
     text = f'[[models]]\nname = "{BUILT_IN}"\nkv_bytes = 1000000\nblock_tokens = 32\nsequences = 5\ndtype = "float32"'
+    text += "\nscope_floor_blocks = 3\nscope_cap_blocks = 7"
     config = _config(tmp_path, text)
     spec = spec_of(config, entries(config)[0])
     assert (spec.kv_bytes, spec.block_tokens, spec.sequences, spec.dtype) == (1000000, 32, 5, "float32")
+    assert (spec.scope_floor_blocks, spec.scope_cap_blocks) == (3, 7)
     assert json.loads((Path(spec.folder) / "config.json").read_text())["model_type"] == "llama"
