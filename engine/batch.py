@@ -1,18 +1,32 @@
 """One step's work as one flat int32 array, and back. It does not know why these slices were chosen.
 
-The array is what travels to every rank and to the device in one copy. Sections follow each other in the
-order of `_SECTIONS`; their lengths come from the eight-word header. Floats travel as their bits.
+The array is what travels to every rank and to the device in one copy. Sections follow each other in the order of
+`Section`. The header says how long each is and where it starts, so that a kernel finds what it needs from the array's
+address alone. Floats travel as their bits.
+
+    word 0 … 7    the counts T, S, W, R, H, B, G, M
+    word 8 … 23   the first word of each Section, in its order
+    word 24 … 31  left to whoever appends to the array (engine/tiles.py)
 
     header | tokens_T | positions_T | slots_T | query_starts_S+1 | contexts_S | tables_SxW | rows_R |
-    sampling_Rx12 | history_starts_R+1 | history_H | bias_starts_R+1 | bias_ids_B | bias_values_B
+    sampling_Rx12 | history_starts_R+1 | history_H | bias_starts_R+1 | bias_ids_B | bias_values_B |
+    own_starts_S | segments_Gx4 | members_M
 
-T tokens in the step, S slices, W blocks in the widest table, R rows to sample, H history tokens, B biases.
+A token −1−r, among the tokens and in the history, is the one that row r of the flight before this one sampled: a step
+may be packed and launched while that is still being computed.
+
+Segments are what prefix groups are made of: keys that several slices of one namespace have in common, each a range of
+keys in the blocks of one of them. The segments of a slice and its keys from own_starts on are its whole context.
+
+T tokens in the step, S slices, W blocks in the widest table, R rows to sample, H history tokens, B biases,
+G segments, M their members.
 """
 
+import enum
 import struct
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Final, Protocol
 
 import msgspec
@@ -22,20 +36,45 @@ from numpy.typing import NDArray
 from engine.wire import Sampling
 
 Int32s = NDArray[np.int32]
-HEADER_WORDS = 8
+HEADER_WORDS = 32
+OFFSET_WORD = 8  # where the header keeps the first word of Section 0
+SPARE_WORD = 24
 SAMPLING_WORDS = 12
 # temperature, top_k, top_p, min_p, the three penalties, seed low and high, position, logprobs, spare
 _SAMPLING: Final = struct.Struct("<fifffffIIiii")
 _POSITION: Final = 9  # the column of sampling_R12 that pack fills in itself
 
 
+class Section(enum.IntEnum):
+    """The sections of a packed array, in their order; header word OFFSET_WORD + section is its first word."""
+
+    TOKENS = 0
+    POSITIONS = 1
+    SLOTS = 2
+    QUERY_STARTS = 3
+    CONTEXTS = 4
+    TABLES = 5
+    ROWS = 6
+    SAMPLING = 7
+    HISTORY_STARTS = 8
+    HISTORY = 9
+    BIAS_STARTS = 10
+    BIAS_IDS = 11
+    BIAS_VALUES = 12
+    OWN_STARTS = 13
+    SEGMENTS = 14
+    MEMBERS = 15
+
+
 class Slice(msgspec.Struct, frozen=True):
     """A run of one sequence's tokens in a step.
 
-    tokens      the ids to compute, positions start … start+len−1; all KV before `start` is already written.
+    tokens      the ids to compute, positions start … start+len−1; all KV before `start` is already written, or is by
+                the flight before. The last may be −1−r: what row r of that flight samples.
     blocks      the sequence's block table, covering at least start+len(tokens) positions.
     sampling    None while the prompt is not finished; else how to sample the token after the last one.
-    history     (ids of prompt and output so far, number of them that are prompt) where penalties need them.
+    history     (ids of prompt and output so far, number of them that are prompt) where penalties need them; a token
+                that is not known yet is added by `pack`.
     """
 
     tokens: Items[int]
@@ -43,6 +82,18 @@ class Slice(msgspec.Struct, frozen=True):
     blocks: Items[int] | Int32s
     sampling: Sampling | None = None
     history: tuple[Items[int], int] | None = None
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Keys first … last−1 that all members read from the same blocks: those of members[0]'s table.
+
+    `members` are indices of slices, two or more. A slice's segments follow each other from key 0 without a gap, and it
+    has keys after the last of them. first and last are multiples of the block size.
+    """
+
+    members: Items[int]
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +113,9 @@ class Batch:
     bias_starts_R1: Int32s
     bias_ids_B: Int32s
     bias_values_B: NDArray[np.float32]
+    own_starts_S: Int32s  # the first key of each slice that lies in no segment
+    segments_G4: Int32s  # slice whose table has the keys, first key, last key, where its members end in members_M
+    members_M: Int32s  # slices
 
     @property
     def temperature_R(self) -> NDArray[np.float32]:
@@ -153,7 +207,7 @@ def _sampling_words(sampling: Sampling) -> bytes:
     )
 
 
-def pack(slices: Items[Slice], block_tokens: int) -> Int32s:
+def pack(slices: Items[Slice], block_tokens: int, segments: Items[Segment] = ()) -> Int32s:
     """The slices' step as one array that `unpack` reads; nothing of it is shared with the slices.
 
     Rows to sample keep the order of their slices. Costs a few microseconds per slice and a copy of its table.
@@ -166,9 +220,12 @@ def pack(slices: Items[Slice], block_tokens: int) -> Int32s:
     widths_S = [len(item.blocks) for item in slices]
     history_lengths, bias_lengths = [len(words) for words in histories], [len(bias) for bias in biases]
     t, s, w, r = int(lengths_S.sum()), len(slices), max(widths_S), len(sampled)
-    header = (t, s, w, r, sum(history_lengths), sum(bias_lengths), 0, 0)
-    packed = np.zeros(HEADER_WORDS + sum(_lengths(header)), np.int32)
-    packed[:HEADER_WORDS] = header
+    members = sum(len(segment.members) for segment in segments)
+    counts = (t, s, w, r, sum(history_lengths), sum(bias_lengths), len(segments), members)
+    ends = np.cumsum([HEADER_WORDS, *_lengths(counts)])
+    packed = np.zeros(ends[-1], np.int32)
+    packed[: len(counts)] = counts
+    packed[OFFSET_WORD:SPARE_WORD] = ends[:-1]
     batch = unpack(packed)
 
     starts_S = np.array([item.start for item in slices], np.int32)
@@ -194,12 +251,28 @@ def pack(slices: Items[Slice], block_tokens: int) -> Int32s:
         batch.sampling_R12[:, _POSITION] = contexts_S[picked_S]
     np.cumsum(history_lengths, out=batch.history_starts_R1[1:])
     np.cumsum(bias_lengths, out=batch.bias_starts_R1[1:])
-    if header[4]:
+    if counts[4]:
         np.concatenate(histories, out=batch.history_H)
-    if header[5]:
+    if counts[5]:
         batch.bias_ids_B[:] = list(chain.from_iterable(biases))
         batch.bias_values_B[:] = list(chain.from_iterable(bias.values() for bias in biases))
+    if segments:
+        _write_segments(batch, segments)
     return packed
+
+
+def _write_segments(batch: Batch, segments: Items[Segment]) -> None:
+    end = 0
+    for row_4, segment in zip(batch.segments_G4, segments, strict=True):
+        assert len(segment.members) > 1, "a segment of one"
+        start, end = end, end + len(segment.members)
+        batch.members_M[start:end] = segment.members
+        row_4[:] = segment.members[0], segment.first, segment.last, end
+    for row_4, segment in sorted(zip(batch.segments_G4, segments, strict=True), key=lambda pair: pair[1].first):
+        members = np.asarray(segment.members)
+        assert (batch.own_starts_S[members] == row_4[1]).all(), "a gap before a segment"
+        batch.own_starts_S[members] = row_4[2]
+    assert (batch.own_starts_S < batch.contexts_S).all(), "a slice without keys of its own"
 
 
 _NO_HISTORY: Final = np.empty(0, np.int32)
@@ -209,25 +282,31 @@ def _history_words(item: Slice) -> Int32s:
     if item.history is None:
         return _NO_HISTORY
     ids, prompt_tokens = item.history
-    words = np.empty(1 + len(ids), np.int32)
-    words[0], words[1:] = prompt_tokens, ids
+    unknown = item.tokens[-1] < 0
+    words = np.empty(1 + len(ids) + unknown, np.int32)
+    words[0], words[1 : 1 + len(ids)] = prompt_tokens, ids
+    if unknown:
+        words[-1] = item.tokens[-1]
     return words
 
 
-def _lengths(header: Items[int] | Int32s) -> list[int]:
-    t, s, w, r, h, b = (int(word) for word in header[:6])
-    return [t, t, t, s + 1, s, s * w, r, r * SAMPLING_WORDS, r + 1, h, r + 1, b, b]
+def _lengths(counts: Items[int]) -> list[int]:
+    t, s, w, r, h, b, g, m = counts
+    return [t, t, t, s + 1, s, s * w, r, r * SAMPLING_WORDS, r + 1, h, r + 1, b, b, s, 4 * g, m]
 
 
 def unpack(packed: Int32s) -> Batch:
-    """Views of a packed array (int32, contiguous); the result holds as long as the array is not written."""
+    """Views of a packed array (int32, contiguous); the result holds as long as the array is not written.
+
+    What follows the last section is not looked at.
+    """
     assert packed.dtype == np.int32
     assert packed.ndim == 1
     assert len(packed) >= HEADER_WORDS
-    lengths = _lengths(packed)
-    ends = np.cumsum([HEADER_WORDS, *lengths])
-    assert ends[-1] == len(packed), f"{len(packed)} words, header says {ends[-1]}"
-    parts = [packed[start:end] for start, end in pairwise(ends)]
+    lengths = _lengths(packed[:OFFSET_WORD].tolist())
+    starts = packed[OFFSET_WORD:SPARE_WORD].tolist()
+    assert starts[-1] + lengths[-1] <= len(packed), f"{len(packed)} words, header says {starts[-1] + lengths[-1]}"
+    parts = [packed[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     width = int(packed[2])
     return Batch(
         tokens_T=parts[0],
@@ -243,4 +322,7 @@ def unpack(packed: Int32s) -> Batch:
         bias_starts_R1=parts[10],
         bias_ids_B=parts[11],
         bias_values_B=parts[12].view(np.float32),
+        own_starts_S=parts[13],
+        segments_G4=parts[14].reshape(-1, 4),
+        members_M=parts[15],
     )

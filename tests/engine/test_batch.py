@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from engine.batch import HEADER_WORDS, Batch, Slice, pack, unpack
+from engine.batch import HEADER_WORDS, OFFSET_WORD, Batch, Slice, pack, unpack
 from engine.wire import Sampling
 
 BLOCK_TOKENS = 4
@@ -110,7 +110,8 @@ def test_packed_array_is_flat_int32_with_its_lengths_in_front() -> None:
     packed = pack([Slice([1, 2], 0, [0], PLAIN), Slice([3], 6, [4, 9])], BLOCK_TOKENS)
     assert packed.dtype == np.int32
     assert packed.flags.c_contiguous
-    assert packed[:HEADER_WORDS].tolist() == [3, 2, 2, 1, 0, 0, 0, 0]
+    assert packed[:OFFSET_WORD].tolist() == [3, 2, 2, 1, 0, 0, 0, 0]
+    assert packed[OFFSET_WORD] == HEADER_WORDS
 
 
 def test_truncated_array_is_refused() -> None:
