@@ -181,7 +181,7 @@ class Replica:
         self._scheduler = Scheduler(
             Tree(runner.blocks, runner.block_tokens, Share(model.scope_floor_blocks, model.scope_cap_blocks)),
             Blocks(runner.blocks),
-            Limits(step_tokens=model.step_tokens, sequences=model.sequences, waiting=model.waiting),
+            Limits(step_tokens=model.step_tokens or 512, sequences=model.sequences or 64, waiting=model.waiting),
             clock,
         )
         self._hello = Hello(

@@ -149,7 +149,7 @@ def _blocks(model: ModelSpec, shape: KvShape, context_tokens: int) -> int:
             raise DoesNotFit(f"kv_bytes {model.kv_bytes} is less than one block's {shape.block_bytes}")
         return blocks
     available = _available_bytes()
-    wanted = min(int(available * _KV_SHARE) // shape.block_bytes, model.sequences * context_blocks)
+    wanted = min(int(available * _KV_SHARE) // shape.block_bytes, (model.sequences or 64) * context_blocks)
     blocks = max(wanted, context_blocks)
     if blocks * shape.block_bytes > available:
         raise DoesNotFit(

@@ -213,10 +213,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     replicas: int = 1
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     context_tokens: int | None = None  # None: what config.json says
+    random_weights: bool = False  # made on the spot instead of read: for measuring, where only config.json is at hand
+    kv_dtype: str = "auto"  # auto: as the weights; fp8 (e4m3), on GPUs only: half the bytes, less exact
     kv_bytes: int | None = None  # None: measured from what is left
     block_tokens: int = 16
-    step_tokens: int = 512  # the token budget of one step
-    sequences: int = 64  # running at once
+    step_tokens: int | None = None  # the token budget of one step; None: 512 on a CPU, what gap_ms allows on a GPU
+    gap_ms: float = 20.0  # the longest step that prompts may cause while other sequences stream, on a GPU
+    sequences: int | None = None  # running at once; None: 64 on a CPU, 512 on a GPU
     waiting: int = 1024  # in the waiting queue at once
     scope_floor_blocks: int = 0  # cached blocks that a scope keeps while another has more above its own floor
     scope_cap_blocks: int | None = None  # cached blocks that a scope keeps unused at most; None: no cap

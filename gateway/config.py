@@ -20,6 +20,8 @@ CONFIG_NAME = "hearth.toml"
 _Positive = Annotated[int, Meta(ge=1)]
 _NotNegative = Annotated[float, Meta(ge=0)]
 _Context = Annotated[int, Meta(ge=16)]
+_StepTokens = Annotated[int, Meta(ge=16, le=65536)]
+_Sequences = Annotated[int, Meta(ge=1, le=4096)]
 
 
 class ConfigError(ValueError):
@@ -103,10 +105,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str, Meta(description="auto, float32, bfloat16 or float16", pattern="^(auto|float32|bfloat16|float16)$")
     ] = "auto"
     context_tokens: Annotated[_Context | None, Meta(description="context; default: what config.json says")] = None
+    random_weights: Annotated[
+        bool, Meta(description="weights made up, for measuring where only config.json is there")
+    ] = False
+    kv_dtype: Annotated[str, Meta(description="auto, or fp8 to halve KV on GPUs", pattern="^(auto|fp8)$")] = "auto"
     kv_bytes: Annotated[_Positive | None, Meta(description="memory for KV blocks; default: from what is left")] = None
     block_tokens: Annotated[int, Meta(description="tokens per KV block", ge=1, le=1024)] = 16
-    step_tokens: Annotated[int, Meta(description="token budget of one step", ge=16, le=65536)] = 512
-    sequences: Annotated[int, Meta(description="sequences that run at once", ge=1, le=4096)] = 64
+    step_tokens: Annotated[
+        _StepTokens | None, Meta(description="token budget of one step; default: 512 on a CPU, by gap_ms on a GPU")
+    ] = None
+    gap_ms: Annotated[
+        float, Meta(description="longest step that prompts may cause while others stream, on a GPU", ge=1, le=60000)
+    ] = 20.0
+    sequences: Annotated[
+        _Sequences | None, Meta(description="sequences that run at once; default: 64 on a CPU, 512 on a GPU")
+    ] = None
     waiting: Annotated[int, Meta(description="sequences that wait at once; above it 429", ge=1, le=65536)] = 1024
     scope_floor_blocks: Annotated[int, Meta(description="cached blocks that others leave a tenant", ge=0)] = 0
     scope_cap_blocks: Annotated[
