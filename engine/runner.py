@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from engine.batch import Flight, Int32s, Sampled, unpack
+from engine.costs import Costs
 from engine.kernels import pick
 from engine.kernels.reference import KEY_STEP
 from engine.kv import KvPool, KvShape
@@ -24,6 +25,8 @@ from engine.wire import ModelSpec
 log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STEP_TOKENS: Final = 512
+_SEQUENCES: Final = 64
 _KV_SHARE: Final = 0.25  # of the memory that is available after the weights are loaded
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -49,11 +52,18 @@ class Runner:
     context_tokens      the longest sequence it runs.
     stop_ids            tokens that end a sequence, from the model's own configuration.
     blocks              of block_tokens slots each; tables may name 0 … blocks−1.
+    depth               launches that may be in flight at once: one, since launching computes.
+    costs               what steps take; not measured on a CPU.
+    step_tokens         a step's budget of tokens while others decode, and prompt_step_tokens while nobody does.
+    sequences           how many may be in one step.
     """
+
+    depth: int = 1
+    costs: Costs | None = None
 
     def __init__(
         self, config: ModelConfig, decoder: Decoder, pool: KvPool, context_tokens: int, revision: str, weights: int,
-        beat: Callable[[], None],
+        step_tokens: int, sequences: int, beat: Callable[[], None],
     ) -> None:  # fmt: skip
         self.revision = revision
         self.context_tokens = context_tokens
@@ -64,6 +74,8 @@ class Runner:
         self.kv_layout = pool.shape.layout
         self.weights_bytes = weights
         self.kv_bytes = pool.blocks * pool.shape.block_bytes
+        self.step_tokens = self.prompt_step_tokens = step_tokens
+        self.sequences = sequences
         self._decoder = decoder
         self._pool = pool
         self._beat = beat
@@ -93,7 +105,10 @@ class Runner:
             model.name, blocks, shape.block_tokens, blocks * shape.block_bytes / 1e6,
             blocks * shape.block_tokens // context_tokens, context_tokens,
         )  # fmt: skip
-        return cls(config, decoder, pool, context_tokens, checkpoint.revision(), weights_bytes(parameters), beat)
+        return cls(
+            config, decoder, pool, context_tokens, checkpoint.revision(), weights_bytes(parameters),
+            model.step_tokens or _STEP_TOKENS, model.sequences or _SEQUENCES, beat,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def launch(self, packed: Int32s) -> Flight:
@@ -149,7 +164,7 @@ def _blocks(model: ModelSpec, shape: KvShape, context_tokens: int) -> int:
             raise DoesNotFit(f"kv_bytes {model.kv_bytes} is less than one block's {shape.block_bytes}")
         return blocks
     available = _available_bytes()
-    wanted = min(int(available * _KV_SHARE) // shape.block_bytes, (model.sequences or 64) * context_blocks)
+    wanted = min(int(available * _KV_SHARE) // shape.block_bytes, (model.sequences or _SEQUENCES) * context_blocks)
     blocks = max(wanted, context_blocks)
     if blocks * shape.block_bytes > available:
         raise DoesNotFit(
