@@ -15,7 +15,8 @@ import numpy as np
 from benchmarks.record import record
 from engine.batch import Sampled
 from engine.blocks import Blocks
-from engine.scheduler import Limits, Scheduler
+from engine.budget import Limits
+from engine.scheduler import Scheduler
 from engine.sequence import Door
 from engine.wire import Sampling, Scope, ScopeKind, Submit
 from prefixcache.tree import Tree
@@ -35,7 +36,10 @@ def decoding(prompt_tokens: int, sampling: Sampling, steps: int, waiting: int) -
     blocks = DECODES * (longest // BLOCK_TOKENS + 2)
     budget = DECODES * longest
     scheduler = Scheduler(
-        Tree(blocks, BLOCK_TOKENS), Blocks(blocks), Limits(budget, 2 * DECODES, DECODES + waiting), clock=time.monotonic
+        Tree(blocks, BLOCK_TOKENS),
+        Blocks(blocks),
+        Limits(budget, budget, 2 * DECODES, DECODES + waiting),
+        clock=time.monotonic,
     )
     door = Door("r", "kv", BLOCK_TOKENS, longest, 50_000, frozenset({49_999}))
     pick = random.Random(1)

@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.costs import Costs
 from engine.wire import Sampling
 
 Int32s = NDArray[np.int32]
@@ -168,6 +169,7 @@ class Batch:
 class Sampled:
     """What a step gives back, row by row in the order of `rows_R`.
 
+    A token of −1: the row's logits were not finite. What its sequence reads is not to be trusted.
     `logprobs` maps a row that asked to (chosen token's logprob, top ids, top logprobs), best first.
     """
 
@@ -175,18 +177,39 @@ class Sampled:
     logprobs: dict[int, tuple[float, list[int], list[float]]]
 
 
+class OutOfDeviceMemory(Exception):
+    """A step found too little memory on its device. Nothing of it counts; a smaller one may fit."""
+
+
 class Flight(Protocol):
     """A batch launched and not yet committed."""
 
     def wait(self) -> Sampled:
-        """Blocks until the step is done. Called once."""
+        """Blocks until the step is done. Called once. May raise OutOfDeviceMemory."""
         ...
 
 
 class Runs(Protocol):
-    """What the replica's loop asks of a runner; the stamp engine of the tests is another one."""
+    """What the loop asks of a runner; the stamp engine of the tests is another one.
 
-    def launch(self, packed: Int32s) -> Flight: ...
+    depth               launches that may be in the air at once: 1, or 2 where launching does not wait for the step.
+    costs               what steps take, where that was measured.
+    step_tokens         the most rows of a step in which some sequence decodes,
+    prompt_step_tokens  and of one in which none does.
+    sequences           how many may run at once.
+    """
+
+    blocks: int
+    block_tokens: int
+    depth: int
+    costs: Costs | None
+    step_tokens: int
+    prompt_step_tokens: int
+    sequences: int
+
+    def launch(self, packed: Int32s) -> Flight:
+        """Begins a step, after those launched before. May raise OutOfDeviceMemory."""
+        ...
 
 
 def _sampling_words(sampling: Sampling) -> bytes:

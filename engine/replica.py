@@ -17,19 +17,16 @@ import socket
 import stat
 import sys
 import time
-import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from engine.batch import Flight, Int32s, Sampled
-from engine.blocks import Blocks
+from engine.batch import Runs
 from engine.log import log
+from engine.loop import Loop, open_scheduler
 from engine.pulse import Phase, Pulse
-from engine.scheduler import Limits, Plan, Scheduler
 from engine.sequence import Door, Refused
 from engine.wire import (
     PROTOCOL,
@@ -46,30 +43,24 @@ from engine.wire import (
     encode,
     parse_address,
 )
-from prefixcache.tree import Share, Tree
 
 if TYPE_CHECKING:
     from engine.traces import Traces
 
-DEPTH: Final = 1  # flights at once; more than one needs a scheduler that plans with tokens it does not know yet
 _TICK_S: Final = 0.5
 _RECEIVE_BYTES: Final = 1 << 18
 _FAILURES_MAX: Final = 2  # in a row; then the process ends and its machine starts another
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Served(Protocol):
-    """What a replica asks of a runner: engine.batch.Runs, and what a model tells about itself."""
+class Served(Runs, Protocol):
+    """What a replica asks of a runner: what its loop asks, and what a model tells about itself."""
 
     revision: str
     kv_layout: str
     context_tokens: int
     vocabulary: int
     stop_ids: list[int]
-    blocks: int
-    block_tokens: int
-
-    def launch(self, packed: Int32s) -> Flight: ...
 
 
 Open = Callable[[ModelSpec, str, int | None, Callable[[], None]], Served]
@@ -139,16 +130,6 @@ class Connection:
             raise Gone(str(error)) from error
 
 
-class Lost:
-    """A flight that did not take off."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> Sampled:
-        raise self._error
-
-
 class Replica:
     """The loop. `drain` may be called at any time, also from a signal handler; `run` returns the exit status."""
 
@@ -164,7 +145,6 @@ class Replica:
     ) -> None:
         model = spec.model
         tokens_max = min(runner.context_tokens, runner.blocks * runner.block_tokens)
-        self._runner = runner
         self._pulse = pulse
         self._listener = listener
         self._bounds = bounds
@@ -178,12 +158,8 @@ class Replica:
             vocabulary=runner.vocabulary,
             stop_ids=frozenset(runner.stop_ids),
         )
-        self._scheduler = Scheduler(
-            Tree(runner.blocks, runner.block_tokens, Share(model.scope_floor_blocks, model.scope_cap_blocks)),
-            Blocks(runner.blocks),
-            Limits(step_tokens=model.step_tokens or 512, sequences=model.sequences or 64, waiting=model.waiting),
-            clock,
-        )
+        self._scheduler = open_scheduler(runner, model, clock)
+        self._loop = Loop(runner, self._scheduler)
         self._hello = Hello(
             protocol=PROTOCOL,
             model=model.name,
@@ -199,8 +175,6 @@ class Replica:
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, Connection] = {}
         self._connected = 0
-        self._flights: deque[tuple[Plan, Flight]] = deque()
-        self._failures = 0
         self._tick_at = clock()
         self._drain_wanted = False
         self._drain_until: float | None = None
@@ -212,11 +186,11 @@ class Replica:
     def run(self) -> int:
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
-            while self._failures < _FAILURES_MAX and not self._drained() and not self._orphaned():
+            while self._loop.failures < _FAILURES_MAX and not self._drained() and not self._orphaned():
                 self._poll()
-                self._fly()
+                self._step()
                 self._tell()
-            failed = self._failures >= _FAILURES_MAX
+            failed = self._loop.failures >= _FAILURES_MAX
             self._scheduler.end_all(f"the replica {'failed' if failed else 'is shutting down'}; send the request again")
             self._tell()
             self._flush()
@@ -234,7 +208,7 @@ class Replica:
     def _poll(self) -> None:
         """Takes what the sockets have; waits for them only when there is nothing to compute."""
         wait_s = 0.0
-        if self._scheduler.idle and not self._flights:
+        if self._loop.idle:
             self._pulse.enter(Phase.IDLE)
             wait_s = max(0.0, self._tick_at - self._clock())
         for key, events in self._selector.select(wait_s):
@@ -250,36 +224,10 @@ class Replica:
             self._tick_at = self._clock()
             log("draining", running_for_at_most_s=self._bounds.drain_s)
 
-    def _fly(self) -> None:
-        """Launches until DEPTH batches are in flight, then commits the oldest of them."""
-        while len(self._flights) < DEPTH and (plan := self._scheduler.next_batch()) is not None:
+    def _step(self) -> None:
+        if not self._loop.idle:
             self._pulse.enter(Phase.STEP)
-            self._flights.append((plan, self._launch(plan)))
-        if not self._flights:
-            return
-        plan, flight = self._flights.popleft()
-        try:
-            sampled = flight.wait()
-        except Exception as error:
-            self._failures += 1
-            where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-            log(
-                "step_failed",
-                sequences=len(plan.sequences),
-                failures=self._failures,
-                error=repr(error)[:200],
-                where=where,
-            )
-            self._scheduler.fail(plan, "the model failed in this step; send the request again")
-            return
-        self._failures = 0
-        self._scheduler.commit(plan, sampled)
-
-    def _launch(self, plan: Plan) -> Flight:
-        try:
-            return self._runner.launch(plan.packed)
-        except Exception as error:
-            return Lost(error)
+            self._loop.turn()
 
     def _tell(self) -> None:
         """One Progress per connection that has news; Load when sequences came or went, or half a second is over."""

@@ -1,45 +1,53 @@
 """What runs in the next step, and what its outcome means. It knows neither torch nor sockets nor what a scope is.
 
 There is no prefill and no decode: a sequence has tokens and computed tokens, and a step lets the second catch up with
-the first under one budget of tokens. Running sequences are kept in the order in which they were first admitted;
+the first under one budget of rows. Running sequences are kept in the order in which they were first admitted;
 the older of two is never preempted for the younger, so the oldest always moves on.
+
+A step may be planned while the one before it is still in the air, so that a device never waits for the host: what that
+one computes counts as computed, and a token that it samples is packed as the row that it will be in. What ends a
+sequence is found one step late; what was computed for it meanwhile is thrown away, and its blocks are freed when the
+last flight that reads them has landed.
 """
 
 from array import array
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.batch import Int32s, Sampled, Slice, pack
 from engine.blocks import Blocks
+from engine.budget import Budget, Limits
 from engine.fairness import FairQueue
+from engine.log import log
 from engine.sequence import Refused, Sequence, Stage
 from engine.wire import Finish, FinishReason, Load, Progress, RejectReason, Started, TokenLogprobs
 from prefixcache.tree import Namespace, Tree
 
 RETRY_MS_MIN, RETRY_MS_MAX = 250, 10_000
+FLIGHTS_MAX: Final = 2
+NOT_FINITE: Final = (
+    "the model computed no finite numbers for this request; send it again, and if that does not help, change its prompt"
+)
+OUT_OF_MEMORY: Final = "the device has too little memory left for this request; send it again later, or a shorter one"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """step_tokens: computed in one step; sequences: running at once; waiting: in the queue at once."""
-
-    step_tokens: int
-    sequences: int
-    waiting: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`."""
+    """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; rows[i] of what is sampled is its
+    next token, or none where that is −1."""
 
     packed: Int32s
     sequences: list[Sequence]
     chunks: list[int]
+    rows: list[int]
 
 
 @dataclass(slots=True)
@@ -58,7 +66,7 @@ class _News:
 
 
 class _Prompts:
-    """The running sequences that lack more than one token, while others are let in beside them."""
+    """The running sequences whose prompt is not computed, while others are let in beside them."""
 
     def __init__(self, running: list[Sequence]) -> None:
         self._oldest: Sequence | None = None
@@ -67,41 +75,48 @@ class _Prompts:
         for sequence in running:
             self.add(sequence)
 
-    @property
-    def pending_behind(self) -> int:
-        """Tokens that all but the oldest of them lack."""
-        return self._pending - self._oldest.pending if self._oldest is not None else 0
+    def fill(self, rows: int) -> bool:
+        """Whether they use up so many rows. Half of them are the oldest's, as far as it needs them."""
+        oldest = self._oldest.pending if self._oldest is not None else 0
+        return self._pending - oldest > rows - min(oldest, rows - rows // 2)
 
     def of(self, namespace: Namespace) -> list[Sequence]:
         return self._namespaces.get(namespace, [])
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.pending <= 1:
+        if len(sequence.tokens) - sequence.computed <= 1:
             return
-        self._pending += sequence.pending
-        if self._oldest is None or sequence.ticket < self._oldest.ticket:
-            self._oldest = sequence
         if sequence.namespace is not None:
             self._namespaces.setdefault(sequence.namespace, []).append(sequence)
+        if sequence.pending > 1:  # the rest of its prompt may be in the air
+            self._pending += sequence.pending
+            if self._oldest is None or sequence.ticket < self._oldest.ticket:
+                self._oldest = sequence
 
 
 class Scheduler:
-    """The loop is `next_batch`, launch, `commit` (or `fail`), `news`. Between calls every block is accounted for."""
+    """The loop is `next_batch`, launch, and when that has landed `commit` (or `fail`, or `retry_smaller`), `news`.
+
+    One more may be planned and launched before the one before it has landed. Flights land in the order of their launch.
+    Between calls every block is accounted for.
+    """
 
     def __init__(self, tree: Tree, blocks: Blocks, limits: Limits, clock: Callable[[], float]) -> None:
-        assert limits.step_tokens > 0
         assert limits.sequences > 0
         self._tree = tree
         self._blocks = blocks
         self._block_tokens = tree.block_tokens
         self._limits = limits
+        self._budget = Budget(limits)
         self._running_max = min(limits.sequences, limits.step_tokens)  # each gets one token of every step
         self._clock = clock
         self._live: dict[tuple[int, int], Sequence] = {}
         self._queue: FairQueue[Sequence] = FairQueue()
         self._running: list[Sequence] = []  # by ticket
         self._preempted: list[Sequence] = []  # by ticket
-        self._leaving: set[Sequence] = set()  # ended while flying: they hold blocks until their step is over
+        self._leaving: set[Sequence] = set()  # ended while flying: they hold blocks until their last flight has landed
+        self._flights: deque[Plan] = deque()
+        self._spare: list[int] = []  # blocks of nobody that a flight in the air reads
         self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
         self._waiting_tokens = 0
         self._waited_ms = 0.0
@@ -151,56 +166,78 @@ class Scheduler:
     # One step
 
     def next_batch(self) -> Plan | None:
-        """The next step's work, or None when nothing can run."""
-        if self._grow():
-            self._admit()
-        running = self._running
-        if not running:
+        """The next step's work, or None when nothing can run before what is in the air has landed."""
+        assert len(self._flights) < FLIGHTS_MAX
+        if not self._make_room():
             return None
-        extra = self._share()
-        slices, chunks = [], []
-        for sequence in running:
-            tokens, start = sequence.tokens, sequence.computed
+        sequences = [sequence for sequence in self._running if sequence.launchable][: self._budget.rows_max]
+        if not sequences:
+            return None
+        extra = self._budget.share(sequences)
+        slices, chunks, rows, sampled = [], [], [], 0
+        for sequence in sequences:
             chunk = 1 + extra.get(sequence, 0) if extra else 1
-            end = start + chunk
-            table = sequence.table[: sequence.blocks]
-            if end < len(tokens):
-                slices.append(Slice(tokens[start:end], start, table))
-            else:
-                history = (tokens, sequence.prompt_tokens) if sequence.penalized else None
-                slices.append(Slice(tokens[start:end], start, table, sequence.sampling, history))
+            item = _slice(sequence, chunk)
+            slices.append(item)
             chunks.append(chunk)
-            sequence.flying = True
-        return Plan(pack(slices, self._block_tokens), list(running), chunks)
+            sequence.flying += 1
+            sequence.launched += chunk
+            if item.sampling is not None:
+                rows.append(sampled)
+                sequence.row = sampled
+                sampled += 1
+            else:
+                rows.append(-1)
+        plan = Plan(pack(slices, self._block_tokens), sequences, chunks, rows)
+        self._flights.append(plan)
+        return plan
 
     def commit(self, plan: Plan, sampled: Sampled) -> None:
         """Takes in what a step computed: one token more for every sequence that had caught up."""
-        tokens_R = sampled.tokens_R.tolist()
-        row = 0
-        for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            sequence.flying = False
-            sequence.computed = computed = sequence.computed + chunk
-            samples = computed == len(sequence.tokens)
+        self._land(plan)
+        tokens_R, logprobs = sampled.tokens_R.tolist(), sampled.logprobs
+        assert len(tokens_R) == int(plan.packed[3]), f"{len(tokens_R)} tokens sampled for {plan.packed[3]} rows"
+        for sequence, chunk, row in zip(plan.sequences, plan.chunks, plan.rows, strict=True):
             if sequence.stage == Stage.ENDED:
-                self._release(sequence)
-            else:
-                if computed // self._block_tokens > sequence.shared:
-                    self._cache(sequence)
-                if samples:
-                    self._emit(sequence, tokens_R[row], sampled.logprobs.get(row) if sampled.logprobs else None)
-            row += samples
-        assert row == len(tokens_R), f"{len(tokens_R)} tokens sampled for {row} rows"
+                continue
+            if row >= 0 and tokens_R[row] < 0:
+                self._end_not_finite(sequence)
+                continue
+            sequence.computed = computed = sequence.computed + chunk
+            if computed // self._block_tokens > sequence.shared:
+                self._cache(sequence)
+            if row >= 0:
+                sequence.sound = True
+                self._emit(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
         self._steps += 1
-        self._counters["computed_tokens"] += sum(plan.chunks)
+        self._counters["computed_tokens"] += int(plan.packed[0])
+        self._budget.recover()
 
     def fail(self, plan: Plan, message: str) -> None:
         """The step was lost: its sequences end with an error, everything else goes on."""
+        self._land(plan)
         for sequence in plan.sequences:
-            sequence.flying = False
-            if sequence.stage == Stage.ENDED:
-                self._release(sequence)
-            else:
+            if sequence.stage != Stage.ENDED:
                 self._end(sequence, FinishReason.ERROR, message)
+
+    def retry_smaller(self, plan: Plan) -> int:
+        """The step found too little memory: it and what was launched behind it are taken back, as if never planned.
+
+        The next step is at most half as large, which is returned; the later ones grow again. Where it was one row
+        already, its sequence ends with an error.
+        """
+        rows = int(plan.packed[0])
+        taken_back = list(self._flights)
+        assert taken_back[0] is plan
+        for taken in taken_back:
+            self._land(taken)
+        for sequence in chain.from_iterable(taken.sequences for taken in taken_back):
+            sequence.launched = sequence.computed
+        self._budget.halve(rows)
+        self._counters["steps_out_of_memory"] += 1
+        if rows == 1 and plan.sequences[0].stage != Stage.ENDED:
+            self._end(plan.sequences[0], FinishReason.ERROR, OUT_OF_MEMORY)
+        return self._budget.rows_max
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's blocks; it resumes before anything new starts. What it cached may stay."""
@@ -245,31 +282,48 @@ class Scheduler:
 
     # Inside
 
-    def _grow(self) -> bool:
-        """Gives every running sequence the block its next token needs, the oldest first.
+    def _make_room(self) -> bool:
+        """Gives every running sequence the block that it writes next, and lets others in where that is easy.
 
-        Where none is left the youngest is preempted. True when none had to be.
+        Where blocks are missing the youngest is preempted. False if that has to wait for what is in the air.
         """
         calm = True
-        for sequence in list(self._running):
-            while sequence.stage == Stage.RUNNING and len(sequence.tokens) > sequence.blocks * self._block_tokens:
-                if self._available() >= 1:
-                    sequence.grow(self._take(1))
-                else:
-                    assert len(self._running) > 1, "a sequence alone does not fit: add let it in"
-                    self.preempt(self._running[-1])
-                    calm = False
-        return calm
+        while not self._grow():
+            if self._flights:
+                return False
+            assert len(self._running) > 1, "a sequence alone does not fit: add let it in"
+            self.preempt(self._running[-1])
+            calm = False
+        if calm:
+            self._admit()
+        return True
+
+    def _grow(self) -> bool:
+        """Gives blocks to those that need one, the oldest first. False where none is left."""
+        size = self._block_tokens
+        for sequence in self._running:
+            if sequence.launched == sequence.blocks * size and sequence.launchable:
+                if not self._available():
+                    return False
+                sequence.grow(self._take(1))
+        return True
+
+    def _land(self, plan: Plan) -> None:
+        """The oldest flight is over. Nobody reads what was spare when it was launched, nor who had ended."""
+        assert self._flights.popleft() is plan, "flights land in the order of their launch"
+        self._blocks.give(self._spare)
+        self._spare.clear()
+        for sequence in plan.sequences:
+            sequence.flying -= 1
+            if sequence.stage == Stage.ENDED and not sequence.flying:
+                self._release(sequence)
 
     def _admit(self) -> None:
-        """Starts what waits while there are places, blocks, and budget that running prompts do not use up."""
+        """Starts what waits while there are places, blocks, and rows that running prompts do not use up."""
         if not self._preempted and not self._queue:
             return
-        prompts = _Prompts(self._running)
-        while len(self._running) < self._running_max:
-            spare = self._limits.step_tokens - len(self._running)
-            if prompts.pending_behind > spare // 2:  # half of the budget is the oldest prompt's
-                return
+        prompts, rows = _Prompts(self._running), self._budget.rows(self._running)
+        while len(self._running) < self._running_max and not prompts.fill(rows - len(self._running)):
             sequence = self._candidate(prompts)
             if sequence is None or not self._start(sequence):
                 return
@@ -296,7 +350,7 @@ class Scheduler:
             if next_end >= len(sequence.tokens) or next_end > len(other.tokens):
                 continue
             if sequence.tokens[next_end - 1] == other.tokens[next_end - 1]:  # else not the same block for sure
-                common = _common(other.tokens, sequence.tokens, len(sequence.tokens) - 1)
+                common = _common(_ids(other.tokens), _ids(sequence.tokens)[:-1])
                 if common >= next_end:
                     sequence.behind = other, common // size
                     return True
@@ -322,7 +376,7 @@ class Scheduler:
         self._waiting_tokens -= sequence.pending
         sequence.grow(cached)
         sequence.shared = len(cached)
-        sequence.computed = len(cached) * self._block_tokens
+        sequence.computed = sequence.launched = len(cached) * self._block_tokens
         sequence.grow(self._take(needed))
         sequence.stage = Stage.RUNNING
         if sequence.ticket < 0:
@@ -343,27 +397,9 @@ class Scheduler:
         self._counters["cached_tokens"] += sequence.computed
         self._told(sequence.owner).started.append(Started(sequence.id, sequence.computed, self._waited_ms))
 
-    def _share(self) -> dict[Sequence, int]:
-        """How many tokens beyond its first each running prompt computes in this step.
-
-        The oldest prompt has a right to half of what is left, the others share the rest, the shortest first: a short
-        prompt is not kept waiting by a long one, and a long one is not starved by short ones.
-        """
-        prompts = [sequence for sequence in self._running if sequence.pending > 1]
-        if not prompts:
-            return {}
-        left = self._limits.step_tokens - len(self._running)
-        oldest, *others = prompts
-        kept = min(oldest.pending - 1, left - left // 2)
-        extra = {}
-        for sequence in sorted(others, key=_pending):
-            extra[sequence] = min(sequence.pending - 1, left - kept)
-            left -= extra[sequence]
-        extra[oldest] = min(oldest.pending - 1, left)
-        return extra
-
     def _cache(self, sequence: Sequence) -> None:
-        """Puts the blocks that became full into the tree. Where it has them already, ours are freed for its own."""
+        """Puts the blocks that became full into the tree. Where it has them already, its own are read from now on, and
+        ours are free when nothing in the air reads them."""
         if sequence.namespace is None:
             return
         size, shared, full = self._block_tokens, sequence.shared, sequence.computed // self._block_tokens
@@ -371,7 +407,10 @@ class Scheduler:
         blocks = sequence.table[shared:full].tolist()
         sequence.lease, spare = self._tree.insert(sequence.lease, sequence.tokens[shared * size : full * size], blocks)
         if spare:
-            self._blocks.give(spare)
+            if self._flights:
+                self._spare += spare
+            else:
+                self._blocks.give(spare)
             sequence.table[:full] = sequence.lease.blocks
         sequence.shared = full
 
@@ -389,8 +428,22 @@ class Scheduler:
         elif len(sequence.tokens) >= sequence.tokens_max:
             self._end(sequence, FinishReason.LENGTH)
 
+    def _end_not_finite(self, sequence: Sequence) -> None:
+        """Ends it with an error. What it read is not matched again, except what a sampled token speaks for."""
+        if sequence.lease is not None and not sequence.sound:
+            self._tree.forget(sequence.lease, self._proven(sequence))
+        self._counters["not_finite"] += 1
+        log("not_finite", computed=sequence.computed, emitted=sequence.emitted)
+        self._end(sequence, FinishReason.ERROR, NOT_FINITE)
+
+    def _proven(self, suspect: Sequence) -> int:
+        """How many of its first blocks another one reads whose tokens are sampled from finite numbers."""
+        blocks = suspect.table[: suspect.shared]
+        others = [other for other in self._running if other.sound and other.namespace == suspect.namespace]
+        return max((_common(blocks, other.table[: other.shared]) for other in others), default=0)
+
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
-        """The one end of every sequence. The blocks of one that is flying are freed when its step is over."""
+        """The one end of every sequence. The blocks of one that is flying are freed when its last flight has landed."""
         if sequence.stage == Stage.RUNNING:
             self._running.remove(sequence)
         else:
@@ -437,20 +490,22 @@ class Scheduler:
         return news
 
     def check(self) -> None:
-        """Every block is free, cached or private to one sequence, and every sequence is in one place."""
+        """Every block is free, cached, private to one sequence or spare, and every sequence is in one place."""
         holding = [*self._running, *self._leaving]
         private = [block for sequence in holding for block in sequence.private()]
-        total = self._blocks.total
-        assert self._blocks.free + self._tree.cached + len(private) == total, (
-            f"{self._blocks.free} free, {self._tree.cached} cached, {len(private)} private of {total}"
+        total, unowned = self._blocks.total, self._blocks.free + len(self._spare)
+        assert unowned + self._tree.cached + len(private) == total, (
+            f"{self._blocks.free} free, {self._tree.cached} cached, {len(private)} private, {self._spare} of {total}"
         )
-        assert len(set(private)) == len(private), "a private block has two owners"
+        assert len({*private, *self._spare}) == len(private) + len(self._spare), "a private block has two owners"
+        assert self._flights or not self._spare, "blocks are kept for nothing in the air"
         self._tree.check()
         self._blocks.check()
         self._queue.check()
         for sequence in holding:
             if sequence.lease is not None:
                 assert sequence.lease.blocks == sequence.table[: sequence.shared].tolist()
+        self._check_flights(holding)
         assert self._running == sorted(self._running, key=_ticket)
         assert self._preempted == sorted(self._preempted, key=_ticket)
         waiting = [sequence for sequence in self._live.values() if sequence.stage == Stage.WAITING]
@@ -459,17 +514,40 @@ class Scheduler:
         assert all(not sequence.blocks and sequence.lease is None for sequence in waiting), "a waiting one holds blocks"
         assert len(self._live) == len(waiting) + len(self._running)
 
+    def _check_flights(self, holding: list[Sequence]) -> None:
+        flying, chunks = Counter[Sequence](), Counter[Sequence]()
+        for plan in self._flights:
+            flying.update(plan.sequences)
+            chunks.update(dict(zip(plan.sequences, plan.chunks, strict=True)))
+        assert all(flying[sequence] == sequence.flying for sequence in holding)
+        assert flying.keys() <= set(holding), "what flies holds no blocks"
+        assert all(sequence.flying for sequence in self._leaving), "an ended one is never released"
+        for sequence in self._running:
+            assert sequence.launched == sequence.computed + chunks[sequence]
+            assert sequence.launched <= min(len(sequence.tokens) + 1, sequence.blocks * self._block_tokens)
+
 
 def _ticket(sequence: Sequence) -> int:
     return sequence.ticket
 
 
-def _pending(sequence: Sequence) -> int:
-    return sequence.pending
+def _ids(tokens: "array[int]") -> NDArray[np.uint32]:
+    return np.frombuffer(tokens, np.uint32)
 
 
-def _common(some: "array[int]", others: "array[int]", most: int) -> int:
-    """The length of the longest common prefix, at most `most`."""
-    length = min(len(some), len(others), most)
-    differ = np.frombuffer(some, np.uint32, length) != np.frombuffer(others, np.uint32, length)
+def _common(some: NDArray[np.integer], others: NDArray[np.integer]) -> int:
+    """The length of the longest common prefix."""
+    length = min(len(some), len(others))
+    differ = some[:length] != others[:length]
     return int(differ.argmax()) if differ.any() else length
+
+
+def _slice(sequence: Sequence, chunk: int) -> Slice:
+    """Its next `chunk` tokens as a step computes them."""
+    tokens, start = sequence.tokens, sequence.launched
+    table, end = sequence.table[: sequence.blocks], start + chunk
+    if end < len(tokens):
+        return Slice(tokens[start:end], start, table)
+    history = (tokens, sequence.prompt_tokens) if sequence.penalized else None
+    computed = tokens[start:end] if start < len(tokens) else (-1 - sequence.row,)
+    return Slice(computed, start, table, sequence.sampling, history)

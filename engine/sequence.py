@@ -40,6 +40,11 @@ class Sequence:
     tokens[:computed] have their KV written in table[:blocks]; the first `shared` of these blocks belong to the
     prefix tree and are pinned by `lease`, the rest to this sequence alone. The next token is sampled by the
     step that computes the last of `tokens`. It ends by length when `tokens` reaches `tokens_max`.
+
+        0 ≤ computed ≤ launched ≤ len(tokens) + 1
+
+    The flights in the air that it is in compute positions computed … launched−1. Where all of `tokens` are launched,
+    the next one is being sampled by the newest of them, in row `row`, and may be launched before anybody knows it.
     """
 
     owner: int
@@ -56,8 +61,11 @@ class Sequence:
     stage: Stage = Stage.WAITING
     ticket: int = -1  # the order of first admission; the highest is preempted first
     behind: "tuple[Sequence, int] | None" = None  # who computes a prefix of it first, and how many blocks that is
-    flying: bool = False  # in a batch that is launched and not committed
+    flying: int = 0  # flights in the air that it is in
     computed: int = 0
+    launched: int = 0
+    row: int = -1
+    sound: bool = False  # a token was sampled since it started: all that it then read is finite
     lease: Lease | None = None
     shared: int = 0
     blocks: int = 0
@@ -65,8 +73,13 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is wanted before the next one can be sampled."""
-        return len(self.tokens) - self.computed
+        """Known tokens that no step computes yet; the next one is sampled by the step that computes the last."""
+        return len(self.tokens) - self.launched
+
+    @property
+    def launchable(self) -> bool:
+        """Whether a step can compute more of it: never the last token, after which nothing is sampled."""
+        return self.launched + 1 < self.tokens_max
 
     @property
     def emitted(self) -> int:
@@ -97,7 +110,8 @@ class Sequence:
 
     def rewind(self) -> None:
         """Forgets all KV: it has to be matched or computed again. The blocks are the caller's to free before."""
-        self.computed = self.shared = self.blocks = 0
+        self.computed = self.launched = self.shared = self.blocks = 0
+        self.sound = False
         self.lease = None
 
 

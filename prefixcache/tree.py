@@ -191,6 +191,8 @@ class Tree:
         ] = []  # the furthest above its floor first; those that a scope no longer has are skipped
         self._ranked = 0
         self._roots: dict[Namespace, _Root] = {}  # those that can be found
+        self._hidden: dict[_Node, bytes] = {}  # forgotten nodes and what their parents call them
+        self._hid = 0
         self._tick = 0
         self._cached = 0
         self._pinned = 0
@@ -319,15 +321,39 @@ class Tree:
         if root is not None:
             self._wipe(root, "clear")
 
+    def forget(self, lease: Lease, blocks: int) -> None:
+        """Makes what the lease reads behind its first `blocks`, and all that hangs below it, unfindable at once.
+
+        Leases on it go on, and may grow. It is evicted in its turn, as if it were found no more by chance.
+        """
+        assert lease._root is not None, "the lease is released"
+        node, start = lease._node, len(lease.blocks) - len(lease._node.blocks)
+        while start > blocks:
+            assert node.parent is not None
+            node = node.parent
+            start -= len(node.blocks)
+        if start + len(node.blocks) <= blocks or node in self._hidden:
+            return  # nothing is behind, or it was forgotten with what is before it
+        if start < blocks:
+            self._split(node, blocks - start)
+        parent = node.parent
+        assert parent is not None
+        parent.disown(self._key(node))
+        self._hid += 1
+        self._hidden[node] = self._key(node) + self._hid.to_bytes(8, "big")  # longer than any key that is looked up
+        parent.adopt(self._key(node), node)
+
     def check(self) -> None:
         """Raises AssertionError where the structure or a sum is wrong. Costs a walk over everything."""
         blocks: set[int] = set()
+        hidden: set[_Node] = set()
         sums = [0, 0, 0]
         for scope in [self._wiped, *self._scopes.values()]:
             for root in scope.roots:
                 assert root.scope is scope
                 assert (self._roots.get(root.namespace) is root) != (scope is self._wiped)
                 cached, pinned, shared = self._check_root(root, blocks)
+                hidden.update(node for node in _below(root) if node in self._hidden)
                 assert (cached, pinned) == (root.cached, root.pinned), f"{root.namespace}: {cached}, {pinned}"
                 sums = [sums[0] + cached, sums[1] + pinned, sums[2] + shared]
             assert scope.cached == sum(root.cached for root in scope.roots)
@@ -337,6 +363,7 @@ class Tree:
             assert scope is self._wiped or not scope.unpinned or self._is_ranked(scope), "a scope can never be evicted"
         assert sums == [self._cached, self._pinned, self._shared], f"{sums}"
         assert len(blocks) == self._cached <= self._blocks
+        assert hidden == self._hidden.keys(), "a node that is gone is still hidden"
         assert not _CHILDLESS
 
     # Inside
@@ -410,8 +437,8 @@ class Tree:
         return upper
 
     def _key(self, node: _Node) -> bytes:
-        """Its parent's name for it: the bytes of its first block."""
-        return bytes(node.label[: self._block_bytes])
+        """Its parent's name for it: the bytes of its first block, unless it is forgotten."""
+        return self._hidden.get(node) or bytes(node.label[: self._block_bytes])
 
     def _append(self, root: _Root, node: _Node, label: bytes, blocks: list[int]) -> _Node:
         """Puts new, pinned blocks below `node`: on its own edge where only this lease reaches it, else on a new one."""
@@ -526,6 +553,7 @@ class Tree:
             parent = node.parent
             assert parent is not None
             parent.disown(self._key(node))
+            self._hidden.pop(node, None)
             heappop(root.leaves)
             self._offer(root, parent)
         self._count(root, cached=-len(freed))

@@ -12,7 +12,8 @@ import msgspec
 
 from engine.batch import Sampled
 from engine.blocks import Blocks
-from engine.scheduler import Limits, Plan, Scheduler
+from engine.budget import Limits
+from engine.scheduler import Plan, Scheduler
 from engine.sequence import Door, Refused, Sequence, Stage
 from engine.wire import Finish, FinishReason, Progress, Sampling, Scope, ScopeKind, Started, Submit, TokenLogprobs
 from prefixcache.tree import Share, Tree
@@ -49,7 +50,7 @@ class Simulation:
         self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids)
         self.tree = Tree(blocks, block_tokens, share)
         self.account = Blocks(blocks)
-        self.limits = Limits(step_tokens, sequences, waiting)
+        self.limits = Limits(step_tokens, step_tokens, sequences, waiting)
         self.seconds = 0.0
         self.scheduler = Scheduler(self.tree, self.account, self.limits, lambda: self.seconds)
         self.door = Door(

@@ -48,11 +48,15 @@ class StampFlight:
 
 
 class Stamps:
-    """A runner (engine.batch.Runs). Set `claims` before a launch, one per slice, to have ownership checked as well."""
+    """A runner (engine.replica.Served). Set `claims` before a launch, one per slice, to have ownership checked too."""
 
     revision = "stamp-1"
     kv_layout = "stamps"
     weights_bytes = 0
+    depth = 1
+    costs = None
+    step_tokens = prompt_step_tokens = 512
+    sequences = 64
 
     def __init__(
         self,
@@ -194,8 +198,9 @@ class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TemperedStamps(Stamps):
     """Stamps that take their time, or fail."""
 
-    def __init__(self, temper: Temper, block_tokens: int, beat: Callable[[], None]) -> None:
-        super().__init__(temper.blocks, block_tokens, temper.context_tokens, temper.vocabulary, temper.stop_ids)
+    def __init__(self, temper: Temper, model: ModelSpec, beat: Callable[[], None]) -> None:
+        super().__init__(temper.blocks, model.block_tokens, temper.context_tokens, temper.vocabulary, temper.stop_ids)
+        self.sequences = model.sequences or self.sequences
         self._temper = temper
         self._beat = beat
         self._step = 0
@@ -215,7 +220,7 @@ def main(argv: list[str]) -> int:
     temper = msgspec.json.decode(argv[1], type=Temper) if len(argv) > 1 else Temper()
 
     def open_stamps(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> TemperedStamps:
-        return TemperedStamps(temper, model.block_tokens, beat)
+        return TemperedStamps(temper, model, beat)
 
     bounds = replica.Bounds(drain_s=temper.drain_s, unsent_bytes=temper.unsent_bytes, connections=temper.connections)
     return replica.run(replica.parse_spec(argv[0]), open_stamps, bounds)

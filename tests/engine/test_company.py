@@ -7,8 +7,9 @@ from importlib.resources import files
 import pytest
 
 from engine.blocks import Blocks
+from engine.budget import Limits
 from engine.runner import Runner
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Door
 from engine.wire import ModelSpec, Sampling, Scope, ScopeKind, Submit
 from prefixcache.tree import Tree
@@ -38,7 +39,7 @@ class Turns:
     def __init__(self, runner: Runner, blocks: int, step_tokens: int) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
-            Tree(blocks, BLOCK_TOKENS), Blocks(blocks), Limits(step_tokens, 8, 64), clock=lambda: 0.0
+            Tree(blocks, BLOCK_TOKENS), Blocks(blocks), Limits(step_tokens, step_tokens, 8, 64), clock=lambda: 0.0
         )
         self.door = Door(runner.revision, runner.kv_layout, BLOCK_TOKENS, 512, runner.vocabulary, frozenset())
         self.texts: dict[int, list[int]] = {}

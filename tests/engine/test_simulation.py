@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import scheduler
 from tests.engine import simulation as simulated
 from tests.engine.simulation import Chaos
 
@@ -56,8 +57,8 @@ BREAKS = {
     "a lease is never released": ("scheduler", "self._blocks.give(self._tree.release(sequence.lease))", "pass"),
     "one token of the prefix is skipped": (
         "scheduler",
-        "sequence.computed = len(cached) * self._block_tokens",
-        "sequence.computed = len(cached) * self._block_tokens + 1",
+        "sequence.launched = len(cached) * self._block_tokens",
+        "sequence.launched = len(cached) * self._block_tokens + 1",
     ),
     "blocks are freed while they are read": ("scheduler", "if sequence.flying:", "if False:"),
     "preemption keeps its blocks": ("sequence", "self.shared = self.blocks = 0", "self.shared = 0"),
@@ -71,7 +72,7 @@ BREAKS = {
         "if sequence.ticket < 0:\n            self._first",
         "if 1:\n            self._first",
     ),
-    "the budget is overrun": ("scheduler", "min(sequence.pending - 1, left - kept)", "sequence.pending - 1"),
+    "the budget is overrun": ("budget", "min(sequence.pending - 1, rows - kept)", "sequence.pending - 1"),
 }
 
 
@@ -95,8 +96,8 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
     broken = types.ModuleType(f"broken_{name}")
     monkeypatch.setitem(sys.modules, broken.__name__, broken)
     exec(compile(source.replace(right, wrong), broken.__name__, "exec"), broken.__dict__)
-    for kept in ("Refused", "Stage"):  # what the unbroken modules raise and compare
+    for kept in {"Refused", "Stage"} & original.__dict__.keys():  # what the unbroken modules raise and compare
         broken.__dict__[kept] = getattr(original, kept)
-    for replaced in ("Scheduler", "Door"):
+    for user, replaced in ((simulated, "Scheduler"), (simulated, "Door"), (scheduler, "Budget")):
         if replaced in broken.__dict__:
-            monkeypatch.setattr(simulated, replaced, broken.__dict__[replaced])
+            monkeypatch.setattr(user, replaced, broken.__dict__[replaced])

@@ -1,0 +1,123 @@
+"""How many rows a step may have, and who gets them. It knows counts and costs, not texts, blocks or why a step failed.
+
+The bound on the time between tokens: while some sequence decodes, a step is predicted to take at most `gap_ms`, unless
+its prompts have no more than PROMPT_ROWS_MIN rows beyond one for each: with fewer they would hardly move. What decodes
+alone take is nobody's to bound here. Without measured costs `step_tokens` is the only bound.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Final
+
+from engine.costs import Costs
+from engine.sequence import Sequence
+
+PROMPT_ROWS_MIN: Final = 64
+_RECOVERY: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a scheduler keeps to.
+
+    step_tokens         the most rows of a step in which some sequence decodes,
+    prompt_step_tokens  and of one in which none does; no less.
+    sequences           running at once.
+    waiting             in the queue at once.
+    gap_ms              see the module; only where there are costs.
+    """
+
+    step_tokens: int
+    prompt_step_tokens: int
+    sequences: int
+    waiting: int
+    gap_ms: float = 0.0
+    costs: Costs | None = None
+
+
+class Budget:
+    """The rows of the next step. Where a device had too little memory for a step, the next ones are smaller."""
+
+    def __init__(self, limits: Limits) -> None:
+        assert 0 < limits.step_tokens <= limits.prompt_step_tokens
+        self._limits = limits
+        self._rows_max = limits.prompt_step_tokens
+
+    @property
+    def rows_max(self) -> int:
+        """The most rows that a step may have for its memory's sake."""
+        return self._rows_max
+
+    def halve(self, rows: int) -> None:
+        """A step of so many rows did not fit: the next has at most half."""
+        self._rows_max = max(1, min(self._rows_max, rows) // 2)
+
+    def recover(self) -> None:
+        """A step did fit: the next may be a sixteenth larger."""
+        if self._rows_max < self._limits.prompt_step_tokens:
+            larger = self._rows_max + max(1, self._rows_max // _RECOVERY)
+            self._rows_max = min(larger, self._limits.prompt_step_tokens)
+
+    def rows(self, running: Items[Sequence]) -> int:
+        """About how many rows a step of these and of prompts beside them may have, what the prompts read left out."""
+        decoding = [sequence for sequence in running if sequence.pending <= 1]
+        most, costs = self._most(bool(decoding)), self._limits.costs
+        least = len(running) + PROMPT_ROWS_MIN
+        if costs is None or not decoding or most <= least:
+            return most
+        left_us = self._limits.gap_ms * 1e3 - _keys(decoding) * costs.key_us
+        return least + max(0, bisect_right(range(least, most + 1), left_us, key=costs.rows_us) - 1)
+
+    def share(self, sequences: Items[Sequence]) -> dict[Sequence, int]:
+        """How many tokens beyond its first each prompt among these, oldest first, computes in a step of them all."""
+        prompts = [sequence for sequence in sequences if sequence.pending > 1]
+        if not prompts:
+            return {}
+        decoding = [sequence for sequence in sequences if sequence.pending <= 1]
+        wanted = sum(sequence.pending - 1 for sequence in prompts)
+        most = min(self._most(bool(decoding)) - len(sequences), wanted)
+        costs = self._limits.costs
+        if costs is not None and decoding and most > PROMPT_ROWS_MIN:
+            decoding_us = _keys(decoding) * costs.key_us
+
+            def step_us(extra: int) -> float:
+                pairs = sum(_pairs(prompt, 1 + count) for prompt, count in _shares(prompts, extra).items())
+                return costs.rows_us(len(sequences) + extra) + decoding_us + pairs * costs.prompt_pair_us
+
+            fitting = bisect_right(range(PROMPT_ROWS_MIN, most + 1), self._limits.gap_ms * 1e3, key=step_us)
+            most = PROMPT_ROWS_MIN + max(0, fitting - 1)
+        return _shares(prompts, most)
+
+    def _most(self, decoding: bool) -> int:
+        limits = self._limits
+        return min(self._rows_max, limits.step_tokens if decoding else limits.prompt_step_tokens)
+
+
+def _keys(decoding: Items[Sequence]) -> int:
+    return sum(sequence.launched + 1 for sequence in decoding)
+
+
+def _pairs(prompt: Sequence, count: int) -> int:
+    """How often one of its next `count` rows meets a key, its own included."""
+    return count * prompt.launched + count * (count + 1) // 2
+
+
+def _shares(prompts: Items[Sequence], rows: int) -> dict[Sequence, int]:
+    """So many rows, shared out between prompts, oldest first. No share shrinks where there are more rows.
+
+    The oldest prompt has a right to half of them, the others share the rest, the shortest first: a short prompt is not
+    kept waiting by a long one, and a long one is not starved by short ones.
+    """
+    oldest, *others = prompts
+    kept = min(oldest.pending - 1, rows - rows // 2)
+    extra = {}
+    for sequence in sorted(others, key=_pending):
+        extra[sequence] = min(sequence.pending - 1, rows - kept)
+        rows -= extra[sequence]
+    extra[oldest] = min(oldest.pending - 1, rows)
+    return extra
+
+
+def _pending(sequence: Sequence) -> int:
+    return sequence.pending

@@ -1,0 +1,121 @@
+"""Keeps a runner's device at work: plans, launches, waits for the oldest flight, commits. It knows no sockets.
+
+With two flights in the air the host plans and packs a step while the device computes the one before it; the only thing
+that waits for the device is the landing of a flight.
+"""
+
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from engine.batch import Flight, OutOfDeviceMemory, Runs, Sampled
+from engine.blocks import Blocks
+from engine.budget import Limits
+from engine.log import log
+from engine.scheduler import FLIGHTS_MAX, Plan, Scheduler
+from engine.wire import ModelSpec
+from prefixcache.tree import Share, Tree
+
+
+class Lost:
+    """A flight that did not take off."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> Sampled:
+        raise self._error
+
+
+class Loop:
+    """`turn` after turn; between two of them sequences may come and go. `failures` is how many steps failed in a row,
+    those that found too little memory not counted."""
+
+    def __init__(self, runner: Runs, scheduler: Scheduler) -> None:
+        assert 1 <= runner.depth <= FLIGHTS_MAX
+        self.failures = 0
+        self._runner = runner
+        self._scheduler = scheduler
+        self._flights: deque[tuple[Plan, Flight]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a turn would do nothing."""
+        return self._scheduler.idle and not self._flights
+
+    def turn(self) -> bool:
+        """Launches until as many flights are in the air as the runner takes, then lands the oldest of them.
+
+        Where a launch fails all of them land: what comes next must not build on it. False when there was nothing to do.
+        """
+        while len(self._flights) < self._runner.depth and (plan := self._scheduler.next_batch()) is not None:
+            flight = self._launch(plan)
+            self._flights.append((plan, flight))
+            if isinstance(flight, Lost):
+                while self._flights:
+                    self._land()
+                return True
+        if not self._flights:
+            return False
+        self._land()
+        return True
+
+    def _launch(self, plan: Plan) -> Flight:
+        try:
+            return self._runner.launch(plan.packed)
+        except Exception as error:
+            return Lost(error)
+
+    def _land(self) -> None:
+        plan, flight = self._flights.popleft()
+        try:
+            sampled = flight.wait()
+        except OutOfDeviceMemory as error:
+            self._retry_smaller(plan, error)
+        except Exception as error:
+            self._fail(plan, error)
+        else:
+            self.failures = 0
+            self._scheduler.commit(plan, sampled)
+
+    def _retry_smaller(self, plan: Plan, error: OutOfDeviceMemory) -> None:
+        """What was launched behind it computed with what it did not: that lands for nothing."""
+        for _, younger in self._flights:
+            with suppress(Exception):
+                younger.wait()
+        self._flights.clear()
+        rows_max = self._scheduler.retry_smaller(plan)
+        log(
+            "step_out_of_memory",
+            sequences=len(plan.sequences),
+            rows=sum(plan.chunks),
+            next_rows_at_most=rows_max,
+            error=repr(error)[:200],
+        )
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        self.failures += 1
+        where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+        log(
+            "step_failed",
+            sequences=len(plan.sequences),
+            failures=self.failures,
+            error=repr(error)[:200],
+            where=where,
+        )
+        self._scheduler.fail(plan, "the model failed in this step; send the request again")
+
+
+def open_scheduler(runner: Runs, model: ModelSpec, clock: Callable[[], float]) -> Scheduler:
+    """A scheduler for all of a runner's blocks, within what the runner and the model's settings allow."""
+    share = Share(model.scope_floor_blocks, model.scope_cap_blocks)
+    limits = Limits(
+        step_tokens=runner.step_tokens,
+        prompt_step_tokens=runner.prompt_step_tokens,
+        sequences=runner.sequences,
+        waiting=model.waiting,
+        gap_ms=model.gap_ms,
+        costs=runner.costs,
+    )
+    return Scheduler(Tree(runner.blocks, runner.block_tokens, share), Blocks(runner.blocks), limits, clock)
