@@ -17,8 +17,12 @@ from engine.kernels.reference import KEY_STEP
 from engine.kv import KvPool, KvShape
 from engine.model.config import ModelConfig, read_config
 from engine.model.decoder import Decoder
+from engine.model.layers import Parameters
 from engine.sampler import sample
-from engine.weights.load import Checkpoint, load, weights_bytes
+from engine.weights.assembly import weights_bytes
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.load import load
+from engine.weights.random import random_parameters, random_revision
 from engine.weights.storage import Dense
 from engine.wire import ModelSpec
 
@@ -92,10 +96,9 @@ class Runner:
         config = read_config(folder)
         ops = pick("cpu" if device == "auto" else device)
         context_tokens = _context_tokens(model, config)
-        checkpoint = Checkpoint(folder)
         dtype = _dtype(model.dtype, config)
         with torch.inference_mode():
-            parameters = load(checkpoint, config, dtype, beat)
+            parameters, revision = _parameters(model, config, dtype, torch.device("cpu"), beat)
             shape = KvShape.of(config, model.block_tokens, dtype)
             blocks = _blocks(model, shape, context_tokens)
             pool = KvPool(shape, blocks)
@@ -106,7 +109,7 @@ class Runner:
             blocks * shape.block_tokens // context_tokens, context_tokens,
         )  # fmt: skip
         return cls(
-            config, decoder, pool, context_tokens, checkpoint.revision(), weights_bytes(parameters),
+            config, decoder, pool, context_tokens, revision, weights_bytes(parameters),
             model.step_tokens or _STEP_TOKENS, model.sequences or _SEQUENCES, beat,
         )  # fmt: skip
 
@@ -119,6 +122,17 @@ class Runner:
         assert 0 <= batch.tables_SW.min() <= batch.tables_SW.max() < self.blocks, "a block past the pool"
         logits_RV = self._decoder.forward(batch, self._pool, self._beat)
         return Landed(sample(logits_RV, batch))
+
+
+def _parameters(
+    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None]
+) -> tuple[Parameters, str]:
+    """What the folder holds, or made up, and the revision that names it."""
+    folder = Path(model.folder)
+    if model.random_weights:
+        return random_parameters(config, dtype, device, beat), random_revision(folder)
+    checkpoint = Checkpoint(folder)
+    return load(checkpoint, config, dtype, device, beat), checkpoint.revision()
 
 
 def _context_tokens(model: ModelSpec, config: ModelConfig) -> int:

@@ -377,7 +377,7 @@ def learn(model: Ember, asked: argparse.Namespace, reach: Any, made: Any) -> dic
         starts = torch.from_numpy(batch.starts).to(device, non_blocking=True)
         with torch.autocast("cuda", torch.bfloat16):
             weighted, plain = loss_of(tokens, said, starts, batch.longest, cos, sin)
-        weighted.backward()  # type: ignore[no-untyped-call]
+        weighted.backward()
         share = rate(progress, asked.falls)
         muon.step(asked.muon_rate * share)
         for group in adam.param_groups:

@@ -14,7 +14,9 @@ from engine.model.config import Rope
 
 
 class Linear(Protocol):
-    """A stored weight that can multiply: x_TK → [T, N]. How it is stored is its own business."""
+    """A stored weight that can multiply: x_TK → [T, N]. How it is stored is its own business; it takes `bytes`."""
+
+    bytes: int
 
     def __call__(self, x_TK: Tensor) -> Tensor: ...
 

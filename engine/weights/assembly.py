@@ -1,0 +1,80 @@
+"""Tensors by parameter name → the parameters of a decoder. It knows the name table, and no files."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from engine.model.layers import Layer, Linear, Parameters
+from engine.weights.names import Entry, entries
+from engine.weights.storage import Dense
+
+
+def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """A tensor per entry of the name table, sources below each other, not yet written. Norms are float32."""
+    return {
+        entry.parameter: torch.empty(_shape(entry), dtype=_dtype(entry, dtype), device=device)
+        for entry in entries(config)
+    }
+
+
+def assemble(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> Parameters:
+    """Takes the tensors out of `tensors` one by one, so that what a linear layer packs anew is let go at once. Calls
+    `beat` after each layer."""
+    embedding = tensors.pop("embedding")
+    layers = []
+    for index in range(config.layers):
+        layers.append(_layer(config, tensors, f"layers.{index}."))
+        beat()
+    head = Dense(embedding) if config.tied_head else _linear(tensors, "head")
+    return Parameters(embedding, layers, tensors.pop("norm"), head)
+
+
+def planned_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What the tensors of `allocate` will occupy."""
+    return sum(_shape(entry).numel() * _dtype(entry, dtype).itemsize for entry in entries(config))
+
+
+def weights_bytes(parameters: Parameters) -> int:
+    """What the parameters occupy in memory; a tied head's packed copy counts, for it is one."""
+    tensors, linears = [parameters.embedding, parameters.norm], [parameters.head]
+    for layer in parameters.layers:
+        tensors += [layer.attention_norm, layer.mlp_norm]
+        tensors += [] if layer.qk_norm is None else [layer.qk_norm]
+        linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+    return sum(tensor.nbytes for tensor in tensors) + sum(linear.bytes for linear in linears)
+
+
+def is_norm(entry: Entry) -> bool:
+    return entry.parameter.endswith("norm")
+
+
+def _dtype(entry: Entry, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if is_norm(entry) else dtype
+
+
+def _shape(entry: Entry) -> torch.Size:
+    rows = sum(source.shape[0] for source in entry.sources)
+    return torch.Size((rows, *entry.sources[0].shape[1:]))
+
+
+def _layer(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> Layer:
+    return Layer(
+        attention_norm=tensors.pop(ours + "attention_norm"),
+        qkv=_linear(tensors, ours + "qkv"),
+        qk_norm=_each_head(config, tensors, ours) if config.qk_norm else None,
+        output=_linear(tensors, ours + "output"),
+        mlp_norm=tensors.pop(ours + "mlp_norm"),
+        gate_up=_linear(tensors, ours + "gate_up"),
+        down=_linear(tensors, ours + "down"),
+    )
+
+
+def _linear(tensors: dict[str, Tensor], name: str) -> Linear:
+    return Dense(tensors.pop(name + ".weight"), tensors.pop(name + ".bias", None))
+
+
+def _each_head(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> Tensor:
+    q_norm, k_norm = tensors.pop(ours + "q_norm"), tensors.pop(ours + "k_norm")
+    return torch.cat((q_norm.expand(config.heads, -1), k_norm.expand(config.kv_heads, -1)))

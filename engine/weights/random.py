@@ -1,0 +1,51 @@
+"""Parameters made up on the device, of any config's shapes: for measuring where nothing but a config.json is at hand.
+
+They say nothing sensible. It reads no weights and knows no checkpoint names.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.model.layers import Parameters
+from engine.weights.assembly import allocate, assemble, is_norm
+from engine.weights.names import entries
+
+log = logging.getLogger(__name__)
+
+_SIGMA: Final = 0.02
+
+
+def random_parameters(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0
+) -> Parameters:
+    """Norms are 1, all else is drawn from N(0, 0.02). Equal arguments on equal hardware give equal parameters."""
+    started = time.monotonic()
+    tensors = allocate(config, dtype, device)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    generator = torch.Generator(device).manual_seed(seed)
+    for entry in entries(config):
+        tensor = tensors[entry.parameter]
+        if is_norm(entry):
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, _SIGMA, generator=generator)
+        beat()
+    parameters = assemble(config, tensors, beat)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    log.info("made %.1f MB of random weights in %.2f s", total / 1e6, time.monotonic() - started)
+    return parameters
+
+
+def random_revision(folder: Path, seed: int = 0) -> str:
+    """Names what `random_parameters` makes of the folder's config.json."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest.update(seed.to_bytes(8, "little"))
+    return f"random-{digest.hexdigest()[:32]}"
