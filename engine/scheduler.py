@@ -203,11 +203,11 @@ class Scheduler:
             if row >= 0 and tokens_R[row] < 0:
                 self._end_not_finite(sequence)
                 continue
+            sequence.sound += row >= 0
             sequence.computed = computed = sequence.computed + chunk
             if computed // self._block_tokens > sequence.shared:
                 self._cache(sequence)
             if row >= 0:
-                sequence.sound = True
                 self._emit(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
         self._steps += 1
         self._counters["computed_tokens"] += int(plan.packed[0])
@@ -412,6 +412,7 @@ class Scheduler:
             else:
                 self._blocks.give(spare)
             sequence.table[:full] = sequence.lease.blocks
+            sequence.sound = -sequence.flying  # what is in the air still reads ours
         sequence.shared = full
 
     def _emit(self, sequence: Sequence, token: int, chosen: tuple[float, list[int], list[float]] | None) -> None:
@@ -430,7 +431,7 @@ class Scheduler:
 
     def _end_not_finite(self, sequence: Sequence) -> None:
         """Ends it with an error. What it read is not matched again, except what a sampled token speaks for."""
-        if sequence.lease is not None and not sequence.sound:
+        if sequence.lease is not None and sequence.sound <= 0:
             self._tree.forget(sequence.lease, self._proven(sequence))
         self._counters["not_finite"] += 1
         log("not_finite", computed=sequence.computed, emitted=sequence.emitted)
@@ -439,7 +440,7 @@ class Scheduler:
     def _proven(self, suspect: Sequence) -> int:
         """How many of its first blocks another one reads whose tokens are sampled from finite numbers."""
         blocks = suspect.table[: suspect.shared]
-        others = [other for other in self._running if other.sound and other.namespace == suspect.namespace]
+        others = [other for other in self._running if other.sound > 0 and other.namespace == suspect.namespace]
         return max((_common(blocks, other.table[: other.shared]) for other in others), default=0)
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:

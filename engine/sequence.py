@@ -65,7 +65,7 @@ class Sequence:
     computed: int = 0
     launched: int = 0
     row: int = -1
-    sound: bool = False  # a token was sampled since it started: all that it then read is finite
+    sound: int = 0  # tokens sampled from finite numbers, each from all the KV that its table now names
     lease: Lease | None = None
     shared: int = 0
     blocks: int = 0
@@ -111,7 +111,7 @@ class Sequence:
     def rewind(self) -> None:
         """Forgets all KV: it has to be matched or computed again. The blocks are the caller's to free before."""
         self.computed = self.launched = self.shared = self.blocks = 0
-        self.sound = False
+        self.sound = 0
         self.lease = None
 
 

@@ -5,15 +5,18 @@ After every step it checks all pools, who reads which block, and that each token
 
 import random
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.batch import Sampled
+from engine.batch import Flight, Int32s, OutOfDeviceMemory, Sampled, unpack
 from engine.blocks import Blocks
 from engine.budget import Limits
-from engine.scheduler import Plan, Scheduler
+from engine.costs import Costs
+from engine.loop import Loop
+from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY, Plan, Scheduler
 from engine.sequence import Door, Refused, Sequence, Stage
 from engine.wire import Finish, FinishReason, Progress, Sampling, Scope, ScopeKind, Started, Submit, TokenLogprobs
 from prefixcache.tree import Share, Tree
@@ -32,8 +35,35 @@ class Heard:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with one launch: it raises `error`, or lands with it, or its row `glitch` is not finite."""
+
+    error: Exception | None = None
+    late: bool = False
+    glitch: int | None = None
+
+
+@dataclass(slots=True)
+class SimulatedFlight:
+    """Lets things happen while it is in the air."""
+
+    meanwhile: Callable[[], None]
+    outcome: Sampled | Exception
+
+    def wait(self) -> Sampled:
+        self.meanwhile()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
 class Simulation:
-    """Set sizes, submit, step; `heard` has what came back. The clock is one second per step."""
+    """Set sizes, submit, step; `heard` has what came back. The clock is one second per step.
+
+    It is the runner of its loop, and hands every launch to the stamps, which check every slot. `misfortune` says what
+    goes wrong with the next launch, `meanwhile` is called before each landing.
+    """
 
     def __init__(
         self,
@@ -46,13 +76,24 @@ class Simulation:
         stop_ids: Items[int] = (),
         context_tokens: int = 4096,
         share: Share | None = None,
+        depth: int = 1,
+        prompt_step_tokens: int | None = None,
+        costs: Costs | None = None,
+        gap_ms: float = 0.0,
     ) -> None:
         self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids)
         self.tree = Tree(blocks, block_tokens, share)
         self.account = Blocks(blocks)
-        self.limits = Limits(step_tokens, step_tokens, sequences, waiting)
+        self.depth = depth
+        self.blocks, self.block_tokens, self.costs = blocks, block_tokens, costs
+        self.step_tokens, self.prompt_step_tokens = step_tokens, prompt_step_tokens or step_tokens
+        self.sequences = sequences
+        self.misfortune: Callable[[], Fault] = Fault
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.limits = Limits(step_tokens, self.prompt_step_tokens, sequences, waiting, gap_ms, costs)
         self.seconds = 0.0
         self.scheduler = Scheduler(self.tree, self.account, self.limits, lambda: self.seconds)
+        self.loop = Loop(self, self.scheduler)
         self.door = Door(
             self.stamps.revision,
             self.stamps.kv_layout,
@@ -65,6 +106,10 @@ class Simulation:
         self.gone: set[int] = set()
         self._asked: dict[Sequence, Submit] = {}
         self._numbers: dict[object, int] = {}
+        self._lost: set[Sequence] = set()  # what is launched for them builds on a step that is never done
+        self._not_finite: dict[Sequence, set[int]] = {}  # what was read of that kind
+        self._wrong: list[Exception] = []
+        self._smallest: set[Sequence] = set()  # those whose step of one row had too little memory
 
     def submit(
         self,
@@ -95,24 +140,53 @@ class Simulation:
         return entries
 
     def plan(self) -> Plan | None:
-        plan = self.scheduler.next_batch()
-        if plan is not None:
-            self._assert_within_limits(plan)
-            self._assert_scopes_disjoint(plan)
-        return plan
+        return self.scheduler.next_batch()
 
     def fly(self, plan: Plan) -> Sampled:
-        """Runs the plan on the stamps, which check every slot against the plan's sequences."""
+        """Launches what was planned last, and lands it."""
+        return self.launch(plan.packed).wait()
+
+    def launch(self, packed: Int32s) -> Flight:
+        """Runs the step on the stamps, which check every slot against the plan's sequences."""
+        plan = self.scheduler._flights[-1]
+        assert plan.packed is packed
+        fault = self.misfortune()
+        if len(self.scheduler._flights) == 1:
+            self._lost = set()
+        if isinstance(fault.error, OutOfDeviceMemory) and sum(plan.chunks) == 1:
+            self._smallest.add(plan.sequences[0])
+        if fault.error is not None:
+            if not fault.late:
+                raise fault.error
+            self.stamps.lose(packed)
+            self._lost = set(plan.sequences)
+            return SimulatedFlight(self.meanwhile, fault.error)
+        try:
+            return SimulatedFlight(self.meanwhile, self._compute(plan, fault.glitch))
+        except Exception as error:
+            self._wrong.append(error)  # which the loop takes for a step that failed
+            raise
+
+    def _compute(self, plan: Plan, glitch: int | None) -> Sampled:
+        self._assert_within_limits(plan)
+        self._assert_scopes_disjoint(plan)
+        self._assert_flights_apart()
         self.stamps.claims = [self._claim(sequence) for sequence in plan.sequences]
-        return self.stamps.launch(plan.packed).wait()
+        self.stamps.glitch, self._lost = glitch, set()
+        sampled = self.stamps.launch(plan.packed).wait()
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            if row >= 0 and sampled.tokens_R[row] < 0:
+                slots = (~self.stamps.finite_K).nonzero()[0]
+                self._not_finite.setdefault(sequence, set()).update((slots // self.block_tokens).tolist())
+        return sampled
 
     def step(self) -> bool:
         """One turn of the loop; False when nothing could run."""
-        plan = self.plan()
-        if plan is not None:
-            self.scheduler.commit(plan, self.fly(plan))
+        turned = self.loop.turn()
+        if self._wrong:
+            raise self._wrong[0]
         self.listen()
-        return plan is not None
+        return turned
 
     def listen(self) -> None:
         """Takes the news and checks everything."""
@@ -125,7 +199,7 @@ class Simulation:
     def run(self, steps: int = 10_000) -> None:
         """Until nothing is left to do."""
         for _ in range(steps):
-            if self.scheduler.idle:
+            if self.loop.idle:
                 return
             assert self.step(), "sequences wait and nothing can run"
         raise AssertionError(f"not done after {steps} steps")
@@ -144,6 +218,7 @@ class Simulation:
             expected, reason = self.expected(entry)
             assert entry.finish.completion_tokens == len(entry.tokens)
             if entry.finish.reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+                assert entry.finish.message != OUT_OF_MEMORY or entry.sequence in self._smallest
                 assert entry.tokens == expected[: len(entry.tokens)]
             else:
                 assert (entry.tokens, entry.finish.reason) == (expected, reason)
@@ -183,10 +258,13 @@ class Simulation:
             entry = self.heard[owner, finish.id]
             assert entry.finish is None, "finished twice"
             entry.finish = finish
+            if finish.message == NOT_FINITE:
+                self._assert_not_matched_again(entry.sequence)
 
     def _claim(self, sequence: Sequence) -> Claim:
         owner = self._owner(sequence)
-        return Claim(self._number(owner), self._number(sequence), shares=owner is not sequence)
+        lost = sequence in self._lost
+        return Claim(self._number(owner), self._number(sequence), shares=owner is not sequence, lost=lost)
 
     def _owner(self, sequence: Sequence) -> object:
         """Who may read the sequence's KV, by what was asked for: the sequence alone, or all of one scope and epoch."""
@@ -197,7 +275,8 @@ class Simulation:
         return self._numbers.setdefault(thing, len(self._numbers))
 
     def _assert_within_limits(self, plan: Plan) -> None:
-        assert sum(plan.chunks) <= self.limits.step_tokens
+        assert sum(plan.chunks) <= self.limits.prompt_step_tokens
+        assert max(plan.chunks) > 1 or len(plan.chunks) <= self.limits.step_tokens
         assert len(plan.sequences) <= self.limits.sequences
         assert min(plan.chunks) >= 1
 
@@ -208,6 +287,27 @@ class Simulation:
             for block in sequence.table[: sequence.blocks].tolist():
                 assert owner_of.setdefault(block, owner) == owner, f"block {block} is in two scopes"
 
+    def _assert_flights_apart(self) -> None:
+        """What a flight writes, the one before it neither reads nor writes for others."""
+        older, younger = ([None, *self.scheduler._flights])[-2:]
+        if older is None:
+            return
+        writers: dict[int, Sequence] = {}
+        batch = unpack(younger.packed)
+        for index, sequence in enumerate(younger.sequences):
+            start, end = batch.query_starts_S1[index : index + 2].tolist()
+            writers |= {slot // self.block_tokens: sequence for slot in batch.slots_T[start:end].tolist()}
+        batch = unpack(older.packed)
+        for index, sequence in enumerate(older.sequences):
+            for block in batch.tables_SW[index, : -(-int(batch.contexts_S[index]) // self.block_tokens)].tolist():
+                assert writers.get(block, sequence) is sequence, f"block {block} is written while it is read"
+
+    def _assert_not_matched_again(self, sequence: Sequence) -> None:
+        if sequence.namespace is not None:
+            lease = self.tree.match(sequence.namespace, sequence.tokens[:-1])
+            assert self._not_finite[sequence].isdisjoint(lease.blocks), "what is not finite can be found"
+            self.account.give(self.tree.release(lease))
+
 
 TENANTS = [Scope(ScopeKind.TENANT, bytes([letter]) * 16) for letter in b"abc"]
 SCOPES = [*TENANTS, Scope(ScopeKind.USER, b"a" * 16), Scope(ScopeKind.TENANT, b"a" * 16, 1), Scope()]
@@ -216,13 +316,14 @@ SCOPES += [Scope(account=b"a" * 16), Scope(ScopeKind.PUBLIC, b"p" * 16, account=
 
 class Chaos:
     """One random life of a replica: arrivals that share prefixes across scopes, cancels, leaving owners, preemptions,
-    failing steps, tiny pools. Everything follows from the seed."""
+    failing steps, devices without memory, numbers that are not finite, tiny pools. Everything follows from the seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = pick = random.Random(seed)
         block_tokens = pick.choice([1, 2, 3, 4])
         self.vocabulary = pick.choice([3, 7, 50])
-        self.simulation = Simulation(
+        self.simulation = simulation = Simulation(
+            depth=pick.choice([1, 2, 2]),
             blocks=pick.randint(3, 30),
             block_tokens=block_tokens,
             step_tokens=pick.choice([1, 2, 5, 8, 16]),
@@ -236,31 +337,36 @@ class Chaos:
         self.scopes = pick.sample(SCOPES, pick.randint(1, 4))
         self.arrivals = pick.randint(2, 10)
         self.unrest = pick.choice([0.0, 0.1, 0.3])
+        self.poverty = pick.choice([0.0, 0.0, 0.2, 0.7])
+        simulation.misfortune, simulation.meanwhile = self._fault, self._meanwhile
         self.refused = 0
         self._id = 0
 
     def run(self) -> Simulation:
         pick, simulation = self.random, self.simulation
-        while self.arrivals or not simulation.scheduler.idle:
+        while self.arrivals or not simulation.loop.idle:
             if self.arrivals and pick.random() < 0.5:
                 self.arrivals -= 1
                 self._arrive()
             if pick.random() < self.unrest:
                 self._disturb()
-            plan = simulation.plan()
-            if plan is None:
-                assert simulation.scheduler.idle, "sequences wait and nothing can run"
-            elif pick.random() < self.unrest / 10:
-                simulation.scheduler.fail(plan, "told to")
-            else:
-                sampled = simulation.fly(plan)
-                if pick.random() < self.unrest:
-                    self._leave()  # while the batch is in flight
-                simulation.scheduler.commit(plan, sampled)
-            simulation.listen()
+            assert simulation.step() or simulation.scheduler.idle, "sequences wait and nothing can run"
             assert simulation.seconds < 5000, "no end in sight"
         simulation.assert_all_finished()
         return simulation
+
+    def _fault(self) -> Fault:
+        pick = self.random
+        late = pick.random() < 0.5
+        if pick.random() < self.poverty * self.unrest:
+            return Fault(OutOfDeviceMemory("told to"), late)
+        if pick.random() < self.unrest / 10:
+            return Fault(RuntimeError("told to"), late)
+        return Fault(glitch=pick.randrange(1000) if pick.random() < self.unrest / 5 else None)
+
+    def _meanwhile(self) -> None:
+        if self.random.random() < self.unrest:
+            self._leave()
 
     def _arrive(self) -> None:
         pick = self.random
@@ -287,7 +393,8 @@ class Chaos:
         self._id += n
 
     def _disturb(self) -> None:
-        running = [e.sequence for e in self.simulation.heard.values() if e.sequence.stage == Stage.RUNNING]
+        sequences = [entry.sequence for entry in self.simulation.heard.values()]
+        running = [each for each in sequences if each.stage == Stage.RUNNING and not each.flying]
         if running and self.random.random() < 0.5:
             self.simulation.scheduler.preempt(self.random.choice(running))
         else:

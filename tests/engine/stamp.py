@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from engine.batch import Batch, Int32s, Sampled, unpack
 from engine.wire import ModelSpec, Sampling
 
+NOT_FINITE = -(1 << 40)  # as a token that is read
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 _POWERS = np.cumprod(np.full(1 << 14, 0xD1342543DE82EF95, np.uint64), dtype=np.uint64)
@@ -28,11 +29,15 @@ _POWERS = np.cumprod(np.full(1 << 14, 0xD1342543DE82EF95, np.uint64), dtype=np.u
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who a slice belongs to: a number per scope, one per sequence, and whether it may read others of its scope."""
+    """Who a slice belongs to: a number per scope, one per sequence, and whether it may read others of its scope.
+
+    A lost slice builds on a step that was launched and never done: whatever it reads and gives is rubbish.
+    """
 
     scope: int
     sequence: int
     shares: bool
+    lost: bool = False
 
 
 class IllegalRead(AssertionError):
@@ -48,7 +53,11 @@ class StampFlight:
 
 
 class Stamps:
-    """A runner (engine.replica.Served). Set `claims` before a launch, one per slice, to have ownership checked too."""
+    """A runner (engine.replica.Served). Set `claims` before a launch, one per slice, to have ownership checked too.
+
+    It computes while it launches, but does not say what before it is asked: tokens of −1−r are its own to look up. Set
+    `glitch` to have one row write what is not finite: whoever reads that samples −1.
+    """
 
     revision = "stamp-1"
     kv_layout = "stamps"
@@ -73,19 +82,34 @@ class Stamps:
         self.stop_ids = list(stop_ids)
         self.kv_bytes = blocks * block_tokens * 16
         self.claims: list[Claim] | None = None
+        self.glitch: int | None = None
+        self.sampled_R: Int32s = np.empty(0, np.int32)  # of the last launch
         slots = blocks * block_tokens
         self.scope_K, self.sequence_K, self.position_K, self.token_K = np.full((4, slots), -1, np.int64)
+        self.finite_K = np.ones(slots, np.bool_)
 
     def launch(self, packed: Int32s) -> StampFlight:
         batch = unpack(packed.copy())
+        for tokens in (batch.tokens_T, batch.history_H):
+            unknown = tokens < 0
+            tokens[unknown] = self.sampled_R[-1 - tokens[unknown]]
         claims, self.claims = self.claims, None
         self._assert_writes_are_alone(batch)
         slices = len(batch.contexts_S)
         assert claims is None or len(claims) == slices
         for index in range(slices):
             self._write(batch, index, claims[index] if claims else None)
+        if self.glitch is not None:
+            self.finite_K[batch.slots_T[self.glitch % len(batch.slots_T)]] = False
+            self.glitch = None
         read = [self._read(batch, index, claims[index] if claims else None) for index in range(slices)]
-        return StampFlight(self._sample(batch, read))
+        sampled = self._sample(batch, read)
+        self.sampled_R = sampled.tokens_R
+        return StampFlight(sampled)
+
+    def lose(self, packed: Int32s) -> None:
+        """What is launched next follows a step that is never done."""
+        self.sampled_R = np.zeros_like(unpack(packed).rows_R)
 
     def _assert_writes_are_alone(self, batch: Batch) -> None:
         """No slot is written twice, and no block that one slice writes is another's to read."""
@@ -102,13 +126,16 @@ class Stamps:
     def _write(self, batch: Batch, index: int, claim: Claim | None) -> None:
         start, end = batch.query_starts_S1[index : index + 2].tolist()
         slots = batch.slots_T[start:end]
-        self.position_K[slots] = batch.positions_T[start:end]
+        self.position_K[slots] = -2 if claim and claim.lost else batch.positions_T[start:end]
+        self.finite_K[slots] = True
         self.token_K[slots] = batch.tokens_T[start:end]
         self.scope_K[slots] = claim.scope if claim else -1
         self.sequence_K[slots] = claim.sequence if claim else -1
 
-    def _read(self, batch: Batch, index: int, claim: Claim | None) -> NDArray[np.int64]:
-        """The tokens that the slice's last row attends to; raises IllegalRead."""
+    def _read(self, batch: Batch, index: int, claim: Claim | None) -> NDArray[np.int64] | None:
+        """The tokens that the slice's last row attends to, or None where it is lost; raises IllegalRead."""
+        if claim is not None and claim.lost:
+            return None
         position = np.arange(batch.contexts_S[index])
         table = batch.tables_SW[index]
         slots = table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
@@ -124,13 +151,16 @@ class Stamps:
                 )
             if not claim.shares and not (self.sequence_K[slots] == claim.sequence).all():
                 raise IllegalRead(f"slice {index} shares nothing and reads another sequence")
-        return self.token_K[slots]
+        return np.where(self.finite_K[slots], self.token_K[slots], NOT_FINITE)
 
-    def _sample(self, batch: Batch, read: list[NDArray[np.int64]]) -> Sampled:
+    def _sample(self, batch: Batch, read: list[NDArray[np.int64] | None]) -> Sampled:
         ends = {end - 1: index for index, (_, end) in enumerate(_spans(batch))}
         tokens, logprobs = [], {}
         for row, last in enumerate(batch.rows_R.tolist()):
             seen = read[ends[last]]
+            if seen is None or (seen == NOT_FINITE).any():
+                tokens.append(0 if seen is None else -1)
+                continue
             start, end = batch.history_starts_R1[row : row + 2].tolist()
             if end > start and batch.history_H[start + 1 : end].tolist() != seen.tolist():
                 raise IllegalRead("the history is not what the KV holds")
@@ -184,6 +214,7 @@ def solo(
 class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a stamp replica behaves: its sizes and bounds, the time of a step, and the steps (from 1) that raise."""
 
+    depth: int = 1
     blocks: int = 1024
     context_tokens: int = 4096
     vocabulary: int = 1000
@@ -200,6 +231,7 @@ class TemperedStamps(Stamps):
 
     def __init__(self, temper: Temper, model: ModelSpec, beat: Callable[[], None]) -> None:
         super().__init__(temper.blocks, model.block_tokens, temper.context_tokens, temper.vocabulary, temper.stop_ids)
+        self.depth = temper.depth
         self.sequences = model.sequences or self.sequences
         self._temper = temper
         self._beat = beat

@@ -34,6 +34,8 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
         "finished_length",
         "finished_cancelled",
         "finished_error",
+        "not_finite",
+        "steps_out_of_memory",
     ):
         assert seen[what] > 20, f"{what}: {seen[what]}"
 
