@@ -188,6 +188,13 @@ class Simulation:
         self.listen()
         return turned
 
+    def land(self) -> None:
+        """Lands all that is in the air, and launches nothing."""
+        depth, self.depth = self.depth, 0
+        while self.scheduler._flights:
+            self.step()
+        self.depth = depth
+
     def listen(self) -> None:
         """Takes the news and checks everything."""
         self.seconds += 1
@@ -279,6 +286,7 @@ class Simulation:
         assert max(plan.chunks) > 1 or len(plan.chunks) <= self.limits.step_tokens
         assert len(plan.sequences) <= self.limits.sequences
         assert min(plan.chunks) >= 1
+        assert all(sequence.launched < sequence.tokens_max for sequence in plan.sequences), "the last token is computed"
 
     def _assert_scopes_disjoint(self, plan: Plan) -> None:
         owner_of: dict[int, object] = {}

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from engine import scheduler as module
+from engine.batch import OutOfDeviceMemory, Sampled, unpack
+from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY, Plan
 from engine.sequence import Refused, Stage
 from engine.wire import FinishReason, RejectReason, Sampling, Scope, ScopeKind
-from tests.engine.simulation import Simulation
+from tests.engine.simulation import Fault, Simulation
+from tests.engine.stamp import solo
 
 A = Scope(ScopeKind.TENANT, b"a" * 16)
 B = Scope(ScopeKind.TENANT, b"b" * 16)
@@ -30,9 +33,10 @@ def steps_until_first_token(simulation: Simulation, id: int, most: int = 200) ->
 # One budget for prompts and decodes
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("step_tokens", [1, 3, 16, 64, 1000])
-def test_text_does_not_depend_on_how_the_prompt_is_cut(step_tokens: int) -> None:
-    simulation = Simulation(step_tokens=step_tokens)
+def test_text_does_not_depend_on_how_the_prompt_is_cut(step_tokens: int, depth: int) -> None:
+    simulation = Simulation(step_tokens=step_tokens, depth=depth)
     simulation.submit(1, words(45), max_tokens=20)
     simulation.submit(2, words(7), max_tokens=20, sampling=Sampling(temperature=1.0, seed=5))
     simulation.run()
@@ -278,8 +282,9 @@ def test_who_waited_for_a_prefix_goes_on_when_its_leader_is_cancelled() -> None:
 # When blocks run out
 
 
-def test_the_youngest_is_preempted_and_nobody_notices() -> None:
-    simulation = Simulation(blocks=12, block_tokens=4, step_tokens=64)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_youngest_is_preempted_and_nobody_notices(depth: int) -> None:
+    simulation = Simulation(blocks=12, block_tokens=4, step_tokens=64, depth=depth)
     entries = [simulation.submit(id, words(9, id), max_tokens=30)[0] for id in range(4)]
     oldest_preempted = False
     while not simulation.scheduler.idle:
@@ -362,6 +367,225 @@ def test_backlogged_accounts_are_served_alike_though_one_asks_in_bulk() -> None:
     assert 16 <= bulk <= 24, f"{bulk} of A while 20 of B"
 
 
+# While a step is in the air
+
+
+def two_in_the_air(simulation: Simulation) -> tuple[Plan, Sampled, Plan, Sampled]:
+    older = simulation.plan()
+    assert older is not None
+    first = simulation.fly(older)
+    younger = simulation.plan()
+    assert younger is not None
+    return older, first, younger, simulation.fly(younger)
+
+
+def test_a_token_that_is_being_sampled_is_launched_as_the_row_that_it_will_be_in() -> None:
+    simulation = Simulation()
+    simulation.submit(1, words(20), max_tokens=9)  # more than one step computes: it samples nothing in the first
+    simulation.submit(2, words(3, 2), max_tokens=9)
+    _, _, younger, _ = two_in_the_air(simulation)
+    batch = unpack(younger.packed)
+    assert batch.tokens_T.tolist() == [*words(20)[13:], -1]
+    assert batch.positions_T.tolist() == [*range(13, 20), 3]
+    assert younger.rows == [0, 1]
+
+
+def test_nothing_is_launched_behind_the_token_that_will_be_the_last() -> None:
+    simulation = Simulation(depth=2)
+    simulation.submit(1, words(5), max_tokens=3)
+    simulation.run()
+    counters = simulation.scheduler.load(draining=False).counters
+    assert counters["computed_tokens"] == 5 + 2
+    simulation.assert_all_finished()
+
+
+def test_a_stop_is_found_one_step_late_and_what_was_computed_meanwhile_is_thrown_away() -> None:
+    simulation = Simulation(block_tokens=4)
+    third = solo(words(9), Sampling(), 30, [], 1000)[0][2]
+    (entry,) = simulation.submit(1, words(9), A, max_tokens=20, stop_ids=[third])
+    plan, sampled, younger, late = two_in_the_air(simulation)
+    for _ in range(2):
+        simulation.scheduler.commit(plan, sampled)
+        plan, sampled = younger, late
+        planned = simulation.plan()
+        assert planned is not None
+        younger, late = planned, simulation.fly(planned)
+    held = simulation.account.free
+    simulation.scheduler.commit(plan, sampled)
+    simulation.listen()
+    assert entry.finish is not None
+    assert entry.finish.reason == FinishReason.STOP
+    assert simulation.account.free == held, "blocks are freed while a flight reads them"
+    assert simulation.plan() is None
+    simulation.scheduler.commit(younger, late)
+    simulation.listen()
+    assert simulation.account.free + simulation.tree.cached == simulation.account.total
+    assert simulation.tree.cached == (9 + 2) // 4
+    simulation.assert_all_finished()
+
+
+def test_preemption_waits_for_what_is_in_the_air() -> None:
+    simulation = Simulation(blocks=6, block_tokens=4, step_tokens=64)
+    for id in (1, 2):
+        simulation.submit(id, words(7, id), max_tokens=16)
+    older, first, younger, second = two_in_the_air(simulation)
+    simulation.scheduler.commit(older, first)
+    plans = []
+    while (plan := simulation.plan()) is not None:
+        plans.append((plan, simulation.fly(plan)))
+        simulation.scheduler.commit(younger, second)
+        younger, second = plans[-1]
+    assert simulation.scheduler.load(draining=False).counters.get("preemptions", 0) == 0
+    simulation.scheduler.commit(younger, second)
+    assert simulation.plan() is not None
+    assert simulation.scheduler.load(draining=False).counters["preemptions"] == 1
+
+
+def test_a_duplicate_is_kept_until_the_flight_that_reads_it_has_landed() -> None:
+    simulation = Simulation(block_tokens=4)
+    for id in (1, 2):
+        simulation.submit(id, words(3), A, max_tokens=9)  # no whole block: neither waits for the other
+    older, first, younger, second = two_in_the_air(simulation)
+    simulation.scheduler.commit(older, first)
+    third = simulation.plan()
+    assert third is not None
+    simulation.fly(third)
+    free = simulation.account.free
+    simulation.scheduler.commit(younger, second)  # position 3 fills the first block of both
+    simulation.scheduler.check()
+    assert simulation.tree.counters["duplicate_blocks"] == 1
+    assert simulation.account.free == free
+    simulation.scheduler.fail(third, "over")
+    assert simulation.account.free == simulation.account.total - 1
+
+
+def test_who_shares_a_prompt_waits_while_its_last_piece_is_in_the_air() -> None:
+    simulation = Simulation(block_tokens=4, step_tokens=64, depth=2)
+    entries = simulation.submit(1, words(41), A, n=3)
+    simulation.run()
+    assert [entry.started.cached_tokens for entry in entries if entry.started] == [0, 40, 40]
+    simulation.assert_all_finished()
+
+
+# When numbers are not finite
+
+
+def test_a_sequence_whose_numbers_are_not_finite_ends_alone() -> None:
+    simulation = Simulation(depth=2, step_tokens=64)
+    (bad,) = simulation.submit(1, words(9), A, max_tokens=20)
+    (good,) = simulation.submit(2, words(9, 2), A, max_tokens=20)
+    faults = iter([Fault(glitch=4)])
+    simulation.misfortune = lambda: next(faults, Fault())
+    simulation.run()
+    assert bad.finish is not None
+    assert (bad.finish.reason, bad.finish.message) == (FinishReason.ERROR, NOT_FINITE)
+    assert bad.tokens == []
+    assert good.finish is not None
+    assert good.finish.reason == FinishReason.LENGTH
+    simulation.assert_all_finished()
+
+
+def test_what_was_cached_without_finite_numbers_is_not_matched_again_but_what_others_proved_is() -> None:
+    simulation = Simulation(blocks=64, block_tokens=4, step_tokens=16)
+    shared, rest = words(12), words(20, 2)
+    simulation.submit(1, [*shared, 5], A, max_tokens=40)
+    simulation.step()
+    (bad,) = simulation.submit(2, [*shared, *rest], A)
+    faults = iter([Fault(glitch=3)])
+    simulation.misfortune = lambda: next(faults, Fault())
+    while bad.finish is None:
+        simulation.step()
+    assert bad.finish.message == NOT_FINITE
+    assert bad.started is not None
+    assert bad.started.cached_tokens == 12
+    (again,) = simulation.submit(3, [*shared, *rest], A)
+    simulation.run()
+    assert again.started is not None
+    assert again.started.cached_tokens == 12
+    simulation.assert_all_finished()
+
+
+def test_a_prefix_that_nobody_proved_is_dropped_whole() -> None:
+    simulation = Simulation(block_tokens=4, step_tokens=16)
+    simulation.submit(1, words(20), A)
+    faults = iter([Fault(glitch=3)])
+    simulation.misfortune = lambda: next(faults, Fault())
+    simulation.step()
+    simulation.scheduler.cancel(1, [1])  # before it could tell that its first block is bad
+    simulation.run()
+    reasons = []
+    for id in (2, 3):
+        (entry,) = simulation.submit(id, words(20), A)
+        simulation.run()
+        assert entry.started is not None
+        assert entry.finish is not None
+        reasons.append((entry.started.cached_tokens, entry.finish.reason))
+    assert reasons == [(16, FinishReason.ERROR), (0, FinishReason.LENGTH)]
+    simulation.assert_all_finished()
+
+
+def test_who_reads_a_block_that_another_cached_first_has_not_proved_it() -> None:
+    simulation = Simulation(block_tokens=4, step_tokens=10)
+    simulation.submit(1, words(2), A, max_tokens=10)
+    simulation.step()
+    text = [*words(2), *solo(words(2), Sampling(), 4, [], 1000)[0], *words(10, 2)]
+    faults = iter([Fault(glitch=3)])  # in the other one's first block, which it caches before it samples
+    simulation.misfortune = lambda: next(faults, Fault())
+    simulation.submit(2, text, A)
+    while simulation.heard[1, 2].finish is None:
+        simulation.step()
+    (again,) = simulation.submit(3, text, A)
+    simulation.run()
+    assert again.started is not None
+    assert again.started.cached_tokens == 0
+    simulation.assert_all_finished()
+
+
+# When a device has too little memory
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_that_find_too_little_memory_are_halved_until_they_fit_and_no_text_changes(
+    depth: int, late: bool
+) -> None:
+    simulation = Simulation(blocks=256, step_tokens=64, depth=depth)
+    rows = []
+
+    def misfortune() -> Fault:
+        rows.append(sum(simulation.scheduler._flights[-1].chunks))
+        return Fault(OutOfDeviceMemory("told to"), late) if rows[-1] > 20 else Fault()
+
+    simulation.misfortune = misfortune
+    simulation.submit(1, words(200), A, max_tokens=30)
+    simulation.submit(2, words(9, 2), B, max_tokens=30)
+    simulation.run()
+    simulation.assert_all_finished()
+    assert {entry.finish.reason for entry in simulation.heard.values() if entry.finish} == {FinishReason.LENGTH}
+    assert rows[0] == 64
+    fitting = [count for count in rows if count <= 20]
+    assert fitting[0] == 16
+    assert max(fitting) > 16, "it never recovers"
+    assert simulation.scheduler.load(draining=False).counters["steps_out_of_memory"] <= len(fitting) // 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_row_that_finds_too_little_memory_costs_its_sequence_and_no_other(depth: int) -> None:
+    simulation = Simulation(depth=depth)
+    bad, *good = (simulation.submit(id, words(5, id), max_tokens=9)[0] for id in range(3))
+
+    def misfortune() -> Fault:
+        flying = simulation.scheduler._flights[-1].sequences
+        return Fault(OutOfDeviceMemory("told to")) if bad.sequence in flying else Fault()
+
+    simulation.misfortune = misfortune
+    simulation.run()
+    assert bad.finish is not None
+    assert (bad.finish.reason, bad.finish.message) == (FinishReason.ERROR, OUT_OF_MEMORY)
+    assert [entry.finish.reason for entry in good if entry.finish] == [FinishReason.LENGTH] * 2
+    simulation.assert_all_finished()
+
+
 # Endings
 
 
@@ -434,12 +658,14 @@ def test_output_ends_at_the_stop_token_or_at_the_context() -> None:
     assert max(len(entry.tokens) for entry in simulation.heard.values()) == 12
 
 
-def test_penalties_see_prompt_and_output_even_after_preemption() -> None:
-    simulation = Simulation()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_penalties_see_prompt_and_output_even_after_preemption(depth: int) -> None:
+    simulation = Simulation(depth=depth)
     (entry,) = simulation.submit(1, words(9), A, max_tokens=20, sampling=Sampling(presence_penalty=1.0))
     for step in range(12):
         simulation.step()
         if step in (3, 7):
+            simulation.land()
             simulation.scheduler.preempt(entry.sequence)
     simulation.run()
     simulation.assert_all_finished()

@@ -74,6 +74,26 @@ BREAKS = {
         "if sequence.ticket < 0:\n            self._first",
         "if 1:\n            self._first",
     ),
+    "a token that is coming is read from another row": ("scheduler", "(-1 - sequence.row,)", "(-1,)"),
+    "the last token is computed as well": ("sequence", "self.launched + 1 < self.tokens_max", "True"),
+    "a duplicate is free while a flight reads it": (
+        "scheduler",
+        "if self._flights:\n                self._spare",
+        "if False:\n                self._spare",
+    ),
+    "spare blocks leak": ("scheduler", "self._blocks.give(self._spare)", "pass"),
+    "what is sampled for an ended sequence is told": (
+        "scheduler",
+        "if sequence.stage == Stage.ENDED:\n                continue",
+        "",
+    ),
+    "a step that is taken back is not computed again": ("scheduler", "sequence.launched = sequence.computed", "pass"),
+    "what is not finite is matched again": (
+        "scheduler",
+        "self._tree.forget(sequence.lease, self._proven(sequence))",
+        "pass",
+    ),
+    "a step without memory ends a sequence at once": ("scheduler", "if rows == 1 and", "if"),
     "the budget is overrun": ("budget", "min(sequence.pending - 1, rows - kept)", "sequence.pending - 1"),
 }
 
