@@ -248,7 +248,7 @@ def measure(folder: Path, threads: int, rounds: int, steps: int) -> None:
         ours_s_best, count = min((statistics.median(taken), count) for count, taken in ours_s.items())
         peer_s_best, best = min((statistics.median(taken), kind) for kind, taken in peers_s.items())
         ours_rate, peer_rate = streams / ours_s_best, streams / peer_s_best
-        step_bytes = ours.runner.weights_bytes - VOCABULARY * HIDDEN * 2 + streams * 140 * LAYERS * 768
+        step_bytes = ours.runner.memory.weights_bytes - VOCABULARY * HIDDEN * 2 + streams * 140 * LAYERS * 768
         bound = streams * bytes_per_second / step_bytes
         shape = f"decode, 135M, {streams} streams, 128 in, up to {threads} threads"
         record("cpu_engine", shape, ours_rate, "tokens/s", bound=bound)

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import json
 import os
 import selectors
 import signal
@@ -20,15 +21,18 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, repeat
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from engine import gpus
 from engine.log import log, write
 from engine.pulse import Phase, Pulse
 from engine.wire import (
@@ -42,6 +46,7 @@ from engine.wire import (
     Residency,
     Telemetry,
     encode,
+    memory_path,
     parse_address,
 )
 
@@ -49,6 +54,7 @@ _LINE_BYTES_MAX: Final = 4096
 _UNSENT_BYTES_MAX: Final = 4 << 20
 _CONNECTIONS_MAX: Final = 256
 _PR_SET_PDEATHSIG: Final = 1
+_CACHE_NAME: Final = "TRITON_CACHE_DIR"
 _SERVING: Final = (Phase.IDLE, Phase.STEP)
 
 Command = Callable[[ReplicaSpec], Sequence[str]]
@@ -83,7 +89,11 @@ class MachineError(RuntimeError):
 class Replica:
     """One place for a replica: at most one process at a time, and what is known of it."""
 
-    def __init__(self, model: ModelSpec, address: str, pulse: Path, patience: Patience, command: Command) -> None:
+    def __init__(
+        self, model: ModelSpec, address: str, pulse: Path, patience: Patience, command: Command,
+        environment: dict[str, str],
+    ) -> None:  # fmt: skip
+        """`environment` is what its processes have beyond this one's own."""
         self.model = model
         self.address = address
         self.boot = 0
@@ -94,6 +104,7 @@ class Replica:
         self._pulse: Pulse | None = None
         self._patience = patience
         self._command = command
+        self._environment = environment
         self._word = (Phase.STARTING, 0)
         self._beat_at = 0.0
         self._serving_since: float | None = None
@@ -112,7 +123,7 @@ class Replica:
         memory, no room on the disk. Then it is tried again like one that ended."""
         assert self.process is None
         self.boot += 1
-        _remove_socket(self.address)
+        self._remove_files()
         if self._pulse is not None:
             self._pulse.close()
         self._serving_since = None
@@ -136,6 +147,7 @@ class Replica:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **self._environment},
                 preexec_fn=_dies_with(os.getpid()),
             )
         except OSError as error:
@@ -144,7 +156,8 @@ class Replica:
             log("replica_not_started", model=self.model.name, error=str(error), again_after_s=wait_s)
             return False
         os.set_blocking(self.output, False)
-        log("replica_started", model=self.model.name, pid=self.process.pid, boot=self.boot)
+        gpu = self._environment.get(gpus.ENVIRONMENT_NAME)
+        log("replica_started", model=self.model.name, pid=self.process.pid, boot=self.boot, gpu=gpu)
         return True
 
     @property
@@ -186,6 +199,7 @@ class Replica:
         said = self._lines[-1] if self._lines else "it said nothing"
         how = f"signal {-status}" if status < 0 else f"status {status}"
         self.problem = f"ended with {how}, starts again after {wait_s:g} s: {said}"
+        self._remove_files()
         log("replica_ended", model=self.model.name, pid=self.process.pid, how=how, again_after_s=wait_s)
         self.process = None
         return True
@@ -218,6 +232,9 @@ class Replica:
     def _pass_on(self, written: bytes) -> None:
         line = written[:_LINE_BYTES_MAX].decode("utf-8", "replace").rstrip()
         if line:
+            percent = _percent(line)
+            if percent is not None:
+                self.problem = f"loading {percent} %"
             self._lines.append(line)
             write(f"[{self.model.name}] {line}")
 
@@ -226,7 +243,12 @@ class Replica:
         if self._pulse is not None:
             self._pulse.close()
             self._pulse = None
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        """What an earlier process left, or this one."""
         _remove_socket(self.address)
+        memory_path(self._pulse_path).unlink(missing_ok=True)
 
 
 class Watcher:
@@ -267,16 +289,19 @@ class Machine:
     """The loop. `stop` may be called from a signal handler: once drains, twice kills."""
 
     def __init__(self, spec: MachineSpec, command: Command, patience: Patience, clock: Callable[[], float]) -> None:
-        """Raises MachineError where another machine runs in this folder, AddressError for a wrong address."""
+        """Raises MachineError where another machine runs in this folder or there is no such GPU, AddressError for a
+        wrong address."""
         self._spec = spec
         self._patience = patience
         self._clock = clock
         folder = Path(spec.folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _lock(folder / "machine.lock")
+        self._scratch = contextlib.ExitStack()
+        environments = _environments(spec, gpus.visible(os.environ), self._scratch)
         self._replicas = [
-            Replica(model, address, folder / f"{name}.pulse", patience, command)
-            for model, name, address in _places(spec)
+            Replica(model, address, folder / f"{name}.pulse", patience, command, environment)
+            for (model, name, address), environment in zip(_places(spec), environments, strict=False)
         ]
         self._threads = spec.threads or max(1, _cores() // max(1, len(self._replicas)))
         self._selector = selectors.DefaultSelector()
@@ -321,7 +346,7 @@ class Machine:
         self._tell()
 
     def _start(self, replica: Replica, now: float) -> None:
-        if not replica.start(self._spec.device, self._threads, self._spec.telemetry, now):
+        if not replica.start(self._spec.device.partition(":")[0], self._threads, self._spec.telemetry, now):
             return
         output = replica.output
 
@@ -423,6 +448,7 @@ class Machine:
         _remove_socket(self._spec.address)
         self._signals.close()
         self._wake.close()
+        self._scratch.close()
         os.close(self._lock)
 
 
@@ -441,6 +467,47 @@ def _places(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]:
                 if isinstance(target, str)
                 else f"tcp:{target[0]}:{target[1] + count}",
             )
+
+
+def _environments(spec: MachineSpec, found: list[str], scratch: contextlib.ExitStack) -> Iterator[dict[str, str]]:
+    """What each replica's environment has beyond ours: the one GPU it sees, in turn or as the spec says, and the cache
+    of kernels. Endless."""
+    kind, _, number = spec.device.partition(":")
+    if number and int(number) >= len(found):
+        raise MachineError(f"there is no {spec.device}: this host has {len(found)} GPUs, counted from 0")
+    if kind == "cpu" or not found:
+        return repeat({})
+    cache = _kernel_cache(spec, scratch)
+    chosen = [found[int(number)]] if number else found
+    return ({gpus.ENVIRONMENT_NAME: name, _CACHE_NAME: cache} for name in cycle(chosen))
+
+
+def _kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
+    """Where kernels are kept once they are compiled: where the user says, else in the folder of this machine; a folder
+    in `scratch`, which ends with the machine, where that cannot be written."""
+    if _CACHE_NAME in os.environ:
+        return os.environ[_CACHE_NAME]
+    folder = Path(spec.cache) if spec.cache is not None else Path(spec.folder) / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except OSError as error:
+        instead = scratch.enter_context(
+            tempfile.TemporaryDirectory(prefix="hearth-kernels-", ignore_cleanup_errors=True)
+        )
+        log("kernel_cache_not_kept", folder=str(folder), error=str(error), instead=instead)
+        return instead
+
+
+def _percent(line: str) -> int | None:
+    """How much of its weights a replica has read, where the line of its log says that."""
+    if '"event": "loading"' not in line:
+        return None
+    try:
+        return int(json.loads(line)["percent"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _cores() -> int:

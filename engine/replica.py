@@ -35,12 +35,14 @@ from engine.wire import (
     FrameError,
     FrameReader,
     Hello,
+    Memory,
     ModelSpec,
     Reject,
     RejectReason,
     ReplicaSpec,
     Submit,
     encode,
+    memory_path,
     parse_address,
 )
 
@@ -407,6 +409,17 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _tell_memory(pulse: str, memory: Memory) -> None:
+    """Writes it beside the pulse, at once or not at all; whoever looks there while we run finds it."""
+    path = memory_path(pulse)
+    unfinished = path.with_suffix(".new")
+    try:
+        unfinished.write_bytes(msgspec.json.encode(memory))
+        unfinished.replace(path)
+    except OSError as error:
+        log("memory_not_told", error=str(error))
+
+
 def main(argv: list[str]) -> int:
     from engine.runner import Runner  # only here: a replica of another runner needs no torch
 
@@ -414,7 +427,14 @@ def main(argv: list[str]) -> int:
         print("usage: python -m engine.replica '<ReplicaSpec JSON>'", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, handlers=[_Notes()])
-    return run(parse_spec(argv[0]), Runner.open)
+    spec = parse_spec(argv[0])
+
+    def open_runner(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> Runner:
+        runner = Runner.open(model, device, threads, beat)
+        _tell_memory(spec.pulse, runner.memory)
+        return runner
+
+    return run(spec, open_runner)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One rank of one model: opens a folder, takes packed steps, gives sampled tokens. It knows no network, no tenants."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from engine.weights.checkpoint import Checkpoint
 from engine.weights.load import load
 from engine.weights.random import random_parameters, random_revision
 from engine.weights.storage import Dense
-from engine.wire import ModelSpec
+from engine.wire import Memory, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +61,14 @@ class Runner:
     costs               what steps take; not measured on a CPU.
     step_tokens         a step's budget of tokens while others decode, and prompt_step_tokens while nobody does.
     sequences           how many may be in one step.
+    memory              where it went as the runner was opened; a KV pool on a CPU takes its share as it fills.
     """
 
     depth: int = 1
     costs: Costs | None = None
 
     def __init__(
-        self, config: ModelConfig, decoder: Decoder, pool: KvPool, context_tokens: int, revision: str, weights: int,
+        self, config: ModelConfig, decoder: Decoder, pool: KvPool, context_tokens: int, revision: str, memory: Memory,
         step_tokens: int, sequences: int, beat: Callable[[], None],
     ) -> None:  # fmt: skip
         self.revision = revision
@@ -76,8 +78,7 @@ class Runner:
         self.blocks = pool.blocks
         self.block_tokens = pool.shape.block_tokens
         self.kv_layout = pool.shape.layout
-        self.weights_bytes = weights
-        self.kv_bytes = pool.blocks * pool.shape.block_bytes
+        self.memory = memory
         self.step_tokens = self.prompt_step_tokens = step_tokens
         self.sequences = sequences
         self._decoder = decoder
@@ -108,8 +109,13 @@ class Runner:
             model.name, blocks, shape.block_tokens, blocks * shape.block_bytes / 1e6,
             blocks * shape.block_tokens // context_tokens, context_tokens,
         )  # fmt: skip
+        memory = Memory(
+            model=model.name, pid=os.getpid(), device="cpu", device_bytes=int(psutil.virtual_memory().total),
+            weights_bytes=weights_bytes(parameters), kv_blocks=blocks, kv_block_tokens=shape.block_tokens,
+            kv_bytes=blocks * shape.block_bytes, free_bytes=max(0, _available_bytes() - blocks * shape.block_bytes),
+        )  # fmt: skip
         return cls(
-            config, decoder, pool, context_tokens, revision, weights_bytes(parameters),
+            config, decoder, pool, context_tokens, revision, memory,
             model.step_tokens or _STEP_TOKENS, model.sequences or _SEQUENCES, beat,
         )  # fmt: skip
 

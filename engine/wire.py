@@ -5,14 +5,17 @@ travel over `unix:` and `tcp:` sockets. This module knows neither torch nor asyn
 """
 
 import enum
+import os
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 PROTOCOL: Final = 1
 FRAME_BYTES_MAX: Final = 64 << 20
+MEMORY_SUFFIX: Final = ".memory.json"
 _LENGTH: Final = struct.Struct(">I")
 
 
@@ -225,6 +228,27 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     scope_cap_blocks: int | None = None  # cached blocks that a scope keeps unused at most; None: no cap
 
 
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a replica's memory went, in bytes, as it began to serve: a JSON file beside its pulse, while it runs."""
+
+    model: str
+    pid: int
+    device: str  # as the driver names it, or cpu
+    device_bytes: int  # all that the device has, others' share included
+    weights_bytes: int
+    kv_blocks: int
+    kv_block_tokens: int
+    kv_bytes: int
+    workspace_bytes: int = 0  # what a step needs beside these
+    graphs_bytes: int = 0
+    free_bytes: int  # left to nobody
+
+
+def memory_path(pulse: str | os.PathLike[str]) -> Path:
+    """The file of the replica that beats in `pulse`."""
+    return Path(pulse).with_suffix(MEMORY_SUFFIX)
+
+
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where spans are sent: an OTLP endpoint over HTTP, and the service.name that replicas add `-replica` to."""
 
@@ -239,7 +263,8 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     address: str  # where gateways connect for Fleet
     folder: str  # sockets, pulses and logs of this machine
     models: list[ModelSpec]
-    device: str = "auto"  # auto, cpu, cuda
+    cache: str | None = None  # compiled kernels are kept here from start to start; None: below `folder`
+    device: str = "auto"  # auto, cpu, cuda: one GPU for each replica in turn, or cuda:N for all
     threads: int | None = None  # CPU threads per replica; None: shared evenly
     telemetry: Telemetry | None = None  # None: no traces
 
@@ -251,7 +276,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     address: str  # where gateways connect
     pulse: str  # the file of engine/pulse.py that the machine watches
     boot: int
-    device: str = "auto"
+    device: str = "auto"  # auto, cpu, cuda: the first that the process sees
     threads: int | None = None
     telemetry: Telemetry | None = None
 

@@ -4,6 +4,7 @@ As a program it is a machine whose replicas are this file:  python fake_replica.
 or one such replica:                                        python fake_replica.py replica REPLICA_SPEC
 """
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from engine import machine, wire
+from engine.log import log
 from engine.pulse import Phase, Pulse
 
 
@@ -24,10 +26,13 @@ def command(spec: wire.ReplicaSpec) -> list[str]:
 
 
 def replica(spec: wire.ReplicaSpec) -> None:
-    """Behaviours: serve, busy, crash, slow-load, hang, stubborn, chatty, silent-load."""
+    """Behaviours: serve, busy, crash, slow-load, hang, stubborn, chatty, silent-load, half-loaded."""
     behaviour = Path(spec.model.folder, "behaviour").read_text()
     pulse = Pulse.open(spec.pulse)
     Path(spec.model.folder, f"pid-{spec.boot}").write_text(str(os.getpid()))
+    shown = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR")}
+    Path(spec.model.folder, "environment").write_text(json.dumps({**shown, "device": spec.device}))
+    wire.memory_path(spec.pulse).write_text("{}")
     pulse.enter(Phase.LOADING)
     if behaviour == "crash":
         print("no such weights: shard 7", file=sys.stderr, flush=True)
@@ -38,6 +43,9 @@ def replica(spec: wire.ReplicaSpec) -> None:
             pulse.beat()
     if behaviour == "silent-load":
         time.sleep(1.5)
+    if behaviour == "half-loaded":
+        log("loading", percent=43)
+        time.sleep(3600)
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     target = wire.parse_address(spec.address)

@@ -25,7 +25,9 @@ QUICK = {"look_s": 0.05, "step_s": 2.0, "backoff_s": 0.1, "backoff_s_max": 0.4, 
 class Host:
     """A machine in a folder of its own, with one fake model per behaviour; a gateway's view of it."""
 
-    def __init__(self, folder: Path, behaviours: dict[str, str], log_path: str = "log", **patience: float) -> None:
+    def __init__(
+        self, folder: Path, behaviours: dict[str, str], log_path: str = "log", device: str = "auto", **patience: float
+    ) -> None:
         self.folder = folder
         self.log_path = log_path
         models = []
@@ -34,8 +36,9 @@ class Host:
             (folder / name / "behaviour").write_text(behaviour)
             models.append(wire.ModelSpec(name=name, folder=str(folder / name)))
         self.spec = wire.MachineSpec(
-            name="host", address=f"unix:{folder}/m.sock", folder=str(folder / "run"), models=models, threads=1
-        )
+            name="host", address=f"unix:{folder}/m.sock", folder=str(folder / "run"), models=models, threads=1,
+            device=device,
+        )  # fmt: skip
         self.patience = {**QUICK, **patience}
         self.machine = self.start()
         self._frames = wire.FrameReader()
@@ -109,8 +112,10 @@ def gone(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def hosting(folder: Path, behaviours: dict[str, str], log_path: str = "log", **patience: float) -> Iterator[Host]:
-    host = Host(folder, behaviours, log_path, **patience)
+def hosting(
+    folder: Path, behaviours: dict[str, str], log_path: str = "log", device: str = "auto", **patience: float
+) -> Iterator[Host]:
+    host = Host(folder, behaviours, log_path, device, **patience)
     try:
         yield host
     except BaseException:
@@ -325,6 +330,78 @@ def test_a_log_that_cannot_be_written_ends_nothing(short: Path) -> None:
         host.until_serving("a", boot=3)
         host.machine.terminate()
         assert host.machine.wait(5) == 0
+
+
+def environment(host: Host, name: str) -> dict[str, str | None]:
+    host.until_serving(name)
+    seen: dict[str, str | None] = json.loads((host.folder / name / "environment").read_text())
+    return seen
+
+
+def test_replicas_get_one_gpu_each_in_turn_and_share_a_kept_cache_of_kernels(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with hosting(short, {"a": "serve", "b": "serve", "c": "serve"}) as host:
+        seen = [environment(host, name) for name in "abc"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["3", "5", "3"]
+    assert {each["TRITON_CACHE_DIR"] for each in seen} == {str(short / "run" / "kernels")}
+    assert (short / "run" / "kernels").is_dir()
+
+
+def test_one_gpu_may_be_named_and_the_users_cache_is_left_alone(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/their/own")
+    with hosting(short, {"a": "serve", "b": "serve"}, device="cuda:1") as host:
+        for name in "ab":
+            assert environment(host, name) == {
+                "CUDA_VISIBLE_DEVICES": "5",
+                "TRITON_CACHE_DIR": "/their/own",
+                "device": "cuda",
+            }
+
+
+def test_a_gpu_that_is_not_there_is_refused_in_words(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with hosting(short, {"a": "serve"}, device="cuda:2") as host:
+        assert host.machine.wait(20) == 1
+        assert "there is no cuda:2: this host has 2 GPUs" in host.log
+
+
+def test_a_cache_of_kernels_that_cannot_be_written_is_replaced_for_this_run_and_said(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (short / "run").mkdir()
+    (short / "run" / "kernels").write_text("a file is in the way")
+    with hosting(short, {"a": "serve"}) as host:
+        instead = Path(environment(host, "a")["TRITON_CACHE_DIR"] or "")
+        assert instead.is_dir()
+        assert host.log.count("kernel_cache_not_kept") == 1
+        host.machine.terminate()
+        host.machine.wait(5)
+        assert not instead.exists()
+
+
+def test_on_a_cpu_nothing_is_said_of_gpus(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with hosting(short, {"a": "serve"}, device="cpu") as host:
+        assert environment(host, "a") == {"CUDA_VISIBLE_DEVICES": None, "TRITON_CACHE_DIR": None, "device": "cpu"}
+
+
+def test_how_far_a_load_is_reaches_the_gateways(short: Path) -> None:
+    with hosting(short, {"a": "half-loaded"}) as host:
+        state = host.until("a", lambda state: "%" in state.problem)
+        assert (state.problem, state.residency) == ("loading 43 %", wire.Residency.DISK)
+
+
+def test_what_a_replica_said_of_its_memory_goes_with_it(short: Path) -> None:
+    with hosting(short, {"a": "serve"}) as host:
+        host.until_serving("a")
+        (told,) = (short / "run").glob(f"*{wire.MEMORY_SUFFIX}")
+        host.behave("a", "no-program")
+        os.kill(host.pid("a", 1), signal.SIGKILL)
+        wait_for(lambda: not told.exists())
 
 
 def test_a_wrong_spec_is_refused_in_words() -> None:

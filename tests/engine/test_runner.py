@@ -135,10 +135,10 @@ def test_opening_says_what_the_replica_must_know(folders: dict[str, Path]) -> No
     assert beats
     assert (runner.context_tokens, runner.vocabulary, runner.stop_ids) == (CONTEXT_TOKENS, 160, [1])
     assert runner.block_tokens == BLOCK_TOKENS
-    assert runner.kv_bytes <= 8 << 20
-    assert runner.kv_bytes == runner.blocks * 3 * 2 * 2 * 32 * 4 * BLOCK_TOKENS
+    assert runner.memory.kv_bytes <= 8 << 20
+    assert runner.memory.kv_bytes == runner.blocks * 3 * 2 * 2 * 32 * 4 * BLOCK_TOKENS
     assert runner.kv_layout == "kv-float32-l3-h2x32-b16"
-    assert runner.weights_bytes > 0
+    assert runner.memory.weights_bytes > 0
     assert len(runner.revision) == 32
     loading = len(beats)
     runner.launch(pack([Slice([1, 2, 3], 0, [0], GREEDY)], BLOCK_TOKENS)).wait()
