@@ -332,8 +332,8 @@ class Tree:
             assert node.parent is not None
             node = node.parent
             start -= len(node.blocks)
-        if start + len(node.blocks) <= blocks or node in self._hidden:
-            return  # nothing is behind, or it was forgotten with what is before it
+        if start + len(node.blocks) <= blocks or any(above in self._hidden for above in _path(node)):
+            return  # nothing is behind, or it is forgotten already
         if start < blocks:
             self._split(node, blocks - start)
         parent = node.parent
@@ -591,6 +591,12 @@ class Tree:
             shared += size if node.pins > 1 else 0
         assert root.cached or root.pins, "an empty root is kept"
         return cached, pinned, shared
+
+
+def _path(node: _Node | None) -> Iterator[_Node]:
+    while node is not None:
+        yield node
+        node = node.parent
 
 
 def _below(root: _Node) -> Iterator[_Node]:

@@ -20,22 +20,33 @@ SCOPES = [(2, bytes([number]) * 16) for number in range(4)] + [(1, bytes(16))]
 
 
 @dataclass(eq=False)
+class Forgotten:
+    """What the first token of a forgotten block is from then on: equal to none that is looked up."""
+
+
+Id = int | Forgotten
+
+
+@dataclass(eq=False)
 class Root:
     """One life of a namespace, from its first lookup until it is empty or wiped (then `cause` says why)."""
 
     space: Namespace
     cause: str = "space"
     wiped: bool = False
-    blocks: dict[tuple[int, ...], int] = field(default_factory=dict)  # a whole prefix → its last block
+    blocks: dict[tuple[Id, ...], int] = field(default_factory=dict)  # a whole prefix → its last block
     used: dict[int, int] = field(default_factory=dict)  # block → when a lease on it last ended
 
-    def find(self, ids: Iterable[int]) -> list[int]:
+    def find(self, ids: Iterable[Id]) -> list[int]:
         ids, found = tuple(ids), []
         for end in range(SIZE, len(ids) + 1, SIZE):
             if ids[:end] not in self.blocks:
                 break
             found.append(self.blocks[ids[:end]])
         return found
+
+    def findable(self) -> list[tuple[Id, ...]]:
+        return [prefix for prefix in self.blocks if all(isinstance(id, int) for id in prefix)]
 
 
 @dataclass(eq=False)
@@ -44,7 +55,7 @@ class Run:
 
     root: Root
     lease: Lease
-    ids: list[int]
+    ids: list[Id]
 
 
 class History:
@@ -68,7 +79,7 @@ class History:
 
     def run(self, acts: int = 200) -> "History":
         doings = [self.match] * 30 + [self.grow] * 28 + [self.release] * 29 + [self.evict] * 10
-        doings += [self.set_share, self.raise_epoch, self.drop]
+        doings += [self.set_share, self.raise_epoch, self.drop, self.forget]
         for _ in range(acts):
             self.pick.choice(doings)()
             self.compare()
@@ -91,8 +102,8 @@ class History:
         space = Namespace(self.pick.choice("rs"), "", "", "kv", SIZE, kind, id, epoch)
         root = self.root_of(space)
         ids = self.ids(0, self.pick.randrange(40))
-        if root.blocks and self.pick.random() < 0.4:
-            ids = array("I", self.pick.choice(list(root.blocks))) + ids[: self.pick.randrange(SIZE)]
+        if (findable := root.findable()) and self.pick.random() < 0.4:
+            ids = array("I", self.pick.choice(findable)) + ids[: self.pick.randrange(SIZE)]
         lease = self.tree.match(space, ids)
         assert lease.blocks == root.find(ids), "not the longest cached prefix"
         self.counters["lookups"] += 1
@@ -156,6 +167,24 @@ class History:
             root = self.pick.choice(current)
             self.tree.drop(root.space)
             root.wiped, root.cause = True, "clear"
+
+    def forget(self) -> None:
+        if not self.runs:
+            return
+        run = self.pick.choice(self.runs)
+        kept = self.pick.randrange(len(run.lease.blocks) + 1)
+        self.tree.forget(run.lease, kept)
+        at, prefix, forgotten = kept * SIZE, run.ids[: (kept + 1) * SIZE], Forgotten()
+        if len(prefix) <= at or any(isinstance(id, Forgotten) for id in prefix):
+            return
+
+        def renamed(ids: list[Id]) -> list[Id]:
+            return [*ids[:at], forgotten, *ids[at + 1 :]] if ids[: len(prefix)] == prefix else ids
+
+        run.root.blocks = {tuple(renamed(list(ids))): block for ids, block in run.root.blocks.items()}
+        for other in self.runs:
+            if other.root is run.root:
+                other.ids = renamed(other.ids)
 
     # The model
 

@@ -214,6 +214,39 @@ def test_a_dropped_namespace_goes_first(tree: Tree, account: Blocks) -> None:
     tree.check()
 
 
+def test_what_is_forgotten_is_found_no_more_and_stays_valid_for_its_readers(tree: Tree, account: Blocks) -> None:
+    lease = fill(tree, account, namespace(), run(0, 16))
+    reader = tree.match(namespace(), run(0, 16))
+    beside = fill(tree, account, namespace(), tokens(*run(0, 8), 50, 51, 52, 53))
+    tree.forget(lease, 2)
+    tree.check()
+    assert tree.match(namespace(), run(0, 16)).tokens == 8
+    assert tree.match(namespace(), tokens(*run(0, 8), 50, 51, 52, 53)).blocks == beside.blocks
+    reader, spare = tree.insert(reader, run(16, 4), account.take(1))
+    assert not spare
+    assert tree.release(lease) == []
+    tree.check()
+    again = fill(tree, account, namespace(), run(0, 20))
+    assert again.blocks[:2] == reader.blocks[:2]
+    assert set(again.blocks[2:]).isdisjoint(reader.blocks)
+    tree.check()
+    tree.release(reader)
+    assert set(tree.evict(3)) == set(reader.blocks[2:])
+    tree.check()
+    assert not tree._hidden
+
+
+def test_forgetting_behind_the_end_or_twice_changes_nothing(tree: Tree, account: Blocks) -> None:
+    lease = fill(tree, account, namespace(), run(0, 16))
+    tree.forget(lease, 4)
+    assert tree.match(namespace(), run(0, 16)).tokens == 16
+    tree.forget(lease, 1)
+    tree.forget(lease, 1)
+    tree.forget(lease, 3)
+    assert tree.match(namespace(), run(0, 16)).tokens == 4
+    tree.check()
+
+
 def test_a_scope_without_blocks_and_leases_is_forgotten(tree: Tree, account: Blocks) -> None:
     lease = fill(tree, account, namespace(), run(0, 16))
     tree.release(lease)
