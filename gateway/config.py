@@ -69,7 +69,13 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     folder: Annotated[
         str | None, Meta(description="folder of sockets, pulses and logs; default below state_folder")
     ] = None
-    device: Annotated[str, Meta(description="auto, cpu or cuda", pattern="^(auto|cpu|cuda)$")] = "auto"
+    device: Annotated[
+        str,
+        Meta(
+            description="auto, cpu, cuda (replicas take GPUs in turn) or cuda:N (that one for all)",
+            pattern="^(auto|cpu|cuda|cuda:[0-9]{1,2})$",
+        ),
+    ] = "auto"
     threads: Annotated[_Positive | None, Meta(description="CPU threads per replica; default: shared evenly")] = None
 
 
@@ -172,6 +178,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def models_folder(self) -> Path:
         return self.state / "models"
+
+    @property
+    def kernels_folder(self) -> Path:
+        """Compiled GPU kernels, kept from start to start."""
+        return self.state / "kernels"
 
     @property
     def run_folder(self) -> Path:

@@ -5,18 +5,21 @@ import asyncio
 import enum
 import http.client
 import importlib.metadata
+import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gateway.catalogue import entries, folder_of
-from gateway.commands.models import sizes_of
+from gateway.commands.models import Sizes, sizes_of
 from gateway.commands.words import add_command, in_bytes, print_json, read_settings
-from gateway.config import Config, ConfigError, describe
+from gateway.config import Config, ConfigError, ModelConfig, describe
 from gateway.state import read_credentials
 from gateway.text import FolderError, Text
 from tenants.store import StoreUnavailable, open_store
@@ -31,6 +34,9 @@ Exit status: 0 when Hearth can serve here, 1 when something is wrong.
 """
 _DISK_BYTES_LOW = 1 << 30
 _PYTHON = (3, 11)
+_GPU_FIELDS = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
+_ARCHITECTURE = (8, 0)  # the first with bfloat16
+_FREE_SHARE = 0.9  # of a GPU that nobody uses
 
 
 class Verdict(enum.StrEnum):
@@ -46,6 +52,16 @@ class Finding(NamedTuple):
     verdict: Verdict
     found: str
     advice: str = ""
+
+
+class Gpu(NamedTuple):
+    """What the driver says of one."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    driver: str
+    architecture: tuple[int, int]
 
 
 def add(commands: Any) -> None:
@@ -73,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
     """Every finding; without readable settings there are fewer."""
     yield _python()
-    yield from _engine()
+    gpus = _gpus()
+    yield from _engine(gpus)
     try:
         config = read_settings(options)
     except ConfigError as error:
@@ -83,8 +100,9 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
         return
     yield Finding("settings", Verdict.GOOD, f"state in {config.state}")
     yield from _store(config)
-    yield from _models(config)
-    yield _memory(config)
+    usable = _usable(config, gpus)
+    yield from _models(config, usable)
+    yield _memory(config, usable)
     yield _disk(config)
     yield _port(config)
 
@@ -96,33 +114,69 @@ def _python() -> Finding:
     return Finding("python", Verdict.GOOD, found)
 
 
-def _engine() -> Iterator[Finding]:
+def _engine(gpus: list[Gpu]) -> Iterator[Finding]:
     try:
-        yield Finding("engine", Verdict.GOOD, f"torch {importlib.metadata.version('torch')}")
+        version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         yield Finding("engine", Verdict.WRONG, "torch is not installed", "pip install hearth again")
         return
-    gpus = _gpus()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if gpus:
-        yield Finding("gpu", Verdict.GOOD, "; ".join(gpus))
-    else:
+    cuda = _cuda_of_torch()
+    yield Finding("engine", Verdict.GOOD, f"torch {version}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}")
+    if not gpus:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         advice = "" if cores >= 2 else "one core is shared by gateway and model: expect slow answers"
         verdict = Verdict.GOOD if cores >= 2 else Verdict.NOTE
         yield Finding("gpu", verdict, f"none; models run on {cores} CPU cores", advice)
+    elif cuda is None:
+        advice = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+        found = f"{gpus[0].name}, but torch was built without CUDA: models run on the CPU"
+        yield Finding("gpu", Verdict.NOTE, found, advice)
+    else:
+        yield from map(_gpu, gpus)
 
 
-def _gpus() -> list[str]:
-    """As the driver names them; empty without a driver."""
+def _gpu(gpu: Gpu) -> Finding:
+    total, free = in_bytes(gpu.total_bytes), in_bytes(gpu.free_bytes)
+    found = f"{gpu.name}, {free} of {total} free, driver {gpu.driver}"
+    if gpu.architecture < _ARCHITECTURE:
+        said, least = (".".join(map(str, each)) for each in (gpu.architecture, _ARCHITECTURE))
+        advice = f'its architecture is {said} and {least} is needed: set [machine] device = "cpu"'
+        return Finding("gpu", Verdict.WRONG, found, advice)
+    if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes:
+        return Finding("gpu", Verdict.NOTE, found, "the rest is in use, by Hearth or others: `nvidia-smi` says by whom")
+    return Finding("gpu", Verdict.GOOD, found)
+
+
+def _cuda_of_torch() -> str | None:
+    """The CUDA version that the installed torch was built for, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        said = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b.*= *'([\d.]+)'", said, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _gpus() -> list[Gpu]:
+    """As the driver describes them; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    query = [program, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         asked = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
+        return [_parse_gpu(line) for line in asked.stdout.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
         return []
-    return [line.strip() for line in asked.stdout.splitlines() if line.strip()]
+
+
+def _parse_gpu(line: str) -> Gpu:
+    name, total, free, driver, architecture = (part.strip() for part in line.split(","))
+    major, minor = map(int, architecture.split("."))
+    return Gpu(name, int(total) << 20, int(free) << 20, driver, (major, minor))
 
 
 def _store(config: Config) -> Iterator[Finding]:
@@ -150,10 +204,18 @@ def _store(config: Config) -> Iterator[Finding]:
         yield Finding("store", Verdict.NOTE, f"{shown} answers, but", line)
 
 
-def _models(config: Config) -> Iterator[Finding]:
+def _usable(config: Config, gpus: list[Gpu]) -> list[Gpu]:
+    """The GPUs that models run on; none where the CPU does it."""
+    if config.machine.device == "cpu" or _cuda_of_torch() is None:
+        return []
+    return [gpu for gpu in gpus if gpu.architecture >= _ARCHITECTURE]
+
+
+def _models(config: Config, usable: list[Gpu]) -> Iterator[Finding]:
+    smallest = min(usable, key=lambda gpu: gpu.total_bytes, default=None)
     for entry in entries(config):
         folder = folder_of(config, entry)
-        sizes = sizes_of(folder)
+        sizes = sizes_of(config, entry)
         if sizes is None or not sizes.weights_bytes:
             missing = "config.json" if sizes is None else "*.safetensors"
             advice = "`hearth pull` it again, or correct [[models]]"
@@ -164,20 +226,38 @@ def _models(config: Config) -> Iterator[Finding]:
         except FolderError as error:
             yield Finding("model", Verdict.WRONG, f"{entry.name}: {error}", "its folder is not complete: get it again")
             continue
-        chats = "" if text.chats else ", no chat template: callers must send `prompt`"
-        found = f"{entry.name}: {in_bytes(sizes.weights_bytes)}, context {sizes.context_tokens:,}{chats}"
-        yield Finding("model", Verdict.GOOD if text.chats else Verdict.NOTE, found)
+        yield _fits(entry, sizes, smallest) or _serves(entry, sizes, text)
 
 
-def _memory(config: Config) -> Finding:
+def _fits(entry: ModelConfig, sizes: Sizes, gpu: Gpu | None) -> Finding | None:
+    """What is wrong where weights and one context are more than the GPU has."""
+    if gpu is None or sizes.memory_bytes <= gpu.total_bytes:
+        return None
+    found = (
+        f"{entry.name}: {in_bytes(sizes.weights_bytes)} of weights and {in_bytes(sizes.kv_bytes_of_a_context)} "
+        f"for a context of {sizes.context_tokens:,} tokens are more than the {in_bytes(gpu.total_bytes)} of the GPU"
+    )
+    if sizes.weights_bytes >= gpu.total_bytes:
+        return Finding("model", Verdict.WRONG, found, "leave it out (`serve = false`), or use a larger GPU")
+    return Finding("model", Verdict.WRONG, found, 'set a smaller context_tokens, or kv_dtype = "fp8"')
+
+
+def _serves(entry: ModelConfig, sizes: Sizes, text: Text) -> Finding:
+    chats = "" if text.chats else ", no chat template: callers must send `prompt`"
+    found = f"{entry.name}: {in_bytes(sizes.weights_bytes)}, context {sizes.context_tokens:,}{chats}"
+    return Finding("model", Verdict.GOOD if text.chats else Verdict.NOTE, found)
+
+
+def _memory(config: Config, usable: list[Gpu]) -> Finding:
     import psutil  # only here: no other command asks
 
-    sizes = [(entry, sizes_of(folder_of(config, entry))) for entry in entries(config)]
+    sizes = [(entry, sizes_of(config, entry)) for entry in entries(config)]
     needed = sum(entry.replicas * known.memory_bytes for entry, known in sizes if known is not None)
-    free = psutil.virtual_memory().available
-    found = f"{in_bytes(free)} available, the models take about {in_bytes(needed)}"
-    if needed > free and not _gpus():
-        return Finding("memory", Verdict.WRONG, found, "serve fewer models (`serve = false`), or set `kv_bytes`")
+    free = sum(gpu.total_bytes for gpu in usable) if usable else psutil.virtual_memory().available
+    where = f"of {len(usable)} GPU{'s' * (len(usable) > 1)}" if usable else "available"
+    found = f"{in_bytes(free)} {where}, the models take at least about {in_bytes(needed)}"
+    if needed > free:
+        return Finding("memory", Verdict.WRONG, found, "serve fewer models (`serve = false`), or smaller contexts")
     return Finding("memory", Verdict.GOOD, found)
 
 

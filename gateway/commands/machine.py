@@ -26,7 +26,7 @@ where they are. SIGTERM lets running streams end, a second one does not.
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "machine", "run this host's replicas", _TEACHING)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where models run (default: auto)")
+    parser.add_argument("--device", help="where models run: auto, cpu, cuda or cuda:N (default: auto)")
     parser.set_defaults(run=run)
 
 
@@ -46,6 +46,7 @@ def machine_command(config: Config) -> list[str]:
         address=config.machine_address,
         folder=str(config.run_folder),
         models=[spec_of(config, entry) for entry in entries(config)],
+        cache=str(config.kernels_folder),
         device=config.machine.device,
         threads=config.machine.threads,
         telemetry=wire.Telemetry(otlp_url=url, service=config.telemetry.service) if url is not None else None,

@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import http.client
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -50,13 +51,14 @@ _STABLE_S: Final = 60.0  # a child that lived this long starts again without a b
 _PROGRESS_S: Final = 5.0
 _MACHINE_DRAIN_S: Final = 35.0
 _PR_SET_PDEATHSIG: Final = 1
+_LOADING: Final = re.compile(r"^loading \d+ %$")  # its percents are told with the time that has passed
 
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "serve", "start everything on this host", _TEACHING)
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default: 8787; 0 takes a free one)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where models run (default: auto)")
+    parser.add_argument("--device", help="where models run: auto, cpu, cuda or cuda:N (default: auto)")
     parser.set_defaults(run=run)
 
 
@@ -259,8 +261,8 @@ class Household:
                     self._say(f"{replica.model} is ready after {elapsed_s:.1f} s")
                     if len(self._ready) == 1:
                         self._say_first_call(replica.model)
-            elif replica.problem not in self._said:
-                self._said = {"", "loading", replica.problem}
+            elif (news := _LOADING.sub("loading", replica.problem)) not in self._said:
+                self._said = {"", "loading", news}
                 self._say(f"{replica.model}: {replica.problem}")
             elif replica.problem and elapsed_s >= self._progress_at:
                 self._progress_at = elapsed_s + _PROGRESS_S

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine.wire import MEMORY_SUFFIX, Memory
 from gateway.cli import main, parser
 from gateway.commands.serve import LOG_BYTES_MAX, base_url, first_call, trim
 from gateway.config import load_config
@@ -148,6 +150,53 @@ def test_models_are_listed_and_shown(state: Path, capsys: pytest.CaptureFixture[
     assert shown["weights_bytes"] == weights.stat().st_size
     assert "memory" in run(capsys, "models", "show", "@cf/hearth/ember")
     assert main(["models", "show", "@cf/no/such"]) == 1
+
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def test_made_up_weights_and_small_kv_are_counted_from_the_config_alone(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("made-up").mkdir()
+    Path("made-up", "config.json").write_text(json.dumps(LLAMA_8B))
+    Path("hearth.toml").write_text(
+        '[[models]]\nname = "@cf/made/up"\nfolder = "made-up"\nrandom_weights = true\n'
+        'kv_dtype = "fp8"\ncontext_tokens = 16384\n'
+    )
+    shown = said(capsys, "models", "show", "@cf/made/up")
+    assert shown["weights_bytes"] == pytest.approx(16.06e9, rel=1e-3)
+    assert shown["kv_bytes_per_token"] == 64 << 10
+    assert shown["kv_of_a_context_bytes"] == 1 << 30
+
+
+def test_a_running_replicas_memory_is_shown_and_a_dead_ones_is_not(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = load_config().run_folder
+    folder.mkdir(parents=True)
+    memory = Memory(
+        model="@cf/hearth/ember", pid=os.getpid(), device="NVIDIA H200", device_bytes=140 << 30, weights_bytes=15 << 30,
+        kv_blocks=1000, kv_block_tokens=16, kv_bytes=100 << 30, workspace_bytes=2 << 30, free_bytes=20 << 30,
+    )  # fmt: skip
+    changed = {"a-0": {}, "a-1": {"pid": 2**22 + 1}, "b-0": {"model": "@cf/b/c"}}
+    for name, changes in changed.items():
+        told = msgspec.structs.replace(memory, **changes)
+        (folder / f"{name}{MEMORY_SUFFIX}").write_bytes(msgspec.json.encode(told))
+    (folder / f"a-2{MEMORY_SUFFIX}").write_text("{")
+    (running,) = said(capsys, "models", "show", "@cf/hearth/ember")["running"]
+    assert (running["kv_pool_tokens"], running["driver_and_others_bytes"]) == (16000, 3 << 30)
+    shown = run(capsys, "models", "show", "@cf/hearth/ember")
+    assert f"running as process {os.getpid()} on NVIDIA H200" in shown
+    assert "kv pool                  100.0 GiB" in shown
 
 
 def test_secrets_are_for_this_user_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

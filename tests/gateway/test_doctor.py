@@ -109,15 +109,75 @@ def test_a_full_disk_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert examine(capsys, 1)["disk"][0]["verdict"] == "wrong"
 
 
-def test_gpus_are_named_as_the_driver_names_them(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = here / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
-    assert "H200" in examine(capsys, 0)["gpu"][0]["found"]
+class Host:
+    """A host whose driver and torch say what the test wants."""
+
+    def __init__(self, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys = capsys
+        self._program = here / "bin" / "nvidia-smi"
+        self._program.parent.mkdir()
+        self._monkeypatch = monkeypatch
+        monkeypatch.setenv("PATH", str(self._program.parent), prepend=":")
+
+    def found(self, status: int, *gpus: str, cuda: str | None = "13.0") -> dict[str, list[dict[str, Any]]]:
+        self._program.write_text("#!/bin/sh\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
+        self._program.chmod(0o755)
+        self._monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: cuda)
+        return examine(self._capsys, status)
+
+
+@pytest.fixture
+def host(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(here, capsys, monkeypatch)
+
+
+H200 = "NVIDIA H200, 143771, 143000, 580.65.06, 9.0"
+
+
+def test_a_gpu_is_named_as_the_driver_names_it(host: Host) -> None:
+    (finding,) = host.found(0, H200)["gpu"]
+    assert finding["verdict"] == "ok"
+    assert finding["found"] == "NVIDIA H200, 139.6 GiB of 140.4 GiB free, driver 580.65.06"
+    assert "of 2 GPUs" in host.found(0, H200, H200)["memory"][0]["found"]
+
+
+def test_a_torch_without_cuda_is_noted_with_what_to_install(host: Host) -> None:
+    (finding,) = host.found(0, H200, cuda=None)["gpu"]
+    assert finding["verdict"] == "note"
+    assert "pip install" in finding["advice"]
+
+
+def test_an_old_gpu_is_wrong(host: Host) -> None:
+    (finding,) = host.found(1, "Tesla T4, 15360, 15000, 580.65.06, 7.5")["gpu"]
+    assert finding["verdict"] == "wrong"
+    assert "7.5" in finding["advice"]
+
+
+def test_a_busy_gpu_is_noted(host: Host) -> None:
+    (finding,) = host.found(0, "NVIDIA H200, 143771, 20000, 580.65.06, 9.0")["gpu"]
+    assert (finding["verdict"], "nvidia-smi" in finding["advice"]) == ("note", True)
+
+
+def test_a_driver_that_says_something_else_is_no_gpu(host: Host) -> None:
+    (finding,) = host.found(0, "NVIDIA-SMI has failed")["gpu"]
+    assert "CPU" in finding["found"]
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "advice"), [(40, "context_tokens"), (20, "serve = false")], ids=["context", "weights"]
+)
+def test_a_model_that_no_gpu_holds_is_wrong_and_says_what_is_too_much(host: Host, mebibytes: int, advice: str) -> None:
+    findings = host.found(1, f"Small, {mebibytes}, {mebibytes}, 580.65.06, 9.0")
+    (finding,) = findings["model"]
+    assert finding["verdict"] == "wrong"
+    assert "27.0 MiB of weights and 32.0 MiB for a context of 8,192 tokens" in finding["found"]
+    assert advice in finding["advice"]
+
+
+def test_the_cuda_of_the_installed_torch_is_read_without_importing_it() -> None:
+    import torch
+
+    assert doctor._cuda_of_torch() == torch.version.cuda
 
 
 def test_wrong_settings_are_found_and_the_rest_is_still_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
