@@ -1,21 +1,24 @@
 """What the scheduler costs: choosing, packing and committing a step of 256 decodes, without a runner.
 
 Every sequence is in a scope of its own kind of traffic: 16 scopes, all cached in the tree, lengths staggered so that in
-each step one sequence in 16 fills a block, which is inserted, and takes a new one. And the same steps while 1,000 other
-accounts wait with long prompts that find too few blocks. CPU time of this process.
+each step one sequence in 16 fills a block, which is inserted, and takes a new one. The same steps behind one prompt
+that all have in common; and while 1,000 other accounts wait with long prompts that find too few blocks. CPU time of
+this process. A flight is in the air while the next one is planned, as on a GPU.
 """
 
 import gc
 import random
 import time
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.record import record
-from engine.batch import Sampled
+from engine.batch import Int32s, Sampled
 from engine.blocks import Blocks
 from engine.budget import Limits
+from engine.loop import Loop
 from engine.scheduler import Scheduler
 from engine.sequence import Door
 from engine.wire import Sampling, Scope, ScopeKind, Submit
@@ -25,14 +28,15 @@ DECODES = 256
 STEPS = 320
 STEPS_BESIDE = 40
 WAITING = 1000
-WAITING_TOKENS = 24_000  # more blocks than are free, and any sum of prompts that a step could begin with
+WAITING_TOKENS = 48_000  # more blocks than are free, and any sum of prompts that a step could begin with
 BLOCK_TOKENS = 16
 BOUND_MS = 1.0
 
 
-def decoding(prompt_tokens: int, sampling: Sampling, steps: int, waiting: int) -> Scheduler:
-    """A scheduler whose 256 sequences have all computed their prompts, and so many other accounts wait."""
-    longest = prompt_tokens + BLOCK_TOKENS + steps + 2
+def decoding(prompt_tokens: int, sampling: Sampling, steps: int, waiting: int, shared: bool) -> tuple[Loop, Scheduler]:
+    """A scheduler whose 256 sequences have all computed their prompts, which may be in common but for their ends, and
+    so many other accounts wait."""
+    longest = prompt_tokens + steps + 5 * BLOCK_TOKENS  # some start later than others
     blocks = DECODES * (longest // BLOCK_TOKENS + 2)
     budget = DECODES * longest
     scheduler = Scheduler(
@@ -45,39 +49,59 @@ def decoding(prompt_tokens: int, sampling: Sampling, steps: int, waiting: int) -
     pick = random.Random(1)
     for number in range(DECODES):
         tokens = array("I", (pick.randrange(49_000) for _ in range(prompt_tokens + number % BLOCK_TOKENS)))
-        scope = Scope(ScopeKind.TENANT, bytes([number % 16]) * 16)
+        if shared:
+            tokens[:prompt_tokens] = array("I", range(prompt_tokens))
+        scope = Scope(ScopeKind.TENANT, bytes([0 if shared else number % 16]) * 16)
         submit = Submit(number, tokens.tobytes(), scope, sampling, max_tokens=longest)
         scheduler.add(door.sequences(submit, owner=number % 4, now_s=0.0))
+    loop = Loop(Numbers(), scheduler)
     while scheduler.load(draining=False).running < DECODES:
-        step(scheduler)
+        step(loop, scheduler)
     door = Door("r", "kv", BLOCK_TOKENS, WAITING_TOKENS + 2, 50_000, frozenset({49_999}))
     for number in range(waiting):
         tokens = np.arange(number, number + WAITING_TOKENS, dtype=np.uint32)
         scope = Scope(ScopeKind.TENANT, (1000 + number).to_bytes(16, "big"))
         scheduler.add(door.sequences(Submit(number, tokens.tobytes(), scope, Sampling(), 1), owner=9, now_s=0.0))
-    return scheduler
+    return loop, scheduler
 
 
-def step(scheduler: Scheduler) -> int:
-    """One turn of the replica's loop without sockets and runner; the sequences that sampled."""
-    plan = scheduler.next_batch()
-    assert plan is not None
-    rows = int(plan.packed[3])
-    sampled = Sampled(np.arange(rows, dtype=np.int32), {})
-    scheduler.commit(plan, sampled)
-    scheduler.news()
-    return rows
+@dataclass(frozen=True, slots=True)
+class Landed:
+    sampled: Sampled
+
+    def wait(self) -> Sampled:
+        return self.sampled
 
 
-def measure(prompt_tokens: int, sampling: Sampling, steps: int = STEPS, waiting: int = 0) -> list[float]:
+class Numbers:
+    """A runner that samples row r of every step as token r, at once."""
+
+    blocks = block_tokens = step_tokens = prompt_step_tokens = sequences = 0  # Loop asks for none of them
+    depth = 2
+    costs = None
+
+    def launch(self, packed: Int32s) -> Landed:
+        return Landed(Sampled(np.arange(packed[3], dtype=np.int32), {}))
+
+
+def step(loop: Loop, scheduler: Scheduler) -> int:
+    """One turn of the replica's loop without sockets; the sequences that sampled."""
+    loop.turn()
+    return sum(len(progress.ids) for progress in scheduler.news().values())
+
+
+def measure(
+    prompt_tokens: int, sampling: Sampling, steps: int = STEPS, waiting: int = 0, shared: bool = False
+) -> list[float]:
     """Milliseconds of CPU time per step, sorted."""
-    scheduler = decoding(prompt_tokens, sampling, steps, waiting)
-    scheduler.news()
+    loop, scheduler = decoding(prompt_tokens, sampling, steps, waiting, shared)
+    for _ in range(Numbers.depth):
+        step(loop, scheduler)
     gc.collect()
     spent = []
     for _ in range(steps):
         began = time.process_time_ns()
-        rows = step(scheduler)
+        rows = step(loop, scheduler)
         spent.append((time.process_time_ns() - began) / 1e6)
         assert rows == DECODES
     assert scheduler.load(draining=False).waiting == waiting
@@ -86,12 +110,13 @@ def measure(prompt_tokens: int, sampling: Sampling, steps: int = STEPS, waiting:
 
 def main() -> None:
     penalty = Sampling(frequency_penalty=0.5)
-    for name, prompt_tokens, sampling in (
-        ("64-token contexts", 64, Sampling()),
-        ("4096-token contexts", 4096, Sampling()),
-        ("4096-token contexts, penalties", 4096, penalty),
+    for name, prompt_tokens, sampling, shared in (
+        ("64-token contexts", 64, Sampling(), False),
+        ("4096-token contexts", 4096, Sampling(), False),
+        ("4096-token contexts, one prompt in common", 4096, Sampling(), True),
+        ("4096-token contexts, penalties", 4096, penalty, False),
     ):
-        spent = measure(prompt_tokens, sampling)
+        spent = measure(prompt_tokens, sampling, shared=shared)
         shape = f"step of {DECODES} decodes, {name}"
         bound = None if sampling is penalty else BOUND_MS
         record("scheduler", f"{shape}, median", spent[len(spent) // 2], "ms", bound=bound)
