@@ -54,6 +54,11 @@ class KvPool:
         self.layers: list[Tensor] = [_zeros(slots, shape.slot_width, shape.dtype) for _ in range(shape.layers)]
         self._blocks = [rows.view(blocks + 1, shape.block_tokens * shape.slot_width) for rows in self.layers]
 
+    @property
+    def bytes(self) -> int:
+        """What the blocks that tables can name occupy, over all layers."""
+        return self.blocks * self.shape.block_bytes
+
     def write(self, layer: int, slots_T: Tensor, rows_TW: Tensor) -> None:
         """Puts K and V of T tokens into their slots (int64)."""
         self.layers[layer].index_copy_(0, slots_T, rows_TW)

@@ -20,7 +20,10 @@ ALLOWED = {
 # Who may import what others made.
 ONLY_IN = {
     "torch": (
-        *(f"engine.{name}" for name in ("runner", "kv", "sampler", "graphs", "arena", "groups", "ranks")),
+        *(
+            f"engine.{name}"
+            for name in ("runner", "host", "device", "memory", "kv", "sampler", "graphs", "arena", "groups", "ranks")
+        ),
         *(f"engine.{folder}" for folder in ("weights", "model", "kernels", "ember")),
     ),
     "triton": ("engine.kernels",),

@@ -107,7 +107,7 @@ def logits(runner: Runner, slices: Iterable[Slice]) -> Tensor:
     """What the runner's model says for the slices that have a sampling."""
     batch = unpack(pack(list(slices), BLOCK_TOKENS))
     with torch.inference_mode():
-        return runner._decoder.forward(batch, runner._pool, lambda: None).clone()
+        return runner.place.logits(batch).clone()
 
 
 def shuffled_tables(runner: Runner, lengths: list[int], seed: int) -> list[list[int]]:
@@ -125,5 +125,5 @@ def shuffled_tables(runner: Runner, lengths: list[int], seed: int) -> list[list[
 @torch.inference_mode()
 def poison(runner: Runner) -> None:
     """NaN in every slot that tables can name: whatever is read before it is written shows."""
-    for rows in runner._pool.layers:
+    for rows in runner.place.pool.layers:
         rows[: runner.blocks * runner.block_tokens] = float("nan")

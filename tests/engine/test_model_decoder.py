@@ -44,4 +44,4 @@ def test_logits_agree_with_the_reference_library_packed_chunked_and_paged(family
         assert difference <= TOLERANCE
         compared += len(rows)
     assert compared >= len(texts) * 3
-    runner._pool.check()
+    runner.place.pool.check()

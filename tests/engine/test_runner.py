@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from engine.batch import Slice, pack
-from engine.kernels import pick
 from engine.runner import DoesNotFit, Runner
 from engine.wire import Sampling
 from tests.engine.small import (
@@ -53,7 +52,7 @@ def test_logits_are_equal_to_the_bit_whatever_the_chunks_the_company_and_the_blo
         again = compute(runner, ids, cuts, company=seed % 4 * 3, seed=seed)
         for end in cuts:
             assert torch.equal(again[end], alone[end]), (seed, cuts, end)
-    runner._pool.check()
+    runner.place.pool.check()
 
 
 def compute(runner: Runner, ids: list[int], cuts: list[int], company: int, seed: int) -> dict[int, Tensor]:
@@ -178,11 +177,6 @@ def test_the_pool_holds_one_context_at_least_and_all_sequences_at_most(folders: 
 def test_sizes_that_cannot_be_are_refused(folders: dict[str, Path], changes: dict[str, Any], said: str) -> None:
     with pytest.raises(DoesNotFit, match=said):
         open_small(folders["qwen3"], **changes)
-
-
-def test_a_device_without_kernels_is_refused() -> None:
-    with pytest.raises(ValueError, match="abacus"):
-        pick("abacus")
 
 
 @pytest.mark.parametrize(

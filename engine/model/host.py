@@ -1,4 +1,4 @@
-"""Attention over paged KV: which rows of a packed step read which slots, and the reading itself.
+"""A packed step on a CPU: its tensors, which of its rows read which slots together, and the reading itself.
 
 A step mixes prompt chunks and single tokens. Single tokens are computed together, one group per span of keys; a
 chunk is a group, or several where its rows' spans differ. It knows no sequences, no scheduling, no kernels' insides.
@@ -10,7 +10,6 @@ G heads per KV head, H = N·G heads, D head size, W slot width.
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -18,7 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch, Int32s
+from engine.kernels import reference as ops
 from engine.kv import KvPool
+from engine.model.config import ModelConfig
+from engine.model.layers import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,52 +48,78 @@ class Group:
         return out[:, :, :fold] if self.single else out[:, :, :count].permute(2, 0, 1, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A batch on its way through the layers: tensors made once and used by each layer."""
+class HostStep:
+    """A batch on its way through the layers (decoder.Step): tensors made once and used by each layer.
 
-    tokens_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    rows_R: Tensor
-    groups: dict[int | None, list[Group]]  # by window
+    Making it costs some 100 µs and, per chunk, a mask of its tokens × context.
+    """
+
+    def __init__(self, batch: Batch, config: ModelConfig, rotary: tuple[Tensor, Tensor], pool: KvPool) -> None:
+        positions_T = torch.from_numpy(batch.positions_T).long()
+        self._tokens_T = torch.from_numpy(batch.tokens_T)
+        self._slots_T = torch.from_numpy(batch.slots_T).long()
+        self._rows_R = torch.from_numpy(batch.rows_R).long()
+        self._cos_T1D, self._sin_T1D = (table_PD[positions_T, None] for table_PD in rotary)
+        self._config = config
+        self._pool = pool
+        fold = config.heads // config.kv_heads
+        self._groups = {window: _groups(batch, window, pool, fold) for window in set(config.windows)}
+
+    def embed(self, embedding_VH: Tensor) -> None:
+        self._sum_TH = torch.nn.functional.embedding(self._tokens_T, embedding_VH).float()
+        self._dtype = embedding_VH.dtype
+
+    def add_norm(self, added_TH: Tensor | None, weight_H: Tensor) -> Tensor:
+        if added_TH is not None:
+            self._sum_TH.add_(added_TH)
+        return self._norm(self._sum_TH, weight_H)
+
+    def rotate_and_write(self, qkv_TW: Tensor, qk_norm: Tensor | None, layer: int) -> Tensor:
+        heads, kv_heads, head_dim = self._config.heads, self._config.kv_heads, self._config.head_dim
+        qkv_THD = qkv_TW.view(len(qkv_TW), -1, head_dim)
+        qk_THD = qkv_THD[:, : heads + kv_heads]
+        if qk_norm is not None:
+            qk_THD.copy_(self._norm(qk_THD, qk_norm))
+        ops.rotate_(qk_THD, self._cos_T1D, self._sin_T1D)
+        self._pool.write(layer, self._slots_T, qkv_TW[:, heads * head_dim :])
+        return qkv_THD[:, :heads]
+
+    def attend(self, q_THD: Tensor, layer: int) -> Tensor:
+        t, h, d = q_THD.shape
+        n = self._pool.shape.kv_heads
+        groups = self._groups[self._config.windows[layer]]
+        q_TNGD = q_THD.view(t, n, h // n, d)
+        if len(groups) == 1:
+            return _attend(q_TNGD, layer, groups[0], self._pool).reshape(t, h * d)
+        out_TNGD = q_THD.new_empty(t, n, h // n, d)
+        for group in groups:
+            if isinstance(group.rows, slice):
+                out_TNGD[group.rows] = _attend(q_TNGD[group.rows], layer, group, self._pool)
+            else:
+                rows_TNGD = q_TNGD.index_select(0, group.rows)
+                out_TNGD.index_copy_(0, group.rows, _attend(rows_TNGD, layer, group, self._pool))
+        return out_TNGD.view(t, h * d)
+
+    def gated(self, gate_up: Linear, normed_TH: Tensor) -> Tensor:
+        return ops.silu_and_multiply(gate_up(normed_TH))
+
+    def finish(self, added_TH: Tensor) -> None:
+        self._sum_TH.add_(added_TH)
+
+    def gather_norm(self, weight_H: Tensor) -> Tensor:
+        return self._norm(self._sum_TH.index_select(0, self._rows_R), weight_H)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.rms_norm(x, weight, self._config.norm_epsilon, self._dtype)
 
 
-def plan(batch: Batch, windows: frozenset[int | None], pool: KvPool, heads_per_kv_head: int, ops: ModuleType) -> Step:
-    """The step's tensors. Costs some 100 µs and, per chunk, a mask of its tokens × context."""
-    return Step(
-        tokens_T=torch.from_numpy(batch.tokens_T),
-        positions_T=torch.from_numpy(batch.positions_T).long(),
-        slots_T=torch.from_numpy(batch.slots_T).long(),
-        rows_R=torch.from_numpy(batch.rows_R).long(),
-        groups={window: _groups(batch, window, pool, heads_per_kv_head, ops) for window in windows},
-    )
-
-
-def attend(q_THD: Tensor, layer: int, groups: list[Group], pool: KvPool, scale: float, ops: ModuleType) -> Tensor:
-    """[T, H·D]: each row's attention over the blocks its group lists; K and V of the step are in the pool already."""
-    t, h, d = q_THD.shape
-    n = pool.shape.kv_heads
-    q_TNGD = q_THD.view(t, n, h // n, d)
-    if len(groups) == 1:
-        return _attend(q_TNGD, layer, groups[0], pool, scale, ops).reshape(t, h * d)
-    out_TNGD = q_THD.new_empty(t, n, h // n, d)
-    for group in groups:
-        if isinstance(group.rows, slice):
-            out_TNGD[group.rows] = _attend(q_TNGD[group.rows], layer, group, pool, scale, ops)
-        else:
-            rows_TNGD = q_TNGD.index_select(0, group.rows)
-            out_TNGD.index_copy_(0, group.rows, _attend(rows_TNGD, layer, group, pool, scale, ops))
-    return out_TNGD.view(t, h * d)
-
-
-def _attend(q_TNGD: Tensor, layer: int, group: Group, pool: KvPool, scale: float, ops: ModuleType) -> Tensor:
+def _attend(q_TNGD: Tensor, layer: int, group: Group, pool: KvPool) -> Tensor:
     pool.read(layer, group.blocks_B, group.unwritten_U, group.keys_LW)
     group.q_TNGD.copy_(q_TNGD)
-    return group.as_rows(ops.attend(group.q, group.k, group.v, group.mask_S1QL, scale))
+    return group.as_rows(ops.attend(group.q, group.k, group.v, group.mask_S1QL, pool.shape.head_dim**-0.5))
 
 
-def _groups(batch: Batch, window: int | None, pool: KvPool, fold: int, ops: ModuleType) -> list[Group]:
+def _groups(batch: Batch, window: int | None, pool: KvPool, fold: int) -> list[Group]:
     """Rows are cut where their slice or their span of keys changes, so that a row's span depends on its position only.
 
     Runs of one row, from whatever slices, are put together by span; longer runs stay alone.
@@ -108,10 +136,10 @@ def _groups(batch: Batch, window: int | None, pool: KvPool, fold: int, ops: Modu
             singles[span].append(start)
         else:
             keys = _Keys(batch, slice_T[start : start + 1], batch.positions_T[end - 1 : end], span, pool)
-            groups.append(_run(batch.positions_T[start:end], slice(start, end), keys, window, fold, ops))
+            groups.append(_run(batch.positions_T[start:end], slice(start, end), keys, window, fold))
     for span, rows in singles.items():
         keys = _Keys(batch, slice_T[rows], batch.positions_T[rows], span, pool)
-        groups.append(_singles(batch.positions_T[rows], torch.tensor(rows), keys, window, fold, ops))
+        groups.append(_singles(batch.positions_T[rows], torch.tensor(rows), keys, window, fold))
     return groups
 
 
@@ -136,7 +164,7 @@ class _Keys:
         self.k_SNLD, self.v_SNLD = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
 
 
-def _singles(positions_S: Int32s, rows: Tensor, keys: _Keys, window: int | None, fold: int, ops: ModuleType) -> Group:
+def _singles(positions_S: Int32s, rows: Tensor, keys: _Keys, window: int | None, fold: int) -> Group:
     """One row of each slice: the heads that share a KV head are the rows of one small matmul."""
     slices, kv_heads, _, head_dim = keys.k_SNLD.shape
     padded = -(-fold // ops.ROW_TILE) * ops.ROW_TILE
@@ -148,7 +176,7 @@ def _singles(positions_S: Int32s, rows: Tensor, keys: _Keys, window: int | None,
     )  # fmt: skip
 
 
-def _run(positions_T: Int32s, rows: slice, keys: _Keys, window: int | None, fold: int, ops: ModuleType) -> Group:
+def _run(positions_T: Int32s, rows: slice, keys: _Keys, window: int | None, fold: int) -> Group:
     """A run of one slice's rows: KV heads take the batch's place, so that G heads read one K without a copy."""
     _, kv_heads, length, head_dim = keys.k_SNLD.shape
     count = len(positions_T)

@@ -1,0 +1,126 @@
+"""A model on a CPU: where its KV pool's memory comes from, and steps that are computed as they are launched."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, Flight, Int32s, Sampled
+from engine.costs import Costs
+from engine.kernels.reference import KEY_STEP
+from engine.kv import KvPool, KvShape
+from engine.memory import DoesNotFit, kv_blocks
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.host import HostStep
+from engine.model.layers import Parameters, rotary_tables
+from engine.sampler import sample
+from engine.weights.assembly import weights_bytes
+from engine.weights.storage import Dense
+from engine.wire import Memory, ModelSpec
+
+log = logging.getLogger(__name__)
+
+_STEP_TOKENS: Final = 512
+_SEQUENCES: Final = 64
+_KV_SHARE: Final = 0.25  # of the memory that is available after the weights are loaded
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A flight whose step is already done, since launching computes."""
+
+    sampled: Sampled
+
+    def wait(self) -> Sampled:
+        return self.sampled
+
+
+class Host:
+    """Attributes as in batch.Runs. A KV pool here takes its share of `memory` as it fills."""
+
+    depth = 1
+    costs: Costs | None = None
+
+    def __init__(
+        self, model: ModelSpec, config: ModelConfig, parameters: Parameters, pool: KvPool, context_tokens: int,
+        beat: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.pool = pool
+        self.step_tokens = self.prompt_step_tokens = model.step_tokens or _STEP_TOKENS
+        self.sequences = model.sequences or _SEQUENCES
+        self.memory = Memory(
+            model=model.name, pid=os.getpid(), device="cpu", device_bytes=int(psutil.virtual_memory().total),
+            weights_bytes=weights_bytes(parameters), kv_blocks=pool.blocks, kv_block_tokens=pool.shape.block_tokens,
+            kv_bytes=pool.bytes, free_bytes=max(0, _available_bytes() - pool.bytes),
+        )  # fmt: skip
+        self._config = config
+        self._decoder = Decoder(parameters)
+        self._rotary = rotary_tables(config.rope, config.head_dim, context_tokens)
+        self._beat = beat
+
+    @classmethod
+    def open(
+        cls, model: ModelSpec, config: ModelConfig, parameters: Parameters, context_tokens: int,
+        beat: Callable[[], None],
+    ) -> Self:  # fmt: skip
+        """Raises DoesNotFit."""
+        if KEY_STEP % model.block_tokens:
+            raise DoesNotFit(f"block_tokens {model.block_tokens} does not divide {KEY_STEP}: 8, 16, 32 and 64 do")
+        shape = KvShape.of(config, model.block_tokens, parameters.embedding.dtype)
+        free = _available_bytes()
+        sequences = model.sequences or _SEQUENCES
+        blocks = kv_blocks(model, shape, context_tokens, sequences, int(free * _KV_SHARE), free)
+        return cls(model, config, parameters, KvPool(shape, blocks), context_tokens, beat)
+
+    def launch(self, packed: Int32s, batch: Batch) -> Flight:
+        assert batch.tokens_T.min() >= 0, "a token that is not known yet, though every flight has landed"
+        logits_RV = self.logits(batch)
+        return Landed(Sampled(np.empty(0, np.int32), {}) if logits_RV is None else sample(logits_RV, batch))
+
+    def logits(self, batch: Batch) -> Tensor | None:
+        """Runs the step: float32 [R, V], or None where no row is to be sampled."""
+        step = HostStep(batch, self._config, self._rotary, self.pool)
+        self._decoder.body(step, self._beat)
+        return self._decoder.head(step).float() if len(batch.rows_R) else None
+
+
+def fastest_dtype(config: ModelConfig) -> torch.dtype:
+    """Measures one layer's widest matmul in both: which is faster differs between processors."""
+    took = {dtype: _matmul_seconds(config, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    fastest = min(took, key=lambda dtype: took[dtype])
+    log.info("dtype auto: %s (%s)", fastest, ", ".join(f"{dtype} {1e6 * s:.0f} µs" for dtype, s in took.items()))
+    return fastest
+
+
+def _matmul_seconds(config: ModelConfig, dtype: torch.dtype) -> float:
+    """The fastest of a few rounds of one row and of 64 rows, as decoding and prefill have them."""
+    inputs, outputs = min(config.hidden, 2048), min(config.intermediate, 8192)
+    linear = Dense(torch.zeros(outputs, inputs, dtype=dtype))
+    rows = [torch.zeros(count, inputs, dtype=dtype) for count in (1, 64)]
+    fastest = float("inf")
+    for _ in range(8):
+        started = time.perf_counter()
+        for x_TK in rows:
+            linear(x_TK)
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest
+
+
+def _available_bytes() -> int:
+    """Free memory of the machine, or of the control group that this process is confined to, if that is less."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(used))

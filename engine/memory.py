@@ -1,0 +1,46 @@
+"""How a replica's memory is shared out: what a context needs, how many KV blocks there is room for, what does not fit.
+
+Arithmetic only: who measures what is free and what a step needs is host.py's and device.py's business.
+"""
+
+from engine.kv import KvShape
+from engine.model.config import ModelConfig
+from engine.wire import ModelSpec
+
+
+class DoesNotFit(RuntimeError):
+    """The model and one full context do not fit into memory, or the spec's sizes contradict each other."""
+
+
+def context_tokens(model: ModelSpec, config: ModelConfig) -> int:
+    """The longest sequence that will be run."""
+    asked = model.context_tokens
+    if asked is not None and asked > config.context_tokens:
+        raise DoesNotFit(f"context_tokens {asked} is more than the model's {config.context_tokens}")
+    return asked or config.context_tokens
+
+
+def kv_blocks(model: ModelSpec, shape: KvShape, tokens: int, sequences: int, room: int, free: int) -> int:
+    """As many as kv_bytes hold; else as many as `room` holds, at most for all sequences of `tokens` each.
+
+    One context gets its blocks where `free` bytes hold it, though there be less room. Raises DoesNotFit.
+    """
+    context_blocks = -(-tokens // shape.block_tokens)
+    if model.kv_bytes is not None:
+        blocks = model.kv_bytes // shape.block_bytes
+        if blocks < 1:
+            raise DoesNotFit(f"kv_bytes {model.kv_bytes} is less than one block's {shape.block_bytes}")
+        if blocks * shape.block_bytes > free:
+            raise DoesNotFit(
+                f"kv_bytes {model.kv_bytes} is more than the {free} that are free: set less, or leave it out"
+            )
+        return blocks
+    blocks = max(min(room // shape.block_bytes, sequences * context_blocks), context_blocks)
+    if blocks * shape.block_bytes > free:
+        fitting = max(0, free) // shape.block_bytes * shape.block_tokens
+        advice = f"set context_tokens to at most {fitting}" if fitting else "use a device with more memory"
+        raise DoesNotFit(
+            f"one context of {tokens} tokens takes {blocks * shape.block_bytes / 1e9:.1f} GB of KV, "
+            f"{max(0, free) / 1e9:.1f} GB are free: {advice}"
+        )
+    return blocks
