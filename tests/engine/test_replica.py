@@ -184,10 +184,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Stamped]]:
         replica.stop()
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stamped]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["depth 1", "depth 2"])
+def calm(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Stamped]:
     """One replica for the tests that leave it as it was."""
-    replica = Stamped(tmp_path_factory.mktemp("calm"))
+    replica = Stamped(tmp_path_factory.mktemp("calm"), Temper(depth=request.param))
     yield replica
     replica.stop()
 
@@ -394,8 +394,9 @@ def test_full_queue_is_busy_and_says_when_to_come_back(start: Callable[..., Stam
 # How sequences end early
 
 
-def test_cancelled_sequence_ends_and_gives_back_its_blocks(start: Callable[..., Stamped]) -> None:
-    peer = start(Temper(step_ms=2)).peer()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_cancelled_sequence_ends_and_gives_back_its_blocks(start: Callable[..., Stamped], depth: int) -> None:
+    peer = start(Temper(step_ms=2, depth=depth)).peer()
     peer.submit(1, max_tokens=3000)
     peer.submit(2, max_tokens=3000, scope=Scope())
     peer.until(lambda peer: len(peer.tokens.get(2, [])) > 3)
@@ -460,8 +461,9 @@ def test_connections_are_limited(start: Callable[..., Stamped]) -> None:
     replica.peer().until(lambda peer: len(peer.frames) >= 2)
 
 
-def test_a_failed_step_ends_its_sequences_and_the_replica_lives(start: Callable[..., Stamped]) -> None:
-    peer = start(Temper(failing=[3, 6])).peer()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failed_step_ends_its_sequences_and_the_replica_lives(start: Callable[..., Stamped], depth: int) -> None:
+    peer = start(Temper(failing=[3, 6], depth=depth)).peer()
     for id, steps in ((1, 2), (2, 2)):  # steps 1 to 3, then 4 to 6: never two failures in a row
         peer.submit(id, max_tokens=10)
         peer.until(finished(id))
@@ -495,8 +497,9 @@ def test_idle_replica_drains_at_once(start: Callable[..., Stamped]) -> None:
     assert not os.path.exists(replica.address.removeprefix("unix:"))
 
 
-def test_draining_refuses_new_work_and_finishes_the_old(start: Callable[..., Stamped]) -> None:
-    replica = start(Temper(step_ms=5))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_draining_refuses_new_work_and_finishes_the_old(start: Callable[..., Stamped], depth: int) -> None:
+    replica = start(Temper(step_ms=5, depth=depth))
     peer = replica.peer()
     peer.submit(1, max_tokens=200)
     peer.until(lambda peer: 1 in peer.tokens)
