@@ -1,1 +1,1 @@
-"""The operations a model is made of, one a file: a Triton kernel and its launcher. reference.py has them in plain torch."""
+"""The operations a model is made of, one a file: Triton kernel and launcher. reference.py has them in plain torch."""
