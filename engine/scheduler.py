@@ -54,15 +54,15 @@ class Plan:
 class _News:
     """What one owner is to be told next: a Progress in the making."""
 
-    ids: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # one for each token
     tokens: "array[int]" = field(default_factory=lambda: array("I"))
     started: list[Started] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def progress(self) -> Progress:
-        return Progress(self.ids, self.counts, self.tokens.tobytes(), self.started, self.finished, self.logprobs)
+        counts = [1] * len(self.ids)
+        return Progress(self.ids, counts, self.tokens.tobytes(), self.started, self.finished, self.logprobs)
 
 
 class _Prompts:
@@ -78,7 +78,7 @@ class _Prompts:
     def fill(self, rows: int) -> bool:
         """Whether they use up so many rows. Half of them are the oldest's, as far as it needs them."""
         oldest = self._oldest.pending if self._oldest is not None else 0
-        return self._pending - oldest > rows - min(oldest, rows - rows // 2)
+        return self._pending - oldest >= rows - min(oldest, rows - rows // 2)
 
     def of(self, namespace: Namespace) -> list[Sequence]:
         return self._namespaces.get(namespace, [])
@@ -174,20 +174,15 @@ class Scheduler:
         if not sequences:
             return None
         extra = self._budget.share(sequences)
-        slices, chunks, rows, sampled = [], [], [], 0
-        for sequence in sequences:
-            chunk = 1 + extra.get(sequence, 0) if extra else 1
-            item = _slice(sequence, chunk)
-            slices.append(item)
-            chunks.append(chunk)
+        chunks = [1 + extra.get(sequence, 0) for sequence in sequences] if extra else [1] * len(sequences)
+        slices = [_slice(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
+        rows, sampled = [-1] * len(slices), 0
+        for index, sequence in enumerate(sequences):
             sequence.flying += 1
-            sequence.launched += chunk
-            if item.sampling is not None:
-                rows.append(sampled)
-                sequence.row = sampled
+            sequence.launched += chunks[index]
+            if slices[index].sampling is not None:
+                rows[index] = sequence.row = sampled
                 sampled += 1
-            else:
-                rows.append(-1)
         plan = Plan(pack(slices, self._block_tokens), sequences, chunks, rows)
         self._flights.append(plan)
         return plan
@@ -420,7 +415,6 @@ class Scheduler:
         self._queue.charge(sequence.account, 1)
         news = self._told(sequence.owner)
         news.ids.append(sequence.id)
-        news.counts.append(1)
         news.tokens.append(token)
         if chosen is not None:
             news.logprobs.append(TokenLogprobs(sequence.id, *chosen))

@@ -86,6 +86,15 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     raise AssertionError("starved")
 
 
+def test_short_prompts_fill_a_step_together() -> None:
+    simulation = Simulation(step_tokens=64, sequences=32)
+    for id in range(20):
+        simulation.submit(id, words(8, id))
+    plan = simulation.plan()
+    assert plan is not None
+    assert plan.chunks == [8] * 8
+
+
 def test_running_sequences_are_limited() -> None:
     simulation = Simulation(sequences=3)
     for id in range(10):
