@@ -91,7 +91,7 @@ class Host:
         """Runs the step: float32 [R, V], or None where no row is to be sampled."""
         step = HostStep(batch, self._config, self._rotary, self.pool)
         self._decoder.body(step, self._beat)
-        return self._decoder.head(step).float() if len(batch.rows_R) else None
+        return self._decoder.head(step) if len(batch.rows_R) else None
 
 
 def fastest_dtype(config: ModelConfig) -> torch.dtype:

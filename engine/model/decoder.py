@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.model.layers import Linear, Parameters
+from engine.model.layers import Parameters
 
 
 class Step(Protocol):
@@ -35,10 +35,6 @@ class Step(Protocol):
         """Each row's attention over its context, [T, heads · D]."""
         ...
 
-    def gated(self, gate_up: Linear, normed_TH: Tensor) -> Tensor:
-        """silu(gate) · up."""
-        ...
-
     def finish(self, added: Tensor) -> None:
         """Adds to the sum for the last time."""
         ...
@@ -61,11 +57,11 @@ class Decoder:
         for index, layer in enumerate(self.parameters.layers):
             q_THD = step.rotate_and_write(layer.qkv(step.add_norm(added, layer.attention_norm)), layer.qk_norm, index)
             added = layer.output(step.attend(q_THD, index))
-            added = layer.down(step.gated(layer.gate_up, step.add_norm(added, layer.mlp_norm)))
+            added = layer.down(layer.gate_up.gated(step.add_norm(added, layer.mlp_norm)))
             beat()
         assert added is not None, "a model without layers"
         step.finish(added)
 
     def head(self, step: Step) -> Tensor:
         """The wanted rows' logits, [R, V]."""
-        return self.parameters.head(step.gather_norm(self.parameters.norm))
+        return self.parameters.head.logits(step.gather_norm(self.parameters.norm))

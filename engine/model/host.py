@@ -20,7 +20,6 @@ from engine.batch import Batch, Int32s
 from engine.kernels import reference as ops
 from engine.kv import KvPool
 from engine.model.config import ModelConfig
-from engine.model.layers import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +98,6 @@ class HostStep:
                 rows_TNGD = q_TNGD.index_select(0, group.rows)
                 out_TNGD.index_copy_(0, group.rows, _attend(rows_TNGD, layer, group, self._pool))
         return out_TNGD.view(t, h * d)
-
-    def gated(self, gate_up: Linear, normed_TH: Tensor) -> Tensor:
-        return ops.silu_and_multiply(gate_up(normed_TH))
 
     def finish(self, added_TH: Tensor) -> None:
         self._sum_TH.add_(added_TH)

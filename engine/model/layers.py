@@ -14,11 +14,22 @@ from engine.model.config import Rope
 
 
 class Linear(Protocol):
-    """A stored weight that can multiply: x_TK → [T, N]. How it is stored is its own business; it takes `bytes`."""
+    """A stored weight that can multiply: x_TK → [T, N], or parts [P, T, N] that whoever takes them adds up.
+
+    How it is stored is its own business; it takes `bytes`.
+    """
 
     bytes: int
 
     def __call__(self, x_TK: Tensor) -> Tensor: ...
+
+    def gated(self, x_TK: Tensor) -> Tensor:
+        """silu of the first half of the outputs times the second half, [T, N ÷ 2]."""
+        ...
+
+    def logits(self, x_TK: Tensor) -> Tensor:
+        """[T, N], in one part, as sampling takes it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from engine.kernels.reference import silu_and_multiply
+
 _ROWS_HINT = 64  # the row count for which oneDNN chooses the order of a packed weight
 _ROWS_TRIED = (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64)
 _PROBE_OUTPUTS_MOST = 1024  # a matmul is divided along its inputs rather where outputs are few
@@ -45,6 +47,12 @@ class Dense:
             return _multiply(x_TK, self._packed, self._bias)
         copies = -(-self._rows_least // rows)
         return _multiply(torch.cat([x_TK] * copies), self._packed, self._bias)[:rows]
+
+    def gated(self, x_TK: Tensor) -> Tensor:
+        return silu_and_multiply(self(x_TK))
+
+    def logits(self, x_TK: Tensor) -> Tensor:
+        return self(x_TK).float()
 
 
 def _pack(weight_NK: Tensor) -> Tensor:

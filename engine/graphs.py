@@ -1,0 +1,65 @@
+"""CUDA graphs of one computation at several sizes: which sizes, capture, replay. It knows nothing of what is computed.
+
+A graph serves every size up to its own: what is computed for the rows beyond must harm nobody. All graphs share one
+memory pool, since no two run at once. A size that is not captured yet is served by the next larger one that is.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import torch
+
+_FINE: Final = (1, 2, 4)
+_STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # up to the one, in steps of the other
+HOT: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def buckets(most: int) -> list[int]:
+    """The sizes worth a graph, ascending, for up to `most` rows; the last one holds `most`, or is the largest there is."""
+    sizes = list(_FINE)
+    for end, step in _STEPS:
+        sizes += range(sizes[-1] - sizes[-1] % step + step, end + 1, step)
+    return sizes[: bisect_left(sizes, most) + 1]
+
+
+class Graphs:
+    """Graphs of `run`, which computes for a given number of rows on the current stream, and always in one place.
+
+    `sizes` are all that may be captured; those of HOT come first.
+    """
+
+    def __init__(self, run: Callable[[int], None], sizes: Iterable[int], pool: tuple[int, int]) -> None:
+        self._run = run
+        self._pool = pool
+        self._captured: list[int] = []
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._missing = sorted(sizes, key=lambda size: (size in HOT, size))  # taken from the end
+
+    @property
+    def missing(self) -> int:
+        """How many sizes are not captured yet."""
+        return len(self._missing)
+
+    def capture_next(self) -> int | None:
+        """Captures one size more, without computing it. Takes some 10 ms. None when there is none left."""
+        if not self._missing:
+            return None
+        size = self._missing.pop()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            self._run(size)
+        finally:
+            graph.capture_end()
+        self._graphs[size] = graph
+        insort(self._captured, size)
+        return size
+
+    def launch(self, rows: int) -> None:
+        """Computes for `rows` rows at least: replays the smallest graph that holds them, or runs without one."""
+        index = bisect_left(self._captured, rows)
+        if index == len(self._captured):
+            self._run(rows)
+        else:
+            self._graphs[self._captured[index]].replay()

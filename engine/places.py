@@ -1,0 +1,66 @@
+"""Where a model runs: the device that was asked for, checked before anything is loaded. It knows no model."""
+
+import importlib.util
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+
+log = logging.getLogger(__name__)
+
+CAPABILITY_LEAST: Final = (8, 0)  # bfloat16 on tensor cores, and asynchronous copies
+_CACHE_NAME: Final = "TRITON_CACHE_DIR"
+
+
+class Unusable(RuntimeError):
+    """The device that was asked for cannot run models; the message says why and what to do."""
+
+
+def place(asked: str) -> torch.device:
+    """`auto` is the first GPU, or the CPU with a line in the log where there is none that can be used.
+
+    Raises Unusable for a GPU that was asked for by name: cuda, or cuda:N.
+    """
+    if asked == "cpu":
+        return torch.device("cpu")
+    if asked != "auto" and asked.partition(":")[0] != "cuda":
+        raise Unusable(f"device {asked!r} is not supported: auto, cpu, cuda and cuda:N are")
+    device = torch.device("cuda", int(asked.partition(":")[2] or 0))
+    reason = _reason_against(device)
+    if reason is None:
+        _keep_kernels()
+        return device
+    if asked != "auto":
+        raise Unusable(f"device {asked!r} cannot be used: {reason}")
+    log.info("device auto: cpu (%s)", reason)
+    return torch.device("cpu")
+
+
+def _reason_against(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "torch finds no GPU; check the driver, CUDA_VISIBLE_DEVICES and that this torch was built for CUDA"
+    index, count = device.index, torch.cuda.device_count()
+    if index >= count:
+        return f"there are {count} GPUs, counted from 0"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY_LEAST:
+        has, needs = (".".join(map(str, version)) for version in (capability, CAPABILITY_LEAST))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {has}, at least {needs} is needed"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed, which compiles the kernels: pip install triton"
+    return None
+
+
+def _keep_kernels() -> None:
+    """Compiled kernels go where the environment says. Where that cannot be written, they are made anew at each start."""
+    folder = Path(os.environ.get(_CACHE_NAME) or Path.home() / ".triton" / "cache")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        os.environ[_CACHE_NAME] = tempfile.mkdtemp(prefix="hearth-kernels-")
+        log.info("the kernel cache %s cannot be written (%s): every start compiles anew", folder, error)

@@ -1,0 +1,51 @@
+"""The order in which a device works: one stream, marks in it that can be waited for, memory that copies to it do not wait for.
+
+It is the one place that tells a GPU from a device that computes at once, as a CPU does when it tries the GPU's path.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+class Stream:
+    """Everything for one device is queued here, in the order of the calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.queues = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self.queues else None
+
+    def entered(self) -> AbstractContextManager[None]:
+        """What torch computes within it is queued here."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def mark(self) -> "Mark":
+        return Mark(self._stream)
+
+    def staging(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that the device reads and writes by itself."""
+        return torch.zeros(*shape, dtype=dtype, pin_memory=self.queues)
+
+    def wait(self) -> None:
+        """Until all that is queued is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class Mark:
+    """A place in a stream: `set` puts it behind what is queued, `wait` sleeps until the device has come to it."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._event = None if stream is None else torch.cuda.Event(blocking=True)
+
+    def set(self) -> None:
+        if self._event is not None:
+            self._event.record(self._stream)
+
+    def wait(self) -> None:
+        """Returns at once where it was never set."""
+        if self._event is not None:
+            self._event.synchronize()

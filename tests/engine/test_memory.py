@@ -1,0 +1,42 @@
+"""engine/memory.py: how many blocks there is room for, and what is refused with which advice."""
+
+import pytest
+import torch
+
+from engine.kv import KvShape
+from engine.memory import DoesNotFit, kv_blocks
+from engine.wire import ModelSpec
+
+SHAPE = KvShape(layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.bfloat16)
+BLOCK = SHAPE.block_bytes
+
+
+def spec(kv_bytes: int | None = None) -> ModelSpec:
+    return ModelSpec(name="m", folder="", kv_bytes=kv_bytes)
+
+
+def test_the_pool_takes_the_room_there_is_and_no_more_than_all_sequences_need() -> None:
+    assert kv_blocks(spec(), SHAPE, 160, 64, room=99 * BLOCK + 5, free=200 * BLOCK) == 99
+    assert kv_blocks(spec(), SHAPE, 160, 4, room=99 * BLOCK, free=200 * BLOCK) == 40
+
+
+def test_one_context_gets_its_blocks_where_they_are_free() -> None:
+    assert kv_blocks(spec(), SHAPE, 160, 64, room=3 * BLOCK, free=10 * BLOCK) == 10
+
+
+def test_a_context_that_does_not_fit_is_refused_with_the_one_that_would() -> None:
+    with pytest.raises(DoesNotFit, match="set context_tokens to at most 144"):
+        kv_blocks(spec(), SHAPE, 160, 64, room=3 * BLOCK, free=10 * BLOCK - 1)
+
+
+def test_where_nothing_is_free_no_context_is_advised() -> None:
+    with pytest.raises(DoesNotFit, match="a device with more memory"):
+        kv_blocks(spec(), SHAPE, 160, 64, room=-5, free=-5)
+
+
+def test_kv_bytes_are_kept_to() -> None:
+    assert kv_blocks(spec(7 * BLOCK + 1), SHAPE, 160, 64, room=0, free=7 * BLOCK) == 7
+    with pytest.raises(DoesNotFit, match="less than one block"):
+        kv_blocks(spec(BLOCK - 1), SHAPE, 160, 64, room=BLOCK, free=BLOCK)
+    with pytest.raises(DoesNotFit, match="more than the"):
+        kv_blocks(spec(9 * BLOCK), SHAPE, 160, 64, room=BLOCK, free=8 * BLOCK)
