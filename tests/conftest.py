@@ -1,6 +1,7 @@
-"""What tests of several rooms share: a real Redis."""
+"""What tests of several rooms share: a real Redis, and Triton's interpreter where there is no GPU."""
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -9,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
 
 
 @pytest.fixture(scope="session")

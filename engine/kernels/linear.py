@@ -1,0 +1,135 @@
+"""y = x·Wᵀ for few rows, where reading the weights is all that counts.
+
+With one row each weight is used once: multiply and add. With more, tensor cores take the weights as first operand
+and the rows as the narrow second one. Where the outputs are too few to keep every multiprocessor reading, the inputs
+are divided as well, and the float32 parts are left to whoever takes the result: it reads them anyway.
+
+T rows, K inputs, N outputs, P parts, I inner size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS_MOST = 64  # of the kernels here
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a kernel goes through W: block_n outputs × block_k inputs at once, the inputs in `parts` parts."""
+
+    block_n: int
+    block_k: int
+    parts: int
+    stages: int
+    warps: int
+
+
+@triton.jit
+def _weights(w, outputs, inputs, N, K, MASKED: tl.constexpr):
+    at = w + outputs.to(tl.int64)[:, None] * K + inputs[None, :]
+    if MASKED:
+        return tl.load(
+            at, mask=(outputs < N)[:, None] & (inputs < K)[None, :], other=0.0, eviction_policy="evict_first"
+        )
+    return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def _row(x, inputs, K, MASKED: tl.constexpr):
+    values = tl.load(x + inputs, mask=inputs < K, other=0.0) if MASKED else tl.load(x + inputs)
+    return values.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _rows(x, rows, inputs, T, K, MASKED: tl.constexpr):
+    inside = (rows < T)[None, :] & (inputs < K)[:, None] if MASKED else (rows < T)[None, :]
+    return tl.load(x + rows[None, :] * K + inputs[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def _multiply_row(
+    x, w, out, N, K, PARTS: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks = tl.cdiv(K, BLOCK_K)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    total_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for block in tl.range(part * blocks // PARTS, (part + 1) * blocks // PARTS, num_stages=STAGES):
+        inputs = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        values = _row(x, inputs, K, MASKED)
+        total += _weights(w, outputs, inputs, N, K, MASKED).to(tl.float32) * values
+        if GATED:
+            total_up += _weights(w + N.to(tl.int64) * K, outputs, inputs, N, K, MASKED).to(tl.float32) * values
+    y = tl.sum(total, 1)
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * tl.sum(total_up, 1)
+    tl.store(out + part * N + outputs, y.to(out.dtype.element_ty), mask=outputs < N)
+
+
+@triton.jit
+def _multiply_rows(
+    x, w, out, T, N, K, PARTS: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_T)
+    blocks = tl.cdiv(K, BLOCK_K)
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    total_up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for block in tl.range(part * blocks // PARTS, (part + 1) * blocks // PARTS, num_stages=STAGES):
+        inputs = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        values = _rows(x, rows, inputs, T, K, MASKED)
+        total = tl.dot(_weights(w, outputs, inputs, N, K, MASKED), values, total, input_precision="ieee")
+        if GATED:
+            up = _weights(w + N.to(tl.int64) * K, outputs, inputs, N, K, MASKED)
+            total_up = tl.dot(up, values, total_up, input_precision="ieee")
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * total_up
+    at = out + (part * T + rows[:, None]) * N + outputs[None, :]
+    tl.store(at, tl.trans(total).to(out.dtype.element_ty), mask=(rows < T)[:, None] & (outputs < N)[None, :])
+
+
+def multiply(x_TK: Tensor, weight_NK: Tensor, tiling: Tiling) -> Tensor:
+    """x·Wᵀ as [P, T, N]: in x's dtype where P is 1, else float32 parts."""
+    dtype = x_TK.dtype if tiling.parts == 1 else torch.float32
+    out_PTN = torch.empty(tiling.parts, len(x_TK), len(weight_NK), dtype=dtype, device=x_TK.device)
+    _launch(x_TK, weight_NK, out_PTN, len(weight_NK), tiling, gated=False)
+    return out_PTN
+
+
+def multiply_gated(x_TK: Tensor, weight_NK: Tensor, tiling: Tiling) -> Tensor:
+    """silu(x·Gᵀ)·(x·Uᵀ) as [T, I] in x's dtype, where W is G above U. The tiling has one part."""
+    assert tiling.parts == 1
+    inner = len(weight_NK) // 2
+    out_TI = torch.empty(len(x_TK), inner, dtype=x_TK.dtype, device=x_TK.device)
+    _launch(x_TK, weight_NK, out_TI, inner, tiling, gated=True)
+    return out_TI
+
+
+def _launch(x_TK: Tensor, weight_NK: Tensor, out: Tensor, outputs: int, tiling: Tiling, gated: bool) -> None:
+    rows, inputs = x_TK.shape
+    assert 1 <= rows <= ROWS_MOST
+    assert weight_NK.shape[1] == inputs
+    assert weight_NK.dtype == x_TK.dtype
+    assert x_TK.is_contiguous()
+    assert weight_NK.is_contiguous()
+    masked = bool(outputs % tiling.block_n or inputs % tiling.block_k)
+    grid = (triton.cdiv(outputs, tiling.block_n), tiling.parts)
+    if rows == 1:
+        _multiply_row[grid](
+            x_TK, weight_NK, out, outputs, inputs, PARTS=tiling.parts, GATED=gated, MASKED=masked,
+            BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps,
+        )  # fmt: skip
+        return
+    _multiply_rows[grid](
+        x_TK, weight_NK, out, rows, outputs, inputs, PARTS=tiling.parts, GATED=gated, MASKED=masked,
+        BLOCK_T=max(16, triton.next_power_of_2(rows)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        STAGES=tiling.stages, num_warps=tiling.warps,
+    )  # fmt: skip
