@@ -27,7 +27,7 @@ def assemble(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[],
     for index in range(config.layers):
         layers.append(_layer(config, tensors, f"layers.{index}."))
         beat()
-    head = Dense(embedding) if config.tied_head else _linear(tensors, "head")
+    head = _tied(embedding) if config.tied_head else _linear(tensors, "head")
     return Parameters(embedding, layers, tensors.pop("norm"), head)
 
 
@@ -37,7 +37,7 @@ def planned_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def weights_bytes(parameters: Parameters) -> int:
-    """What the parameters occupy in memory; a tied head's packed copy counts, for it is one."""
+    """What the parameters occupy in memory; a tied head's copy counts where it is one."""
     tensors, linears = [parameters.embedding, parameters.norm], [parameters.head]
     for layer in parameters.layers:
         tensors += [layer.attention_norm, layer.mlp_norm]
@@ -72,7 +72,23 @@ def _layer(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> Layer:
 
 
 def _linear(tensors: dict[str, Tensor], name: str) -> Linear:
-    return Dense(tensors.pop(name + ".weight"), tensors.pop(name + ".bias", None))
+    return _stored(tensors.pop(name + ".weight"), tensors.pop(name + ".bias", None))
+
+
+def _tied(embedding: Tensor) -> Linear:
+    """A GPU multiplies by the embedding itself, which is counted already; a CPU by a packed copy."""
+    head = _stored(embedding, None)
+    if embedding.is_cuda:
+        head.bytes = 0
+    return head
+
+
+def _stored(weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
+    if weight_NK.is_cuda:
+        from engine.weights.resident import Resident  # only here: a CPU needs no Triton
+
+        return Resident(weight_NK, bias_N)
+    return Dense(weight_NK, bias_N)
 
 
 def _each_head(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> Tensor:
