@@ -75,19 +75,21 @@ class Budget:
         if not prompts:
             return {}
         decoding = [sequence for sequence in sequences if sequence.pending <= 1]
-        wanted = sum(sequence.pending - 1 for sequence in prompts)
-        most = min(self._most(bool(decoding)) - len(sequences), wanted)
+        oldest, *others = prompts
+        order = [oldest, *sorted(others, key=_pending)]
+        wanted = [sequence.pending - 1 for sequence in order]
+        most = min(self._most(bool(decoding)) - len(sequences), sum(wanted))
         costs = self._limits.costs
         if costs is not None and decoding and most > PROMPT_ROWS_MIN:
-            decoding_us = _keys(decoding) * costs.key_us
+            starts, decoding_us = [sequence.launched for sequence in order], _keys(decoding) * costs.key_us
 
             def step_us(extra: int) -> float:
-                pairs = sum(_pairs(prompt, 1 + count) for prompt, count in _shares(prompts, extra).items())
+                pairs = sum(map(_pairs, starts, _shares(wanted, extra)))
                 return costs.rows_us(len(sequences) + extra) + decoding_us + pairs * costs.prompt_pair_us
 
             fitting = bisect_right(range(PROMPT_ROWS_MIN, most + 1), self._limits.gap_ms * 1e3, key=step_us)
             most = PROMPT_ROWS_MIN + max(0, fitting - 1)
-        return _shares(prompts, most)
+        return dict(zip(order, _shares(wanted, most), strict=True))
 
     def _most(self, decoding: bool) -> int:
         limits = self._limits
@@ -98,25 +100,25 @@ def _keys(decoding: Items[Sequence]) -> int:
     return sum(sequence.launched + 1 for sequence in decoding)
 
 
-def _pairs(prompt: Sequence, count: int) -> int:
-    """How often one of its next `count` rows meets a key, its own included."""
-    return count * prompt.launched + count * (count + 1) // 2
+def _pairs(start: int, extra: int) -> int:
+    """How often the rows from `start` on, one and `extra` more, meet a key, their own included."""
+    rows = 1 + extra
+    return rows * start + rows * (rows + 1) // 2
 
 
-def _shares(prompts: Items[Sequence], rows: int) -> dict[Sequence, int]:
-    """So many rows, shared out between prompts, oldest first. No share shrinks where there are more rows.
+def _shares(wanted: list[int], rows: int) -> list[int]:
+    """So many rows, shared out between prompts: the oldest, then the others, the shortest first.
 
-    The oldest prompt has a right to half of them, the others share the rest, the shortest first: a short prompt is not
-    kept waiting by a long one, and a long one is not starved by short ones.
+    The oldest has a right to half of the rows, the others share the rest in their order: a short prompt is not kept
+    waiting by a long one, and a long one is not starved by short ones. No share shrinks where there are more rows.
     """
-    oldest, *others = prompts
-    kept = min(oldest.pending - 1, rows - rows // 2)
-    extra = {}
-    for sequence in sorted(others, key=_pending):
-        extra[sequence] = min(sequence.pending - 1, rows - kept)
-        rows -= extra[sequence]
-    extra[oldest] = min(oldest.pending - 1, rows)
-    return extra
+    oldest, *others = wanted
+    left = rows - min(oldest, rows - rows // 2)
+    shares = []
+    for count in others:
+        shares.append(min(count, left))
+        left -= shares[-1]
+    return [min(oldest, rows - sum(shares)), *shares]
 
 
 def _pending(sequence: Sequence) -> int:
