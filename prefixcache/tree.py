@@ -7,7 +7,8 @@ until it is released.
 
 How a sequence uses it: `match` its prompt (all but the last token, which has to be computed), compute the rest into
 blocks of its own, `insert` each block once it is full, under the same lease, also while generating; `release` at its
-end or when it is preempted. What it inserted stays until it is evicted. Where another sequence was first to insert the
+end or when it is preempted. What it inserted stays until it is evicted, or is found no more once it was told to
+`forget` it. Where another sequence was first to insert the
 same tokens, its blocks enter the lease: read those from then on, and free your own, which hold the same. A sequence
 without a scope (a REQUEST) never comes here.
 

@@ -84,6 +84,29 @@ def test_history_must_be_what_the_cache_holds(stamps: Stamps) -> None:
         fly(stamps, [Slice([15], 5, [3, 1], penalized, (tokens[:-1], 5))], [ONE])
 
 
+def test_a_token_that_is_not_known_yet_is_the_one_that_its_row_sampled(stamps: Stamps) -> None:
+    penalized = Sampling(presence_penalty=1.0)
+    first = fly(stamps, [Slice([1], 0, [5], GREEDY), Slice([15], 5, [3, 1], GREEDY)], [TWO, ONE])
+    coming = Slice([-2], 6, [3, 1], penalized, ([10, 11, 12, 13, 14, 15], 5))
+    token = int(first.tokens_R[1])
+    second = fly(stamps, [coming], [ONE])
+    assert second.tokens_R.tolist() == [next_token(np.array([10, 11, 12, 13, 14, 15, token]), None, 100, {})]
+
+
+def test_who_reads_what_is_not_finite_samples_none_until_it_is_written_again(stamps: Stamps) -> None:
+    stamps.glitch = 0
+    slices = [Slice([15], 5, [3, 1], GREEDY), Slice([1], 0, [5], GREEDY)]
+    assert [token < 0 for token in fly(stamps, slices, [ONE, TWO]).tokens_R.tolist()] == [True, False]
+    assert fly(stamps, [Slice([16], 6, [3, 1], GREEDY)], [ONE]).tokens_R.tolist() == [-1]
+    assert fly(stamps, slices, [ONE, TWO]).tokens_R.min() >= 0
+
+
+def test_a_lost_slice_leaves_rubbish_that_nobody_may_read(stamps: Stamps) -> None:
+    fly(stamps, [Slice([15], 5, [3, 1], GREEDY)], [Claim(1, 1, shares=True, lost=True)])
+    with pytest.raises(IllegalRead):
+        fly(stamps, [Slice([16], 6, [3, 1], GREEDY)], [ONE])
+
+
 def test_seed_matters_only_above_temperature_zero(stamps: Stamps) -> None:
     def text(temperature: float, seed: int) -> list[int]:
         return solo([1, 2], Sampling(temperature=temperature, seed=seed), 12, [], 1000)[0]
