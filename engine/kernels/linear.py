@@ -50,9 +50,9 @@ def _rows(x, rows, inputs, T, K, MASKED: tl.constexpr):
     return tl.load(x + rows[None, :] * K + inputs[:, None], mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _multiply_row(
-    x, w, out, N, K, PARTS: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, w, out, N, K, parts, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
@@ -60,7 +60,7 @@ def _multiply_row(
     blocks = tl.cdiv(K, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     total_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for block in tl.range(part * blocks // PARTS, (part + 1) * blocks // PARTS, num_stages=STAGES):
+    for block in tl.range(part * blocks // parts, (part + 1) * blocks // parts, num_stages=STAGES):
         inputs = block * BLOCK_K + tl.arange(0, BLOCK_K)
         values = _row(x, inputs, K, MASKED)
         total += _weights(w, outputs, inputs, N, K, MASKED).to(tl.float32) * values
@@ -72,9 +72,9 @@ def _multiply_row(
     tl.store(out + part * N + outputs, y.to(out.dtype.element_ty), mask=outputs < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "parts"])
 def _multiply_rows(
-    x, w, out, T, N, K, PARTS: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_T: tl.constexpr,
+    x, w, out, T, N, K, parts, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
@@ -83,7 +83,7 @@ def _multiply_rows(
     blocks = tl.cdiv(K, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     total_up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for block in tl.range(part * blocks // PARTS, (part + 1) * blocks // PARTS, num_stages=STAGES):
+    for block in tl.range(part * blocks // parts, (part + 1) * blocks // parts, num_stages=STAGES):
         inputs = block * BLOCK_K + tl.arange(0, BLOCK_K)
         values = _rows(x, rows, inputs, T, K, MASKED)
         total = tl.dot(_weights(w, outputs, inputs, N, K, MASKED), values, total, input_precision="ieee")
@@ -124,12 +124,12 @@ def _launch(x_TK: Tensor, weight_NK: Tensor, out: Tensor, outputs: int, tiling: 
     grid = (triton.cdiv(outputs, tiling.block_n), tiling.parts)
     if rows == 1:
         _multiply_row[grid](
-            x_TK, weight_NK, out, outputs, inputs, PARTS=tiling.parts, GATED=gated, MASKED=masked,
+            x_TK, weight_NK, out, outputs, inputs, tiling.parts, GATED=gated, MASKED=masked,
             BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps,
         )  # fmt: skip
         return
     _multiply_rows[grid](
-        x_TK, weight_NK, out, rows, outputs, inputs, PARTS=tiling.parts, GATED=gated, MASKED=masked,
+        x_TK, weight_NK, out, rows, outputs, inputs, tiling.parts, GATED=gated, MASKED=masked,
         BLOCK_T=max(16, triton.next_power_of_2(rows)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         STAGES=tiling.stages, num_warps=tiling.warps,
     )  # fmt: skip
