@@ -6,7 +6,7 @@ memory pool, since no two run at once. A size that is not captured yet is served
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -16,7 +16,9 @@ HOT: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def buckets(most: int) -> list[int]:
-    """The sizes worth a graph, ascending, for up to `most` rows; the last one holds `most`, or is the largest there is."""
+    """The sizes worth a graph, ascending, for up to `most` rows; the last holds them or is the largest there is."""
+    if most == 0:
+        return []
     sizes = list(_FINE)
     for end, step in _STEPS:
         sizes += range(sizes[-1] - sizes[-1] % step + step, end + 1, step)
@@ -26,10 +28,10 @@ def buckets(most: int) -> list[int]:
 class Graphs:
     """Graphs of `run`, which computes for a given number of rows on the current stream, and always in one place.
 
-    `sizes` are all that may be captured; those of HOT come first.
+    `sizes` are all that may be captured; those of HOT come first. `pool` is what torch.cuda.graph_pool_handle gives.
     """
 
-    def __init__(self, run: Callable[[int], None], sizes: Iterable[int], pool: tuple[int, int]) -> None:
+    def __init__(self, run: Callable[[int], None], sizes: Iterable[int], pool: Any) -> None:
         self._run = run
         self._pool = pool
         self._captured: list[int] = []
@@ -37,9 +39,9 @@ class Graphs:
         self._missing = sorted(sizes, key=lambda size: (size in HOT, size))  # taken from the end
 
     @property
-    def missing(self) -> int:
-        """How many sizes are not captured yet."""
-        return len(self._missing)
+    def hot(self) -> bool:
+        """Whether the next to be captured is a hot one."""
+        return bool(self._missing) and self._missing[-1] in HOT
 
     def capture_next(self) -> int | None:
         """Captures one size more, without computing it. Takes some 10 ms. None when there is none left."""

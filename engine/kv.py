@@ -1,12 +1,15 @@
 """The KV cache's tensors: blocks of slots, one slot per token and layer. It knows no sequences and no owners."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
+
+_CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +43,24 @@ class KvShape:
 
 
 class KvPool:
-    """`blocks` blocks of every layer; slot = block · block_tokens + offset. One more block, `empty`, is always zero.
+    """`blocks` blocks of every layer; slot = block · block_tokens + offset.
 
-    The pages are touched when first written, so a large pool costs memory only as it fills.
+    On a CPU one more block, `empty`, is always zero, and pages are touched when first written, so a large pool costs
+    memory only as it fills. On a GPU nothing is touched: what lies in a slot before it is written is anything.
     """
 
-    def __init__(self, shape: KvShape, blocks: int) -> None:
+    def __init__(self, shape: KvShape, blocks: int, device: torch.device = _CPU) -> None:
         assert blocks > 0
         self.shape = shape
         self.blocks = blocks
         self.empty = blocks
         slots = (blocks + 1) * shape.block_tokens
-        self.layers: list[Tensor] = [_zeros(slots, shape.slot_width, shape.dtype) for _ in range(shape.layers)]
+        self.layers: list[Tensor] = [
+            _zeros(slots, shape.slot_width, shape.dtype)
+            if device.type == "cpu"
+            else torch.empty(slots, shape.slot_width, dtype=shape.dtype, device=device)
+            for _ in range(shape.layers)
+        ]
         self._blocks = [rows.view(blocks + 1, shape.block_tokens * shape.slot_width) for rows in self.layers]
 
     @property

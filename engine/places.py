@@ -55,7 +55,7 @@ def _reason_against(device: torch.device) -> str | None:
 
 
 def _keep_kernels() -> None:
-    """Compiled kernels go where the environment says. Where that cannot be written, they are made anew at each start."""
+    """Compiled kernels go where the environment says; if that cannot be written, each start makes them anew."""
     folder = Path(os.environ.get(_CACHE_NAME) or Path.home() / ".triton" / "cache")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -12,10 +12,14 @@ from engine.host import Host, fastest_dtype
 from engine.memory import DoesNotFit, context_tokens
 from engine.model.config import ModelConfig, read_config
 from engine.model.layers import Parameters
+from engine.places import place
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.load import load
 from engine.weights.random import random_parameters, random_revision
 from engine.wire import ModelSpec
+
+if TYPE_CHECKING:
+    from engine.device import Device
 
 __all__ = ["DoesNotFit", "Runner"]
 
@@ -35,7 +39,7 @@ class Runner:
     All else is as in batch.Runs.
     """
 
-    def __init__(self, config: ModelConfig, place: Host, context_tokens: int, revision: str) -> None:
+    def __init__(self, config: ModelConfig, place: "Host | Device", context_tokens: int, revision: str) -> None:
         self.revision = revision
         self.context_tokens = context_tokens
         self.vocabulary = config.vocabulary
@@ -55,23 +59,24 @@ class Runner:
     def open(cls, model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> "Runner":
         """Loads `model.folder`. Calls `beat` after each tensor; afterwards each launch calls it after each layer.
 
-        Raises ConfigError, CheckpointError or DoesNotFit, each saying what to change.
+        Raises ConfigError, CheckpointError, DoesNotFit or Unusable, each saying what to change.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         folder = Path(model.folder)
         config = read_config(folder)
         tokens = context_tokens(model, config)
+        where = place(device)
         with torch.inference_mode():
-            dtype = fastest_dtype(config) if model.dtype == "auto" else _DTYPES[model.dtype]
-            parameters, revision = _parameters(model, config, dtype, torch.device("cpu"), beat)
-            place = Host.open(model, config, parameters, tokens, beat)
-        blocks, size = place.pool.blocks, place.pool.shape.block_tokens
+            dtype = _dtype(model, config, where)
+            parameters, revision = _parameters(model, config, dtype, where, beat)
+            opened = _open(model, config, parameters, tokens, where, beat)
+        blocks, size = opened.pool.blocks, opened.pool.shape.block_tokens
         log.info(
             "%s: %d KV blocks of %d tokens, %.1f MB, %d full contexts of %d tokens",
-            model.name, blocks, size, place.pool.bytes / 1e6, blocks * size // tokens, tokens,
+            model.name, blocks, size, opened.pool.bytes / 1e6, blocks * size // tokens, tokens,
         )  # fmt: skip
-        return cls(config, place, tokens, revision)
+        return cls(config, opened, tokens, revision)
 
     @torch.inference_mode()
     def launch(self, packed: Int32s) -> Flight:
@@ -81,6 +86,26 @@ class Runner:
         assert batch.tokens_T.max() < self.vocabulary, "a token past the vocabulary"
         assert 0 <= batch.tables_SW.min() <= batch.tables_SW.max() < self.blocks, "a block past the pool"
         return self.place.launch(packed, batch)
+
+
+def _dtype(model: ModelSpec, config: ModelConfig, where: torch.device) -> torch.dtype:
+    """`auto` is what a CPU is fastest with; on a GPU the checkpoint's own, of half the bytes at least."""
+    if model.dtype != "auto":
+        return _DTYPES[model.dtype]
+    if where.type == "cpu":
+        return fastest_dtype(config)
+    return torch.float16 if config.dtype == "float16" else torch.bfloat16
+
+
+def _open(
+    model: ModelSpec, config: ModelConfig, parameters: Parameters, tokens: int, where: torch.device,
+    beat: Callable[[], None],
+) -> "Host | Device":  # fmt: skip
+    if where.type == "cpu":
+        return Host.open(model, config, parameters, tokens, beat)
+    from engine.device import Device  # only here: a CPU needs no Triton
+
+    return Device.open(model, config, parameters, tokens, where, beat)
 
 
 def _parameters(

@@ -1,4 +1,4 @@
-"""The order in which a device works: one stream, marks in it that can be waited for, memory that copies to it do not wait for.
+"""The order in which a device works: one stream, marks in it to wait for, and host memory that it copies by itself.
 
 It is the one place that tells a GPU from a device that computes at once, as a CPU does when it tries the GPU's path.
 """

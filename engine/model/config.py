@@ -34,6 +34,7 @@ class ModelConfig:
     qkv_bias …      which linear layers add a bias.
     qk_norm         RMS norm over each head of q and k before the rotation (Qwen3).
     tied_head       the output head is the embedding table.
+    dtype           the weights', as the file says: float32, bfloat16 or float16; bfloat16 where it is silent.
     """
 
     architecture: str
@@ -54,6 +55,7 @@ class ModelConfig:
     qk_norm: bool
     tied_head: bool
     stop_ids: tuple[int, ...]
+    dtype: str
 
 
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -104,6 +106,7 @@ def parse_config(config: Mapping[str, Any], stop: int | list[int] | None = None)
         qk_norm=architecture == "Qwen3ForCausalLM",
         tied_head=bool(config.get("tie_word_embeddings", False)),
         stop_ids=_stop_ids(stop, vocabulary),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
     )
 
 

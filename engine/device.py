@@ -1,0 +1,183 @@
+"""A model on a GPU: launches steps without waiting for them, mostly by CUDA graphs. It does not know why these steps.
+
+A launch copies the packed step and its tiles into pinned memory, queues one upload into memory that stays in its
+place, the layers, the head and the sampling, and the download of the tokens. Nothing waits but a flight that lands.
+The next step's tokens may be those that this one samples: they are read where they were written.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+
+from engine.batch import HEADER_WORDS, Batch, Int32s, OutOfDeviceMemory, Sampled, Slice, pack, unpack
+from engine.costs import Costs
+from engine.graphs import HOT, Graphs, buckets
+from engine.kv import KvPool, KvShape
+from engine.memory import kv_blocks
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.device import DeviceStep, Space
+from engine.model.layers import Parameters
+from engine.streams import Stream
+from engine.weights.assembly import weights_bytes
+from engine.wire import Memory, ModelSpec, Sampling
+
+log = logging.getLogger(__name__)
+
+DEPTH: Final = 2
+GRAPH_ROWS: Final = 1024  # steps of more rows take so long that launching their kernels one by one costs nothing
+_STEP_TOKENS: Final = 2048
+_PROMPT_STEP_TOKENS: Final = 8192
+_SEQUENCES: Final = 512
+_RESERVE_BYTES: Final = 3 << 30
+_HISTORY_WORDS: Final = 1 << 20
+_ROW_WORDS: Final = 32  # of everything that a step has per row, tiles included
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """What a step has at most; memory of fixed size is made for it."""
+
+    rows: int
+    sequences: int
+    words: int
+    step_tokens: int
+    prompt_step_tokens: int
+
+    @classmethod
+    def of(cls, sequences: int | None, step_tokens: int | None, context_tokens: int, block_tokens: int) -> Self:
+        """`sequences` and `step_tokens` as a spec asks for them, or None."""
+        sequences = sequences or _SEQUENCES
+        prompt_step_tokens = step_tokens or max(_STEP_TOKENS, _PROMPT_STEP_TOKENS)
+        rows = max(prompt_step_tokens, sequences)
+        tables = sequences * -(-context_tokens // block_tokens)
+        words = HEADER_WORDS + rows * _ROW_WORDS + tables + _HISTORY_WORDS
+        return cls(rows, sequences, words, step_tokens or _STEP_TOKENS, prompt_step_tokens)
+
+
+class Landing:
+    """A flight, and the host memory that its step goes up from and its tokens come down to. `wait` frees it."""
+
+    def __init__(self, stream: Stream, most: Most) -> None:
+        self.words = stream.staging(most.words, dtype=torch.int32)
+        self.tokens_R = stream.staging(most.sequences, dtype=torch.int32)
+        self.mark = stream.mark()
+        self.rows = 0
+        self._tokens_R = self.tokens_R.numpy()
+
+    def wait(self) -> Sampled:
+        self.mark.wait()
+        return Sampled(self._tokens_R[: self.rows].copy(), {})
+
+
+class Device:
+    """Attributes as in batch.Runs."""
+
+    depth = DEPTH
+
+    def __init__(
+        self, config: ModelConfig, parameters: Parameters, pool: KvPool, space: Space, stream: Stream, most: Most,
+        graph_rows: int,
+    ) -> None:  # fmt: skip
+        """Steps of up to graph_rows rows may be captured, none where it is 0."""
+        self.pool = pool
+        self.costs: Costs | None = None
+        self.step_tokens = most.step_tokens
+        self.prompt_step_tokens = most.prompt_step_tokens
+        self.sequences = most.sequences
+        self._config = config
+        self._most = most
+        self._decoder = Decoder(parameters)
+        self._dtype = parameters.embedding.dtype
+        self._space = space
+        self._stream = stream
+        self._landings = [Landing(stream, most) for _ in range(DEPTH + 1)]
+        self._launches = 0
+        self._rows_before = 0
+        shared = torch.cuda.graph_pool_handle() if graph_rows else None
+        self._bodies = Graphs(self._body, buckets(min(graph_rows, most.rows)), shared)
+        self._heads = Graphs(self._head, buckets(min(graph_rows, most.sequences)), shared)
+        self.memory = Memory(
+            model="", pid=os.getpid(), device="", device_bytes=0, weights_bytes=weights_bytes(parameters),
+            kv_blocks=pool.blocks, kv_block_tokens=pool.shape.block_tokens, kv_bytes=pool.bytes, free_bytes=0,
+        )  # fmt: skip
+
+    @classmethod
+    def open(
+        cls, model: ModelSpec, config: ModelConfig, parameters: Parameters, context_tokens: int, device: torch.device,
+        beat: Callable[[], None],
+    ) -> Self:  # fmt: skip
+        """Compiles what is not compiled yet, measures what a step needs, takes the rest for KV, captures hot graphs.
+
+        Raises DoesNotFit.
+        """
+        stream = Stream(device)
+        most = Most.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
+        kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else parameters.embedding.dtype
+        shape = KvShape.of(config, model.block_tokens, kv_dtype)
+        space = Space.make(config, device, most.words, most.rows, most.sequences, context_tokens)
+        trial = cls(config, parameters, KvPool(shape, 1, device), space, stream, most, graph_rows=0)
+        trial.compile(context_tokens, beat)
+        free = torch.cuda.mem_get_info(device)[0]
+        blocks = kv_blocks(model, shape, context_tokens, most.sequences, free - _RESERVE_BYTES, free - _RESERVE_BYTES)
+        opened = cls(config, parameters, KvPool(shape, blocks, device), space, stream, most, GRAPH_ROWS)
+        opened.capture(beat)
+        return opened
+
+    def compile(self, context_tokens: int, beat: Callable[[], None]) -> None:
+        """Runs a step of each hot size, of all sequences, and the largest there is, in the pool's first block."""
+        block_tokens = self.pool.shape.block_tokens
+        for rows in (*HOT, self.sequences, self._most.rows):
+            length = 1 if rows <= self.sequences else context_tokens
+            table = [0] * -(-length // block_tokens)
+            lengths = [min(length, rows - start) for start in range(0, rows, length)]
+            packed = pack([Slice([0] * count, 0, table, Sampling()) for count in lengths], block_tokens)
+            self.launch(packed, unpack(packed)).wait()
+            beat()
+
+    def capture(self, beat: Callable[[], None]) -> None:
+        """The graphs of the hot sizes."""
+        with self._stream.entered():
+            for graphs in (self._bodies, self._heads):
+                while graphs.hot:
+                    graphs.capture_next()
+                    beat()
+
+    def launch(self, packed: Int32s, batch: Batch) -> Landing:
+        """May raise OutOfDeviceMemory."""
+        rows, wanted = len(batch.tokens_T), len(batch.rows_R)
+        assert batch.tokens_T.min() >= -self._rows_before, "a token of a row that the flight before did not sample"
+        landing = self._landings[self._launches % len(self._landings)]
+        count = len(packed)
+        landing.words.numpy()[:count] = packed
+        landing.rows = self._rows_before = wanted
+        self._launches += 1
+        try:
+            with self._stream.entered():
+                self._space.words[:count].copy_(landing.words[:count], non_blocking=True)
+                self._bodies.launch(rows)
+                if wanted:
+                    self._heads.launch(wanted)
+                    landing.tokens_R[:wanted].copy_(self._space.sampled_R[:wanted], non_blocking=True)
+                landing.mark.set()
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(str(error)) from error
+        return landing
+
+    def _body(self, rows: int) -> None:
+        self._decoder.body(self._step(rows), _nothing)
+
+    def _head(self, rows: int) -> None:
+        logits_RV = self._decoder.head(self._step(rows))
+        self._space.sampled_R[:rows] = logits_RV.argmax(-1)
+
+    def _step(self, rows: int) -> DeviceStep:
+        return DeviceStep(self._config, self._space, self.pool, rows, self._dtype)
+
+
+def _nothing() -> None:
+    """A launch is too short to tell of each layer."""

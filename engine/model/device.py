@@ -1,0 +1,86 @@
+"""A packed step on a GPU: the kernels it goes through, and the memory that stays in its place from step to step.
+
+Everything is made for a number of rows, its bucket; the step that lies in `words` has as many or fewer. So what is
+captured once in a CUDA graph computes any step of that size. What comes after a step's own rows is never read.
+
+A linear layer's result comes in parts, [P, T, N], which whoever takes it adds up.
+
+T rows of the bucket, R wanted rows, H hidden size, W width of all heads, P positions, D head size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from engine.kernels.embed import embed
+from engine.kernels.norm import add, add_norm, gather_norm
+from engine.kernels.rotary import rotate_and_write
+from engine.kv import KvPool
+from engine.model.config import ModelConfig
+from engine.model.layers import rotary_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What outlives a graph: the packed step with its tiles, the sum of its rows, and the tokens sampled from them, to
+    which those of the next step may point."""
+
+    words: Tensor  # int32
+    sum_TH: Tensor  # float32
+    sampled_R: Tensor  # int32
+    cos_PD: Tensor
+    sin_PD: Tensor
+
+    @classmethod
+    def make(
+        cls, config: ModelConfig, device: torch.device, words: int, rows: int, wanted: int, context_tokens: int
+    ) -> Self:
+        cos_PD, sin_PD = rotary_tables(config.rope, config.head_dim, context_tokens)
+        return cls(
+            torch.zeros(words, dtype=torch.int32, device=device),
+            torch.zeros(rows, config.hidden, device=device),
+            torch.zeros(wanted, dtype=torch.int32, device=device),
+            cos_PD.to(device),
+            sin_PD.to(device),
+        )
+
+
+class DeviceStep:
+    """The step in the space's words, on its way through the layers (decoder.Step) in a bucket of `rows` rows: those of
+    the step for its body, the wanted ones for its head."""
+
+    def __init__(self, config: ModelConfig, space: Space, pool: KvPool, rows: int, dtype: torch.dtype) -> None:
+        self._config = config
+        self._space = space
+        self._pool = pool
+        self._rows = rows
+        self._sum_TH = space.sum_TH[:rows]
+        self._dtype = dtype
+
+    def embed(self, embedding_VH: Tensor) -> None:
+        embed(self._space.words, self._space.sampled_R, embedding_VH, self._sum_TH)
+
+    def add_norm(self, added: Tensor | None, weight_H: Tensor) -> Tensor:
+        normed_TH = self._sum_TH.new_empty(self._sum_TH.shape, dtype=self._dtype)
+        add_norm(self._sum_TH, added, weight_H, self._config.norm_epsilon, normed_TH)
+        return normed_TH
+
+    def rotate_and_write(self, qkv: Tensor, qk_norm: Tensor | None, layer: int) -> Tensor:
+        space, config = self._space, self._config
+        q_THD = qkv.new_empty(self._rows, config.heads, config.head_dim, dtype=self._dtype)
+        kv_SW = self._pool.layers[layer]
+        rotate_and_write(space.words, qkv, qk_norm, config.norm_epsilon, space.cos_PD, space.sin_PD, q_THD, kv_SW)
+        return q_THD
+
+    def attend(self, q_THD: Tensor, layer: int) -> Tensor:
+        return q_THD.view(self._rows, -1)
+
+    def finish(self, added: Tensor) -> None:
+        add(self._sum_TH, added)
+
+    def gather_norm(self, weight_H: Tensor) -> Tensor:
+        normed_RH = self._sum_TH.new_empty(self._sum_TH.shape, dtype=self._dtype)
+        gather_norm(self._space.words, self._space.sum_TH, weight_H, self._config.norm_epsilon, normed_RH)
+        return normed_RH
