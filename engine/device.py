@@ -17,13 +17,13 @@ from engine.batch import HEADER_WORDS, Batch, Int32s, OutOfDeviceMemory, Sampled
 from engine.costs import Costs
 from engine.graphs import HOT, Graphs, buckets
 from engine.kv import KvPool, KvShape
-from engine.memory import kv_blocks
+from engine.memory import DoesNotFit, kv_blocks
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.device import DeviceStep, Space
 from engine.model.layers import Parameters
 from engine.streams import Stream
-from engine.weights.assembly import weights_bytes
+from engine.weights.assembly import planned_bytes, weights_bytes
 from engine.wire import Memory, ModelSpec, Sampling
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ GRAPH_ROWS: Final = 1024  # steps of more rows take so long that launching their
 _STEP_TOKENS: Final = 2048
 _PROMPT_STEP_TOKENS: Final = 8192
 _SEQUENCES: Final = 512
-_RESERVE_BYTES: Final = 3 << 30
+_SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
+_GRAPH_BYTES: Final = 16 << 20  # of each graph beside the memory that all share
 _HISTORY_WORDS: Final = 1 << 20
 _ROW_WORDS: Final = 32  # of everything that a step has per row, tiles included
 
@@ -101,10 +102,7 @@ class Device:
         shared = torch.cuda.graph_pool_handle() if graph_rows else None
         self._bodies = Graphs(self._body, buckets(min(graph_rows, most.rows)), shared)
         self._heads = Graphs(self._head, buckets(min(graph_rows, most.sequences)), shared)
-        self.memory = Memory(
-            model="", pid=os.getpid(), device="", device_bytes=0, weights_bytes=weights_bytes(parameters),
-            kv_blocks=pool.blocks, kv_block_tokens=pool.shape.block_tokens, kv_bytes=pool.bytes, free_bytes=0,
-        )  # fmt: skip
+        self.memory: Memory
 
     @classmethod
     def open(
@@ -119,25 +117,48 @@ class Device:
         most = Most.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
         kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else parameters.embedding.dtype
         shape = KvShape.of(config, model.block_tokens, kv_dtype)
+        before = torch.cuda.memory_reserved(device)
         space = Space.make(config, device, most.words, most.rows, most.sequences, context_tokens)
         trial = cls(config, parameters, KvPool(shape, 1, device), space, stream, most, graph_rows=0)
-        trial.compile(context_tokens, beat)
-        free = torch.cuda.mem_get_info(device)[0]
-        blocks = kv_blocks(model, shape, context_tokens, most.sequences, free - _RESERVE_BYTES, free - _RESERVE_BYTES)
+        graphs_bytes = trial.compile(context_tokens, beat)
+        workspace_bytes = torch.cuda.memory_reserved(device) - before
+        room = torch.cuda.mem_get_info(device)[0] - graphs_bytes - _SPARE_BYTES
+        blocks = kv_blocks(model, shape, context_tokens, most.sequences, room, room)
         opened = cls(config, parameters, KvPool(shape, blocks, device), space, stream, most, GRAPH_ROWS)
+        free = torch.cuda.mem_get_info(device)[0]
         opened.capture(beat)
+        left, total = torch.cuda.mem_get_info(device)
+        opened.memory = Memory(
+            model=model.name, pid=os.getpid(), device=torch.cuda.get_device_name(device), device_bytes=total,
+            weights_bytes=weights_bytes(parameters), kv_blocks=blocks, kv_block_tokens=shape.block_tokens,
+            kv_bytes=opened.pool.bytes, workspace_bytes=workspace_bytes, graphs_bytes=free - left, free_bytes=left,
+        )  # fmt: skip
+        log.info("%s", _told(opened.memory))
         return opened
 
-    def compile(self, context_tokens: int, beat: Callable[[], None]) -> None:
-        """Runs a step of each hot size, of all sequences, and the largest there is, in the pool's first block."""
-        block_tokens = self.pool.shape.block_tokens
-        for rows in (*HOT, self.sequences, self._most.rows):
-            length = 1 if rows <= self.sequences else context_tokens
-            table = [0] * -(-length // block_tokens)
-            lengths = [min(length, rows - start) for start in range(0, rows, length)]
-            packed = pack([Slice([0] * count, 0, table, Sampling()) for count in lengths], block_tokens)
-            self.launch(packed, unpack(packed)).wait()
+    def compile(self, context_tokens: int, beat: Callable[[], None]) -> int:
+        """Runs a step of each hot size, the largest that has a graph, and the largest there is, in the first block.
+
+        Gives what graphs will take: the memory of the largest, which all share, and some for each.
+        """
+        for rows in HOT:
+            self._try(rows, context_tokens)
             beat()
+        torch.cuda.reset_peak_memory_stats(self._stream.device)
+        held = torch.cuda.memory_allocated(self._stream.device)
+        for rows in (self.sequences, min(GRAPH_ROWS, self._most.rows)):
+            self._try(rows, context_tokens)
+        shared_bytes = torch.cuda.max_memory_allocated(self._stream.device) - held
+        self._try(self._most.rows, context_tokens)
+        return shared_bytes + _GRAPH_BYTES * (len(buckets(GRAPH_ROWS)) + len(buckets(self.sequences)))
+
+    def _try(self, rows: int, context_tokens: int) -> None:
+        block_tokens = self.pool.shape.block_tokens
+        length = 1 if rows <= self.sequences else context_tokens
+        table = [0] * -(-length // block_tokens)
+        lengths = [min(length, rows - start) for start in range(0, rows, length)]
+        packed = pack([Slice([0] * count, 0, table, Sampling()) for count in lengths], block_tokens)
+        self.launch(packed, unpack(packed)).wait()
 
     def capture(self, beat: Callable[[], None]) -> None:
         """The graphs of the hot sizes."""
@@ -146,6 +167,11 @@ class Device:
                 while graphs.hot:
                     graphs.capture_next()
                     beat()
+
+    def idle(self) -> bool:
+        """Captures one graph more, which takes some 10 ms; False when there is none left."""
+        with self._stream.entered():
+            return self._bodies.capture_next() or self._heads.capture_next()
 
     def launch(self, packed: Int32s, batch: Batch) -> Landing:
         """May raise OutOfDeviceMemory."""
@@ -181,3 +207,29 @@ class Device:
 
 def _nothing() -> None:
     """A launch is too short to tell of each layer."""
+
+
+def _told(memory: Memory) -> str:
+    """Where every GiB is."""
+    ours = memory.weights_bytes + memory.kv_bytes + memory.workspace_bytes + memory.graphs_bytes
+    parts = {
+        "weights": memory.weights_bytes,
+        f"KV ({memory.kv_blocks} blocks of {memory.kv_block_tokens} tokens)": memory.kv_bytes,
+        "workspace": memory.workspace_bytes,
+        "graphs": memory.graphs_bytes,
+        "CUDA and other processes": memory.device_bytes - memory.free_bytes - ours,
+        "free": memory.free_bytes,
+    }
+    told = ", ".join(f"{name} {count / (1 << 30):.2f}" for name, count in parts.items())
+    return f"{memory.model} on {memory.device}, {memory.device_bytes / (1 << 30):.2f} GiB: {told}"
+
+
+def require_room(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises DoesNotFit where the weights alone are more than what is free."""
+    needed, (free, total) = planned_bytes(config, dtype), torch.cuda.mem_get_info(device)
+    if needed > free:
+        fits = "other processes hold the rest: end them, or use" if needed <= total else "use"
+        raise DoesNotFit(
+            f"the weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} of {total / 1e9:.1f} GB are free; {fits} "
+            f"another device or a smaller model"
+        )

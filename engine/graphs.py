@@ -6,6 +6,7 @@ memory pool, since no two run at once. A size that is not captured yet is served
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -43,20 +44,18 @@ class Graphs:
         """Whether the next to be captured is a hot one."""
         return bool(self._missing) and self._missing[-1] in HOT
 
-    def capture_next(self) -> int | None:
-        """Captures one size more, without computing it. Takes some 10 ms. None when there is none left."""
+    def capture_next(self) -> bool:
+        """Captures one size more, without computing it; some 10 ms. False where none is left, or no memory for it."""
         if not self._missing:
-            return None
+            return False
         size = self._missing.pop()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            self._run(size)
-        finally:
-            graph.capture_end()
-        self._graphs[size] = graph
+            self._graphs[size] = _captured(lambda: self._run(size), self._pool)
+        except torch.OutOfMemoryError:
+            self._missing.clear()
+            return False
         insort(self._captured, size)
-        return size
+        return True
 
     def launch(self, rows: int) -> None:
         """Computes for `rows` rows at least: replays the smallest graph that holds them, or runs without one."""
@@ -65,3 +64,16 @@ class Graphs:
             self._run(rows)
         else:
             self._graphs[self._captured[index]].replay()
+
+
+def _captured(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="relaxed")  # a kernel not met yet may be loaded meanwhile
+    try:
+        run()
+    except BaseException:
+        with suppress(RuntimeError):  # it ends all the same, and says why it is no good, which the first error tells
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph

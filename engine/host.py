@@ -82,6 +82,10 @@ class Host:
         blocks = kv_blocks(model, shape, context_tokens, sequences, int(free * _KV_SHARE), free)
         return cls(model, config, parameters, KvPool(shape, blocks), context_tokens, beat)
 
+    def idle(self) -> bool:
+        """There is nothing to prepare."""
+        return False
+
     def launch(self, packed: Int32s, batch: Batch) -> Flight:
         assert batch.tokens_T.min() >= 0, "a token that is not known yet, though every flight has landed"
         logits_RV = self.logits(batch)

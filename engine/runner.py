@@ -79,6 +79,11 @@ class Runner:
         return cls(config, opened, tokens, revision)
 
     @torch.inference_mode()
+    def idle(self) -> bool:
+        """Prepares a little more of what makes steps faster; False when there is nothing left."""
+        return self.place.idle()
+
+    @torch.inference_mode()
     def launch(self, packed: Int32s) -> Flight:
         """Begins one step. Positions must lie below `context_tokens` and tables below `blocks`."""
         batch = unpack(packed)
@@ -112,6 +117,10 @@ def _parameters(
     model: ModelSpec, config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None]
 ) -> tuple[Parameters, str]:
     """What the folder holds, or made up, and the revision that names it."""
+    if device.type != "cpu":
+        from engine.device import require_room  # only here: a CPU needs no Triton
+
+        require_room(config, dtype, device)
     folder = Path(model.folder)
     if model.random_weights:
         return random_parameters(config, dtype, device, beat), random_revision(folder)
