@@ -64,6 +64,10 @@ class Served(Runs, Protocol):
     vocabulary: int
     stop_ids: list[int]
 
+    def idle(self) -> bool:
+        """Called while there is nothing to compute: prepares a little. False when nothing is left to prepare."""
+        ...
+
 
 Open = Callable[[ModelSpec, str, int | None, Callable[[], None]], Served]
 
@@ -147,6 +151,7 @@ class Replica:
     ) -> None:
         model = spec.model
         tokens_max = min(runner.context_tokens, runner.blocks * runner.block_tokens)
+        self._runner = runner
         self._pulse = pulse
         self._listener = listener
         self._bounds = bounds
@@ -212,7 +217,8 @@ class Replica:
         wait_s = 0.0
         if self._loop.idle:
             self._pulse.enter(Phase.IDLE)
-            wait_s = max(0.0, self._tick_at - self._clock())
+            if not self._runner.idle():
+                wait_s = max(0.0, self._tick_at - self._clock())
         for key, events in self._selector.select(wait_s):
             if key.data is None:
                 self._accept()

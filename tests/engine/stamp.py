@@ -88,6 +88,9 @@ class Stamps:
         self.scope_K, self.sequence_K, self.position_K, self.token_K = np.full((4, slots), -1, np.int64)
         self.finite_K = np.ones(slots, np.bool_)
 
+    def idle(self) -> bool:
+        return False
+
     def launch(self, packed: Int32s) -> StampFlight:
         batch = unpack(packed.copy())
         for tokens in (batch.tokens_T, batch.history_H):
