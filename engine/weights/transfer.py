@@ -1,20 +1,22 @@
-"""Bytes of files → tensors on a device: threads read into pinned slabs, and each slab is copied on when it is full.
+"""Bytes of files → tensors on a device: threads read into a ring of slabs, and the caller's thread sends full ones on.
 
-It knows runs of bytes and where they belong, and nothing of models. Reading releases the GIL and copying to a GPU is
-asynchronous: while one slab of a thread is on its way to the device, the thread fills its other one. Each thread has
-a CUDA stream of its own, and 8 of them keep page cache and bus busy. Host memory is bounded by the slabs, whatever
-the size of the model: `host_bytes`, 128 MiB for a GPU. They are pinned for this alone, because pinning is slow.
+It knows runs of bytes and where they belong, and nothing of models. Reading releases the GIL, and sending to a GPU is
+asynchronous, out of pinned memory: while some slabs are on their way to the device, the readers fill others. One
+thread alone speaks to the device, because several of them wait for each other there. Host memory is bounded by the
+slabs, whatever the size of the model: `host_bytes`. They are pinned for this alone, because pinning is slow.
 """
 
 import mmap
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Final
 
 import torch
@@ -23,8 +25,21 @@ from torch import Tensor
 from engine.weights.checkpoint import CheckpointError
 
 SLAB_BYTES: Final = 8 << 20
-_SLABS: Final = 2  # of each thread
-_LOOK_S: Final = 0.1
+STREAMS: Final = 2
+_TELL_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """How many readers and slabs there are, and how many slabs may be on their way to the device at once."""
+
+    threads: int
+    slabs: int
+    sent: int
+
+
+_GPU: Final = Ring(threads=12, slabs=20, sent=4)
+_CPU: Final = Ring(threads=2, slabs=3, sent=0)  # a copy there uses several cores by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,38 +65,39 @@ def pieces_of(path: Path, first: int, stored: torch.dtype, target: Tensor) -> It
         yield Piece(path, first + start * stored.itemsize, stored, flat[start : start + numbers])
 
 
-def threads_for(device: torch.device) -> int:
-    """A copy on a CPU uses several cores by itself."""
-    return 8 if device.type == "cuda" else min(2, torch.get_num_threads())
+def ring_for(device: torch.device) -> Ring:
+    return _GPU if device.type == "cuda" else _CPU
 
 
 def host_bytes(device: torch.device) -> int:
     """What the slabs take while a transfer runs, beside the targets."""
-    return threads_for(device) * _SLABS * SLAB_BYTES
+    return ring_for(device).slabs * SLAB_BYTES
 
 
 def transfer(pieces: Iterable[Piece], device: torch.device, moved: Callable[[int], None]) -> None:
     """Moves every piece and returns when all have arrived. Calls `moved` with the bytes so far as they become more,
-    from the caller's thread, about ten times a second.
+    about ten times a second and at the end.
 
     Raises CheckpointError where a file is gone, cannot be read or is shorter than its header said. However it ends,
     its threads have ended and its files are closed.
     """
-    threads = threads_for(device)
+    ring = ring_for(device)
+    assert ring.sent < ring.slabs
     waiting = deque(sorted(pieces, key=lambda piece: (piece.path, piece.first)))
-    counts, told = [0] * threads, 0
-    with _opened({piece.path for piece in waiting}) as files, ThreadPoolExecutor(threads, "weights") as pool:
+    count, paths = len(waiting), {piece.path for piece in waiting}
+    free: SimpleQueue[Slab | None] = SimpleQueue()
+    full: SimpleQueue[Full] = SimpleQueue()
+    with _opened(paths) as files, slabs(ring.slabs, device) as made, ThreadPoolExecutor(ring.threads) as pool:
+        for slab in made:
+            free.put(slab)
         try:
-            running = {pool.submit(_carry, waiting, files, device, counts, index) for index in range(threads)}
-            while running:
-                ended, running = wait(running, _LOOK_S, FIRST_EXCEPTION)
-                for future in ended:
-                    future.result()
-                if sum(counts) > told:
-                    told = sum(counts)
-                    moved(told)
+            for _ in range(ring.threads):
+                pool.submit(_read, waiting, files, free, full)
+            _send(full, free, count, ring.sent, moved)
         finally:
-            waiting.clear()  # after a failure, the others take no more
+            waiting.clear()
+            for _ in range(ring.threads):
+                free.put(None)
 
 
 @contextmanager
@@ -97,21 +113,23 @@ def _opened(paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
         yield files
 
 
-def _carry(
-    waiting: deque[Piece], files: dict[Path, int], device: torch.device, counts: list[int], index: int
-) -> None:  # fmt: skip
-    """One thread: takes pieces until none is left. counts[index] is its own."""
-    with torch.inference_mode(), _stream(device), ExitStack() as closing:
-        slabs = [closing.enter_context(slab(device)) for _ in range(_SLABS)]
-        for each in cycle(slabs):
+def _read(
+    waiting: deque[Piece],
+    files: dict[Path, int],
+    free: "SimpleQueue[Slab | None]",
+    full: "SimpleQueue[Full]",
+) -> None:
+    """One reader: fills slabs until there are no pieces left or it gets None. What it raises, the sender raises."""
+    try:
+        while waiting and (slab := free.get()) is not None:
             try:
                 piece = waiting.popleft()
-            except IndexError:
+            except IndexError:  # another reader took the last one
                 return
-            each.wait()
-            _fill(each.memory, piece, files[piece.path])
-            each.send(piece)
-            counts[index] += piece.bytes
+            _fill(slab.memory, piece, files[piece.path])
+            full.put((slab, piece))
+    except BaseException as error:
+        full.put(error)
 
 
 def _fill(memory: memoryview, piece: Piece, file: int) -> None:
@@ -126,64 +144,91 @@ def _fill(memory: memoryview, piece: Piece, file: int) -> None:
         got += read
 
 
-class Slab:
-    """Page-aligned memory that a file is read into and a copy leaves from."""
+def _send(
+    full: "SimpleQueue[Full]",
+    free: "SimpleQueue[Slab | None]",
+    count: int,
+    most: int,
+    moved: Callable[[int], None],
+) -> None:
+    """Sends `count` pieces on as they come, at most `most` of them unawaited."""
+    sent: deque[Slab] = deque()
+    done, told_at = 0, time.monotonic()
+    for _ in range(count):
+        came = full.get()
+        if isinstance(came, BaseException):
+            raise came
+        slab, piece = came
+        slab.send(piece)
+        sent.append(slab)
+        if len(sent) > most:
+            oldest = sent.popleft()
+            oldest.wait()
+            free.put(oldest)
+        done += piece.bytes
+        if time.monotonic() - told_at >= _TELL_S:
+            told_at = time.monotonic()
+            moved(done)
+    for slab in sent:
+        slab.wait()
+    moved(done)
 
-    def __init__(self) -> None:
-        mapped = mmap.mmap(-1, SLAB_BYTES)
-        self.memory = memoryview(mapped)
-        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+
+class Slab:
+    """Memory that a file is read into and a copy leaves from."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def send(self, piece: Piece) -> None:
         """Copies what was read to where it belongs."""
-        piece.target.copy_(self.bytes[: piece.bytes].view(piece.stored))
+        piece.target.copy_(self._bytes[: piece.bytes].view(piece.stored))
 
     def wait(self) -> None:
         """Until the memory may be filled again."""
 
 
 class PinnedSlab(Slab):
-    """A slab that a GPU fetches from by itself; call its methods in one stream."""
+    """A slab that a GPU fetches from by itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._left = torch.cuda.Event()
+    def __init__(self, memory: memoryview, stream: torch.cuda.Stream) -> None:
+        super().__init__(memory)
+        self._stream = stream
+        self._fetched = torch.cuda.Event()
 
     def send(self, piece: Piece) -> None:
-        numbers = self.bytes[: piece.bytes].view(piece.stored)
-        if piece.stored is not piece.target.dtype:
-            numbers = numbers.to(piece.target.device, non_blocking=True)  # so that the device converts
-        piece.target.copy_(numbers, non_blocking=True)
-        self._left.record()
+        numbers = self._bytes[: piece.bytes].view(piece.stored)
+        with torch.cuda.stream(self._stream):
+            if piece.stored is not piece.target.dtype:
+                numbers = numbers.to(piece.target.device, non_blocking=True)  # so that the device converts
+            piece.target.copy_(numbers, non_blocking=True)
+            self._fetched.record()
 
     def wait(self) -> None:
-        self._left.synchronize()
+        self._fetched.synchronize()
+
+
+Full = tuple[Slab, Piece] | BaseException  # what readers hand over: a piece in its slab, or what went wrong
 
 
 @contextmanager
-def slab(device: torch.device) -> Iterator[Slab]:
-    """Memory for transfers to the device, until all that was sent has arrived."""
+def slabs(count: int, device: torch.device) -> Iterator[list[Slab]]:
+    """Slabs for transfers to the device. All that was sent has to be waited for before they go."""
+    memory = mmap.mmap(-1, count * SLAB_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # pinned the sooner
+    views = [memoryview(memory)[first : first + SLAB_BYTES] for first in range(0, len(memory), SLAB_BYTES)]
     if device.type != "cuda":
-        yield Slab()
+        yield [Slab(view) for view in views]
         return
-    pinned = PinnedSlab()
-    address = pinned.bytes.data_ptr()
-    _succeed(torch.cuda.cudart().cudaHostRegister(address, SLAB_BYTES, 0))
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
+    streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(device))
     try:
-        yield pinned
-        pinned.wait()
+        yield [PinnedSlab(view, stream) for view, stream in zip(views, cycle(streams), strict=False)]
     finally:
-        _succeed(torch.cuda.cudart().cudaHostUnregister(address))
-
-
-def _succeed(error: int) -> None:
-    torch.cuda.check_error(error)
-
-
-def _stream(device: torch.device) -> AbstractContextManager[object]:
-    """A stream that begins after what the device has been told so far."""
-    if device.type != "cuda":
-        return nullcontext()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))
-    return torch.cuda.stream(stream)
+        torch.cuda.synchronize(device)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

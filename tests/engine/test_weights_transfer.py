@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.weights import transfer as module
 from engine.weights.checkpoint import CheckpointError
-from engine.weights.transfer import Piece, Slab, host_bytes, pieces_of, threads_for, transfer
+from engine.weights.transfer import Piece, Ring, Slab, host_bytes, pieces_of, transfer
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +26,7 @@ SLAB_BYTES = 64
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few bytes make many pieces, and several threads carry them on any host."""
     monkeypatch.setattr(module, "SLAB_BYTES", SLAB_BYTES)
-    monkeypatch.setattr(module, "threads_for", lambda device: 4)
+    monkeypatch.setattr(module, "ring_for", lambda device: Ring(threads=4, slabs=8, sent=3))
 
 
 def written(path: Path, tensors: list[Tensor], gap: int = 0) -> list[int]:
@@ -58,7 +58,7 @@ def all_ends() -> Iterator[None]:
     """Neither a thread nor an open file is left."""
     files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     yield
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("weights")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]
     assert files == (len(os.listdir("/proc/self/fd")) if files else 0)
 
 
@@ -99,8 +99,8 @@ def test_reads_that_give_less_than_asked_go_on(tmp_path: Path, monkeypatch: pyte
 class LateSlab(Slab):
     """A device that fetches a while after it was told to, as a GPU does."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, memory: memoryview) -> None:
+        super().__init__(memory)
         self._fetching: threading.Thread | None = None
 
     def send(self, piece: Piece) -> None:
@@ -123,18 +123,16 @@ def test_a_slab_is_not_filled_again_before_the_device_has_fetched_it(
     made = []
 
     @contextmanager
-    def slab(device: torch.device) -> Iterator[Slab]:
-        late = LateSlab()
-        made.append(late)
-        yield late
-        late.wait()
+    def slabs(count: int, device: torch.device) -> Iterator[list[LateSlab]]:
+        made.extend(LateSlab(memoryview(bytearray(SLAB_BYTES))) for _ in range(count))
+        yield made
 
-    monkeypatch.setattr(module, "slab", slab)
+    monkeypatch.setattr(module, "slabs", slabs)
     tensor, target = torch.randn(3000), torch.empty(3000)
     with all_ends():
         transfer(pieces_for(tmp_path / "file", [tensor], [target]), CPU, ignore)
     assert torch.equal(tensor, target)
-    assert sum(len(slab.memory) for slab in made) == host_bytes(CPU) == 4 * 2 * SLAB_BYTES, "memory is what it says"
+    assert sum(len(slab.memory) for slab in made) == host_bytes(CPU) == 8 * SLAB_BYTES, "memory is what it says"
 
 
 def test_what_has_moved_is_told_from_the_callers_thread_and_ends_with_all(tmp_path: Path) -> None:
@@ -224,4 +222,3 @@ def test_all_numbers_arrive_on_a_gpu_from_little_pinned_memory(
     for target, tensor in zip(targets, tensors, strict=True):
         assert torch.equal(target.cpu(), tensor.to(kept))
     assert host_bytes(gpu) <= 256 << 20
-    assert threads_for(gpu) <= 16
