@@ -40,7 +40,8 @@ def test_gating_in_the_epilogue(rows: int, inner: int, inputs: int, dtype: torch
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (128256, 4096), (34816, 5120)])
 def test_true_shapes(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    x_TK, weight_NK = random(rows, inputs, dtype=dtype, seed=1), random(outputs, inputs, dtype=dtype, seed=2)
+    x_TK = random(rows, inputs, dtype=dtype, seed=1)
+    weight_NK = (random(outputs, inputs, seed=2) * inputs**-0.5).to(dtype)  # results near 1: float16 ends at 65,504
     wanted_TN = x_TK.double() @ weight_NK.double().T
     for tiling in (Tiling(64, 64, 1, 3, 4), Tiling(64, 128, 3, 3, 4)) if rows > 1 else (Tiling(8, 512, 2, 3, 4),):
         assert error(multiply(x_TK, weight_NK, tiling).double().sum(0), wanted_TN) < TOLERANCE[dtype]

@@ -1,0 +1,315 @@
+"""Attention over paged KV for any mixture of prompts and single rows, by the entries of engine/tiles.py.
+
+All query heads of one KV head are rows of one small matmul; a wide entry stacks several rows of the step as well. The
+softmax is the online one of FlashAttention (Dao et al., 2022), partial results are merged by log-sum-exp: exact. The
+programs walk lists in device memory, so that one CUDA graph serves any lengths. Keys that a row must not see are not
+loaded or are masked, whatever lies there.
+
+T rows, H query heads, N KV heads, G = H ÷ N, D head size, S slots of the pool, P partial results.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.batch import SPARE_WORD
+from engine.kernels.packed import POSITIONS, TABLE_WIDTH, TABLES, word
+from engine.tiles import ENTRY_WORDS, Layout
+
+_WORDS = tl.constexpr(ENTRY_WORDS)
+_LOG2_E: Final = 1.4426950408889634
+_MULTIPROCESSORS: Final = 2  # of what is no GPU, as the interpreter
+_SLOTS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a kernel is cut: stacked rows × keys of a tile, and programs per multiprocessor."""
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+    programs: int
+
+
+NARROW: Final = Cut(16, 64, 3, 4, 2)
+WIDE: Final = Cut(128, 64, 3, 8, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory for partial results, used by one layer after the other. `counters` are 0 between launches."""
+
+    partial_PHD: Tensor  # float32
+    peak_PH: Tensor  # float32, of the scaled logits, base 2
+    total_PH: Tensor  # float32
+    counters: Tensor  # int32, a row's KV head each
+
+    @classmethod
+    def make(cls, layout: Layout, heads: int, head_dim: int, rows: int, device: torch.device) -> Self:
+        return cls(
+            torch.zeros(layout.slots, heads, head_dim, device=device),
+            torch.zeros(layout.slots, heads, device=device),
+            torch.zeros(layout.slots, heads, device=device),
+            torch.zeros(rows * layout.kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def layout_for(windows: tuple[int | None, ...], heads: int, kv_heads: int, device: torch.device) -> Layout:
+    """The tiles that `attend` takes on this device."""
+    count = _MULTIPROCESSORS
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Layout(
+        windows=windows,
+        kv_heads=kv_heads,
+        wide_rows=max(1, WIDE.rows // (heads // kv_heads)),
+        narrow_programs=count * NARROW.programs,
+        wide_programs=count * WIDE.programs,
+        slots=_SLOTS,
+    )
+
+
+@triton.jit
+def _read_tile(  # one tile of keys for the rows of q, into the running softmax
+    q, kv, table, at, last, limit, window, head, scale, softcap, peak, total, out, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    ENDS: tl.constexpr, HIDDEN: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    keys = at + tl.arange(0, BLOCK_KEYS)
+    d = tl.arange(0, BLOCK_D)
+    inside = keys < last
+    if ENDS:
+        block = tl.load(table + keys // BLOCK_TOKENS, mask=inside, other=0)
+    else:
+        block = tl.load(table + keys // BLOCK_TOKENS)
+    slot = block.to(tl.int64) * BLOCK_TOKENS + keys % BLOCK_TOKENS
+    row = kv + slot * (2 * KV_HEADS * D) + head * D
+    if ENDS:
+        k = tl.load(row[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+    elif D != BLOCK_D:
+        k = tl.load(row[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
+    else:
+        k = tl.load(row[None, :] + d[:, None])
+    logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    if CAPPED:
+        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * 1.4426950408889634 / softcap)) + 1.0))
+        logits *= 1.4426950408889634
+    if ENDS:
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+    if HIDDEN:
+        logits = tl.where(keys[None, :] <= limit[:, None], logits, float("-inf"))
+    if WINDOWED:
+        logits = tl.where(keys[None, :] > limit[:, None] - window, logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    # A row that has seen no key yet has no peak to subtract.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(logits - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weights, 1)
+    row += KV_HEADS * D
+    if ENDS:
+        v = tl.load(row[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    elif D != BLOCK_D:
+        v = tl.load(row[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+    else:
+        v = tl.load(row[:, None] + d[None, :])
+    v = v.to(q.dtype)
+    out = tl.dot(weights.to(q.dtype), v, out * shrink[:, None], input_precision="ieee")
+    return new_peak, total, out
+
+
+@triton.jit
+def _merge(
+    partial, peaks, totals, result, row, head, first, count, HEADS: tl.constexpr, G: tl.constexpr,
+    BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The row's partial results for the query heads of one KV head, one after the other, into its result."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    inside = (g < G)[:, None] & (d < D)[None, :]
+    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for part in range(count):
+        at = (first + part).to(tl.int64) * HEADS + head * G + g
+        next_peak = tl.load(peaks + at, mask=g < G, other=float("-inf"), cache_modifier=".cg")
+        next_total = tl.load(totals + at, mask=g < G, other=0.0, cache_modifier=".cg")
+        values = tl.load(partial + at[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, next_peak)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shrink, share = tl.exp2(peak - base), tl.exp2(next_peak - base)
+        total = total * shrink + next_total * share
+        out = out * shrink[:, None] + values * share[:, None]
+        peak = new_peak
+    at = result + row.to(tl.int64) * (HEADS * D) + (head * G + g)[:, None] * D + d[None, :]
+    tl.store(at, (out / tl.where(total > 0, total, 1.0)[:, None]).to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _narrow(
+    step, q, kv, result, partial, peaks, totals, counters, scale, softcap, window, HEADER_WORD: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CAPPED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles = step + tl.load(step + HEADER_WORD)
+    entries = step + tl.load(tiles + 3)
+    tables = step + tl.load(step + TABLES)
+    width = tl.load(step + TABLE_WIDTH)
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    inside = (g < G)[:, None] & (d < D)[None, :]
+    for item in range(tl.program_id(0), tl.load(tiles) * KV_HEADS, tl.num_programs(0)):
+        entry = entries + item // KV_HEADS * _WORDS
+        head = item % KV_HEADS
+        row = tl.load(entry).to(tl.int64)
+        table = tables + tl.load(entry + 1) * width
+        first, last = tl.load(entry + 2), tl.load(entry + 3)
+        slot = tl.load(entry + 4)
+        at = row * (HEADS * D) + (head * G + g)[:, None] * D + d[None, :]
+        queries = tl.load(q + at, mask=inside, other=0.0)
+        peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for start in tl.range(first, last, BLOCK_KEYS, num_stages=STAGES):
+            peak, total, out = _read_tile(
+                queries, kv, table, start, last, g, window, head, scale, softcap, peak, total, out, KV_HEADS, D,
+                BLOCK_D, BLOCK_KEYS, BLOCK_TOKENS, True, False, False, CAPPED,
+            )  # fmt: skip
+        if slot < 0:
+            tl.store(
+                result + at, (out / tl.where(total > 0, total, 1.0)[:, None]).to(result.dtype.element_ty), mask=inside
+            )
+        else:
+            at = slot.to(tl.int64) * HEADS + head * G + g
+            tl.store(peaks + at, peak, mask=g < G)
+            tl.store(totals + at, total, mask=g < G)
+            tl.store(partial + at[:, None] * D + d[None, :], out, mask=inside)
+            narrow_slots = tl.load(entry + 7)
+            if narrow_slots > 0:
+                tl.debug_barrier()
+                arrived = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel")
+                if arrived == narrow_slots - 1:
+                    _merge(
+                        partial, peaks, totals, result, row, head, tl.load(entry + 5), tl.load(entry + 6), HEADS, G,
+                        BLOCK_G, D, BLOCK_D,
+                    )  # fmt: skip
+                    tl.atomic_xchg(counters + row * KV_HEADS + head, 0)
+
+
+@triton.jit
+def _wide(
+    step, q, kv, result, partial, peaks, totals, scale, softcap, window, HEADER_WORD: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles = step + tl.load(step + HEADER_WORD)
+    entries = step + tl.load(tiles + 4)
+    tables = step + tl.load(step + TABLES)
+    width = tl.load(step + TABLE_WIDTH)
+    stacked = tl.arange(0, BLOCK_ROWS)
+    d = tl.arange(0, BLOCK_D)
+    for item in range(tl.program_id(0), tl.load(tiles + 1) * KV_HEADS, tl.num_programs(0)):
+        entry = entries + item // KV_HEADS * _WORDS
+        head = item % KV_HEADS
+        member = stacked // G
+        present = member < tl.load(entry + 1)
+        members = step + tl.load(entry) + 2 * member
+        row = tl.load(members, mask=present, other=0).to(tl.int64)
+        table = tables + tl.load(entry + 2) * width
+        first, last = tl.load(entry + 3), tl.load(entry + 4)
+        query_head = head * G + stacked % G
+        inside = present[:, None] & (d < D)[None, :]
+        at = row * (HEADS * D) + query_head * D
+        queries = tl.load(q + at[:, None] + d[None, :], mask=inside, other=0.0)
+        # Keys below `plain` are seen by every row, so that they need no mask.
+        limit = tl.load(step + tl.load(step + POSITIONS) + row, mask=present, other=0)
+        plain = last
+        if tl.load(entry + 5) > 0:
+            plain = tl.minimum(last, word(step, POSITIONS, tl.load(step + tl.load(entry))) + 1)
+        else:
+            limit = tl.where(present, last, 0)
+        plain = first + tl.maximum(0, plain - first) // BLOCK_KEYS * BLOCK_KEYS
+        peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        for start in tl.range(first, plain, BLOCK_KEYS, num_stages=STAGES):
+            peak, total, out = _read_tile(
+                queries, kv, table, start, last, limit, window, head, scale, softcap, peak, total, out, KV_HEADS, D,
+                BLOCK_D, BLOCK_KEYS, BLOCK_TOKENS, False, False, WINDOWED, CAPPED,
+            )  # fmt: skip
+        for start in tl.range(plain, last, BLOCK_KEYS, num_stages=1):
+            peak, total, out = _read_tile(
+                queries, kv, table, start, last, limit, window, head, scale, softcap, peak, total, out, KV_HEADS, D,
+                BLOCK_D, BLOCK_KEYS, BLOCK_TOKENS, True, True, WINDOWED, CAPPED,
+            )  # fmt: skip
+        slot = tl.load(members + 1, mask=present, other=-1)
+        whole = inside & (slot < 0)[:, None]
+        normed = out / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(result + at[:, None] + d[None, :], normed.to(result.dtype.element_ty), mask=whole)
+        part = present & (slot >= 0)
+        at = slot.to(tl.int64) * HEADS + query_head
+        tl.store(peaks + at, peak, mask=part)
+        tl.store(totals + at, total, mask=part)
+        tl.store(partial + at[:, None] * D + d[None, :], out, mask=inside & part[:, None])
+
+
+@triton.jit
+def _merge_rows(
+    step, result, partial, peaks, totals, HEADER_WORD: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    tiles = step + tl.load(step + HEADER_WORD)
+    entries = step + tl.load(tiles + 5)
+    for item in range(tl.program_id(0), tl.load(tiles + 2) * KV_HEADS, tl.num_programs(0)):
+        entry = entries + item // KV_HEADS * 4
+        _merge(
+            partial, peaks, totals, result, tl.load(entry), item % KV_HEADS, tl.load(entry + 1), tl.load(entry + 2),
+            HEADS, G, BLOCK_G, D, BLOCK_D,
+        )  # fmt: skip
+
+
+def attend(
+    step: Tensor, q_THD: Tensor, kv_SW: Tensor, out_THD: Tensor, scratch: Scratch, layout: Layout, window: int | None,
+    block_tokens: int, wide: bool, softcap: float = 0.0,
+) -> None:  # fmt: skip
+    """softmax(q·kᵀ ÷ √D)·v of each row of the step over its context; rows past the step's stay as they are.
+
+    Reads the entries for `window` from the words behind the step, wide ones only if `wide` says that there are any.
+    kv_SW is one layer of the pool, of q's dtype or float8_e4m3fn. softcap > 0 caps logits: cap · tanh(logit ÷ cap).
+    """
+    heads, head_dim = q_THD.shape[1:]
+    kv_heads = layout.kv_heads
+    assert step.dtype == torch.int32
+    assert q_THD.is_contiguous()
+    assert out_THD.is_contiguous()
+    assert out_THD.dtype == q_THD.dtype
+    assert kv_SW.is_contiguous()
+    assert kv_SW.shape[1] == 2 * kv_heads * head_dim
+    assert len(scratch.counters) >= len(q_THD) * kv_heads
+    fold = heads // kv_heads
+    block_g, block_d = max(16, triton.next_power_of_2(fold)), triton.next_power_of_2(head_dim)
+    scale = head_dim**-0.5 * (1.0 if softcap else _LOG2_E)
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "G": fold, "D": head_dim, "BLOCK_D": block_d}
+    sizes["HEADER_WORD"] = SPARE_WORD + layout.windows.index(window)
+    memory = (scratch.partial_PHD, scratch.peak_PH, scratch.total_PH)
+    if wide:
+        _wide[(layout.wide_programs,)](
+            step, q_THD, kv_SW, out_THD, *memory, scale, softcap, window or 0, BLOCK_ROWS=WIDE.rows,
+            BLOCK_KEYS=WIDE.keys, BLOCK_TOKENS=block_tokens, WINDOWED=window is not None, CAPPED=softcap > 0,
+            STAGES=WIDE.stages, num_warps=WIDE.warps, **sizes,
+        )  # fmt: skip
+    _narrow[(layout.narrow_programs,)](
+        step, q_THD, kv_SW, out_THD, *memory, scratch.counters, scale, softcap, window or 0, BLOCK_G=block_g,
+        BLOCK_KEYS=NARROW.keys, BLOCK_TOKENS=block_tokens, CAPPED=softcap > 0, STAGES=NARROW.stages,
+        num_warps=NARROW.warps, **sizes,
+    )  # fmt: skip
+    if wide:
+        _merge_rows[(layout.narrow_programs,)](step, out_THD, *memory, BLOCK_G=block_g, **sizes)

@@ -1,0 +1,164 @@
+"""engine/tiles.py with engine/kernels/attention.py against an oracle that knows neither: mixtures of prompts, single
+rows and segments; what a row must not read is NaN, and so is the output before."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import tiles
+from engine.batch import Segment, Slice, pack, unpack
+from engine.kernels import attention, reference
+from engine.wire import Sampling
+from tests.engine.kernels.steps import DEVICE, error, poisoned, random
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Slice i computes chunks[i] rows from position starts[i]; the members of a segment share its keys' blocks."""
+
+    chunks: list[int]
+    starts: list[int]
+    segments: list[Segment] = field(default_factory=list)
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    block_tokens: int = 16
+    windows: tuple[int | None, ...] = (None,)
+    softcap: float = 0.0
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    slots: int = 512
+    programs: int = 7
+
+
+def tables_of(case: Case, rng: np.random.Generator) -> list[np.ndarray]:
+    size = case.block_tokens
+    lengths = [-(-(start + chunk) // size) for start, chunk in zip(case.starts, case.chunks, strict=True)]
+    order = rng.permutation(sum(lengths) + 5).astype(np.int32)
+    tables = np.split(order[: sum(lengths)], np.cumsum(lengths)[:-1])
+    for segment in sorted(case.segments, key=lambda segment: segment.first):
+        first, last = segment.first // size, segment.last // size
+        for member in segment.members:
+            tables[member][first:last] = tables[segment.members[0]][first:last]
+    return tables
+
+
+def check(case: Case, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    tables = tables_of(case, rng)
+    slices = [
+        Slice([1] * chunk, start, table, Sampling())
+        for chunk, start, table in zip(case.chunks, case.starts, tables, strict=True)
+    ]
+    packed = pack(slices, case.block_tokens, case.segments)
+    batch = unpack(packed)
+    layout = replace(
+        attention.layout_for(case.windows, case.heads, case.kv_heads, DEVICE), slots=case.slots,
+    )  # fmt: skip
+    if DEVICE.type == "cpu":
+        layout = replace(layout, narrow_programs=case.programs, wide_programs=case.programs)
+    work = tiles.build(packed, batch, layout)
+    step = torch.from_numpy(np.concatenate((packed, work.words))).to(DEVICE)
+    rows = len(batch.tokens_T)
+    slices_T = np.repeat(np.arange(len(slices)), np.diff(batch.query_starts_S1))
+
+    blocks = sum(len(table) for table in tables) + 5
+    kv_SW = poisoned(blocks * case.block_tokens, 2 * case.kv_heads * case.head_dim, dtype=case.dtype)
+    seen = [
+        table[np.arange(start + chunk) // case.block_tokens].astype(np.int64) * case.block_tokens
+        + np.arange(start + chunk) % case.block_tokens
+        for table, start, chunk in zip(tables, case.starts, case.chunks, strict=True)
+    ]
+    slots = torch.from_numpy(np.unique(np.concatenate(seen))).to(DEVICE)
+    kv_SW[slots] = random(len(slots), kv_SW.shape[1], seed=seed + 1).to(case.dtype)
+    kv_SW = kv_SW.to(case.kv_dtype or case.dtype)
+    q_THD = random(rows + 2, case.heads, case.head_dim, dtype=case.dtype, seed=seed + 2)
+    scratch = attention.Scratch.make(layout, case.heads, case.head_dim, rows + 2, DEVICE)
+    for window in case.windows:
+        out_THD = poisoned(rows + 2, case.heads, case.head_dim, dtype=case.dtype)
+        attention.attend(
+            step, q_THD, kv_SW, out_THD, scratch, layout, window, case.block_tokens, work.wide, case.softcap
+        )
+        wanted_THD = oracle(case, q_THD[:rows], kv_SW, batch.tables_SW, slices_T, batch.positions_T, window)
+        assert error(out_THD[:rows], wanted_THD) < TOLERANCE[case.dtype], (case, window)
+        assert out_THD[rows:].isnan().all()
+        assert not scratch.counters.any()
+
+
+def oracle(
+    case: Case, q_THD: Tensor, kv_SW: Tensor, tables: np.ndarray, slices_T: np.ndarray, positions_T: np.ndarray,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    return reference.paged_attention(
+        q_THD, kv_SW.float(), tables, slices_T, positions_T, case.block_tokens, window, case.softcap
+    )
+
+
+SEGMENTS = [Segment([0, 1, 2, 4], 0, 64), Segment([1, 4], 64, 96), Segment([3, 5], 0, 32)]
+SIX = Case([1] * 6, [70, 100, 64, 40, 130, 33])
+
+CASES = {
+    "one key": Case([1], [0]),
+    "one long row, divided": Case([1], [700]),
+    "single rows": Case([1] * 5, [3, 64, 100, 15, 16]),
+    "a prompt": Case([70], [0]),
+    "a prompt behind a long context": Case([40], [300]),
+    "prompts and single rows": Case([1, 33, 1, 90, 2], [50, 0, 7, 130, 3]),
+    "no groups of heads": Case([1, 20], [40, 0], heads=2),
+    "seven heads a KV head": Case([1, 20], [40, 5], heads=14),
+    "one KV head": Case([1, 9], [40, 5], heads=16, kv_heads=1),
+    "head size 80": Case([1, 20], [90, 5], head_dim=80),
+    "blocks of 8": Case([1, 20], [90, 5], block_tokens=8),
+    "blocks of 64": Case([1, 20], [90, 5], block_tokens=64),
+    "windows": Case([1, 40, 1], [200, 100, 20], windows=(None, 37)),
+    "softcap": Case([1, 20], [90, 5], softcap=3.0),
+    "segments": replace(SIX, segments=SEGMENTS),
+    "segments and a prompt": Case([1] * 6 + [30], [*SIX.starts, 50], segments=SEGMENTS, windows=(None, 24)),
+    "few slots": Case([1] * 6 + [60], [*SIX.starts, 500], segments=SEGMENTS, slots=24, programs=40),
+    "float16": replace(SIX, segments=SEGMENTS, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_attends_to_what_it_may_see(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_mixtures(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(2, 7))
+    chunks = [1 if rng.random() < 0.6 else int(rng.integers(2, 50)) for _ in range(count)]
+    starts = rng.integers(0, 200, count).tolist()
+    singles = [index for index in range(count) if chunks[index] == 1 and starts[index] >= 32]
+    segments = [Segment(singles, 0, 32)] if len(singles) > 1 else []
+    check(Case(chunks, starts, segments, heads=int(rng.choice([2, 4, 6])), programs=int(rng.integers(1, 60))), seed)
+
+
+TRUE = Case([1], [640], heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, slots=4096)
+SHARED = [Segment(list(range(64)), 0, 4096), Segment(list(range(0, 64, 2)), 4096, 4608)]
+TRUE_CASES = {
+    "batch 1": TRUE,
+    "batch 64": replace(TRUE, chunks=[1] * 64, starts=list(range(500, 564))),
+    "16k keys": replace(TRUE, chunks=[1] * 2, starts=[16_000, 9_000]),
+    "a prompt": replace(TRUE, chunks=[1024], starts=[0]),
+    "prompts behind contexts": replace(TRUE, chunks=[300, 1, 64, 1], starts=[3000, 77, 5000, 900]),
+    "segments": replace(TRUE, chunks=[1] * 64, starts=list(range(4700, 4764)), segments=SHARED),
+    "float16": replace(TRUE, chunks=[100, 1], starts=[50, 600], dtype=torch.float16),
+    "fp8": replace(TRUE, chunks=[100, 1], starts=[50, 600], kv_dtype=torch.float8_e4m3fn),
+    "head size 64": replace(TRUE, chunks=[100, 1], starts=[50, 600], head_dim=64, heads=14, kv_heads=2),
+    "head size 256": replace(TRUE, chunks=[100, 1], starts=[50, 600], head_dim=256, heads=8, kv_heads=4),
+    "windows": replace(TRUE, chunks=[200, 1], starts=[3000, 6000], windows=(4096, None, 512)),
+    "softcap": replace(TRUE, chunks=[200, 1], starts=[300, 600], softcap=30.0),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TRUE_CASES)
+def test_true_shapes(name: str) -> None:
+    check(TRUE_CASES[name])
