@@ -3,8 +3,8 @@
     python -m benchmarks.attention                       the shapes as the kernels are cut now
     python -m benchmarks.attention --sweep narrow,wide   which cut is best for each; set by hand in attention.py
 
-µs per layer, from CUDA graphs over different layers' KV. The bound is the greater of KV bytes (a segment's once) ÷ 4.3 TB/s
-and FLOP ÷ 790 TFLOP/s.
+µs per layer, from CUDA graphs over different layers' KV. The bound: KV bytes (a segment's once) ÷ 4.3 TB/s, or
+FLOP ÷ 790 TFLOP/s where that is more.
 """
 
 import argparse
