@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,6 +102,8 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("settings", Verdict.GOOD, f"state in {config.state}")
     yield from _store(config)
     usable = _usable(config, gpus)
+    if usable:
+        yield _kernels(config)
     yield from _models(config, usable)
     yield _memory(config, usable)
     yield _disk(config)
@@ -145,6 +148,19 @@ def _gpu(gpu: Gpu) -> Finding:
     if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes:
         return Finding("gpu", Verdict.NOTE, found, "the rest is in use, by Hearth or others: `nvidia-smi` says by whom")
     return Finding("gpu", Verdict.GOOD, found)
+
+
+def _kernels(config: Config) -> Finding:
+    """Triton compiles kernels by itself, and with a C compiler the few lines that launch them."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return Finding("kernels", Verdict.WRONG, "no C compiler, which Triton needs", "apt install gcc, or set CC")
+    headers = Path(sysconfig.get_paths("posix_prefix")["include"])
+    if not (headers / "Python.h").exists():
+        advice = "apt install python3-dev, or the like"
+        return Finding("kernels", Verdict.WRONG, f"no Python.h in {headers}, which Triton needs", advice)
+    kept = os.environ.get("TRITON_CACHE_DIR", str(config.kernels_folder))
+    return Finding("kernels", Verdict.GOOD, f"compiled with {compiler}, kept in {kept}")
 
 
 def _cuda_of_torch() -> str | None:

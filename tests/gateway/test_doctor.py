@@ -110,18 +110,23 @@ def test_a_full_disk_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 class Host:
-    """A host whose driver and torch say what the test wants."""
+    """A host whose driver and torch say what the test wants, with a compiler and Python's headers."""
 
     def __init__(self, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys = capsys
-        self._program = here / "bin" / "nvidia-smi"
-        self._program.parent.mkdir()
+        self.program = here / "bin" / "nvidia-smi"
+        self.program.parent.mkdir()
         self._monkeypatch = monkeypatch
-        monkeypatch.setenv("PATH", str(self._program.parent), prepend=":")
+        self.headers = here / "include"
+        self.headers.mkdir()
+        (self.headers / "Python.h").touch()
+        monkeypatch.setenv("PATH", str(self.program.parent), prepend=":")
+        monkeypatch.setenv("CC", "/usr/bin/their-cc")
+        monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(self.headers)})
 
     def found(self, status: int, *gpus: str, cuda: str | None = "13.0") -> dict[str, list[dict[str, Any]]]:
-        self._program.write_text("#!/bin/sh\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
-        self._program.chmod(0o755)
+        self.program.write_text("#!/bin/sh\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
+        self.program.chmod(0o755)
         self._monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: cuda)
         return examine(self._capsys, status)
 
@@ -139,6 +144,19 @@ def test_a_gpu_is_named_as_the_driver_names_it(host: Host) -> None:
     assert finding["verdict"] == "ok"
     assert finding["found"] == "NVIDIA H200, 139.6 GiB of 140.4 GiB free, driver 580.65.06"
     assert "of 2 GPUs" in host.found(0, H200, H200)["memory"][0]["found"]
+
+
+def test_what_kernels_need_is_looked_for_where_there_is_a_gpu(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "kernels" not in host.found(0)
+    (finding,) = host.found(0, H200)["kernels"]
+    assert "/usr/bin/their-cc" in finding["found"]
+    (host.headers / "Python.h").unlink()
+    (finding,) = host.found(1, H200)["kernels"]
+    assert "python3-dev" in finding["advice"]
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: str(host.program) if name == "nvidia-smi" else None)
+    (finding,) = host.found(1, H200)["kernels"]
+    assert (finding["verdict"], "gcc" in finding["advice"]) == ("wrong", True)
 
 
 def test_a_torch_without_cuda_is_noted_with_what_to_install(host: Host) -> None:
