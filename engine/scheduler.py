@@ -22,10 +22,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import Int32s, Sampled, Slice, pack
+from engine.batch import Int32s, Sampled, Segment, Slice, pack
 from engine.blocks import Blocks
 from engine.budget import Budget, Limits
 from engine.fairness import FairQueue
+from engine.grouping import Groups
 from engine.log import log
 from engine.sequence import Refused, Sequence, Stage
 from engine.wire import Finish, FinishReason, Load, Progress, RejectReason, Started, TokenLogprobs
@@ -108,6 +109,7 @@ class Scheduler:
         self._block_tokens = tree.block_tokens
         self._limits = limits
         self._budget = Budget(limits)
+        self._groups = Groups(limits.costs, tree.block_tokens) if limits.costs is not None else None
         self._running_max = min(limits.sequences, limits.step_tokens)  # each gets one token of every step
         self._clock = clock
         self._live: dict[tuple[int, int], Sequence] = {}
@@ -183,7 +185,7 @@ class Scheduler:
             if slices[index].sampling is not None:
                 rows[index] = sequence.row = sampled
                 sampled += 1
-        plan = Plan(pack(slices, self._block_tokens), sequences, chunks, rows)
+        plan = Plan(pack(slices, self._block_tokens, self._segments(sequences, chunks)), sequences, chunks, rows)
         self._flights.append(plan)
         return plan
 
@@ -240,6 +242,7 @@ class Scheduler:
         assert not sequence.flying
         self._running.remove(sequence)
         self._release(sequence)
+        self._regroup()
         sequence.stage = Stage.WAITING
         insort(self._preempted, sequence, key=_ticket)
         self._waiting_tokens += sequence.pending
@@ -255,7 +258,7 @@ class Scheduler:
 
     def load(self, draining: bool) -> Load:
         """How full it is. Of its counters, hit_tokens are all that lookups found, those of resumed sequences too;
-        cached_tokens are what `Started` told of, each prompt's once."""
+        cached_tokens are what `Started` told of, each prompt's once; spared_keys were not read as groups read them."""
         counters = Counter(self._tree.counters)
         counters.subtract(self._vain)
         return Load(
@@ -276,6 +279,16 @@ class Scheduler:
         return not self._live
 
     # Inside
+
+    def _segments(self, sequences: list[Sequence], chunks: list[int]) -> Items[Segment]:
+        """The keys that are read once for several of a step's slices."""
+        if self._groups is None:
+            return ()
+        pairs = zip(sequences, chunks, strict=True)
+        segments = self._groups.segments([sequence if chunk == 1 else None for sequence, chunk in pairs])
+        for segment in segments:
+            self._counters["spared_keys"] += (len(segment.members) - 1) * (segment.last - segment.first)
+        return segments
 
     def _make_room(self) -> bool:
         """Gives every running sequence the block that it writes next, and lets others in where that is easy.
@@ -407,8 +420,13 @@ class Scheduler:
             else:
                 self._blocks.give(spare)
             sequence.table[:full] = sequence.lease.blocks
+            self._regroup()
             sequence.sound = -sequence.flying  # what is in the air still reads ours
         sequence.shared = full
+
+    def _regroup(self) -> None:
+        if self._groups is not None:
+            self._groups.change()
 
     def _emit(self, sequence: Sequence, token: int, chosen: tuple[float, list[int], list[float]] | None) -> None:
         sequence.tokens.append(token)

@@ -320,6 +320,7 @@ class Simulation:
 TENANTS = [Scope(ScopeKind.TENANT, bytes([letter]) * 16) for letter in b"abc"]
 SCOPES = [*TENANTS, Scope(ScopeKind.USER, b"a" * 16), Scope(ScopeKind.TENANT, b"a" * 16, 1), Scope()]
 SCOPES += [Scope(account=b"a" * 16), Scope(ScopeKind.PUBLIC, b"p" * 16, account=b"b" * 16)]
+GROUPING = Costs(((1, 1.0),), key_us=1.0, shared_key_us=0.5, pair_us=0.1, prompt_pair_us=0.1, segment_us=0.0)
 
 
 class Chaos:
@@ -340,6 +341,7 @@ class Chaos:
             vocabulary=self.vocabulary,
             stop_ids=[0] if pick.random() < 0.3 else [],
             share=pick.choice([None, None, Share(floor=2, cap=5), Share(cap=0)]),
+            costs=pick.choice([None, GROUPING]),
         )
         self.prefixes = [self._tokens(pick.randint(0, 5 * block_tokens)) for _ in range(3)]
         self.scopes = pick.sample(SCOPES, pick.randint(1, 4))

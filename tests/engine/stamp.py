@@ -140,7 +140,7 @@ class Stamps:
         if claim is not None and claim.lost:
             return None
         position = np.arange(batch.contexts_S[index])
-        table = batch.tables_SW[index]
+        table = self._read_table(batch, index)
         slots = table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
         start, end = batch.query_starts_S1[index : index + 2].tolist()
         if not (slots[batch.positions_T[start:end]] == batch.slots_T[start:end]).all():
@@ -155,6 +155,28 @@ class Stamps:
             if not claim.shares and not (self.sequence_K[slots] == claim.sequence).all():
                 raise IllegalRead(f"slice {index} shares nothing and reads another sequence")
         return np.where(self.finite_K[slots], self.token_K[slots], NOT_FINITE)
+
+    def _read_table(self, batch: Batch, index: int) -> Int32s:
+        """The blocks that attention reads for the slice, segment by segment, then its own; raises IllegalRead."""
+        own, size = batch.tables_SW[index], self.block_tokens
+        table: Int32s = np.full_like(own, -1)
+        end = 0
+        for owner, first, last, start, stop in _segments(batch):
+            if index not in batch.members_M[start:stop]:
+                continue
+            if batch.query_starts_S1[index + 1] - batch.query_starts_S1[index] != 1:
+                raise IllegalRead(f"slice {index} of several rows is in a group")
+            if first != end:
+                raise IllegalRead(f"slice {index} has a segment from {first} on behind one that ends at {end}")
+            table[first // size : last // size] = batch.tables_SW[owner, first // size : last // size]
+            end = last
+        if end != batch.own_starts_S[index]:
+            raise IllegalRead(f"slice {index} reads its own keys from {batch.own_starts_S[index]}, segments to {end}")
+        table[end // size :] = own[end // size :]
+        used = -(-int(batch.contexts_S[index]) // size)
+        if not (table[:used] == own[:used]).all():
+            raise IllegalRead(f"slice {index} has other blocks than its group: {table.tolist()}, {own.tolist()}")
+        return table
 
     def _sample(self, batch: Batch, read: list[NDArray[np.int64] | None]) -> Sampled:
         ends = {end - 1: index for index, (_, end) in enumerate(_spans(batch))}
@@ -176,6 +198,13 @@ class Stamps:
             if batch.logprobs_R[row] >= 0:
                 logprobs[row] = logprobs_of(token, int(batch.logprobs_R[row]))
         return Sampled(np.array(tokens, np.int32), logprobs)
+
+
+def _segments(batch: Batch) -> list[list[int]]:
+    """(slice whose table has the keys, first key, last key, first member, end of the members), by the first key."""
+    rows = batch.segments_G4.tolist()
+    starts = [0, *(row[3] for row in rows)]
+    return sorted(([*row[:3], start, row[3]] for row, start in zip(rows, starts, strict=False)), key=lambda row: row[1])
 
 
 def _spans(batch: Batch) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from engine.batch import OutOfDeviceMemory, Sampled, unpack
 from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY, Plan
 from engine.sequence import Refused, Stage
 from engine.wire import FinishReason, RejectReason, Sampling, Scope, ScopeKind
-from tests.engine.simulation import Fault, Simulation
+from tests.engine.simulation import GROUPING, Fault, Simulation
 from tests.engine.stamp import solo
 
 A = Scope(ScopeKind.TENANT, b"a" * 16)
@@ -593,6 +593,45 @@ def test_one_row_that_finds_too_little_memory_costs_its_sequence_and_no_other(de
     assert (bad.finish.reason, bad.finish.message) == (FinishReason.ERROR, OUT_OF_MEMORY)
     assert [entry.finish.reason for entry in good if entry.finish] == [FinishReason.LENGTH] * 2
     simulation.assert_all_finished()
+
+
+# Groups
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_those_who_share_a_prefix_read_it_together_and_those_of_another_scope_apart(depth: int) -> None:
+    simulation = Simulation(blocks=256, step_tokens=32, depth=depth, costs=GROUPING)
+    for id, scope in enumerate([A, B, Scope(), A, B, Scope(), A]):
+        simulation.submit(id, [*words(16), id], scope, max_tokens=30)
+    groups = set()
+
+    def look() -> None:
+        for plan in simulation.scheduler._flights:
+            batch = unpack(plan.packed)
+            ids = [plan.sequences[member].id for member in batch.members_M.tolist()]
+            start = 0
+            for _, first, last, end in batch.segments_G4.tolist():
+                groups.add((*ids[start:end], (first, last)))
+                start = end
+
+    simulation.meanwhile = look
+    simulation.run()
+    assert {(0, 3, 6, (0, 16)), (1, 4, (0, 16))} <= groups
+    assert all(len({id % 3 for id in group[:-1]}) == 1 and group[0] != 2 for group in groups)
+    simulation.assert_all_finished()
+
+
+def test_keys_that_groups_spare_are_counted_and_there_are_no_groups_without_costs() -> None:
+    spared = []
+    for costs in (GROUPING, None):
+        simulation = Simulation(blocks=256, step_tokens=32, costs=costs)
+        simulation.submit(1, words(16), A, max_tokens=8)
+        simulation.run()
+        simulation.submit(2, [*words(16), 2], A, max_tokens=3)
+        simulation.submit(3, [*words(16), 3], A, max_tokens=3)
+        simulation.run()
+        spared.append(simulation.scheduler.load(draining=False).counters.get("spared_keys", 0))
+    assert spared == [3 * 16, 0]
 
 
 # Endings

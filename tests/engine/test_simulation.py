@@ -36,6 +36,7 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
         "finished_error",
         "not_finite",
         "steps_out_of_memory",
+        "spared_keys",
     ):
         assert seen[what] > 20, f"{what}: {seen[what]}"
 
@@ -94,6 +95,10 @@ BREAKS = {
         "pass",
     ),
     "a step without memory ends a sequence at once": ("scheduler", "if rows == 1 and", "if"),
+    "a group reads blocks that only some of it have": ("grouping", "step * (same_N &", "step * (True &"),
+    "groups outlive their sequences": ("grouping", "slices != self._slices", "len(slices) != len(self._slices)"),
+    "a group's segment leaves a gap": ("grouping", "first, node.keys)", "node.keys // 2, node.keys)"),
+    "prompts are in groups": ("scheduler", "sequence if chunk == 1 else None", "sequence"),
     "the budget is overrun": ("budget", "shares.append(min(count, left))", "shares.append(count)"),
 }
 
@@ -120,6 +125,6 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
     exec(compile(source.replace(right, wrong), broken.__name__, "exec"), broken.__dict__)
     for kept in {"Refused", "Stage"} & original.__dict__.keys():  # what the unbroken modules raise and compare
         broken.__dict__[kept] = getattr(original, kept)
-    for user, replaced in ((simulated, "Scheduler"), (simulated, "Door"), (scheduler, "Budget")):
+    for user, replaced in ((simulated, "Scheduler"), (simulated, "Door"), (scheduler, "Budget"), (scheduler, "Groups")):
         if replaced in broken.__dict__:
             monkeypatch.setattr(user, replaced, broken.__dict__[replaced])

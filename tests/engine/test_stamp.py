@@ -1,9 +1,11 @@
 """tests/engine/stamp.py itself: each kind of illegal batch is caught, and a legal one reads what it should."""
 
+from collections.abc import Sequence as Items
+
 import numpy as np
 import pytest
 
-from engine.batch import Sampled, Slice, pack
+from engine.batch import OFFSET_WORD, Sampled, Section, Segment, Slice, pack
 from engine.wire import Sampling
 from tests.engine.stamp import Claim, IllegalRead, Stamps, logprobs_of, next_token, solo
 
@@ -20,9 +22,9 @@ def stamps() -> Stamps:
     return stamps
 
 
-def fly(stamps: Stamps, slices: list[Slice], claims: list[Claim]) -> Sampled:
+def fly(stamps: Stamps, slices: list[Slice], claims: list[Claim], segments: Items[Segment] = ()) -> Sampled:
     stamps.claims = claims
-    return stamps.launch(pack(slices, stamps.block_tokens)).wait()
+    return stamps.launch(pack(slices, stamps.block_tokens, segments)).wait()
 
 
 def test_text_of_a_legal_run_is_that_of_the_tokens_alone(stamps: Stamps) -> None:
@@ -105,6 +107,31 @@ def test_a_lost_slice_leaves_rubbish_that_nobody_may_read(stamps: Stamps) -> Non
     fly(stamps, [Slice([15], 5, [3, 1], GREEDY)], [Claim(1, 1, shares=True, lost=True)])
     with pytest.raises(IllegalRead):
         fly(stamps, [Slice([16], 6, [3, 1], GREEDY)], [ONE])
+
+
+def test_members_read_a_segment_where_the_first_of_them_has_it(stamps: Stamps) -> None:
+    fly(stamps, [Slice([20], 4, [3, 2])], [TWO])
+    slices = [Slice([15], 5, [3, 1], GREEDY), Slice([21], 5, [3, 2], GREEDY)]
+    alone = fly(stamps, slices, [ONE, TWO]).tokens_R.tolist()
+    assert fly(stamps, slices, [ONE, TWO], [Segment([0, 1], 0, 4)]).tokens_R.tolist() == alone
+
+
+def test_a_group_of_different_blocks_is_caught(stamps: Stamps) -> None:
+    fly(stamps, [Slice([10, 11, 12, 13, 14], 0, [5, 2])], [TWO])
+    with pytest.raises(IllegalRead, match="other blocks than its group"):
+        fly(stamps, [Slice([15], 5, [3, 1]), Slice([15], 5, [5, 2])], [ONE, TWO], [Segment([0, 1], 0, 4)])
+
+
+def test_a_group_of_prompts_is_caught(stamps: Stamps) -> None:
+    with pytest.raises(IllegalRead, match="several rows"):
+        fly(stamps, [Slice([15], 5, [3, 1]), Slice([20, 21], 4, [3, 2])], [ONE, TWO], [Segment([0, 1], 0, 4)])
+
+
+def test_keys_that_lie_in_no_segment_and_are_not_read_as_own_are_caught(stamps: Stamps) -> None:
+    packed = pack([Slice([15], 5, [3, 1])], stamps.block_tokens)
+    packed[packed[OFFSET_WORD + Section.OWN_STARTS]] = 4
+    with pytest.raises(IllegalRead, match="own keys from 4, segments to 0"):
+        stamps.launch(packed)
 
 
 def test_seed_matters_only_above_temperature_zero(stamps: Stamps) -> None:
