@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 import torch
+from torch import Tensor
 
 from engine.batch import HEADER_WORDS, Batch, Int32s, OutOfDeviceMemory, Sampled, Slice, pack, unpack
 from engine.costs import Costs
@@ -23,6 +24,7 @@ from engine.model.decoder import Decoder
 from engine.model.device import DeviceStep, Space
 from engine.model.layers import Parameters
 from engine.streams import Stream
+from engine.tiles import build
 from engine.weights.assembly import planned_bytes, weights_bytes
 from engine.wire import Memory, ModelSpec, Sampling
 
@@ -35,8 +37,8 @@ _PROMPT_STEP_TOKENS: Final = 8192
 _SEQUENCES: Final = 512
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
 _GRAPH_BYTES: Final = 16 << 20  # of each graph beside the memory that all share
-_HISTORY_WORDS: Final = 1 << 20
-_ROW_WORDS: Final = 32  # of everything that a step has per row, tiles included
+_ROW_WORDS: Final = 48  # what a step has per row, tiles included
+_MORE_WORDS: Final = 1 << 20  # histories, and tiles that are divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Most:
         prompt_step_tokens = step_tokens or max(_STEP_TOKENS, _PROMPT_STEP_TOKENS)
         rows = max(prompt_step_tokens, sequences)
         tables = sequences * -(-context_tokens // block_tokens)
-        words = HEADER_WORDS + rows * _ROW_WORDS + tables + _HISTORY_WORDS
+        words = HEADER_WORDS + rows * _ROW_WORDS + tables + _MORE_WORDS
         return cls(rows, sequences, words, step_tokens or _STEP_TOKENS, prompt_step_tokens)
 
 
@@ -100,8 +102,11 @@ class Device:
         self._launches = 0
         self._rows_before = 0
         shared = torch.cuda.graph_pool_handle() if graph_rows else None
-        self._bodies = Graphs(self._body, buckets(min(graph_rows, most.rows)), shared)
+        sizes = buckets(min(graph_rows, most.rows))
+        self._bodies = Graphs(lambda rows: self._body(rows, wide=False), sizes, shared)
+        self._wide_bodies = Graphs(lambda rows: self._body(rows, wide=True), sizes, shared)
         self._heads = Graphs(self._head, buckets(min(graph_rows, most.sequences)), shared)
+        self._graphs = (self._bodies, self._heads, self._wide_bodies)
         self.memory: Memory
 
     @classmethod
@@ -150,7 +155,7 @@ class Device:
             self._try(rows, context_tokens)
         shared_bytes = torch.cuda.max_memory_allocated(self._stream.device) - held
         self._try(self._most.rows, context_tokens)
-        return shared_bytes + _GRAPH_BYTES * (len(buckets(GRAPH_ROWS)) + len(buckets(self.sequences)))
+        return shared_bytes + _GRAPH_BYTES * (2 * len(buckets(GRAPH_ROWS)) + len(buckets(self.sequences)))
 
     def _try(self, rows: int, context_tokens: int) -> None:
         block_tokens = self.pool.shape.block_tokens
@@ -163,7 +168,7 @@ class Device:
     def capture(self, beat: Callable[[], None]) -> None:
         """The graphs of the hot sizes."""
         with self._stream.entered():
-            for graphs in (self._bodies, self._heads):
+            for graphs in self._graphs:
                 while graphs.hot:
                     graphs.capture_next()
                     beat()
@@ -171,21 +176,19 @@ class Device:
     def idle(self) -> bool:
         """Captures one graph more, which takes some 10 ms; False when there is none left."""
         with self._stream.entered():
-            return self._bodies.capture_next() or self._heads.capture_next()
+            return any(graphs.capture_next() for graphs in self._graphs)
 
     def launch(self, packed: Int32s, batch: Batch) -> Landing:
-        """May raise OutOfDeviceMemory."""
+        """May raise OutOfDeviceMemory. Writes the spare words of the packed step's header."""
         rows, wanted = len(batch.tokens_T), len(batch.rows_R)
         assert batch.tokens_T.min() >= -self._rows_before, "a token of a row that the flight before did not sample"
         landing = self._landings[self._launches % len(self._landings)]
-        count = len(packed)
-        landing.words.numpy()[:count] = packed
-        landing.rows = self._rows_before = wanted
         self._launches += 1
+        landing.rows = self._rows_before = wanted
         try:
             with self._stream.entered():
-                self._space.words[:count].copy_(landing.words[:count], non_blocking=True)
-                self._bodies.launch(rows)
+                wide = self._upload(packed, batch, landing)
+                (self._wide_bodies if wide else self._bodies).launch(rows)
                 if wanted:
                     self._heads.launch(wanted)
                     landing.tokens_R[:wanted].copy_(self._space.sampled_R[:wanted], non_blocking=True)
@@ -194,15 +197,33 @@ class Device:
             raise OutOfDeviceMemory(str(error)) from error
         return landing
 
-    def _body(self, rows: int) -> None:
-        self._decoder.body(self._step(rows), _nothing)
+    def logits(self, packed: Int32s, batch: Batch) -> Tensor:
+        """Runs a step without graphs and without sampling: float32 [R, V]."""
+        with self._stream.entered():
+            wide = self._upload(packed, batch, self._landings[0])
+            self._body(len(batch.tokens_T), wide)
+            return self._decoder.head(self._step(len(batch.rows_R))).float()
+
+    def _upload(self, packed: Int32s, batch: Batch, landing: Landing) -> bool:
+        """Queues the step and its tiles; gives whether there are wide ones."""
+        tiles = build(packed, batch, self._space.layout)
+        count = len(packed) + len(tiles.words)
+        if count > len(self._space.words):
+            raise OutOfDeviceMemory(f"a step of {count} words, where there is room for {len(self._space.words)}")
+        words = landing.words.numpy()
+        words[: len(packed)], words[len(packed) : count] = packed, tiles.words
+        self._space.words[:count].copy_(landing.words[:count], non_blocking=True)
+        return tiles.wide
+
+    def _body(self, rows: int, wide: bool) -> None:
+        self._decoder.body(self._step(rows, wide), _nothing)
 
     def _head(self, rows: int) -> None:
         logits_RV = self._decoder.head(self._step(rows))
         self._space.sampled_R[:rows] = logits_RV.argmax(-1)
 
-    def _step(self, rows: int) -> DeviceStep:
-        return DeviceStep(self._config, self._space, self.pool, rows, self._dtype)
+    def _step(self, rows: int, wide: bool = False) -> DeviceStep:
+        return DeviceStep(self._config, self._space, self.pool, rows, self._dtype, wide)
 
 
 def _nothing() -> None:

@@ -14,12 +14,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from engine.kernels.attention import Scratch, attend, layout_for
 from engine.kernels.embed import embed
 from engine.kernels.norm import add, add_norm, gather_norm
 from engine.kernels.rotary import rotate_and_write
 from engine.kv import KvPool
 from engine.model.config import ModelConfig
 from engine.model.layers import rotary_tables
+from engine.tiles import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +34,40 @@ class Space:
     sampled_R: Tensor  # int32
     cos_PD: Tensor
     sin_PD: Tensor
+    layout: Layout
+    scratch: Scratch
 
     @classmethod
     def make(
         cls, config: ModelConfig, device: torch.device, words: int, rows: int, wanted: int, context_tokens: int
     ) -> Self:
         cos_PD, sin_PD = rotary_tables(config.rope, config.head_dim, context_tokens)
+        layout = layout_for(tuple(dict.fromkeys(config.windows)), config.heads, config.kv_heads, device)
         return cls(
             torch.zeros(words, dtype=torch.int32, device=device),
             torch.zeros(rows, config.hidden, device=device),
             torch.zeros(wanted, dtype=torch.int32, device=device),
             cos_PD.to(device),
             sin_PD.to(device),
+            layout,
+            Scratch.make(layout, config.heads, config.head_dim, rows, device),
         )
 
 
 class DeviceStep:
     """The step in the space's words, on its way through the layers (decoder.Step) in a bucket of `rows` rows: those of
-    the step for its body, the wanted ones for its head."""
+    the step for its body, the wanted ones for its head. `wide` says whether it may have wide tiles."""
 
-    def __init__(self, config: ModelConfig, space: Space, pool: KvPool, rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, space: Space, pool: KvPool, rows: int, dtype: torch.dtype, wide: bool = False
+    ) -> None:
         self._config = config
         self._space = space
         self._pool = pool
         self._rows = rows
         self._sum_TH = space.sum_TH[:rows]
         self._dtype = dtype
+        self._wide = wide
 
     def embed(self, embedding_VH: Tensor) -> None:
         embed(self._space.words, self._space.sampled_R, embedding_VH, self._sum_TH)
@@ -75,7 +85,12 @@ class DeviceStep:
         return q_THD
 
     def attend(self, q_THD: Tensor, layer: int) -> Tensor:
-        return q_THD.view(self._rows, -1)
+        space, out_THD = self._space, torch.empty_like(q_THD)
+        attend(
+            space.words, q_THD, self._pool.layers[layer], out_THD, space.scratch, space.layout,
+            self._config.windows[layer], self._pool.shape.block_tokens, self._wide,
+        )  # fmt: skip
+        return out_THD.view(self._rows, -1)
 
     def finish(self, added: Tensor) -> None:
         add(self._sum_TH, added)
