@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.batch import Segment, Slice, pack, unpack
 from engine.device import Device, Most
 from engine.kv import KvPool, KvShape
 from engine.model.config import read_config
 from engine.model.device import Space
-from engine.runner import _parameters
+from engine.runner import Runner, _parameters
 from engine.streams import Stream
 from engine.weights import assembly
 from engine.weights.resident import Resident
 from engine.wire import Sampling
-from tests.engine.small import BLOCK_TOKENS, FAMILIES, Text, reference_model, saved, spec
+from tests.engine.small import BLOCK_TOKENS, FAMILIES, Text, reference_model, saved, shuffled_tables, spec
 
 GREEDY = Sampling()
 CONTEXT_TOKENS = 256
@@ -115,3 +116,98 @@ def test_a_token_that_no_row_sampled_is_not_taken(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     with pytest.raises(AssertionError, match="did not sample"):
         launch(device, [Slice([-1], 0, [0], GREEDY)])
+
+
+# On a GPU
+
+
+def opened(folder: Path, **changes: Any) -> Runner:
+    """A runner whose slots are NaN until they are written."""
+    runner = Runner.open(spec(folder, **changes), "cuda", None, lambda: None)
+    with torch.inference_mode():
+        for rows in runner.place.pool.layers:
+            rows.copy_(torch.full_like(rows, float("nan"), dtype=torch.float32).to(rows.dtype))
+    return runner
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return ((found.cpu() - wanted).norm() / wanted.norm()).item()
+
+
+@torch.no_grad()
+def rounded(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype).float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.04), ("float16", 0.006)])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_agrees_with_the_reference_library(
+    family: str, dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    reference = reference_model(family)
+    rounded(reference, getattr(torch, dtype))
+    runner = opened(saved(reference, tmp_path), dtype=dtype, kv_bytes=None, sequences=8, context_tokens=1024)
+    rng = np.random.default_rng(7)
+    lengths = [1, 5, 70, 150, 600]
+    several = [
+        Text(rng.integers(0, runner.vocabulary, length).tolist(), table)
+        for length, table in zip(lengths, shuffled_tables(runner, lengths, seed=3), strict=True)
+    ]
+    with torch.no_grad():
+        wanted = [reference(torch.tensor([text.ids])).logits[0] for text in several]
+    while any(text.computed < len(text.ids) for text in several):
+        slices, rows = [], []
+        for text, logits_TV in zip(several, wanted, strict=True):
+            left = len(text.ids) - text.computed
+            if left:
+                slices.append(text.slice(min(left, int(rng.choice([1, 1, 3, 16, 17, 90, 250]))), GREEDY))
+                rows.append(logits_TV[text.computed - 1])
+        assert relative_error(logits(runner.place, slices), torch.stack(rows)) <= tolerance
+
+
+@pytest.mark.gpu
+def test_graphs_give_what_kernels_launched_one_by_one_give(tmp_path: Path) -> None:
+    runner = opened(saved(reference_model("llama 3.1"), tmp_path), sequences=64, context_tokens=1024, kv_bytes=None)
+    captured = 0
+    while runner.idle():
+        captured += 1
+    assert captured > 20
+    rng = np.random.default_rng(1)
+    for count in (1, 2, 3, 5, 17, 64):
+        lengths = rng.integers(1, 120, count).tolist()
+        several = [
+            Text(rng.integers(0, 160, length + 4).tolist(), table)
+            for length, table in zip(lengths, shuffled_tables(runner, [200] * count, seed=count), strict=True)
+        ]
+        for take in (lengths, [1] * count, [1 + (index % 3 == 0) for index in range(count)]):
+            slices = [text.slice(tokens, GREEDY) for text, tokens in zip(several, take, strict=True)]
+            tokens = runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R
+            assert tokens.tolist() == logits(runner.place, slices).argmax(-1).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_two_layers_of_the_true_size_agree_with_the_reference_library(kv_dtype: str, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("cuda"):
+        reference = LlamaForCausalLM(config).to(torch.bfloat16)
+    saved(reference, tmp_path, shard="8GB")
+    rng = np.random.default_rng(2)
+    ids = [rng.integers(0, 128256, length).tolist() for length in (1500, 300, 40)]
+    with torch.no_grad():
+        wanted = [reference(torch.tensor([text], device="cuda")).logits[0, -2:].float().cpu() for text in ids]
+    runner = opened(tmp_path, dtype="auto", kv_dtype=kv_dtype, kv_bytes=None, sequences=64, context_tokens=4096)
+    tables = shuffled_tables(runner, [2000] * 3, seed=1)
+    several = [Text(text, table) for text, table in zip(ids, tables, strict=True)]
+    prompts = logits(runner.place, [text.slice(len(text.ids) - 1, GREEDY) for text in several])
+    single = logits(runner.place, [text.slice(1, GREEDY) for text in several])
+    tolerance = 0.02 if kv_dtype == "auto" else 0.06
+    assert relative_error(prompts, torch.stack([rows[0] for rows in wanted])) <= tolerance
+    assert relative_error(single, torch.stack([rows[1] for rows in wanted])) <= tolerance

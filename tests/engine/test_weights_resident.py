@@ -16,7 +16,7 @@ def test_every_number_of_rows(rows: int, biased: bool) -> None:
     resident, x_TK = Resident(weight_NK, bias_N), random(rows, 80, seed=3)
     wanted_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     assert error(resident(x_TK).sum(0), wanted_TN) < 1e-6
-    assert error(resident.whole(x_TK), wanted_TN) < 1e-6
+    assert error(resident.logits(x_TK), wanted_TN) < 1e-6
     gate, up = wanted_TN.chunk(2, -1)
     assert error(resident.gated(x_TK), torch.nn.functional.silu(gate) * up) < 1e-6
     assert resident.bytes == 96 * 80 * 4 + (96 * 4 if biased else 0)
