@@ -187,10 +187,10 @@ def _narrow(
                 result + at, (out / tl.where(total > 0, total, 1.0)[:, None]).to(result.dtype.element_ty), mask=inside
             )
         else:
-            at = slot.to(tl.int64) * HEADS + head * G + g
-            tl.store(peaks + at, peak, mask=g < G)
-            tl.store(totals + at, total, mask=g < G)
-            tl.store(partial + at[:, None] * D + d[None, :], out, mask=inside)
+            part = slot.to(tl.int64) * HEADS + head * G + g
+            tl.store(peaks + part, peak, mask=g < G)
+            tl.store(totals + part, total, mask=g < G)
+            tl.store(partial + part[:, None] * D + d[None, :], out, mask=inside)
             narrow_slots = tl.load(entry + 7)
             if narrow_slots > 0:
                 tl.debug_barrier()
@@ -255,10 +255,10 @@ def _wide(
         normed = out / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(result + at[:, None] + d[None, :], normed.to(result.dtype.element_ty), mask=whole)
         part = present & (slot >= 0)
-        at = slot.to(tl.int64) * HEADS + query_head
-        tl.store(peaks + at, peak, mask=part)
-        tl.store(totals + at, total, mask=part)
-        tl.store(partial + at[:, None] * D + d[None, :], out, mask=inside & part[:, None])
+        place = slot.to(tl.int64) * HEADS + query_head
+        tl.store(peaks + place, peak, mask=part)
+        tl.store(totals + place, total, mask=part)
+        tl.store(partial + place[:, None] * D + d[None, :], out, mask=inside & part[:, None])
 
 
 @triton.jit
