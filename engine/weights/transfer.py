@@ -10,14 +10,13 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from torch import Tensor
 from engine.weights.checkpoint import CheckpointError
 
 SLAB_BYTES: Final = 8 << 20
-STREAMS: Final = 2
 _TELL_S: Final = 0.1
 
 
@@ -38,7 +36,7 @@ class Ring:
     sent: int
 
 
-_GPU: Final = Ring(threads=12, slabs=20, sent=4)
+_GPU: Final = Ring(threads=12, slabs=16, sent=3)
 _CPU: Final = Ring(threads=2, slabs=3, sent=0)  # a copy there uses several cores by itself
 
 
@@ -133,6 +131,8 @@ def _read(
 
 
 def _fill(memory: memoryview, piece: Piece, file: int) -> None:
+    if hasattr(os, "posix_fadvise"):  # a cold disk is asked for all of it at once
+        os.posix_fadvise(file, piece.first, piece.bytes, os.POSIX_FADV_WILLNEED)
     got = 0
     while got < piece.bytes:
         try:
@@ -190,45 +190,52 @@ class Slab:
 
 
 class PinnedSlab(Slab):
-    """A slab that a GPU fetches from by itself."""
+    """A slab that a GPU fetches from by itself, in the current stream's turn."""
 
-    def __init__(self, memory: memoryview, stream: torch.cuda.Stream) -> None:
+    def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
-        self._stream = stream
         self._fetched = torch.cuda.Event()
+        self._pinned = False
 
     def send(self, piece: Piece) -> None:
+        if not self._pinned:  # only now: what was written once is pinned in a third of the time
+            torch.cuda.check_error(_cudart().cudaHostRegister(self._bytes.data_ptr(), len(self.memory), 0))
+            self._pinned = True
         numbers = self._bytes[: piece.bytes].view(piece.stored)
-        with torch.cuda.stream(self._stream):
-            if piece.stored is not piece.target.dtype:
-                numbers = numbers.to(piece.target.device, non_blocking=True)  # so that the device converts
-            piece.target.copy_(numbers, non_blocking=True)
-            self._fetched.record()
+        if piece.stored is not piece.target.dtype:
+            numbers = numbers.to(piece.target.device, non_blocking=True)  # so that the device converts
+        piece.target.copy_(numbers, non_blocking=True)
+        self._fetched.record()
 
     def wait(self) -> None:
         self._fetched.synchronize()
+
+    def unpin(self) -> None:
+        """Waits for what was sent, however the transfer ended."""
+        if self._pinned:
+            self.wait()
+            torch.cuda.check_error(_cudart().cudaHostUnregister(self._bytes.data_ptr()))
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 Full = tuple[Slab, Piece] | BaseException  # what readers hand over: a piece in its slab, or what went wrong
 
 
 @contextmanager
-def slabs(count: int, device: torch.device) -> Iterator[list[Slab]]:
-    """Slabs for transfers to the device. All that was sent has to be waited for before they go."""
+def slabs(count: int, device: torch.device) -> Iterator[Sequence[Slab]]:
+    """Slabs for transfers to the device."""
     memory = mmap.mmap(-1, count * SLAB_BYTES)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # pinned the sooner
     views = [memoryview(memory)[first : first + SLAB_BYTES] for first in range(0, len(memory), SLAB_BYTES)]
     if device.type != "cuda":
         yield [Slab(view) for view in views]
         return
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
-    streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream(device))
+    pinned = [PinnedSlab(view) for view in views]
     try:
-        yield [PinnedSlab(view, stream) for view, stream in zip(views, cycle(streams), strict=False)]
+        with torch.cuda.device(device):
+            yield pinned
     finally:
-        torch.cuda.synchronize(device)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+        for slab in pinned:
+            slab.unpin()
