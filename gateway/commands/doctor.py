@@ -143,8 +143,8 @@ def _gpu(gpu: Gpu) -> Finding:
     found = f"{gpu.name}, {free} of {total} free, driver {gpu.driver}"
     if gpu.architecture < _ARCHITECTURE:
         said, least = (".".join(map(str, each)) for each in (gpu.architecture, _ARCHITECTURE))
-        advice = f'its architecture is {said} and {least} is needed: set [machine] device = "cpu"'
-        return Finding("gpu", Verdict.WRONG, found, advice)
+        advice = f"its compute capability is {said}, kernels need {least}: with device auto, models run on the CPU"
+        return Finding("gpu", Verdict.NOTE, found, advice)
     if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes:
         return Finding("gpu", Verdict.NOTE, found, "the rest is in use, by Hearth or others: `nvidia-smi` says by whom")
     return Finding("gpu", Verdict.GOOD, found)
