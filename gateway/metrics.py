@@ -80,6 +80,7 @@ class _Caches(Collector):
             ("hit_tokens", "Tokens found there, those of preempted sequences again"),
             ("inserted_blocks", "KV blocks put into the prefix cache"),
             ("duplicate_blocks", "KV blocks that were computed though the cache had them by then"),
+            ("spared_keys", "Keys that a sequence did not read as another one of its group did"),
         ):
             family = CounterMetricFamily(f"hearth_prefix_{counter}", says, labels=["model"])
             for model, counts in sums.items():

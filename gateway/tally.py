@@ -8,7 +8,7 @@ from engine.wire import Hello, Load
 
 CAUSES: Final = ("space", "cap", "epoch", "clear")  # why blocks were evicted
 COUNTED: Final = (
-    *("lookups", "lookup_tokens", "hit_tokens", "inserted_blocks", "duplicate_blocks"),
+    *("lookups", "lookup_tokens", "hit_tokens", "inserted_blocks", "duplicate_blocks", "spared_keys"),
     *(f"evicted_{cause}_blocks" for cause in CAUSES),
 )
 

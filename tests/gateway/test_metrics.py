@@ -46,7 +46,9 @@ async def test_what_the_caches_of_all_replicas_count_is_served_by_model_and_caus
     async with served(tmp_path, replicas=2) as gateway:
         one, two = gateway.fleet.replicas
         one.load(counters={"lookups": 3, "hit_tokens": 64, "evicted_space_blocks": 5, "made_up": 1}, shared_blocks=4)
-        two.load(counters={"lookups": 1, "lookup_tokens": 9, "evicted_cap_blocks": 2}, shared_blocks=1)
+        two.load(
+            counters={"lookups": 1, "lookup_tokens": 9, "evicted_cap_blocks": 2, "spared_keys": 700}, shared_blocks=1
+        )
 
         async def lines() -> list[str]:
             answer = await gateway.call("/metrics", b"", "GET")
@@ -58,6 +60,7 @@ async def test_what_the_caches_of_all_replicas_count_is_served_by_model_and_caus
         expected = {
             **{f'lookup_tokens_total{{model="{MODEL}"}}': 9, f'hit_tokens_total{{model="{MODEL}"}}': 64},
             **{f'inserted_blocks_total{{model="{MODEL}"}}': 0, f'duplicate_blocks_total{{model="{MODEL}"}}': 0},
+            f'spared_keys_total{{model="{MODEL}"}}': 700,
             f'lookups_total{{model="{MODEL}"}}': 4,
             f'shared_blocks{{model="{MODEL}"}}': 5,
         }
