@@ -7,6 +7,7 @@ The next step's tokens may be those that this one samples: they are read where t
 
 import logging
 import os
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Self
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import HEADER_WORDS, Batch, Int32s, OutOfDeviceMemory, Sampled, Slice, pack, unpack
+from engine.calibrate import Room, measure
 from engine.costs import Costs
 from engine.graphs import HOT, Graphs, buckets
 from engine.kv import KvPool, KvShape
@@ -35,6 +37,7 @@ GRAPH_ROWS: Final = 1024  # steps of more rows take so long that launching their
 _STEP_TOKENS: Final = 2048
 _PROMPT_STEP_TOKENS: Final = 8192
 _SEQUENCES: Final = 512
+_MEASURED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
 _GRAPH_BYTES: Final = 16 << 20  # of each graph beside the memory that all share
 _ROW_WORDS: Final = 48  # what a step has per row, tiles included
@@ -132,6 +135,8 @@ class Device:
         opened = cls(config, parameters, KvPool(shape, blocks, device), space, stream, most, GRAPH_ROWS)
         free = torch.cuda.mem_get_info(device)[0]
         opened.capture(beat)
+        room_of_steps = Room(blocks, shape.block_tokens, context_tokens, most.sequences)
+        opened.costs = measure(opened.launch_ms, [rows for rows in _MEASURED_ROWS if rows <= most.rows], room_of_steps)
         left, total = torch.cuda.mem_get_info(device)
         opened.memory = Memory(
             model=model.name, pid=os.getpid(), device=torch.cuda.get_device_name(device), device_bytes=total,
@@ -196,6 +201,19 @@ class Device:
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(str(error)) from error
         return landing
+
+    def launch_ms(self, packed: Int32s, launches: int) -> float:
+        """The median of so many launches, one behind the other, after one that does not count."""
+        batch = unpack(packed)
+        flights, took = [self.launch(packed, batch), self.launch(packed, batch)], []
+        for _ in range(launches):
+            flights.append(self.launch(packed, batch))
+            before, after = flights.pop(0), flights[0]
+            before.wait()
+            after.wait()
+            took.append(after.mark.ms_since(before.mark))
+        flights[-1].wait()
+        return statistics.median(took)
 
     def logits(self, packed: Int32s, batch: Batch) -> Tensor:
         """Runs a step without graphs and without sampling: float32 [R, V]."""

@@ -13,7 +13,7 @@ import torch
 
 _FINE: Final = (1, 2, 4)
 _STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # up to the one, in steps of the other
-HOT: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+HOT: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def buckets(most: int) -> list[int]:

@@ -39,7 +39,7 @@ class Mark:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
-        self._event = None if stream is None else torch.cuda.Event(blocking=True)
+        self._event = None if stream is None else torch.cuda.Event(enable_timing=True, blocking=True)
 
     def set(self) -> None:
         if self._event is not None:
@@ -49,3 +49,9 @@ class Mark:
         """Returns at once where it was never set."""
         if self._event is not None:
             self._event.synchronize()
+
+    def ms_since(self, earlier: "Mark") -> float:
+        """What the device took from there to here; both must have been reached. 0 where nothing is queued."""
+        if self._event is None or earlier._event is None:
+            return 0.0
+        return float(earlier._event.elapsed_time(self._event))
