@@ -136,15 +136,14 @@ class Bench:
 
 def cuts(which: str) -> Iterator[Cut]:
     if which == "narrow":
-        for keys, stages, warps, programs in product((32, 64, 128), (2, 3, 4, 5), (2, 4, 8), (1, 2, 3, 4, 6)):
-            if 40 <= programs * stages * keys * HEAD_DIM * 4 // 1024 <= 224 and not (keys == 32 and warps == 8):
+        for keys, stages, warps, programs in product((32, 64), (4, 5, 6, 8), (2, 4), (2, 3, 4, 6)):
+            if 60 <= programs * (stages - 2) * keys * HEAD_DIM * 4 // 1024 <= 224:
                 yield Cut(16, keys, stages, warps, programs)
     else:
-        for rows, keys, stages, warps in product((64, 128), (64, 128), (2, 3, 4), (4, 8)):
-            used = (stages * keys + rows) * HEAD_DIM * 4 // 1024
-            for programs in (1, 2, 3):
-                if used * programs <= 224 and not (rows == 64 and warps == 8):
-                    yield Cut(rows, keys, stages, warps, programs)
+        for rows, keys, stages, warps, programs in product((64, 128), (64, 128), (2, 3, 4), (4, 8), (1, 2, 3)):
+            used = ((stages - 1) * keys * 2 + rows) * HEAD_DIM * 2 // 1024
+            if used * programs <= 224 and not (rows == 64 and warps == 8) and rows * programs <= 256:
+                yield Cut(rows, keys, stages, warps, programs)
 
 
 def main() -> None:

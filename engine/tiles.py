@@ -30,7 +30,6 @@ ENTRY_WORDS: Final = 8
 _HEAD_WORDS: Final = 8
 _NARROW_KEYS_LEAST: Final = 64  # fewer are not worth a division
 _WIDE_KEYS_LEAST: Final = 256
-_WAVES: Final = 2  # entries per program that a division aims at
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,8 @@ class _Work:
         narrow_span = _span((contexts - firsts).sum(), layout.kv_heads, layout.narrow_programs, _NARROW_KEYS_LEAST)
         wide_span = _span(wide_keys, layout.kv_heads, layout.wide_programs, _WIDE_KEYS_LEAST)
         while True:
-            divisions = np.maximum(1, -(-(contexts - firsts) // narrow_span))
-            wide_divisions = [max(1, -(-(last - first) // wide_span)) for _, _, first, last, _ in wide]
+            divisions = np.maximum(1, (contexts - firsts + narrow_span // 2) // narrow_span)
+            wide_divisions = [max(1, (last - first + wide_span // 2) // wide_span) for _, _, first, last, _ in wide]
             slots_T = self._slots_of(divisions, wide, wide_divisions)
             if slots_T.sum() <= layout.slots:
                 break
@@ -202,8 +201,8 @@ class _Work:
 
 
 def _span(keys: int, kv_heads: int, programs: int, least: int) -> int:
-    """How many keys an entry has at most, so that each program has about _WAVES of them."""
-    return max(least, -(-int(keys) * kv_heads // (programs * _WAVES)))
+    """About how many keys an entry has, so that each program has one of them or not much more work than another."""
+    return max(least, -(-int(keys) * kv_heads // programs))
 
 
 def _divide(first: int, last: int, parts: int) -> list[tuple[int, int]]:

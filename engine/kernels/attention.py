@@ -24,6 +24,7 @@ _WORDS = tl.constexpr(ENTRY_WORDS)
 _LOG2_E: Final = 1.4426950408889634
 _MULTIPROCESSORS: Final = 2  # of what is no GPU, as the interpreter
 _SLOTS: Final = 4096
+_MERGED_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +97,20 @@ def _read_tile(  # one tile of keys for the rows of q, into the running softmax
         k = tl.load(row[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
     else:
         k = tl.load(row[None, :] + d[:, None])
-    logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-    if CAPPED:
-        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * 1.4426950408889634 / softcap)) + 1.0))
-        logits *= 1.4426950408889634
+    logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    if CAPPED:  # cap · tanh(x ÷ cap), by way of the exponential
+        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * (scale * 2.0 / softcap)) + 1.0))
     if ENDS:
         logits = tl.where(inside[None, :], logits, float("-inf"))
     if HIDDEN:
         logits = tl.where(keys[None, :] <= limit[:, None], logits, float("-inf"))
     if WINDOWED:
         logits = tl.where(keys[None, :] > limit[:, None] - window, logits, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    unit = 1.4426950408889634 if CAPPED else scale  # scale has the same factor: powers are of 2
+    new_peak = tl.maximum(peak, tl.max(logits, 1) * unit)
     # A row that has seen no key yet has no peak to subtract.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(logits - base[:, None])
+    weights = tl.exp2(logits * unit - base[:, None])
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(weights, 1)
     row += KV_HEADS * D
@@ -127,28 +128,31 @@ def _read_tile(  # one tile of keys for the rows of q, into the running softmax
 @triton.jit
 def _merge(
     partial, peaks, totals, result, row, head, first, count, HEADS: tl.constexpr, G: tl.constexpr,
-    BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    MERGED_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The row's partial results for the query heads of one KV head, one after the other, into its result."""
-    g = tl.arange(0, BLOCK_G)
+    """The row's partial results for the query heads of one KV head into its result, some slots at a time."""
+    slots = tl.arange(0, AT_ONCE)
+    g = tl.arange(0, MERGED_G)
     d = tl.arange(0, BLOCK_D)
-    inside = (g < G)[:, None] & (d < D)[None, :]
-    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for part in range(count):
-        at = (first + part).to(tl.int64) * HEADS + head * G + g
-        next_peak = tl.load(peaks + at, mask=g < G, other=float("-inf"), cache_modifier=".cg")
-        next_total = tl.load(totals + at, mask=g < G, other=0.0, cache_modifier=".cg")
-        values = tl.load(partial + at[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, next_peak)
+    peak = tl.full([MERGED_G], float("-inf"), tl.float32)
+    total = tl.zeros([MERGED_G], tl.float32)
+    out = tl.zeros([MERGED_G, BLOCK_D], tl.float32)
+    for start in range(0, count, AT_ONCE):
+        present = (start + slots < count)[:, None] & (g < G)[None, :]
+        at = (first + start + slots).to(tl.int64)[:, None] * HEADS + (head * G + g)[None, :]
+        next_peak = tl.load(peaks + at, mask=present, other=float("-inf"), cache_modifier=".cg")
+        next_total = tl.load(totals + at, mask=present, other=0.0, cache_modifier=".cg")
+        inside = present[:, :, None] & (d < D)[None, None, :]
+        values = tl.load(partial + at[:, :, None] * D + d[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(next_peak, 0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        shrink, share = tl.exp2(peak - base), tl.exp2(next_peak - base)
-        total = total * shrink + next_total * share
-        out = out * shrink[:, None] + values * share[:, None]
+        shrink, share = tl.exp2(peak - base), tl.exp2(next_peak - base[None, :])
+        total = total * shrink + tl.sum(next_total * share, 0)
+        out = out * shrink[:, None] + tl.sum(values * share[:, :, None], 0)
         peak = new_peak
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
     at = result + row.to(tl.int64) * (HEADS * D) + (head * G + g)[:, None] * D + d[None, :]
-    tl.store(at, (out / tl.where(total > 0, total, 1.0)[:, None]).to(result.dtype.element_ty), mask=inside)
+    tl.store(at, out.to(result.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -156,7 +160,7 @@ def _narrow(
     step, q, kv, result, partial, peaks, totals, counters, scale, softcap, window, HEADER_WORD: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CAPPED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, MERGED_G: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     tiles = step + tl.load(step + HEADER_WORD)
     entries = step + tl.load(tiles + 3)
@@ -198,7 +202,7 @@ def _narrow(
                 if arrived == narrow_slots - 1:
                     _merge(
                         partial, peaks, totals, result, row, head, tl.load(entry + 5), tl.load(entry + 6), HEADS, G,
-                        BLOCK_G, D, BLOCK_D,
+                        MERGED_G, D, BLOCK_D, AT_ONCE,
                     )  # fmt: skip
                     tl.atomic_xchg(counters + row * KV_HEADS + head, 0)
 
@@ -264,7 +268,7 @@ def _wide(
 @triton.jit
 def _merge_rows(
     step, result, partial, peaks, totals, HEADER_WORD: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, MERGED_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     tiles = step + tl.load(step + HEADER_WORD)
     entries = step + tl.load(tiles + 5)
@@ -272,7 +276,7 @@ def _merge_rows(
         entry = entries + item // KV_HEADS * 4
         _merge(
             partial, peaks, totals, result, tl.load(entry), item % KV_HEADS, tl.load(entry + 1), tl.load(entry + 2),
-            HEADS, G, BLOCK_G, D, BLOCK_D,
+            HEADS, G, MERGED_G, D, BLOCK_D, AT_ONCE,
         )  # fmt: skip
 
 
@@ -296,9 +300,10 @@ def attend(
     assert len(scratch.counters) >= len(q_THD) * kv_heads
     fold = heads // kv_heads
     block_g, block_d = max(16, triton.next_power_of_2(fold)), triton.next_power_of_2(head_dim)
-    scale = head_dim**-0.5 * (1.0 if softcap else _LOG2_E)
+    scale = head_dim**-0.5 * _LOG2_E
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "G": fold, "D": head_dim, "BLOCK_D": block_d}
     sizes["HEADER_WORD"] = SPARE_WORD + layout.windows.index(window)
+    merged = {"MERGED_G": triton.next_power_of_2(fold), "AT_ONCE": _MERGED_AT_ONCE}
     memory = (scratch.partial_PHD, scratch.peak_PH, scratch.total_PH)
     if wide:
         _wide[(layout.wide_programs,)](
@@ -309,7 +314,7 @@ def attend(
     _narrow[(layout.narrow_programs,)](
         step, q_THD, kv_SW, out_THD, *memory, scratch.counters, scale, softcap, window or 0, BLOCK_G=block_g,
         BLOCK_KEYS=NARROW.keys, BLOCK_TOKENS=block_tokens, CAPPED=softcap > 0, STAGES=NARROW.stages,
-        num_warps=NARROW.warps, **sizes,
+        num_warps=NARROW.warps, **merged, **sizes,
     )  # fmt: skip
     if wide:
-        _merge_rows[(layout.narrow_programs,)](step, out_THD, *memory, BLOCK_G=block_g, **sizes)
+        _merge_rows[(layout.narrow_programs,)](step, out_THD, *memory, **merged, **sizes)
