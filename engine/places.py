@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,7 @@ import torch
 log = logging.getLogger(__name__)
 
 CAPABILITY_LEAST: Final = (8, 0)  # bfloat16 on tensor cores, and asynchronous copies
+_NAMES: Final = re.compile(r"auto|cuda(:\d+)?")
 _CACHE_NAME: Final = "TRITON_CACHE_DIR"
 
 
@@ -26,7 +28,7 @@ def place(asked: str) -> torch.device:
     """
     if asked == "cpu":
         return torch.device("cpu")
-    if asked != "auto" and asked.partition(":")[0] != "cuda":
+    if not _NAMES.fullmatch(asked):
         raise Unusable(f"device {asked!r} is not supported: auto, cpu, cuda and cuda:N are")
     device = torch.device("cuda", int(asked.partition(":")[2] or 0))
     reason = _reason_against(device)
