@@ -3,6 +3,7 @@
 The interpreter knows no streams, events and graphs; all else is the same code.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.batch import Segment, Slice, pack, unpack
+from engine.batch import OutOfDeviceMemory, Segment, Slice, pack, unpack
 from engine.device import Device, Most
 from engine.kv import KvPool, KvShape
 from engine.model.config import read_config
@@ -116,6 +117,18 @@ def test_a_token_that_no_row_sampled_is_not_taken(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     with pytest.raises(AssertionError, match="did not sample"):
         launch(device, [Slice([-1], 0, [0], GREEDY)])
+
+
+def test_too_little_memory_for_a_step_is_said_as_the_scheduler_understands_it(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    slices = [Slice([3], 0, [0], GREEDY)]
+    small = replace(device._space, words=device._space.words[:40])
+    with patch.object(device, "_space", small), pytest.raises(OutOfDeviceMemory, match="room for 40"):
+        launch(device, slices)
+    full = torch.OutOfMemoryError("2 GiB")
+    with patch.object(device, "_body", side_effect=full), pytest.raises(OutOfDeviceMemory, match="2 GiB"):
+        launch(device, slices)
+    assert len(launch(device, slices).wait().tokens_R) == 1
 
 
 # On a GPU
