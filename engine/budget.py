@@ -37,12 +37,16 @@ class Limits:
 
 
 class Budget:
-    """The rows of the next step. Where a device had too little memory for a step, the next ones are smaller."""
+    """The rows of the next step. Where a device had too little memory for a step, the next ones are smaller.
+
+    spared_us   what groups took off the step before, and will off the next one.
+    """
 
     def __init__(self, limits: Limits) -> None:
         assert 0 < limits.step_tokens <= limits.prompt_step_tokens
         self._limits = limits
         self._rows_max = limits.prompt_step_tokens
+        self.spared_us = 0.0
 
     @property
     def rows_max(self) -> int:
@@ -66,7 +70,7 @@ class Budget:
         least = len(running) + PROMPT_ROWS_MIN
         if costs is None or not decoding or most <= least:
             return most
-        left_us = self._limits.gap_ms * 1e3 - _keys(decoding) * costs.key_us
+        left_us = self._limits.gap_ms * 1e3 - self._decoding_us(decoding, costs)
         return least + max(0, bisect_right(range(least, most + 1), left_us, key=costs.rows_us) - 1)
 
     def share(self, sequences: Items[Sequence]) -> dict[Sequence, int]:
@@ -81,7 +85,7 @@ class Budget:
         most = min(self._most(bool(decoding)) - len(sequences), sum(wanted))
         costs = self._limits.costs
         if costs is not None and decoding and most > PROMPT_ROWS_MIN:
-            starts, decoding_us = [sequence.launched for sequence in order], _keys(decoding) * costs.key_us
+            starts, decoding_us = [sequence.launched for sequence in order], self._decoding_us(decoding, costs)
 
             def step_us(extra: int) -> float:
                 pairs = sum(map(_pairs, starts, _shares(wanted, extra)))
@@ -91,13 +95,14 @@ class Budget:
             most = PROMPT_ROWS_MIN + max(0, fitting - 1)
         return dict(zip(order, _shares(wanted, most), strict=True))
 
+    def _decoding_us(self, decoding: Items[Sequence], costs: Costs) -> float:
+        """What those that decode read."""
+        keys = sum(sequence.launched + 1 for sequence in decoding)
+        return max(0.0, keys * costs.key_us - self.spared_us)
+
     def _most(self, decoding: bool) -> int:
         limits = self._limits
         return min(self._rows_max, limits.step_tokens if decoding else limits.prompt_step_tokens)
-
-
-def _keys(decoding: Items[Sequence]) -> int:
-    return sum(sequence.launched + 1 for sequence in decoding)
 
 
 def _pairs(start: int, extra: int) -> int:

@@ -36,6 +36,7 @@ class Groups:
         self._block_tokens = block_tokens
         self._slices: list[Sequence | None] = []
         self._segments: list[Segment] = []
+        self.saved_us = 0.0  # by what `segments` gave last
 
     def change(self) -> None:
         """What some sequence shares is not what it was."""
@@ -49,6 +50,7 @@ class Groups:
         if slices != self._slices:
             self._slices = slices
             self._segments = self._computed(slices)
+            self.saved_us = sum(self._saved_us(segment) for segment in self._segments)
         return self._segments
 
     def _computed(self, slices: list[Sequence | None]) -> list[Segment]:
@@ -63,6 +65,15 @@ class Groups:
         for segment in segments:
             _assert_one_namespace([slices[index] for index in segment.members])
         return segments
+
+    def _saved_us(self, segment: Segment) -> float:
+        keys = segment.last - segment.first
+        return keys * _key_saves_us(self._costs, len(segment.members)) - self._costs.segment_us
+
+
+def _key_saves_us(costs: Costs, members: int) -> float:
+    """What is saved where so many read a key together."""
+    return members * (costs.key_us - costs.pair_us) - costs.shared_key_us
 
 
 def _leading(sequence: Sequence | None) -> bytes:
@@ -167,9 +178,8 @@ class _Choice:
         return taken
 
     def _weigh(self, node: _Node, above: int) -> None:
-        costs, members = self._costs, node.end - node.start
-        node.take_rate = members * (costs.key_us - costs.pair_us) - costs.shared_key_us
-        node.take_value = node.take_rate * node.keys - costs.segment_us
+        node.take_rate = _key_saves_us(self._costs, node.end - node.start)
+        node.take_value = node.take_rate * node.keys - self._costs.segment_us
         for child in node.children:
             node.take_value += max(child.taken(node.keys), child.left(node.keys))
             if child.taken(above) > child.left(above):

@@ -288,6 +288,7 @@ class Scheduler:
         segments = self._groups.segments([sequence if chunk == 1 else None for sequence, chunk in pairs])
         for segment in segments:
             self._counters["spared_keys"] += (len(segment.members) - 1) * (segment.last - segment.first)
+        self._budget.spared_us = self._groups.saved_us
         return segments
 
     def _make_room(self) -> bool:

@@ -62,6 +62,16 @@ def test_a_step_beside_decodes_stays_within_the_gap_or_moves_its_prompts_by_the_
         assert took_us + slack_us + 9000 * COSTS.prompt_pair_us > gap_ms * 1e3, "a row more would have fitted"
 
 
+def test_what_groups_spare_is_left_to_prompts() -> None:
+    decodes, prompt = [running(4400, 4399) for _ in range(64)], running(9000, 0)
+    budget = Budget(limits(costs=COSTS, gap_ms=16.0))
+    alone = budget.share([*decodes, prompt])[prompt]
+    rows = budget.rows([*decodes, prompt])
+    budget.spared_us = 63 * 4096 * COSTS.key_us
+    assert budget.share([*decodes, prompt])[prompt] > 2 * alone
+    assert budget.rows([*decodes, prompt]) > rows
+
+
 def test_without_decodes_prompts_have_a_budget_of_their_own() -> None:
     prompts = [running(9000, 0), running(9000, 0)]
     budget = Budget(limits(step_tokens=512, prompt_step_tokens=4096, costs=COSTS, gap_ms=1.0))

@@ -202,7 +202,9 @@ def test_choices_are_the_best_there_are_but_for_little(monkeypatch: pytest.Monke
         sequences, costs = _plan(pick), _random_costs(pick)
         tables = [each.table[: each.shared].tolist() for each in sequences if each is not None]
         best += (most := _best(tables, 0, costs))
-        saved += (some := _saved(Groups(costs, SIZE).segments(sequences), costs))
+        groups = Groups(costs, SIZE)
+        saved += (some := _saved(groups.segments(sequences), costs))
+        assert groups.saved_us == pytest.approx(some)
         assert 0 <= some <= most + 1e-6
     assert saved > 0.99 * best
 
