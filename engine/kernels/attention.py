@@ -38,7 +38,7 @@ class Cut:
     programs: int
 
 
-NARROW: Final = Cut(16, 64, 3, 4, 2)
+NARROW: Final = Cut(16, 32, 5, 4, 4)
 WIDE: Final = Cut(128, 64, 3, 8, 1)
 
 
