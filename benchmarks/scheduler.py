@@ -2,8 +2,10 @@
 
 Every sequence is in a scope of its own kind of traffic: 16 scopes, all cached in the tree, lengths staggered so that in
 each step one sequence in 16 fills a block, which is inserted, and takes a new one. The same steps behind one prompt
-that all have in common; and while 1,000 other accounts wait with long prompts that find too few blocks. CPU time of
-this process. A flight is in the air while the next one is planned, as on a GPU.
+that all have in common, read apart and, with costs, as a group; and while 1,000 other accounts wait with long prompts
+that find too few blocks. CPU time of this process. A flight is in the air while the next one is planned, as on a GPU.
+
+And what it takes to choose groups anew, which is done where a sequence came or left.
 """
 
 import gc
@@ -18,9 +20,11 @@ from benchmarks.record import record
 from engine.batch import Int32s, Sampled
 from engine.blocks import Blocks
 from engine.budget import Limits
+from engine.costs import Costs
+from engine.grouping import Groups
 from engine.loop import Loop
 from engine.scheduler import Scheduler
-from engine.sequence import Door
+from engine.sequence import Door, Sequence
 from engine.wire import Sampling, Scope, ScopeKind, Submit
 from prefixcache.tree import Tree
 
@@ -31,9 +35,12 @@ WAITING = 1000
 WAITING_TOKENS = 48_000  # more blocks than are free, and any sum of prompts that a step could begin with
 BLOCK_TOKENS = 16
 BOUND_MS = 1.0
+COSTS = Costs(((1, 4000.0),), key_us=0.03, shared_key_us=0.03, pair_us=0.001, prompt_pair_us=0.001, segment_us=50.0)
 
 
-def decoding(prompt_tokens: int, sampling: Sampling, steps: int, waiting: int, shared: bool) -> tuple[Loop, Scheduler]:
+def decoding(
+    prompt_tokens: int, sampling: Sampling, steps: int, waiting: int, shared: bool, costs: Costs | None
+) -> tuple[Loop, Scheduler]:
     """A scheduler whose 256 sequences have all computed their prompts, which may be in common but for their ends, and
     so many other accounts wait."""
     longest = prompt_tokens + steps + 5 * BLOCK_TOKENS  # some start later than others
@@ -42,7 +49,7 @@ def decoding(prompt_tokens: int, sampling: Sampling, steps: int, waiting: int, s
     scheduler = Scheduler(
         Tree(blocks, BLOCK_TOKENS),
         Blocks(blocks),
-        Limits(budget, budget, 2 * DECODES, DECODES + waiting),
+        Limits(budget, budget, 2 * DECODES, DECODES + waiting, gap_ms=1e6, costs=costs),
         clock=time.monotonic,
     )
     door = Door("r", "kv", BLOCK_TOKENS, longest, 50_000, frozenset({49_999}))
@@ -91,10 +98,15 @@ def step(loop: Loop, scheduler: Scheduler) -> int:
 
 
 def measure(
-    prompt_tokens: int, sampling: Sampling, steps: int = STEPS, waiting: int = 0, shared: bool = False
+    prompt_tokens: int,
+    sampling: Sampling,
+    steps: int = STEPS,
+    waiting: int = 0,
+    shared: bool = False,
+    costs: Costs | None = None,
 ) -> list[float]:
     """Milliseconds of CPU time per step, sorted."""
-    loop, scheduler = decoding(prompt_tokens, sampling, steps, waiting, shared)
+    loop, scheduler = decoding(prompt_tokens, sampling, steps, waiting, shared, costs)
     for _ in range(Numbers.depth):
         step(loop, scheduler)
     gc.collect()
@@ -104,19 +116,43 @@ def measure(
         rows = step(loop, scheduler)
         spent.append((time.process_time_ns() - began) / 1e6)
         assert rows == DECODES
-    assert scheduler.load(draining=False).waiting == waiting
+    load = scheduler.load(draining=False)
+    assert load.waiting == waiting
+    assert (costs is not None) == (load.counters.get("spared_keys", 0) > 0)
     return sorted(spent)
+
+
+def choosing(groups: int, members: int) -> float:
+    """Milliseconds of CPU time to choose groups anew: so many, each behind 4096 tokens; the median."""
+    chooser, sequences = Groups(COSTS, BLOCK_TOKENS), list[Sequence | None]()
+    door = Door("r", "kv", BLOCK_TOKENS, 10_000, 50_000, frozenset())
+    for index in range(groups * members):
+        scope = Scope(ScopeKind.TENANT, bytes([index // members]) * 16)
+        (sequence,) = door.sequences(Submit(index, bytes(4 * 4096), scope, Sampling(), 1), owner=1, now_s=0.0)
+        sequence.grow(range(index // members * 256, index // members * 256 + 256))
+        sequence.shared = 256
+        sequence.grow([10**6 + index])
+        sequences.append(sequence)
+    spent = []
+    for _ in range(101):
+        chooser.change()
+        began = time.process_time_ns()
+        found = chooser.segments(sequences)
+        spent.append((time.process_time_ns() - began) / 1e6)
+        assert len(found) == groups
+    return sorted(spent)[50]
 
 
 def main() -> None:
     penalty = Sampling(frequency_penalty=0.5)
-    for name, prompt_tokens, sampling, shared in (
-        ("64-token contexts", 64, Sampling(), False),
-        ("4096-token contexts", 4096, Sampling(), False),
-        ("4096-token contexts, one prompt in common", 4096, Sampling(), True),
-        ("4096-token contexts, penalties", 4096, penalty, False),
+    for name, prompt_tokens, sampling, shared, costs in (
+        ("64-token contexts", 64, Sampling(), False, None),
+        ("4096-token contexts", 4096, Sampling(), False, None),
+        ("4096-token contexts, one prompt in common", 4096, Sampling(), True, None),
+        ("4096-token contexts, one prompt in common, grouped", 4096, Sampling(), True, COSTS),
+        ("4096-token contexts, penalties", 4096, penalty, False, None),
     ):
-        spent = measure(prompt_tokens, sampling, shared=shared)
+        spent = measure(prompt_tokens, sampling, shared=shared, costs=costs)
         shape = f"step of {DECODES} decodes, {name}"
         bound = None if sampling is penalty else BOUND_MS
         record("scheduler", f"{shape}, median", spent[len(spent) // 2], "ms", bound=bound)
@@ -125,6 +161,9 @@ def main() -> None:
     shape = f"step of {DECODES} decodes, 4096-token contexts, {WAITING} other accounts waiting"
     record("scheduler", f"{shape}, median", spent[len(spent) // 2], "ms", bound=BOUND_MS)
     record("scheduler", f"{shape}, most", spent[-1], "ms")
+    for groups, members in ((1, 256), (50, 10)):
+        shape = f"choosing groups of {groups * members} sequences behind {groups} prefixes of 4096 tokens"
+        record("scheduler", shape, choosing(groups, members), "ms", bound=1.5)
 
 
 if __name__ == "__main__":
