@@ -39,7 +39,7 @@ _PROMPT_STEP_TOKENS: Final = 8192
 _SEQUENCES: Final = 512
 _MEASURED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
-_GRAPH_BYTES: Final = 16 << 20  # of each graph beside the memory that all share
+_GRAPH_BYTES: Final = 3 << 20  # of each graph beside the memory that all share
 _ROW_WORDS: Final = 48  # what a step has per row, tiles included
 _MORE_WORDS: Final = 1 << 20  # histories, and tiles that are divided
 

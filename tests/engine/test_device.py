@@ -3,6 +3,7 @@
 The interpreter knows no streams, events and graphs; all else is the same code.
 """
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,40 +148,48 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return ((found.cpu() - wanted).norm() / wanted.norm()).item()
 
 
-@torch.no_grad()
-def rounded(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def lowered(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The model with parameters of another dtype; its rotary tables stay float32."""
     for parameter in model.parameters():
-        parameter.copy_(parameter.to(dtype).float())
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("family", "dtype", "tolerance"),
-    [(family, "bfloat16", 0.04) for family in sorted(FAMILIES)]
-    + [("llama biases", "float16", 0.006), ("qwen3 biases window", "float16", 0.006), ("qwen3", "float32", 1e-4)],
+    ("family", "dtype"),
+    [(family, torch.bfloat16) for family in sorted(FAMILIES)]
+    + [("llama biases", torch.float16), ("qwen3 biases window", torch.float16), ("qwen3", torch.float32)],
 )
-def test_every_family_agrees_with_the_reference_library(
-    family: str, dtype: str, tolerance: float, tmp_path: Path
-) -> None:
-    reference = reference_model(family)
-    rounded(reference, getattr(torch, dtype))
-    runner = opened(saved(reference, tmp_path), dtype=dtype, kv_bytes=None, sequences=8, context_tokens=1024)
+def test_every_family_is_as_exact_as_the_reference_library(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The measure is the reference library's own float32; ours may lose half as much again as its lower dtype does."""
+    theirs = lowered(reference_model(family), dtype)
+    exact = lowered(copy.deepcopy(theirs), torch.float32)
+    name = str(dtype).removeprefix("torch.")
+    runner = opened(saved(theirs, tmp_path), dtype=name, kv_bytes=None, sequences=8, context_tokens=1024)
     rng = np.random.default_rng(7)
     lengths = [1, 5, 70, 150, 600]
     several = [
         Text(rng.integers(0, runner.vocabulary, length).tolist(), table)
         for length, table in zip(lengths, shuffled_tables(runner, lengths, seed=3), strict=True)
     ]
-    with torch.no_grad():
-        wanted = [reference(torch.tensor([text.ids])).logits[0] for text in several]
+    found, rows = [], []
     while any(text.computed < len(text.ids) for text in several):
-        slices, rows = [], []
-        for text, logits_TV in zip(several, wanted, strict=True):
+        slices = []
+        for index, text in enumerate(several):
             left = len(text.ids) - text.computed
             if left:
                 slices.append(text.slice(min(left, int(rng.choice([1, 1, 3, 16, 17, 90, 250]))), GREEDY))
-                rows.append(logits_TV[text.computed - 1])
-        assert relative_error(logits(runner.place, slices), torch.stack(rows)) <= tolerance
+                rows.append((index, text.computed - 1))
+        found.append(logits(runner.place, slices))
+    with torch.no_grad():
+        wanted, lower = (
+            torch.stack([logits_TV[index][row] for index, row in rows])
+            for logits_TV in (
+                [model(torch.tensor([text.ids])).logits[0].float() for text in several] for model in (exact, theirs)
+            )
+        )
+    assert relative_error(torch.cat(found), wanted) <= 1.5 * relative_error(lower, wanted) + 1e-5
 
 
 @pytest.mark.gpu
@@ -213,7 +222,7 @@ def test_two_layers_of_the_true_size_agree_with_the_reference_library(kv_dtype: 
         tie_word_embeddings=True, dtype="bfloat16",
     )  # fmt: skip
     with torch.device("cuda"):
-        reference = LlamaForCausalLM(config).to(torch.bfloat16)
+        reference = lowered(LlamaForCausalLM(config), torch.bfloat16)
     saved(reference, tmp_path, shard="8GB")
     rng = np.random.default_rng(2)
     ids = [rng.integers(0, 128256, length).tolist() for length in (1500, 300, 40)]
@@ -225,5 +234,6 @@ def test_two_layers_of_the_true_size_agree_with_the_reference_library(kv_dtype: 
     prompts = logits(runner.place, [text.slice(len(text.ids) - 1, GREEDY) for text in several])
     single = logits(runner.place, [text.slice(1, GREEDY) for text in several])
     tolerance = 0.02 if kv_dtype == "auto" else 0.06
-    assert relative_error(prompts, torch.stack([rows[0] for rows in wanted])) <= tolerance
-    assert relative_error(single, torch.stack([rows[1] for rows in wanted])) <= tolerance
+    for index, rows in enumerate(wanted):
+        assert relative_error(prompts[index], rows[0]) <= tolerance, (index, "in a prompt")
+        assert relative_error(single[index], rows[1]) <= tolerance, (index, "alone")
