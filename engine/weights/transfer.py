@@ -3,7 +3,10 @@
 It knows runs of bytes and where they belong, and nothing of models. Reading releases the GIL, and sending to a GPU is
 asynchronous, out of pinned memory: while some slabs are on their way to the device, the readers fill others. One
 thread alone speaks to the device, because several of them wait for each other there. Host memory is bounded by the
-slabs, whatever the size of the model: `host_bytes`. They are pinned for this alone, because pinning is slow.
+slabs, whatever the size of the model: `host_bytes`, 64 MiB for a GPU, pinned for this alone because pinning is slow.
+
+On an H200 with 16 cores: 42 to 45 GB/s from the page cache, where the same readers alone make 46. From a cold disk 2.1 of
+the 3.0 GB/s that O_DIRECT would give; but then each further start and replica would read the disk again.
 """
 
 import mmap
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from engine.weights.checkpoint import CheckpointError
 
-SLAB_BYTES: Final = 8 << 20
+SLAB_BYTES: Final = 4 << 20
 _TELL_S: Final = 0.1
 
 
@@ -36,7 +39,7 @@ class Ring:
     sent: int
 
 
-_GPU: Final = Ring(threads=12, slabs=16, sent=3)
+_GPU: Final = Ring(threads=8, slabs=16, sent=4)  # the fastest measured
 _CPU: Final = Ring(threads=2, slabs=3, sent=0)  # a copy there uses several cores by itself
 
 
@@ -131,8 +134,6 @@ def _read(
 
 
 def _fill(memory: memoryview, piece: Piece, file: int) -> None:
-    if hasattr(os, "posix_fadvise"):  # a cold disk is asked for all of it at once
-        os.posix_fadvise(file, piece.first, piece.bytes, os.POSIX_FADV_WILLNEED)
     got = 0
     while got < piece.bytes:
         try:
