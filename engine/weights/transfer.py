@@ -5,8 +5,8 @@ asynchronous, out of pinned memory: while some slabs are on their way to the dev
 thread alone speaks to the device, because several of them wait for each other there. Host memory is bounded by the
 slabs, whatever the size of the model: `host_bytes`, 64 MiB for a GPU, pinned for this alone because pinning is slow.
 
-On an H200 with 16 cores: 42 to 45 GB/s from the page cache, where the same readers alone make 46. From a cold disk 2.1 of
-the 3.0 GB/s that O_DIRECT would give; but then each further start and replica would read the disk again.
+On an H200 with 16 cores: 42 to 45 GB/s from the page cache, where the same readers alone make 46. From a cold disk 2.1
+of the 3.0 GB/s that O_DIRECT would give; but then each further start and replica would read the disk again.
 """
 
 import mmap
