@@ -8,16 +8,19 @@ The next step's tokens may be those that this one samples: they are read where t
 import logging
 import os
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.batch import HEADER_WORDS, Batch, Int32s, OutOfDeviceMemory, Sampled, Slice, pack, unpack
 from engine.calibrate import Room, measure
 from engine.costs import Costs
+from engine.drawing import PLAIN, Reports, Wants, draw_tokens
 from engine.graphs import HOT, Graphs, buckets
 from engine.kv import KvPool, KvShape
 from engine.memory import DoesNotFit, kv_blocks
@@ -25,6 +28,7 @@ from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.device import DeviceStep, Space
 from engine.model.layers import Parameters
+from engine.sequence import LOGPROBS_MAX
 from engine.streams import Stream
 from engine.tiles import build
 from engine.weights.assembly import planned_bytes, weights_bytes
@@ -37,11 +41,16 @@ GRAPH_ROWS: Final = 1024  # steps of more rows take so long that launching their
 _STEP_TOKENS: Final = 2048
 _PROMPT_STEP_TOKENS: Final = 8192
 _SEQUENCES: Final = 512
+_CAPTURE_EVERY_S: Final = 0.5
 _MEASURED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
 _GRAPH_BYTES: Final = 3 << 20  # of each graph beside the memory that all share
 _ROW_WORDS: Final = 48  # what a step has per row, tiles included
 _MORE_WORDS: Final = 1 << 20  # histories, and tiles that are divided
+_GREEDY: Final = Sampling()
+_DEMANDING: Final = Sampling(
+    temperature=1.0, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +80,25 @@ class Landing:
     def __init__(self, stream: Stream, most: Most) -> None:
         self.words = stream.staging(most.words, dtype=torch.int32)
         self.tokens_R = stream.staging(most.sequences, dtype=torch.int32)
+        self.reports = Reports(
+            stream.staging(most.sequences, dtype=torch.float32),
+            stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.int64),
+            stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.float32),
+        )
         self.mark = stream.mark()
         self.rows = 0
+        self.asked: dict[int, int] = {}
         self._tokens_R = self.tokens_R.numpy()
+
+    def begin(self, batch: Batch) -> None:
+        """What will be read of it when it has landed."""
+        self.rows = len(batch.rows_R)
+        self.asked = {row: int(batch.logprobs_R[row]) for row in np.flatnonzero(batch.logprobs_R >= 0).tolist()}
 
     def wait(self) -> Sampled:
         self.mark.wait()
-        return Sampled(self._tokens_R[: self.rows].copy(), {})
+        logprobs = {row: self.reports.read(row, count) for row, count in self.asked.items()}
+        return Sampled(self._tokens_R[: self.rows].copy(), logprobs)
 
 
 class Device:
@@ -104,6 +125,7 @@ class Device:
         self._landings = [Landing(stream, most) for _ in range(DEPTH + 1)]
         self._launches = 0
         self._rows_before = 0
+        self._captured_at = 0.0
         shared = torch.cuda.graph_pool_handle() if graph_rows else None
         sizes = buckets(min(graph_rows, most.rows))
         self._bodies = Graphs(lambda rows: self._body(rows, wide=False), sizes, shared)
@@ -160,14 +182,16 @@ class Device:
             self._try(rows, context_tokens)
         shared_bytes = torch.cuda.max_memory_allocated(self._stream.device) - held
         self._try(self._most.rows, context_tokens)
+        self._try(self.sequences, context_tokens, _DEMANDING)
         return shared_bytes + _GRAPH_BYTES * (2 * len(buckets(GRAPH_ROWS)) + len(buckets(self.sequences)))
 
-    def _try(self, rows: int, context_tokens: int) -> None:
+    def _try(self, rows: int, context_tokens: int, sampling: Sampling = _GREEDY) -> None:
         block_tokens = self.pool.shape.block_tokens
         length = 1 if rows <= self.sequences else context_tokens
         table = [0] * -(-length // block_tokens)
         lengths = [min(length, rows - start) for start in range(0, rows, length)]
-        packed = pack([Slice([0] * count, 0, table, Sampling()) for count in lengths], block_tokens)
+        history = ([0], 1) if sampling is _DEMANDING else None
+        packed = pack([Slice([0] * count, 0, table, sampling, history) for count in lengths], block_tokens)
         self.launch(packed, unpack(packed)).wait()
 
     def capture(self, beat: Callable[[], None]) -> None:
@@ -189,18 +213,26 @@ class Device:
         assert batch.tokens_T.min() >= -self._rows_before, "a token of a row that the flight before did not sample"
         landing = self._landings[self._launches % len(self._landings)]
         self._launches += 1
-        landing.rows = self._rows_before = wanted
+        landing.begin(batch)
+        self._rows_before = wanted
         try:
             with self._stream.entered():
                 wide = self._upload(packed, batch, landing)
-                (self._wide_bodies if wide else self._bodies).launch(rows)
+                bodies = self._wide_bodies if wide else self._bodies
+                self._capture_now_and_then(bodies, rows)
+                bodies.launch(rows)
                 if wanted:
-                    self._heads.launch(wanted)
-                    landing.tokens_R[:wanted].copy_(self._space.sampled_R[:wanted], non_blocking=True)
+                    self._sample(batch, landing)
                 landing.mark.set()
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(str(error)) from error
         return landing
+
+    def _capture_now_and_then(self, bodies: Graphs, rows: int) -> None:
+        """Under steady load there are no idle moments: a size that is wanted is captured while a step is in the air."""
+        now = time.monotonic()
+        if now - self._captured_at > _CAPTURE_EVERY_S and bodies.capture_for(rows):
+            self._captured_at = now
 
     def launch_ms(self, packed: Int32s, launches: int) -> float:
         """The median of so many launches, one behind the other, after one that does not count."""
@@ -236,9 +268,21 @@ class Device:
     def _body(self, rows: int, wide: bool) -> None:
         self._decoder.body(self._step(rows, wide), _nothing)
 
-    def _head(self, rows: int) -> None:
+    def _sample(self, batch: Batch, landing: Landing) -> None:
+        """Queues head, sampling and the way back. Only what all rows have in common is worth graphs."""
+        rows, wants = landing.rows, Wants.of(batch)
+        if wants.plain:
+            self._heads.launch(rows)
+        else:
+            logits_RV = self._head(rows, wants)
+            if wants.logprobs:
+                Reports.of(logits_RV, self._space.sampled_R[:rows]).copy_to(landing.reports)
+        landing.tokens_R[:rows].copy_(self._space.sampled_R[:rows], non_blocking=True)
+
+    def _head(self, rows: int, wants: Wants = PLAIN) -> Tensor:
         logits_RV = self._decoder.head(self._step(rows))
-        self._space.sampled_R[:rows] = logits_RV.argmax(-1)
+        draw_tokens(self._space.words, logits_RV, self._space.sampled_R[:rows], wants)
+        return logits_RV
 
     def _step(self, rows: int, wide: bool = False) -> DeviceStep:
         return DeviceStep(self._config, self._space, self.pool, rows, self._dtype, wide)

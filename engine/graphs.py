@@ -32,12 +32,13 @@ class Graphs:
     `sizes` are all that may be captured; those of HOT come first. `pool` is what torch.cuda.graph_pool_handle gives.
     """
 
-    def __init__(self, run: Callable[[int], None], sizes: Iterable[int], pool: Any) -> None:
+    def __init__(self, run: Callable[[int], object], sizes: Iterable[int], pool: Any) -> None:
         self._run = run
         self._pool = pool
+        self._sizes = sorted(sizes)
+        self._missing = sorted(sizes, key=lambda size: (size in HOT, size))  # taken from the end
         self._captured: list[int] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._missing = sorted(sizes, key=lambda size: (size in HOT, size))  # taken from the end
 
     @property
     def hot(self) -> bool:
@@ -46,9 +47,15 @@ class Graphs:
 
     def capture_next(self) -> bool:
         """Captures one size more, without computing it; some 10 ms. False where none is left, or no memory for it."""
-        if not self._missing:
-            return False
-        size = self._missing.pop()
+        return bool(self._missing) and self._capture(self._missing[-1])
+
+    def capture_for(self, rows: int) -> bool:
+        """Captures the size that `rows` rows should have, as capture_next does; False where that has been done."""
+        index = bisect_left(self._sizes, rows)
+        return index < len(self._sizes) and self._sizes[index] in self._missing and self._capture(self._sizes[index])
+
+    def _capture(self, size: int) -> bool:
+        self._missing.remove(size)
         try:
             self._graphs[size] = _captured(lambda: self._run(size), self._pool)
         except torch.OutOfMemoryError:
@@ -66,7 +73,7 @@ class Graphs:
             self._graphs[self._captured[index]].replay()
 
 
-def _captured(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+def _captured(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="relaxed")  # a kernel not met yet may be loaded meanwhile
     try:

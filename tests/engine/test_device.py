@@ -21,6 +21,7 @@ from engine.kv import KvPool, KvShape
 from engine.model.config import read_config
 from engine.model.device import Space
 from engine.runner import Runner, _parameters
+from engine.sampler import sample
 from engine.streams import Stream
 from engine.weights import assembly
 from engine.weights.resident import Resident
@@ -112,6 +113,44 @@ def test_a_token_of_the_flight_before_is_read_where_it_was_sampled(tmp_path: Pat
     found = following.wait().tokens_R
     known = [Slice([int(first[1])], 9, other.blocks, GREEDY), Slice([int(first[0])], 5, one.blocks, GREEDY)]
     assert launch(device, known).wait().tokens_R.tolist() == found.tolist()
+
+
+DEMANDS = [
+    GREEDY,
+    Sampling(temperature=0.8, seed=5),
+    Sampling(temperature=0.9, top_k=7, top_p=0.8, seed=6, logprobs=3),
+    Sampling(temperature=1.2, min_p=0.1, seed=1 << 40, logit_bias={3: 2.5, 9: -100.0}),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2, logprobs=0),
+]
+
+
+def test_tokens_and_their_logprobs_are_those_of_the_cpus_sampler(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    several = texts([2] * len(DEMANDS), 160)
+    slices = [
+        Slice(text.ids, 0, text.blocks, sampling, (text.ids, 1) if sampling.repetition_penalty != 1 else None)
+        for text, sampling in zip(several, DEMANDS, strict=True)
+    ]
+    found = launch(device, slices).wait()
+    wanted = sample(logits(device, slices), unpack(pack(slices, BLOCK_TOKENS)))
+    assert found.tokens_R.tolist() == wanted.tokens_R.tolist()
+    assert found.logprobs.keys() == wanted.logprobs.keys() == {2, 4}
+    for row, (chosen, ids, best) in wanted.logprobs.items():
+        assert found.logprobs[row] == (pytest.approx(chosen, abs=1e-4), ids, pytest.approx(best, abs=1e-4))
+
+
+def test_a_row_that_is_not_finite_samples_nothing_and_harms_nobody(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    one, other = texts([3, 3], 160)
+    slices = [one.slice(3, GREEDY), other.slice(3, GREEDY)]
+    alone = launch(device, slices).wait().tokens_R.tolist()
+    with torch.inference_mode():
+        device.pool.layers[0][one.blocks[0] * BLOCK_TOKENS] = float("nan")
+    following = [Slice([7], 3, one.blocks, GREEDY), Slice([7], 3, other.blocks, GREEDY)]
+    tokens = launch(device, following).wait().tokens_R.tolist()
+    assert tokens[0] == -1
+    assert min(alone) >= 0
+    assert tokens[1] == logits(device, following)[1].argmax().item()
 
 
 def test_a_token_that_no_row_sampled_is_not_taken(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Logits → tokens on a GPU: which of the sampling kernels a step needs, and the log probabilities that rows ask for.
+
+The meaning is engine/sampler.py's. It knows no sequences and no text.
+
+R rows, V vocabulary, K alternatives.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.kernels.sampling import add_biases, cut, draw, penalise
+from engine.sequence import LOGPROBS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What some row of a step asks for beyond a temperature."""
+
+    biases: bool
+    penalties: bool
+    filters: bool
+    logprobs: bool
+
+    @classmethod
+    def of(cls, batch: Batch) -> Self:
+        filtered_R = (batch.top_k_R > 0) | (batch.top_p_R < 1) | (batch.min_p_R > 0)
+        return cls(
+            biases=len(batch.bias_ids_B) > 0,
+            penalties=len(batch.history_H) > 0,
+            filters=bool((filtered_R & (batch.temperature_R > 0)).any()),
+            logprobs=bool((batch.logprobs_R >= 0).any()),
+        )
+
+    @property
+    def plain(self) -> bool:
+        return not (self.biases or self.penalties or self.filters or self.logprobs)
+
+
+PLAIN: Final = Wants(biases=False, penalties=False, filters=False, logprobs=False)
+
+
+def draw_tokens(words: Tensor, logits_RV: Tensor, sampled_R: Tensor, wants: Wants) -> None:
+    """Chooses a token for each row. Until then `sampled_R` holds those of the step before, which histories may name."""
+    found = None
+    if wants.biases or wants.penalties or wants.filters:
+        logits_RV = logits_RV.to(torch.float32, copy=True)
+    if wants.biases:
+        add_biases(words, logits_RV)
+    if wants.penalties:
+        penalise(words, logits_RV, sampled_R)
+    if wants.filters:
+        found = cut(words, logits_RV)
+    draw(words, logits_RV, sampled_R, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Log probabilities of the raw logits: of each row's token, and of its K most likely ones, asked for or not.
+
+    On the device, or in host memory that it is copied to.
+    """
+
+    chosen_R: Tensor
+    ids_RK: Tensor
+    best_RK: Tensor
+
+    @classmethod
+    def of(cls, logits_RV: Tensor, tokens_R: Tensor) -> Self:
+        """Costs a float32 copy of the logits."""
+        logits_RV = logits_RV.float()
+        whole_R1 = logits_RV.logsumexp(-1, keepdim=True)
+        best_RK, ids_RK = logits_RV.topk(min(LOGPROBS_MAX, logits_RV.shape[1]), -1)
+        chosen_R1 = logits_RV.gather(1, tokens_R[:, None].long().clamp_min(0))
+        return cls((chosen_R1 - whole_R1)[:, 0], ids_RK, best_RK - whole_R1)
+
+    def copy_to(self, host: "Reports") -> None:
+        """Queues the copy, into its first rows."""
+        rows, count = self.ids_RK.shape
+        host.chosen_R[:rows].copy_(self.chosen_R, non_blocking=True)
+        host.ids_RK[:rows, :count].copy_(self.ids_RK, non_blocking=True)
+        host.best_RK[:rows, :count].copy_(self.best_RK, non_blocking=True)
+
+    def read(self, row: int, count: int) -> tuple[float, list[int], list[float]]:
+        """As batch.Sampled has it, of host memory. Of equally likely ones the lower id comes first."""
+        ids_K, best_K = self.ids_RK[row].numpy(), self.best_RK[row].numpy()
+        order = np.lexsort((ids_K, -best_K))[:count]
+        return float(self.chosen_R[row]), ids_K[order].tolist(), best_K[order].tolist()
