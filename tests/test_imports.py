@@ -22,7 +22,20 @@ ONLY_IN = {
     "torch": (
         *(
             f"engine.{name}"
-            for name in ("runner", "host", "device", "places", "streams", "kv", "sampler", "graphs", "arena", "groups", "ranks")
+            for name in (
+                "runner",
+                "host",
+                "device",
+                "places",
+                "streams",
+                "drawing",
+                "kv",
+                "sampler",
+                "graphs",
+                "arena",
+                "groups",
+                "ranks",
+            )
         ),
         *(f"engine.{folder}" for folder in ("weights", "model", "kernels", "ember")),
     ),
