@@ -27,7 +27,7 @@ from engine.batch import SPARE_WORD, Batch, Int32s
 
 WINDOWS_MOST: Final = 8  # header words that are left for them
 ENTRY_WORDS: Final = 8
-_HEAD_WORDS: Final = 8
+HEAD_WORDS: Final = 8
 _NARROW_KEYS_LEAST: Final = 64  # fewer are not worth a division
 _WIDE_KEYS_LEAST: Final = 256
 
@@ -187,12 +187,12 @@ class _Work:
 
     def words(self, at: int) -> Int32s:
         """Everything, to lie from word `at` on."""
-        wide_at = at + _HEAD_WORDS + self._narrow.size
+        wide_at = at + HEAD_WORDS + self._narrow.size
         members_at = wide_at + self._wide.size
         merge_at = members_at + self._members.size
         self._wide[:, 0] *= 2
         self._wide[:, 0] += members_at
-        head = (len(self._narrow), len(self._wide), len(self._merge), at + _HEAD_WORDS, wide_at, merge_at, 0, 0)
+        head = (len(self._narrow), len(self._wide), len(self._merge), at + HEAD_WORDS, wide_at, merge_at, 0, 0)
         parts: Items[Int32s] = (
             np.array(head, np.int32), self._narrow.ravel(), self._wide.ravel(), self._members.ravel(),
             self._merge.ravel(),

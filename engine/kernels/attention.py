@@ -18,9 +18,10 @@ from torch import Tensor
 
 from engine.batch import SPARE_WORD
 from engine.kernels.packed import POSITIONS, TABLE_WIDTH, TABLES, word
-from engine.tiles import ENTRY_WORDS, Layout
+from engine.tiles import ENTRY_WORDS, HEAD_WORDS, Layout
 
 _WORDS = tl.constexpr(ENTRY_WORDS)
+_HEAD = tl.constexpr(HEAD_WORDS)  # narrow entries follow at once: one load fewer before the first key is known
 _LOG2_E: Final = 1.4426950408889634
 _MULTIPROCESSORS: Final = 2  # of what is no GPU, as the interpreter
 _SLOTS: Final = 4096
@@ -39,7 +40,7 @@ class Cut:
 
 
 NARROW: Final = Cut(16, 32, 5, 4, 4)
-WIDE: Final = Cut(128, 64, 3, 8, 1)
+WIDE: Final = Cut(128, 128, 2, 8, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def _narrow(
     STAGES: tl.constexpr, MERGED_G: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     tiles = step + tl.load(step + HEADER_WORD)
-    entries = step + tl.load(tiles + 3)
+    entries = tiles + _HEAD
     tables = step + tl.load(step + TABLES)
     width = tl.load(step + TABLE_WIDTH)
     g = tl.arange(0, BLOCK_G)
