@@ -45,9 +45,9 @@ _WIN = 0.99  # a kernel of ours is chosen over cuBLAS where it takes less than t
 def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Tiling]:
     """Tilings whose tiles fit the shape and the shared memory, with enough programs to keep the GPU reading."""
     if bucket == 1:
-        grid = product((4, 8, 16, 32), (256, 512, 1024), (1, 2, 4, 8), (2, 3, 4), (2, 4, 8))
+        grid = product((4, 8, 16, 32), (256, 512, 1024), (1, 2, 4), (2, 3, 4), (2, 4))
     else:
-        grid = product((32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 8), (3, 4, 5, 6), (4, 8))
+        grid = product((32, 64, 128), (64, 128, 256), (1, 2, 3, 4), (3, 4, 5, 6), (4, 8))
     found = []
     for block_n, block_k, parts, stages, warps in grid:
         weights = 2 if gated else 1
@@ -59,7 +59,7 @@ def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Tili
             continue
         if bucket == 1 and not 8 <= block_n * block_k * weights // (warps * 32) <= 128:
             continue
-        if block_n <= 64 and warps == 8 and bucket > 1:
+        if bucket > 1 and (warps == 8) != (block_n * weights * max(64, bucket) > 64 * 128):
             continue
         found.append(Tiling(block_n, block_k, parts, stages, warps))
     return found

@@ -13,7 +13,7 @@ import torch
 
 from engine.kernels.linear import ROWS_MOST, Tiling
 
-BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64)  # rows for which the table has a choice: the next larger one is taken
+BUCKETS: Final = (1, 16, 32, 64, 128)  # rows for which the table has a choice: the next larger one is taken
 _DEFAULT_ROW: Final = Tiling(16, 512, 1, 3, 4)
 _DEFAULT_ROWS: Final = Tiling(64, 128, 1, 4, 4)
 _DEFAULT_ROWS_MOST: Final = 16

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS_MOST = 64  # of the kernels here
+ROWS_MOST = 128  # of the kernels here
 
 
 @dataclass(frozen=True, slots=True)

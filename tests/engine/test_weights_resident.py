@@ -23,13 +23,13 @@ def test_every_number_of_rows(rows: int, biased: bool) -> None:
 
 
 def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {"96x80": {"4": [32, 16, 2, 2, 4], "8": None}}
+    table = {"96x80": {"16": [32, 16, 2, 2, 4], "32": None}}
     monkeypatch.setattr(choices, "_table", lambda name: table)
     monkeypatch.setattr(choices, "_choose", choices._choose.__wrapped__)
     device = torch.device("cpu")
     assert choices.choose(96, 80, 3, False, device) == Tiling(32, 16, 2, 2, 4)
-    assert choices.choose(96, 80, 8, False, device) is None
-    assert choices.choose(96, 80, 65, False, device) is None
+    assert choices.choose(96, 80, 17, False, device) is None
+    assert choices.choose(96, 80, 129, False, device) is None
     unknown = choices.choose(96, 80, 3, True, device)
     assert unknown is not None
     assert unknown.parts == 1

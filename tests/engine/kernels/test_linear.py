@@ -3,11 +3,18 @@
 import pytest
 import torch
 
+from engine.kernels.choices import BUCKETS, choose
 from engine.kernels.linear import Tiling, multiply, multiply_gated
-from tests.engine.kernels.steps import error, random
+from tests.engine.kernels.steps import DEVICE, error, poisoned, random
 
 SMALL = [Tiling(16, 32, 1, 2, 4), Tiling(32, 16, 3, 2, 4)]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write is NaN."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: poisoned(*shape, dtype=dtype))
 
 
 def silu_and_multiply(y: torch.Tensor) -> torch.Tensor:
@@ -35,9 +42,37 @@ def test_gating_in_the_epilogue(rows: int, inner: int, inputs: int, dtype: torch
     assert error(found_TI, silu_and_multiply(x_TK.double() @ weight_NK.double().T)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_has_the_same_bits_in_any_company(gated: bool) -> None:
+    x_TK, weight_NK = random(16, 72, seed=1), random(48, 72, seed=2)
+    kernel = multiply_gated if gated else multiply
+    full = kernel(x_TK, weight_NK, SMALL[0]).view(16, -1)
+    for rows in (2, 5, 11):
+        assert torch.equal(kernel(x_TK[:rows], weight_NK, SMALL[0]).view(rows, -1), full[:rows])
+        assert torch.equal(kernel(x_TK[-rows:], weight_NK, SMALL[0]).view(rows, -1), full[-rows:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bucket", BUCKETS[1:])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated"), [(6144, 4096, False), (4096, 14336, False), (28672, 4096, True)]
+)
+def test_the_chosen_kernels_give_a_row_the_same_bits_within_a_bucket(
+    outputs: int, inputs: int, gated: bool, bucket: int
+) -> None:
+    tiling = choose(outputs, inputs, bucket, gated, DEVICE)
+    if tiling is None:
+        pytest.skip("cuBLAS")
+    x_TK, weight_NK = random(bucket, inputs, dtype=torch.bfloat16), random(outputs, inputs, dtype=torch.bfloat16)
+    kernel = multiply_gated if gated else multiply
+    full = kernel(x_TK, weight_NK, tiling)
+    for rows in (bucket // 2 + 1, bucket - 1):
+        assert torch.equal(kernel(x_TK[-rows:], weight_NK, tiling), full[..., -rows:, :])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 64, 100])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (128256, 4096), (34816, 5120)])
 def test_true_shapes(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x_TK = random(rows, inputs, dtype=dtype, seed=1)
