@@ -35,7 +35,15 @@ WAITING = 1000
 WAITING_TOKENS = 48_000  # more blocks than are free, and any sum of prompts that a step could begin with
 BLOCK_TOKENS = 16
 BOUND_MS = 1.0
-COSTS = Costs(((1, 4000.0),), key_us=0.03, shared_key_us=0.03, pair_us=0.001, prompt_pair_us=0.001, segment_us=50.0)
+COSTS = Costs(
+    ((1, 4200.0),),
+    key_us=0.036,
+    shared_key_us=0.1,
+    pair_us=0.001,
+    prompt_pair_us=0.002,
+    segment_us=1.0,
+    groups_us=550.0,
+)
 
 
 def decoding(

@@ -17,15 +17,15 @@ from engine.batch import Int32s, Segment, Slice, pack
 from engine.costs import Costs
 from engine.wire import Sampling
 
-_LAUNCHES: Final = 3
+_LAUNCHES: Final = 2
 _DECODES: Final = 32
 _DECODE_KEYS: Final = 4096
 _PROMPT_ROWS: Final = 512
 _PROMPT_KEYS: Final = 8192
 _MEMBERS: Final = 128
 _MEMBERS_LEAST: Final = 16
-_SEGMENT_KEYS: Final = 16384
-_SEGMENT_BLOCKS: Final = 8  # of the short one that tells what one costs beside its keys
+_SEGMENT_KEYS: Final = 8192
+_SEGMENTS: Final = 8  # of a block each, which tell what one costs beside its keys
 _LEAST_US: Final = 1e-6
 _OWN_BLOCKS: Final = 2  # of a member, behind its segment
 
@@ -55,17 +55,17 @@ class Room:
 
 
 def measure(launch_ms: Timer, rows: Items[int], room: Room) -> Costs:
-    """The costs of steps, at these numbers of rows (ascending) and between. Takes 4 steps for each, and 40 more.
+    """The costs of steps, at these numbers of rows (ascending) and between. Takes 4 steps for each, and 44 more.
 
     Where there is no room to tell what groups cost, they never pay.
     """
     bench = _Bench(launch_ms, room)
     rows_us, key_us, prompt_pair_us = bench.rows_us(rows), bench.key_us(), bench.prompt_pair_us(rows[-1])
     if room.members < _MEMBERS_LEAST:
-        return Costs(rows_us, key_us, key_us, math.inf, prompt_pair_us, 0.0)
+        return Costs(rows_us, key_us, key_us, math.inf, prompt_pair_us, 0.0, 0.0)
     shared_key_us, pair_us = bench.segment_key_us()
-    segment_us = bench.segment_us(key_us, shared_key_us, pair_us)
-    return Costs(rows_us, key_us, shared_key_us, pair_us, prompt_pair_us, segment_us)
+    segment_us, groups_us = bench.segment_us(key_us, shared_key_us, pair_us)
+    return Costs(rows_us, key_us, shared_key_us, pair_us, prompt_pair_us, segment_us, groups_us)
 
 
 class _Bench:
@@ -111,16 +111,20 @@ class _Bench:
         pair_us = _slope(many_us, few_us, many - few)
         return max(_LEAST_US, few_us - few * pair_us), pair_us
 
-    def segment_us(self, key_us: float, shared_key_us: float, pair_us: float) -> float:
-        """What a step with a short segment takes beyond one without, where its keys are accounted for."""
-        members = self._room.members // 8
-        keys = self._segment_keys(members, _SEGMENT_BLOCKS * self._room.block_tokens)
-        together, alone = self._segment_us(members, keys), self._us(self._members(members, keys))
-        saved = keys * (members * (key_us - pair_us) - shared_key_us)
-        return max(_LEAST_US, together - alone + saved)
+    def segment_us(self, key_us: float, shared_key_us: float, pair_us: float) -> tuple[float, float]:
+        """What one more costs beside its keys, and the first: of a few keys in one, in many and in none."""
+        members, size = self._room.members // 4, self._room.block_tokens
+        keys = self._segment_keys(members, _SEGMENTS * size)
+        alone_us, one_us = self._us(self._members(members, keys)), self._segment_us(members, keys)
+        segment_us = _slope(self._segment_us(members, keys, size), one_us, keys // size - 1)
+        saved_us = keys * (members * (key_us - pair_us) - shared_key_us) - segment_us
+        return segment_us, max(_LEAST_US, one_us - alone_us + saved_us)
 
-    def _segment_us(self, members: int, keys: int) -> float:
-        return self._us(self._members(members, keys), [Segment(range(members), 0, keys)])
+    def _segment_us(self, members: int, keys: int, each: int | None = None) -> float:
+        """The step where so many members read so many keys together, in segments of `each`, or in one."""
+        each = each or keys
+        segments = [Segment(range(members), first, first + each) for first in range(0, keys, each)]
+        return self._us(self._members(members, keys), segments)
 
     def _us(self, slices: list[Slice], segments: Items[Segment] = ()) -> float:
         return self._launch_ms(pack(slices, self._room.block_tokens, segments), _LAUNCHES) * 1e3

@@ -13,7 +13,8 @@ class Costs:
     shared_key_us   a segment's key is read, once for all its members.
     pair_us         one member's row meets one key of its segment.
     prompt_pair_us  one row of a prompt meets one key.
-    segment_us      one segment more in a step.
+    segment_us      one segment more in a step,
+    groups_us       and the first of them, however many follow.
     """
 
     rows: tuple[tuple[int, float], ...]
@@ -22,6 +23,7 @@ class Costs:
     pair_us: float
     prompt_pair_us: float
     segment_us: float
+    groups_us: float
 
     def rows_us(self, rows: int) -> float:
         """What `rows` rows take; past the last measured point it goes on in the last one's proportion."""

@@ -50,7 +50,9 @@ class Groups:
         if slices != self._slices:
             self._slices = slices
             self._segments = self._computed(slices)
-            self.saved_us = sum(self._saved_us(segment) for segment in self._segments)
+            self.saved_us = sum(self._saved_us(segment) for segment in self._segments) - self._costs.groups_us
+            if self.saved_us <= 0:
+                self._segments, self.saved_us = [], 0.0
         return self._segments
 
     def _computed(self, slices: list[Sequence | None]) -> list[Segment]:

@@ -320,7 +320,9 @@ class Simulation:
 TENANTS = [Scope(ScopeKind.TENANT, bytes([letter]) * 16) for letter in b"abc"]
 SCOPES = [*TENANTS, Scope(ScopeKind.USER, b"a" * 16), Scope(ScopeKind.TENANT, b"a" * 16, 1), Scope()]
 SCOPES += [Scope(account=b"a" * 16), Scope(ScopeKind.PUBLIC, b"p" * 16, account=b"b" * 16)]
-GROUPING = Costs(((1, 1.0),), key_us=1.0, shared_key_us=0.5, pair_us=0.1, prompt_pair_us=0.1, segment_us=0.0)
+GROUPING = Costs(
+    ((1, 1.0),), key_us=1.0, shared_key_us=0.5, pair_us=0.1, prompt_pair_us=0.1, segment_us=0.0, groups_us=0.0
+)
 
 
 class Chaos:

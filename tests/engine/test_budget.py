@@ -19,6 +19,7 @@ COSTS = Costs(
     pair_us=0.0002,
     prompt_pair_us=0.0005,
     segment_us=2.0,
+    groups_us=0.0,
 )
 
 

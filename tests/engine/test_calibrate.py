@@ -20,7 +20,8 @@ TRUE = Costs(
     shared_key_us=0.035,
     pair_us=0.0008,
     prompt_pair_us=0.0007,
-    segment_us=80.0,
+    segment_us=20.0,
+    groups_us=500.0,
 )
 
 
@@ -48,6 +49,7 @@ class Clockwork:
         took += costs.key_us * (batch.contexts_S - batch.own_starts_S)[lengths_S == 1].sum()
         wide_T = np.repeat(lengths_S > 1, lengths_S)
         took += costs.prompt_pair_us * (batch.positions_T + 1)[wide_T].sum()
+        took += costs.groups_us * (len(batch.segments_G4) > 0)
         start = 0
         for _, first, last, end in batch.segments_G4.tolist():
             took += costs.segment_us + (last - first) * (costs.shared_key_us + (end - start) * costs.pair_us)
@@ -59,7 +61,7 @@ class Clockwork:
 def test_known_costs_are_found_again(noise_us: float) -> None:
     clockwork = Clockwork(TRUE, LARGE, noise_us)
     found = measure(clockwork.launch_ms, ROWS, LARGE)
-    for name in ("key_us", "shared_key_us", "pair_us", "prompt_pair_us", "segment_us"):
+    for name in ("key_us", "shared_key_us", "pair_us", "prompt_pair_us", "segment_us", "groups_us"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
     for rows in (1, 16, 100, 256, 512, 2000):
         assert found.rows_us(rows) == pytest.approx(TRUE.rows_us(rows), rel=0.05)

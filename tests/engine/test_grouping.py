@@ -16,8 +16,13 @@ from engine.sequence import Sequence
 from engine.wire import Sampling
 from prefixcache.tree import Namespace
 
-H200 = Costs(((1, 4000.0),), key_us=0.0305, shared_key_us=0.0305, pair_us=0.001, prompt_pair_us=0.001, segment_us=40.0)
-CHEAP = Costs(((1, 1.0),), key_us=1.0, shared_key_us=1.0, pair_us=0.1, prompt_pair_us=0.1, segment_us=0.5)
+CHEAP = Costs(
+    ((1, 1.0),), key_us=1.0, shared_key_us=1.0, pair_us=0.1, prompt_pair_us=0.1, segment_us=0.5, groups_us=0.0
+)
+H200 = Costs(
+    ((1, 4200.0),), key_us=0.0356, shared_key_us=0.1, pair_us=0.0011, prompt_pair_us=0.0018, segment_us=1.0,
+    groups_us=550.0,
+)  # fmt: skip
 SIZE = 16
 
 
@@ -93,6 +98,12 @@ def test_what_pays_on_an_h200(count: int, tokens: int, grouped: bool) -> None:
     members = list(range(count))
     expected = [(members, 0, tokens // SIZE)] if grouped else []
     assert _segments(_behind_one_prefix(count, tokens // SIZE), H200) == expected
+
+
+def test_many_small_groups_pay_for_what_the_first_costs_where_one_does_not() -> None:
+    groups = [_behind_one_prefix(8, 64, name) for name in range(16)]
+    assert _segments(groups[0], H200) == []
+    assert len(_segments([each for group in groups for each in group], H200)) == 16
 
 
 def test_nothing_is_grouped_where_pairs_cost_as_much_as_keys() -> None:
