@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.record import record
 from engine.kernels.choices import BUCKETS, device_name, path_of
 from engine.kernels.gated import silu_and_multiply
 from engine.kernels.linear import Tiling, multiply, multiply_gated
@@ -140,7 +141,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SHAPES), help="whose shapes (default: all)")
     parser.add_argument("--rows", default=",".join(map(str, BUCKETS)), help="buckets (default: all)")
-    parser.add_argument("--write", action="store_true", help="put what is found into the table of this GPU")
+    parser.add_argument(
+        "--write", action="store_true", help="put what is found into the table of this GPU, and record it"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one per core)")
     options = parser.parse_args()
     buckets = [int(rows) for rows in options.rows.split(",")]
@@ -166,6 +169,9 @@ def main() -> None:
         bound_us = outputs * inputs * 2 / BYTES_PER_S * 1e6
         key = f"{outputs}x{inputs}{' gated' if gated else ''}"
         print(f"{key:22} {bucket:4} {us:8.2f} {bound_us:8.2f} {us / bound_us:6.2f} {library_us:8.2f}  {tiling}")
+        if options.write:
+            record("linear", f"{key}, {bucket} rows", us, "µs", bound=bound_us)
+            record("linear", f"{key}, {bucket} rows", library_us, "µs", bound=bound_us, peer="cuBLAS")
         chosen = None
         if tiling is not None:
             chosen = [tiling.block_n, tiling.block_k, tiling.parts, tiling.stages, tiling.warps]
