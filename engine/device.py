@@ -67,8 +67,8 @@ class Most:
     def of(cls, sequences: int | None, step_tokens: int | None, context_tokens: int, block_tokens: int) -> Self:
         """`sequences` and `step_tokens` as a spec asks for them, or None."""
         sequences = sequences or _SEQUENCES
-        prompt_step_tokens = step_tokens or max(_STEP_TOKENS, _PROMPT_STEP_TOKENS)
-        rows = max(prompt_step_tokens, sequences)
+        prompt_step_tokens = step_tokens or _PROMPT_STEP_TOKENS
+        rows = min(max(prompt_step_tokens, sequences), sequences * context_tokens)
         tables = sequences * -(-context_tokens // block_tokens)
         words = HEADER_WORDS + rows * _ROW_WORDS + tables + _MORE_WORDS
         return cls(rows, sequences, words, step_tokens or _STEP_TOKENS, prompt_step_tokens)
@@ -148,7 +148,8 @@ class Device:
         kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else parameters.embedding.dtype
         shape = KvShape.of(config, model.block_tokens, kv_dtype)
         before = torch.cuda.memory_reserved(device)
-        space = Space.make(config, device, most.words, most.rows, most.sequences, context_tokens)
+        rows, wanted = max(most.rows, *buckets(most.rows)), buckets(most.sequences)[-1]
+        space = Space.make(config, device, most.words, rows, wanted, context_tokens)
         trial = cls(config, parameters, KvPool(shape, 1, device), space, stream, most, graph_rows=0)
         graphs_bytes = trial.compile(context_tokens, beat)
         workspace_bytes = torch.cuda.memory_reserved(device) - before
@@ -173,7 +174,7 @@ class Device:
 
         Gives what graphs will take: the memory of the largest, which all share, and some for each.
         """
-        for rows in HOT:
+        for rows in [size for size in HOT if size <= self._most.rows]:
             self._try(rows, context_tokens)
             beat()
         torch.cuda.reset_peak_memory_stats(self._stream.device)
@@ -246,13 +247,6 @@ class Device:
             took.append(after.mark.ms_since(before.mark))
         flights[-1].wait()
         return statistics.median(took)
-
-    def logits(self, packed: Int32s, batch: Batch) -> Tensor:
-        """Runs a step without graphs and without sampling: float32 [R, V]."""
-        with self._stream.entered():
-            wide = self._upload(packed, batch, self._landings[0])
-            self._body(len(batch.tokens_T), wide)
-            return self._decoder.head(self._step(len(batch.rows_R))).float()
 
     def _upload(self, packed: Int32s, batch: Batch, landing: Landing) -> bool:
         """Queues the step and its tiles; gives whether there are wide ones."""

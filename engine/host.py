@@ -15,9 +15,8 @@ from torch import Tensor
 
 from engine.batch import Batch, Flight, Int32s, Sampled
 from engine.costs import Costs
-from engine.kernels.reference import KEY_STEP
 from engine.kv import KvPool, KvShape
-from engine.memory import DoesNotFit, kv_blocks
+from engine.memory import kv_blocks
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.host import HostStep
@@ -74,8 +73,6 @@ class Host:
         beat: Callable[[], None],
     ) -> Self:  # fmt: skip
         """Raises DoesNotFit."""
-        if KEY_STEP % model.block_tokens:
-            raise DoesNotFit(f"block_tokens {model.block_tokens} does not divide {KEY_STEP}: 8, 16, 32 and 64 do")
         shape = KvShape.of(config, model.block_tokens, parameters.embedding.dtype)
         free = _available_bytes()
         sequences = model.sequences or _SEQUENCES

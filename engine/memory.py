@@ -3,6 +3,7 @@
 Arithmetic only: who measures what is free and what a step needs is host.py's and device.py's business.
 """
 
+from engine.kernels.reference import KEY_STEP
 from engine.kv import KvShape
 from engine.model.config import ModelConfig
 from engine.wire import ModelSpec
@@ -10,6 +11,14 @@ from engine.wire import ModelSpec
 
 class DoesNotFit(RuntimeError):
     """The model and one full context do not fit into memory, or the spec's sizes contradict each other."""
+
+
+def require_sizes(model: ModelSpec, device: str) -> None:
+    """Raises DoesNotFit where the spec asks for what the device type has no kernels for."""
+    if KEY_STEP % model.block_tokens:
+        raise DoesNotFit(f"block_tokens {model.block_tokens} does not divide {KEY_STEP}: 8, 16, 32 and 64 do")
+    if device == "cpu" and model.kv_dtype == "fp8":
+        raise DoesNotFit("kv_dtype fp8 is for GPUs; on a CPU leave it out")
 
 
 def context_tokens(model: ModelSpec, config: ModelConfig) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from engine.batch import Flight, Int32s, unpack
 from engine.host import Host, fastest_dtype
-from engine.memory import DoesNotFit, context_tokens
+from engine.memory import DoesNotFit, context_tokens, require_sizes
 from engine.model.config import ModelConfig, read_config
 from engine.model.layers import Parameters
 from engine.places import place
@@ -67,6 +67,7 @@ class Runner:
         config = read_config(folder)
         tokens = context_tokens(model, config)
         where = place(device)
+        require_sizes(model, where.type)
         with torch.inference_mode():
             dtype = _dtype(model, config, where)
             parameters, revision = _parameters(model, config, dtype, where, beat)

@@ -51,8 +51,12 @@ def interpreted(folder: Path, **changes: Any) -> Device:
 
 @torch.inference_mode()
 def logits(device: Device, slices: list[Slice], segments: list[Segment] | None = None) -> Tensor:
+    """What the device says of a step that runs without graphs and samples nothing."""
     packed = pack(slices, BLOCK_TOKENS, segments or [])
-    return device.logits(packed, unpack(packed))
+    batch = unpack(packed)
+    with device._stream.entered():
+        device._body(len(batch.tokens_T), device._upload(packed, batch, device._landings[0]))
+        return device._decoder.head(device._step(len(batch.rows_R))).float().cpu()
 
 
 @torch.inference_mode()
@@ -68,6 +72,13 @@ def texts(lengths: list[int], vocabulary: int) -> list[Text]:
         Text(rng.integers(0, vocabulary, length).tolist(), [next(blocks) for _ in range(-(-length // BLOCK_TOKENS))])
         for length in lengths
     ]
+
+
+def test_a_step_is_never_larger_than_all_sequences_together() -> None:
+    assert Most.of(8, None, 256, 16).rows == 8 * 256
+    assert Most.of(None, None, 4096, 16).rows == 8192
+    assert Most.of(512, 100, 4096, 16).rows == 512
+    assert Most.of(4, 64, 4096, 16).words > 64 * 12 + 4 * 4096 // 16
 
 
 @pytest.mark.parametrize("family", INTERPRETED)

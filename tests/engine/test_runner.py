@@ -172,6 +172,7 @@ def test_the_pool_holds_one_context_at_least_and_all_sequences_at_most(folders: 
         ({"context_tokens": CONTEXT_TOKENS + 1}, "context_tokens"),
         ({"kv_bytes": 100}, "kv_bytes"),
         ({"block_tokens": 24}, "block_tokens"),
+        ({"kv_dtype": "fp8"}, "for GPUs"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(folders: dict[str, Path], changes: dict[str, Any], said: str) -> None:
