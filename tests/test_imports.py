@@ -37,7 +37,7 @@ ONLY_IN = {
                 "ranks",
             )
         ),
-        *(f"engine.{folder}" for folder in ("weights", "model", "kernels", "ember")),
+        *(f"engine.{folder}" for folder in ("weights", "model", "kernels", "ember", "bench")),
     ),
     "triton": ("engine.kernels",),
     "starlette": ("gateway", "tenants.admin"),

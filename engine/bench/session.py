@@ -1,0 +1,110 @@
+"""One engine, opened once, and sessions on it: requests in, tokens and their times out. It knows no shapes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+
+from engine.costs import Costs
+from engine.loop import Loop, open_scheduler
+from engine.runner import Runner
+from engine.sequence import Door
+from engine.wire import ModelSpec, Sampling, Scope, ScopeKind, Submit
+
+
+@dataclass(slots=True)
+class Stream:
+    """What one request gave: when each of its tokens was told, and whether it is over."""
+
+    submitted_s: float
+    told_s: list[float] = field(default_factory=list)
+    over: bool = False
+
+
+class Engine:
+    """A runner that sessions share, one after the other."""
+
+    def __init__(self, model: ModelSpec, device: str) -> None:
+        self.model = model
+        self.runner = Runner.open(model, device, None, lambda: None)
+
+    def prepare(self) -> None:
+        """What a replica does while it is idle: every graph is captured."""
+        while self.runner.idle():
+            pass
+
+
+class Session:
+    """An empty cache and a scheduler of its own on an engine. `grouped` switches prefix groups."""
+
+    def __init__(self, engine: Engine, gap_ms: float | None = None, grouped: bool = True) -> None:
+        runner, model = engine.runner, engine.model
+        self._runner = runner
+        self._costs: Costs | None = runner.costs
+        if runner.costs is not None and not grouped:
+            runner.costs = replace(runner.costs, pair_us=float("inf"))
+        changed = {name: getattr(model, name) for name in model.__struct_fields__}
+        spec = ModelSpec(**{**changed, "gap_ms": gap_ms or model.gap_ms, "waiting": 4096})
+        self._scheduler = open_scheduler(runner, spec, time.perf_counter)
+        self._loop = Loop(runner, self._scheduler)
+        self._door = Door(
+            model_revision=runner.revision, kv_layout=runner.kv_layout, block_tokens=runner.block_tokens,
+            tokens_max=runner.context_tokens, vocabulary=runner.vocabulary, stop_ids=frozenset(),
+        )  # fmt: skip
+        self.streams: dict[int, Stream] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends what still runs and lands what is in the air."""
+        self._scheduler.end_all("the measurement is over")
+        while self._loop.turn():
+            pass
+        self._runner.costs = self._costs
+
+    def submit(
+        self, tokens: Sequence[int], max_tokens: int, scope: int | None = None, temperature: float = 0.0
+    ) -> Stream:
+        """A request; those of one `scope` share cached prefixes."""
+        number = len(self.streams)
+        self.streams[number] = Stream(time.perf_counter())
+        sharing = Scope() if scope is None else Scope(ScopeKind.TENANT, scope.to_bytes(16, "big"))
+        packed = np.asarray(tokens, "<u4").tobytes()
+        submit = Submit(number, packed, sharing, Sampling(temperature=temperature, seed=number), max_tokens)
+        self._scheduler.add(self._door.sequences(submit, 0, time.perf_counter()))
+        return self.streams[number]
+
+    def turn(self) -> bool:
+        """One turn of the replica's loop, its news told. False when nothing was left to do."""
+        worked = self._loop.turn()
+        for progress in self._scheduler.news().values():
+            now = time.perf_counter()
+            for number in progress.ids:
+                self.streams[number].told_s.append(now)
+            for finish in progress.finished:
+                assert not finish.message, finish.message
+                self.streams[finish.id].over = True
+        return worked
+
+    def run(self) -> float:
+        """Until all is done; the seconds that it took."""
+        began = time.perf_counter()
+        while not all(stream.over for stream in self.streams.values()):
+            self.turn()
+        return time.perf_counter() - began
+
+    def run_until_all_stream(self) -> None:
+        """Until each request that is not over has given a token."""
+        while not all(stream.told_s for stream in self.streams.values()):
+            self.turn()
+
+    def steps_ms(self, steps: int) -> float:
+        """Milliseconds per step over so many of them, from one landing to the last."""
+        self.turn()
+        began = time.perf_counter()
+        for _ in range(steps):
+            assert self.turn(), "a step without work"
+        return 1e3 * (time.perf_counter() - began) / steps

@@ -1,0 +1,248 @@
+"""The shapes that are measured, each with the least it can take, and what vLLM takes for it on the same machine."""
+
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from engine.bench.geometries import Bound
+from engine.bench.session import Engine, Session
+from engine.wire import FrameReader, Hello, ModelSpec, ReplicaSpec
+
+_SEED: Final = 1
+_GROUP_PROMPT: Final = 64  # own tokens of a request behind a shared prefix
+_LONG_PROMPTS: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much a shape takes; `scaled` makes it small enough for a test."""
+
+    prompt: int = 512
+    steps: int = 128
+    repeats: int = 3
+    scale: int = 1
+
+    def scaled(self, count: int) -> int:
+        return max(2, count // self.scale)
+
+
+SMALL: Final = Sizes(prompt=24, steps=4, repeats=1, scale=64)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured shape; `bound` in the same unit."""
+
+    shape: str
+    value: float
+    unit: str
+    bound: float | None = None
+
+
+Measure = Callable[[Engine, Bound, Sizes], list[Figure]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`peer` is vLLM 0.24.0 on one H200 with Llama-3.1-8B's geometry, bf16, in the figure's unit."""
+
+    name: str
+    told: str
+    measure: Measure
+    peer: float | None = None
+
+
+def _prompt(engine: Engine, length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(engine.runner.vocabulary), k=length)
+
+
+def _decode(count: int) -> Measure:
+    def measure(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+        took = []
+        for repeat in range(sizes.repeats):
+            with Session(engine, gap_ms=60_000) as session:
+                for index in range(count):
+                    session.submit(_prompt(engine, sizes.prompt, repeat * count + index), sizes.steps * 4 + 64)
+                session.run_until_all_stream()
+                took.append(session.steps_ms(sizes.steps))
+        keys = count * (sizes.prompt + sizes.steps / 2)
+        return [Figure(f"decode-{count}", statistics.median(took), "ms", bound.step_ms(count, keys))]
+
+    return measure
+
+
+def _grouped_ms(
+    engine: Engine, sizes: Sizes, count: int, prefix: int, groups: int, grouped: bool, repeats: int
+) -> float:
+    took = []
+    for repeat in range(repeats):
+        with Session(engine, gap_ms=60_000, grouped=grouped) as session:
+            prefixes = [_prompt(engine, prefix, 1000 + repeat * groups + group) for group in range(groups)]
+            for group, tokens in enumerate(prefixes):
+                session.submit([*tokens, 1], 1, scope=group)
+            session.run()
+            for index in range(count):
+                own = _prompt(engine, _GROUP_PROMPT, 2000 + index)
+                session.submit([*prefixes[index % groups], *own], sizes.steps * 4 + 64, scope=index % groups)
+            session.run_until_all_stream()
+            took.append(session.steps_ms(sizes.steps))
+    return statistics.median(took)
+
+
+def _prefix(name: str, count: int, prefix: int, groups: int = 1, versus_ungrouped: bool = False) -> Measure:
+    def measure(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+        members, length = sizes.scaled(count), prefix // sizes.scale
+        on_ms = _grouped_ms(engine, sizes, members, length, groups, True, sizes.repeats)
+        keys = groups * length + members * (_GROUP_PROMPT + sizes.steps / 2)
+        figures = [Figure(name, on_ms, "ms", bound.step_ms(members, keys))]
+        if versus_ungrouped:
+            off_ms = _grouped_ms(engine, sizes, members, length, groups, False, 1)
+            figures += [Figure(f"{name} groups off", off_ms, "ms"), Figure(f"{name} gain", off_ms / on_ms, "x")]
+        return figures
+
+    return measure
+
+
+def _throughput(
+    engine: Engine, sizes: Sizes, prompts: list[list[int]], outputs: list[int], temperature: float
+) -> float:
+    with Session(engine, gap_ms=100) as session:
+        for tokens, output in zip(prompts, outputs, strict=True):
+            session.submit(tokens, output, temperature=temperature)
+        return sum(outputs) / session.run()
+
+
+def _mixed(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+    found = []
+    for seed in (1, 2):
+        draw, count = random.Random(seed), sizes.scaled(512)
+        lengths = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(count)]
+        prompts = [_prompt(engine, length // sizes.scale + 1, index) for index, (length, _) in enumerate(lengths)]
+        outputs = [output // sizes.scale + 1 for _, output in lengths]
+        found.append(_throughput(engine, sizes, prompts, outputs, 0.0))
+    return [Figure("mixed-512", statistics.median(found), "tok/s")]
+
+
+def nano_draw(count: int) -> tuple[list[list[int]], list[int]]:
+    """The requests of nano-vllm's benchmark: 256 have 142,827 tokens in and 133,966 out."""
+    draw = random.Random(0)
+    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(count)]
+    return prompts, [draw.randint(100, 1024) for _ in range(count)]
+
+
+def _nano(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+    prompts, outputs = nano_draw(sizes.scaled(256))
+    vocabulary = engine.runner.vocabulary
+    prompts = [[token % vocabulary for token in tokens[: len(tokens) // sizes.scale + 1]] for tokens in prompts]
+    outputs = [output // sizes.scale + 1 for output in outputs]
+    return [Figure("nano-256", _throughput(engine, sizes, prompts, outputs, 0.6), "tok/s", None)]
+
+
+def _first_token(length: int) -> Measure:
+    def measure(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+        tokens, took = length // sizes.scale, []
+        for repeat in range(sizes.repeats + 1):
+            with Session(engine) as session:
+                stream = session.submit(_prompt(engine, tokens, repeat), 1)
+                session.run()
+                took.append(1e3 * (stream.told_s[0] - stream.submitted_s))
+        return [Figure(f"ttft-{length}", statistics.median(took[1:]), "ms", bound.prompt_ms(tokens))]
+
+    return measure
+
+
+def _gaps_under_prefill(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+    """32 streams decode while long prompts come one after another."""
+    count = sizes.scaled(32)
+    with Session(engine) as session:
+        for index in range(count):
+            session.submit(_prompt(engine, sizes.prompt, index), 4096 // sizes.scale)
+        session.run_until_all_stream()
+        streams = list(session.streams.values())
+        for _ in range(20 // sizes.scale + 1):
+            session.turn()
+        began = time.perf_counter()
+        for number in range(_LONG_PROMPTS):
+            long = session.submit(_prompt(engine, 8192 // sizes.scale, 100 + number), 1)
+            while not long.over:
+                session.turn()
+        ended = time.perf_counter()
+        gaps = [
+            1e3 * (after - before)
+            for stream in streams
+            for before, after in zip(stream.told_s, stream.told_s[1:], strict=False)
+            if began <= after <= ended
+        ]
+    return [Figure("itl-p99-under-prefill", statistics.quantiles(gaps, n=100)[98], "ms")]
+
+
+def measure_start(model: ModelSpec, device: str) -> Figure:
+    """From the start of a replica's process to its first frame, with kernels compiled before. No engine may be open:
+    the replica takes the device for itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        address, pulse = f"unix:{folder}/replica", f"{folder}/pulse"
+        spec = ReplicaSpec(model=model, address=address, pulse=pulse, boot=1, device=device)
+        took = []
+        for _ in range(2):  # the first may still compile
+            began = time.perf_counter()
+            command = [sys.executable, "-m", "engine.replica", msgspec.json.encode(spec).decode()]
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                _await_hello(Path(folder) / "replica", process)
+                took.append(time.perf_counter() - began)
+            finally:
+                process.terminate()
+                process.wait(30)
+    return Figure("start", took[-1], "s")
+
+
+def _await_hello(path: Path, process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        if path.exists():
+            with socket.socket(socket.AF_UNIX) as peer:
+                try:
+                    peer.connect(os.fspath(path))
+                except ConnectionRefusedError:
+                    continue
+                if any(isinstance(frame, Hello) for frame in FrameReader().feed(peer.recv(1 << 16))):
+                    return
+        time.sleep(0.01)
+    raise RuntimeError(f"the replica ended with status {process.returncode} before it served")
+
+
+START: Final = "start"
+START_PEER_S: Final = 21.0
+SHAPES: Final[dict[str, Shape]] = {
+    shape.name: shape
+    for shape in (
+        *(
+            Shape(f"decode-{count}", f"{count} sequences, 512 tokens in, 128 out: a step", _decode(count), peer)
+            for count, peer in ((1, 4.98), (8, 5.17), (32, 5.87), (64, 6.73), (128, 8.67), (256, 13.67))
+        ),
+        Shape("prefix-64", "64 behind one cached prefix of 4,096: a step", _prefix("prefix-64", 64, 4096), 10.41),
+        Shape("prefix-256", "256 behind one cached prefix of 4,096", _prefix("prefix-256", 256, 4096), 29.34),
+        Shape("prefix-4x64", "four groups of 64, each behind 4,096", _prefix("prefix-4x64", 256, 4096, groups=4)),
+        Shape(
+            "prefix-16k-128", "128 behind 16,384, with groups and without",
+            _prefix("prefix-16k-128", 128, 16384, versus_ungrouped=True),
+        ),
+        Shape("mixed-512", "512 sequences, 100-1024 in and out, at once: output tokens", _mixed, 11325),
+        Shape("nano-256", "nano-vllm's 256 requests, temperature 0.6: output tokens", _nano, 9614),
+        *(
+            Shape(f"ttft-{length}", f"one prompt of {length} to its first token", _first_token(length), peer)
+            for length, peer in ((1024, 35.0), (4096, 101.0), (8192, 210.0), (16000, 464.0))
+        ),
+        Shape("itl-p99-under-prefill", "gaps of 32 streams while prompts of 8,192 come", _gaps_under_prefill),
+    )
+}  # fmt: skip
