@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import Batch, Int32s, Sampled, unpack
+from engine.log import log
 from engine.wire import ModelSpec, Sampling
 
 NOT_FINITE = -(1 << 40)  # as a token that is read
@@ -244,7 +245,8 @@ def solo(
 
 
 class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a stamp replica behaves: its sizes and bounds, the time of a step, and the steps (from 1) that raise."""
+    """How a stamp replica behaves: its sizes and bounds, the time of a step, the steps (from 1) that raise, and how
+    often it has something to prepare while there is nothing to compute."""
 
     depth: int = 1
     blocks: int = 1024
@@ -253,6 +255,7 @@ class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_ids: list[int] = []
     step_ms: float = 0.0
     failing: list[int] = []
+    preparations: int = 0
     drain_s: float = 10.0
     unsent_bytes: int = 4 << 20
     connections: int = 256
@@ -268,6 +271,13 @@ class TemperedStamps(Stamps):
         self._temper = temper
         self._beat = beat
         self._step = 0
+        self._prepared = 0
+
+    def idle(self) -> bool:
+        self._prepared += 1
+        if self._prepared == self._temper.preparations:
+            log("prepared", times=self._prepared, steps=self._step)
+        return self._prepared < self._temper.preparations
 
     def launch(self, packed: Int32s) -> StampFlight:
         self._step += 1

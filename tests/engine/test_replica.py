@@ -203,6 +203,19 @@ def expected(tokens: Sequence[int] = PROMPT, max_tokens: int = 5, sampling: Samp
 # What a gateway gets
 
 
+def test_what_is_left_to_prepare_is_done_while_nothing_is_to_be_computed(start: Callable[..., Stamped]) -> None:
+    replica = start(Temper(preparations=300, step_ms=1.0))
+    peer = replica.peer()
+    peer.submit(1)
+    peer.until(finished(1))
+    assert peer.tokens[1] == expected()
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := [event for event in replica.events() if event["event"] == "prepared"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert found[0]["times"] == 300
+
+
 def test_hello_is_first_and_says_what_the_model_takes(calm: Stamped) -> None:
     peer = calm.peer().until(lambda peer: len(peer.frames) >= 2)
     hello = peer.frames[0]
