@@ -30,6 +30,9 @@ ENTRY_WORDS: Final = 8
 HEAD_WORDS: Final = 8
 _NARROW_KEYS_LEAST: Final = 64  # fewer are not worth a division
 _WIDE_KEYS_LEAST: Final = 256
+_WAVES: Final = (1, 2, 3, 5)  # entries per program that are tried
+_ENTRY_KEYS: Final = 96  # keys that could be read in the time that an entry takes beside its own
+_WORTH: Final = 0.97  # finer divisions have to be merged: they must do so much better
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,23 @@ def build(packed: Int32s, batch: Batch, layout: Layout) -> Tiles:
     return Tiles(np.concatenate(parts), wide)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wide:
+    """Wide entries before they are divided: entry e stacks rows_M[starts_E[e] :] of the step, counts_E[e] of them.
+    Those of prompts come first, and no row of theirs is in two."""
+
+    rows_M: NDArray[np.int64]
+    counts_E: NDArray[np.int64]
+    slice_E: NDArray[np.int64]
+    first_E: NDArray[np.int64]
+    last_E: NDArray[np.int64]
+    hidden_E: NDArray[np.int64]
+
+    @property
+    def starts_E(self) -> NDArray[np.int64]:
+        return np.cumsum(self.counts_E) - self.counts_E
+
+
 class _Work:
     """The entries for one window."""
 
@@ -81,8 +101,7 @@ class _Work:
         self._batch = batch
         self._window = window
         self._layout = layout
-        lengths_S = np.diff(batch.query_starts_S1)
-        single_S = lengths_S == 1
+        single_S = np.diff(batch.query_starts_S1) == 1
         self._singles = np.flatnonzero(single_S)
         self._prompts = np.flatnonzero(~single_S)
         self._segments = batch.segments_G4 if window is None else batch.segments_G4[:0]
@@ -99,13 +118,11 @@ class _Work:
         elif len(self._segments):
             firsts = batch.own_starts_S[self._singles].astype(np.int64)
         wide = self._wide_entries()
-        wide_keys = sum(int((last - first) * len(rows)) for rows, _, first, last, _ in wide)
-        wide_keys //= max(1, layout.wide_rows)
-        narrow_span = _span((contexts - firsts).sum(), layout.kv_heads, layout.narrow_programs, _NARROW_KEYS_LEAST)
-        wide_span = _span(wide_keys, layout.kv_heads, layout.wide_programs, _WIDE_KEYS_LEAST)
+        keys, wide_keys = contexts - firsts, wide.last_E - wide.first_E
+        narrow_span = _span(keys, layout.narrow_programs // layout.kv_heads, _NARROW_KEYS_LEAST)
+        wide_span = _span(wide_keys, layout.wide_programs // layout.kv_heads, _WIDE_KEYS_LEAST)
         while True:
-            divisions = np.maximum(1, (contexts - firsts + narrow_span // 2) // narrow_span)
-            wide_divisions = [max(1, (last - first + wide_span // 2) // wide_span) for _, _, first, last, _ in wide]
+            divisions, wide_divisions = _divisions(keys, narrow_span), _divisions(wide_keys, wide_span)
             slots_T = self._slots_of(divisions, wide, wide_divisions)
             if slots_T.sum() <= layout.slots:
                 break
@@ -113,58 +130,81 @@ class _Work:
             assert narrow_span < 1 << 40, f"{layout.slots} slots do not hold one for each member of each segment"
         self._lay(contexts, firsts, divisions, wide, wide_divisions, slots_T)
 
-    def _wide_entries(self) -> list[tuple[Int32s, int, int, int, bool]]:
-        """(rows, slice, first key, last key, whether positions hide keys), not divided yet."""
-        batch, most, found = self._batch, self._layout.wide_rows, []
-        for index in self._prompts.tolist():
-            start, end = batch.query_starts_S1[index : index + 2].tolist()
-            for low in range(start, end, most):
-                high = min(low + most, end)
-                position = int(batch.positions_T[low])
-                first = 0 if self._window is None else max(0, position + 1 - self._window)
-                rows = np.arange(low, high, dtype=np.int32)
-                found.append((rows, index, first, int(batch.positions_T[high - 1]) + 1, True))
+    def _wide_entries(self) -> _Wide:
+        batch, most = self._batch, self._layout.wide_rows
+        starts, ends = batch.query_starts_S1[self._prompts], batch.query_starts_S1[self._prompts + 1]
+        owner_E = np.repeat(np.arange(len(starts)), -(-(ends - starts) // most))
+        nth_E = np.arange(len(owner_E)) - np.searchsorted(owner_E, owner_E)
+        low_E = starts[owner_E].astype(np.int64) + nth_E * most
+        count_E = np.minimum(most, ends[owner_E] - low_E)
+        first_E = np.zeros_like(low_E)
+        if self._window is not None:
+            first_E = np.maximum(0, batch.positions_T[low_E].astype(np.int64) + 1 - self._window)
+        last_E = batch.positions_T[low_E + count_E - 1].astype(np.int64) + 1
+        rows = [_ranges(low_E, count_E)]
+        table = [np.stack((count_E, self._prompts[owner_E], first_E, last_E, np.ones_like(low_E)), 1)]
         begin = 0
         for index, first, last, end in self._segments.tolist():
-            rows = batch.query_starts_S1[batch.members_M[begin:end]]
-            found += [(rows[low : low + most], index, first, last, False) for low in range(0, len(rows), most)]
+            members = batch.query_starts_S1[batch.members_M[begin:end]].astype(np.int64)
+            rows.append(members)
+            counts = [min(most, len(members) - low) for low in range(0, len(members), most)]
+            table.append(np.array([(count, index, first, last, 0) for count in counts], np.int64))
             begin = end
-        return found
+        return _Wide(np.concatenate(rows), *np.concatenate(table).T)
 
     def _slots_of(
-        self, divisions: NDArray[np.int64], wide: list[tuple[Int32s, int, int, int, bool]], wide_divisions: list[int]
+        self, divisions: NDArray[np.int64], wide: _Wide, wide_divisions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """How many partial results each row has; 0 for an only one, which is the result."""
         count_T = np.zeros(len(self._batch.tokens_T), np.int64)
         count_T[self._batch.query_starts_S1[self._singles]] = divisions
-        for (rows, *_), parts in zip(wide, wide_divisions, strict=True):
-            count_T[rows] += parts
+        np.add.at(count_T, wide.rows_M, np.repeat(wide_divisions, wide.counts_E))
         count_T[count_T == 1] = 0
         return count_T
 
     def _lay(
-        self, contexts: NDArray[np.int64], firsts: NDArray[np.int64], divisions: NDArray[np.int64],
-        wide: list[tuple[Int32s, int, int, int, bool]], wide_divisions: list[int], slots_T: NDArray[np.int64],
+        self, contexts: NDArray[np.int64], firsts: NDArray[np.int64], divisions: NDArray[np.int64], wide: _Wide,
+        wide_divisions: NDArray[np.int64], slots_T: NDArray[np.int64],
     ) -> None:  # fmt: skip
         base_T = np.cumsum(slots_T) - slots_T
-        used_T = np.zeros_like(slots_T)  # by wide entries; a single row's own keys come after its segments
-        members, entries, at = [], [], 0
-        for (rows, index, first, last, hidden), parts in zip(wide, wide_divisions, strict=True):
-            direct = slots_T[rows] == 0
-            for low, high in _divide(first, last, parts):
-                slots = np.where(direct, -1, base_T[rows] + used_T[rows])
-                used_T[rows] += 1
-                members.append(np.stack((rows, slots), 1))
-                entries.append((at, len(rows), index, low, high, int(hidden), 0, 0))
-                at += len(rows)
-        # The longest first: what is left for the end should be short.
-        entries.sort(key=lambda entry: entry[3] - entry[4])
-        self._wide = np.array(entries, np.int32).reshape(-1, ENTRY_WORDS)
-        self._members = np.concatenate(members).astype(np.int32) if members else np.empty((0, 2), np.int32)
-        merged = np.flatnonzero(used_T * (slots_T > 0))
+        before_M, used_T = self._slots_before(wide, wide_divisions)
+        entry_X = np.repeat(np.arange(len(wide.counts_E)), wide_divisions)
+        part_X = np.arange(len(entry_X)) - np.repeat(np.cumsum(wide_divisions) - wide_divisions, wide_divisions)
+        count_X, parts_X = wide.counts_E[entry_X], wide_divisions[entry_X]
+        member_Y = _ranges(wide.starts_E[entry_X], count_X)
+        row_Y = wide.rows_M[member_Y]
+        slot_Y = base_T[row_Y] + before_M[member_Y] + np.repeat(part_X, count_X)
+        self._members = np.stack((row_Y, np.where(slots_T[row_Y] == 0, -1, slot_Y)), 1).astype(np.int32)
+        first_X, keys_X = wide.first_E[entry_X], (wide.last_E - wide.first_E)[entry_X]
+        entries = np.zeros((len(entry_X), ENTRY_WORDS), np.int32)
+        entries[:, 0] = np.cumsum(count_X) - count_X
+        entries[:, 1] = count_X
+        entries[:, 2] = wide.slice_E[entry_X]
+        entries[:, 3] = first_X + keys_X * part_X // parts_X
+        entries[:, 4] = first_X + keys_X * (part_X + 1) // parts_X
+        entries[:, 5] = wide.hidden_E[entry_X]
+        self._wide = entries[_order(entries[:, 4] - entries[:, 3], self._layout.wide_programs, self._layout)]
+        merged = np.flatnonzero((used_T > 0) & (slots_T > 0))
         self._merge = np.zeros((len(merged), 4), np.int32)
         self._merge[:, 0], self._merge[:, 1], self._merge[:, 2] = merged, base_T[merged], slots_T[merged]
         self._narrow = self._narrow_entries(contexts, firsts, divisions, slots_T, base_T, used_T)
+
+    def _slots_before(
+        self, wide: _Wide, wide_divisions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each member how many slots of its row belong to entries before its own; for each row, to all of them. A
+        single row's own keys come after its segments."""
+        used_T = np.zeros(len(self._batch.tokens_T), np.int64)
+        before_M = np.zeros(len(wide.rows_M), np.int64)
+        prompts = int(wide.hidden_E.sum())
+        of_prompts = int(wide.counts_E[:prompts].sum())
+        used_T[wide.rows_M[:of_prompts]] = np.repeat(wide_divisions[:prompts], wide.counts_E[:prompts])
+        for entry in range(prompts, len(wide.counts_E)):
+            start = wide.starts_E[entry]
+            rows = wide.rows_M[start : start + wide.counts_E[entry]]
+            before_M[start : start + len(rows)] = used_T[rows]
+            used_T[rows] += wide_divisions[entry]
+        return before_M, used_T
 
     def _narrow_entries(
         self, contexts: NDArray[np.int64], firsts: NDArray[np.int64], divisions: NDArray[np.int64],
@@ -183,7 +223,7 @@ class _Work:
         entries[:, 5] = base_T[row_E]
         entries[:, 6] = slots_T[row_E]
         entries[:, 7] = np.where(used_T[row_E] == 0, slots_T[row_E], 0)
-        return entries[np.argsort(entries[:, 2] - entries[:, 3], kind="stable")]
+        return entries[_order(entries[:, 3] - entries[:, 2], self._layout.narrow_programs, self._layout)]
 
     def words(self, at: int) -> Int32s:
         """Everything, to lie from word `at` on."""
@@ -200,12 +240,46 @@ class _Work:
         return np.concatenate(parts)
 
 
-def _span(keys: int, kv_heads: int, programs: int, least: int) -> int:
-    """About how many keys an entry has, so that each program has one of them or not much more work than another."""
-    return max(least, -(-int(keys) * kv_heads // programs))
+def _divisions(keys_E: NDArray[np.int64], span: int) -> NDArray[np.int64]:
+    return np.maximum(1, (keys_E + span // 2) // span)
 
 
-def _divide(first: int, last: int, parts: int) -> list[tuple[int, int]]:
-    return [
-        (first + (last - first) * part // parts, first + (last - first) * (part + 1) // parts) for part in range(parts)
-    ]
+def _span(keys_E: NDArray[np.int64], programs: int, least: int) -> int:
+    """About how many keys an entry is to have, so that the program with most work has least; `programs` for each KV
+    head. Even lengths are best not divided more than they must be, uneven ones more finely."""
+    if not len(keys_E):
+        return least
+    programs = max(1, programs)
+    best, best_load = 0, float("inf")
+    for waves in _WAVES:
+        span = max(least, -(-int(keys_E.sum()) // (programs * waves)))
+        parts_E = _divisions(keys_E, span)
+        loads = np.repeat(keys_E / parts_E + _ENTRY_KEYS, parts_E)
+        load = _heaviest(-np.sort(-loads), programs)
+        if load < best_load * _WORTH:
+            best, best_load = span, load
+    return best
+
+
+def _heaviest(loads_E: NDArray[np.float64], programs: int) -> float:
+    """The work of the program that has most, of entries in descending order as `_order` deals them out."""
+    load_P = np.zeros(programs)
+    for wave, first in enumerate(range(0, len(loads_E), programs)):
+        dealt = loads_E[first : first + programs]
+        load_P[: len(dealt)] += dealt if wave % 2 else dealt[::-1]
+    return float(load_P.max())
+
+
+def _order(keys_E: Int32s, programs: int, layout: Layout) -> NDArray[np.int64]:
+    """Programs take entries in turn: the longest first, then those that are left so that the sums are even."""
+    wave = max(1, programs // layout.kv_heads)
+    descending = np.argsort(-keys_E, kind="stable")
+    for first in range(0, len(descending), 2 * wave):
+        descending[first : first + wave] = descending[first : first + wave][::-1]
+    return descending
+
+
+def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """start … start + count − 1 of each, one after the other."""
+    flat: NDArray[np.int64] = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+    return flat
