@@ -38,6 +38,11 @@ def main(arguments: list[str]) -> int:
             print(f"{name:24} {shape.told}")
         print(f"{START:24} a replica's process, from its start to its first frame")
         return 0
+    if options.model not in GEOMETRIES and not Path(options.model).is_dir():
+        sys.exit(f"no geometry {options.model}: {', '.join(GEOMETRIES)}, or a model folder")
+    if options.folder:
+        write_folder(options.model, Path(options.folder))
+        return 0
     names = [] if options.profile and not options.shapes else _names(options.shapes)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, stream=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
@@ -84,6 +89,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--plot", help="PNG of throughput against time per step, of the decode shapes")
     parser.add_argument("--profile", default="", help="batch sizes: where a decode step's time goes")
     parser.add_argument("--trace", help="folder for Chrome traces of --profile")
+    parser.add_argument("--folder", help="write a model folder with the geometry's config.json there, and end")
     parser.add_argument("--verbose", action="store_true", help="the engine's log")
     options = parser.parse_args(arguments)
     if options.context is None:

@@ -1,4 +1,4 @@
-"""Where one step's time goes on a GPU: its kernels by kind, with the bytes each kind must move, and what is idle."""
+"""Where one step's time goes: its kernels by kind, with the bytes each kind must move, and what is idle."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from engine.bench.geometries import Bound
 
 _KINDS: Final = (  # the first that a kernel's name contains
     ("attention", ("_narrow", "_wide", "_merge_rows")),
-    ("linear", ("_multiply", "nvjet", "gemm", "cutlass", "cublas", "splitK")),
+    ("linear", ("_multiply", "nvjet", "gemm", "cutlass", "cublas", "splitK", "aten::mm", "aten::addmm", "mkldnn")),
     ("add + norm", ("_add_norm", "_gather_norm", "_finish")),
     ("rotary + KV write", ("_rotate_and_write",)),
     ("silu · up", ("_silu_and_multiply",)),
@@ -44,27 +44,35 @@ def break_down(turn: Callable[[], Any], steps: int, bound: Bound, keys: float, t
 
     keys: that a step's rows read, each once. Writes a Chrome trace where a path is given.
     """
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiled:
         for _ in range(steps):
             turn()
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
     if trace is not None:
         profiled.export_chrome_trace(str(trace))
-    ran = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    events = profiled.events()
+    if on_gpu:
+        ran = [event for event in events if event.device_type == DeviceType.CUDA]
+    else:  # operators that call no others stand for kernels
+        ran = [event for event in events if not event.cpu_children and event.time_range.elapsed_us() > 0]
     return parts_of(((event.name, event.time_range.start, event.time_range.end) for event in ran), steps, bound, keys)
 
 
 def parts_of(ran: Iterable[tuple[str, float, float]], steps: int, bound: Bound, keys: float) -> list[Part]:
-    """(kernel, start µs, end µs) of `steps` steps → the parts of one."""
+    """(kernel, start µs, end µs) of `steps` steps, at least one kernel → the parts of one."""
     launches: defaultdict[str, int] = defaultdict(int)
     took: defaultdict[str, float] = defaultdict(float)
-    busy, at, first = 0.0, 0.0, 0.0
-    for name, start, end in sorted(ran, key=lambda kernel: kernel[1]):
+    in_order = sorted(ran, key=lambda kernel: kernel[1])
+    first = at = in_order[0][1]
+    busy = 0.0
+    for name, start, end in in_order:
         kind = next((kind for kind, names in _KINDS if any(part in name for part in names)), name[:40])
         launches[kind] += 1
         took[kind] += end - start
-        first, at = first or start, max(at, start) if busy else start
-        busy += max(0.0, end - at)
+        busy += max(0.0, end - max(at, start))
         at = max(at, end)
     span = at - first
     bytes_ = {"linear": bound.weights_bytes, "attention": keys * bound.kv_token_bytes}

@@ -1,0 +1,46 @@
+"""The bounds against those computed by hand for Llama-3.1-8B on one H200."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.bench.geometries import GEOMETRIES, Bound, write_folder
+from engine.model.config import read_config
+
+
+def _bound(name: str, folder: Path) -> Bound:
+    return Bound.of(read_config(write_folder(name, folder)))
+
+
+def test_a_geometry_has_the_bytes_that_its_model_has(tmp_path: Path) -> None:
+    llama = _bound("llama-3.1-8b", tmp_path / "llama")
+    assert llama.weights_bytes == pytest.approx(15.01e9, rel=0.001)
+    assert llama.kv_token_bytes == 128 << 10
+    kv_kib = {"qwen3-0.6b": 112, "qwen3-8b": 144, "qwen3-14b": 160}
+    weights = {"qwen3-0.6b": 1.19e9, "qwen3-8b": 15.1e9, "qwen3-14b": 28.0e9}
+    for name in kv_kib:
+        bound = _bound(name, tmp_path / name)
+        assert bound.kv_token_bytes == kv_kib[name] << 10
+        assert bound.weights_bytes == pytest.approx(weights[name], rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "step_ms"), [(1, 3.51), (8, 3.63), (32, 4.05), (64, 4.61), (128, 5.74)])
+def test_a_decode_step_reads_weights_and_keys(rows: int, step_ms: float, tmp_path: Path) -> None:
+    bound = _bound("llama-3.1-8b", tmp_path)
+    assert bound.step_ms(rows, rows * 576) == pytest.approx(step_ms, rel=0.02)
+
+
+def test_many_rows_are_bound_by_arithmetic(tmp_path: Path) -> None:
+    bound = _bound("llama-3.1-8b", tmp_path)
+    linear_ms, keys_ms = 256 * 15.01e9 / 790e12 * 1e3, 256 * 576 * 131072 / 4.3e12 * 1e3
+    assert bound.step_ms(256, 256 * 576) == pytest.approx(linear_ms + keys_ms, rel=0.001)
+
+
+@pytest.mark.parametrize(("tokens", "prompt_ms"), [(1024, 18.0), (4096, 78.0), (8192, 167.0), (16000, 400.0)])
+def test_a_prompt_is_bound_by_arithmetic(tokens: int, prompt_ms: float, tmp_path: Path) -> None:
+    assert _bound("llama-3.1-8b", tmp_path).prompt_ms(tokens) == pytest.approx(prompt_ms, rel=0.15)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_every_geometry_is_a_model_that_the_engine_reads(name: str, tmp_path: Path) -> None:
+    assert read_config(write_folder(name, tmp_path)).layers > 0
