@@ -6,7 +6,7 @@ PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3 python; d
 	$$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
 
-.PHONY: serve test check test-gpu bench clean
+.PHONY: serve test check test-gpu bench bench-gpu clean
 
 serve: .venv/.serve
 	@exec $(BIN)/hearth serve --host $(HOST) --port $(PORT)
@@ -26,6 +26,11 @@ test-gpu: .venv/.dev
 bench: .venv/.dev .venv/.bench
 	@for name in $$(ls benchmarks/*.py); do module=$$(basename $$name .py); \
 		case $$module in __init__|record) ;; *) echo "== $$module"; $(BIN)/python -m benchmarks.$$module || exit 1;; esac; done
+
+bench-gpu: .venv/.dev .venv/.bench # on a machine with a GPU: the engine's shapes, a server's, and where a step's time goes
+	$(BIN)/hearth bench --shapes all --json benchmarks/results/h200_engine.json --plot benchmarks/results/h200_decode.png
+	$(BIN)/hearth bench --shapes http-32,http-200 --json benchmarks/results/h200_http.json
+	$(BIN)/hearth bench --profile 1,64,256
 
 clean:
 	rm -rf .venv build *.egg-info

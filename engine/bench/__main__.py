@@ -78,7 +78,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--model", default=_PEER_MODEL, help=f"{', '.join(GEOMETRIES)}, or a model folder")
-    parser.add_argument("--shapes", default="", help="with commas (default: all)")
+    parser.add_argument("--shapes", default="", help="with commas, or all, which is the default")
     parser.add_argument("--list", action="store_true", help="what the shapes are")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--context", type=int, default=None, help="tokens (default: 20480, or the model's if less)")
@@ -99,7 +99,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _names(asked: str) -> list[str]:
-    names = asked.split(",") if asked else [START, *SHAPES]
+    names = [START, *SHAPES] if asked in ("", "all") else asked.split(",")
     unknown = [name for name in names if name not in SHAPES and name != START]
     if unknown:
         sys.exit(f"no shape {', '.join(unknown)}; --list tells of those there are")
@@ -136,11 +136,9 @@ def _hardware() -> str:
 
 
 def _commit() -> str:
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=Path(__file__).parent, capture_output=True,
-        text=True,
-    )  # fmt: skip
-    return asked.stdout.strip() or os.environ.get("HEARTH_COMMIT", "unknown")
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return os.environ.get("HEARTH_COMMIT") or asked.stdout.strip() or "unknown"
 
 
 def _profile(engine: Engine, bound: Bound, sizes: Sizes, count: int, folder: str | None) -> None:
