@@ -13,8 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from engine.bench.geometries import Bound
 
 _KINDS: Final = (  # the first that a kernel's name contains
-    ("attention", ("_narrow", "_wide", "_merge_rows")),
-    ("linear", ("_multiply", "nvjet", "gemm", "cutlass", "cublas", "splitK", "aten::mm", "aten::addmm", "mkldnn")),
+    ("attention", ("_narrow", "_wide", "_merge_rows", "attention")),
+    (
+        "linear",
+        ("_multiply", "nvjet", "gemm", "cutlass", "cublas", "splitK", "aten::mm", "linear"),
+    ),
     ("add + norm", ("_add_norm", "_gather_norm", "_finish")),
     ("rotary + KV write", ("_rotate_and_write",)),
     ("silu · up", ("_silu_and_multiply",)),
@@ -56,8 +59,8 @@ def break_down(turn: Callable[[], Any], steps: int, bound: Bound, keys: float, t
     events = profiled.events()
     if on_gpu:
         ran = [event for event in events if event.device_type == DeviceType.CUDA]
-    else:  # operators that call no others stand for kernels
-        ran = [event for event in events if not event.cpu_children and event.time_range.elapsed_us() > 0]
+    else:  # operators that no others call stand for kernels
+        ran = [event for event in events if event.cpu_parent is None]
     return parts_of(((event.name, event.time_range.start, event.time_range.end) for event in ran), steps, bound, keys)
 
 

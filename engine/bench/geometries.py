@@ -1,6 +1,7 @@
 """Models' sizes, for measuring with random weights, and what a step of them costs at the least. It measures nothing."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +45,7 @@ class Bound:
     """The least that steps of a model take, in bf16 on one H200: bytes ÷ bandwidth and FLOP ÷ rate."""
 
     weights_bytes: int  # that every step reads: all but the embedding
+    head_bytes: int  # of these, those of the head, which a prompt's last token alone needs
     kv_token_bytes: int
     attention_flop: int  # per row and key
 
@@ -53,6 +55,7 @@ class Bound:
         layer = config.hidden * (qkv + config.heads * config.head_dim + 3 * config.intermediate)
         return cls(
             weights_bytes=2 * (config.layers * layer + config.vocabulary * config.hidden),
+            head_bytes=2 * config.vocabulary * config.hidden,
             kv_token_bytes=4 * config.layers * config.kv_heads * config.head_dim,
             attention_flop=4 * config.layers * config.heads * config.head_dim,
         )
@@ -63,5 +66,14 @@ class Bound:
         return 1e3 * (linear + keys * self.kv_token_bytes / BYTES_PER_S)
 
     def prompt_ms(self, tokens: int) -> float:
-        flop = tokens * self.weights_bytes + tokens * (tokens + 1) // 2 * self.attention_flop
-        return 1e3 * flop / FLOP_PER_S
+        """To the first token: a FLOP per byte of bf16 weights and token, and causal attention."""
+        linear = tokens * (self.weights_bytes - self.head_bytes) + self.head_bytes
+        return 1e3 * (linear + tokens * (tokens + 1) // 2 * self.attention_flop) / FLOP_PER_S
+
+    def throughput(self, requests: Sequence[tuple[int, int]]) -> float:
+        """Output tokens per second of requests (tokens in, tokens out) that begin at once and decode side by side."""
+        total_ms = sum(self.prompt_ms(prompt) for prompt, _ in requests)
+        for step in range(1, max(output for _, output in requests)):
+            running = [prompt + step for prompt, output in requests if output > step]
+            total_ms += self.step_ms(len(running), sum(running))
+        return 1e3 * sum(output for _, output in requests) / total_ms

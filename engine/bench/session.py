@@ -3,10 +3,11 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self, cast
 
 import numpy as np
 
+from engine.batch import Flight, Int32s, Runs, Sampled
 from engine.costs import Costs
 from engine.loop import Loop, open_scheduler
 from engine.runner import Runner
@@ -21,6 +22,33 @@ class Stream:
     submitted_s: float
     told_s: list[float] = field(default_factory=list)
     over: bool = False
+
+
+class _Watched:
+    """A runner that tells how long its caller waited for flights."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.waited_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, packed: Int32s) -> Flight:
+        return _WatchedFlight(self, self._runner.launch(packed))
+
+
+class _WatchedFlight:
+    def __init__(self, watched: _Watched, flight: Flight) -> None:
+        self._watched = watched
+        self._flight = flight
+
+    def wait(self) -> Sampled:
+        began = time.perf_counter()
+        try:
+            return self._flight.wait()
+        finally:
+            self._watched.waited_s += time.perf_counter() - began
 
 
 class Engine:
@@ -48,7 +76,8 @@ class Session:
         changed = {name: getattr(model, name) for name in model.__struct_fields__}
         spec = ModelSpec(**{**changed, "gap_ms": gap_ms or model.gap_ms, "waiting": 4096})
         self._scheduler = open_scheduler(runner, spec, time.perf_counter)
-        self._loop = Loop(runner, self._scheduler)
+        self._watched = _Watched(runner)
+        self._loop = Loop(cast(Runs, self._watched), self._scheduler)
         self._door = Door(
             model_revision=runner.revision, kv_layout=runner.kv_layout, block_tokens=runner.block_tokens,
             tokens_max=runner.context_tokens, vocabulary=runner.vocabulary, stop_ids=frozenset(),
@@ -64,6 +93,11 @@ class Session:
         while self._loop.turn():
             pass
         self._runner.costs = self._costs
+
+    @property
+    def waited_s(self) -> float:
+        """How long the host has waited for the device."""
+        return self._watched.waited_s
 
     def submit(
         self, tokens: Sequence[int], max_tokens: int, scope: int | None = None, temperature: float = 0.0

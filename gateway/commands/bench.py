@@ -231,7 +231,7 @@ def _keep(rows: list[dict[str, Any]], file: str | None) -> None:
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return asked.stdout.strip() or os.environ.get("HEARTH_COMMIT", "unknown")
+    return os.environ.get("HEARTH_COMMIT") or asked.stdout.strip() or "unknown"
 
 
 def _tell_failures(measured: Measured) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.bench.geometries import GEOMETRIES, Bound, write_folder
+from engine.bench.shapes import nano_draw
 from engine.model.config import read_config
 
 
@@ -36,9 +37,17 @@ def test_many_rows_are_bound_by_arithmetic(tmp_path: Path) -> None:
     assert bound.step_ms(256, 256 * 576) == pytest.approx(linear_ms + keys_ms, rel=0.001)
 
 
-@pytest.mark.parametrize(("tokens", "prompt_ms"), [(1024, 18.0), (4096, 78.0), (8192, 167.0), (16000, 400.0)])
+@pytest.mark.parametrize(("tokens", "prompt_ms"), [(1024, 18.4), (4096, 78.0), (8192, 167.0), (16000, 368.0)])
 def test_a_prompt_is_bound_by_arithmetic(tokens: int, prompt_ms: float, tmp_path: Path) -> None:
-    assert _bound("llama-3.1-8b", tmp_path).prompt_ms(tokens) == pytest.approx(prompt_ms, rel=0.15)
+    assert _bound("llama-3.1-8b", tmp_path).prompt_ms(tokens) == pytest.approx(prompt_ms, rel=0.02)
+
+
+def test_requests_at_once_are_bound_by_their_steps_and_prompts(tmp_path: Path) -> None:
+    prompts, outputs = nano_draw(256)
+    requests = list(zip(map(len, prompts), outputs, strict=True))
+    bound = _bound("llama-3.1-8b", tmp_path)
+    assert bound.throughput(requests) == pytest.approx(13_000, rel=0.05)
+    assert bound.throughput([(512, 2)]) == pytest.approx(2e3 / (bound.prompt_ms(512) + bound.step_ms(1, 513)))
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)

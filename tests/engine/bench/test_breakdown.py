@@ -1,7 +1,7 @@
 from engine.bench.breakdown import parts_of
 from engine.bench.geometries import Bound
 
-BOUND = Bound(weights_bytes=1000, kv_token_bytes=10, attention_flop=1)
+BOUND = Bound(weights_bytes=1000, head_bytes=100, kv_token_bytes=10, attention_flop=1)
 
 
 def test_a_step_is_its_kernels_and_what_is_idle() -> None:
