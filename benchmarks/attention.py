@@ -104,7 +104,7 @@ class Bench:
         ]
         packed = pack(slices, BLOCK_TOKENS, shape.segments)
         batch = unpack(packed)
-        layout = attention.layout_for((None,), HEADS, KV_HEADS, DEVICE)
+        layout = attention.layout_for((None,), HEADS, KV_HEADS, 512, DEVICE)
         work = tiles.build(packed, batch, layout)
         step = torch.from_numpy(np.concatenate((packed, work.words))).to(DEVICE)
         rows = len(batch.tokens_T)

@@ -41,6 +41,7 @@ HEADER_WORDS = 32
 OFFSET_WORD = 8  # where the header keeps the first word of Section 0
 SPARE_WORD = 24
 SAMPLING_WORDS = 12
+SEGMENTS_MAX: Final = 4  # of one slice
 # temperature, top_k, top_p, min_p, the three penalties, seed low and high, position, logprobs, spare
 _SAMPLING: Final = struct.Struct("<fifffffIIiii")
 _POSITION: Final = 9  # the column of sampling_R12 that pack fills in itself

@@ -17,11 +17,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import Segment
+from engine.batch import SEGMENTS_MAX, Segment
 from engine.costs import Costs
 from engine.sequence import Sequence
-
-SEGMENTS_MAX: Final = 4  # of one sequence
 
 
 class Groups:

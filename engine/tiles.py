@@ -31,6 +31,7 @@ HEAD_WORDS: Final = 8
 _NARROW_KEYS_LEAST: Final = 64  # fewer are not worth a division
 _WIDE_KEYS_LEAST: Final = 256
 _WAVES: Final = (1, 2, 3, 5)  # entries per program that are tried
+_EVEN: Final = 1.1
 _ENTRY_KEYS: Final = 96  # keys that could be read in the time that an entry takes beside its own
 _WORTH: Final = 0.97  # finer divisions have to be merged: they must do so much better
 
@@ -250,8 +251,9 @@ def _span(keys_E: NDArray[np.int64], programs: int, least: int) -> int:
     if not len(keys_E):
         return least
     programs = max(1, programs)
+    waves_tried = _WAVES[:1] if keys_E.max() <= _EVEN * keys_E.min() else _WAVES
     best, best_load = 0, float("inf")
-    for waves in _WAVES:
+    for waves in waves_tried:
         span = max(least, -(-int(keys_E.sum()) // (programs * waves)))
         parts_E = _divisions(keys_E, span)
         loads = np.repeat(keys_E / parts_E + _ENTRY_KEYS, parts_E)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.batch import SPARE_WORD
+from engine.batch import SEGMENTS_MAX, SPARE_WORD
 from engine.kernels.packed import POSITIONS, TABLE_WIDTH, TABLES, word
 from engine.tiles import ENTRY_WORDS, HEAD_WORDS, Layout
 
@@ -24,7 +24,7 @@ _WORDS = tl.constexpr(ENTRY_WORDS)
 _HEAD = tl.constexpr(HEAD_WORDS)  # narrow entries follow at once: one load fewer before the first key is known
 _LOG2_E: Final = 1.4426950408889634
 _MULTIPROCESSORS: Final = 2  # of what is no GPU, as the interpreter
-_SLOTS: Final = 4096
+_SLOTS_LEAST: Final = 4096
 _MERGED_AT_ONCE: Final = 8
 
 
@@ -62,8 +62,10 @@ class Scratch:
         )
 
 
-def layout_for(windows: tuple[int | None, ...], heads: int, kv_heads: int, device: torch.device) -> Layout:
-    """The tiles that `attend` takes on this device."""
+def layout_for(
+    windows: tuple[int | None, ...], heads: int, kv_heads: int, sequences: int, device: torch.device
+) -> Layout:
+    """The tiles that `attend` takes on this device, with room for the parts of so many sequences at once."""
     count = _MULTIPROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -73,7 +75,7 @@ def layout_for(windows: tuple[int | None, ...], heads: int, kv_heads: int, devic
         wide_rows=max(1, WIDE.rows // (heads // kv_heads)),
         narrow_programs=count * NARROW.programs,
         wide_programs=count * WIDE.programs,
-        slots=_SLOTS,
+        slots=max(_SLOTS_LEAST, sequences * (SEGMENTS_MAX + 1)),
     )
 
 

@@ -4,9 +4,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.overlap import overlaps, release, wait
+
 
 @triton.jit
 def _silu_and_multiply(x, out, inner, BLOCK: tl.constexpr):
+    release()
+    wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inner
@@ -24,4 +28,6 @@ def silu_and_multiply(x_T2I: Tensor, out_TI: Tensor) -> None:
     assert x_T2I.is_contiguous()
     assert out_TI.is_contiguous()
     block = min(2048, triton.next_power_of_2(inner))
-    _silu_and_multiply[rows, triton.cdiv(inner, block)](x_T2I, out_TI, inner, BLOCK=block)
+    _silu_and_multiply[rows, triton.cdiv(inner, block)](
+        x_T2I, out_TI, inner, BLOCK=block, launch_pdl=overlaps(out_TI.device)
+    )

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.overlap import overlaps, release, wait
+
 ROWS_MOST = 128  # of the kernels here
 
 
@@ -55,6 +57,7 @@ def _multiply_row(
     x, w, out, N, K, parts, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    wait()
     part = tl.program_id(1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     blocks = tl.cdiv(K, BLOCK_K)
@@ -66,6 +69,7 @@ def _multiply_row(
         total += _weights(w, outputs, inputs, N, K, MASKED).to(tl.float32) * values
         if GATED:
             total_up += _weights(w + N.to(tl.int64) * K, outputs, inputs, N, K, MASKED).to(tl.float32) * values
+    release()
     y = tl.sum(total, 1)
     if GATED:
         y = y / (1.0 + tl.exp(-y)) * tl.sum(total_up, 1)
@@ -77,6 +81,7 @@ def _multiply_rows(
     x, w, out, T, N, K, parts, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    wait()
     part = tl.program_id(1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_T)
@@ -90,6 +95,7 @@ def _multiply_rows(
         if GATED:
             up = _weights(w + N.to(tl.int64) * K, outputs, inputs, N, K, MASKED)
             total_up = tl.dot(up, values, total_up, input_precision="ieee")
+    release()
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * total_up
     at = out + (part * T + rows[:, None]) * N + outputs[None, :]
@@ -126,10 +132,12 @@ def _launch(x_TK: Tensor, weight_NK: Tensor, out: Tensor, outputs: int, tiling: 
         _multiply_row[grid](
             x_TK, weight_NK, out, outputs, inputs, tiling.parts, GATED=gated, MASKED=masked,
             BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps,
+            launch_pdl=overlaps(x_TK.device),
         )  # fmt: skip
         return
     _multiply_rows[grid](
         x_TK, weight_NK, out, rows, outputs, inputs, tiling.parts, GATED=gated, MASKED=masked,
         BLOCK_T=max(16, triton.next_power_of_2(rows)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         STAGES=tiling.stages, num_warps=tiling.warps,
+            launch_pdl=overlaps(x_TK.device),
     )  # fmt: skip

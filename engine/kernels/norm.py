@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.overlap import overlaps, release, wait
 from engine.kernels.packed import SAMPLED, WANTED, word
 
 _LATENCY_WARPS = 16  # one row on one SM is bound by latency: more threads, fewer steps for each
@@ -32,6 +33,8 @@ def _add(total, parts, offset, part_stride, columns, inside, P: tl.constexpr):
 def _add_norm(
     total, parts, weight, out, hidden, part_stride, epsilon, P: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr
 ):
+    release()
+    wait()
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     offset = tl.program_id(0).to(tl.int64) * hidden
@@ -45,6 +48,8 @@ def _add_norm(
 
 @triton.jit
 def _gather_norm(step, total, weight, out, hidden, epsilon, BLOCK: tl.constexpr):
+    release()
+    wait()
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     row = tl.program_id(0)
@@ -72,7 +77,17 @@ def gather_norm(step: Tensor, sum_TH: Tensor, weight_H: Tensor, epsilon: float, 
     assert step.dtype == torch.int32
     rows, hidden = out_RH.shape
     block = triton.next_power_of_2(hidden)
-    _gather_norm[(rows,)](step, sum_TH, weight_H, out_RH, hidden, epsilon, BLOCK=block, num_warps=_warps(rows, block))
+    _gather_norm[(rows,)](
+        step,
+        sum_TH,
+        weight_H,
+        out_RH,
+        hidden,
+        epsilon,
+        BLOCK=block,
+        num_warps=_warps(rows, block),
+        launch_pdl=overlaps(sum_TH.device),
+    )
 
 
 def _launch_add(
@@ -88,7 +103,7 @@ def _launch_add(
     block = triton.next_power_of_2(hidden)
     _add_norm[(rows,)](
         sum_TH, sum_TH if parts_PTH is None else parts_PTH, weight_H, out_TH, hidden, stride, epsilon,
-        P=count, NORM=norm, BLOCK=block, num_warps=_warps(rows, block),
+        P=count, NORM=norm, BLOCK=block, num_warps=_warps(rows, block), launch_pdl=overlaps(sum_TH.device),
     )  # fmt: skip
 
 

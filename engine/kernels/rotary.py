@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.overlap import overlaps, release, wait
 from engine.kernels.packed import POSITIONS, ROWS, SLOTS, word
 
 _HEADS_PER_PROGRAM = 16
@@ -34,6 +35,8 @@ def _rotate_and_write(
     D: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, BLOCK_H: tl.constexpr,
     HALF_D: tl.constexpr,
 ):  # fmt: skip
+    release()
+    wait()
     row = tl.program_id(0)
     if row < tl.load(step + ROWS):
         heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -100,4 +103,5 @@ def rotate_and_write(
         step, parts_PTW, cos_PD if qk_norm_HD is None else qk_norm_HD, cos_PD, sin_PD, q_THD, kv_SW,
         parts_PTW.stride(0), epsilon, HEADS=heads, KV_HEADS=kv_heads, D=head_dim, P=count,
         NORM=qk_norm_HD is not None, FP8=fp8, BLOCK_H=block, HALF_D=triton.next_power_of_2(head_dim // 2),
+        launch_pdl=overlaps(q_THD.device),
     )  # fmt: skip

@@ -42,7 +42,7 @@ class Space:
         cls, config: ModelConfig, device: torch.device, words: int, rows: int, wanted: int, context_tokens: int
     ) -> Self:
         cos_PD, sin_PD = rotary_tables(config.rope, config.head_dim, context_tokens)
-        layout = layout_for(tuple(dict.fromkeys(config.windows)), config.heads, config.kv_heads, device)
+        layout = layout_for(tuple(dict.fromkeys(config.windows)), config.heads, config.kv_heads, wanted, device)
         return cls(
             torch.zeros(words, dtype=torch.int32, device=device),
             torch.zeros(rows, config.hidden, device=device),

@@ -283,7 +283,7 @@ def test_two_layers_of_the_true_size_agree_with_the_reference_library(kv_dtype: 
     several = [Text(text, table) for text, table in zip(ids, tables, strict=True)]
     prompts = logits(runner.place, [text.slice(len(text.ids) - 1, GREEDY) for text in several])
     single = logits(runner.place, [text.slice(1, GREEDY) for text in several])
-    tolerance = 0.02 if kv_dtype == "auto" else 0.06
+    tolerance = 0.02 if kv_dtype == "auto" else 0.15  # e4m3 keeps 3 bits of K and of V
     for index, rows in enumerate(wanted):
         assert relative_error(prompts[index], rows[0]) <= tolerance, (index, "in a prompt")
         assert relative_error(single[index], rows[1]) <= tolerance, (index, "alone")

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.batch import Segment, Slice, pack, unpack
+from engine.batch import SEGMENTS_MAX, Segment, Slice, pack, unpack
 from engine.costs import Costs
-from engine.grouping import SEGMENTS_MAX, Groups
+from engine.grouping import Groups
 from engine.sequence import Sequence
 from engine.wire import Sampling
 from prefixcache.tree import Namespace

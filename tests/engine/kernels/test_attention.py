@@ -58,7 +58,7 @@ def check(case: Case, seed: int = 0) -> None:
     packed = pack(slices, case.block_tokens, case.segments)
     batch = unpack(packed)
     layout = replace(
-        attention.layout_for(case.windows, case.heads, case.kv_heads, DEVICE), slots=case.slots,
+        attention.layout_for(case.windows, case.heads, case.kv_heads, 512, DEVICE), slots=case.slots,
     )  # fmt: skip
     if DEVICE.type == "cpu":
         layout = replace(layout, narrow_programs=case.programs, wide_programs=case.programs)

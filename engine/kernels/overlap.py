@@ -1,0 +1,31 @@
+"""Lets a kernel begin while the one before it ends (programmatic dependent launch, from Hopper on).
+
+Whoever is launched with `launch_pdl=overlaps(device)` calls `wait` in every program before it touches anything that a
+kernel writes: then all before it is done and seen, not just the last kernel. `release` lets the next one begin as soon
+as every program has called it; what that one reads after its own `wait` is complete all the same. Where the GPU cannot
+do this, and in the interpreter, both are nothing.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def wait():
+    if tl.target_info.cuda_capability_geq(9):
+        gdc_wait()
+
+
+@triton.jit
+def release():
+    if tl.target_info.cuda_capability_geq(9):
+        gdc_launch_dependents()
