@@ -12,7 +12,6 @@ A block of the tree belongs to one namespace, and so does a group.
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
