@@ -30,7 +30,7 @@ ENTRY_WORDS: Final = 8
 HEAD_WORDS: Final = 8
 _NARROW_KEYS_LEAST: Final = 64  # fewer are not worth a division
 _WIDE_KEYS_LEAST: Final = 256
-_WAVES: Final = (1, 2, 3, 5)  # entries per program that are tried
+_WAVES: Final = (1, 2, 3, 5)  # narrow entries per program that are tried; wide ones cost too much to merge
 _EVEN: Final = 1.1
 _ENTRY_KEYS: Final = 96  # keys that could be read in the time that an entry takes beside its own
 _WORTH: Final = 0.97  # finer divisions have to be merged: they must do so much better
@@ -120,8 +120,8 @@ class _Work:
             firsts = batch.own_starts_S[self._singles].astype(np.int64)
         wide = self._wide_entries()
         keys, wide_keys = contexts - firsts, wide.last_E - wide.first_E
-        narrow_span = _span(keys, layout.narrow_programs // layout.kv_heads, _NARROW_KEYS_LEAST)
-        wide_span = _span(wide_keys, layout.wide_programs // layout.kv_heads, _WIDE_KEYS_LEAST)
+        narrow_span = _span(keys, layout.narrow_programs // layout.kv_heads, _NARROW_KEYS_LEAST, _WAVES)
+        wide_span = _span(wide_keys, layout.wide_programs // layout.kv_heads, _WIDE_KEYS_LEAST, _WAVES[:1])
         while True:
             divisions, wide_divisions = _divisions(keys, narrow_span), _divisions(wide_keys, wide_span)
             slots_T = self._slots_of(divisions, wide, wide_divisions)
@@ -245,13 +245,14 @@ def _divisions(keys_E: NDArray[np.int64], span: int) -> NDArray[np.int64]:
     return np.maximum(1, (keys_E + span // 2) // span)
 
 
-def _span(keys_E: NDArray[np.int64], programs: int, least: int) -> int:
+def _span(keys_E: NDArray[np.int64], programs: int, least: int, waves_tried: Items[int]) -> int:
     """About how many keys an entry is to have, so that the program with most work has least; `programs` for each KV
     head. Even lengths are best not divided more than they must be, uneven ones more finely."""
     if not len(keys_E):
         return least
     programs = max(1, programs)
-    waves_tried = _WAVES[:1] if keys_E.max() <= _EVEN * keys_E.min() else _WAVES
+    if keys_E.max() <= _EVEN * keys_E.min():
+        waves_tried = waves_tried[:1]
     best, best_load = 0, float("inf")
     for waves in waves_tried:
         span = max(least, -(-int(keys_E.sum()) // (programs * waves)))
