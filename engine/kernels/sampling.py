@@ -267,16 +267,17 @@ def _penalise(step, logits, counts, V, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     if row < tl.load(step + SAMPLED):
         seen = word(step, HISTORY_STARTS, row) < word(step, HISTORY_STARTS, row + 1)
+        last = tl.where(seen, V, 0)
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         place = row.to(tl.int64) * V + at
-        count = tl.load(counts + place, mask=seen & (at < V), other=0)
-        x = tl.load(logits + place, mask=seen & (at < V), other=0.0)
+        count = tl.load(counts + place, mask=at < last, other=0)
+        x = tl.load(logits + place, mask=at < last, other=0.0)
         repetition = _number(step, row, _REPETITION)
         x = tl.where((count & 1) > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         written = (count >> 1).to(tl.float32)
         lowered = _number(step, row, _FREQUENCY) * written + _number(step, row, _PRESENCE)
         x = tl.where(written > 0, x - lowered, x)
-        tl.store(logits + place, x, mask=seen & (at < V))
+        tl.store(logits + place, x, mask=at < last)
 
 
 @triton.jit
