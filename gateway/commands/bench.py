@@ -26,15 +26,15 @@ from gateway.state import read_credentials
 
 _TEACHING = """\
 examples:
-  hearth bench                                         the local server, with the credentials of its first start
+  hearth bench                                            the local server, with the credentials of its first start
   hearth bench --streams 32 --requests 200 --max-tokens 128
-  hearth bench --rate 20 --chats                       requests as they come, 20 a second, as long as chats are
-  hearth bench --shared 1500 --json                    behind one system prompt of about 1,500 words
+  hearth bench --rate 20 --chats                          requests as they come, 20 a second, as long as chats are
+  hearth bench --shared 1500 --json                       behind one system prompt of about 1,500 words
   hearth bench --base-url https://hearth.example --account ACCOUNT --token TOKEN --model @hf/Qwen/Qwen3-0.6B
-  hearth bench --serve llama-3.1-8b --shapes http-200  a server with random weights, started and ended for it
-  hearth bench --list                                  the engine's shapes, measured without a server
+  hearth bench --serve llama-3.1-8b --shapes http-200     a server with random weights, started and ended for it
+  hearth bench --list                                     the engine's shapes, measured without a server
   hearth bench --shapes decode-1,decode-64 --plot decode.png --json rows.json
-  hearth bench --profile 1,64,256 --trace traces       where the time of a decode step goes
+  hearth bench --profile 1,64,256 --trace traces          where the time of a decode step goes
 
 Each of --streams clients sends its next request when its last one ended; with --rate requests come at random times
 instead, whatever is still open. Reported are the time to the first token, the gap between events, tokens per second
