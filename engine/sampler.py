@@ -26,6 +26,7 @@ Ids = NDArray[np.int64]
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # the constants are splitmix64's
 _SHUFFLES: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_REST_MOST: Final = 1 - 2.0**-24  # the float32 before 1, which would make the noise −∞: no token would be left
 _NOISE_MOST: Final = 23.0  # −log(−log(1 − 2⁻³³)) is 22.9: no token's noise is greater
 _SORTED_FIRST: Final = 1024  # how many the search for top_p's set puts in order before it takes them all
 
@@ -145,5 +146,6 @@ def noise(key: int, ids_C: NDArray[np.integer]) -> Floats:
     hashed ^= hashed >> np.uint64(31)
     # 1 − u instead of u: where the noise is great, −log u is small, and float32 is exact near 0 but not near 1.
     rest = torch.from_numpy((hashed >> np.uint64(32)).astype(np.float32)).add_(0.5).mul_(2.0**-32)
+    rest.clamp_(max=_REST_MOST)
     values: Floats = rest.neg_().log1p_().neg_().log_().neg_().numpy()
     return values

@@ -43,6 +43,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # splitmix64's
 _FACTOR_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
 _LOWEST = tl.constexpr(-0x7F800001)  # −inf, ordered
+_REST_MOST = tl.constexpr(1.0 - 2.0**-24)  # as engine/sampler.py has it
 
 
 @triton.jit
@@ -75,7 +76,7 @@ def _key(step, row):
 def _noise(key, ids):
     """Standard Gumbel noise: −log(−log u), u a hash of (key, id); by 1 − u, which float32 holds exactly near 0."""
     hashed = _shuffle((ids + 1).to(tl.uint64) * _GOLDEN + key)
-    rest = ((hashed >> 32).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = tl.minimum(((hashed >> 32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, _REST_MOST)
     u = 1.0 - rest
     # log(1 − rest), exact for a small rest too: Kahan's correction of what the subtraction lost.
     log_u = tl.where(u == 1.0, -rest, tl.log(u) * (-rest / (u - 1.0)))

@@ -123,6 +123,16 @@ def test_rows_that_are_not_finite_give_no_token(temperature: float) -> None:
     assert tokens_R[5] == 77  # past the step's rows
 
 
+def test_the_only_token_left_is_drawn_whatever_its_noise() -> None:
+    unlucky, seed = 49743, 2  # at position 4 its hash is so near 2⁶⁴ that float32 rounds it up
+    logits_RV = torch.zeros(2, unlucky + 1)
+    logits_RV[:, unlucky] = 20.0
+    settings = [Sampling(temperature=1.0, top_k=1, seed=seed), Sampling(temperature=1.0, top_p=0.5, seed=seed)]
+    packed = step_of(settings, [None] * 2)
+    assert sample(logits_RV.clone(), unpack(packed.copy())).tokens_R.tolist() == [unlucky] * 2
+    assert on_device(packed, logits_RV) == [unlucky] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [128256, 151936])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
