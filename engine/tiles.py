@@ -30,6 +30,7 @@ ENTRY_WORDS: Final = 8
 HEAD_WORDS: Final = 8
 _NARROW_KEYS_LEAST: Final = 64  # fewer are not worth a division
 _WIDE_KEYS_LEAST: Final = 256
+_WIDE_KEYS_UNIT: Final = 64  # wide entries begin at multiples of the largest block: theirs is fetched as a whole
 _WAVES: Final = (1, 2, 3, 5)  # narrow entries per program that are tried; wide ones cost too much to merge
 _EVEN: Final = 1.1
 _ENTRY_KEYS: Final = 96  # keys that could be read in the time that an entry takes beside its own
@@ -43,7 +44,7 @@ class Layout:
     windows         the distinct windows of the model's layers, None for none; segments serve None alone.
     kv_heads        each entry is computed for each of them.
     wide_rows       rows of a step that a wide entry stacks at most.
-    *_programs      that the kernels run with.
+    *_programs      that the kernels run with; few_programs the narrow one where a step has few_rows or fewer.
     slots           partial results that there is memory for.
     """
 
@@ -53,6 +54,12 @@ class Layout:
     narrow_programs: int
     wide_programs: int
     slots: int
+    few_rows: int = 0
+    few_programs: int = 1
+
+    def programs_of(self, rows: int) -> int:
+        """The narrow kernel's, for a step of so many rows."""
+        return self.few_programs if rows <= self.few_rows else self.narrow_programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,7 @@ class _Work:
         self._batch = batch
         self._window = window
         self._layout = layout
+        self._narrow_programs = layout.programs_of(len(batch.tokens_T))
         single_S = np.diff(batch.query_starts_S1) == 1
         self._singles = np.flatnonzero(single_S)
         self._prompts = np.flatnonzero(~single_S)
@@ -120,7 +128,7 @@ class _Work:
             firsts = batch.own_starts_S[self._singles].astype(np.int64)
         wide = self._wide_entries()
         keys, wide_keys = contexts - firsts, wide.last_E - wide.first_E
-        narrow_span = _span(keys, layout.narrow_programs // layout.kv_heads, _NARROW_KEYS_LEAST, _WAVES)
+        narrow_span = _span(keys, self._narrow_programs // layout.kv_heads, _NARROW_KEYS_LEAST, _WAVES)
         wide_span = _span(wide_keys, layout.wide_programs // layout.kv_heads, _WIDE_KEYS_LEAST, _WAVES[:1])
         while True:
             divisions, wide_divisions = _divisions(keys, narrow_span), _divisions(wide_keys, wide_span)
@@ -141,6 +149,7 @@ class _Work:
         first_E = np.zeros_like(low_E)
         if self._window is not None:
             first_E = np.maximum(0, batch.positions_T[low_E].astype(np.int64) + 1 - self._window)
+            first_E -= first_E % _WIDE_KEYS_UNIT
         last_E = batch.positions_T[low_E + count_E - 1].astype(np.int64) + 1
         rows = [_ranges(low_E, count_E)]
         table = [np.stack((count_E, self._prompts[owner_E], first_E, last_E, np.ones_like(low_E)), 1)]
@@ -181,8 +190,9 @@ class _Work:
         entries[:, 0] = np.cumsum(count_X) - count_X
         entries[:, 1] = count_X
         entries[:, 2] = wide.slice_E[entry_X]
-        entries[:, 3] = first_X + keys_X * part_X // parts_X
-        entries[:, 4] = first_X + keys_X * (part_X + 1) // parts_X
+        entries[:, 3] = first_X + keys_X * part_X // parts_X // _WIDE_KEYS_UNIT * _WIDE_KEYS_UNIT
+        next_X = keys_X * (part_X + 1) // parts_X
+        entries[:, 4] = first_X + np.where(part_X + 1 == parts_X, keys_X, next_X // _WIDE_KEYS_UNIT * _WIDE_KEYS_UNIT)
         entries[:, 5] = wide.hidden_E[entry_X]
         self._wide = entries[_order(entries[:, 4] - entries[:, 3], self._layout.wide_programs, self._layout)]
         merged = np.flatnonzero((used_T > 0) & (slots_T > 0))
@@ -224,7 +234,7 @@ class _Work:
         entries[:, 5] = base_T[row_E]
         entries[:, 6] = slots_T[row_E]
         entries[:, 7] = np.where(used_T[row_E] == 0, slots_T[row_E], 0)
-        return entries[_order(entries[:, 3] - entries[:, 2], self._layout.narrow_programs, self._layout)]
+        return entries[_order(entries[:, 3] - entries[:, 2], self._narrow_programs, self._layout)]
 
     def words(self, at: int) -> Int32s:
         """Everything, to lie from word `at` on."""

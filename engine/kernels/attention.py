@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.batch import SEGMENTS_MAX, SPARE_WORD
+from engine.kernels import attention_hopper
+from engine.kernels.overlap import overlaps, release, wait
 from engine.kernels.packed import POSITIONS, TABLE_WIDTH, TABLES, word
 from engine.tiles import ENTRY_WORDS, HEAD_WORDS, Layout
 
@@ -39,8 +41,13 @@ class Cut:
     programs: int
 
 
+# Of head sizes up to 128; larger ones take half the keys.
 NARROW: Final = Cut(16, 32, 5, 4, 4)
+NARROW_FEW: Final = Cut(16, 64, 6, 2, 2)  # up to _FEW_ROWS rows in the step
 WIDE: Final = Cut(128, 128, 2, 8, 1)
+_FEW_ROWS: Final = 32
+_MERGE_PROGRAMS: Final = 16
+_MERGE_WARPS: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,8 @@ def layout_for(
         windows=windows,
         kv_heads=kv_heads,
         wide_rows=max(1, WIDE.rows // (heads // kv_heads)),
+        few_rows=_FEW_ROWS,
+        few_programs=count * NARROW_FEW.programs,
         narrow_programs=count * NARROW.programs,
         wide_programs=count * WIDE.programs,
         slots=max(_SLOTS_LEAST, sequences * (SEGMENTS_MAX + 1)),
@@ -165,14 +174,16 @@ def _narrow(
     BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CAPPED: tl.constexpr,
     STAGES: tl.constexpr, MERGED_G: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
+    release()
     tiles = step + tl.load(step + HEADER_WORD)
     entries = tiles + _HEAD
     tables = step + tl.load(step + TABLES)
     width = tl.load(step + TABLE_WIDTH)
+    count = tl.load(tiles)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     inside = (g < G)[:, None] & (d < D)[None, :]
-    for item in range(tl.program_id(0), tl.load(tiles) * KV_HEADS, tl.num_programs(0)):
+    for item in range(tl.program_id(0), count * KV_HEADS, tl.num_programs(0)):
         entry = entries + item // KV_HEADS * _WORDS
         head = item % KV_HEADS
         row = tl.load(entry).to(tl.int64)
@@ -180,6 +191,7 @@ def _narrow(
         first, last = tl.load(entry + 2), tl.load(entry + 3)
         slot = tl.load(entry + 4)
         at = row * (HEADS * D) + (head * G + g)[:, None] * D + d[None, :]
+        wait()  # for q and the newest keys; all above is the step's own and lies there since before its first kernel
         queries = tl.load(q + at, mask=inside, other=0.0)
         peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
@@ -208,6 +220,7 @@ def _narrow(
                         MERGED_G, D, BLOCK_D, AT_ONCE,
                     )  # fmt: skip
                     tl.atomic_xchg(counters + row * KV_HEADS + head, 0)
+    wait()  # in those without an entry too: who waits for this kernel waits for all before it
 
 
 @triton.jit
@@ -270,16 +283,19 @@ def _wide(
 
 @triton.jit
 def _merge_rows(
-    step, result, partial, peaks, totals, HEADER_WORD: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    G: tl.constexpr, MERGED_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+    step, result, partial, peaks, totals, HEADER_WORD: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
+    release()
     tiles = step + tl.load(step + HEADER_WORD)
     entries = step + tl.load(tiles + 5)
-    for item in range(tl.program_id(0), tl.load(tiles + 2) * KV_HEADS, tl.num_programs(0)):
-        entry = entries + item // KV_HEADS * 4
+    count = tl.load(tiles + 2)
+    wait()
+    for item in range(tl.program_id(0), count * HEADS, tl.num_programs(0)):
+        entry = entries + item // HEADS * 4
         _merge(
-            partial, peaks, totals, result, tl.load(entry), item % KV_HEADS, tl.load(entry + 1), tl.load(entry + 2),
-            HEADS, G, MERGED_G, D, BLOCK_D, AT_ONCE,
+            partial, peaks, totals, result, tl.load(entry), item % HEADS, tl.load(entry + 1), tl.load(entry + 2),
+            HEADS, 1, 1, D, BLOCK_D, AT_ONCE,
         )  # fmt: skip
 
 
@@ -306,18 +322,29 @@ def attend(
     scale = head_dim**-0.5 * _LOG2_E
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "G": fold, "D": head_dim, "BLOCK_D": block_d}
     sizes["HEADER_WORD"] = SPARE_WORD + layout.windows.index(window)
-    merged = {"MERGED_G": triton.next_power_of_2(fold), "AT_ONCE": _MERGED_AT_ONCE}
     memory = (scratch.partial_PHD, scratch.peak_PH, scratch.total_PH)
-    if wide:
+    overlap = overlaps(q_THD.device)
+    keys_shrink = max(1, block_d // 128)
+    if wide and attention_hopper.serves(q_THD, kv_SW, block_tokens):
+        attention_hopper.attend_wide(
+            step, q_THD, kv_SW, out_THD, *memory, scale, softcap, window, kv_heads, block_tokens,
+            sizes["HEADER_WORD"], layout.wide_programs,
+        )  # fmt: skip
+    elif wide:
         _wide[(layout.wide_programs,)](
             step, q_THD, kv_SW, out_THD, *memory, scale, softcap, window or 0, BLOCK_ROWS=WIDE.rows,
-            BLOCK_KEYS=WIDE.keys, BLOCK_TOKENS=block_tokens, WINDOWED=window is not None, CAPPED=softcap > 0,
-            STAGES=WIDE.stages, num_warps=WIDE.warps, **sizes,
+            BLOCK_KEYS=WIDE.keys // keys_shrink, BLOCK_TOKENS=block_tokens, WINDOWED=window is not None,
+            CAPPED=softcap > 0, STAGES=WIDE.stages, num_warps=WIDE.warps, **sizes,
         )  # fmt: skip
-    _narrow[(layout.narrow_programs,)](
+    narrow = NARROW_FEW if len(q_THD) <= layout.few_rows else NARROW
+    _narrow[(layout.programs_of(len(q_THD)),)](
         step, q_THD, kv_SW, out_THD, *memory, scratch.counters, scale, softcap, window or 0, BLOCK_G=block_g,
-        BLOCK_KEYS=NARROW.keys, BLOCK_TOKENS=block_tokens, CAPPED=softcap > 0, STAGES=NARROW.stages,
-        num_warps=NARROW.warps, **merged, **sizes,
+        BLOCK_KEYS=narrow.keys // keys_shrink, BLOCK_TOKENS=block_tokens, CAPPED=softcap > 0, STAGES=narrow.stages,
+        MERGED_G=triton.next_power_of_2(fold), AT_ONCE=_MERGED_AT_ONCE, num_warps=narrow.warps, launch_pdl=overlap,
+        **sizes,
     )  # fmt: skip
     if wide:
-        _merge_rows[(layout.narrow_programs,)](step, out_THD, *memory, **merged, **sizes)
+        _merge_rows[(layout.wide_programs * _MERGE_PROGRAMS,)](
+            step, out_THD, *memory, HEADER_WORD=sizes["HEADER_WORD"], HEADS=heads, D=head_dim, BLOCK_D=block_d,
+            AT_ONCE=_MERGED_AT_ONCE, num_warps=_MERGE_WARPS, launch_pdl=overlap,
+        )  # fmt: skip

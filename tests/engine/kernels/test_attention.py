@@ -61,7 +61,7 @@ def check(case: Case, seed: int = 0) -> None:
         attention.layout_for(case.windows, case.heads, case.kv_heads, 512, DEVICE), slots=case.slots,
     )  # fmt: skip
     if DEVICE.type == "cpu":
-        layout = replace(layout, narrow_programs=case.programs, wide_programs=case.programs)
+        layout = replace(layout, narrow_programs=case.programs, few_programs=case.programs, wide_programs=case.programs)
     work = tiles.build(packed, batch, layout)
     step = torch.from_numpy(np.concatenate((packed, work.words))).to(DEVICE)
     rows = len(batch.tokens_T)
@@ -153,6 +153,8 @@ TRUE_CASES = {
     "fp8": replace(TRUE, chunks=[100, 1], starts=[50, 600], kv_dtype=torch.float8_e4m3fn),
     "head size 64": replace(TRUE, chunks=[100, 1], starts=[50, 600], head_dim=64, heads=14, kv_heads=2),
     "head size 256": replace(TRUE, chunks=[100, 1], starts=[50, 600], head_dim=256, heads=8, kv_heads=4),
+    "blocks of 64": replace(TRUE, chunks=[200, 1], starts=[700, 900], block_tokens=64),
+    "blocks of 8": replace(TRUE, chunks=[200, 1], starts=[700, 900], block_tokens=8),
     "windows": replace(TRUE, chunks=[200, 1], starts=[3000, 6000], windows=(4096, None, 512)),
     "softcap": replace(TRUE, chunks=[200, 1], starts=[300, 600], softcap=30.0),
 }  # fmt: skip

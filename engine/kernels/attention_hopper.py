@@ -1,0 +1,318 @@
+"""The wide entries of engine/tiles.py on Hopper: attention.py's `_wide`, its matmuls kept apart from its loads.
+
+Written in Gluon, since plain Triton leaves neither the copies to the tensor memory accelerator nor warps to one task. A
+warp fetches tiles of keys and values, block by block through a tensor map, into rings in shared memory; two warpgroups
+take half of an entry's rows each. Each begins the logits of the next tile before it multiplies the weights of this
+one with the values, so that the tensor cores work while exponentials are computed (FlashAttention-3, Shah et al.,
+2024), and the two drift apart until one's matmuls fall into the other's exponentials.
+
+Keys of entries begin and are divided at multiples of a block. S slots of the pool, W words of a slot, T rows, H query
+heads, D head size, P partial results.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels import packed
+from engine.tiles import ENTRY_WORDS
+
+ROWS: Final = 128  # stacked rows of an entry: two warpgroups of 64
+_KEYS: Final = 128
+_RING: Final = 2
+_HEAD_DIMS: Final = (64, 128)
+_BLOCK_LEAST: Final = 8  # rows that swizzled shared memory takes together
+_POSITIONS = gl.constexpr(packed.POSITIONS.value)
+_TABLE_WIDTH = gl.constexpr(packed.TABLE_WIDTH.value)
+_TABLES = gl.constexpr(packed.TABLES.value)
+_WORDS = gl.constexpr(ENTRY_WORDS)
+_HALF = gl.constexpr(ROWS // 2)
+_PANEL = gl.constexpr(64)  # columns of a tile that lie together in shared memory: 128 bytes
+# Renamed between the versions of Triton that we take.
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _panel(ring, place, low: gl.constexpr, count: gl.constexpr, nth: gl.constexpr):
+    """Rows low … low+count−1 of the tile in a place of a ring, columns of panel nth: what one copy fills."""
+    return ring.index(place).slice(low, count, 0).slice(nth * _PANEL, _PANEL, 1)
+
+
+@gluon.jit
+def _fetch_tile(
+    pool, table, block, last_block, column, ring, ready, free, place, phase, D: gl.constexpr, KEYS: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+):  # fmt: skip
+    """The blocks of a tile into its place of the ring once that is free; past the last block, that one again."""
+    mbarrier.wait(free.index(place), phase)
+    mbarrier.expect(ready.index(place), KEYS * D * 2)
+    for nth in gl.static_range(KEYS // BLOCK_TOKENS):
+        slot = gl.load(table + gl.minimum(block + nth, last_block)) * BLOCK_TOKENS
+        for panel in gl.static_range(D // _PANEL):
+            part = _panel(ring, place, nth * BLOCK_TOKENS, BLOCK_TOKENS, panel)
+            _copy(pool, [slot, column + panel * _PANEL], ready.index(place), part)
+
+
+@gluon.jit
+def _fetch(
+    step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, HEADER_WORD: gl.constexpr,
+    KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    """One warp: the tiles of all entries in turn, as soon as their places in the rings are free."""
+    tiles = step + gl.load(step + HEADER_WORD)
+    entries = step + gl.load(tiles + 4)
+    tables = step + gl.load(step + _TABLES)
+    width = gl.load(step + _TABLE_WIDTH)
+    fetched = 0
+    for item in range(gl.program_id(0), gl.load(tiles + 1) * KV_HEADS, gl.num_programs(0)):
+        entry = entries + item // KV_HEADS * _WORDS
+        column = item % KV_HEADS * D
+        table = tables + gl.load(entry + 2) * width
+        first, last = gl.load(entry + 3), gl.load(entry + 4)
+        last_block = (last - 1) // BLOCK_TOKENS
+        gdc_wait()
+        for start in range(first, last, KEYS):
+            place = fetched % RING
+            phase = fetched // RING % 2 ^ 1
+            block = start // BLOCK_TOKENS
+            _fetch_tile(
+                pool, table, block, last_block, column, keys, keys_ready, keys_free, place, phase, D, KEYS, BLOCK_TOKENS
+            )
+            _fetch_tile(
+                pool, table, block, last_block, KV_HEADS * D + column, values, values_ready, values_free, place, phase,
+                D, KEYS, BLOCK_TOKENS,
+            )  # fmt: skip
+            fetched += 1
+
+
+@gluon.jit
+def _weigh(
+    logits, at, limit, below, scale, softcap, masked, peak, total, KEYS: gl.constexpr,
+    WINDOWED: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """The running softmax's weights of a tile of logits: (weights, factor for what was summed before, peak, total)."""
+    unit = scale
+    if CAPPED:  # cap · tanh(x ÷ cap), by way of the exponential
+        logits = softcap * (1.0 - 2.0 / (gl.exp2(logits * (scale * 2.0 / softcap)) + 1.0))
+        unit = 1.4426950408889634
+    if WINDOWED or masked:
+        keys = at + gl.arange(0, KEYS, gl.SliceLayout(0, TILE))
+        logits = gl.where(keys[None, :] <= limit[:, None], logits, float("-inf"))
+        if WINDOWED:
+            logits = gl.where(keys[None, :] > below[:, None], logits, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(logits, 1) * unit)
+    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = gl.exp2(logits * unit - base[:, None])
+    shrink = gl.exp2(peak - base)
+    return weights, shrink, new_peak, total * shrink + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _forget(values, place, at, last, KEYS: gl.constexpr, D: gl.constexpr):
+    """Zeroes what lies past the last key: its weight is 0, but 0 times NaN is not."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for low in gl.static_range(0, KEYS, 16):
+        if at + low + 16 > last:
+            keys = at + low + gl.arange(0, 16, gl.SliceLayout(1, layout))
+            for panel in gl.static_range(D // _PANEL):
+                part = _panel(values, place, low, 16, panel)
+                part.store(gl.where((keys < last)[:, None], part.load(layout), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _consume(
+    step, q, result, partial, peaks, totals, scale, softcap, window, queries, keys, values, keys_ready, values_ready,
+    keys_free, values_free, FIRST: gl.constexpr, HEADER_WORD: gl.constexpr, HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, WINDOWED: gl.constexpr,
+    CAPPED: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: rows FIRST … FIRST+63 of every entry."""
+    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    LOADED_ROW: gl.constexpr = gl.SliceLayout(1, LOADED)
+    ROW: gl.constexpr = gl.SliceLayout(1, TILE)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    tiles = step + gl.load(step + HEADER_WORD)
+    entries = step + gl.load(tiles + 4)
+    positions = step + gl.load(step + _POSITIONS)
+    taken = 0
+    for item in range(gl.program_id(0), gl.load(tiles + 1) * KV_HEADS, gl.num_programs(0)):
+        entry = entries + item // KV_HEADS * _WORDS
+        head = item % KV_HEADS
+        members, count = step + gl.load(entry), gl.load(entry + 1)
+        first, last, hidden = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
+
+        stacked = FIRST + gl.arange(0, _HALF, LOADED_ROW)
+        row = gl.load(members + 2 * (stacked // G), mask=stacked // G < count, other=0).to(gl.int64)
+        at = row * (HEADS * D) + (head * G + stacked % G) * D
+        gdc_wait()
+        loaded = gl.load(
+            q + at[:, None] + gl.arange(0, D, gl.SliceLayout(0, LOADED))[None, :],
+            mask=(stacked // G < count)[:, None], other=0.0,
+        )  # fmt: skip
+        queries.store(loaded)
+        fence_async_shared()
+
+        stacked = FIRST + gl.arange(0, _HALF, ROW)
+        present = stacked // G < count
+        limit = gl.where(present, last - 1, -1)
+        plain = last  # keys below it are seen by every row
+        below = limit  # keys up to it are outside of a window
+        if hidden > 0:
+            row_of = gl.load(members + 2 * (stacked // G), mask=present, other=0)
+            position = gl.load(positions + row_of, mask=present, other=-1)
+            limit = gl.minimum(limit, position)
+            below = position - window
+            plain = gl.minimum(last, gl.load(positions + gl.load(members)) + 1)
+
+        peak = gl.full([_HALF], float("-inf"), gl.float32, ROW)
+        total = gl.zeros([_HALF], gl.float32, ROW)
+        out = gl.zeros([_HALF, D], gl.float32, OUT)
+        zero = gl.zeros([_HALF, KEYS], gl.float32, TILE)
+
+        place = taken % RING
+        mbarrier.wait(keys_ready.index(place), taken // RING % 2)
+        k = keys.index(place)
+        logits = warpgroup_mma(queries, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        logits = warpgroup_mma_wait(0, [logits])
+        debug_barrier()
+        mbarrier.arrive(keys_free.index(place))
+        weights, shrink, peak, total = _weigh(
+            logits, first, limit, below, scale, softcap, first + KEYS > plain, peak, total, KEYS,
+            WINDOWED, CAPPED, TILE,
+        )  # fmt: skip
+        operand = gl.convert_layout(weights.to(q.dtype.element_ty), OPERAND)
+        for start in range(first + KEYS, last, KEYS):
+            next_place = (taken + 1) % RING
+            mbarrier.wait(keys_ready.index(next_place), (taken + 1) // RING % 2)
+            k = keys.index(next_place)
+            pending = warpgroup_mma(queries, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+            mbarrier.wait(values_ready.index(place), taken // RING % 2)
+            v = values.index(place)
+            out_pending = warpgroup_mma(operand, v, out, is_async=True)
+            logits = warpgroup_mma_wait(1, [pending])
+            debug_barrier()
+            mbarrier.arrive(keys_free.index(next_place))
+            weights, shrink, peak, total = _weigh(
+                logits, start, limit, below, scale, softcap, start + KEYS > plain, peak, total,
+                KEYS, WINDOWED, CAPPED, TILE,
+            )  # fmt: skip
+            out, operand = warpgroup_mma_wait(0, [out_pending, operand])
+            debug_barrier()
+            mbarrier.arrive(values_free.index(place))
+            out = out * gl.convert_layout(shrink, OUT_ROW)[:, None]
+            operand = gl.convert_layout(weights.to(q.dtype.element_ty), OPERAND)
+            place = next_place
+            taken += 1
+        mbarrier.wait(values_ready.index(place), taken // RING % 2)
+        tail = first + (last - first - 1) // KEYS * KEYS
+        if tail + KEYS > last:
+            _forget(values, place, tail, last, KEYS, D)
+        v = values.index(place)
+        out_pending = warpgroup_mma(operand, v, out, is_async=True)
+        out, operand = warpgroup_mma_wait(0, [out_pending, operand])
+        debug_barrier()
+        mbarrier.arrive(values_free.index(place))
+        taken += 1
+
+        peak, total = gl.convert_layout(peak, OUT_ROW), gl.convert_layout(total, OUT_ROW)
+        stacked = FIRST + gl.arange(0, _HALF, OUT_ROW)
+        present = stacked // G < count
+        d = gl.arange(0, D, gl.SliceLayout(0, OUT))
+        query_head = head * G + stacked % G
+        slot = gl.load(members + 2 * (stacked // G) + 1, mask=present, other=-1).to(gl.int64)
+        whole, part = present & (slot < 0), present & (slot >= 0)
+        row = gl.load(members + 2 * (stacked // G), mask=present, other=0).to(gl.int64)
+        normed = out / gl.where(total > 0, total, 1.0)[:, None]
+        at = row * (HEADS * D) + query_head * D
+        gl.store(
+            result + at[:, None] + d[None, :], normed.to(result.dtype.element_ty),
+            mask=whole[:, None] & (d < D)[None, :],
+        )  # fmt: skip
+        part_at = slot * HEADS + query_head
+        gl.store(peaks + part_at, peak, mask=part)
+        gl.store(totals + part_at, total, mask=part)
+        gl.store(partial + part_at[:, None] * D + d[None, :], out, mask=part[:, None] & (d < D)[None, :])
+    gdc_wait()  # without an entry too, as in attention.py
+
+
+@gluon.jit
+def _wide(
+    step, pool, q, result, partial, peaks, totals, scale, softcap, window, HEADER_WORD: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    queries_low = gl.allocate_shared_memory(q.dtype.element_ty, [_HALF, D], panel)
+    queries_high = gl.allocate_shared_memory(q.dtype.element_ty, [_HALF, D], panel)
+    keys = gl.allocate_shared_memory(q.dtype.element_ty, [RING, KEYS, D], panel)
+    values = gl.allocate_shared_memory(q.dtype.element_ty, [RING, KEYS, D], panel)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    keys_free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    values_free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(RING):
+        mbarrier.init(keys_ready.index(place), count=1)
+        mbarrier.init(values_ready.index(place), count=1)
+        mbarrier.init(keys_free.index(place), count=2)
+        mbarrier.init(values_free.index(place), count=2)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                step, q, result, partial, peaks, totals, scale, softcap, window, queries_low, keys, values, keys_ready,
+                values_ready, keys_free, values_free, 0, HEADER_WORD, HEADS, KV_HEADS, G, D, KEYS, WINDOWED,
+                CAPPED, RING,
+            )),
+            (_consume, (
+                step, q, result, partial, peaks, totals, scale, softcap, window, queries_high, keys, values, keys_ready,
+                values_ready, keys_free, values_free, _HALF, HEADER_WORD, HEADS, KV_HEADS, G, D, KEYS, WINDOWED,
+                CAPPED, RING,
+            )),
+            (_fetch, (
+                step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, HEADER_WORD, KV_HEADS, D,
+                KEYS, BLOCK_TOKENS, RING,
+            )),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+def serves(q_THD: Tensor, kv_SW: Tensor, block_tokens: int) -> bool:
+    """Whether these are what the kernel here is made for."""
+    if q_THD.device.type != "cuda" or torch.cuda.get_device_capability(q_THD.device) != (9, 0):
+        return False
+    fits = q_THD.shape[2] in _HEAD_DIMS and block_tokens >= _BLOCK_LEAST
+    return fits and q_THD.element_size() == 2 and kv_SW.dtype == q_THD.dtype
+
+
+def attend_wide(
+    step: Tensor, q_THD: Tensor, kv_SW: Tensor, out_THD: Tensor, partial_PHD: Tensor, peak_PH: Tensor,
+    total_PH: Tensor, scale: float, softcap: float, window: int | None, kv_heads: int, block_tokens: int,
+    header_word: int, programs: int,
+) -> None:  # fmt: skip
+    """What attention.py's `_wide` computes, of tensors that `serves` is true of."""
+    heads, head_dim = q_THD.shape[1:]
+    pool = TensorDescriptor.from_tensor(kv_SW, [block_tokens, _PANEL.value], gl.NVMMASharedLayout(128, 16, rank=2))
+    _wide[(programs,)](
+        step, pool, q_THD, out_THD, partial_PHD, peak_PH, total_PH, scale, softcap, window or 0,
+        HEADER_WORD=header_word, HEADS=heads, KV_HEADS=kv_heads, G=heads // kv_heads, D=head_dim, KEYS=_KEYS,
+        BLOCK_TOKENS=block_tokens, WINDOWED=window is not None, CAPPED=softcap > 0, RING=_RING, num_warps=4,
+        launch_pdl=True,
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""The kernel in Gluon has no interpreter: here it is compiled for its GPU, which it needs none for, in a process that
+does not interpret. What it computes is tested on a GPU, by the true shapes of test_attention.py."""
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from engine.kernels import attention_hopper
+from engine.kernels.attention import WIDE
+
+SHARED_MOST = 232_448  # bytes of an H200's multiprocessor that one program may have
+CONSTANTS: dict[str, Any] = {
+    "HEADER_WORD": 24, "HEADS": 32, "KV_HEADS": 8, "G": 4, "D": 128, "KEYS": 128, "BLOCK_TOKENS": 16,
+    "WINDOWED": False, "CAPPED": False, "RING": 2,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "small heads": {"D": 64, "BLOCK_TOKENS": 64},
+    "windows": {"WINDOWED": True, "BLOCK_TOKENS": 8},
+    "softcap": {"CAPPED": True, "G": 7, "HEADS": 56},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_compiles_to_warpgroup_matmuls_and_tensor_map_copies(name: str) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", __spec__.name, name], env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    constants = CONSTANTS | VARIANTS[name]
+    shared, matmuls, copies = map(int, re.findall(r"\d+", told))
+    assert shared <= SHARED_MOST
+    assert matmuls >= 4 * constants["D"] // 16
+    assert copies == 2 * constants["KEYS"] // constants["BLOCK_TOKENS"] * constants["D"] // 64
+
+
+def test_entries_are_as_wide_as_it_takes_them() -> None:
+    assert WIDE.rows == attention_hopper.ROWS
+
+
+def compile_variant(name: str) -> str:
+    constants = CONSTANTS | VARIANTS[name]
+    kernel = attention_hopper._wide
+    box = f"bf16[{constants['BLOCK_TOKENS']}, 64]"
+    types = {
+        "step": "*i32", "pool": f"tensordesc<{box},{gl.NVMMASharedLayout(128, 16, rank=2)!r}>", "q": "*bf16",
+        "result": "*bf16", "partial": "*fp32", "peaks": "*fp32", "totals": "*fp32", "scale": "fp32",
+        "softcap": "fp32", "window": "i32", **dict.fromkeys(constants, "constexpr"),
+    }  # fmt: skip
+    names = kernel.arg_names
+    source = GluonASTSource(
+        kernel,
+        {name: types[name] for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in names if types[name].startswith("*")},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    code = compiled.asm["ptx"]
+    matmuls, copies = code.count("wgmma.mma_async"), code.count("cp.async.bulk.tensor.2d")
+    return f"{compiled.metadata.shared} bytes shared, {matmuls} matmuls, {copies} copies"
+
+
+if __name__ == "__main__":
+    print(compile_variant(sys.argv[1]))
