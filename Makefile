@@ -6,7 +6,7 @@ PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3 python; d
 	$$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
 
-.PHONY: serve test check test-gpu bench bench-gpu clean
+.PHONY: serve test check test-gpu sanitize-gpu bench bench-gpu clean
 
 serve: .venv/.serve
 	@exec $(BIN)/hearth serve --host $(HOST) --port $(PORT)
@@ -23,14 +23,23 @@ check: .venv/.dev
 test-gpu: .venv/.dev
 	$(BIN)/pytest -m gpu tests || [ $$? -eq 5 ] # 5: none are marked
 
+# The kernels at the small shapes of the interpreter's tests, compiled, and every access of theirs looked at. An
+# allocation of its own for each tensor, so that one word past its end is one too many.
+sanitize-gpu: .venv/.dev
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+		$(BIN)/pytest -q -m 'not gpu' tests/engine/kernels
+	compute-sanitizer --tool racecheck --error-exitcode 9 \
+		$(BIN)/pytest -q -m 'not gpu' tests/engine/kernels/test_sampling.py tests/engine/kernels/test_attention.py
+
 bench: .venv/.dev .venv/.bench
 	@for name in $$(ls benchmarks/*.py); do module=$$(basename $$name .py); \
-		case $$module in __init__|record) ;; *) echo "== $$module"; $(BIN)/python -m benchmarks.$$module || exit 1;; esac; done
+		case $$module in __init__|record|attention|linear|sampling) ;; *) echo "== $$module"; $(BIN)/python -m benchmarks.$$module || exit 1;; esac; done
 
 bench-gpu: .venv/.dev .venv/.bench # on a machine with a GPU: the engine's shapes, a server's, and where a step's time goes
 	$(BIN)/hearth bench --shapes all --json benchmarks/results/h200_engine.json --plot benchmarks/results/h200_decode.png
 	$(BIN)/hearth bench --shapes http-32,http-200 --json benchmarks/results/h200_http.json
 	$(BIN)/hearth bench --profile 1,64,256
+	$(BIN)/python -m benchmarks.sampling
 
 clean:
 	rm -rf .venv build *.egg-info

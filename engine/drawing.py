@@ -46,16 +46,13 @@ PLAIN: Final = Wants(biases=False, penalties=False, filters=False, logprobs=Fals
 
 def draw_tokens(words: Tensor, logits_RV: Tensor, sampled_R: Tensor, wants: Wants) -> None:
     """Chooses a token for each row. Until then `sampled_R` holds those of the step before, which histories may name."""
-    found = None
-    if wants.biases or wants.penalties or wants.filters:
+    if wants.biases or wants.penalties:
         logits_RV = logits_RV.to(torch.float32, copy=True)
     if wants.biases:
         add_biases(words, logits_RV)
     if wants.penalties:
         penalise(words, logits_RV, sampled_R)
-    if wants.filters:
-        found = cut(words, logits_RV)
-    draw(words, logits_RV, sampled_R, found)
+    draw(words, logits_RV, sampled_R, cut(words, logits_RV) if wants.filters else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Reports:
         """Costs a float32 copy of the logits."""
         logits_RV = logits_RV.float()
         whole_R1 = logits_RV.logsumexp(-1, keepdim=True)
-        best_RK, ids_RK = logits_RV.topk(min(LOGPROBS_MAX, logits_RV.shape[1]), -1)
+        best_RK, ids_RK = _best(logits_RV, min(LOGPROBS_MAX, logits_RV.shape[1]))
         chosen_R1 = logits_RV.gather(1, tokens_R[:, None].long().clamp_min(0))
         return cls((chosen_R1 - whole_R1)[:, 0], ids_RK, best_RK - whole_R1)
 
@@ -90,3 +87,15 @@ class Reports:
         ids_K, best_K = self.ids_RK[row].numpy(), self.best_RK[row].numpy()
         order = np.lexsort((ids_K, -best_K))[:count]
         return float(self.chosen_R[row]), ids_K[order].tolist(), best_K[order].tolist()
+
+
+def _best(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The greatest and their ids; of those that equal the last one, where topk takes any, the lowest ids."""
+    best_RK, ids_RK = logits_RV.topk(count, -1)
+    vocabulary = logits_RV.shape[1]
+    every_V = torch.arange(vocabulary, dtype=torch.int32, device=logits_RV.device)
+    ties_RV = torch.where(logits_RV == best_RK[:, -1:], every_V, vocabulary)
+    ties_RK = ties_RV.topk(count, -1, largest=False, sorted=True).values.long()
+    above_RK = best_RK > best_RK[:, -1:]
+    place_RK = torch.arange(count, device=logits_RV.device) - above_RK.sum(-1, keepdim=True)
+    return best_RK, torch.where(above_RK, ids_RK, ties_RK.gather(1, place_RK.clamp_min(0)))

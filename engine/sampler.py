@@ -27,6 +27,7 @@ _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # the constants are splitmix64's
 _SHUFFLES: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _REST_MOST: Final = 1 - 2.0**-24  # the float32 before 1, which would make the noise −∞: no token would be left
+_TEMPERATURE_LEAST: Final = 1e-10  # less would make scores infinite, and is greedy all the same
 _NOISE_MOST: Final = 23.0  # −log(−log(1 − 2⁻³³)) is 22.9: no token's noise is greater
 _SORTED_FIRST: Final = 1024  # how many the search for top_p's set puts in order before it takes them all
 
@@ -68,7 +69,7 @@ def _penalise(logits_V: Floats, batch: Batch, row: int) -> None:
 
 
 def _draw(logits_V: Floats, batch: Batch, row: int) -> int:
-    scaled_V = logits_V / batch.temperature_R[row]
+    scaled_V = logits_V / max(batch.temperature_R[row], np.float32(_TEMPERATURE_LEAST))
     seed, position = int(batch.seed_R[row]), int(batch.sample_position_R[row])
     least, key = np.float32(-np.inf), _key(seed, position)
     min_p, top_k, top_p = float(batch.min_p_R[row]), int(batch.top_k_R[row]), float(batch.top_p_R[row])

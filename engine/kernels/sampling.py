@@ -1,11 +1,10 @@
 """Logits → tokens on the device, with the meaning, the order and the noise of engine/sampler.py.
 
 `draw` alone is enough where every row is greedy or has a temperature and nothing else: it reads the logits once. What
-only some rows need comes before it, on a float32 copy: `add_biases`, `penalise`, `forbid`, and `cut`, which finds the
-least logit that top_k, top_p and min_p leave by a search for it instead of a sort (each pass over the row halves what
-is left of the values between; the idea is FlashInfer's). A row's token depends on that row alone.
+only some rows need comes before it: `add_biases`, `penalise` and `forbid`, on a float32 copy, and `cut`, which finds
+the least logit that top_k, top_p and min_p leave without sorting. A row's token depends on that row alone.
 
-R rows, V vocabulary, W words of a bit mask, C chunks of the vocabulary, H history.
+R rows, V vocabulary, W words of a bit mask, C chunks of the vocabulary, H history, L listed values, E edges.
 """
 
 import torch
@@ -26,8 +25,9 @@ from engine.kernels.packed import (
 )
 
 CHUNK = 8192  # of the vocabulary, for one program
-_SEARCH_BLOCK = 8192
-_SEARCH_WARPS = 16
+_BLOCK = 2048  # of the vocabulary, that a program of `cut` looks at together
+_LISTED = 4096  # values that `cut` puts in order, once it knows that what it looks for is among them
+_WARPS = 8
 _WORDS = tl.constexpr(SAMPLING_WORDS)
 _TEMPERATURE = tl.constexpr(0)  # columns of sampling_R12
 _TOP_K = tl.constexpr(1)
@@ -42,8 +42,12 @@ _POSITION = tl.constexpr(9)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # splitmix64's
 _FACTOR_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
-_LOWEST = tl.constexpr(-0x7F800001)  # −inf, ordered
-_REST_MOST = tl.constexpr(1.0 - 2.0**-24)  # as engine/sampler.py has it
+_REST_MOST = tl.constexpr(1.0 - 2.0**-24)  # this and the next as engine/sampler.py has them
+_TEMPERATURE_LEAST = tl.constexpr(1e-10)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_EDGES = tl.constexpr(8)
+_LINEAR_ROUNDS = tl.constexpr(4)
+_ROUNDS = tl.constexpr(16)  # 4 linear ones, then 11 that part 2³² float32 in 8: no more are needed
 
 
 @triton.jit
@@ -73,14 +77,29 @@ def _key(step, row):
 
 
 @triton.jit
+def _log2(x):
+    """Of normal numbers, to 2⁻²². Triton's own is exact, and takes ten times as long."""
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.log2(x)
+
+
+@triton.jit
+def _scale(step, row):
+    """1 ÷ temperature; 0 where the row is greedy."""
+    temperature = _number(step, row, _TEMPERATURE)
+    return tl.where(temperature > 0, 1 / tl.maximum(temperature, _TEMPERATURE_LEAST), 0.0)
+
+
+@triton.jit
 def _noise(key, ids):
-    """Standard Gumbel noise: −log(−log u), u a hash of (key, id); by 1 − u, which float32 holds exactly near 0."""
+    """Standard Gumbel noise: −log(−log(1 − rest)), rest a hash of (key, id) in 0 … 1. Exact to some 1e-6."""
     hashed = _shuffle((ids + 1).to(tl.uint64) * _GOLDEN + key)
-    rest = tl.minimum(((hashed >> 32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, _REST_MOST)
-    u = 1.0 - rest
-    # log(1 − rest), exact for a small rest too: Kahan's correction of what the subtraction lost.
-    log_u = tl.where(u == 1.0, -rest, tl.log(u) * (-rest / (u - 1.0)))
-    return -tl.log(-log_u)
+    rest = tl.minimum(((hashed >> 32).to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, _REST_MOST)
+    # 1 − rest loses what a small rest says, and the noise is great just there: by the series of the logarithm then.
+    series = rest * (1 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5)))))
+    negative_log = tl.where(rest < 0.0625, series, -_LN_2 * _log2(1 - rest))
+    return -_LN_2 * _log2(negative_log)
 
 
 @triton.jit
@@ -91,10 +110,9 @@ def _ordered(values):
 
 
 @triton.jit
-def _best(score, id_, other_score, other_id):
-    """The greater score; of equal ones the lower id."""
-    other = (other_score > score) | ((other_score == score) & (other_id < id_))
-    return tl.where(other, other_score, score), tl.where(other, other_id, id_)
+def _float(ordered):
+    """What `_ordered` was made of."""
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -104,28 +122,33 @@ def _draw_chunk(
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     if row < tl.load(step + SAMPLED):
-        temperature = _number(step, row, _TEMPERATURE)
+        scale = _scale(step, row)
         key = _key(step, row)
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         best_id = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-        sound = tl.full([BLOCK], 1, tl.int32)
+        greatest = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, V), BLOCK):
             at = start + tl.arange(0, BLOCK)
             x = tl.load(logits + row.to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
-            sound = tl.where(x < float("inf"), sound, 0)  # neither NaN nor +inf
-            if temperature > 0:
-                x = x / temperature
+            greatest = tl.maximum(greatest, x, propagate_nan=tl.PropagateNan.ALL)
+            score = x
+            if scale > 0:
                 if FILTERED:
                     cut = tl.load(cuts + row)
-                    kept = (_ordered(x) > cut) | ((_ordered(x) == cut) & (at <= tl.load(lasts + row)))
-                    x = tl.where(kept, x, float("-inf"))
-                x += _noise(key, at)
-            best, best_id = _best(best, best_id, x, tl.where(at < V, at, 0x7FFFFFFF))
+                    kept = (x > cut) | ((x == cut) & (at <= tl.load(lasts + row)))
+                    score = tl.full([BLOCK], float("-inf"), tl.float32)
+                    if tl.max(kept.to(tl.int32), 0) > 0:
+                        score = tl.where(kept, x * scale + _noise(key, at), float("-inf"))
+                else:
+                    score = x * scale + _noise(key, at)
+            better = score > best  # of equal ones the lower id, which came first
+            best = tl.where(better, score, best)
+            best_id = tl.where(better, at, best_id)
         top = tl.max(best, 0)
         found = tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0)
-        sound = tl.min(sound, 0)
+        unsound = tl.max((greatest < float("inf")).to(tl.int32) ^ 1, 0)  # NaN or +inf
         tl.store(scores + row * chunks + chunk, top)
-        tl.store(ids + row * chunks + chunk, tl.where(sound > 0, found, -1))
+        tl.store(ids + row * chunks + chunk, tl.where(unsound > 0, -1, found))
 
 
 @triton.jit
@@ -141,91 +164,190 @@ def _draw_row(step, scores, ids, tokens, chunks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _measure(x_row, V, temperature, peak, least, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many values are at or above `least`, or their mass; the lowest of those, and the highest below."""
-    total = tl.zeros([BLOCK], tl.float32)
-    above = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-    below = tl.full([BLOCK], -0x7FFFFFFF, tl.int32)
-    for start in range(0, V, BLOCK):
+def _mass(x, peak, scale, BY_MASS: tl.constexpr):
+    """What a value weighs: its likelihood against the likeliest's, or 1 where values are counted."""
+    return tl.exp((x - peak) * scale) if BY_MASS else (x == x).to(tl.float32)
+
+
+@triton.jit
+def _extremes(x_row, V, BLOCK: tl.constexpr):
+    """The greatest value, and the least that is not −inf."""
+    peaks = tl.full([BLOCK], float("-inf"), tl.float32)
+    leasts = tl.full([BLOCK], float("inf"), tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=4):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(x_row + at, mask=at < V, other=float("-inf")) / temperature
-        order = _ordered(x)
-        inside = (order >= least) & (at < V)
-        total += tl.where(inside, tl.exp(x - peak) if BY_MASS else 1.0, 0.0)
-        above = tl.minimum(above, tl.where(inside, order, 0x7FFFFFFF))
-        below = tl.maximum(below, tl.where(inside | (at >= V), -0x7FFFFFFF, order))
-    return tl.sum(total, 0), tl.min(above, 0), tl.max(below, 0)
+        x = tl.load(x_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        peaks = tl.maximum(peaks, x)
+        leasts = tl.minimum(leasts, tl.where(x > float("-inf"), x, float("inf")))
+    return tl.max(peaks, 0), tl.min(leasts, 0)
 
 
 @triton.jit
-def _search(x_row, V, temperature, peak, low, high, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The greatest value such that those at or above it measure at least `target`. It lies in low … high."""
-    while low < high:
-        middle = (low.to(tl.int64) + high.to(tl.int64) + 1) // 2
-        found, above, below = _measure(x_row, V, temperature, peak, middle.to(tl.int32), BY_MASS, BLOCK)
-        if found >= target:
-            low = above
+def _measure(x_row, V, peak, scale, edges_E, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """What the values at or above each edge weigh together."""
+    totals = tl.zeros([_EDGES, BLOCK], tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=4):
+        at = start + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        totals += tl.where(x >= edges_E[:, None], _mass(x, peak, scale, BY_MASS), 0.0)
+    return tl.sum(totals, 1)
+
+
+@triton.jit
+def _edges(low, high, base, rounds):
+    """Parts low … high: evenly from `base` on, or, where that was not enough, evenly among the float32 there are."""
+    part = tl.arange(0, _EDGES)
+    share = part.to(tl.float32) / _EDGES
+    even = tl.where(part == 0, low, base * (1 - share) + high * share)
+    first = _ordered(low).to(tl.int64)
+    fine = first + (_ordered(high).to(tl.int64) - first) * part // _EDGES
+    return tl.where(rounds < _LINEAR_ROUNDS, even, _float(fine.to(tl.int32)))
+
+
+@triton.jit
+def _list(x_row, V, low, high, listed, LISTED: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies the values in low … high, high excluded. Gives how many they are, of which the first LISTED are copied."""
+    found = 0
+    for start in tl.range(0, V, BLOCK, num_stages=4):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(x_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        inside = ((x >= low) & (x < high)).to(tl.int32)
+        here = tl.sum(inside, 0)
+        if here > 0:
+            place = found + tl.cumsum(inside, 0) - 1
+            tl.store(listed + place, x, mask=(inside > 0) & (place < LISTED))
+        found += here
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def _narrow(
+    x_row, V, peak, scale, low, base, goal, surplus, listed,
+    BY_MASS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values low … high, high excluded, among which is the greatest such that those at or above it weigh `goal`.
+
+    By mass the goal is a share of what all from `low` on weigh, less the surplus. Gives (low, high, what is at or above
+    each, how many values between them are listed, the goal); more than LISTED where they all are equal.
+    """
+    high = _float(_ordered(peak) + 1)
+    low_total, high_total = tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
+    found, rounds = tl.full((), LISTED + 1, tl.int32), tl.full((), 0, tl.int32)
+    while (found > LISTED) & (rounds < _ROUNDS):
+        edges_E = _edges(low, high, tl.where(rounds == 0, base, low), rounds)
+        totals_E = _measure(x_row, V, peak, scale, edges_E, BY_MASS, BLOCK)
+        whole = tl.max(totals_E, 0)
+        if BY_MASS:
+            goal = tl.where(rounds == 0, goal * (whole - surplus), goal)
+        reached_E = totals_E >= goal
+        low = tl.maximum(low, tl.max(tl.where(reached_E, edges_E, low), 0))
+        high = tl.minimum(high, tl.min(tl.where(reached_E, high, edges_E), 0))
+        low_total = tl.min(tl.where(reached_E, totals_E, whole), 0)
+        high_total = tl.maximum(high_total, tl.max(tl.where(reached_E, 0.0, totals_E), 0))
+        if low_total <= LISTED * _mass(low, peak, scale, BY_MASS):
+            # So few that all of them can be listed, which spares another search its own list.
+            high, high_total = _float(_ordered(peak) + 1), tl.full((), 0, tl.float32)
+        rounds += 1
+        if _ordered(high) - 1 <= _ordered(low):
+            rounds = _ROUNDS
+        elif low_total - high_total <= LISTED * _mass(low, peak, scale, BY_MASS):
+            found = _list(x_row, V, low, high, listed, LISTED, BLOCK)
+    return low, high, low_total, high_total, found, goal
+
+
+@triton.jit
+def _pick(
+    low, high, low_total, high_total, found, goal, peak, scale, listed, BY_MASS: tl.constexpr, LISTED: tl.constexpr
+):
+    """The greatest of what `_narrow` left such that those at or above it weigh the goal; how many that equal it are
+    needed for that, and how many there are."""
+    at = tl.arange(0, LISTED)
+    inside = (at < found) & (found <= LISTED)
+    x = tl.load(listed + at, mask=inside, other=float("-inf"))
+    order = tl.where(inside, _ordered(x), -0x7FFFFFFF)
+    weights = tl.where(inside, _mass(x, peak, scale, BY_MASS), 0.0)
+    first = _ordered(low)
+    last = tl.where(found <= LISTED, _ordered(high) - 1, first)
+    while first < last:
+        middle = ((first.to(tl.int64) + last + 1) // 2).to(tl.int32)
+        if high_total + tl.sum(tl.where(order >= middle, weights, 0.0), 0) >= goal:
+            first = middle
         else:
-            high = below
-    return low
+            last = middle - 1
+    cut = _float(first)
+    each = _mass(cut, peak, scale, BY_MASS)
+    beyond = high_total + tl.sum(tl.where(order > first, weights, 0.0), 0)
+    needed = tl.maximum(1.0, tl.ceil((goal - beyond) / each))
+    equal = tl.sum(tl.where(order == first, 1.0, 0.0), 0)
+    return cut, needed, tl.where(found <= LISTED, equal, (low_total - high_total) / each)
 
 
 @triton.jit
-def _cut(step, logits, cuts, lasts, V, BLOCK: tl.constexpr):
+def _last_tie(x_row, V, cut, ties, BLOCK: tl.constexpr):
+    """The id of the last of so many that equal the cut."""
+    seen, last = 0, -1
+    for start in tl.range(0, V, BLOCK, num_stages=4):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(x_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        equal = (x == cut).to(tl.int32)
+        here = tl.sum(equal, 0)
+        if (here > 0) & (seen < ties):
+            place = seen + tl.cumsum(equal, 0)
+            last = tl.maximum(last, tl.max(tl.where((equal > 0) & (place <= ties), at, -1), 0))
+        seen += here
+    return last
+
+
+@triton.jit
+def _cut(step, logits, cuts, lasts, listed, V, LISTED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     if row < tl.load(step + SAMPLED):
-        temperature = _number(step, row, _TEMPERATURE)
+        scale = _scale(step, row)
         top_k = _column(step, row, _TOP_K)
         top_p = _number(step, row, _TOP_P)
         min_p = _number(step, row, _MIN_P)
-        cut = -0x7FFFFFFF
+        cut = float("-inf")
         last = V
-        if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
+        if (scale > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
             x_row = logits + row.to(tl.int64) * V
-            peaks = tl.full([BLOCK], float("-inf"), tl.float32)
-            for start in range(0, V, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                peaks = tl.maximum(peaks, tl.load(x_row + at, mask=at < V, other=float("-inf")))
-            peak = tl.max(peaks, 0) / temperature
-            high = _ordered(peak)
+            listed += row * LISTED
+            peak, cut = _extremes(x_row, V, BLOCK)
             if min_p > 0:
-                # The least value there is at or above the bound, so that it is one that a search can end at.
-                bound = _ordered(peak + tl.log(min_p))
-                kept, cut, _below = _measure(x_row, V, temperature, peak, bound, False, BLOCK)
-            else:
-                kept, cut, _below = _measure(x_row, V, temperature, peak, _LOWEST, False, BLOCK)
-            ties = kept  # how many of those that equal the cut are kept: so far all
-            if (top_k > 0) & (top_k < kept):
-                cut = _search(x_row, V, temperature, peak, cut, high, top_k.to(tl.float32), False, BLOCK)
-                beyond, _above, _below = _measure(x_row, V, temperature, peak, cut + 1, False, BLOCK)
-                ties = top_k - beyond
+                cut = tl.maximum(cut, peak + tl.log(min_p) / scale)
+            low, high, low_total, high_total = cut, peak, peak, peak
+            found = tl.full((), LISTED + 1, tl.int32)
+            ties, equal = (
+                tl.full((), 0, tl.float32) + V,
+                tl.full((), 0, tl.float32),
+            )  # how many of those that equal the cut are kept, and how many there are
+            if (top_k > 0) & (top_k < V):
+                low, high, low_total, high_total, found, goal = _narrow(
+                    x_row, V, peak, scale, cut, cut, top_k * 1.0, 0.0, listed, False, LISTED, BLOCK
+                )
+                cut, ties, equal = _pick(
+                    low, high, low_total, high_total, found, goal, peak, scale, listed, False, LISTED
+                )
             if top_p < 1:
-                beyond, _above, _below = _measure(x_row, V, temperature, peak, cut + 1, True, BLOCK)
-                whole, _above, _below = _measure(x_row, V, temperature, peak, cut, True, BLOCK)
-                equal, _above, _below = _measure(x_row, V, temperature, peak, cut, False, BLOCK)
-                more, _above, _below = _measure(x_row, V, temperature, peak, cut + 1, False, BLOCK)
-                each = (whole - beyond) / tl.maximum(equal - more, 1.0)
-                whole = beyond + each * tl.minimum(ties, equal - more)
-                target = top_p * whole
-                before = cut
-                cut = _search(x_row, V, temperature, peak, cut, high, target, True, BLOCK)
-                beyond, _above, _below = _measure(x_row, V, temperature, peak, cut + 1, True, BLOCK)
-                reached, _above, _below = _measure(x_row, V, temperature, peak, cut, True, BLOCK)
-                equal, _above, _below = _measure(x_row, V, temperature, peak, cut, False, BLOCK)
-                more, _above, _below = _measure(x_row, V, temperature, peak, cut + 1, False, BLOCK)
-                each = (reached - beyond) / tl.maximum(equal - more, 1.0)
-                wanted = tl.maximum(1.0, tl.ceil((target - beyond) / each))
-                ties = tl.where(cut == before, tl.minimum(ties, wanted), wanted)
-            # The id of the last tie that is kept.
-            seen = 0.0
-            last = -1
-            for start in range(0, V, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                x = tl.load(x_row + at, mask=at < V, other=float("-inf")) / temperature
-                equals = ((_ordered(x) == cut) & (at < V)).to(tl.float32)
-                place = seen + tl.cumsum(equals, 0)
-                last = tl.maximum(last, tl.max(tl.where((equals > 0) & (place <= ties), at, -1), 0))
-                seen += tl.sum(equals, 0)
+                floor, ties_of_floor = cut, ties
+                surplus = tl.maximum(equal - ties, 0.0) * _mass(cut, peak, scale, True)
+                if (found <= LISTED) & (high_total == 0):  # all that top_k left are listed
+                    at = tl.arange(0, LISTED)
+                    x = tl.load(listed + at, mask=at < found, other=float("-inf"))
+                    whole = tl.sum(tl.where(x >= cut, _mass(x, peak, scale, True), 0.0), 0)
+                    low, goal = cut, top_p * (whole - surplus)
+                else:
+                    # Below that the whole vocabulary weighs less than what top_p leaves out.
+                    base = tl.maximum(cut, peak - tl.log(V / (1 - top_p)) / scale)
+                    low, high, low_total, high_total, found, goal = _narrow(
+                        x_row, V, peak, scale, cut, base, top_p, surplus, listed, True, LISTED, BLOCK
+                    )
+                cut, ties, equal = _pick(
+                    low, high, low_total, high_total, found, goal, peak, scale, listed, True, LISTED
+                )
+                ties = tl.where(cut == floor, tl.minimum(ties, ties_of_floor), ties)
+            if ties < equal:
+                last = _last_tie(x_row, V, cut, ties, BLOCK)
         tl.store(cuts + row, cut)
         tl.store(lasts + row, last)
 
@@ -311,15 +433,20 @@ def draw(step: Tensor, logits_RV: Tensor, tokens_R: Tensor, cut: tuple[Tensor, T
 
 
 def cut(step: Tensor, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row the least logit ÷ temperature that min_p, top_k and top_p leave (as an ordered int32), and the last id
-    that is left of those that equal it. Logits are float32. Costs some ten passes over each row that has a filter."""
+    """Per row the least logit that min_p, top_k and top_p leave, and the last id that is left of those that equal it.
+
+    Reads float32, bfloat16 or float16 logits three to six times where a row has a filter.
+    """
     rows, vocabulary = logits_RV.shape
     _check(step, logits_RV)
-    assert logits_RV.dtype == torch.float32
-    cuts_R, lasts_R = torch.empty(2, rows, dtype=torch.int32, device=logits_RV.device)
-    block = min(_SEARCH_BLOCK, triton.next_power_of_2(vocabulary))
-    warps = _SEARCH_WARPS if block == _SEARCH_BLOCK else 4
-    _cut[(rows,)](step, logits_RV, cuts_R, lasts_R, vocabulary, BLOCK=block, num_warps=warps)
+    cuts_R = torch.empty(rows, device=logits_RV.device)
+    lasts_R = torch.empty(rows, dtype=torch.int32, device=logits_RV.device)
+    block, listed = (min(size, triton.next_power_of_2(vocabulary)) for size in (_BLOCK, _LISTED))
+    listed_RL = torch.empty(rows, listed, device=logits_RV.device)
+    warps = _WARPS if block == _BLOCK else 4
+    _cut[(rows,)](
+        step, logits_RV, cuts_R, lasts_R, listed_RL, vocabulary, LISTED=listed, BLOCK=block, num_warps=warps
+    )  # fmt: skip
     return cuts_R, lasts_R
 
 

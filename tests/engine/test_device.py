@@ -287,3 +287,42 @@ def test_two_layers_of_the_true_size_agree_with_the_reference_library(kv_dtype: 
     for index, rows in enumerate(wanted):
         assert relative_error(prompts[index], rows[0]) <= tolerance, (index, "in a prompt")
         assert relative_error(single[index], rows[1]) <= tolerance, (index, "alone")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_prefix_groups_give_the_logits_that_single_sequences_have(kv_dtype: str, tmp_path: Path) -> None:
+    """Four layers of Llama-3.1-8B's size. They differ as much as bfloat16 does: each row by at most 2⁻⁷."""
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ).save_pretrained(tmp_path)  # fmt: skip
+    runner = opened(
+        tmp_path, dtype="bfloat16", kv_dtype=kv_dtype, random_weights=True, kv_bytes=2 << 30, sequences=64,
+        context_tokens=8192,
+    )  # fmt: skip
+    rng = np.random.default_rng(5)
+    count, prefix = 48, 4096
+    owns = rng.integers(2, 200, count).tolist()
+    tables = shuffled_tables(runner, [prefix, *owns], seed=4)
+    shared = rng.integers(0, runner.vocabulary, prefix).tolist()
+    several = [
+        Text(shared + rng.integers(0, runner.vocabulary, own).tolist(), tables[0] + table)
+        for own, table in zip(owns, tables[1:], strict=True)
+    ]
+    logits(runner.place, [several[0].slice(prefix, GREEDY)])
+    for text in several:
+        text.computed = prefix
+    logits(runner.place, [text.slice(own - 1, GREEDY) for text, own in zip(several, owns, strict=True)])
+    slices = [text.slice(1, GREEDY) for text in several]
+    alone = logits(runner.place, slices)
+    everyone, half = list(range(count)), list(range(0, count, 2))
+    for segments in (
+        [Segment(everyone, 0, prefix)],
+        [Segment(everyone, 0, 1024), Segment(half, 1024, prefix)],
+    ):
+        grouped = logits(runner.place, slices, segments)
+        assert not torch.equal(alone, grouped), "the segments were not used"
+        for index in range(count):
+            assert relative_error(grouped[index], alone[index]) <= 2**-7, index

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.batch import Slice, pack, unpack
 from engine.kernels import sampling
-from engine.sampler import sample
+from engine.sampler import _key, noise, sample
 from engine.wire import Sampling
 from tests.engine.kernels.steps import DEVICE, random
 
@@ -131,6 +131,155 @@ def test_the_only_token_left_is_drawn_whatever_its_noise() -> None:
     packed = step_of(settings, [None] * 2)
     assert sample(logits_RV.clone(), unpack(packed.copy())).tokens_R.tolist() == [unlucky] * 2
     assert on_device(packed, logits_RV) == [unlucky] * 2
+
+
+@pytest.mark.parametrize("listed", [4, 16])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_cut_is_found_where_few_values_can_be_listed(seed: int, listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_LISTED", listed)
+    monkeypatch.setattr(sampling, "_BLOCK", 64)
+    rng = np.random.default_rng(seed)
+    logits_RV = random(6, 300, seed=seed).cpu() * 3
+    logits_RV[0] = (logits_RV[0] / 2).round()  # more that are equal than can be listed
+    logits_RV[1, 5], logits_RV[2, 7], logits_RV[3, :100] = -1e30, 1e4, float("-inf")
+    settings = [Sampling(temperature=0.9, top_k=100, top_p=0.7, seed=seed), *(drawn(rng, 300) for _ in range(5))]
+    check(settings, logits_RV, [None] * 6)
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-30, 1e-9])
+def test_a_temperature_next_to_none_takes_the_greatest(temperature: float) -> None:
+    logits_RV = torch.tensor([[0.0, 3.0, 2.9, 3.0, -1.0], [-2.0, -5.0, 0.0, -0.1, -1.0]])
+    for settings in (
+        Sampling(temperature=temperature, seed=3),
+        Sampling(temperature=temperature, top_k=3, top_p=0.5, seed=3),
+        Sampling(temperature=temperature, min_p=0.1, seed=3),
+    ):
+        packed = step_of([settings] * 2, [None] * 2)
+        assert sample(logits_RV.clone(), unpack(packed.copy())).tokens_R.tolist() == [1, 2]
+        assert on_device(packed, logits_RV) == [1, 2]
+
+
+def test_filters_end_on_rows_that_are_not_finite() -> None:
+    logits_RV = random(4, 70)
+    logits_RV[0, 30], logits_RV[1, 69], logits_RV[2], logits_RV[3] = float("nan"), float("inf"), float("-inf"), 3e38
+    packed = step_of([Sampling(temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, seed=1)] * 4, [None] * 4)
+    assert on_device(packed, logits_RV)[:3] == [-1, -1, -1]
+
+
+# On a GPU, at the shape of a full step of Llama-3.1-8B
+
+ROWS, VOCABULARY = 256, 128256
+
+
+def kept_of(step: Tensor, logits_RV: Tensor) -> Tensor:
+    """Which ids `cut` leaves."""
+    cuts_R, lasts_R = sampling.cut(step, logits_RV)
+    ids_V = torch.arange(logits_RV.shape[1], device=DEVICE)
+    return (logits_RV > cuts_R[:, None]) | ((logits_RV == cuts_R[:, None]) & (ids_V <= lasts_R[:, None]))
+
+
+def check_kept(logits_RV: Tensor, settings: list[Sampling]) -> None:
+    """Against a float64 sort. What is kept is exact, but that the border of top_p and of min_p may be 2e-6 off."""
+    kept_RV = kept_of(torch.from_numpy(step_of(settings, [None] * len(settings))).to(DEVICE), logits_RV)
+    for row, asked in enumerate(settings):
+        x_V, ids_V = logits_RV[row].double().sort(descending=True, stable=True)
+        count = int(kept_RV[row].sum())
+        if asked.temperature == 0:
+            assert count == len(x_V)
+            continue
+        assert kept_RV[row][ids_V[:count]].all(), "not the likeliest, or not the lowest ids of those that are equal"
+        mass_V = ((x_V - x_V[0]) / np.float32(asked.temperature)).exp()
+        most, least = (int((mass_V >= asked.min_p * off).sum()) for off in (1 - 2e-6, 1 + 2e-6))
+        if asked.top_k:
+            most, least = min(most, asked.top_k), min(least, asked.top_k)
+        if asked.top_p == 1:
+            assert min(least, int(x_V.isfinite().sum())) <= count <= most, asked
+            continue
+        reached_V = mass_V[:most].cumsum(0) / mass_V[:most].sum()
+        assert count <= most
+        assert reached_V[count - 1] >= asked.top_p - 2e-6, asked
+        assert count == 1 or reached_V[count - 2] < asked.top_p + 2e-6, asked
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spread", [0.2, 1.3, 3.0, 12.0])
+def test_what_a_cut_leaves_at_true_shapes(spread: float, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(int(spread * 10))
+    logits_RV = (random(ROWS, VOCABULARY, seed=5) * spread).to(dtype)
+    logits_RV[3] = 1.5
+    logits_RV[4] = (logits_RV[4] / spread).round()
+    logits_RV[5, ::2] = float("-inf")
+    logits_RV[6, 0], logits_RV[7, 9] = -1e30, 100.0
+    settings = [drawn(rng, VOCABULARY) for _ in range(ROWS)]
+    settings[3:8] = [
+        Sampling(temperature=1.0, top_k=50, top_p=0.5),
+        Sampling(temperature=0.7, top_p=0.9),
+        Sampling(temperature=1.0, top_k=90_000),
+        Sampling(temperature=1.0, top_k=30_000, top_p=0.99),
+        Sampling(temperature=1.0, top_p=0.9999),
+    ]
+    check_kept(logits_RV, settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_draws_at_true_shapes(top_k: int, dtype: torch.dtype) -> None:
+    """The token's score is the greatest that float64 finds, or less than 2e-5 below it."""
+    logits_RV = (random(ROWS, VOCABULARY, seed=6) * 2).to(dtype)
+    settings = [Sampling(temperature=(row % 4) * 0.5, top_k=top_k, seed=row << 33) for row in range(ROWS)]
+    packed = step_of(settings, [None] * ROWS)
+    step, tokens_R = torch.from_numpy(packed.copy()).to(DEVICE), torch.zeros(ROWS, dtype=torch.int32, device=DEVICE)
+    sampling.draw(step, logits_RV, tokens_R, sampling.cut(step, logits_RV) if top_k else None)
+    again_R = torch.zeros_like(tokens_R)
+    sampling.draw(step, logits_RV, again_R, sampling.cut(step, logits_RV) if top_k else None)
+    assert torch.equal(tokens_R, again_R)
+    kept_RV = kept_of(step, logits_RV)
+    ids_V, position = np.arange(VOCABULARY), 4
+    for row, asked in enumerate(settings):
+        x_V, token = logits_RV[row].double(), int(tokens_R[row])
+        if asked.temperature == 0:
+            assert token == int((x_V == x_V.max()).nonzero()[0])
+            continue
+        noise_V = torch.from_numpy(noise(_key(asked.seed, position), ids_V)).to(DEVICE)
+        score_V = torch.where(kept_RV[row], x_V / asked.temperature + noise_V, float("-inf"))
+        assert score_V[token] > score_V.max() - 2e-5, asked
+
+
+@pytest.mark.gpu
+def test_biases_penalties_and_masks_at_true_shapes() -> None:
+    rng = np.random.default_rng(8)
+    logits_RV = random(ROWS, VOCABULARY, seed=8) * 2
+    settings, histories = [], []
+    for row in range(ROWS):
+        bias = {int(id_): float(rng.normal()) for id_ in rng.integers(0, VOCABULARY, row % 301)}
+        settings.append(Sampling(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1, logit_bias=bias))
+        ids = rng.integers(0, 200 if row % 3 else VOCABULARY, 1 + 20 * row).tolist()
+        histories.append((ids, int(rng.integers(0, len(ids)))) if row % 2 else None)
+    step = torch.from_numpy(step_of(settings, histories)).to(DEVICE)
+    allowed_RV = torch.from_numpy(rng.random((ROWS, VOCABULARY)) < 0.5).to(DEVICE)
+    bits_32 = 1 << torch.arange(32, device=DEVICE)
+    allowed_RW = (allowed_RV.view(ROWS, -1, 32) * bits_32).sum(-1).to(torch.int32)
+    found_RV = logits_RV.clone()
+    sampling.add_biases(step, found_RV)
+    sampling.penalise(step, found_RV, torch.zeros(ROWS, dtype=torch.int32, device=DEVICE))
+    sampling.forbid(step, found_RV, allowed_RW)
+
+    wanted_RV = logits_RV.double()
+    for row, (asked, history) in enumerate(zip(settings, histories, strict=True)):
+        x_V = wanted_RV[row]
+        x_V[list(asked.logit_bias)] += torch.tensor(list(asked.logit_bias.values()), device=DEVICE, dtype=torch.float64)
+        if history is not None:
+            ids, prompt_tokens = history
+            seen_V = torch.bincount(torch.tensor(ids, device=DEVICE), minlength=VOCABULARY) > 0
+            written_V = torch.bincount(torch.tensor(ids[prompt_tokens:], device=DEVICE), minlength=VOCABULARY)
+            x_V[:] = torch.where(seen_V, torch.where(x_V > 0, x_V / 1.2, x_V * 1.2), x_V)
+            x_V[:] = torch.where(written_V > 0, x_V - 0.3 * written_V - 0.1, x_V)
+    wanted_RV[~allowed_RV] = float("-inf")
+    assert torch.equal(found_RV.isinf(), wanted_RV.isinf())
+    off_RV = (found_RV - wanted_RV).nan_to_num(0).abs()
+    assert (off_RV / wanted_RV.abs().nan_to_num(1, 1, 1).clamp_min(1)).max() < 1e-6
 
 
 @pytest.mark.gpu
