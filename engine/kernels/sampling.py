@@ -127,7 +127,7 @@ def _draw_chunk(
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         best_id = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
         greatest = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, V), BLOCK):
+        for start in tl.range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, V), BLOCK, num_stages=4):
             at = start + tl.arange(0, BLOCK)
             x = tl.load(logits + row.to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
             greatest = tl.maximum(greatest, x, propagate_nan=tl.PropagateNan.ALL)
@@ -171,7 +171,7 @@ def _mass(x, peak, scale, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _extremes(x_row, V, BLOCK: tl.constexpr):
-    """The greatest value, and the least that is not −inf."""
+    """The greatest value of each lane's share of the row, and the least of all that is not −inf."""
     peaks = tl.full([BLOCK], float("-inf"), tl.float32)
     leasts = tl.full([BLOCK], float("inf"), tl.float32)
     for start in tl.range(0, V, BLOCK, num_stages=4):
@@ -179,7 +179,18 @@ def _extremes(x_row, V, BLOCK: tl.constexpr):
         x = tl.load(x_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
         peaks = tl.maximum(peaks, x)
         leasts = tl.minimum(leasts, tl.where(x > float("-inf"), x, float("inf")))
-    return tl.max(peaks, 0), tl.min(leasts, 0)
+    return peaks, tl.min(leasts, 0)
+
+
+@triton.jit
+def _weigh(x_row, V, peak, scale, low, BLOCK: tl.constexpr):
+    """The mass of the values from `low` on."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=4):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(x_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        total += tl.where(x >= low, _mass(x, peak, scale, True), 0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -222,24 +233,41 @@ def _list(x_row, V, low, high, listed, LISTED: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
+def _greatest(values, weights, beyond, goal, low, last):
+    """The greatest float32 such that `beyond` and the values at or above it weigh the goal; `low` if none does."""
+    order = _ordered(values)
+    first = _ordered(low)
+    while first < last:
+        middle = ((first.to(tl.int64) + last + 1) // 2).to(tl.int32)
+        if beyond + tl.sum(tl.where(order >= middle, weights, 0.0), 0) >= goal:
+            first = middle
+        else:
+            last = middle - 1
+    return _float(first)
+
+
+@triton.jit
 def _narrow(
-    x_row, V, peak, scale, low, base, goal, surplus, listed,
+    x_row, V, peaks, peak, scale, low, base, goal, listed,
     BY_MASS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Values low … high, high excluded, among which is the greatest such that those at or above it weigh `goal`.
+    """Values low … high, high excluded, among which is the greatest such that those at or above it weigh the goal.
 
-    By mass the goal is a share of what all from `low` on weigh, less the surplus. Gives (low, high, what is at or above
-    each, how many values between them are listed, the goal); more than LISTED where they all are equal.
+    Gives (low, high, what is at or above each, how many values between them are listed); more than LISTED where they
+    all are equal. Mostly the peaks of the lanes weigh the goal by themselves, and little is as great as the least of
+    those that are needed for it: then all that is as great is listed at once.
     """
     high = _float(_ordered(peak) + 1)
     low_total, high_total = tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
     found, rounds = tl.full((), LISTED + 1, tl.int32), tl.full((), 0, tl.int32)
+    bound = _greatest(peaks, _mass(peaks, peak, scale, BY_MASS), 0.0, goal, low, _ordered(peak))
+    if bound > low:
+        found = _list(x_row, V, bound, high, listed, LISTED, BLOCK)
+        low, base = bound, tl.maximum(base, bound)
     while (found > LISTED) & (rounds < _ROUNDS):
         edges_E = _edges(low, high, tl.where(rounds == 0, base, low), rounds)
         totals_E = _measure(x_row, V, peak, scale, edges_E, BY_MASS, BLOCK)
         whole = tl.max(totals_E, 0)
-        if BY_MASS:
-            goal = tl.where(rounds == 0, goal * (whole - surplus), goal)
         reached_E = totals_E >= goal
         low = tl.maximum(low, tl.max(tl.where(reached_E, edges_E, low), 0))
         high = tl.minimum(high, tl.min(tl.where(reached_E, high, edges_E), 0))
@@ -253,7 +281,7 @@ def _narrow(
             rounds = _ROUNDS
         elif low_total - high_total <= LISTED * _mass(low, peak, scale, BY_MASS):
             found = _list(x_row, V, low, high, listed, LISTED, BLOCK)
-    return low, high, low_total, high_total, found, goal
+    return low, high, low_total, high_total, found
 
 
 @triton.jit
@@ -265,21 +293,13 @@ def _pick(
     at = tl.arange(0, LISTED)
     inside = (at < found) & (found <= LISTED)
     x = tl.load(listed + at, mask=inside, other=float("-inf"))
-    order = tl.where(inside, _ordered(x), -0x7FFFFFFF)
     weights = tl.where(inside, _mass(x, peak, scale, BY_MASS), 0.0)
-    first = _ordered(low)
-    last = tl.where(found <= LISTED, _ordered(high) - 1, first)
-    while first < last:
-        middle = ((first.to(tl.int64) + last + 1) // 2).to(tl.int32)
-        if high_total + tl.sum(tl.where(order >= middle, weights, 0.0), 0) >= goal:
-            first = middle
-        else:
-            last = middle - 1
-    cut = _float(first)
+    last = tl.where(found <= LISTED, _ordered(high) - 1, _ordered(low))
+    cut = _greatest(x, weights, high_total, goal, low, last)
     each = _mass(cut, peak, scale, BY_MASS)
-    beyond = high_total + tl.sum(tl.where(order > first, weights, 0.0), 0)
+    beyond = high_total + tl.sum(tl.where(x > cut, weights, 0.0), 0)
     needed = tl.maximum(1.0, tl.ceil((goal - beyond) / each))
-    equal = tl.sum(tl.where(order == first, 1.0, 0.0), 0)
+    equal = tl.sum((inside & (x == cut)).to(tl.float32), 0)
     return cut, needed, tl.where(found <= LISTED, equal, (low_total - high_total) / each)
 
 
@@ -312,7 +332,8 @@ def _cut(step, logits, cuts, lasts, listed, V, LISTED: tl.constexpr, BLOCK: tl.c
         if (scale > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
             x_row = logits + row.to(tl.int64) * V
             listed += row * LISTED
-            peak, cut = _extremes(x_row, V, BLOCK)
+            peaks, cut = _extremes(x_row, V, BLOCK)
+            peak = tl.max(peaks, 0)
             if min_p > 0:
                 cut = tl.maximum(cut, peak + tl.log(min_p) / scale)
             low, high, low_total, high_total = cut, peak, peak, peak
@@ -322,8 +343,9 @@ def _cut(step, logits, cuts, lasts, listed, V, LISTED: tl.constexpr, BLOCK: tl.c
                 tl.full((), 0, tl.float32),
             )  # how many of those that equal the cut are kept, and how many there are
             if (top_k > 0) & (top_k < V):
-                low, high, low_total, high_total, found, goal = _narrow(
-                    x_row, V, peak, scale, cut, cut, top_k * 1.0, 0.0, listed, False, LISTED, BLOCK
+                goal = top_k * 1.0
+                low, high, low_total, high_total, found = _narrow(
+                    x_row, V, peaks, peak, scale, cut, cut, goal, listed, False, LISTED, BLOCK
                 )
                 cut, ties, equal = _pick(
                     low, high, low_total, high_total, found, goal, peak, scale, listed, False, LISTED
@@ -337,10 +359,11 @@ def _cut(step, logits, cuts, lasts, listed, V, LISTED: tl.constexpr, BLOCK: tl.c
                     whole = tl.sum(tl.where(x >= cut, _mass(x, peak, scale, True), 0.0), 0)
                     low, goal = cut, top_p * (whole - surplus)
                 else:
+                    goal = top_p * (_weigh(x_row, V, peak, scale, cut, BLOCK) - surplus)
                     # Below that the whole vocabulary weighs less than what top_p leaves out.
                     base = tl.maximum(cut, peak - tl.log(V / (1 - top_p)) / scale)
-                    low, high, low_total, high_total, found, goal = _narrow(
-                        x_row, V, peak, scale, cut, base, top_p, surplus, listed, True, LISTED, BLOCK
+                    low, high, low_total, high_total, found = _narrow(
+                        x_row, V, peaks, peak, scale, cut, base, goal, listed, True, LISTED, BLOCK
                     )
                 cut, ties, equal = _pick(
                     low, high, low_total, high_total, found, goal, peak, scale, listed, True, LISTED
