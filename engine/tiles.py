@@ -30,7 +30,7 @@ ENTRY_WORDS: Final = 8
 HEAD_WORDS: Final = 8
 _NARROW_KEYS_LEAST: Final = 64  # fewer are not worth a division
 _WIDE_KEYS_LEAST: Final = 256
-_WIDE_KEYS_UNIT: Final = 64  # wide entries begin at multiples of the largest block: theirs is fetched as a whole
+_KEYS_UNIT: Final = 16  # entries begin at its multiples, since keys are fetched by so many
 _WAVES: Final = (1, 2, 3, 5)  # narrow entries per program that are tried; wide ones cost too much to merge
 _EVEN: Final = 1.1
 _ENTRY_KEYS: Final = 96  # keys that could be read in the time that an entry takes beside its own
@@ -124,6 +124,7 @@ class _Work:
         firsts = np.zeros_like(contexts)
         if self._window is not None:
             firsts = np.maximum(0, contexts - self._window)
+            firsts -= firsts % _KEYS_UNIT
         elif len(self._segments):
             firsts = batch.own_starts_S[self._singles].astype(np.int64)
         wide = self._wide_entries()
@@ -149,7 +150,7 @@ class _Work:
         first_E = np.zeros_like(low_E)
         if self._window is not None:
             first_E = np.maximum(0, batch.positions_T[low_E].astype(np.int64) + 1 - self._window)
-            first_E -= first_E % _WIDE_KEYS_UNIT
+            first_E -= first_E % _KEYS_UNIT
         last_E = batch.positions_T[low_E + count_E - 1].astype(np.int64) + 1
         rows = [_ranges(low_E, count_E)]
         table = [np.stack((count_E, self._prompts[owner_E], first_E, last_E, np.ones_like(low_E)), 1)]
@@ -190,9 +191,7 @@ class _Work:
         entries[:, 0] = np.cumsum(count_X) - count_X
         entries[:, 1] = count_X
         entries[:, 2] = wide.slice_E[entry_X]
-        entries[:, 3] = first_X + keys_X * part_X // parts_X // _WIDE_KEYS_UNIT * _WIDE_KEYS_UNIT
-        next_X = keys_X * (part_X + 1) // parts_X
-        entries[:, 4] = first_X + np.where(part_X + 1 == parts_X, keys_X, next_X // _WIDE_KEYS_UNIT * _WIDE_KEYS_UNIT)
+        entries[:, 3], entries[:, 4] = _part(first_X, keys_X, part_X, parts_X)
         entries[:, 5] = wide.hidden_E[entry_X]
         self._wide = entries[_order(entries[:, 4] - entries[:, 3], self._layout.wide_programs, self._layout)]
         merged = np.flatnonzero((used_T > 0) & (slots_T > 0))
@@ -228,8 +227,7 @@ class _Work:
         entries = np.zeros((len(owner_E), ENTRY_WORDS), np.int32)
         entries[:, 0] = row_E
         entries[:, 1] = self._singles[owner_E]
-        entries[:, 2] = firsts[owner_E] + keys_E * part_E // parts_E
-        entries[:, 3] = firsts[owner_E] + keys_E * (part_E + 1) // parts_E
+        entries[:, 2], entries[:, 3] = _part(firsts[owner_E], keys_E, part_E, parts_E)
         entries[:, 4] = np.where(slots_T[row_E] == 0, -1, base_T[row_E] + used_T[row_E] + part_E)
         entries[:, 5] = base_T[row_E]
         entries[:, 6] = slots_T[row_E]
@@ -249,6 +247,15 @@ class _Work:
             self._merge.ravel(),
         )  # fmt: skip
         return np.concatenate(parts)
+
+
+def _part(
+    first_E: NDArray[np.int64], keys_E: NDArray[np.int64], part_E: NDArray[np.int64], parts_E: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First and last key of one of the parts that each entry's keys are divided into."""
+    begin_E, end_E = keys_E * part_E // parts_E, keys_E * (part_E + 1) // parts_E
+    end_E = np.where(part_E + 1 == parts_E, keys_E, end_E - end_E % _KEYS_UNIT)
+    return first_E + begin_E - begin_E % _KEYS_UNIT, first_E + end_E
 
 
 def _divisions(keys_E: NDArray[np.int64], span: int) -> NDArray[np.int64]:

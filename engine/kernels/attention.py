@@ -73,6 +73,7 @@ def layout_for(
     windows: tuple[int | None, ...], heads: int, kv_heads: int, sequences: int, device: torch.device
 ) -> Layout:
     """The tiles that `attend` takes on this device, with room for the parts of so many sequences at once."""
+    each = attention_hopper.NARROW_PROGRAMS if attention_hopper.is_hopper(device) else NARROW.programs
     count = _MULTIPROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -82,7 +83,7 @@ def layout_for(
         wide_rows=max(1, WIDE.rows // (heads // kv_heads)),
         few_rows=_FEW_ROWS,
         few_programs=count * NARROW_FEW.programs,
-        narrow_programs=count * NARROW.programs,
+        narrow_programs=count * each,
         wide_programs=count * WIDE.programs,
         slots=max(_SLOTS_LEAST, sequences * (SEGMENTS_MAX + 1)),
     )
@@ -171,8 +172,8 @@ def _merge(
 def _narrow(
     step, q, kv, result, partial, peaks, totals, counters, scale, softcap, window, HEADER_WORD: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, CAPPED: tl.constexpr,
-    STAGES: tl.constexpr, MERGED_G: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, STAGES: tl.constexpr, MERGED_G: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     release()
     tiles = step + tl.load(step + HEADER_WORD)
@@ -191,6 +192,9 @@ def _narrow(
         first, last = tl.load(entry + 2), tl.load(entry + 3)
         slot = tl.load(entry + 4)
         at = row * (HEADS * D) + (head * G + g)[:, None] * D + d[None, :]
+        limit = g  # of use in windows alone: all keys of an entry are the row's to see
+        if WINDOWED:
+            limit = g * 0 + word(step, POSITIONS, row)
         wait()  # for q and the newest keys; all above is the step's own and lies there since before its first kernel
         queries = tl.load(q + at, mask=inside, other=0.0)
         peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -198,8 +202,8 @@ def _narrow(
         out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         for start in tl.range(first, last, BLOCK_KEYS, num_stages=STAGES):
             peak, total, out = _read_tile(
-                queries, kv, table, start, last, g, window, head, scale, softcap, peak, total, out, KV_HEADS, D,
-                BLOCK_D, BLOCK_KEYS, BLOCK_TOKENS, True, False, False, CAPPED,
+                queries, kv, table, start, last, limit, window, head, scale, softcap, peak, total, out, KV_HEADS, D,
+                BLOCK_D, BLOCK_KEYS, BLOCK_TOKENS, True, False, WINDOWED, CAPPED,
             )  # fmt: skip
         if slot < 0:
             tl.store(
@@ -324,25 +328,34 @@ def attend(
     sizes["HEADER_WORD"] = SPARE_WORD + layout.windows.index(window)
     memory = (scratch.partial_PHD, scratch.peak_PH, scratch.total_PH)
     overlap = overlaps(q_THD.device)
-    keys_shrink = max(1, block_d // 128)
-    if wide and attention_hopper.serves(q_THD, kv_SW, block_tokens):
+    keys_shrink = max(1, block_d * q_THD.element_size() // 256)
+    served = attention_hopper.serves(q_THD, kv_SW, block_tokens)
+    few = len(q_THD) <= layout.few_rows
+    masks = {"WINDOWED": window is not None, "CAPPED": softcap > 0}
+    common = (scale, softcap, window or 0)
+    if wide and served:
         attention_hopper.attend_wide(
             step, q_THD, kv_SW, out_THD, *memory, scale, softcap, window, kv_heads, block_tokens,
             sizes["HEADER_WORD"], layout.wide_programs,
         )  # fmt: skip
     elif wide:
         _wide[(layout.wide_programs,)](
-            step, q_THD, kv_SW, out_THD, *memory, scale, softcap, window or 0, BLOCK_ROWS=WIDE.rows,
-            BLOCK_KEYS=WIDE.keys // keys_shrink, BLOCK_TOKENS=block_tokens, WINDOWED=window is not None,
-            CAPPED=softcap > 0, STAGES=WIDE.stages, num_warps=WIDE.warps, **sizes,
+            step, q_THD, kv_SW, out_THD, *memory, *common, BLOCK_ROWS=WIDE.rows, BLOCK_KEYS=WIDE.keys // keys_shrink,
+            BLOCK_TOKENS=block_tokens, STAGES=WIDE.stages, num_warps=WIDE.warps, **masks, **sizes,
         )  # fmt: skip
-    narrow = NARROW_FEW if len(q_THD) <= layout.few_rows else NARROW
-    _narrow[(layout.programs_of(len(q_THD)),)](
-        step, q_THD, kv_SW, out_THD, *memory, scratch.counters, scale, softcap, window or 0, BLOCK_G=block_g,
-        BLOCK_KEYS=narrow.keys // keys_shrink, BLOCK_TOKENS=block_tokens, CAPPED=softcap > 0, STAGES=narrow.stages,
-        MERGED_G=triton.next_power_of_2(fold), AT_ONCE=_MERGED_AT_ONCE, num_warps=narrow.warps, launch_pdl=overlap,
-        **sizes,
-    )  # fmt: skip
+    if served and not few:
+        attention_hopper.attend_narrow(
+            step, q_THD, kv_SW, out_THD, *memory, scratch.counters, scale, softcap, window, kv_heads, block_tokens,
+            sizes["HEADER_WORD"], layout.narrow_programs,
+        )  # fmt: skip
+    else:
+        narrow = NARROW_FEW if few else NARROW
+        _narrow[(layout.programs_of(len(q_THD)),)](
+            step, q_THD, kv_SW, out_THD, *memory, scratch.counters, *common, BLOCK_G=block_g,
+            BLOCK_KEYS=narrow.keys // keys_shrink, BLOCK_TOKENS=block_tokens, STAGES=narrow.stages,
+            MERGED_G=triton.next_power_of_2(fold), AT_ONCE=_MERGED_AT_ONCE, num_warps=narrow.warps,
+            launch_pdl=overlap, **masks, **sizes,
+        )  # fmt: skip
     if wide:
         _merge_rows[(layout.wide_programs * _MERGE_PROGRAMS,)](
             step, out_THD, *memory, HEADER_WORD=sizes["HEADER_WORD"], HEADS=heads, D=head_dim, BLOCK_D=block_d,

@@ -1,18 +1,21 @@
-"""The wide entries of engine/tiles.py on Hopper: attention.py's `_wide`, its matmuls kept apart from its loads.
+"""attention.py's two kernels on Hopper, with matmuls and loads in warps of their own.
 
 Written in Gluon, since plain Triton leaves neither the copies to the tensor memory accelerator nor warps to one task. A
-warp fetches tiles of keys and values, block by block through a tensor map, into rings in shared memory; two warpgroups
-take half of an entry's rows each. Each begins the logits of the next tile before it multiplies the weights of this
-one with the values, so that the tensor cores work while exponentials are computed (FlashAttention-3, Shah et al.,
-2024), and the two drift apart until one's matmuls fall into the other's exponentials.
+warp fetches tiles of keys and values, a block or 16 keys at a time through a tensor map, into rings in shared memory,
+and runs ahead from one entry into the next.
 
-Keys of entries begin and are divided at multiples of a block. S slots of the pool, W words of a slot, T rows, H query
-heads, D head size, P partial results.
+Of a wide entry two warpgroups take half of the rows each. Each begins the logits of the next tile before it multiplies
+the weights of this one with the values, so that the tensor cores work while exponentials are computed (FlashAttention-3,
+Shah et al., 2024), and the two drift apart until one's matmuls fall into the other's exponentials. A narrow entry's few
+rows leave most of a warpgroup's matmul empty: what counts there is that reading never pauses.
+
+S slots of the pool, W words of a slot, T rows, H query heads, D head size, P partial results.
 """
 
 from typing import Final
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,6 +36,11 @@ from engine.tiles import ENTRY_WORDS
 ROWS: Final = 128  # stacked rows of an entry: two warpgroups of 64
 _KEYS: Final = 128
 _RING: Final = 2
+NARROW_PROGRAMS: Final = 2  # per multiprocessor, which share its memory and registers
+_NARROW_KEYS: Final = 64
+_NARROW_RING: Final = 3
+_NARROW_REGISTERS: Final = 128  # of a thread, before the consumer takes the producer's
+_UNIT_MOST: Final = 16  # keys that one copy takes; entries begin at multiples
 _HEAD_DIMS: Final = (64, 128)
 _BLOCK_LEAST: Final = 8  # rows that swizzled shared memory takes together
 _POSITIONS = gl.constexpr(packed.POSITIONS.value)
@@ -53,49 +61,58 @@ def _panel(ring, place, low: gl.constexpr, count: gl.constexpr, nth: gl.constexp
 
 @gluon.jit
 def _fetch_tile(
-    pool, table, block, last_block, column, ring, ready, free, place, phase, D: gl.constexpr, KEYS: gl.constexpr,
-    BLOCK_TOKENS: gl.constexpr,
+    pool, table, start, last, column, ring, ready, free, place, phase, D: gl.constexpr, KEYS: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of a tile into its place of the ring once that is free; past the last block, that one again."""
+    """Keys from `start` on into a place of the ring once that is free; past the last one, its unit again."""
     mbarrier.wait(free.index(place), phase)
     mbarrier.expect(ready.index(place), KEYS * D * 2)
-    for nth in gl.static_range(KEYS // BLOCK_TOKENS):
-        slot = gl.load(table + gl.minimum(block + nth, last_block)) * BLOCK_TOKENS
+    for low in gl.static_range(0, KEYS, UNIT):
+        key = gl.minimum(start + low, (last - 1) // UNIT * UNIT)
+        slot = gl.load(table + key // BLOCK_TOKENS) * BLOCK_TOKENS + key % BLOCK_TOKENS
         for panel in gl.static_range(D // _PANEL):
-            part = _panel(ring, place, nth * BLOCK_TOKENS, BLOCK_TOKENS, panel)
+            part = _panel(ring, place, low, UNIT, panel)
             _copy(pool, [slot, column + panel * _PANEL], ready.index(place), part)
 
 
 @gluon.jit
 def _fetch(
-    step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, HEADER_WORD: gl.constexpr,
-    KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, RING: gl.constexpr,
+    step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, WIDE: gl.constexpr,
+    HEADER_WORD: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """One warp: the tiles of all entries in turn, as soon as their places in the rings are free."""
     tiles = step + gl.load(step + HEADER_WORD)
-    entries = step + gl.load(tiles + 4)
+    entries, count = _entries(step, tiles, WIDE)
     tables = step + gl.load(step + _TABLES)
     width = gl.load(step + _TABLE_WIDTH)
     fetched = 0
-    for item in range(gl.program_id(0), gl.load(tiles + 1) * KV_HEADS, gl.num_programs(0)):
-        entry = entries + item // KV_HEADS * _WORDS
+    for item in range(gl.program_id(0), count * KV_HEADS, gl.num_programs(0)):
+        entry = entries + item // KV_HEADS * _WORDS + (1 if WIDE else 0)
         column = item % KV_HEADS * D
-        table = tables + gl.load(entry + 2) * width
-        first, last = gl.load(entry + 3), gl.load(entry + 4)
-        last_block = (last - 1) // BLOCK_TOKENS
+        table = tables + gl.load(entry + 1) * width
+        first, last = gl.load(entry + 2), gl.load(entry + 3)
         gdc_wait()
         for start in range(first, last, KEYS):
             place = fetched % RING
             phase = fetched // RING % 2 ^ 1
-            block = start // BLOCK_TOKENS
             _fetch_tile(
-                pool, table, block, last_block, column, keys, keys_ready, keys_free, place, phase, D, KEYS, BLOCK_TOKENS
+                pool, table, start, last, column, keys, keys_ready, keys_free, place, phase, D, KEYS, BLOCK_TOKENS, UNIT
             )
             _fetch_tile(
-                pool, table, block, last_block, KV_HEADS * D + column, values, values_ready, values_free, place, phase,
-                D, KEYS, BLOCK_TOKENS,
+                pool, table, start, last, KV_HEADS * D + column, values, values_ready, values_free, place, phase, D,
+                KEYS, BLOCK_TOKENS, UNIT,
             )  # fmt: skip
             fetched += 1
+
+
+@gluon.jit
+def _entries(step, tiles, WIDE: gl.constexpr):
+    """Where the entries begin and how many there are."""
+    if WIDE:
+        return step + gl.load(tiles + 4), gl.load(tiles + 1)
+    else:
+        return step + gl.load(tiles + 3), gl.load(tiles)
 
 
 @gluon.jit
@@ -134,7 +151,7 @@ def _forget(values, place, at, last, KEYS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
+def _consume_wide(
     step, q, result, partial, peaks, totals, scale, softcap, window, queries, keys, values, keys_ready, values_ready,
     keys_free, values_free, FIRST: gl.constexpr, HEADER_WORD: gl.constexpr, HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, WINDOWED: gl.constexpr,
@@ -149,10 +166,10 @@ def _consume(
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     tiles = step + gl.load(step + HEADER_WORD)
-    entries = step + gl.load(tiles + 4)
+    entries, entry_count = _entries(step, tiles, True)
     positions = step + gl.load(step + _POSITIONS)
     taken = 0
-    for item in range(gl.program_id(0), gl.load(tiles + 1) * KV_HEADS, gl.num_programs(0)):
+    for item in range(gl.program_id(0), entry_count * KV_HEADS, gl.num_programs(0)):
         entry = entries + item // KV_HEADS * _WORDS
         head = item % KV_HEADS
         members, count = step + gl.load(entry), gl.load(entry + 1)
@@ -256,7 +273,8 @@ def _consume(
 def _wide(
     step, pool, q, result, partial, peaks, totals, scale, softcap, window, HEADER_WORD: gl.constexpr,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
-    BLOCK_TOKENS: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, RING: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
+    RING: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -275,28 +293,183 @@ def _wide(
         mbarrier.init(values_free.index(place), count=2)
     gl.warp_specialize(
         [
-            (_consume, (
+            (_consume_wide, (
                 step, q, result, partial, peaks, totals, scale, softcap, window, queries_low, keys, values, keys_ready,
                 values_ready, keys_free, values_free, 0, HEADER_WORD, HEADS, KV_HEADS, G, D, KEYS, WINDOWED,
                 CAPPED, RING,
             )),
-            (_consume, (
+            (_consume_wide, (
                 step, q, result, partial, peaks, totals, scale, softcap, window, queries_high, keys, values, keys_ready,
                 values_ready, keys_free, values_free, _HALF, HEADER_WORD, HEADS, KV_HEADS, G, D, KEYS, WINDOWED,
                 CAPPED, RING,
             )),
             (_fetch, (
-                step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, HEADER_WORD, KV_HEADS, D,
-                KEYS, BLOCK_TOKENS, RING,
+                step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, True, HEADER_WORD, KV_HEADS,
+                D, KEYS, BLOCK_TOKENS, UNIT, RING,
             )),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
 
 
+@gluon.jit
+def _merge(
+    partial, peaks, totals, result, row, head, first, count, HEADS: gl.constexpr, G: gl.constexpr,
+    MERGED_G: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """The row's partial results for the query heads of one KV head into its result, one after the other."""
+    layout: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
+    g = gl.arange(0, MERGED_G, gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    inside = (g < G)[:, None] & (d < D)[None, :]
+    peak = gl.full([MERGED_G], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+    total = gl.zeros([MERGED_G], gl.float32, gl.SliceLayout(1, layout))
+    out = gl.zeros([MERGED_G, D], gl.float32, layout)
+    for nth in range(count):
+        at = (first.to(gl.int64) + nth) * HEADS + head * G + g
+        next_peak = gl.load(peaks + at, mask=g < G, other=float("-inf"), cache_modifier=".cg")
+        next_total = gl.load(totals + at, mask=g < G, other=0.0, cache_modifier=".cg")
+        values = gl.load(partial + at[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        new_peak = gl.maximum(peak, next_peak)
+        base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shrink, share = gl.exp2(peak - base), gl.exp2(next_peak - base)
+        total = total * shrink + next_total * share
+        out = out * shrink[:, None] + values * share[:, None]
+        peak = new_peak
+    out = out / gl.where(total > 0, total, 1.0)[:, None]
+    at = result + row.to(gl.int64) * (HEADS * D) + (head * G + g)[:, None] * D + d[None, :]
+    gl.store(at, out.to(result.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _consume_narrow(
+    step, q, result, partial, peaks, totals, counters, scale, softcap, window, queries, keys, values, keys_ready,
+    values_ready, keys_free, values_free, HEADER_WORD: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+    G: gl.constexpr, MERGED_G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, WINDOWED: gl.constexpr,
+    CAPPED: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: one row's query heads of one KV head, the rest of its 64 rows empty."""
+    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, TILE)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    tiles = step + gl.load(step + HEADER_WORD)
+    entries, entry_count = _entries(step, tiles, False)
+    positions = step + gl.load(step + _POSITIONS)
+    taken = 0
+    for item in range(gl.program_id(0), entry_count * KV_HEADS, gl.num_programs(0)):
+        entry = entries + item // KV_HEADS * _WORDS
+        head = item % KV_HEADS
+        row = gl.load(entry).to(gl.int64)
+        first, last, slot = gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
+        stacked = gl.arange(0, _HALF, gl.SliceLayout(1, LOADED))
+        d = gl.arange(0, D, gl.SliceLayout(0, LOADED))
+        at = row * (HEADS * D) + (head * G + stacked)[:, None] * D + d[None, :]
+        gdc_wait()
+        queries.store(gl.load(q + at, mask=(stacked < G)[:, None] & (d < D)[None, :], other=0.0))
+        fence_async_shared()
+        limit = gl.full([_HALF], 0, gl.int32, ROW) + (last - 1)
+        below = limit
+        if WINDOWED:
+            below = limit * 0 + (gl.load(positions + row) - window)
+        peak = gl.full([_HALF], float("-inf"), gl.float32, ROW)
+        total = gl.zeros([_HALF], gl.float32, ROW)
+        out = gl.zeros([_HALF, D], gl.float32, OUT)
+        zero = gl.zeros([_HALF, KEYS], gl.float32, TILE)
+        for start in range(first, last, KEYS):
+            place = taken % RING
+            mbarrier.wait(keys_ready.index(place), taken // RING % 2)
+            logits = warpgroup_mma(queries, keys.index(place).permute((1, 0)), zero, use_acc=False, is_async=True)
+            logits = warpgroup_mma_wait(0, [logits])
+            debug_barrier()
+            mbarrier.arrive(keys_free.index(place))
+            weights, shrink, peak, total = _weigh(
+                logits, start, limit, below, scale, softcap, start + KEYS > last, peak, total, KEYS, WINDOWED, CAPPED,
+                TILE,
+            )  # fmt: skip
+            out = out * gl.convert_layout(shrink, OUT_ROW)[:, None]
+            operand = gl.convert_layout(weights.to(q.dtype.element_ty), OPERAND)
+            mbarrier.wait(values_ready.index(place), taken // RING % 2)
+            if start + KEYS > last:
+                _forget(values, place, start, last, KEYS, D)
+            out = warpgroup_mma(operand, values.index(place), out, is_async=True)
+            out, operand = warpgroup_mma_wait(0, [out, operand])
+            debug_barrier()
+            mbarrier.arrive(values_free.index(place))
+            taken += 1
+
+        peak, total = gl.convert_layout(peak, OUT_ROW), gl.convert_layout(total, OUT_ROW)
+        g = gl.arange(0, _HALF, OUT_ROW)
+        d = gl.arange(0, D, gl.SliceLayout(0, OUT))
+        inside = (g < G)[:, None] & (d < D)[None, :]
+        if slot < 0:
+            whole_at = row * (HEADS * D) + (head * G + g)[:, None] * D + d[None, :]
+            normed = out / gl.where(total > 0, total, 1.0)[:, None]
+            gl.store(result + whole_at, normed.to(result.dtype.element_ty), mask=inside)
+        else:
+            part = slot.to(gl.int64) * HEADS + head * G + g
+            gl.store(peaks + part, peak, mask=g < G)
+            gl.store(totals + part, total, mask=g < G)
+            gl.store(partial + part[:, None] * D + d[None, :], out, mask=inside)
+            narrow_slots = gl.load(entry + 7)
+            if narrow_slots > 0:
+                debug_barrier()
+                arrived = gl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel")
+                if arrived == narrow_slots - 1:
+                    _merge(
+                        partial, peaks, totals, result, row, head, gl.load(entry + 5), gl.load(entry + 6), HEADS, G,
+                        MERGED_G, D,
+                    )  # fmt: skip
+                    gl.atomic_xchg(counters + row * KV_HEADS + head, 0)
+    gdc_wait()  # without an entry too, as in attention.py
+
+
+@gluon.jit
+def _narrow(
+    step, pool, q, result, partial, peaks, totals, counters, scale, softcap, window, HEADER_WORD: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, G: gl.constexpr, MERGED_G: gl.constexpr, D: gl.constexpr,
+    KEYS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr, WINDOWED: gl.constexpr,
+    CAPPED: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    queries = gl.allocate_shared_memory(q.dtype.element_ty, [_HALF, D], panel)
+    keys = gl.allocate_shared_memory(q.dtype.element_ty, [RING, KEYS, D], panel)
+    values = gl.allocate_shared_memory(q.dtype.element_ty, [RING, KEYS, D], panel)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    keys_free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    values_free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(RING):
+        mbarrier.init(keys_ready.index(place), count=1)
+        mbarrier.init(values_ready.index(place), count=1)
+        mbarrier.init(keys_free.index(place), count=1)
+        mbarrier.init(values_free.index(place), count=1)
+    gl.warp_specialize(
+        [
+            (_consume_narrow, (
+                step, q, result, partial, peaks, totals, counters, scale, softcap, window, queries, keys, values,
+                keys_ready, values_ready, keys_free, values_free, HEADER_WORD, HEADS, KV_HEADS, G, MERGED_G, D, KEYS,
+                WINDOWED, CAPPED, RING,
+            )),
+            (_fetch, (
+                step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, False, HEADER_WORD,
+                KV_HEADS, D, KEYS, BLOCK_TOKENS, UNIT, RING,
+            )),
+        ],
+        [1], [24],
+    )  # fmt: skip
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def serves(q_THD: Tensor, kv_SW: Tensor, block_tokens: int) -> bool:
-    """Whether these are what the kernel here is made for."""
-    if q_THD.device.type != "cuda" or torch.cuda.get_device_capability(q_THD.device) != (9, 0):
+    """Whether these are what the kernels here are made for."""
+    if not is_hopper(q_THD.device):
         return False
     fits = q_THD.shape[2] in _HEAD_DIMS and block_tokens >= _BLOCK_LEAST
     return fits and q_THD.element_size() == 2 and kv_SW.dtype == q_THD.dtype
@@ -309,10 +482,31 @@ def attend_wide(
 ) -> None:  # fmt: skip
     """What attention.py's `_wide` computes, of tensors that `serves` is true of."""
     heads, head_dim = q_THD.shape[1:]
-    pool = TensorDescriptor.from_tensor(kv_SW, [block_tokens, _PANEL.value], gl.NVMMASharedLayout(128, 16, rank=2))
+    unit = min(block_tokens, _UNIT_MOST)
     _wide[(programs,)](
-        step, pool, q_THD, out_THD, partial_PHD, peak_PH, total_PH, scale, softcap, window or 0,
+        step, _tensor_map(kv_SW, unit), q_THD, out_THD, partial_PHD, peak_PH, total_PH, scale, softcap, window or 0,
         HEADER_WORD=header_word, HEADS=heads, KV_HEADS=kv_heads, G=heads // kv_heads, D=head_dim, KEYS=_KEYS,
-        BLOCK_TOKENS=block_tokens, WINDOWED=window is not None, CAPPED=softcap > 0, RING=_RING, num_warps=4,
-        launch_pdl=True,
+        BLOCK_TOKENS=block_tokens, UNIT=unit, WINDOWED=window is not None, CAPPED=softcap > 0, RING=_RING,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
+
+
+def attend_narrow(
+    step: Tensor, q_THD: Tensor, kv_SW: Tensor, out_THD: Tensor, partial_PHD: Tensor, peak_PH: Tensor,
+    total_PH: Tensor, counters: Tensor, scale: float, softcap: float, window: int | None, kv_heads: int,
+    block_tokens: int, header_word: int, programs: int,
+) -> None:  # fmt: skip
+    """What attention.py's `_narrow` computes, of tensors that `serves` is true of."""
+    heads, head_dim = q_THD.shape[1:]
+    unit, fold = min(block_tokens, _UNIT_MOST), heads // kv_heads
+    _narrow[(programs,)](
+        step, _tensor_map(kv_SW, unit), q_THD, out_THD, partial_PHD, peak_PH, total_PH, counters, scale, softcap,
+        window or 0, HEADER_WORD=header_word, HEADS=heads, KV_HEADS=kv_heads, G=fold,
+        MERGED_G=max(4, triton.next_power_of_2(fold)), D=head_dim, KEYS=_NARROW_KEYS, BLOCK_TOKENS=block_tokens,
+        UNIT=unit, WINDOWED=window is not None, CAPPED=softcap > 0, RING=_NARROW_RING, num_warps=4,
+        maxnreg=_NARROW_REGISTERS, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _tensor_map(kv_SW: Tensor, unit: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(kv_SW, [unit, _PANEL.value], gl.NVMMASharedLayout(128, 16, rank=2))

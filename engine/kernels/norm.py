@@ -16,9 +16,8 @@ _ROWS_OF_LATENCY = 32
 
 
 @triton.jit
-def _normed(x, weight, columns, inside, hidden, epsilon):
-    scale = tl.rsqrt(tl.sum(x * x, 0) / hidden + epsilon)
-    return x * scale * tl.load(weight + columns, mask=inside, other=0.0)
+def _normed(x, weight, hidden, epsilon):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / hidden + epsilon) * weight
 
 
 @triton.jit
@@ -34,28 +33,31 @@ def _add_norm(
     total, parts, weight, out, hidden, part_stride, epsilon, P: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr
 ):
     release()
-    wait()
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     offset = tl.program_id(0).to(tl.int64) * hidden
+    if NORM:
+        scale = tl.load(weight + columns, mask=inside, other=0.0)
+    wait()
     x = _add(total, parts, offset, part_stride, columns, inside, P)
     if P > 0:
         tl.store(total + offset + columns, x, mask=inside)
     if NORM:
-        y = _normed(x, weight, columns, inside, hidden, epsilon)
+        y = _normed(x, scale, hidden, epsilon)
         tl.store(out + offset + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gather_norm(step, total, weight, out, hidden, epsilon, BLOCK: tl.constexpr):
     release()
-    wait()
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     row = tl.program_id(0)
+    scale = tl.load(weight + columns, mask=inside, other=0.0)
+    wait()
     if row < tl.load(step + SAMPLED):
         x = tl.load(total + word(step, WANTED, row).to(tl.int64) * hidden + columns, mask=inside, other=0.0)
-        y = _normed(x, weight, columns, inside, hidden, epsilon)
+        y = _normed(x, scale, hidden, epsilon)
         tl.store(out + row.to(tl.int64) * hidden + columns, y.to(out.dtype.element_ty), mask=inside)
 
 

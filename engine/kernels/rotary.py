@@ -36,13 +36,17 @@ def _rotate_and_write(
     HALF_D: tl.constexpr,
 ):  # fmt: skip
     release()
-    wait()
     row = tl.program_id(0)
     if row < tl.load(step + ROWS):
         heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         first = tl.arange(0, HALF_D)[None, :]  # columns of a head's first half; the second's are D ÷ 2 further
         inside = (heads < HEADS + 2 * KV_HEADS) & (first < D // 2)
         turned = inside & (heads < HEADS + KV_HEADS)
+        position = word(step, POSITIONS, row).to(tl.int64)
+        slot = word(step, SLOTS, row).to(tl.int64)
+        c = tl.load(cos + position * D + first, mask=first < D // 2, other=0.0)
+        s = tl.load(sin + position * D + first + D // 2, mask=first < D // 2, other=0.0)
+        wait()  # for the parts alone: all above is the step's own and the tables'
         offset = row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D) + heads * D + first
         x1 = _half(parts, offset, part_stride, inside, P)
         x2 = _half(parts, offset + D // 2, part_stride, inside, P)
@@ -55,9 +59,6 @@ def _rotate_and_write(
             # Rounded as the unfused operations round between them.
             x1 = x1.to(q.dtype.element_ty).to(tl.float32)
             x2 = x2.to(q.dtype.element_ty).to(tl.float32)
-        position = word(step, POSITIONS, row).to(tl.int64)
-        c = tl.load(cos + position * D + first, mask=first < D // 2, other=0.0)
-        s = tl.load(sin + position * D + first + D // 2, mask=first < D // 2, other=0.0)
         y1 = tl.where(turned, x1 * c - x2 * s, x1)
         y2 = tl.where(turned, x2 * c + x1 * s, x2)
         is_q = inside & (heads < HEADS)
@@ -65,10 +66,10 @@ def _rotate_and_write(
         tl.store(at, y1.to(q.dtype.element_ty), mask=is_q)
         tl.store(at + D // 2, y2.to(q.dtype.element_ty), mask=is_q)
         is_kv = inside & (heads >= HEADS)
-        slot = word(step, SLOTS, row).to(tl.int64)
         at = kv + slot * (2 * KV_HEADS * D) + (heads - HEADS) * D + first
         tl.store(at, _stored(y1, FP8).to(kv.dtype.element_ty), mask=is_kv)
         tl.store(at + D // 2, _stored(y2, FP8).to(kv.dtype.element_ty), mask=is_kv)
+    wait()  # without a row too: who waits for this kernel waits for all before it
 
 
 def rotate_and_write(

@@ -44,12 +44,15 @@ def read(step: Int32s, batch: Batch, layout: Layout, window: int | None) -> Read
         row, index, first, last, slot, *rest = words
         assert row == batch.query_starts_S1[index]
         assert first < last
-        found.take(row, slot, range(first, last))
+        assert first % BLOCK_TOKENS == 0
+        position = int(batch.positions_T[row])
+        found.take(row, slot, range(first if window is None else max(first, position + 1 - window), last))
         found.arrivals[row].add(tuple(rest))
     for words in step[wide_at:][: wide * ENTRY_WORDS].reshape(-1, ENTRY_WORDS).tolist():
         start, count, index, first, last, hidden, *_ = words
         assert 0 < count <= layout.wide_rows
         assert first < last
+        assert first % BLOCK_TOKENS == 0
         for row, slot in step[start:][: 2 * count].reshape(-1, 2).tolist():
             position = int(batch.positions_T[row])
             owner = int(np.searchsorted(batch.query_starts_S1, row, "right")) - 1

@@ -145,6 +145,8 @@ SHARED = [Segment(list(range(64)), 0, 4096), Segment(list(range(0, 64, 2)), 4096
 TRUE_CASES = {
     "batch 1": TRUE,
     "batch 64": replace(TRUE, chunks=[1] * 64, starts=list(range(500, 564))),
+    "uneven rows": replace(TRUE, chunks=[1] * 40, starts=[3 + 61 * row for row in range(39)] + [9000]),
+    "uneven rows, window": replace(TRUE, chunks=[1] * 40, starts=[9 + 61 * row for row in range(40)], windows=(700,)),
     "16k keys": replace(TRUE, chunks=[1] * 2, starts=[16_000, 9_000]),
     "a prompt": replace(TRUE, chunks=[1024], starts=[0]),
     "prompts behind contexts": replace(TRUE, chunks=[300, 1, 64, 1], starts=[3000, 77, 5000, 900]),

@@ -19,13 +19,17 @@ from engine.kernels.attention import WIDE
 SHARED_MOST = 232_448  # bytes of an H200's multiprocessor that one program may have
 CONSTANTS: dict[str, Any] = {
     "HEADER_WORD": 24, "HEADS": 32, "KV_HEADS": 8, "G": 4, "D": 128, "KEYS": 128, "BLOCK_TOKENS": 16,
-    "WINDOWED": False, "CAPPED": False, "RING": 2,
+    "UNIT": 16, "WINDOWED": False, "CAPPED": False, "RING": 2,
 }  # fmt: skip
+NARROW: dict[str, Any] = {"KEYS": 64, "RING": 3, "MERGED_G": 4}
+NARROW_SHARED_MOST = SHARED_MOST // attention_hopper.NARROW_PROGRAMS  # they share a multiprocessor
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "small heads": {"D": 64, "BLOCK_TOKENS": 64},
-    "windows": {"WINDOWED": True, "BLOCK_TOKENS": 8},
+    "windows": {"WINDOWED": True, "BLOCK_TOKENS": 8, "UNIT": 8},
     "softcap": {"CAPPED": True, "G": 7, "HEADS": 56},
+    "narrow": NARROW,
+    "narrow, windows": {**NARROW, "WINDOWED": True, "D": 64, "BLOCK_TOKENS": 64},
 }
 
 
@@ -36,10 +40,11 @@ def test_it_compiles_to_warpgroup_matmuls_and_tensor_map_copies(name: str) -> No
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     constants = CONSTANTS | VARIANTS[name]
+    narrow = "MERGED_G" in constants
     shared, matmuls, copies = map(int, re.findall(r"\d+", told))
-    assert shared <= SHARED_MOST
-    assert matmuls >= 4 * constants["D"] // 16
-    assert copies == 2 * constants["KEYS"] // constants["BLOCK_TOKENS"] * constants["D"] // 64
+    assert shared <= (NARROW_SHARED_MOST if narrow else SHARED_MOST)
+    assert matmuls >= (1 if narrow else 4) * constants["D"] // 16
+    assert copies == 2 * constants["KEYS"] // constants["UNIT"] * constants["D"] // 64
 
 
 def test_entries_are_as_wide_as_it_takes_them() -> None:
@@ -48,12 +53,13 @@ def test_entries_are_as_wide_as_it_takes_them() -> None:
 
 def compile_variant(name: str) -> str:
     constants = CONSTANTS | VARIANTS[name]
-    kernel = attention_hopper._wide
-    box = f"bf16[{constants['BLOCK_TOKENS']}, 64]"
+    narrow = "MERGED_G" in constants
+    kernel = attention_hopper._narrow if narrow else attention_hopper._wide
+    box = f"bf16[{constants['UNIT']}, 64]"
     types = {
         "step": "*i32", "pool": f"tensordesc<{box},{gl.NVMMASharedLayout(128, 16, rank=2)!r}>", "q": "*bf16",
-        "result": "*bf16", "partial": "*fp32", "peaks": "*fp32", "totals": "*fp32", "scale": "fp32",
-        "softcap": "fp32", "window": "i32", **dict.fromkeys(constants, "constexpr"),
+        "result": "*bf16", "partial": "*fp32", "peaks": "*fp32", "totals": "*fp32", "counters": "*i32",
+        "scale": "fp32", "softcap": "fp32", "window": "i32", **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     names = kernel.arg_names
     source = GluonASTSource(
@@ -62,7 +68,8 @@ def compile_variant(name: str) -> str:
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in names if types[name].startswith("*")},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    options = {"num_warps": 4, "maxnreg": attention_hopper._NARROW_REGISTERS if narrow else None}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     code = compiled.asm["ptx"]
     matmuls, copies = code.count("wgmma.mma_async"), code.count("cp.async.bulk.tensor.2d")
     return f"{compiled.metadata.shared} bytes shared, {matmuls} matmuls, {copies} copies"
