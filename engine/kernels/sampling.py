@@ -28,6 +28,7 @@ CHUNK = 8192  # of the vocabulary, for one program
 _BLOCK = 2048  # of the vocabulary, that a program of `cut` looks at together
 _LISTED = 4096  # values that `cut` puts in order, once it knows that what it looks for is among them
 _WARPS = 8
+_REGISTERS = 128  # so that two programs of `cut` share a multiprocessor
 _WORDS = tl.constexpr(SAMPLING_WORDS)
 _TEMPERATURE = tl.constexpr(0)  # columns of sampling_R12
 _TOP_K = tl.constexpr(1)
@@ -45,9 +46,9 @@ _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
 _REST_MOST = tl.constexpr(1.0 - 2.0**-24)  # this and the next as engine/sampler.py has them
 _TEMPERATURE_LEAST = tl.constexpr(1e-10)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_EDGES = tl.constexpr(8)
+_EDGES = tl.constexpr(4)
 _LINEAR_ROUNDS = tl.constexpr(4)
-_ROUNDS = tl.constexpr(16)  # 4 linear ones, then 11 that part 2³² float32 in 8: no more are needed
+_ROUNDS = tl.constexpr(20)  # 4 linear ones, then 16 that part 2³² float32 in 4: no more are needed
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def _draw_chunk(
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         best_id = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
         greatest = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in tl.range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, V), BLOCK, num_stages=4):
+        for start in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, V), BLOCK):
             at = start + tl.arange(0, BLOCK)
             x = tl.load(logits + row.to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
             greatest = tl.maximum(greatest, x, propagate_nan=tl.PropagateNan.ALL)
@@ -458,7 +459,7 @@ def draw(step: Tensor, logits_RV: Tensor, tokens_R: Tensor, cut: tuple[Tensor, T
 def cut(step: Tensor, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """Per row the least logit that min_p, top_k and top_p leave, and the last id that is left of those that equal it.
 
-    Reads float32, bfloat16 or float16 logits three to six times where a row has a filter.
+    Reads float32, bfloat16 or float16 logits two to four times where a row has a filter and little is left, else more.
     """
     rows, vocabulary = logits_RV.shape
     _check(step, logits_RV)
@@ -468,7 +469,8 @@ def cut(step: Tensor, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     listed_RL = torch.empty(rows, listed, device=logits_RV.device)
     warps = _WARPS if block == _BLOCK else 4
     _cut[(rows,)](
-        step, logits_RV, cuts_R, lasts_R, listed_RL, vocabulary, LISTED=listed, BLOCK=block, num_warps=warps
+        step, logits_RV, cuts_R, lasts_R, listed_RL, vocabulary, LISTED=listed, BLOCK=block, num_warps=warps,
+        maxnreg=_REGISTERS,
     )  # fmt: skip
     return cuts_R, lasts_R
 
