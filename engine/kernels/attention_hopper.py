@@ -5,7 +5,7 @@ warp fetches tiles of keys and values, a block or 16 keys at a time through a te
 and runs ahead from one entry into the next.
 
 Of a wide entry two warpgroups take half of the rows each. Each begins the logits of the next tile before it multiplies
-the weights of this one with the values, so that the tensor cores work while exponentials are computed (FlashAttention-3,
+the weights of this one with the values, so that tensor cores work while exponentials are computed (FlashAttention-3,
 Shah et al., 2024), and the two drift apart until one's matmuls fall into the other's exponentials. A narrow entry's few
 rows leave most of a warpgroup's matmul empty: what counts there is that reading never pauses.
 
