@@ -3,6 +3,9 @@
 The bound on the time between tokens: while some sequence decodes, a step is predicted to take at most `gap_ms`, unless
 its prompts have no more than PROMPT_ROWS_MIN rows beyond one for each: with fewer they would hardly move. What decodes
 alone take is nobody's to bound here. Without measured costs `step_tokens` is the only bound.
+
+Costs are measured as a runner opens; under load a GPU's clocks fall with its power, and a host has other work. So steps
+are counted as slower than their costs by what the slowest of late turned out to be.
 """
 
 from bisect import bisect_right
@@ -15,6 +18,9 @@ from engine.sequence import Sequence
 
 PROMPT_ROWS_MIN: Final = 64
 _RECOVERY: Final = 16
+_SLOWNESS_MOST: Final = 2.0
+_RISE: Final = 0.5  # of the way to a step that was slower than thought,
+_FALL: Final = 0.004  # and to one that was faster: few of a hundred are slower than what this settles at
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ class Budget:
     """The rows of the next step. Where a device had too little memory for a step, the next ones are smaller.
 
     spared_us   what groups took off the step before, and will off the next one.
+    planned_us  what the step shared out last is to take by its costs; 0 where it is not bounded.
+    slowness    by how much steps are slower than their costs, 1 … _SLOWNESS_MOST.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -47,6 +55,8 @@ class Budget:
         self._limits = limits
         self._rows_max = limits.prompt_step_tokens
         self.spared_us = 0.0
+        self.planned_us = 0.0
+        self.slowness = 1.0
 
     @property
     def rows_max(self) -> int:
@@ -63,6 +73,11 @@ class Budget:
             larger = self._rows_max + max(1, self._rows_max // _RECOVERY)
             self._rows_max = min(larger, self._limits.prompt_step_tokens)
 
+    def observe(self, planned_us: float, took_us: float) -> None:
+        """A step with such a plan landed so long after the one before it, behind which it had been waiting."""
+        ratio = max(1.0, min(took_us / planned_us, _SLOWNESS_MOST))
+        self.slowness += (ratio - self.slowness) * (_RISE if ratio > self.slowness else _FALL)
+
     def rows(self, running: Items[Sequence]) -> int:
         """About how many rows a step of these and of prompts beside them may have, what the prompts read left out."""
         decoding = [sequence for sequence in running if sequence.pending <= 1]
@@ -70,11 +85,12 @@ class Budget:
         least = len(running) + PROMPT_ROWS_MIN
         if costs is None or not decoding or most <= least:
             return most
-        left_us = self._limits.gap_ms * 1e3 - self._decoding_us(decoding, costs)
+        left_us = self._gap_us - self._decoding_us(decoding, costs)
         return least + max(0, bisect_right(range(least, most + 1), left_us, key=costs.rows_us) - 1)
 
     def share(self, sequences: Items[Sequence]) -> dict[Sequence, int]:
         """How many tokens beyond its first each prompt among these, oldest first, computes in a step of them all."""
+        self.planned_us = 0.0
         prompts = [sequence for sequence in sequences if sequence.pending > 1]
         if not prompts:
             return {}
@@ -91,9 +107,15 @@ class Budget:
                 pairs = sum(map(_pairs, starts, _shares(wanted, extra)))
                 return costs.rows_us(len(sequences) + extra) + decoding_us + pairs * costs.prompt_pair_us
 
-            fitting = bisect_right(range(PROMPT_ROWS_MIN, most + 1), self._limits.gap_ms * 1e3, key=step_us)
+            fitting = bisect_right(range(PROMPT_ROWS_MIN, most + 1), self._gap_us, key=step_us)
             most = PROMPT_ROWS_MIN + max(0, fitting - 1)
+            self.planned_us = step_us(most)
         return dict(zip(order, _shares(wanted, most), strict=True))
+
+    @property
+    def _gap_us(self) -> float:
+        """What the costs of a step may add up to."""
+        return self._limits.gap_ms * 1e3 / self.slowness
 
     def _decoding_us(self, decoding: Items[Sequence], costs: Costs) -> float:
         """What those that decode read."""

@@ -10,6 +10,7 @@ sequence is found one step late; what was computed for it meanwhile is thrown aw
 last flight that reads them has landed.
 """
 
+import math
 from array import array
 from bisect import insort
 from collections import Counter, deque
@@ -43,12 +44,15 @@ OUT_OF_MEMORY: Final = "the device has too little memory left for this request; 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; rows[i] of what is sampled is its
-    next token, or none where that is −1."""
+    next token, or none where that is −1. planned_us is what it is to take, 0 where nobody needs to know; planned_s when
+    it was planned."""
 
     packed: Int32s
     sequences: list[Sequence]
     chunks: list[int]
     rows: list[int]
+    planned_us: float
+    planned_s: float
 
 
 @dataclass(slots=True)
@@ -122,6 +126,7 @@ class Scheduler:
         self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
         self._waiting_tokens = 0
         self._waited_ms = 0.0
+        self._landed_s = -math.inf
         self._tickets = 0
         self._steps = 0
         self._counters: Counter[str] = Counter()
@@ -185,13 +190,18 @@ class Scheduler:
             if slices[index].sampling is not None:
                 rows[index] = sequence.row = sampled
                 sampled += 1
-        plan = Plan(pack(slices, self._block_tokens, self._segments(sequences, chunks)), sequences, chunks, rows)
+        packed = pack(slices, self._block_tokens, self._segments(sequences, chunks))
+        plan = Plan(packed, sequences, chunks, rows, self._budget.planned_us, self._clock())
         self._flights.append(plan)
         return plan
 
     def commit(self, plan: Plan, sampled: Sampled) -> None:
         """Takes in what a step computed: one token more for every sequence that had caught up."""
         self._land(plan)
+        now = self._clock()
+        if plan.planned_us and plan.planned_s <= self._landed_s:
+            self._budget.observe(plan.planned_us, 1e6 * (now - self._landed_s))
+        self._landed_s = now
         tokens_R, logprobs = sampled.tokens_R.tolist(), sampled.logprobs
         assert len(tokens_R) == int(plan.packed[3]), f"{len(tokens_R)} tokens sampled for {plan.packed[3]} rows"
         for sequence, chunk, row in zip(plan.sequences, plan.chunks, plan.rows, strict=True):
@@ -213,6 +223,7 @@ class Scheduler:
     def fail(self, plan: Plan, message: str) -> None:
         """The step was lost: its sequences end with an error, everything else goes on."""
         self._land(plan)
+        self._landed_s = -math.inf
         for sequence in plan.sequences:
             if sequence.stage != Stage.ENDED:
                 self._end(sequence, FinishReason.ERROR, message)
@@ -228,6 +239,7 @@ class Scheduler:
         assert taken_back[0] is plan
         for taken in taken_back:
             self._land(taken)
+        self._landed_s = -math.inf
         for sequence in chain.from_iterable(taken.sequences for taken in taken_back):
             sequence.launched = sequence.computed
         self._budget.halve(rows)

@@ -144,3 +144,33 @@ def test_streams_keep_their_gap_while_long_prompts_arrive(depth: int) -> None:
     simulation.run()
     simulation.assert_all_finished()
     assert max(rows) > 400
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.3, 1.7])
+def test_the_gap_is_kept_where_steps_are_slower_than_their_costs(slower: float) -> None:
+    pick = random.Random(7)
+    budget = Budget(limits(costs=COSTS, gap_ms=20.0))
+    sequences = [*(running(700, 699) for _ in range(32)), running(8000, 16)]
+    late, rows = 0, []
+    for step in range(1500):
+        extra = budget.share(sequences)
+        assert budget.planned_us == pytest.approx(predicted_us(sequences, extra), rel=0.01)
+        took_us = budget.planned_us * slower * pick.gauss(1.0, 0.03)
+        budget.observe(budget.planned_us, took_us)
+        if step >= 20:
+            late += took_us > 20_000
+            rows.append(sum(extra.values()))
+    assert late <= 0.05 * len(rows)
+    wanted = max(
+        row for row in range(1, 2000) if max(1.0, slower) * predicted_us(sequences, {sequences[-1]: row}) <= 20e3
+    )
+    assert sum(rows) / len(rows) >= 0.8 * wanted  # and hardly more cautious than it must be
+
+
+def test_one_slow_step_is_soon_forgotten() -> None:
+    budget = Budget(limits(costs=COSTS, gap_ms=20.0))
+    budget.observe(10_000, 500_000)
+    assert budget.slowness == pytest.approx(1.5)
+    for _ in range(1000):
+        budget.observe(10_000, 9_000)
+    assert budget.slowness < 1.02
