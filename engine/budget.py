@@ -19,6 +19,7 @@ from engine.sequence import Sequence
 PROMPT_ROWS_MIN: Final = 64
 _RECOVERY: Final = 16
 _SLOWNESS_MOST: Final = 2.0
+_SLOWNESS_FIRST: Final = 1.25  # until there is better to go by
 _RISE: Final = 0.5  # of the way to a step that was slower than thought,
 _FALL: Final = 0.004  # and to one that was faster: few of a hundred are slower than what this settles at
 
@@ -56,7 +57,7 @@ class Budget:
         self._rows_max = limits.prompt_step_tokens
         self.spared_us = 0.0
         self.planned_us = 0.0
-        self.slowness = 1.0
+        self.slowness = _SLOWNESS_FIRST
 
     @property
     def rows_max(self) -> int:

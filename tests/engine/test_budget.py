@@ -46,6 +46,13 @@ def limits(**changed: object) -> Limits:
     return Limits(**{**dict(step_tokens=8192, prompt_step_tokens=8192, sequences=512, waiting=64), **changed})  # type: ignore[arg-type]
 
 
+def exact(**changed: object) -> Budget:
+    """A budget that has seen that steps take what their costs say."""
+    budget = Budget(limits(**changed))
+    budget.slowness = 1.0
+    return budget
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_a_step_beside_decodes_stays_within_the_gap_or_moves_its_prompts_by_the_least(seed: int) -> None:
     pick = random.Random(seed)
@@ -53,7 +60,7 @@ def test_a_step_beside_decodes_stays_within_the_gap_or_moves_its_prompts_by_the_
     prompts = [running(pick.randint(start + 2, 9000), start) for start in pick.choices([0, 16, 4000], k=3)]
     sequences = pick.sample(decodes + prompts, len(decodes) + len(prompts))
     gap_ms = pick.choice([5.0, 10.0, 20.0, 60.0])
-    extra = Budget(limits(costs=COSTS, gap_ms=gap_ms)).share(sequences)
+    extra = exact(costs=COSTS, gap_ms=gap_ms).share(sequences)
     took_us = predicted_us(sequences, extra)
     rows = sum(extra.values())
     assert rows >= min(PROMPT_ROWS_MIN, sum(prompt.pending - 1 for prompt in prompts))
@@ -65,7 +72,7 @@ def test_a_step_beside_decodes_stays_within_the_gap_or_moves_its_prompts_by_the_
 
 def test_what_groups_spare_is_left_to_prompts() -> None:
     decodes, prompt = [running(4400, 4399) for _ in range(64)], running(9000, 0)
-    budget = Budget(limits(costs=COSTS, gap_ms=16.0))
+    budget = exact(costs=COSTS, gap_ms=16.0)
     alone = budget.share([*decodes, prompt])[prompt]
     rows = budget.rows([*decodes, prompt])
     budget.spared_us = 63 * 4096 * COSTS.key_us
@@ -157,7 +164,7 @@ def test_the_gap_is_kept_where_steps_are_slower_than_their_costs(slower: float) 
         assert budget.planned_us == pytest.approx(predicted_us(sequences, extra), rel=0.01)
         took_us = budget.planned_us * slower * pick.gauss(1.0, 0.03)
         budget.observe(budget.planned_us, took_us)
-        if step >= 20:
+        if step >= 500:
             late += took_us > 20_000
             rows.append(sum(extra.values()))
     assert late <= 0.05 * len(rows)
@@ -170,7 +177,7 @@ def test_the_gap_is_kept_where_steps_are_slower_than_their_costs(slower: float) 
 def test_one_slow_step_is_soon_forgotten() -> None:
     budget = Budget(limits(costs=COSTS, gap_ms=20.0))
     budget.observe(10_000, 500_000)
-    assert budget.slowness == pytest.approx(1.5)
+    assert 1.5 < budget.slowness < 2.0
     for _ in range(1000):
         budget.observe(10_000, 9_000)
     assert budget.slowness < 1.02
