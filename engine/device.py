@@ -149,7 +149,7 @@ class Device:
         shape = KvShape.of(config, model.block_tokens, kv_dtype)
         before = torch.cuda.memory_reserved(device)
         rows, wanted = max(most.rows, *buckets(most.rows)), buckets(most.sequences)[-1]
-        space = Space.make(config, device, most.words, rows, wanted, context_tokens)
+        space = Space.make(config, parameters.embedding.dtype, device, most.words, rows, wanted, context_tokens)
         trial = cls(config, parameters, KvPool(shape, 1, device), space, stream, most, graph_rows=0)
         graphs_bytes = trial.compile(context_tokens, beat)
         workspace_bytes = torch.cuda.memory_reserved(device) - before

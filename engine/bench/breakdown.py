@@ -15,7 +15,7 @@ from engine.bench.geometries import Bound
 _KINDS: Final = (  # the first that a kernel's name contains
     ("attention", ("_narrow", "_wide", "_merge_rows", "attention")),
     ("linear", ("_multiply", "nvjet", "gemm", "cutlass", "cublas", "splitK", "aten::mm", "linear")),
-    ("add + norm", ("_add_norm", "_gather_norm", "_finish")),
+    ("add + norm", ("_add_norm", "_gather")),
     ("rotary + KV write", ("_rotate_and_write",)),
     ("silu · up", ("_silu_and_multiply",)),
     ("sampling", ("_draw", "_cut", "_penalise", "_count", "_add_biases", "_forbid", "reduce_kernel")),

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.model.layers import Parameters
+from engine.model.layers import Layer, Parameters
 
 
 class Step(Protocol):
@@ -32,15 +32,12 @@ class Step(Protocol):
         ...
 
     def attend(self, q_THD: Tensor, layer: int) -> Tensor:
-        """Each row's attention over its context, [T, heads · D]."""
+        """Each row's attention over its context, [T, heads · D]; that of the last layer stays until the rows are
+        narrowed."""
         ...
 
-    def finish(self, added: Tensor) -> None:
-        """Adds to the sum for the last time."""
-        ...
-
-    def gather_norm(self, weight_H: Tensor) -> Tensor:
-        """The RMS norm of the R wanted rows of the sum."""
+    def narrow(self) -> Tensor:
+        """Goes on with the R wanted rows alone, of the sum and of the last layer's attention, which it gives."""
         ...
 
 
@@ -51,17 +48,21 @@ class Decoder:
         self.parameters = parameters
 
     def body(self, step: Step, beat: Callable[[], None]) -> None:
-        """All layers: writes the step's K and V, and leaves the sum finished. Calls `beat` after each layer."""
+        """All that writes K and V: every layer, the last one as far as its attention. Calls `beat` after each."""
         step.embed(self.parameters.embedding)
-        added = None
+        added, last = None, len(self.parameters.layers) - 1
         for index, layer in enumerate(self.parameters.layers):
             q_THD = step.rotate_and_write(layer.qkv(step.add_norm(added, layer.attention_norm)), layer.qk_norm, index)
-            added = layer.output(step.attend(q_THD, index))
-            added = layer.down(layer.gate_up.gated(step.add_norm(added, layer.mlp_norm)))
+            attended_TW = step.attend(q_THD, index)
+            if index < last:
+                added = self._behind_attention(step, layer, attended_TW)
             beat()
-        assert added is not None, "a model without layers"
-        step.finish(added)
 
     def head(self, step: Step) -> Tensor:
-        """The wanted rows' logits, [R, V]."""
-        return self.parameters.head.logits(step.gather_norm(self.parameters.norm))
+        """The wanted rows' logits, [R, V]: what is left of the last layer is of use to them alone."""
+        added = self._behind_attention(step, self.parameters.layers[-1], step.narrow())
+        return self.parameters.head.logits(step.add_norm(added, self.parameters.norm))
+
+    def _behind_attention(self, step: Step, layer: Layer, attended_TW: Tensor) -> Tensor:
+        added = layer.output(attended_TW)
+        return layer.down(layer.gate_up.gated(step.add_norm(added, layer.mlp_norm)))

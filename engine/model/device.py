@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.attention import Scratch, attend, layout_for
 from engine.kernels.embed import embed
-from engine.kernels.norm import add, add_norm, gather_norm
+from engine.kernels.norm import add_norm, gather
 from engine.kernels.rotary import rotate_and_write
 from engine.kv import KvPool
 from engine.model.config import ModelConfig
@@ -26,11 +26,12 @@ from engine.tiles import Layout
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What outlives a graph: the packed step with its tiles, the sum of its rows, and the tokens sampled from them, to
-    which those of the next step may point."""
+    """What outlives a graph: the packed step with its tiles, the sum of its rows and their last attention, and the
+    tokens sampled from them, to which those of the next step may point."""
 
     words: Tensor  # int32
     sum_TH: Tensor  # float32
+    attended_TW: Tensor  # in the last layer
     sampled_R: Tensor  # int32
     cos_PD: Tensor
     sin_PD: Tensor
@@ -39,13 +40,15 @@ class Space:
 
     @classmethod
     def make(
-        cls, config: ModelConfig, device: torch.device, words: int, rows: int, wanted: int, context_tokens: int
-    ) -> Self:
+        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, words: int, rows: int, wanted: int,
+        context_tokens: int,
+    ) -> Self:  # fmt: skip
         cos_PD, sin_PD = rotary_tables(config.rope, config.head_dim, context_tokens)
         layout = layout_for(tuple(dict.fromkeys(config.windows)), config.heads, config.kv_heads, wanted, device)
         return cls(
             torch.zeros(words, dtype=torch.int32, device=device),
             torch.zeros(rows, config.hidden, device=device),
+            torch.zeros(rows, config.heads * config.head_dim, dtype=dtype, device=device),
             torch.zeros(wanted, dtype=torch.int32, device=device),
             cos_PD.to(device),
             sin_PD.to(device),
@@ -86,16 +89,17 @@ class DeviceStep:
 
     def attend(self, q_THD: Tensor, layer: int) -> Tensor:
         space, out_THD = self._space, torch.empty_like(q_THD)
+        if layer == self._config.layers - 1:
+            out_THD = space.attended_TW[: self._rows].view(q_THD.shape)
         attend(
             space.words, q_THD, self._pool.layers[layer], out_THD, space.scratch, space.layout,
             self._config.windows[layer], self._pool.shape.block_tokens, self._wide,
         )  # fmt: skip
         return out_THD.view(self._rows, -1)
 
-    def finish(self, added: Tensor) -> None:
-        add(self._sum_TH, added)
-
-    def gather_norm(self, weight_H: Tensor) -> Tensor:
-        normed_RH = self._sum_TH.new_empty(self._sum_TH.shape, dtype=self._dtype)
-        gather_norm(self._space.words, self._space.sum_TH, weight_H, self._config.norm_epsilon, normed_RH)
-        return normed_RH
+    def narrow(self) -> Tensor:
+        space, rows = self._space, self._rows
+        self._sum_TH = space.sum_TH.new_empty(rows, self._config.hidden)
+        attended_RW = space.attended_TW.new_empty(rows, space.attended_TW.shape[1])
+        gather(space.words, space.sum_TH, space.attended_TW, self._sum_TH, attended_RW)
+        return attended_RW

@@ -84,6 +84,10 @@ class HostStep:
         return qkv_THD[:, :heads]
 
     def attend(self, q_THD: Tensor, layer: int) -> Tensor:
+        self._attended_TW = self._attend(q_THD, layer)
+        return self._attended_TW
+
+    def _attend(self, q_THD: Tensor, layer: int) -> Tensor:
         t, h, d = q_THD.shape
         n = self._pool.shape.kv_heads
         groups = self._groups[self._config.windows[layer]]
@@ -99,11 +103,9 @@ class HostStep:
                 out_TNGD.index_copy_(0, group.rows, _attend(rows_TNGD, layer, group, self._pool))
         return out_TNGD.view(t, h * d)
 
-    def finish(self, added_TH: Tensor) -> None:
-        self._sum_TH.add_(added_TH)
-
-    def gather_norm(self, weight_H: Tensor) -> Tensor:
-        return self._norm(self._sum_TH.index_select(0, self._rows_R), weight_H)
+    def narrow(self) -> Tensor:
+        self._sum_TH = self._sum_TH.index_select(0, self._rows_R)
+        return self._attended_TW.index_select(0, self._rows_R)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return ops.rms_norm(x, weight, self._config.norm_epsilon, self._dtype)

@@ -42,7 +42,7 @@ def interpreted(folder: Path, **changes: Any) -> Device:
     with patch.object(assembly, "_stored", Resident):
         parameters, _ = _parameters(spec(folder, **changes), config, torch.float32, CPU, lambda: None)
     most = Most.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
-    space = Space.make(config, CPU, most.words, most.rows, most.sequences, CONTEXT_TOKENS)
+    space = Space.make(config, torch.float32, CPU, most.words, most.rows, most.sequences, CONTEXT_TOKENS)
     pool = KvPool(KvShape.of(config, BLOCK_TOKENS, torch.float32), BLOCKS, CPU)
     for rows in pool.layers:
         rows.fill_(float("nan"))

@@ -59,12 +59,16 @@ def test_adding_parts_and_norming_at_true_shapes(rows: int, hidden: int, parts: 
     check_add_norm(rows, hidden, parts, dtype)
 
 
-def test_wanted_rows_are_gathered_and_normed() -> None:
+@pytest.mark.parametrize(("hidden", "width"), [(48, 32), (1500, 3000), (2048, 1024)])
+def test_wanted_rows_are_gathered(hidden: int, width: int) -> None:
     step = step_of([3, 1, 4], [0, 5, 9])
-    sum_TH, weight_H, out_RH = random(8, 48), random(48, seed=2), poisoned(4, 48)
-    norm.gather_norm(step, sum_TH, weight_H, 1e-5, out_RH)
-    assert error(out_RH[:3], reference.rms_norm(sum_TH[[2, 3, 7]], weight_H, 1e-5, torch.float32)) < 1e-6
-    assert out_RH[3].isnan().all()
+    sum_TH, attended_TW = random(8, hidden), random(8, width, seed=2)
+    sum_RH, attended_RW = poisoned(4, hidden), poisoned(4, width)
+    norm.gather(step, sum_TH, attended_TW, sum_RH, attended_RW)
+    assert torch.equal(sum_RH[:3], sum_TH[[2, 3, 7]])
+    assert torch.equal(attended_RW[:3], attended_TW[[2, 3, 7]])
+    assert sum_RH[3].isnan().all()
+    assert attended_RW[3].isnan().all()
 
 
 def check_rotary(
