@@ -7,6 +7,7 @@ Progress costs one callback, and each token event a deque append and at most one
 import asyncio
 import contextlib
 import random
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,7 +66,18 @@ class Stream:
     so that what is held never passes the request's own max_tokens. The replica is never held up.
     """
 
-    __slots__ = ("_connection", "_first", "_loop", "_lost", "_n", "_open", "_steps", "_waiter")
+    __slots__ = (
+        "_connection",
+        "_first",
+        "_loop",
+        "_lost",
+        "_n",
+        "_open",
+        "_steps",
+        "_submitted_s",
+        "_waiter",
+        "taken_s",
+    )
 
     def __init__(self, connection: "_Replica", first: int, n: int) -> None:
         self._connection = connection
@@ -76,6 +88,8 @@ class Stream:
         self._loop = connection.loop
         self._waiter: asyncio.Future[None] | None = None
         self._lost: Exception | None = None
+        self._submitted_s = time.monotonic()
+        self.taken_s: float | None = None  # from the order's writing to the arrival of its first token
 
     def __aiter__(self) -> Self:
         return self
@@ -114,6 +128,8 @@ class Stream:
             self._wake()
 
     def _push(self, step: Step) -> None:
+        if self.taken_s is None and step.tokens:
+            self.taken_s = self._connection.received_s - self._submitted_s
         steps = self._steps
         if len(steps) >= STEPS_MAX and self._join(step):
             return
@@ -194,6 +210,7 @@ class _Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self.loop.create_future()
         self.why = "the connection was closed"
+        self.received_s = 0.0  # when the last bytes came
         self._frames = wire.FrameReader()
         self._transport: asyncio.WriteTransport | None = None
 
@@ -201,6 +218,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's says so only by its methods
 
     def data_received(self, received: bytes) -> None:
+        self.received_s = time.monotonic()
         try:
             for frame in self._frames.feed(received):
                 self.receive(frame)

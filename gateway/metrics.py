@@ -15,6 +15,7 @@ from tenants.quota import Spent
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES_MAX: Final = 64
 _FIRST_TOKEN_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_OWN_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1)
 _TOTAL_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
 
@@ -31,13 +32,16 @@ class Metrics:
         self._requests = self._counter("hearth_requests", "Inference requests by how they ended", ["model", "outcome"])
         self._tokens = self._counter("hearth_tokens", "Model tokens of settled requests", ["model", "kind"])
         self._first_token = self._histogram("hearth_first_token_seconds", "Request to first token", _FIRST_TOKEN_S)
+        self._own = self._histogram(
+            "hearth_gateway_seconds", "Request to first token, without what its replica took", _OWN_S
+        )
         self._total = self._histogram("hearth_request_seconds", "Request to its end", _TOTAL_S)
         self._answers = self._counter("hearth_http_answers", "HTTP answers by route and status", ["route", "status"])
         self.open_requests = Gauge("hearth_open_requests", "Inference requests in progress", registry=self.registry)
         self._outcomes: set[str] = set()
 
-    def finished(self, model: str, spent: Spent) -> None:
-        """One request ended; `model` is a name of the catalogue."""
+    def finished(self, model: str, spent: Spent, own_s: float | None) -> None:
+        """One request ended; `model` is a name of the catalogue, `own_s` the gateway's part of the first token."""
         self._requests.labels(model, self._capped(spent.outcome)).inc()
         self._tokens.labels(model, "prompt").inc(spent.prompt_tokens)
         self._tokens.labels(model, "cached").inc(spent.cached_tokens)
@@ -45,6 +49,8 @@ class Metrics:
         self._total.labels(model).observe(spent.total_ms / 1000)
         if spent.first_token_ms is not None:
             self._first_token.labels(model).observe(spent.first_token_ms / 1000)
+        if own_s is not None:
+            self._own.labels(model).observe(own_s)
 
     def answered(self, route: str, status: int | None) -> None:
         """One HTTP exchange ended; None where the client left before anything was sent."""

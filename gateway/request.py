@@ -88,6 +88,12 @@ class Request:
             total_ms=(now - began) * 1000,
         )
 
+    def own_s(self) -> float | None:
+        """What the gateway took to the first token, the replica's part left out; None where none came."""
+        if self.first_token_at is None or self.stream is None or self.stream.taken_s is None:
+            return None
+        return max(0.0, self.first_token_at - self.exchange.began - self.stream.taken_s)
+
     def checkpoint(self) -> None:
         """Lets the store know, now and then, what a long request has used."""
         now = self.gateway.clock()
@@ -135,7 +141,7 @@ class Request:
         spent = self.spent(self.gateway.clock())
         if self.reservation is not None:
             self.gateway.quota.settle(self.reservation, spent)
-        self.gateway.metrics.finished(self.model.name, spent)
+        self.gateway.metrics.finished(self.model.name, spent, self.own_s())
         self.span.end(spent)
         log.info("request_ended", extra={"fields": self._fields(spent)})
 

@@ -1,23 +1,16 @@
 """What a load costs beside its time: the cores that gateway and replicas on this host use, and what the gateway adds
 to the time to first token."""
 
-import array
-import asyncio
-import random
-import statistics
 import time
-from dataclasses import dataclass, field
+import urllib.request
+from itertools import chain
 from typing import Final
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
-from engine import wire
-from gateway.bench.client import Measured, Target, request
-from gateway.bench.load import Load
-
+_ANSWER_S: Final = 10.0
 _KINDS: Final = {"gateway": ("gateway.cli", "gateway"), "replica": ("engine.replica",)}
-_PAIR_EVERY_S: Final = 0.2
-_WORDS: Final = 64
 
 
 class Cores:
@@ -49,76 +42,29 @@ def _kind(process: psutil.Process) -> str | None:
     return next((kind for kind, names in _KINDS.items() if all(name in words for name in names)), None)
 
 
-@dataclass(slots=True)
-class Pairs:
-    """The same request to the gateway and past it, to the replica's own socket, both at one moment, again and again.
+class Share:
+    """What the gateway takes of the time to first token, by its own count (hearth_gateway_seconds): from the request's
+    head to the order's writing, and from the first token's arrival to its text.
 
-    Under a load the difference holds what the gateway does before and after, and the step it misses by that.
+    A client cannot tell: the same request sent past the gateway begins a moment earlier, and the step that the other
+    one misses by that, or the rows that its twin takes, count many times as much as the moment.
     """
 
-    target: Target
-    vocabulary: int
-    through_ms: list[float] = field(default_factory=list)
-    past_ms: list[float] = field(default_factory=list)
+    def __init__(self, base_url: str) -> None:
+        self._url = f"{base_url.rstrip('/')}/metrics"
+        self._sum_s, self._count = self._read()
 
-    def added_ms(self) -> float | None:
-        """On average of all pairs; None without any."""
-        pairs = zip(self.through_ms, self.past_ms, strict=True)
-        return statistics.fmean(through - past for through, past in pairs) if self.past_ms else None
+    def mean_ms(self) -> float | None:
+        """Of the requests since this was made; None without any."""
+        sum_s, count = self._read()
+        return 1e3 * (sum_s - self._sum_s) / (count - self._count) if count > self._count else None
 
-    async def run(self, machine: str) -> None:
-        """Until cancelled."""
-        reader, writer = await _connect(await _replica(machine))
-        try:
-            frames, draw, number = wire.FrameReader(), random.Random(0), 0
-            while True:
-                number += 1
-                ids = array.array("I", (draw.randrange(self.vocabulary) for _ in range(_WORDS)))
-                submit = wire.Submit(number, ids.tobytes(), wire.Scope(), wire.Sampling(), 1)
-                through, past_ms = await asyncio.gather(
-                    self._through(number), _first_ms(reader, writer, frames, submit)
-                )
-                self.through_ms.append(through)
-                self.past_ms.append(past_ms)
-                await asyncio.sleep(_PAIR_EVERY_S)
-        finally:
-            writer.close()
-
-    async def _through(self, number: int) -> float:
-        load = Load(1, 1, words=_WORDS, max_tokens=1, vocabulary=self.vocabulary, seed=-1)
-        measured = Measured()
-        await request(self.target, load.body(number), measured)
-        return measured.first_ms[0]
-
-
-async def _first_ms(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, frames: wire.FrameReader, submit: wire.Submit
-) -> float:
-    began = time.perf_counter()
-    writer.write(wire.encode(submit))
-    while received := await reader.read(1 << 16):
-        for frame in frames.feed(received):
-            if isinstance(frame, wire.Progress) and submit.id in frame.ids:
-                return (time.perf_counter() - began) * 1e3
-    raise EOFError("the replica closed its socket")
-
-
-async def _replica(machine: str) -> str:
-    """The address of a replica that the machine names."""
-    reader, writer = await _connect(machine)
-    try:
-        frames = wire.FrameReader()
-        while received := await reader.read(1 << 16):
-            for frame in frames.feed(received):
-                if isinstance(frame, wire.Fleet):
-                    return frame.replicas[0].address
-        raise EOFError("the machine closed its socket")
-    finally:
-        writer.close()
-
-
-async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    where = wire.parse_address(address)
-    if isinstance(where, str):
-        return await asyncio.open_unix_connection(where)
-    return await asyncio.open_connection(*where)
+    def _read(self) -> tuple[float, float]:
+        with urllib.request.urlopen(self._url, timeout=_ANSWER_S) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        sums = {"sum": 0.0, "count": 0.0}
+        for sample in chain.from_iterable(family.samples for family in families):
+            name, _, kind = sample.name.rpartition("_")
+            if name == "hearth_gateway_seconds" and kind in sums:
+                sums[kind] += sample.value
+        return sums["sum"], sums["count"]

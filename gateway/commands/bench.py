@@ -5,18 +5,16 @@ The engine is measured by a process of its own, `python -m engine.bench`: this r
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
 from engine.wire import MEMORY_SUFFIX
-from gateway.bench.beside import Cores, Pairs
+from gateway.bench.beside import Cores, Share
 from gateway.bench.client import Measured, Target, measure_in_processes
 from gateway.bench.load import Load
 from gateway.bench.server import NotServing, Own, own_server
@@ -124,26 +122,11 @@ async def measure_beside(
 ) -> tuple[Measured, dict[str, Any]]:
     """Measures, and reports the cores that it took as well; of a server of its own also what the gateway adds."""
     cores = Cores(None if own is None else own.pid)
-    async with _paired(own) as pairs:
-        measured = await measure_in_processes(target, load, processes)
+    share = Share(own.target.base_url) if own else None
+    measured = await measure_in_processes(target, load, processes)
     report = {**measured.report(), "cores": cores.used()}
-    added_ms = pairs.added_ms() if pairs else None
+    added_ms = share.mean_ms() if share else None
     return measured, report if added_ms is None else {**report, "gateway_added_ms": round(added_ms, 2)}
-
-
-@contextlib.asynccontextmanager
-async def _paired(own: Own | None) -> AsyncIterator[Pairs | None]:
-    if own is None:
-        yield None
-        return
-    pairs = Pairs(own.target, own.vocabulary)
-    task = asyncio.create_task(pairs.run(own.machine))
-    try:
-        yield pairs
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def _run_engine(options: argparse.Namespace) -> int:

@@ -9,18 +9,19 @@ from tests.gateway.stub_replica import MODEL
 
 def test_a_request_is_counted_once_with_its_tokens() -> None:
     metrics = Metrics()
-    metrics.finished("@cf/a/b", Spent(10, 4, 3, "done", 12.0, 50.0))
+    metrics.finished("@cf/a/b", Spent(10, 4, 3, "done", 12.0, 50.0), 0.002)
     text = metrics.text().decode()
     assert 'hearth_requests_total{model="@cf/a/b",outcome="done"} 1.0' in text
     for kind, count in (("prompt", 10), ("cached", 4), ("completion", 3)):
         assert f'hearth_tokens_total{{kind="{kind}",model="@cf/a/b"}} {count}.0' in text
     assert 'hearth_first_token_seconds_count{model="@cf/a/b"} 1.0' in text
+    assert 'hearth_gateway_seconds_sum{model="@cf/a/b"} 0.002' in text
 
 
 def test_outcomes_are_capped() -> None:
     metrics = Metrics()
     for i in range(OUTCOMES_MAX + 50):
-        metrics.finished("@cf/a/b", Spent(outcome=f"made up {i}"))
+        metrics.finished("@cf/a/b", Spent(outcome=f"made up {i}"), None)
     lines = [line for line in metrics.text().decode().splitlines() if line.startswith("hearth_requests_total")]
     assert len(lines) == OUTCOMES_MAX + 1
     assert 'outcome="other"} 50.0' in "\n".join(lines)
