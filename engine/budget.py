@@ -19,9 +19,9 @@ from engine.sequence import Sequence
 PROMPT_ROWS_MIN: Final = 64
 _RECOVERY: Final = 16
 _SLOWNESS_MOST: Final = 2.0
-_SLOWNESS_FIRST: Final = 1.25  # until there is better to go by
-_RISE: Final = 0.5  # of the way to a step that was slower than thought,
-_FALL: Final = 0.004  # and to one that was faster: few of a hundred are slower than what this settles at
+_SLOWNESS_FIRST: Final = 1.35  # until there is better to go by
+_RISE: Final = 0.25  # of the way to a step that was slower than thought,
+_FALL: Final = 0.001  # and to one that was faster: about two of a hundred are slower than what this settles at
 
 
 @dataclass(frozen=True, slots=True)

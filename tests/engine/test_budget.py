@@ -159,15 +159,15 @@ def test_the_gap_is_kept_where_steps_are_slower_than_their_costs(slower: float) 
     budget = Budget(limits(costs=COSTS, gap_ms=20.0))
     sequences = [*(running(700, 699) for _ in range(32)), running(8000, 16)]
     late, rows = 0, []
-    for step in range(1500):
+    for step in range(6000):
         extra = budget.share(sequences)
         assert budget.planned_us == pytest.approx(predicted_us(sequences, extra), rel=0.01)
         took_us = budget.planned_us * slower * pick.gauss(1.0, 0.03)
         budget.observe(budget.planned_us, took_us)
-        if step >= 500:
+        if step >= 3000:
             late += took_us > 20_000
             rows.append(sum(extra.values()))
-    assert late <= 0.05 * len(rows)
+    assert late <= 0.03 * len(rows)
     wanted = max(
         row for row in range(1, 2000) if max(1.0, slower) * predicted_us(sequences, {sequences[-1]: row}) <= 20e3
     )
@@ -175,9 +175,9 @@ def test_the_gap_is_kept_where_steps_are_slower_than_their_costs(slower: float) 
 
 
 def test_one_slow_step_is_soon_forgotten() -> None:
-    budget = Budget(limits(costs=COSTS, gap_ms=20.0))
+    budget = exact(costs=COSTS, gap_ms=20.0)
     budget.observe(10_000, 500_000)
-    assert 1.5 < budget.slowness < 2.0
-    for _ in range(1000):
+    assert budget.slowness == pytest.approx(1.25)
+    for _ in range(2000):
         budget.observe(10_000, 9_000)
-    assert budget.slowness < 1.02
+    assert budget.slowness < 1.04
