@@ -292,7 +292,7 @@ def _pick(
     """The greatest of what `_narrow` left such that those at or above it weigh the goal; how many that equal it are
     needed for that, and how many there are."""
     at = tl.arange(0, LISTED)
-    inside = (at < found) & (found <= LISTED)
+    inside = at < tl.where(found <= LISTED, found, 0)
     x = tl.load(listed + at, mask=inside, other=float("-inf"))
     weights = tl.where(inside, _mass(x, peak, scale, BY_MASS), 0.0)
     last = tl.where(found <= LISTED, _ordered(high) - 1, _ordered(low))
