@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import structs
+
+from tenants.grants import Grant, Permission
 from tenants.store import Account, ApiToken, Clock, Limits, Seal, Store, StoreUnavailable
 
 __all__ = [
@@ -22,9 +25,11 @@ __all__ = [
     "Accounts",
     "ApiToken",
     "Caller",
+    "Grant",
     "Limits",
     "MalformedToken",
     "NotFound",
+    "Permission",
     "Unauthenticated",
     "UnknownToken",
 ]
@@ -62,12 +67,14 @@ class Caller:
 
     account: Account
     token_id: str
+    grant: Grant
 
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
     caller: Caller
     token: ApiToken
+    until: int | None  # of a secret that was rolled
     at: float
 
 
@@ -104,6 +111,8 @@ class Accounts:
             raise UnknownToken(f"ApiToken {token_id} was revoked")
         if seen.token.expires_at is not None and now >= seen.token.expires_at:
             raise UnknownToken(f"ApiToken {token_id} has expired")
+        if seen.until is not None and now >= seen.until:
+            raise UnknownToken(f"this secret of ApiToken {token_id} was rolled")
         return seen.caller
 
     async def _look_up(self, token_id: str, credential: str, key: bytes, seen: _Verified | None) -> _Verified:
@@ -116,10 +125,12 @@ class Accounts:
             raise
         if found is None:
             raise UnknownToken(f"no ApiToken {token_id}")
-        token, seal, account = found
-        if seal.pepper != PEPPER or not hmac.compare_digest(self._digest(credential), seal.digest):
+        token, seals, account = found
+        digest = self._digest(credential)
+        opened = [seal for seal in seals if hmac.compare_digest(digest, seal.digest) and seal.pepper == PEPPER]
+        if not opened:
             raise UnknownToken(f"ApiToken {token_id} has another secret")
-        verified = _Verified(Caller(account, token.id), token, asked_at)
+        verified = _Verified(Caller(account, token.id, token.grant), token, opened[0].until, asked_at)
         self._verified[key] = verified
         self._verified.move_to_end(key)
         if len(self._verified) > VERIFIED_MAX:
@@ -145,14 +156,48 @@ class Accounts:
             raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
         return await self.get(account_id)
 
-    async def mint(self, account_id: str, name: str, expires_at: float | None = None) -> tuple[ApiToken, str]:
+    async def mint(
+        self, account_id: str, name: str, expires_at: float | None = None, grant: Grant | None = None
+    ) -> tuple[ApiToken, str]:
         """A new ApiToken and its text, shown this once and kept nowhere. `expires_at` is seconds since 1970."""
-        text = _token_text(self._entropy)
+        text = _token_text(_base62(int.from_bytes(self._entropy(8), "big"), _ID_LENGTH), self._entropy)
         expiry = None if expires_at is None else int(expires_at)
-        token = ApiToken(parse_token(text), account_id, _named(name), int(self._clock()), expiry)
+        now = int(self._clock())
+        token = ApiToken(parse_token(text), account_id, _named(name), now, expiry, grant=grant or Grant())
         if not await self._store.add_token(token, Seal(self._digest(text), PEPPER)):
             raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
         return token, text
+
+    async def roll(self, token_id: str, grace_s: float = 0.0) -> tuple[ApiToken, str]:
+        """A new secret for a token, and its text, shown this once. The one before it opens for `grace_s` seconds yet,
+        on every gateway; older ones no more. Raises NotFound, also where the token was revoked."""
+        token, seals = await self._kept(token_id)
+        text = _token_text(token_id, self._entropy)
+        now = int(self._clock())
+        before = [structs.replace(seals[0], until=now + int(grace_s))] if grace_s > 0 else []
+        await self._store.change_token(token, [Seal(self._digest(text), PEPPER), *before])
+        return token, text
+
+    async def change(self, token_id: str, name: str, expires_at: float | None, grant: Grant) -> ApiToken:
+        """The token with another name, expiry and grant, in force on every gateway within 1 s. Raises NotFound."""
+        token, seals = await self._kept(token_id)
+        expiry = None if expires_at is None else int(expires_at)
+        changed = structs.replace(token, name=_named(name), expires_at=expiry, grant=grant)
+        await self._store.change_token(changed, seals)
+        return changed
+
+    async def token(self, token_id: str) -> ApiToken:
+        """Raises NotFound."""
+        found = await self._store.token(token_id)
+        if found is None:
+            raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+        return found[0]
+
+    async def _kept(self, token_id: str) -> tuple[ApiToken, Sequence[Seal]]:
+        found = await self._store.token(token_id)
+        if found is None or found[0].revoked_at is not None:
+            raise NotFound(f"no live ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+        return found[0], found[1]
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
         """All of one account, revoked and expired ones too, oldest first."""
@@ -186,8 +231,7 @@ def parse_token(text: str) -> str:
     return match[1]
 
 
-def _token_text(entropy: Callable[[int], bytes]) -> str:
-    key_id = _base62(int.from_bytes(entropy(8), "big"), _ID_LENGTH)
+def _token_text(key_id: str, entropy: Callable[[int], bytes]) -> str:
     secret = _base62(int.from_bytes(entropy(32), "big"), _SECRET_LENGTH)
     text = f"hearth_{key_id}_{secret}"
     return text + _checksum(text)

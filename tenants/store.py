@@ -6,6 +6,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from tenants.grants import Grant
 from tenants.usage import MICRO, Balance, Totals, UsageRecord
 
 Clock = Callable[[], float]  # seconds since 1970
@@ -69,13 +70,15 @@ class ApiToken(msgspec.Struct, frozen=True):
     created_at: int
     expires_at: int | None = None
     revoked_at: int | None = None
+    grant: Grant = Grant()
 
 
 class Seal(msgspec.Struct, frozen=True):
-    """What is kept of a secret: its HMAC-SHA256, and which pepper made it."""
+    """What is kept of a secret: its HMAC-SHA256, which pepper made it, and until when it opens if it was rolled."""
 
     digest: bytes
     pepper: int
+    until: int | None = None
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -146,7 +149,13 @@ class Store(Protocol):
         """False: there is no such account."""
         ...
 
-    async def token(self, token_id: str) -> tuple[ApiToken, Seal, Account] | None: ...
+    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[Seal], Account] | None:
+        """With the seals of its live secrets, the newest first."""
+        ...
+
+    async def change_token(self, token: ApiToken, seals: Sequence[Seal]) -> bool:
+        """Its name, expiry, grant and seals from now on; a revocation stays as it is. False: there is no such token."""
+        ...
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
         """All of one account, revoked ones too, oldest first."""

@@ -3,7 +3,7 @@
 All that a decision touches shares one hash tag, `{account id}`:
 
     hearth:{ID}             hash: name, created_at, the limits, arrival_us (when the next request is due by the rate)
-    hearth:{ID}:tokens      hash: token id → ApiToken and Seal
+    hearth:{ID}:tokens      hash: token id → ApiToken and Seals
     hearth:{ID}:revoked     hash: token id → when
     hearth:{ID}:holds       hash: request id → day:held:checkpoint, where the checkpoint is a record
     hearth:{ID}:expiries    sorted set: request ids by expires_us
@@ -166,7 +166,7 @@ _SUMS: Final = Totals.__struct_fields__
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_record = msgspec.msgpack.Decoder(UsageRecord).decode
-_unpack_token = msgspec.msgpack.Decoder(tuple[ApiToken, Seal]).decode
+_unpack_token = msgspec.msgpack.Decoder(tuple[ApiToken, Seal | list[Seal]]).decode  # one, before they were rolled
 
 
 class _Script:
@@ -227,10 +227,10 @@ class RedisStore:
         if not await self._ask("EXISTS", _key(token.account_id)):
             return False
         await self._ask("SETNX", f"hearth:token:{token.id}", token.account_id)
-        await self._ask("HSETNX", _key(token.account_id, "tokens"), token.id, _pack((token, seal)))
+        await self._ask("HSETNX", _key(token.account_id, "tokens"), token.id, _pack((token, [seal])))
         return True
 
-    async def token(self, token_id: str) -> tuple[ApiToken, Seal, Account] | None:
+    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[Seal], Account] | None:
         owner = await self._ask("GET", f"hearth:token:{token_id}")
         if owner is None:
             return None
@@ -244,8 +244,15 @@ class RedisStore:
         account = _account(account_id, columns)
         if packed is None or account is None:
             return None
-        token, seal = _unpack_token(packed)
-        return _with_revocation(token, revoked_at), seal, account
+        token, seals = _unpack_token(packed)
+        return _with_revocation(token, revoked_at), [seals] if isinstance(seals, Seal) else seals, account
+
+    async def change_token(self, token: ApiToken, seals: Sequence[Seal]) -> bool:
+        tokens = _key(token.account_id, "tokens")
+        if not await self._ask("HEXISTS", tokens, token.id):
+            return False
+        await self._ask("HSET", tokens, token.id, _pack((token, seals)))
+        return True
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
         packed, revoked = await self._read(

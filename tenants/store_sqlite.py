@@ -12,8 +12,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 from msgspec import structs
 
+from tenants.grants import Grant
 from tenants.store import (
     KEPT_DAYS,
     Account,
@@ -29,7 +31,6 @@ from tenants.store import (
 )
 from tenants.usage import EXPIRED, MICRO, Balance, Totals, UsageRecord, day_of, us_left
 
-SCHEMA_VERSION: Final = 1
 BUSY_MS: Final = 1_000  # how long to wait for another process's write
 PAGE_BYTES: Final = 2_048  # a commit writes whole pages; a pair of calls costs 4 µs less than with the default
 # A write-ahead log of this many pages is copied into the file by whoever commits, unless sweep() did it before. Every
@@ -37,8 +38,8 @@ PAGE_BYTES: Final = 2_048  # a commit writes whole pages; a pair of calls costs 
 LOG_PAGES_MAX: Final = 1_000
 NEVER_US: Final = 1 << 62
 
-# `days.held` and `days.open` are the sums over `holds`, the other columns of `days` the sums over `ledger`.
-# `accounts.sweep_us` is a time before which no hold of the account expires.
+# The first version; what came after it is in MIGRATIONS. `days.held` and `days.open` are the sums over `holds`, the
+# other columns of `days` the sums over `ledger`. `accounts.sweep_us` is a time before which no hold of it expires.
 SCHEMA: Final = """
 CREATE TABLE accounts (
     id TEXT PRIMARY KEY, name TEXT NOT NULL, created_at INTEGER NOT NULL,
@@ -73,8 +74,16 @@ CREATE TABLE ledger (
 ) STRICT, WITHOUT ROWID;
 """
 
+# From version i + 1 to i + 2. A new file goes through all of them as well: there is one way to every version.
+MIGRATIONS: Final = (
+    # A token's grant, and the seals of its secrets after the newest, as msgpack.
+    "ALTER TABLE tokens ADD COLUMN permitted BLOB; ALTER TABLE tokens ADD COLUMN rolled BLOB",
+)
+SCHEMA_VERSION: Final = 1 + len(MIGRATIONS)
+
 _ACCOUNT: Final = "id, name, created_at, requests_per_minute, micro_neurons_per_day, concurrent_requests, burst"
-_TOKEN: Final = "id, account_id, name, created_at, expires_at, revoked_at, digest, pepper"
+_TOKEN: Final = "id, account_id, name, created_at, expires_at, revoked_at, permitted, digest, pepper, rolled"
+_ADD_TOKEN: Final = f"INSERT INTO tokens ({_TOKEN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 _RECORD: Final = ", ".join(UsageRecord.__struct_fields__)
 _DAY: Final = "requests, micro_neurons, prompt_tokens, cached_tokens, completion_tokens, held, open"
 
@@ -109,6 +118,11 @@ DELETE FROM ledger WHERE account_id = ? AND day = ? AND request_id = ? AND outco
 _EXPIRED: Final = f"""
 SELECT held, {_RECORD.replace("outcome", f"'{EXPIRED}'")} FROM holds WHERE account_id = ? AND expires_us <= ?
 """
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack_grant = msgspec.msgpack.Decoder(Grant).decode
+_unpack_seals = msgspec.msgpack.Decoder(list[Seal]).decode
 
 
 class _Found(NamedTuple):
@@ -153,9 +167,10 @@ class SqliteStore:
             (version,) = self._run("PRAGMA user_version").fetchone()
             if version > SCHEMA_VERSION:
                 raise StoreUnavailable(f"{self._path} was written by a newer Hearth; run that one, or use another file")
-            if version == 0:
-                for statement in SCHEMA.strip().rstrip(";").split(";"):
+            for script in (SCHEMA, *MIGRATIONS)[version:]:
+                for statement in script.strip().rstrip(";").split(";"):
                     self._run(statement)
+            if version < SCHEMA_VERSION:
                 self._run(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     async def ping(self) -> None:
@@ -189,25 +204,33 @@ class SqliteStore:
 
     async def add_token(self, token: ApiToken, seal: Seal) -> bool:
         times = (token.created_at, token.expires_at, token.revoked_at)
-        row = (token.id, token.account_id, token.name, *times, seal.digest, seal.pepper)
+        row = (token.id, token.account_id, token.name, *times, _pack(token.grant), seal.digest, seal.pepper, None)
         with self._transaction():
             if not self._run("SELECT 1 FROM accounts WHERE id = ?", (token.account_id,)).fetchone():
                 return False
-            self._run(f"INSERT INTO tokens ({_TOKEN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING", row)
+            self._run(_ADD_TOKEN, row)
         return True
 
-    async def token(self, token_id: str) -> tuple[ApiToken, Seal, Account] | None:
+    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[Seal], Account] | None:
         rows = self._rows(f"SELECT {_TOKEN} FROM tokens WHERE id = ?", token_id)
         if not rows:
             return None
-        *columns, digest, pepper = rows[0]
-        token = ApiToken(*columns)
+        *_, digest, pepper, rolled = rows[0]
+        token = _token(rows[0])
         account = await self.account(token.account_id)
-        return (token, Seal(digest, pepper), account) if account else None
+        seals = [Seal(digest, pepper), *(_unpack_seals(rolled) if rolled else ())]
+        return (token, seals, account) if account else None
+
+    async def change_token(self, token: ApiToken, seals: Sequence[Seal]) -> bool:
+        columns = "name = ?, expires_at = ?, permitted = ?, digest = ?, pepper = ?, rolled = ?"
+        newest, *rolled = seals
+        values = (token.name, token.expires_at, _pack(token.grant), newest.digest, newest.pepper, _pack(rolled))
+        with self._transaction():
+            return self._run(f"UPDATE tokens SET {columns} WHERE id = ?", (*values, token.id)).rowcount == 1
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
         rows = self._rows(f"SELECT {_TOKEN} FROM tokens WHERE account_id = ? ORDER BY created_at, id", account_id)
-        return [ApiToken(*row[:-2]) for row in rows]
+        return [_token(row) for row in rows]
 
     async def revoke(self, token_id: str, revoked_at: int) -> bool:
         with self._transaction():
@@ -376,6 +399,11 @@ def _decide(hold: Hold, limits: Limits, found: _Found, now_us: int) -> Granted |
 
 def _limit_columns(limits: Limits) -> tuple[int | None, ...]:
     return (limits.requests_per_minute, limits.micro_neurons_per_day, limits.concurrent_requests, limits.burst)
+
+
+def _token(row: Any) -> ApiToken:
+    *columns, permitted = row[:7]
+    return structs.replace(ApiToken(*columns), grant=_unpack_grant(permitted)) if permitted else ApiToken(*columns)
 
 
 def _account(row: Any) -> Account:

@@ -12,6 +12,7 @@ from hypothesis import strategies as some
 from tenants import accounts as module
 from tenants.accounts import (
     Accounts,
+    Grant,
     Limits,
     MalformedToken,
     NotFound,
@@ -330,3 +331,57 @@ def test_a_scope_is_16_bytes_of_account_and_secret_alone() -> None:
 def test_both_kinds_of_bad_token_are_unauthenticated() -> None:
     assert issubclass(MalformedToken, Unauthenticated)
     assert issubclass(UnknownToken, Unauthenticated)
+
+
+async def test_a_rolled_secret_opens_for_its_grace_and_no_longer(store: Store) -> None:
+    now = [1_000.0]
+    accounts = Accounts(store, SECRET, clock=lambda: now[0])
+    account = await accounts.create("Ann")
+    token, first = await accounts.mint(account.id, "ci")
+    same, second = await accounts.roll(token.id, grace_s=60)
+    assert (same, parse_token(second)) == (token, token.id)
+    assert first != second
+    for text in (first, second):
+        assert (await accounts.verify(text)).token_id == token.id
+    now[0] += 59.9
+    await accounts.verify(first)
+    now[0] += 0.1
+    with pytest.raises(UnknownToken):  # at once, though it was verified a moment ago
+        await accounts.verify(first)
+    await accounts.verify(second)
+
+
+async def test_no_more_than_two_secrets_of_a_token_live(store: Store) -> None:
+    now = [1_000.0]
+    accounts = Accounts(store, SECRET, clock=lambda: now[0])
+    account = await accounts.create("Ann")
+    token, first = await accounts.mint(account.id, "ci")
+    _, second = await accounts.roll(token.id, grace_s=600)
+    _, third = await accounts.roll(token.id, grace_s=600)
+    now[0] += 1
+    with pytest.raises(UnknownToken):
+        await accounts.verify(first)
+    await accounts.verify(second)
+    await accounts.verify(third)
+    _, fourth = await accounts.roll(token.id)
+    now[0] += 1
+    for text in (second, third):
+        with pytest.raises(UnknownToken):
+            await accounts.verify(text)
+    await accounts.verify(fourth)
+    await accounts.revoke(token.id)
+    with pytest.raises(NotFound):
+        await accounts.roll(token.id)
+
+
+async def test_a_changed_grant_is_in_force_within_a_second(store: Store) -> None:
+    now = [1_000.0]
+    accounts = Accounts(store, SECRET, clock=lambda: now[0])
+    account = await accounts.create("Ann")
+    token, text = await accounts.mint(account.id, "ci", grant=Grant(models=("@cf/*",)))
+    assert (await accounts.verify(text)).grant == Grant(models=("@cf/*",))
+    await accounts.change(token.id, "ci", None, Grant(models=("@hf/*",)))
+    now[0] += 1
+    assert (await accounts.verify(text)).grant == Grant(models=("@hf/*",))
+    with pytest.raises(NotFound):
+        await accounts.change("nobody", "n", None, Grant())

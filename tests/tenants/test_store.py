@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from tenants.grants import Grant, Permission
 from tenants.store import (
     Account,
     ApiToken,
@@ -66,10 +67,28 @@ async def test_a_token_comes_back_as_it_was_kept(store: Store) -> None:
     await open_account(store)
     token, seal = ApiToken("key2", ANN, "phone", 5, expires_at=9), Seal(bytes(range(32)), 1)
     assert await store.add_token(token, seal)
-    assert await store.token("key2") == (token, seal, await store.account(ANN))
+    assert await store.token("key2") == (token, [seal], await store.account(ANN))
     assert [one.id for one in await store.tokens(ANN)] == ["key", "key2"]
     assert await store.token("key3") is None
     assert not await store.add_token(ApiToken("key3", BOB, "lost", 5), seal)
+
+
+async def test_a_token_is_changed_with_its_seals_and_stays_revoked(store: Store) -> None:
+    await store.add_account(Account(ANN, "Ann", Limits(), 1))
+    grant = Grant((Permission.USAGE_READ,), ("@cf/*",), ("10.0.0.0/8",))
+    token = ApiToken("key4", ANN, "ci", 5, grant=grant)
+    assert await store.add_token(token, Seal(b"first", 1))
+    changed = structs.replace(token, name="ci 2", expires_at=99, grant=Grant())
+    seals = [Seal(b"second", 1), Seal(b"first", 1, until=70)]
+    assert await store.change_token(changed, seals)
+    assert await store.token("key4") == (changed, seals, await store.account(ANN))
+    await store.revoke("key4", 60)
+    assert await store.change_token(changed, seals[:1])
+    found = await store.token("key4")
+    assert found is not None
+    assert found[0] == structs.replace(changed, revoked_at=60)
+    assert found[1] == seals[:1]
+    assert not await store.change_token(structs.replace(token, id="nobody"), seals)
 
 
 async def test_the_first_revocation_of_a_token_stays(store: Store) -> None:
