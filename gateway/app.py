@@ -27,15 +27,19 @@ from gateway.outage import Outage
 from gateway.request import Gateway
 from gateway.run import Native
 from gateway.suspects import Suspects
+from gateway.tokens import METHODS, TOKEN_BYTES_MAX, Asked, Tokens
 from gateway.traces import Traces, open_traces
 from gateway.turns import Turns
-from tenants.accounts import Accounts, Caller, MalformedToken, Unauthenticated
+from tenants.accounts import Accounts, Caller, MalformedToken, Permission, Unauthenticated
 from tenants.quota import Quota
 from tenants.store import Store, StoreUnavailable, open_store
 
 REVOKED_S: Final = 2.0  # how often running requests' tokens are asked for again
 ACCOUNT_PATH: Final = re.compile(r"/client/v4/accounts/([^/]+)/ai(/.+)")
+TOKENS_PATH: Final = re.compile(r"/client/v4/accounts/([^/]+)/tokens(?:/([0-9A-Za-z]+))?(/value)?")
 ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
+
+PRIVATE: Final = [JSON, (b"cache-control", b"no-store")]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ class App:
         self._store = store
         self._native = Native()
         self._openai = OpenAI()
+        self._tokens = Tokens(gateway.accounts)
         limits = gateway.limits
         self._patience = Patience(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
         self._open: dict[Exchange, str] = {}  # inference requests in progress, with their credentials
@@ -117,6 +122,10 @@ class App:
             case "/metrics":
                 return self._only("GET", exchange, "metrics", self._metrics)
         account_id, resource = None, path
+        if path == "/client/v4/user/tokens/verify":
+            return self._only("GET", exchange, "tokens", self._verify_token)
+        if found := TOKENS_PATH.fullmatch(path):
+            return self._tokens_route(exchange, *found.groups())
         if path.startswith("/client/"):
             found = ACCOUNT_PATH.fullmatch(path)
             if found is None:
@@ -131,6 +140,36 @@ class App:
             raise errors.no_route(path)
         exchange.openai = resource.startswith("/v1/")
         return self._resource(exchange, account_id, resource)
+
+    def _tokens_route(
+        self, exchange: Exchange, account_id: str, token_id: str | None, value: str | None
+    ) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
+        if ACCOUNT_ID.fullmatch(account_id) is None:
+            raise errors.bad_account_id(exchange.path)
+        if token_id == "verify" and not value:
+            return self._only("GET", exchange, "tokens", lambda x: self._verify_token(x, account_id))
+        if token_id is None and value:
+            raise errors.no_route(exchange.path)
+        methods = METHODS[bool(token_id), bool(value)]
+        if exchange.method not in methods:
+            raise errors.method_not_supported(exchange.method, ", ".join(methods))
+        return "tokens", lambda x: self._tokens_of(x, account_id, token_id, bool(value))
+
+    async def _verify_token(self, exchange: Exchange, account_id: str | None = None) -> None:
+        """Any token may ask about itself."""
+        caller = await self._authenticate(exchange, _credential(exchange), account_id, None)
+        await exchange.answer(200, await self._tokens.verify(caller), PRIVATE)
+
+    async def _tokens_of(self, exchange: Exchange, account_id: str, token_id: str | None, value: bool) -> None:
+        await self._authenticate(exchange, _credential(exchange), account_id, Permission.ACCOUNT_ADMIN)
+        sent = await exchange.body(TOKEN_BYTES_MAX) if exchange.method in ("POST", "PUT") else b""
+        asked = Asked(account_id, token_id, value, exchange.method, exchange.query, sent, self._gateway.calendar())
+        try:
+            body = await self._tokens.answer(asked)
+        except StoreUnavailable as problem:
+            self._gateway.outage.begin(problem)
+            raise errors.store_unavailable() from None
+        await exchange.answer(200, body, PRIVATE)
 
     def _resource(
         self, exchange: Exchange, account_id: str | None, resource: str
@@ -170,8 +209,11 @@ class App:
                     self._gateway.outage.begin(problem)
                     break
 
-    async def _authenticate(self, credential: str, account_id: str | None) -> Caller:
-        """Who asks. A path that names another account than the token's is refused, whether that one exists or not."""
+    async def _authenticate(
+        self, exchange: Exchange, credential: str, account_id: str | None, permission: Permission | None
+    ) -> Caller:
+        """Who asks, with this permission where one is needed. A path that names another account than the token's is
+        refused, whether that one exists or not."""
         try:
             caller = await self._gateway.accounts.verify(credential)
         except MalformedToken:
@@ -183,6 +225,10 @@ class App:
             raise errors.store_unavailable() from None
         if account_id is not None and account_id != caller.account.id:
             raise errors.foreign_account()
+        if not caller.grant.reaches(exchange.address):
+            raise errors.wrong_network()
+        if permission is not None and not caller.grant.permits(permission):
+            raise errors.not_permitted(permission)
         return caller
 
     async def _generate(self, exchange: Exchange, account_id: str | None, model: str | None) -> None:
@@ -194,7 +240,7 @@ class App:
         self._open[exchange] = credential
         self._gateway.metrics.open_requests.inc()
         try:
-            caller = await self._authenticate(credential, account_id)
+            caller = await self._authenticate(exchange, credential, account_id, Permission.INFERENCE)
             await generate(self._gateway, exchange, caller, self._native if model else self._openai, model)
         finally:
             del self._open[exchange]
@@ -203,7 +249,7 @@ class App:
     async def _list(
         self, exchange: Exchange, account_id: str | None, render: Callable[[Catalogue, bytes], bytes]
     ) -> None:
-        await self._authenticate(_credential(exchange), account_id)
+        await self._authenticate(exchange, _credential(exchange), account_id, Permission.INFERENCE)
         await exchange.answer(200, render(self._gateway.catalogue, exchange.query), [JSON])
 
     async def _healthz(self, exchange: Exchange) -> None:

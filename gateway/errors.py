@@ -108,6 +108,26 @@ def malformed_token() -> Refusal:
     return Refusal(400, 9106, message, kind="invalid_api_key", routed=False)
 
 
+def not_permitted(permission: str) -> Refusal:
+    message = f"Unauthorized to access requested resource: the token has no permission '{permission}'"
+    return Refusal(403, 9109, message, kind="permission_denied", routed=False)
+
+
+def wrong_network() -> Refusal:
+    message = "Cannot use the access token from this location: its networks are others"
+    return Refusal(403, 9109, message, kind="permission_denied", routed=False)
+
+
+def model_not_permitted(name: str) -> Refusal:
+    message = f"AiError: The token may not call {name[:200]}; its models are others"
+    return Refusal(403, 3041, message, kind="model_not_permitted", param="model")
+
+
+def no_such_token() -> Refusal:
+    """The same for another account's token and one that does not exist."""
+    return Refusal(404, 1003, "No such token in this account", kind="not_found", routed=False)
+
+
 def foreign_account() -> Refusal:
     """The same for an account that exists and one that does not."""
     message = "Authentication error: the token is another account's; leave the account out of the path, or name its own"

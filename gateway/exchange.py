@@ -55,6 +55,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of several counts
+        self.address: str = (scope.get("client") or ("",))[0]  # the peer's; "" where it has none
         self.request_id = request_id
         self.began = clock()
         self.openai = False

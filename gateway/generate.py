@@ -41,6 +41,8 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
     model = gateway.catalogue.find(name)
     if model is None:
         raise errors.no_such_model(name)
+    if not caller.grant.serves(model.name):
+        raise errors.model_not_permitted(name)
     request = Request(gateway, exchange, caller, model, prompt)
     try:
         async with exchange.attended(), asyncio.timeout(gateway.limits.request_s):

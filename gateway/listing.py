@@ -1,15 +1,18 @@
-"""The catalogue as callers see it: the search page of the native API and OpenAI's list of models.
+"""The catalogue as callers see it: the search page of the native API and OpenAI's list of models; and pages of lists.
 
 It does not know who asks: every caller sees the same models.
 """
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from gateway.body import options
 from gateway.catalogue import Catalogue, Model
 from gateway.errors import bad_input
+
+T = TypeVar("T")
 
 PAGE_MAX: Final = 1_000_000
 PER_PAGE_MAX: Final = 1000
@@ -20,19 +23,25 @@ _TASK_ID: Final = "c329a1f9-323d-4e91-b2aa-582dd4188d34"
 def search(catalogue: Catalogue, query: bytes) -> bytes:
     """`/ai/models/search`: filters `search`, `task`, `author`; `page` and `per_page`, empty past the end."""
     asked = options(query)
-    page = _whole(asked, "page", 1, PAGE_MAX)
-    per_page = _whole(asked, "per_page", PER_PAGE_DEFAULT, PER_PAGE_MAX)
     wanted = {name: asked.get(name, "").lower() for name in ("search", "task", "author")}
     found = [model for model in catalogue if _matches(model, wanted)]
-    shown = found[(page - 1) * per_page : page * per_page]
+    shown, info = page_of(found, asked, per_page=PER_PAGE_DEFAULT, most=PER_PAGE_MAX)
     body = {
         "result": [_item(model) for model in shown],
         "success": True,
         "errors": [],
         "messages": [],
-        "result_info": {"count": len(shown), "page": page, "per_page": per_page, "total_count": len(found)},
+        "result_info": info,
     }
     return msgspec.json.encode(body)
+
+
+def page_of(found: Sequence[T], asked: dict[str, str], per_page: int, most: int) -> tuple[Sequence[T], dict[str, int]]:
+    """The page that `page` and `per_page` ask for, empty past the end, and its `result_info`. Raises Refusal."""
+    page = _whole(asked, "page", 1, PAGE_MAX)
+    per_page = _whole(asked, "per_page", per_page, most)
+    shown = found[(page - 1) * per_page : page * per_page]
+    return shown, {"count": len(shown), "page": page, "per_page": per_page, "total_count": len(found)}
 
 
 def openai(catalogue: Catalogue, query: bytes) -> bytes:

@@ -53,4 +53,7 @@ def token_json(token: ApiToken) -> dict[str, Any]:
         "created_at": token.created_at,
         "expires_at": token.expires_at,
         "revoked_at": token.revoked_at,
+        "permissions": [permission.value for permission in token.grant.permissions],
+        "models": list(token.grant.models),
+        "networks": list(token.grant.networks),
     }

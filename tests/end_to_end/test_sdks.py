@@ -1,6 +1,7 @@
 """The official SDKs, unchanged, pointed at a running Hearth by their base URL."""
 
 import asyncio
+import json
 
 import cloudflare
 import openai
@@ -138,3 +139,24 @@ def test_cloudflare_pages_through_the_models_to_the_end(cloud: cloudflare.Cloudf
     found = list(cloud.ai.models.list(account_id=hearth.account_id))
     names = [model["name"] if isinstance(model, dict) else model.name for model in found]
     assert names.count(EMBER) == 1
+
+
+def test_cloudflare_manages_an_accounts_tokens(cloud: cloudflare.Cloudflare, hearth: Hearth) -> None:
+    """The whole life of a token by the official client, as an administrator and as the token itself."""
+    command = ("tokens", "mint", hearth.account_id, "--name", "admin", "--permissions", "account:admin", "--json")
+    boss = cloud.with_options(api_token=json.loads(hearth.command(*command))["token"])
+    policies = [{"effect": "allow", "permission_groups": [{"id": "inference"}], "resources": {}}]
+    made = boss.accounts.tokens.create(account_id=hearth.account_id, name="ci", policies=policies)
+    assert made.id
+    assert made.value
+    own = cloud.with_options(api_token=made.value)
+    assert own.user.tokens.verify().status == "active"
+    assert own.ai.run(EMBER, account_id=hearth.account_id, prompt="Hello!", max_tokens=4)
+    with pytest.raises(cloudflare.PermissionDeniedError):
+        own.accounts.tokens.get(made.id, account_id=hearth.account_id)
+    assert made.id in {token.id for token in boss.accounts.tokens.list(account_id=hearth.account_id)}
+    rolled = boss.accounts.tokens.value.update(made.id, account_id=hearth.account_id)
+    assert cloud.with_options(api_token=rolled).user.tokens.verify().id == made.id
+    boss.accounts.tokens.delete(made.id, account_id=hearth.account_id)
+    with pytest.raises(cloudflare.NotFoundError):
+        boss.accounts.tokens.get(made.id, account_id=hearth.account_id)

@@ -128,6 +128,41 @@ def test_tokens_are_minted_listed_and_revoked(state: Path, capsys: pytest.Captur
     assert "ci" in run(capsys, "tokens", "list", account)
 
 
+def test_a_token_is_minted_narrow_and_rolled(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    account = said(capsys, "accounts", "create", "acme")["account_id"]
+    wanted = ("--permissions", "usage:read,account:admin", "--models", "@cf/*", "--networks", "10.0.0.0/8,::1/128")
+    minted = said(capsys, "tokens", "mint", account, "--name", "admin", *wanted)
+    assert minted["permissions"] == ["usage:read", "account:admin"]
+    assert (minted["models"], minted["networks"]) == (["@cf/*"], ["10.0.0.0/8", "::1/128"])
+    rolled = said(capsys, "tokens", "roll", minted["token_id"], "--grace", "1h")
+    assert rolled["token_id"] == minted["token_id"]
+    for text in (minted["token"], rolled["token"]):
+        assert verify(text) == account
+    last = said(capsys, "tokens", "roll", minted["token_id"])
+    for text in (minted["token"], rolled["token"]):
+        with pytest.raises(Unauthenticated):
+            verify(text)
+    assert verify(last["token"]) == account
+    assert "usage:read,account:admin" in run(capsys, "tokens", "list", account)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--permissions", "everything"), "no permission"),
+        (("--permissions", ""), "without permissions"),
+        (("--networks", "home"), "no network"),
+    ],
+)
+def test_a_grant_that_is_none_is_refused_in_words(
+    words: tuple[str, str], says: str, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    account = said(capsys, "accounts", "create", "acme")["account_id"]
+    assert main(["tokens", "mint", account, *words]) == 1
+    assert says in capsys.readouterr().err
+    assert len(said(capsys, "tokens", "list", account)) == 1
+
+
 def test_unknown_ids_are_told_and_end_with_status_1(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["tokens", "mint", "0" * 32], ["tokens", "revoke", "none"], ["accounts", "limits", "0" * 32]):
         assert main(words) == 1

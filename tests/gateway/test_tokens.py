@@ -1,0 +1,160 @@
+"""The tokens' part of the API, over sockets: Cloudflare's shapes, and what a grant forbids."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenants.accounts import Grant, Permission
+from tests.gateway.served import Answer, Served, looped, served
+from tests.gateway.stub_replica import MODEL
+
+HELLO: dict[str, Any] = {"prompt": "hello", "max_tokens": 2}
+INFERENCE = [{"effect": "allow", "permission_groups": [{"id": "inference"}]}]
+
+
+async def admin(gateway: Served) -> str:
+    _, text = await gateway.accounts.mint(
+        gateway.account_id, "admin", grant=Grant((Permission.ACCOUNT_ADMIN, Permission.INFERENCE))
+    )
+    return f"Bearer {text}"
+
+
+async def call(gateway: Served, method: str, path: str, token: str, body: Any = b"") -> Answer:
+    account = f"/client/v4/accounts/{gateway.account_id}"
+    return await gateway.call(f"{account}/tokens{path}", body, method, authorization=token)
+
+
+@looped
+async def test_a_tokens_life(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        boss = await admin(gateway)
+        wanted = {
+            "name": "ci", "policies": INFERENCE, "models": ["@cf/test/*"], "expires_on": "2099-01-02T03:04:05Z",
+            "condition": {"request_ip": {"in": ["127.0.0.0/8"]}},
+        }  # fmt: skip
+        made = await call(gateway, "POST", "", boss, wanted)
+        assert made.status == 200, made.content
+        assert made.headers["cache-control"] == "no-store"
+        token = made.json["result"]
+        first = token.pop("value")
+        assert token["policies"][0]["permission_groups"] == [{"id": "inference", "name": "INFERENCE"}]
+        assert token["policies"][0]["resources"] == {f"com.cloudflare.api.account.{gateway.account_id}": "*"}
+        assert (token["status"], token["expires_on"], token["models"]) == (
+            "active", "2099-01-02T03:04:05Z", ["@cf/test/*"],
+        )  # fmt: skip
+        assert (await call(gateway, "GET", f"/{token['id']}", boss)).json["result"] == token
+        assert (await gateway.call(gateway.run_path, HELLO, authorization=f"Bearer {first}")).status == 200
+
+        rolled = await call(gateway, "PUT", f"/{token['id']}/value", boss, {"grace_seconds": 600})
+        second = rolled.json["result"]
+        for text in (first, second):
+            answer = await gateway.call(gateway.run_path, HELLO, authorization=f"Bearer {text}")
+            assert answer.status == 200
+
+        changed = await call(gateway, "PUT", f"/{token['id']}", boss, {"name": "ci 2", "policies": INFERENCE})
+        assert changed.json["result"]["name"] == "ci 2"
+        assert changed.json["result"]["models"] == ["*"]
+        assert changed.json["result"]["expires_on"] is None
+
+        listed = (await call(gateway, "GET", "?per_page=2&page=2", boss)).json
+        earlier = (await call(gateway, "GET", "?per_page=2", boss)).json["result"]
+        assert {one["name"] for one in [*earlier, *listed["result"]]} == {"test", "admin", "ci 2"}
+        assert listed["result_info"] == {"count": 1, "page": 2, "per_page": 2, "total_count": 3}
+        assert (await call(gateway, "GET", "?page=9", boss)).json["result"] == []
+
+        ended = await call(gateway, "DELETE", f"/{token['id']}", boss)
+        assert ended.json["result"] == {"id": token["id"]}
+        for method in ("GET", "DELETE"):
+            assert (await call(gateway, method, f"/{token['id']}", boss)).status == 404
+        for text in (first, second):
+            assert (await gateway.call(gateway.run_path, HELLO, authorization=f"Bearer {text}")).status == 401
+
+
+@looped
+async def test_any_token_may_ask_about_itself(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        (token,) = await gateway.accounts.tokens(gateway.account_id)
+        for path in ("/client/v4/user/tokens/verify", f"/client/v4/accounts/{gateway.account_id}/tokens/verify"):
+            answer = await gateway.call(path, b"", "GET")
+            assert answer.status == 200
+            assert answer.json["result"] == {"id": token.id, "status": "active", "expires_on": None}
+            assert answer.json["messages"][0]["message"] == "This API Token is valid and active"
+        assert (await gateway.call("/client/v4/user/tokens/verify", b"", "GET", authorization="")).status == 401
+        assert (await gateway.call("/client/v4/user/tokens/verify", b"")).status == 405
+
+
+@looped
+async def test_tokens_are_an_administrators_to_see_and_a_foreign_one_is_like_none(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        boss, plain = await admin(gateway), f"Bearer {gateway.token}"
+        other = await gateway.accounts.create("other")
+        foreign, _ = await gateway.accounts.mint(other.id, "theirs")
+        for method, path, body in (
+            ("GET", "", b""), ("POST", "", {"name": "n", "policies": INFERENCE}), ("GET", f"/{foreign.id}", b""),
+            ("PUT", f"/{foreign.id}", {"name": "n", "policies": INFERENCE}), ("DELETE", f"/{foreign.id}", b""),
+            ("PUT", f"/{foreign.id}/value", b""),
+        ):  # fmt: skip
+            answer = await call(gateway, method, path, plain, body)
+            assert (answer.status, answer.code) == (403, 9109), (method, path)
+            elsewhere = f"/client/v4/accounts/{other.id}/tokens{path}"
+            answer = await gateway.call(elsewhere, body, method, authorization=boss)
+            assert (answer.status, answer.code) == (403, 10000), (method, path)
+            if foreign.id in path:
+                theirs = await call(gateway, method, path, boss, body)
+                nobodys = await call(gateway, method, path.replace(foreign.id, "A" * 11), boss, body)
+                assert (theirs.status, theirs.content) == (404, nobodys.content), (method, path)
+        assert [token.name for token in await gateway.accounts.tokens(other.id)] == ["theirs"]
+        assert (await gateway.accounts.token(foreign.id)).revoked_at is None
+
+
+@looped
+async def test_what_a_grant_forbids_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        for grant, code in (
+            (Grant(models=("@hf/*",)), 3041),
+            (Grant((Permission.USAGE_READ,)), 9109),
+            (Grant(networks=("10.0.0.0/8",)), 9109),
+        ):
+            _, text = await gateway.accounts.mint(gateway.account_id, "narrow", grant=grant)
+            for path, body in (
+                (gateway.run_path, HELLO),
+                ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}),
+            ):
+                answer = await gateway.call(path, body, authorization=f"Bearer {text}")
+                assert (answer.status, answer.code) == (403, code), grant
+        assert not gateway.fleet.submits
+        assert not await gateway.records()
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        (b"", "headers or body"),
+        ({"policies": INFERENCE}, "name"),
+        ({"name": "n"}, "policies"),
+        ({"name": " ", "policies": INFERENCE}, "name"),
+        ({"name": "n", "policies": []}, "policies"),
+        ({"name": "n", "policies": [{"permission_groups": [{"id": "operator"}]}]}, "permission_groups"),
+        ({"name": "n", "policies": [{**INFERENCE[0], "effect": "deny"}]}, "effect"),
+        ({"name": "n", "policies": [{**INFERENCE[0], "resources": {"account.x": "*"}}]}, "resources"),
+        ({"name": "n", "policies": INFERENCE, "expires_on": "2001-01-01T00:00:00Z"}, "past"),
+        ({"name": "n", "policies": INFERENCE, "expires_on": "tomorrow"}, "expires_on"),
+        ({"name": "n", "policies": INFERENCE, "models": ["a\n"]}, "model pattern"),
+        ({"name": "n", "policies": INFERENCE, "condition": {"request_ip": {"in": ["10.0.0.1/8"]}}}, "network"),
+        ({"name": "n", "policies": INFERENCE, "color": "red"}, "color"),
+    ],
+    ids=lambda value: str(value)[:40] if not isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_wrong_body_is_refused_by_name_and_changes_nothing(body: Any, names: str, tmp_path: Path) -> None:
+    @looped
+    async def test() -> None:
+        async with served(tmp_path) as gateway:
+            boss = await admin(gateway)
+            before = await gateway.accounts.tokens(gateway.account_id)
+            answer = await call(gateway, "POST", "", boss, body)
+            assert answer.status == 400
+            assert names in answer.json["errors"][0]["message"], answer.content
+            assert await gateway.accounts.tokens(gateway.account_id) == before
+
+    test()
