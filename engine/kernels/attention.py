@@ -322,6 +322,7 @@ def attend(
     assert kv_SW.shape[1] == 2 * kv_heads * head_dim
     assert len(scratch.counters) >= len(q_THD) * kv_heads
     fold = heads // kv_heads
+    assert fold <= WIDE.rows, f"{fold} query heads share a KV head; a wide entry stacks {WIDE.rows} rows"
     block_g, block_d = max(16, triton.next_power_of_2(fold)), triton.next_power_of_2(head_dim)
     scale = head_dim**-0.5 * _LOG2_E
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "G": fold, "D": head_dim, "BLOCK_D": block_d}
@@ -329,7 +330,7 @@ def attend(
     memory = (scratch.partial_PHD, scratch.peak_PH, scratch.total_PH)
     overlap = overlaps(q_THD.device)
     keys_shrink = max(1, block_d * q_THD.element_size() // 256)
-    served = attention_hopper.serves(q_THD, kv_SW, block_tokens)
+    served = attention_hopper.serves(q_THD, kv_SW, kv_heads, block_tokens)
     few = len(q_THD) <= layout.few_rows
     masks = {"WINDOWED": window is not None, "CAPPED": softcap > 0}
     common = (scale, softcap, window or 0)

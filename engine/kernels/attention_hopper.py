@@ -467,11 +467,12 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def serves(q_THD: Tensor, kv_SW: Tensor, block_tokens: int) -> bool:
+def serves(q_THD: Tensor, kv_SW: Tensor, kv_heads: int, block_tokens: int) -> bool:
     """Whether these are what the kernels here are made for."""
     if not is_hopper(q_THD.device):
         return False
-    fits = q_THD.shape[2] in _HEAD_DIMS and block_tokens >= _BLOCK_LEAST
+    _, heads, head_dim = q_THD.shape
+    fits = head_dim in _HEAD_DIMS and block_tokens >= _BLOCK_LEAST and heads // kv_heads <= _HALF.value
     return fits and q_THD.element_size() == 2 and kv_SW.dtype == q_THD.dtype
 
 
