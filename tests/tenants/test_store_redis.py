@@ -3,9 +3,11 @@ import socket
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import redis
 
+from tenants.grants import Grant
 from tenants.store import KEPT_DAYS, Account, ApiToken, Granted, Hold, Limits, Seal, StoreUnavailable, open_store
 from tenants.store_line import FLIGHT
 from tenants.store_redis import RedisStore
@@ -39,6 +41,18 @@ async def test_decisions_are_timed_by_redis(store: RedisStore, empty_redis_url: 
     assert isinstance(decision, Granted)
     assert before_s // 86_400 <= decision.day <= after_s // 86_400
     assert before_s * MICRO <= expires_us - 60 * MICRO <= (after_s + 1) * MICRO
+
+
+async def test_a_token_kept_before_there_were_grants_is_read(store: RedisStore, empty_redis_url: str) -> None:
+    token = {"id": "old", "account_id": ANN, "name": "n", "created_at": 3, "expires_at": None, "revoked_at": None}
+    with redis.Redis.from_url(empty_redis_url) as client:
+        client.set("hearth:token:old", ANN)
+        packed = msgspec.msgpack.encode((token, {"digest": b"d", "pepper": 1}))
+        client.hset(f"hearth:{{{ANN}}}:tokens", "old", packed)  # type: ignore[arg-type]
+    found = await store.token("old")
+    assert found is not None
+    assert found[:2] == (ApiToken("old", ANN, "n", 3, grant=Grant()), [Seal(b"d", 1)])
+    assert {one.id for one in await store.tokens(ANN)} == {"key", "old"}
 
 
 async def test_scripts_that_redis_forgot_are_loaded_again(store: RedisStore, empty_redis_url: str) -> None:

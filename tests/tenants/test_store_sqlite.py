@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tenants import store_sqlite as module
+from tenants.grants import Grant
 from tenants.store import KEPT_DAYS, Account, ApiToken, Granted, Hold, Limits, Seal, StoreUnavailable
 from tenants.store_sqlite import SqliteStore
 from tenants.usage import EXPIRED, MICRO, Totals, UsageRecord
@@ -113,6 +114,25 @@ def test_a_path_that_cannot_be_is_an_error_that_says_so(tmp_path: Path) -> None:
         SqliteStore(str(tmp_path / "file" / "hearth.db"))
     with pytest.raises(StoreUnavailable, match="folder exists"):
         SqliteStore(str(tmp_path))
+
+
+async def test_a_file_of_the_first_version_is_taken_along(path: Path) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path, isolation_level=None)) as first:
+        first.executescript(module.SCHEMA)
+        first.execute("INSERT INTO accounts VALUES (?, 'ann', 1, 60, 5, 7, NULL, 0, 0)", (ANN,))
+        first.execute("INSERT INTO tokens VALUES ('key', ?, 'laptop', 1, NULL, NULL, ?, 1)", (ANN, b"digest"))
+        first.execute("PRAGMA user_version = 1")
+    for _ in range(2):  # the second time there is nothing left to do
+        store = SqliteStore(str(path))
+        found = await store.token("key")
+        assert found is not None
+        assert found[:2] == (ApiToken("key", ANN, "laptop", 1, grant=Grant()), [Seal(b"digest", 1)])
+        assert await store.change_token(found[0], [Seal(b"next", 1), *found[1]])
+        assert await store.change_token(found[0], found[1])
+        await store.close()
+    with closing(sqlite3.connect(path)) as kept:
+        assert kept.execute("PRAGMA user_version").fetchone() == (module.SCHEMA_VERSION,)
 
 
 async def test_a_file_of_a_newer_hearth_is_left_alone(path: Path) -> None:
