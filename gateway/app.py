@@ -8,14 +8,14 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from gateway import errors, listing
-from gateway.catalogue import Catalogue, open_catalogue
+from gateway.catalogue import Model, open_catalogue
 from gateway.config import Config
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
@@ -247,10 +247,12 @@ class App:
             self._gateway.metrics.open_requests.dec()
 
     async def _list(
-        self, exchange: Exchange, account_id: str | None, render: Callable[[Catalogue, bytes], bytes]
+        self, exchange: Exchange, account_id: str | None, render: Callable[[Sequence[Model], bytes], bytes]
     ) -> None:
-        await self._authenticate(exchange, _credential(exchange), account_id, Permission.INFERENCE)
-        await exchange.answer(200, render(self._gateway.catalogue, exchange.query), [JSON])
+        """Of the models that the caller may use."""
+        caller = await self._authenticate(exchange, _credential(exchange), account_id, Permission.INFERENCE)
+        models = [model for model in self._gateway.catalogue if caller.grant.serves(model.name)]
+        await exchange.answer(200, render(models, exchange.query), [JSON])
 
     async def _healthz(self, exchange: Exchange) -> None:
         """The process lives; nothing else is asked."""

@@ -1,15 +1,15 @@
 """The catalogue as callers see it: the search page of the native API and OpenAI's list of models; and pages of lists.
 
-It does not know who asks: every caller sees the same models.
+It does not know who asks: it is given the models that they may see.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from gateway.body import options
-from gateway.catalogue import Catalogue, Model
+from gateway.catalogue import Model
 from gateway.errors import bad_input
 
 T = TypeVar("T")
@@ -20,11 +20,11 @@ PER_PAGE_DEFAULT: Final = 100
 _TASK_ID: Final = "c329a1f9-323d-4e91-b2aa-582dd4188d34"
 
 
-def search(catalogue: Catalogue, query: bytes) -> bytes:
+def search(models: Iterable[Model], query: bytes) -> bytes:
     """`/ai/models/search`: filters `search`, `task`, `author`; `page` and `per_page`, empty past the end."""
     asked = options(query)
     wanted = {name: asked.get(name, "").lower() for name in ("search", "task", "author")}
-    found = [model for model in catalogue if _matches(model, wanted)]
+    found = [model for model in models if _matches(model, wanted)]
     shown, info = page_of(found, asked, per_page=PER_PAGE_DEFAULT, most=PER_PAGE_MAX)
     body = {
         "result": [_item(model) for model in shown],
@@ -44,13 +44,13 @@ def page_of(found: Sequence[T], asked: dict[str, str], per_page: int, most: int)
     return shown, {"count": len(shown), "page": page, "per_page": per_page, "total_count": len(found)}
 
 
-def openai(catalogue: Catalogue, query: bytes) -> bytes:
+def openai(models: Iterable[Model], query: bytes) -> bytes:
     """`/v1/models`."""
-    models = [
+    data = [
         {"id": model.name, "object": "model", "created": int(model.created_at), "owned_by": _author(model)}
-        for model in catalogue
+        for model in models
     ]
-    return msgspec.json.encode({"object": "list", "data": models})
+    return msgspec.json.encode({"object": "list", "data": data})
 
 
 def _matches(model: Model, wanted: dict[str, str]) -> bool:

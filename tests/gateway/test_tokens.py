@@ -127,6 +127,19 @@ async def test_what_a_grant_forbids_is_refused_before_anything_runs(tmp_path: Pa
         assert not await gateway.records()
 
 
+@looped
+async def test_a_token_is_shown_the_models_that_it_may_call(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        account = f"/client/v4/accounts/{gateway.account_id}/ai"
+        for grant, seen in ((Grant(), True), (Grant(models=("@hf/*",)), False)):
+            _, text = await gateway.accounts.mint(gateway.account_id, "narrow", grant=grant)
+            listed = await gateway.call("/v1/models", b"", "GET", authorization=f"Bearer {text}")
+            found = await gateway.call(f"{account}/models/search", b"", "GET", authorization=f"Bearer {text}")
+            assert (MODEL in [model["id"] for model in listed.json["data"]]) is seen
+            assert (MODEL in [model["name"] for model in found.json["result"]]) is seen
+            assert found.json["result_info"]["total_count"] == len(found.json["result"])
+
+
 @pytest.mark.parametrize(
     ("body", "names"),
     [
