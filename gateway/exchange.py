@@ -109,6 +109,7 @@ class Exchange:
                     self._group = None
                     for watch in self._watches:
                         watch.cancel()
+                    self._watches.clear()  # they know this exchange: left in it, it would wait for the collector
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 

@@ -333,46 +333,38 @@ class _Replica(_Connection):
             self._changed()
 
     def _progress(self, frame: wire.Progress) -> None:
-        streams = self._streams
+        """What begins or ends goes first: a first token is written before the others' next ones."""
         tokens = memoryview(frame.tokens).cast("I").tolist()
-        if not (frame.started or frame.finished or frame.logprobs):  # the common step, without the bookkeeping
-            start = 0
-            for id, count in zip(frame.ids, frame.counts, strict=True):
-                stream = streams.get(id)
-                if stream is not None:
-                    stream._push(Step(id - stream._first, tokens[start : start + count]))
-                start += count
-            return
-        self._progress_in_full(frame, tokens)
-
-    def _progress_in_full(self, frame: wire.Progress, tokens: list[int]) -> None:
-        emitted, start = dict.fromkeys(started.id for started in frame.started), 0
-        spans: dict[int, tuple[int, int]] = {}
+        special = {item.id for column in (frame.started, frame.finished, frame.logprobs) for item in column}
+        if special:
+            self._progress_in_full(frame, tokens, special)
+        streams, start = self._streams, 0
         for id, count in zip(frame.ids, frame.counts, strict=True):
-            spans[id] = (start, start + count)
+            if id not in special and (stream := streams.get(id)) is not None:
+                stream._push(Step(id - stream._first, tokens[start : start + count]))
+            start += count
+
+    def _progress_in_full(self, frame: wire.Progress, tokens: list[int], special: set[int]) -> None:
+        """Of the sequences of which the frame says more than their tokens, in the order started, going on, ended."""
+        gained, start = {item.id: list[int]() for item in frame.started}, 0
+        for id, count in zip(frame.ids, frame.counts, strict=True):
+            if id in special:
+                gained[id] = tokens[start : start + count]
             start += count
         started = {item.id: item for item in frame.started}
         finished = {item.id: item for item in frame.finished}
         logprobs: dict[int, list[wire.TokenLogprobs]] = {}
         for item in frame.logprobs:
             logprobs.setdefault(item.id, []).append(item)
-        for id in {**emitted, **dict.fromkeys(spans), **dict.fromkeys(finished)}:
+        for id in {**gained, **finished}:
             stream = self._streams.get(id)
             if stream is None:
                 continue
-            first, end = spans.get(id, (0, 0))
             if id in finished:
                 del self._streams[id]
                 stream._open -= 1
-            stream._push(
-                Step(
-                    id - stream._first,
-                    tokens[first:end],
-                    started.get(id),
-                    finished.get(id),
-                    logprobs.get(id, []),
-                )
-            )
+            new = gained.get(id, [])
+            stream._push(Step(id - stream._first, new, started.get(id), finished.get(id), logprobs.get(id, [])))
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)

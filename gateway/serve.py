@@ -22,6 +22,7 @@ from gateway.config import Config, ServerConfig
 
 SEND_BUFFER_BYTES: Final = 256 << 10  # of the kernel, for each connection: what a client that does not read can hold
 BACKLOG: Final = 4096
+ACCEPTS: Final = 16  # connections that are accepted in one turn of the loop
 KEEP_ALIVE_S: Final = 30
 TOLD_S: Final = 2.0  # for the last error events to be written
 _TICK_S: Final = 0.05
@@ -158,6 +159,12 @@ class Server(uvicorn.Server):
         self._hurry = self.should_exit
         self._captured_signals.append(sig)
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Watches the listener through copies: uvloop accepts one connection for each in a turn of the loop, and behind
+        turns that write to hundreds of streams new clients would queue for longer than they are served."""
+        assert sockets, "the listener is open before the server starts"
+        await super().startup([listener.dup() for listener in sockets for _ in range(ACCEPTS)])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.drain()

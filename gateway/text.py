@@ -67,6 +67,8 @@ class Text:
         self._lead = lead[: lead.index(first)] if (first := self._plain.encode("a", True)[0]) in lead else []
         self.stop_ids = _stop_ids(folder, self._tokenizer, self._special.get("eos_token"))
         self._bytes = _byte_table(document, self._tokenizer, folder)
+        # No token stands for more bytes of text than this; None where that is not known.
+        self.token_bytes_max = None if self._bytes is None else max(map(len, self._bytes[0]))
 
     @property
     def chats(self) -> bool:
@@ -77,11 +79,6 @@ class Text:
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
         return any("tools" in template.names for template in self._templates.values())
-
-    @property
-    def token_bytes_max(self) -> int | None:
-        """No token stands for more bytes of text than this; None where that is not known."""
-        return None if self._bytes is None else max(map(len, self._bytes[0]))
 
     def encode_prompt(self, text: str) -> list[int]:
         """A raw prompt, behind what the tokenizer puts before every text (usually one begin-of-text token)."""

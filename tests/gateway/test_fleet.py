@@ -90,6 +90,33 @@ def test_choices_keep_apart_and_the_stream_ends_after_the_last(tmp_path: Path) -
     asyncio.run(scenario())
 
 
+def test_what_begins_or_ends_in_a_step_is_woken_before_what_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.first_s = 1000.0
+            streams = [await submit(fleet) for _ in range(3)]
+            woken: list[int] = []
+
+            async def follow(index: int) -> Step:
+                step = await anext(streams[index])
+                woken.append(index)
+                return step
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(follow(index)) for index in range(3)]
+                await until(lambda: len(stub.submits) == 3)
+                goes_on, ends, begins = (submitted.id for submitted in stub.submits)
+                tokens = pack([1, 2, 3, 4])
+                started, finish = [wire.Started(begins, 0, 1.0)], [wire.Finish(ends, wire.FinishReason.LENGTH, 2)]
+                (connection,) = stub.replicas[0].connections
+                connection.send(wire.Progress([goes_on, ends, begins], [1, 2, 1], tokens, started, finish))
+            assert woken == [2, 1, 0]
+            assert [task.result().tokens for task in tasks] == [[1], [2, 3], [4]]
+            assert [task.result().finish for task in tasks] == [None, finish[0], None]
+
+    asyncio.run(scenario())
+
+
 def test_a_cancelled_stream_tells_the_replica_once_and_ends(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path) as (stub, fleet):

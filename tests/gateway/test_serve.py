@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from gateway.serve import listen
+from gateway.exchange import Exchange
+from gateway.serve import ACCEPTS, listen
 from tests.gateway.served import Client, Served, looped, served, until
 
 ROOT = Path(__file__).parents[2]
@@ -203,6 +206,35 @@ def wait_for(url: str, seconds: float = 30) -> None:
         except OSError:
             assert time.monotonic() < until_s, f"{url} did not answer"
             time.sleep(0.05)
+
+
+@looped
+async def test_a_burst_of_clients_is_accepted_within_a_few_turns_of_the_loop(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        before = len(gateway.server.server_state.connections)
+        clients = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(ACCEPTS)]
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert len(gateway.server.server_state.connections) - before == ACCEPTS
+        for client in clients:
+            client.close()
+
+
+@looped
+async def test_a_request_that_ended_leaves_nothing_to_the_garbage_collector(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        for streamed in (True, False):
+            await gateway.run(prompt="hello", max_tokens=5, stream=streamed)
+            await gateway.settled()
+            gc.collect()
+            gc.disable()
+            try:
+                await gateway.run(prompt="hello", max_tokens=5, stream=streamed)
+                await gateway.settled()
+                await until(lambda: not gateway.server.server_state.tasks)
+                assert not [one for one in gc.get_objects() if isinstance(one, Exchange)]
+            finally:
+                gc.enable()
 
 
 def test_a_taken_port_is_an_error() -> None:
