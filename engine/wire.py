@@ -63,6 +63,27 @@ class Scope(msgspec.Struct, frozen=True, array_like=True):
     account: bytes = b""
 
 
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """How a request's account is treated beside others, as its plan and its settings say.
+
+    weight          its part of what is served while accounts compete; one of 2 gets twice what one of 1 gets.
+    sequences       of it that run at once on this replica, None: as many as fit.
+    blocks          KV blocks that its running sequences hold at once here, None: as many as there are.
+    floor_blocks    cached blocks of its scope that it keeps while another scope has more above its own floor, and
+    cap_blocks      those that it keeps unused at most; None in either: what the replica's settings say.
+    keep_s          cached blocks of its scope are found for so long after their last use, None: until they are evicted.
+    erase           its blocks are zeroed before anybody else has them.
+    """
+
+    weight: float = 1.0
+    sequences: int | None = None
+    blocks: int | None = None
+    floor_blocks: int | None = None
+    cap_blocks: int | None = None
+    keep_s: float | None = None
+    erase: bool = False
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is chosen. Values are in range: the gateway checked them.
 
@@ -87,7 +108,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """gateway → replica: run this prompt. Choices 0…n−1 are the sequences id … id+n−1 of this connection.
 
     `tokens` is packed u32 little-endian. `stop_ids` end a sequence and are still reported as its last token.
-    Choice i samples with seed + i.
+    Choice i samples with seed + i. `deadline_ms` is how long it may wait to start, from when it is taken in; 0: for ever.
     """
 
     id: int
@@ -98,6 +119,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     stop_ids: list[int] = []
     n: int = 1
     traceparent: str = ""
+    terms: Terms = Terms()
+    deadline_ms: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
