@@ -33,7 +33,8 @@ from gateway.app import build_app
 from gateway.config import Config, MachineConfig, ModelConfig, ServerConfig, StoreConfig
 from gateway.serve import Server, listen
 from tenants.accounts import Accounts
-from tenants.store import Limits, open_store
+from tenants.store import open_store
+from tenants.terms import Limits
 
 ROOT: Final = Path(__file__).parents[1]
 MODEL: Final = "@cf/test/stub"

@@ -24,8 +24,9 @@ import uvloop
 
 from benchmarks.record import record
 from tenants.accounts import Accounts, Caller
-from tenants.quota import Price, Quota, QuotaExceeded, Reservation, Spent
-from tenants.store import Limits, Store, StoreUnavailable, open_store
+from tenants.quota import Order, Price, Quota, QuotaExceeded, Reservation, Spent
+from tenants.store import Store, StoreUnavailable, open_store
+from tenants.terms import Limits
 
 SECRET = b"a benchmark's secret of 32 bytes"
 UNLIMITED = Limits(requests_per_minute=6_000_000, neurons_per_day=1e9)
@@ -42,7 +43,7 @@ async def new_caller(store: Store, limits: Limits) -> Caller:
 
 
 async def pair(quota: Quota, caller: Caller, request_id: str) -> None:
-    reservation = await quota.reserve(caller, request_id, "@cf/hearth/ember", PRICE, 40, 256)
+    reservation = await quota.reserve(caller, request_id, Order("@cf/hearth/ember", PRICE, 40, 256))
     quota.settle(reservation, SPENT)
     await quota.flush()
 
@@ -81,7 +82,7 @@ async def measure_race(url: str, folder: Path) -> tuple[int, float]:
 
     async def client(n: int) -> Reservation | None:
         try:
-            return await quotas[n % 4].reserve(caller, f"r{n}", "m", price, 100, 0)
+            return await quotas[n % 4].reserve(caller, f"r{n}", Order("m", price, 100, 0))
         except QuotaExceeded:
             return None
 
@@ -99,7 +100,7 @@ async def measure_burst(store: Store, folder: Path) -> float:
     for turn in range(5):
         quota = Quota(store, folder / "outbox")
         began = time.perf_counter()
-        await asyncio.gather(*(quota.reserve(caller, f"{turn}.{n}", "m", PRICE, 1, 1) for n in range(1_000)))
+        await asyncio.gather(*(quota.reserve(caller, f"{turn}.{n}", Order("m", PRICE, 1, 1)) for n in range(1_000)))
         rates.append(1_000 / (time.perf_counter() - began))
     return statistics.median(rates)
 

@@ -30,7 +30,8 @@ from gateway.suspects import Suspects
 from gateway.tokens import METHODS, TOKEN_BYTES_MAX, Asked, Tokens
 from gateway.traces import Traces, open_traces
 from gateway.turns import Turns
-from tenants.accounts import Accounts, Caller, MalformedToken, Permission, Unauthenticated
+from tenants.accounts import Accounts, Caller, MalformedToken, Permission, Suspended, Unauthenticated
+from tenants.issuers import Issuers, IssuerUnavailable
 from tenants.quota import Quota
 from tenants.store import Store, StoreUnavailable, open_store
 
@@ -45,17 +46,19 @@ log = logging.getLogger(__name__)
 
 
 class App:
-    """The gateway as an ASGI application. Its lifespan runs the fleet's connections and the quota's settlements."""
+    """The gateway as an ASGI application. Its lifespan runs the fleet's connections, the quota's settlements and the
+    fetches of issuers' keys."""
 
-    def __init__(self, gateway: Gateway, store: Store) -> None:
+    def __init__(self, gateway: Gateway, store: Store, issuers: Issuers) -> None:
         self._gateway = gateway
         self._store = store
+        self._issuers = issuers
         self._native = Native()
         self._openai = OpenAI()
         self._tokens = Tokens(gateway.accounts)
         limits = gateway.limits
         self._patience = Patience(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
-        self._open: dict[Exchange, str] = {}  # inference requests in progress, with their credentials
+        self._open: dict[Exchange, str] = {}  # inference requests in progress, with their credentials once verified
         self.draining = False
 
     @property
@@ -83,7 +86,7 @@ class App:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "lifespan.startup"
         async with asyncio.TaskGroup() as group:
-            parts = (self._gateway.fleet.run(), self._gateway.quota.run(), self._end_revoked())
+            parts = (self._gateway.fleet.run(), self._gateway.quota.run(), self._issuers.run(), self._end_revoked())
             running = [group.create_task(part) for part in parts]
             await send({"type": "lifespan.startup.complete"})
             assert (await receive())["type"] == "lifespan.shutdown"
@@ -158,7 +161,7 @@ class App:
     async def _verify_token(self, exchange: Exchange, account_id: str | None = None) -> None:
         """Any token may ask about itself."""
         caller = await self._authenticate(exchange, _credential(exchange), account_id, None)
-        await exchange.answer(200, await self._tokens.verify(caller), PRIVATE)
+        await exchange.answer(200, self._tokens.verify(caller), PRIVATE)
 
     async def _tokens_of(self, exchange: Exchange, account_id: str, token_id: str | None, value: bool) -> None:
         await self._authenticate(exchange, _credential(exchange), account_id, Permission.ACCOUNT_ADMIN)
@@ -199,10 +202,10 @@ class App:
         """Ends what runs with a token that was revoked or has expired. While the store is away everything goes on."""
         while True:
             await asyncio.sleep(REVOKED_S)
-            for credential in set(self._open.values()):
+            for credential in set(self._open.values()) - {""}:
                 try:
                     await self._gateway.accounts.verify(credential)
-                except Unauthenticated:
+                except (Unauthenticated, Suspended):
                     for exchange in [one for one, its in self._open.items() if its == credential]:
                         exchange.interrupt(errors.token_ended())
                 except StoreUnavailable as problem:
@@ -220,6 +223,10 @@ class App:
             raise errors.malformed_token() from None
         except Unauthenticated:
             raise errors.unauthenticated() from None
+        except Suspended:
+            raise errors.suspended() from None
+        except IssuerUnavailable:
+            raise errors.issuer_unavailable() from None
         except StoreUnavailable as problem:
             self._gateway.outage.begin(problem)
             raise errors.store_unavailable() from None
@@ -237,10 +244,11 @@ class App:
         if len(self._open) >= self._gateway.limits.requests:
             raise errors.busy()
         credential = _credential(exchange)
-        self._open[exchange] = credential
+        self._open[exchange] = ""
         self._gateway.metrics.open_requests.inc()
         try:
             caller = await self._authenticate(exchange, credential, account_id, Permission.INFERENCE)
+            self._open[exchange] = credential
             await generate(self._gateway, exchange, caller, self._native if model else self._openai, model)
         finally:
             del self._open[exchange]
@@ -295,10 +303,11 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
     `secret` is the server's, the same for all gateways that share a store. Raises ConfigError and what the store does.
     """
     store = open_store(config.store_url)
+    issuers = Issuers(config.issuers)
     fleet = Fleet(config.machine_addresses)
     gateway = Gateway(
         limits=config.server,
-        accounts=Accounts(store, secret),
+        accounts=Accounts(store, secret, issuers=issuers),
         quota=Quota(store, Path(config.outbox_folder)),
         catalogue=open_catalogue(config),
         fleet=fleet,
@@ -310,4 +319,4 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         clock=time.monotonic,
         calendar=time.time,
     )
-    return App(gateway, store)
+    return App(gateway, store, issuers)

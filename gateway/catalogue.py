@@ -30,6 +30,7 @@ class Model:
     task: str
     folder: Path
     price: Price
+    limits_class: str
     context_tokens: int
     vocabulary: int
     created_at: float
@@ -152,6 +153,7 @@ def _open(config: Config, entry: ModelConfig) -> Model:
         task=entry.task,
         folder=folder,
         price=price_of(entry),
+        limits_class=entry.limits_class,
         context_tokens=min(context, entry.context_tokens or context),
         vocabulary=int(document.get("vocab_size") or 0),
         created_at=(folder / "config.json").stat().st_mtime,

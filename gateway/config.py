@@ -1,4 +1,5 @@
-"""All settings, read once from `hearth.toml` and frozen. It opens nothing but that file and knows no other room.
+"""All settings, read once from `hearth.toml` and frozen. It opens nothing but that file, and of other rooms it knows
+the settings of issuers alone.
 
 Every field carries its one line of documentation, its default and its limits; `describe()` prints them all.
 """
@@ -9,10 +10,12 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from tenants.issuers import Issuer
 
 SOCKET_PATH_BYTES_MAX = 100
 _LONGEST_SOCKET_NAME = "/ffffffffffff-999.sock"
@@ -22,6 +25,7 @@ _NotNegative = Annotated[float, Meta(ge=0)]
 _Context = Annotated[int, Meta(ge=16)]
 _StepTokens = Annotated[int, Meta(ge=16, le=65536)]
 _Sequences = Annotated[int, Meta(ge=1, le=4096)]
+_Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
 class ConfigError(ValueError):
@@ -105,6 +109,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     description: Annotated[str, Meta(description="shown by /ai/models/search", max_length=1000)] = ""
     price: Annotated[PriceConfig, Meta(description="table, neurons per million tokens")] = PriceConfig()
+    limits_class: Annotated[
+        str,
+        Meta(
+            description="limits of this class of models count its calls", pattern="^[a-z0-9][a-z0-9._-]{0,31}$"
+        ),
+    ] = "standard"
     serve: Annotated[bool, Meta(description="false leaves it out of the catalogue")] = True
     replicas: Annotated[int, Meta(description="copies on each machine", ge=1, le=64)] = 1
     dtype: Annotated[
@@ -153,6 +163,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     store: StoreConfig = StoreConfig()
     machine: MachineConfig = MachineConfig()
     models: Annotated[list[ModelConfig], Meta(max_length=256)] = []
+    issuers: Annotated[list[Issuer], Meta(max_length=64)] = []
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @property
@@ -230,13 +241,19 @@ def load_config(
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{found.name}: {error}") from error
-    names = [model.name for model in config.models]
-    for name in {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{found.name}: the model {name} is there twice")
+    _once(found.name, "model", [model.name for model in config.models])
+    _once(found.name, "issuer", [issuer.name for issuer in config.issuers])
+    _once(found.name, "issuer's `iss`", [issuer.issuer for issuer in config.issuers])
     for model in config.models:
         if model.scope_cap_blocks is not None and model.scope_cap_blocks < model.scope_floor_blocks:
             raise ConfigError(f"{found.name}: scope_cap_blocks of {model.name} is below its scope_floor_blocks")
     return _absolute(config, base)
+
+
+def _once(file: str, kind: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{file}: the {kind} {name} is there twice")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -253,15 +270,19 @@ def _override(document: dict[str, Any], section: str, values: dict[str, Any]) ->
 
 
 def _absolute(config: Config, base: Path) -> Config:
-    models = [
-        msgspec.structs.replace(model, folder=str((base / model.folder).resolve())) if model.folder else model
-        for model in config.models
-    ]
-    machine = config.machine
-    if machine.folder:
-        machine = msgspec.structs.replace(machine, folder=str((base / machine.folder).resolve()))
-    state = str((base / config.state_folder).resolve())
-    return msgspec.structs.replace(config, state_folder=state, models=models, machine=machine)
+    return msgspec.structs.replace(
+        config,
+        state_folder=str((base / config.state_folder).resolve()),
+        models=[_resolved(model, base, "folder") for model in config.models],
+        issuers=[_resolved(issuer, base, "jwks_file", "ca_file") for issuer in config.issuers],
+        machine=_resolved(config.machine, base, "folder"),
+    )
+
+
+def _resolved(section: _Section, base: Path, *paths: str) -> _Section:
+    """With these settings absolute, where they are set."""
+    given = {name: path for name in paths if (path := getattr(section, name))}
+    return msgspec.structs.replace(section, **{name: str((base / path).resolve()) for name, path in given.items()})
 
 
 def settings() -> Iterator[tuple[str, object, str]]:

@@ -108,6 +108,11 @@ def malformed_token() -> Refusal:
     return Refusal(400, 9106, message, kind="invalid_api_key", routed=False)
 
 
+def suspended() -> Refusal:
+    message = "This account is suspended; its operator can say why and resume it"
+    return Refusal(403, 9109, message, kind="account_suspended", routed=False)
+
+
 def not_permitted(permission: str) -> Refusal:
     message = f"Unauthorized to access requested resource: the token has no permission '{permission}'"
     return Refusal(403, 9109, message, kind="permission_denied", routed=False)
@@ -175,6 +180,11 @@ def no_replica(model: str, *, loading: bool) -> Refusal:
 
 def store_unavailable() -> Refusal:
     return unavailable("Quotas cannot be checked now; please try again.", RETRY_SOON_S, kind="store_unavailable")
+
+
+def issuer_unavailable() -> Refusal:
+    message = "The token cannot be checked now: its issuer's keys are not known yet; please try again."
+    return unavailable(message, RETRY_SOON_S, kind="issuer_unavailable")
 
 
 def draining(retry_after_s: int = RETRY_SOON_S) -> Refusal:

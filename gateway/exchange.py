@@ -59,6 +59,7 @@ class Exchange:
         self.request_id = request_id
         self.began = clock()
         self.openai = False
+        self.beside: list[Header] = []  # headers of whatever is answered
         self.status: int | None = None
         self._abort: Callable[[], None] | None = scope.get("hearth.abort")
         self._receive = receive
@@ -177,7 +178,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.status = status
-        named = [*headers, (b"x-request-id", self.request_id.encode())]
+        named = [*headers, *self.beside, (b"x-request-id", self.request_id.encode())]
         await self._push({"type": "http.response.start", "status": status, "headers": named})
 
     async def _push(self, message: Message) -> None:

@@ -186,6 +186,8 @@ class Link:
         stop_ids: list[int] | None = None,
         n: int = 1,
         traceparent: str = "",
+        terms: wire.Terms = wire.Terms(),  # noqa: B008 frozen
+        deadline_ms: int = 0,
     ) -> Stream:
         """Writes one frame. Raises ReplicaLost where the connection ended meanwhile, Rejected where it is congested."""
         return self._replica.submit(
@@ -198,6 +200,8 @@ class Link:
                 stop_ids=stop_ids or [],
                 n=n,
                 traceparent=traceparent,
+                terms=terms,
+                deadline_ms=deadline_ms,
             ),
             n,
         )

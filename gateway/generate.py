@@ -10,20 +10,22 @@ import secrets
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from engine.wire import RejectReason, Scope, ScopeKind
-from gateway import errors
+from engine.wire import RejectReason, Scope, Terms
+from gateway import errors, ratelimit
 from gateway.catalogue import Model
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange
 from gateway.fleet import Rejected, ReplicaLost, Step, Stream, Unavailable, pack
+from gateway.privacy import scope_of, terms_of, zero_retention
 from gateway.prompt import SEED_BITS, Prompt
 from gateway.reply import Dialect, Reply
 from gateway.request import Gateway, Request
 from gateway.suspects import REMEMBERED_S, fingerprint
 from gateway.text import TextError
-from tenants.accounts import Caller, UnknownToken
+from tenants import quota
+from tenants.accounts import Caller, Suspended, UnknownToken
 from tenants.quota import QuotaExceeded, Reservation
-from tenants.store import StoreUnavailable
+from tenants.store import BUDGETS, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -72,15 +74,20 @@ async def serve(request: Request, reply: Reply) -> None:
     room = check(gateway, model, prompt, len(ids))
     tokens = pack(ids)
     request.prompt_tokens = len(ids)
-    scope = gateway.accounts.scope(request.caller.account.id)
-    suspect = fingerprint(model.name, scope, tokens)
+    caller = request.caller
+    zero = zero_retention(request.exchange, caller)
+    suspect = fingerprint(model.name, caller.own_scope, tokens)
     if gateway.suspects.refused(suspect):
         raise errors.crashes(int(REMEMBERED_S / 60))
     max_tokens = min(prompt.max_tokens, room)
-    request.reservation = await reserve(request, max_tokens)
+    request.reservation = reservation = await reserve(request, max_tokens)
+    request.exchange.beside = ratelimit.headers(reservation.left)
+    affordable = reservation.output_tokens // prompt.n
+    request.cut = affordable < max_tokens
     if prompt.stream:
         request.exchange.stream()
-    order = Order(tokens, Scope(ScopeKind.TENANT, scope, account=scope), max_tokens, suspect)
+    scope, terms = scope_of(caller, prompt.user, zero), terms_of(caller, zero)
+    order = Order(tokens, scope, terms, min(max_tokens, affordable), suspect)
     sink: Sink = Events(request, reply) if prompt.stream else Whole(request, reply)
     await follow(request, order, sink)
     await sink.end()
@@ -92,6 +99,7 @@ class Order:
 
     tokens: bytes
     scope: Scope
+    terms: Terms
     max_tokens: int
     suspect: bytes
 
@@ -153,13 +161,18 @@ async def reserve(request: Request, max_tokens: int) -> Reservation:
         reservation = await gateway.quota.reserve(
             request.caller,
             request.exchange.request_id,
-            model.name,
-            model.price,
-            request.prompt_tokens,
-            max_tokens * prompt.n,
+            quota.Order(
+                model=model.name,
+                price=model.price,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=max_tokens * prompt.n,
+                least_tokens=prompt.n,
+                model_class=model.limits_class,
+            ),
         )
     except QuotaExceeded as exceeded:
-        if exceeded.limit == "neurons_per_day":
+        request.exchange.beside = ratelimit.headers([exceeded.left])
+        if exceeded.limit in BUDGETS:
             raise errors.allocation_used(exceeded.message, exceeded.retry_after_s) from None
         raise errors.too_many_requests(exceeded.message, exceeded.retry_after_s) from None
     except StoreUnavailable as problem:
@@ -167,6 +180,8 @@ async def reserve(request: Request, max_tokens: int) -> Reservation:
         raise errors.store_unavailable() from None
     except UnknownToken:
         raise errors.unauthenticated() from None
+    except Suspended:
+        raise errors.suspended() from None
     gateway.outage.end()
     return reservation
 
@@ -217,7 +232,7 @@ async def submit(request: Request, order: Order) -> Stream:
     wait_s = 0.0 if prompt.reject_if_busy else gateway.limits.wait_s
     deadline = asyncio.get_running_loop().time() + wait_s
     try:
-        link = await gateway.fleet.link(model.name, order.scope.id, order.tokens, deadline)
+        link = await gateway.fleet.link(model.name, order.scope.id or order.scope.account, order.tokens, deadline)
     except Unavailable as unavailable:
         raise errors.no_replica(model.name, loading=unavailable.loading) from None
     return link.submit(
@@ -228,6 +243,8 @@ async def submit(request: Request, order: Order) -> Stream:
         stop_ids=model.stop_ids,
         n=prompt.n,
         traceparent=request.span.traceparent,
+        terms=order.terms,
+        deadline_ms=int(1000 * (request.caller.account.plan.wait_s or 0)),
     )
 
 

@@ -52,7 +52,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every field of chat completions. Those below `prompt_cache_key` are refused where they ask for something.
 
-    `metadata`, `user`, `safety_identifier` and `prompt_cache_key` are labels: they change nothing and are not kept.
+    `metadata`, `safety_identifier` and `prompt_cache_key` are labels: they change nothing and are not kept.
     The cache is always the account's own, so that a key of the caller's is not needed.
     """
 
@@ -121,6 +121,7 @@ def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tupl
         stream=bool(asked.stream),
         include_usage=bool(options.include_usage),
         padded=options.include_obfuscation is not False,
+        user=asked.user,
     )
     return asked.model, prompt
 
@@ -194,7 +195,7 @@ class Reply:
     def end(self, usage: Usage) -> bytes:
         if not self._prompt.include_usage:
             return sse.DONE
-        return self._head + b'"choices":[],"usage":' + _encode(usage.fields()) + b"}\n\n" + sse.DONE
+        return self._head + b'"choices":[],"usage":' + _encode(usage.last_fields()) + b"}\n\n" + sse.DONE
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
         return _encode(

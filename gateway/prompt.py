@@ -43,6 +43,7 @@ class Prompt:
     """One request that cannot be wrong, short of what only the model knows: its vocabulary and its context.
 
     Exactly one of `text` and `messages` is set. `raw` text skips the chat template.
+    `user` is the caller's own word for whom it asks; it may keep cached prefixes apart, and is kept nowhere.
     `messages` and `tools` are what a chat template reads: role, content (str), tool_calls, tool_call_id, name.
     """
 
@@ -58,6 +59,7 @@ class Prompt:
     include_usage: bool = False
     padded: bool = True
     reject_if_busy: bool = False
+    user: str | None = None
 
     @property
     def length(self) -> int:

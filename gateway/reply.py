@@ -11,12 +11,15 @@ from gateway.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost. `cached_tokens` are those of the prompt that were read from the caller's own cache."""
+    """What a request cost. `cached_tokens` are those of the prompt that were read from the caller's own cache; `left`
+    are the neurons that its limits have left, by the limit's name. `cut` is whether one of these ended it."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     neurons: float
+    left: dict[str, float] = field(default_factory=dict)
+    cut: bool = False
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -26,6 +29,10 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "neurons": self.neurons,
         }
+
+    def last_fields(self) -> dict[str, Any]:
+        """The same for the last event of a stream, whose head told what was left when it began."""
+        return {**self.fields(), "neurons_left": self.left}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished choice. `finish` is stop, length or tool_calls."""
+    """One finished choice. `finish` is stop, length, tool_calls or quota."""
 
     text: str
     finish: str
@@ -69,7 +76,7 @@ class Reply(Protocol):
     def tools(self, choice: int, uses: list[ToolUse]) -> bytes: ...
 
     def finish(self, choice: int, reason: str) -> bytes:
-        """The choice ended: stop, length or tool_calls."""
+        """The choice ended: stop, length, tool_calls, or quota where a limit of neurons had no more."""
         ...
 
     def end(self, usage: Usage) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.wire import FinishReason, TokenLogprobs
-from gateway import errors, tools
+from gateway import errors, ratelimit, tools
 from gateway.catalogue import Catalogue, Model
 from gateway.config import ServerConfig
 from gateway.exchange import Exchange
@@ -74,6 +74,7 @@ class Request:
         self.completion_tokens = 0
         self.first_token_at: float | None = None
         self.outcome = "cancelled"
+        self.cut = False  # a limit of neurons lets it generate less than it asked for
         self._checkpoint_at = exchange.began + CHECKPOINT_S
 
     def spent(self, now: float) -> Spent:
@@ -120,6 +121,8 @@ class Request:
         text = choice.take(step)
         if choice.finish is not None:
             self.unfinished -= 1
+            if self.cut and choice.finish == "length":
+                choice.finish = "quota"
             if finish is None and self.stream is not None:
                 self.stream.stop(step.index_in_n)
         return text, choice.score(step) if step.logprobs else []
@@ -131,8 +134,15 @@ class Request:
 
     def usage(self) -> Usage:
         assert self.reservation is not None
-        neurons = self.reservation.neurons(self.spent(self.gateway.clock()))
-        return Usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens, neurons)
+        spent = self.spent(self.gateway.clock())
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+            neurons=self.reservation.neurons(spent),
+            left=ratelimit.fields(self.reservation.after(spent)),
+            cut=any(choice.finish == "quota" for choice in self.choices),
+        )
 
     def close(self) -> None:
         """Whatever happened: the replica stops, the reservation is settled, the request is counted. Awaits nothing."""
@@ -163,7 +173,7 @@ class Request:
 
 
 class Choice:
-    """One completion as it is received. `finish` is stop, length or tool_calls once `last`, its last step, came."""
+    """One completion as it is received. `finish` says why once `last`, its last step, came: as in Reply.finish."""
 
     __slots__ = ("_decoder", "_held", "_names", "_pieces", "_scored", "_scores", "_text", "finish", "last", "uses")
 

@@ -108,6 +108,7 @@ def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tupl
         stop=stops(asked.stop),
         stream=bool(asked.stream),
         include_usage=True,
+        user=asked.user,
         reject_if_busy=queueing or (asked.options is not None and asked.options.rejectIfBusy),
     )
     return model, prompt
@@ -174,7 +175,7 @@ class Reply:
         return b""
 
     def end(self, usage: Usage) -> bytes:
-        return sse.event(_encode({"response": "", "usage": usage.fields()})) + sse.DONE
+        return sse.event(_encode({"response": "", "usage": usage.last_fields(), **_cut(usage)})) + sse.DONE
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
         (completion,) = completions
@@ -182,8 +183,14 @@ class Reply:
             "response": completion.text,
             "tool_calls": [_call(use) for use in completion.tool_uses],
             "usage": usage.fields(),
+            **_cut(usage),
         }
         return _encode({"result": result, "success": True, "errors": [], "messages": []})
+
+
+def _cut(usage: Usage) -> dict[str, str]:
+    """The native answer has a finish reason only where a limit of neurons ended it."""
+    return {"finish_reason": "quota"} if usage.cut else {}
 
 
 def _call(use: ToolUse) -> dict[str, Any]:

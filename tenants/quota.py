@@ -17,14 +17,16 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from tenants.accounts import Caller, UnknownToken
+from tenants.accounts import Caller, Suspended, UnknownToken
+from tenants.caps import Left, Size, caps, left_of, limited
 from tenants.outbox import Outbox
-from tenants.store import Clock, Hold, Refusal, Refused, Store, StoreUnavailable
-from tenants.usage import EXPIRED, MICRO, UsageRecord, day_of
+from tenants.store import BUDGETS, Account, Cap, Clock, Hold, Refusal, Refused, Store, StoreUnavailable
+from tenants.terms import NO_LIMITS, Limits
+from tenants.usage import DAY_US, EXPIRED, MICRO, UsageRecord, day_of, first_of_next_month, us_left
 
 HOLD_S: Final = 60.0
 CHECKPOINT_S: Final = 5.0
@@ -54,6 +56,37 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.ceil(cost)
 
 
+class Order(NamedTuple):
+    """What a request asks for: at most `output_tokens`, over all its choices, behind its prompt. Where its budget has
+    less it is content with `least_tokens`."""
+
+    model: str
+    price: Price
+    prompt_tokens: int
+    output_tokens: int
+    least_tokens: int | None = None
+    model_class: str = ""
+
+    def size(self) -> Size:
+        most, price = self.output_tokens, self.price
+        least = most if self.least_tokens is None else min(self.least_tokens, most)
+        return Size(
+            micro_neurons=price.micro_neurons(self.prompt_tokens, 0, most),
+            least=price.micro_neurons(self.prompt_tokens, 0, least),
+            input_tokens=self.prompt_tokens,
+            output_tokens=most,
+        )
+
+    def affordable(self, micro_neurons: int) -> int:
+        """How many of its output tokens so much pays for, behind the whole prompt."""
+        if not self.price.output or micro_neurons >= self.size().micro_neurons:
+            return self.output_tokens
+        tokens = int((micro_neurons - self.prompt_tokens * self.price.input) / self.price.output)
+        while self.price.micro_neurons(self.prompt_tokens, 0, tokens) > micro_neurons:
+            tokens -= 1  # floating point rounded up
+        return tokens
+
+
 class Spent(msgspec.Struct, frozen=True):
     """What a request has used, so far or in the end. `outcome` is the gateway's word for how it ended."""
 
@@ -66,7 +99,11 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """A granted request. `held` micro-neurons are charged to `day` until it is settled."""
+    """A granted request. `held` micro-neurons are charged to `day` until it is settled.
+
+    `output_tokens` are what it may generate: fewer than it asked for where its budget has no more. `left` is what its
+    limits have left while it holds these.
+    """
 
     account_id: str
     request_id: str
@@ -76,6 +113,15 @@ class Reservation(msgspec.Struct, frozen=True):
     model: str
     price: Price
     started_us: int
+    output_tokens: int
+    subjects: str = ""
+    left: tuple[Left, ...] = ()
+
+    def after(self, spent: Spent) -> tuple[Left, ...]:
+        """What its neuron limits have left once it is settled, if nobody else used them meanwhile."""
+        back = (self.held - self._micro_neurons(spent)) / MICRO
+        budgets = (left for left in self.left if left.measure in BUDGETS)
+        return tuple(left._replace(left=max(0.0, min(left.allowed, left.left + back))) for left in budgets)
 
     def neurons(self, spent: Spent) -> float:
         """What `spent` costs; the same number that the ledger keeps."""
@@ -96,6 +142,7 @@ class Reservation(msgspec.Struct, frozen=True):
             started_us=self.started_us,
             total_ms=spent.total_ms,
             first_token_ms=spent.first_token_ms,
+            subjects=self.subjects,
         )
 
     def _micro_neurons(self, spent: Spent) -> int:
@@ -103,14 +150,15 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class QuotaExceeded(Exception):
-    """Over a limit of the account; nothing was kept or counted. `message` is for the caller, `retry_after_s` ≥ 1.
+    """Over a limit; nothing was kept or counted. `message` is for the caller, `retry_after_s` ≥ 1.
 
-    `limit` is "requests_per_minute", "concurrent_requests" or "neurons_per_day".
+    `limit` is the name of the limit as in Limits, `left` what there is of it.
     """
 
-    def __init__(self, limit: str, retry_after_s: int, message: str) -> None:
+    def __init__(self, left: Left, retry_after_s: int, message: str) -> None:
         super().__init__(message)
-        self.limit = limit
+        self.limit = left.measure.value
+        self.left = left
         self.retry_after_s = retry_after_s
         self.message = message
 
@@ -148,32 +196,58 @@ class Quota:
         """Settlements that are neither in the store nor in the outbox yet."""
         return len(self._settled)
 
-    async def reserve(
-        self, caller: Caller, request_id: str, model: str, price: Price, prompt_tokens: int, completion_tokens: int
-    ) -> Reservation:
-        """Holds the most that this request can cost. One call of the store: about 25 µs on SQLite, 120 µs on Redis.
+    async def reserve(self, caller: Caller, request_id: str, order: Order) -> Reservation:
+        """Holds the most that this request can cost. One call of the store: about 30 µs on SQLite, 150 µs on Redis.
 
         `request_id` is new for every request and at most 64 characters; a repeated call with the same one is granted
         again and counted once. Raises QuotaExceeded, StoreUnavailable, UnknownToken when the token was revoked since it
-        was verified, AlreadyRecorded. When it raises nothing is held, except that a store which answered too late keeps
-        the hold for up to HOLD_S.
+        was verified, Suspended, AlreadyRecorded. When it raises nothing is held, except that a store which answered too
+        late keeps the hold for up to HOLD_S.
         """
         if len(self._open) + len(self._settled) >= UNSETTLED_MAX:
             raise StoreUnavailable(f"{UNSETTLED_MAX:,} requests are open or wait to be written; try again later")
         started_us = int(self._clock() * MICRO)
-        held = price.micro_neurons(prompt_tokens, 0, completion_tokens)
-        account_id, token_id = caller.account.id, caller.token_id
-        asked = Reservation(account_id, request_id, day_of(started_us), held, token_id, model, price, started_us)
+        subjects = limited(caller.account.limits, caller.token_id, caller.limits, order.model_class)
+        size = order.size()
+        asked = Reservation(
+            account_id=caller.account.id,
+            request_id=request_id,
+            day=day_of(started_us),
+            held=size.micro_neurons,
+            token_id=caller.token_id,
+            model=order.model,
+            price=order.price,
+            started_us=started_us,
+            output_tokens=order.output_tokens,
+            subjects="\n".join(subject for subject, _ in subjects if subject),
+        )
+        measured = caps(subjects, size)
+        hold = Hold(
+            asked.record(Spent(), EXPIRED), size.micro_neurons, int(HOLD_S * MICRO), measured, order.output_tokens
+        )
         try:
-            decision = await self._store.reserve(Hold(asked.record(Spent(), EXPIRED), held, int(HOLD_S * MICRO)))
+            decision = await self._store.reserve(hold)
         except asyncio.CancelledError:
             self._write_later(asked.record(Spent(), "cancelled"))  # the store may have granted it
             raise
         if isinstance(decision, Refused):
-            raise _refusal(decision, caller, held)
-        reservation = msgspec.structs.replace(asked, day=decision.day) if decision.day != asked.day else asked
-        opened = self._open.setdefault((account_id, request_id), _Open(reservation, Spent(), self._clock()))
+            raise _refusal(decision, caller, hold)
+        granted = msgspec.structs.replace(
+            asked,
+            day=decision.day,
+            held=decision.held,
+            output_tokens=order.affordable(decision.held),
+            left=left_now(measured, decision.left, started_us),
+        )
+        opened = self._open.setdefault((asked.account_id, request_id), _Open(granted, Spent(), self._clock()))
         return opened.reservation
+
+    async def left(self, account: Account, token_id: str = "", token: Limits = NO_LIMITS) -> Sequence[Left]:
+        """What the account's limits have left now, and those of one of its tokens; of all classes that have any."""
+        classes = sorted(account.limits.classes.keys() | token.classes.keys())
+        pairs = [pair for name in ("", *classes) for pair in limited(account.limits, token_id, token, name)]
+        measured = caps(list(dict(pairs).items()), Size())
+        return left_now(measured, await self._store.left(account.id, measured), int(self._clock() * MICRO))
 
     def checkpoint(self, reservation: Reservation, spent: Spent) -> None:
         """Remembers what the request has used so far; run() tells the store. Ignored once it is settled."""
@@ -307,30 +381,65 @@ class Quota:
         assert len(self._open) + len(waiting) <= UNSETTLED_MAX
 
 
-def _refusal(refused: Refused, caller: Caller, held: int) -> Exception:
+def left_now(measured: Sequence[Cap], left: Sequence[int], now_us: int) -> tuple[Left, ...]:
+    until_month_us = first_of_next_month(day_of(now_us)) * DAY_US - now_us
+    pairs = zip(measured, left, strict=True)
+    return tuple(left_of(cap, one, us_left(now_us), until_month_us) for cap, one in pairs)
+
+
+def _refusal(refused: Refused, caller: Caller, hold: Hold) -> Exception:
     """What reserve() raises for it, in words that say what to change."""
-    account, reason = caller.account, refused.reason
+    reason = refused.reason
     if reason in (Refusal.REVOKED, Refusal.NO_ACCOUNT):
         return UnknownToken(f"ApiToken {caller.token_id} was revoked or its account is gone")
+    if reason is Refusal.SUSPENDED:
+        return Suspended(f"account {caller.account.id} is suspended")
     if reason is Refusal.RECORDED:
         return AlreadyRecorded("this request id was used before; send the request under a new one")
     retry_after_s = max(1, -(-refused.retry_after_us // MICRO))
-    if reason is Refusal.NEURONS_PER_DAY:
-        message = _over_budget(held / MICRO, refused.used / MICRO, refused.allowed / MICRO)
-    elif reason is Refusal.REQUESTS_PER_MINUTE:
-        message = f"account {account.name} may start {refused.allowed:,} requests per minute; wait {retry_after_s} s"
-    else:
-        message = f"account {account.name} may run {refused.allowed:,} requests at once; wait for one to end"
-    return QuotaExceeded(reason.value, retry_after_s, message)
+    (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (refused.subject, reason)]
+    message = _explained(refused, cap, _whose(refused.subject, caller), retry_after_s)
+    allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
+    return QuotaExceeded(Left(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message)
 
 
-def _over_budget(needed: float, used: float, allowed: float) -> str:
+def _whose(subject: str, caller: Caller) -> str:
+    """`account acme`, `this token for models of class large`, …"""
+    of_class = subject.partition("class:")[2]
+    whose = "this token" if subject.startswith("token:") else f"account {caller.account.name}"
+    return f"{whose} for models of class {of_class}" if of_class else whose
+
+
+def _explained(refused: Refused, cap: Cap, whose: str, retry_after_s: int) -> str:
+    allowed = refused.allowed
+    match refused.reason:
+        case Refusal.NEURONS_PER_DAY | Refusal.NEURONS_PER_MONTH:
+            return _over_budget(refused, cap, whose)
+        case Refusal.REQUESTS_PER_MINUTE:
+            return f"{whose} may start {allowed:,} requests per minute; wait {retry_after_s} s"
+        case Refusal.CONCURRENT_REQUESTS:
+            return f"{whose} may run {allowed:,} requests at once; wait for one to end"
+        case _:
+            kind = "input" if refused.reason is Refusal.INPUT_TOKENS_PER_MINUTE else "output"
+            if cap.cost_us > cap.room_us:
+                return (
+                    f"this request may need {cap.amount:,} {kind} tokens, and {whose} has {allowed:,} a minute: it can "
+                    "never run; shorten the prompt, lower max_tokens, or ask for a higher limit"
+                )
+            return f"{whose} may use {allowed:,} {kind} tokens per minute; wait {retry_after_s} s"
+
+
+def _over_budget(refused: Refused, cap: Cap, whose: str) -> str:
+    needed, used, allowed = cap.least / MICRO, refused.used / MICRO, refused.allowed / MICRO
+    day = refused.reason is Refusal.NEURONS_PER_DAY
     if needed > allowed:
         return (
-            f"this request may need {needed:,.1f} neurons, and the account has {allowed:,.1f} for a whole day: "
-            "it can never run; shorten the prompt, lower max_tokens, or ask the operator for a higher limit"
+            f"this request may need {needed:,.1f} neurons, and {whose} has {allowed:,.1f} for a whole "
+            f"{'day' if day else 'month'}: it can never run; shorten the prompt, lower max_tokens, or ask the operator "
+            "for a higher limit"
         )
     return (
-        f"this request may need {needed:,.1f} neurons, and {used:,.1f} of today's {allowed:,.1f} are used or reserved: "
-        "lower max_tokens, or wait until 00:00 UTC"
+        f"this request may need {needed:,.1f} neurons, and {used:,.1f} of {'today' if day else 'this month'}'s "
+        f"{allowed:,.1f} of {whose} are used or reserved: lower max_tokens, or wait until 00:00 UTC"
+        f"{'' if day else ' of the first of the next month'}"
     )

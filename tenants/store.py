@@ -7,7 +7,8 @@ from typing import Final, Protocol
 import msgspec
 
 from tenants.grants import Grant
-from tenants.usage import MICRO, Balance, Totals, UsageRecord
+from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan, Settings, overlay, tighter
+from tenants.usage import Balance, Totals, UsageRecord
 
 Clock = Callable[[], float]  # seconds since 1970
 KEPT_DAYS: Final = 400  # records and sums of older days are removed by sweep()
@@ -19,46 +20,35 @@ class StoreUnavailable(Exception):
     retry_after_s: Final = 1
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one account may use. The defaults below are the ones of every new account and stand nowhere else.
-
-    They let a laptop work all day and still stop a runaway loop: 20 requests a second on average, a minute's worth
-    at once, and about 50 million output tokens of a 1 B model a day.
-    `burst` is how many requests may come at once; None is a full minute's worth.
-    """
-
-    requests_per_minute: int = 1_200
-    neurons_per_day: float = 1_000_000.0
-    concurrent_requests: int = 1_000
-    burst: int | None = None
-
-    def __post_init__(self) -> None:
-        _in_range("requests_per_minute", self.requests_per_minute, 1, 6_000_000)
-        _in_range("neurons_per_day", self.neurons_per_day, 0, 1e9)
-        _in_range("concurrent_requests", self.concurrent_requests, 1, 1_000_000)
-        _in_range("burst", self.at_once, 1, 6_000_000)
-
-    @property
-    def at_once(self) -> int:
-        return self.requests_per_minute if self.burst is None else self.burst
-
-    @property
-    def interval_us(self) -> int:
-        """The steady distance of requests, rounded up so that the rate is never above the limit."""
-        return -(-60 * MICRO // self.requests_per_minute)
-
-    @property
-    def micro_neurons_per_day(self) -> int:
-        return round(self.neurons_per_day * MICRO)
-
-
 class Account(msgspec.Struct, frozen=True):
-    """A tenant. `id` is 32 hex characters, `created_at` seconds since 1970."""
+    """A tenant. `id` is 32 hex characters, times are seconds since 1970.
+
+    ceiling     what the operator gave this account in place of its plan's limits.
+    own         what its administrators lowered.
+    epoch       of its prefix caches; raising it makes what they hold unfindable.
+    revision    grows with every change, and lets a change that is based on an older one be refused.
+    """
 
     id: str
     name: str
-    limits: Limits
+    ceiling: Limits
     created_at: int
+    own: Limits = NO_LIMITS
+    plan: Plan = DEFAULT_PLAN
+    settings: Settings = Settings()
+    epoch: int = 0
+    suspended_at: int | None = None
+    revision: int = 1
+
+    @property
+    def most(self) -> Limits:
+        """What its administrators may lower, and never raise."""
+        return overlay(self.plan.limits, self.ceiling)
+
+    @property
+    def limits(self) -> Limits:
+        """What holds."""
+        return tighter(self.most, self.own)
 
 
 class ApiToken(msgspec.Struct, frozen=True):
@@ -71,6 +61,7 @@ class ApiToken(msgspec.Struct, frozen=True):
     expires_at: int | None = None
     revoked_at: int | None = None
     grant: Grant = Grant()
+    limits: Limits = NO_LIMITS
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -81,39 +72,114 @@ class Seal(msgspec.Struct, frozen=True):
     until: int | None = None
 
 
+class Refusal(enum.StrEnum):
+    """Why a request may not start. The first ones are limits, each measured by a Cap."""
+
+    REQUESTS_PER_MINUTE = "requests_per_minute"
+    CONCURRENT_REQUESTS = "concurrent_requests"
+    NEURONS_PER_DAY = "neurons_per_day"
+    INPUT_TOKENS_PER_MINUTE = "input_tokens_per_minute"
+    OUTPUT_TOKENS_PER_MINUTE = "output_tokens_per_minute"
+    NEURONS_PER_MONTH = "neurons_per_month"
+    REVOKED = "revoked"  # the token, since it was verified
+    NO_ACCOUNT = "no_account"
+    SUSPENDED = "suspended"  # the account, by its operator
+    RECORDED = "recorded"  # this request id has its usage record already
+
+
+BUDGETS: Final = (Refusal.NEURONS_PER_MONTH, Refusal.NEURONS_PER_DAY)
+RATES: Final = (Refusal.REQUESTS_PER_MINUTE, Refusal.INPUT_TOKENS_PER_MINUTE, Refusal.OUTPUT_TOKENS_PER_MINUTE)
+
+
+class Cap(msgspec.Struct, frozen=True, array_like=True):
+    """One limit, and what a request takes of it: 1, tokens, or micro-neurons.
+
+    subject     "" for the account, else one that the hold's record names.
+    least       the request is content with so little where there is less than `amount`; of neurons alone.
+    cost_us     of a rate: for how long `amount` takes it up.
+    room_us     of a rate: how far ahead of its time it may be.
+    """
+
+    subject: str
+    measure: Refusal
+    amount: int
+    allowed: int
+    least: int = 0
+    cost_us: int = 0
+    room_us: int = 0
+
+
 class Hold(msgspec.Struct, frozen=True):
     """A request that asks to start. `record` is what it is charged if nobody is ever heard of it again: nothing yet.
 
-    `held` micro-neurons are the most that it can cost; `lifetime_us` is how long the hold lasts without a checkpoint.
+    `held` micro-neurons and `output` tokens are the most that it can use; `lifetime_us` is how long the hold lasts
+    without a checkpoint. All `caps` must have room. A later cap of the same neurons may hold less than an earlier one.
     """
 
     record: UsageRecord
     held: int
     lifetime_us: int
-
-
-class Refusal(enum.StrEnum):
-    REQUESTS_PER_MINUTE = "requests_per_minute"
-    CONCURRENT_REQUESTS = "concurrent_requests"
-    NEURONS_PER_DAY = "neurons_per_day"
-    REVOKED = "revoked"  # the token, since it was verified
-    NO_ACCOUNT = "no_account"
-    RECORDED = "recorded"  # this request id has its usage record already
+    caps: tuple[Cap, ...] = ()
+    output: int = 0
 
 
 class Granted(msgspec.Struct, frozen=True):
-    """The hold is kept and charged to `day`."""
+    """`held` micro-neurons are kept and charged to `day`. `left` is what each cap has left now, in its order:
+    micro-neurons, requests at once, and for rates the microseconds that they may still run ahead."""
 
     day: int
+    held: int = 0
+    left: tuple[int, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Nothing was kept or counted. `allowed` and `used` are in the unit of the limit (micro-neurons for the day)."""
+    """Nothing was kept or counted. `allowed` and `used` are in the unit of the limit of `subject`."""
 
     reason: Refusal
     retry_after_us: int = 0
     allowed: int = 0
     used: int = 0
+    subject: str = ""
+
+
+class AuditEntry(msgspec.Struct, frozen=True):
+    """One thing that somebody did. `at` is seconds since 1970; `account_id` is "" for what concerns no one account.
+
+    `seal` is made of all else and of the seal before it: tenants/audit.py.
+    """
+
+    account_id: str
+    seq: int
+    at: int
+    actor: str
+    action: str
+    target: str
+    detail: str  # JSON
+    seal: str
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """Something to be told to an account's own address, until it was taken or too many tries failed."""
+
+    id: str
+    account_id: str
+    url: str
+    body: bytes
+    due_at: float
+    tries: int = 0
+
+
+class UsageRow(msgspec.Struct, frozen=True):
+    """Sums over one account's day, one of its tokens and one model."""
+
+    day: int
+    token_id: str
+    model: str
+    requests: int
+    micro_neurons: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
 
 
 class Store(Protocol):
@@ -141,8 +207,20 @@ class Store(Protocol):
         """All of them, oldest first."""
         ...
 
-    async def set_limits(self, account_id: str, limits: Limits) -> bool:
-        """In force for the next reserve on every gateway. False: there is no such account."""
+    async def change_account(self, account: Account) -> bool:
+        """Keeps it if the one kept has the revision before it. `suspended_at` is in force for the next reserve."""
+        ...
+
+    async def plans(self) -> Sequence[Plan]:
+        """Those that were kept, by name."""
+        ...
+
+    async def keep_plan(self, plan: Plan) -> bool:
+        """Keeps it if the one kept has the revision before it; where there is none, that is 0."""
+        ...
+
+    async def remove_plan(self, name: str) -> bool:
+        """False: there is none. Accounts that still name it have the default one."""
         ...
 
     async def add_token(self, token: ApiToken, seal: Seal) -> bool:
@@ -154,7 +232,7 @@ class Store(Protocol):
         ...
 
     async def change_token(self, token: ApiToken, seals: Sequence[Seal]) -> bool:
-        """Its name, expiry, grant and seals from now on; a revocation stays as it is. False: there is no such token."""
+        """Its name, expiry, grant, limits and seals from now on; a revocation stays. False: there is no such token."""
         ...
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
@@ -171,6 +249,10 @@ class Store(Protocol):
         Expired holds of the account are charged first, at their checkpoints. A request id that is held already is
         granted again and counted once.
         """
+        ...
+
+    async def left(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
+        """What each has left now, as in Granted; negative where more was used than it allows. Counts nothing."""
         ...
 
     async def checkpoint(self, records: Sequence[UsageRecord], lifetime_us: int) -> None:
@@ -197,9 +279,43 @@ class Store(Protocol):
         """All records that were charged to the day, by request id; O(their number)."""
         ...
 
-    async def reconcile(self, account_id: str, day: int) -> Balance:
+    async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
+        """Sums of final and expired records, by day, token and model, in that order."""
+        ...
+
+    async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
         """The counters beside the same sums recomputed from records and holds; O(their number)."""
         ...
+
+    async def append_audit(self, entry: AuditEntry) -> bool:
+        """False: its place is taken, or the one before it is not. Kept for good."""
+        ...
+
+    async def audit(self, account_id: str, first_seq: int, most: int) -> Sequence[AuditEntry]:
+        """At most so many from `first_seq` on, in their order."""
+        ...
+
+    async def audit_head(self, account_id: str) -> AuditEntry | None:
+        """The last one."""
+        ...
+
+    async def claim(self, account_id: str, key: str, value: bytes, lifetime_s: int) -> bytes | None:
+        """Keeps the value under a key that is free, for so long. What is there already is returned instead."""
+        ...
+
+    async def reclaim(self, account_id: str, key: str, value: bytes | None, lifetime_s: int) -> None:
+        """Another value under the key, or none."""
+        ...
+
+    async def add_notice(self, notice: Notice) -> None:
+        """Once for each id, also after it was closed, for KEPT_DAYS."""
+        ...
+
+    async def take_notices(self, now: float, lease_s: float, most: int) -> Sequence[Notice]:
+        """Those that are due, the first due first; they are due again after `lease_s`, with one try more."""
+        ...
+
+    async def close_notice(self, notice_id: str) -> None: ...
 
 
 def open_store(url: str, clock: Clock | None = None) -> Store:
@@ -214,8 +330,3 @@ def open_store(url: str, clock: Clock | None = None) -> Store:
 
         return RedisStore(url, clock)
     raise ValueError(f"store url {url!r} is neither sqlite:PATH nor redis://HOST:PORT/DB")
-
-
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; it must be between {low:,} and {high:,}")

@@ -2,15 +2,22 @@
 
 All that a decision touches shares one hash tag, `{account id}`:
 
-    hearth:{ID}             hash: name, created_at, the limits, arrival_us (when the next request is due by the rate)
-    hearth:{ID}:tokens      hash: token id → ApiToken and Seals
-    hearth:{ID}:revoked     hash: token id → when
-    hearth:{ID}:holds       hash: request id → day:held:checkpoint, where the checkpoint is a record
-    hearth:{ID}:expiries    sorted set: request ids by expires_us
-    hearth:{ID}:day:DAY     hash: the counters of that day
-    hearth:{ID}:ledger:DAY  hash: request id → record
-    hearth:accounts         set of ids
-    hearth:token:TOKEN      account id
+    hearth:{ID}                   hash: created_at, revision, suspended_at, plan, document
+    hearth:{ID}:tokens            hash: token id → ApiToken and Seals
+    hearth:{ID}:revoked           hash: token id → when
+    hearth:{ID}:holds             hash: request id → day:held:output:rates:checkpoint, where the checkpoint is a record
+    hearth:{ID}:expiries          sorted set: request ids by expires_us
+    hearth:{ID}:gauge:SUBJECT     hash: requests_us, input_us, output_us, output, open; SUBJECT is "" for the account
+    hearth:{ID}:day:DAY[:SUBJECT] hash: the counters of that day
+    hearth:{ID}:usage:DAY         hash: sum, token and model → a sum over the ledger
+    hearth:{ID}:ledger:DAY        hash: request id → record
+    hearth:{ID}:audit             list of entries
+    hearth:{ID}:claim:KEY         what was claimed
+    hearth:accounts               set of ids
+    hearth:token:TOKEN            account id
+    hearth:plans, :revisions      hashes: name → document, revision
+    hearth:notices, :bodies       sorted set: notices' ids by due_at; hash: id → Notice
+    hearth:notice:ID              that there was one
 
 Redis must run with `maxmemory-policy noeviction`, or it forgets accounts under pressure, and with `appendonly yes` and
 `appendfsync everysec`; advice() says so. How long a Redis that hangs can hold a request up is in store_line.py.
@@ -26,26 +33,37 @@ from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
+from tenants.documents import account_document, plan_document, read_account, read_plan
 from tenants.store import (
     KEPT_DAYS,
+    RATES,
     Account,
     ApiToken,
+    AuditEntry,
+    Cap,
     Clock,
     Granted,
     Hold,
-    Limits,
+    Notice,
     Refusal,
     Refused,
     Seal,
+    UsageRow,
 )
 from tenants.store_line import FLIGHT, Line, connect, explained, unavailable
-from tenants.usage import EXPIRED, MICRO, Balance, Totals, UsageRecord
+from tenants.terms import DEFAULT_PLAN, MINUTE_US, Limits, Plan
+from tenants.usage import DAY_US, EXPIRED, MICRO, Balance, Totals, UsageRecord
 
+_PLANS: Final = "hearth:plans"
+_NOTICES: Final = "hearth:notices"
+_BETWEEN: Final = "\x1f"  # the parts of a field of usage
+GAUGE_S: Final = 86_400  # a gauge is kept so long after its last request began: no rate or request takes that long
 READ_S: Final = 5.0  # for an answer that may be long
 SWEEP_MAX: Final = 500  # holds that one call expires
 
 # A record is a msgpack array made by UsageRecord: 4 micro_neurons, 5 prompt_tokens, 6 cached_tokens,
-# 7 completion_tokens, 8 outcome (Lua counts from 1). Scripts move its bytes and read these.
+# 7 completion_tokens, 8 outcome, 9 token_id, 10 model, 14 subjects (Lua counts from 1). Scripts move its bytes and read
+# these.
 _COMMON: Final = f"""
 local account, now = KEYS[1], tonumber(ARGV[1])
 if now == 0 then
@@ -55,9 +73,22 @@ end
 local holds, expiries = account .. ':holds', account .. ':expiries'
 local sums = {{'requests', 'micro_neurons', 'prompt_tokens', 'cached_tokens', 'completion_tokens', 'held', 'open'}}
 
-local function count(day, changes)
+local function gauge(subject) return account .. ':gauge:' .. subject end
+
+local function day_key(day, subject)
     local key = account .. ':day:' .. day
-    for i, name in ipairs(sums) do
+    if subject == '' then return key end
+    return key .. ':' .. subject
+end
+
+local function counted(subjects)
+    local found = {{''}}
+    for subject in string.gmatch(subjects or '', '[^\\n]+') do found[#found + 1] = subject end
+    return found
+end
+
+local function count(key, day, names, changes)
+    for i, name in ipairs(names) do
         if changes[i] ~= 0 then redis.call('HINCRBY', key, name, changes[i]) end
     end
     redis.call('EXPIREAT', key, (day + {KEPT_DAYS}) * 86400)
@@ -68,78 +99,211 @@ local function take(request)
     if not hold then return nil end
     redis.call('HDEL', holds, request)
     redis.call('ZREM', expiries, request)
-    local day, held, record = string.match(hold, '^(%d+):(%d+):(.*)$')
-    return {{day = day, held = tonumber(held), record = record}}
+    local day, held, output, rates, record = string.match(hold, '^(%d+):(%d+):(%d+):([%d,]*):(.*)$')
+    if not day then  -- one of the first version
+        output, rates, day, held, record = 0, '', string.match(hold, '^(%d+):(%d+):(.*)$')
+    end
+    return {{day = day, held = tonumber(held), output = tonumber(output), rates = rates, record = record}}
 end
 
-local function write(request, day, held, open, bytes)
+local function give_back(record, subjects, hold)
+    local at = 0
+    for rate in string.gmatch(hold.rates, '%d+') do
+        at = at + 1
+        local key = gauge(subjects[at])
+        redis.call('HINCRBY', key, 'open', -1)
+        if hold.output > 0 then redis.call('HINCRBY', key, 'output', -hold.output) end
+        if rate ~= '0' and record[7] > 0 then
+            local lasts = math.ceil(record[7] * {MINUTE_US} / tonumber(rate))
+            local before = tonumber(redis.call('HGET', key, 'output_us') or 0)
+            redis.call('HSET', key, 'output_us', math.max(before, now) + lasts)
+        end
+    end
+end
+
+local function write(request, day, hold, bytes)
     local ledger = account .. ':ledger:' .. day
     local record, before = cmsgpack.unpack(bytes), redis.call('HGET', ledger, request)
-    local changes = {{0, 0, 0, 0, 0, -held, -open}}
+    local changes = {{0, 0, 0, 0, 0, hold and -hold.held or 0, hold and -1 or 0}}
     local old = before and cmsgpack.unpack(before) or {{0, 0, 0, 0, 0, 0, 0, '{EXPIRED}'}}
     if old[8] == '{EXPIRED}' then
         if not before then changes[1] = 1 end
         for i = 4, 7 do changes[i - 2] = record[i] - old[i] end
         redis.call('HSET', ledger, request, bytes)
         redis.call('EXPIREAT', ledger, (day + {KEPT_DAYS}) * 86400)
+        local names = {{}}
+        for i = 1, 5 do names[i] = i .. '{_BETWEEN}' .. record[9] .. '{_BETWEEN}' .. record[10] end
+        count(account .. ':usage:' .. day, day, names, changes)
     end
-    count(day, changes)
+    local subjects = counted(record[14])
+    for _, subject in ipairs(subjects) do count(day_key(day, subject), day, sums, changes) end
+    if hold then give_back(record, subjects, hold) end
 end
 
 local function expire()
     local due = redis.call('ZRANGEBYSCORE', expiries, '-inf', now, 'LIMIT', 0, {SWEEP_MAX})
     for _, request in ipairs(due) do
         local hold = take(request)
-        write(request, hold.day, hold.held, 1, hold.record)
+        write(request, hold.day, hold, hold.record)
     end
     return #due
 end
 """
 
+# What Used and left() of decision.py are. A cap is seven arguments: subject, measure, amount, allowed, least, cost_us,
+# room_us. The calendar is that of Howard Hinnant's "chrono-compatible low-level date algorithms".
+_MEASURE: Final = f"""
+local today = math.floor(now / {DAY_US})
+
+local function first_of_month(day)
+    local z = day + 719468
+    local doe = z - math.floor(z / 146097) * 146097
+    local yoe = math.floor((doe - math.floor(doe / 1460) + math.floor(doe / 36524) - math.floor(doe / 146096)) / 365)
+    local doy = doe - (365 * yoe + math.floor(yoe / 4) - math.floor(yoe / 100))
+    return day - (doy - math.floor((153 * math.floor((5 * doy + 2) / 153) + 2) / 5))
+end
+
+local function read_caps(from)
+    local caps = {{}}
+    for i = from, #ARGV, 7 do
+        local cap = {{subject = ARGV[i], measure = ARGV[i + 1]}}
+        for j, name in ipairs({{'amount', 'allowed', 'least', 'cost', 'room'}}) do
+            cap[name] = tonumber(ARGV[i + 1 + j])
+        end
+        caps[#caps + 1] = cap
+    end
+    return caps
+end
+
+local function spent(subject, first, last)
+    local sum = 0
+    for day = first, last do
+        local found = redis.call('HMGET', day_key(day, subject), 'micro_neurons', 'held')
+        sum = sum + tonumber(found[1] or 0) + tonumber(found[2] or 0)
+    end
+    return sum
+end
+
+local gauges = {{}}
+local function used(subject)
+    if not gauges[subject] then
+        local names = {{'requests_us', 'input_us', 'output_us', 'output', 'open'}}
+        local found, read = redis.call('HMGET', gauge(subject), unpack(names)), {{}}
+        for i, name in ipairs(names) do read[name] = tonumber(found[i] or 0) end
+        gauges[subject] = read
+    end
+    return gauges[subject]
+end
+
+local function left(cap)
+    local measure, read = cap.measure, used(cap.subject)
+    if measure == '{Refusal.NEURONS_PER_DAY}' then return cap.allowed - spent(cap.subject, today, today) end
+    if measure == '{Refusal.NEURONS_PER_MONTH}' then
+        return cap.allowed - spent(cap.subject, first_of_month(today), today)
+    end
+    if measure == '{Refusal.CONCURRENT_REQUESTS}' then return cap.allowed - read.open end
+    if measure == '{Refusal.REQUESTS_PER_MINUTE}' then return cap.room - math.max(read.requests_us - now, 0) end
+    if measure == '{Refusal.INPUT_TOKENS_PER_MINUTE}' then return cap.room - math.max(read.input_us - now, 0) end
+    return cap.room - math.max(read.output_us - now, 0) - math.ceil(read.output * {MINUTE_US} / cap.allowed)
+end
+"""
+
 _REFUSALS: Final = list(Refusal)
 _CODE: Final = {refusal: number for number, refusal in enumerate(_REFUSALS, 1)}
+_RATE_CODES: Final = ", ".join(f"{rate} = {_CODE[rate]}" for rate in RATES)
 
-# ARGV: now, request, token, held, lifetime, record. The steps are those of _decide in store_sqlite.py.
+# ARGV: now, request, token, held, lifetime, record, output, subjects, then the caps. The steps are those of reserve()
+# in store_sqlite.py and of decide() in decision.py.
 _RESERVE: Final = f"""
 local request, token, held, lifetime, record = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
-local day = math.floor(now / (86400 * {MICRO}))
-local limits = redis.call('HMGET', account, 'requests_per_minute', 'burst', 'micro_neurons_per_day',
-    'concurrent_requests', 'arrival_us')
+local output, subjects, caps = tonumber(ARGV[7]), counted(ARGV[8]), read_caps(9)
+local known = redis.call('HMGET', account, 'created_at', 'suspended_at')
 expire()
-if not limits[1] then return {{{_CODE[Refusal.NO_ACCOUNT]}}} end
+if not known[1] then return {{{_CODE[Refusal.NO_ACCOUNT]}}} end
 if redis.call('HEXISTS', account .. ':revoked', token) == 1 then return {{{_CODE[Refusal.REVOKED]}}} end
+if known[2] then return {{{_CODE[Refusal.SUSPENDED]}}} end
 local hold = redis.call('HGET', holds, request)
-if hold then return {{0, tonumber(string.match(hold, '^%d+'))}} end
-if redis.call('HEXISTS', account .. ':ledger:' .. day, request) == 1 then return {{{_CODE[Refusal.RECORDED]}}} end
-
-local allowed, counted = tonumber(limits[3]), redis.call('HMGET', account .. ':day:' .. day, 'micro_neurons', 'held')
-local used = tonumber(counted[1] or 0) + tonumber(counted[2] or 0)
-if used + held > allowed then
-    return {{{_CODE[Refusal.NEURONS_PER_DAY]}, (day + 1) * 86400 * {MICRO} - now, allowed, used}}
+if hold then
+    local day, kept = string.match(hold, '^(%d+):(%d+):')
+    local granted = {{0, tonumber(day), tonumber(kept)}}
+    for _, cap in ipairs(caps) do granted[#granted + 1] = left(cap) end
+    return granted
 end
-local per_minute = tonumber(limits[1])
-local at_once, interval = tonumber(limits[2]) or per_minute, math.ceil(60 * {MICRO} / per_minute)
-local arrival = math.max(tonumber(limits[5] or 0), now) + interval
-local wait = arrival - at_once * interval - now
-if wait > 0 then return {{{_CODE[Refusal.REQUESTS_PER_MINUTE]}, wait, per_minute, 0}} end
-local running, concurrent = redis.call('HLEN', holds), tonumber(limits[4])
-if running >= concurrent then
-    return {{{_CODE[Refusal.CONCURRENT_REQUESTS]}, {MICRO}, concurrent, running}}
+if redis.call('HEXISTS', account .. ':ledger:' .. today, request) == 1 then return {{{_CODE[Refusal.RECORDED]}}} end
+
+local granted, after = held, {{}}
+for i, cap in ipairs(caps) do
+    local room, measure = left(cap), cap.measure
+    after[i] = room
+    if measure == '{Refusal.NEURONS_PER_DAY}' or measure == '{Refusal.NEURONS_PER_MONTH}' then
+        if room < cap.least then
+            local code, ends = {_CODE[Refusal.NEURONS_PER_DAY]}, today + 1
+            if measure == '{Refusal.NEURONS_PER_MONTH}' then
+                code, ends = {_CODE[Refusal.NEURONS_PER_MONTH]}, first_of_month(first_of_month(today) + 31)
+            end
+            return {{code, ends * {DAY_US} - now, cap.allowed, cap.allowed - room, cap.subject}}
+        end
+        granted = math.min(granted, room)
+    elseif measure == '{Refusal.CONCURRENT_REQUESTS}' then
+        if room <= 0 then
+            return {{{_CODE[Refusal.CONCURRENT_REQUESTS]}, {MICRO}, cap.allowed, used(cap.subject).open, cap.subject}}
+        end
+    elseif cap.cost > room then
+        local codes = {{{_RATE_CODES}}}
+        return {{codes[measure], cap.cost - room, cap.allowed, 0, cap.subject}}
+    end
 end
 
-redis.call('HSET', account, 'arrival_us', arrival)
-redis.call('HSET', holds, request, day .. ':' .. ARGV[4] .. ':' .. record)
+local rates = {{}}
+for i, subject in ipairs(subjects) do
+    local key = gauge(subject)
+    rates[i] = 0
+    for _, cap in ipairs(caps) do
+        if cap.subject == subject then
+            if cap.measure == '{Refusal.REQUESTS_PER_MINUTE}' then
+                redis.call('HSET', key, 'requests_us', math.max(used(subject).requests_us, now) + cap.cost)
+            elseif cap.measure == '{Refusal.INPUT_TOKENS_PER_MINUTE}' then
+                redis.call('HSET', key, 'input_us', math.max(used(subject).input_us, now) + cap.cost)
+            elseif cap.measure == '{Refusal.OUTPUT_TOKENS_PER_MINUTE}' then
+                rates[i] = cap.allowed
+            end
+        end
+    end
+    redis.call('HINCRBY', key, 'open', 1)
+    if output > 0 then redis.call('HINCRBY', key, 'output', output) end
+    redis.call('EXPIRE', key, {GAUGE_S})
+    count(day_key(today, subject), today, sums, {{0, 0, 0, 0, 0, granted, 1}})
+end
+local kept = string.format('%.0f:%.0f:%.0f:%s:', today, granted, output, table.concat(rates, ','))
+redis.call('HSET', holds, request, kept .. record)
 redis.call('ZADD', expiries, now + lifetime, request)
-count(day, {{0, 0, 0, 0, 0, held, 1}})
-return {{0, day}}
+local answer = {{0, today, granted}}
+for i, cap in ipairs(caps) do
+    local taken = cap.cost
+    if cap.measure == '{Refusal.NEURONS_PER_DAY}' or cap.measure == '{Refusal.NEURONS_PER_MONTH}' then
+        taken = granted
+    elseif cap.measure == '{Refusal.CONCURRENT_REQUESTS}' then
+        taken = 1
+    end
+    answer[i + 3] = after[i] - taken
+end
+return answer
+"""
+
+# ARGV: now, then the caps.
+_LEFT: Final = """
+local found = {}
+for i, cap in ipairs(read_caps(2)) do found[i] = left(cap) end
+return found
 """
 
 # ARGV: now, lifetime, then request, record of each.
 _CHECKPOINT: Final = """
 for i = 3, #ARGV, 2 do
     local hold = redis.call('HGET', holds, ARGV[i])
-    if hold then
-        redis.call('HSET', holds, ARGV[i], string.match(hold, '^%d+:%d+:') .. ARGV[i + 1])
+    local kept = hold and string.match(hold, '^%d+:%d+:%d+:[%d,]*:')
+    if kept then
+        redis.call('HSET', holds, ARGV[i], kept .. ARGV[i + 1])
         redis.call('ZADD', expiries, now + tonumber(ARGV[2]), ARGV[i])
     end
 end
@@ -149,24 +313,59 @@ end
 _SETTLE: Final = """
 for i = 2, #ARGV, 3 do
     local hold = take(ARGV[i])
-    if hold then
-        write(ARGV[i], hold.day, hold.held, 1, ARGV[i + 2])
-    else
-        write(ARGV[i], ARGV[i + 1], 0, 0, ARGV[i + 2])
-    end
+    write(ARGV[i], hold and hold.day or ARGV[i + 1], hold, ARGV[i + 2])
 end
 """
 
 _SWEEP: Final = "return expire()"
 
+# ARGV: now, revision, suspended_at, plan, document.
+_CHANGE_ACCOUNT: Final = """
+if redis.call('EXISTS', account) == 0 then return 0 end
+if tonumber(redis.call('HGET', account, 'revision') or 1) ~= tonumber(ARGV[2]) - 1 then return 0 end
+redis.call('HSET', account, 'revision', ARGV[2], 'plan', ARGV[4], 'document', ARGV[5])
+if ARGV[3] == '' then redis.call('HDEL', account, 'suspended_at') else
+    redis.call('HSET', account, 'suspended_at', ARGV[3])
+end
+return 1
+"""
 
-_LIMITS: Final = ("requests_per_minute", "micro_neurons_per_day", "concurrent_requests", "burst")
-_ACCOUNT: Final = ("name", "created_at", *_LIMITS)
+# KEYS: hearth:plans. ARGV: now, name, revision, document.
+_KEEP_PLAN: Final = """
+if tonumber(redis.call('HGET', account .. ':revisions', ARGV[2]) or 0) ~= tonumber(ARGV[3]) - 1 then return 0 end
+redis.call('HSET', account .. ':revisions', ARGV[2], ARGV[3])
+redis.call('HSET', account, ARGV[2], ARGV[4])
+return 1
+"""
+
+# ARGV: now, seq, entry.
+_APPEND_AUDIT: Final = """
+if redis.call('LLEN', account .. ':audit') ~= tonumber(ARGV[2]) - 1 then return 0 end
+redis.call('RPUSH', account .. ':audit', ARGV[3])
+return 1
+"""
+
+# KEYS: hearth:notices. ARGV: now, due before, due again at, most.
+_TAKE_NOTICES: Final = """
+local taken = {}
+for i, id in ipairs(redis.call('ZRANGEBYSCORE', account, '-inf', ARGV[2], 'LIMIT', 0, ARGV[4])) do
+    redis.call('ZADD', account, ARGV[3], id)
+    taken[2 * i - 1] = redis.call('HGET', account .. ':bodies', id)
+    taken[2 * i] = redis.call('HINCRBY', account .. ':tries', id, 1) - 1
+end
+return taken
+"""
+
+# An account of the first version has columns in place of its document.
+_OLD: Final = ("name", "requests_per_minute", "micro_neurons_per_day", "concurrent_requests", "burst")
+_ACCOUNT: Final = ("created_at", "revision", "suspended_at", "plan", "document", *_OLD)
 _SUMS: Final = Totals.__struct_fields__
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_record = msgspec.msgpack.Decoder(UsageRecord).decode
 _unpack_token = msgspec.msgpack.Decoder(tuple[ApiToken, Seal | list[Seal]]).decode  # one, before they were rolled
+_unpack_entry = msgspec.msgpack.Decoder(AuditEntry).decode
+_unpack_notice = msgspec.msgpack.Decoder(Notice).decode
 
 
 class _Script:
@@ -182,8 +381,11 @@ class RedisStore:
         self._line = Line(url)
         self._reads: Any = Redis.from_pool(connect(url))
         self._clock = clock
-        self._reserve, self._checkpoint = _Script(_RESERVE), _Script(_CHECKPOINT)
+        self._reserve, self._checkpoint = _Script(_MEASURE + _RESERVE), _Script(_CHECKPOINT)
         self._settle, self._sweep = _Script(_SETTLE), _Script(_SWEEP)
+        self._left, self._change_account = _Script(_MEASURE + _LEFT), _Script(_CHANGE_ACCOUNT)
+        self._keep_plan, self._append_audit = _Script(_KEEP_PLAN), _Script(_APPEND_AUDIT)
+        self._take_notices = _Script(_TAKE_NOTICES)
 
     async def ping(self) -> None:
         await self._ask("PING")
@@ -203,25 +405,41 @@ class RedisStore:
 
     async def add_account(self, account: Account) -> None:
         await self._ask("SADD", "hearth:accounts", account.id)
-        columns = ("name", account.name, "created_at", account.created_at, *_limit_pairs(account.limits))
-        await self._ask("HSET", _key(account.id), *columns)
+        columns = ("revision", account.revision, "plan", account.plan.name, "document", account_document(account))
+        suspended = () if account.suspended_at is None else ("suspended_at", account.suspended_at)
+        await self._ask("HSET", _key(account.id), "created_at", account.created_at, *columns, *suspended)
 
     async def account(self, account_id: str) -> Account | None:
-        return _account(account_id, await self._ask("HMGET", _key(account_id), *_ACCOUNT))
+        columns, plans = await self._asked(("HMGET", _key(account_id), *_ACCOUNT), ("HGETALL", _PLANS))
+        return _account(account_id, columns, _pairs(plans))
 
     async def accounts(self) -> Sequence[Account]:
         ids = await self._ids()
-        rows = await self._read(*(("HMGET", _key(account_id), *_ACCOUNT) for account_id in ids))
-        accounts = [_account(account_id, row) for account_id, row in zip(ids, rows, strict=True)]
+        plans, *rows = await self._read(
+            ("HGETALL", _PLANS), *(("HMGET", _key(account_id), *_ACCOUNT) for account_id in ids)
+        )
+        accounts = [_account(account_id, row, plans) for account_id, row in zip(ids, rows, strict=True)]
         return sorted(
             (account for account in accounts if account), key=lambda account: (account.created_at, account.id)
         )
 
-    async def set_limits(self, account_id: str, limits: Limits) -> bool:
-        if not await self._ask("EXISTS", _key(account_id)):
-            return False
-        await self._ask("HSET", _key(account_id), *_limit_pairs(limits))
-        return True
+    async def change_account(self, account: Account) -> bool:
+        suspended_at = "" if account.suspended_at is None else account.suspended_at
+        change = (0, account.revision, suspended_at, account.plan.name, account_document(account))
+        (changed,) = await self._call(self._change_account, [(_key(account.id), change)])
+        return bool(changed)
+
+    async def plans(self) -> Sequence[Plan]:
+        (plans,) = await self._read(("HGETALL", _PLANS))
+        return sorted((read_plan(plan) for plan in plans.values()), key=lambda plan: plan.name)
+
+    async def keep_plan(self, plan: Plan) -> bool:
+        (kept,) = await self._call(self._keep_plan, [(_PLANS, (0, plan.name, plan.revision, plan_document(plan)))])
+        return bool(kept)
+
+    async def remove_plan(self, name: str) -> bool:
+        await self._ask("HDEL", f"{_PLANS}:revisions", name)
+        return bool(await self._ask("HDEL", _PLANS, name))
 
     async def add_token(self, token: ApiToken, seal: Seal) -> bool:
         if not await self._ask("EXISTS", _key(token.account_id)):
@@ -235,13 +453,13 @@ class RedisStore:
         if owner is None:
             return None
         account_id = owner.decode()
-        answers = await self._line.ask(
+        packed, revoked_at, columns, plans = await self._asked(
             ("HGET", _key(account_id, "tokens"), token_id),
             ("HGET", _key(account_id, "revoked"), token_id),
             ("HMGET", _key(account_id), *_ACCOUNT),
+            ("HGETALL", _PLANS),
         )
-        packed, revoked_at, columns = _checked(answers)
-        account = _account(account_id, columns)
+        account = _account(account_id, columns, _pairs(plans))
         if packed is None or account is None:
             return None
         token, seals = _unpack_token(packed)
@@ -272,9 +490,19 @@ class RedisStore:
     async def reserve(self, hold: Hold) -> Granted | Refused:
         record = hold.record
         key, now = _key(record.account_id), self._now_us()
-        ask = (record.request_id, record.token_id, hold.held, hold.lifetime_us, _pack(record))
-        ((code, *numbers),) = await self._call(self._reserve, [(key, (now, *ask))])
-        return Refused(_REFUSALS[code - 1], *numbers) if code else Granted(*numbers)
+        ask = (record.request_id, record.token_id, hold.held, hold.lifetime_us, _pack(record), hold.output)
+        asked = (now, *ask, record.subjects, *_cap_arguments(hold.caps))
+        ((code, *answer),) = await self._call(self._reserve, [(key, asked)])
+        if not code:
+            day, held, *after = answer
+            return Granted(day, held, tuple(after))
+        *numbers, subject = answer or (b"",)
+        return structs.replace(Refused(_REFUSALS[code - 1], *numbers), subject=subject.decode())
+
+    async def left(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
+        (found,) = await self._call(self._left, [(_key(account_id), (self._now_us(), *_cap_arguments(caps)))])
+        numbers: list[int] = found
+        return numbers
 
     async def checkpoint(self, records: Sequence[UsageRecord], lifetime_us: int) -> None:
         now = self._now_us()
@@ -310,18 +538,78 @@ class RedisStore:
         records = [structs.replace(_unpack_record(one), day=day) for one in packed]  # a hold's guess may be off by one
         return sorted(records, key=lambda record: record.request_id)
 
-    async def reconcile(self, account_id: str, day: int) -> Balance:
+    async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
+        days = range(first_day, last_day + 1)
+        found = await self._read(*(("HGETALL", _key(account_id, f"usage:{day}")) for day in days))
+        sums: dict[tuple[int, str, str], list[int]] = {}
+        for day, fields in zip(days, found, strict=True):
+            for field, value in fields.items():
+                index, token_id, model = field.decode().split(_BETWEEN)
+                sums.setdefault((day, token_id, model), [0] * 5)[int(index) - 1] = int(value)
+        return [UsageRow(*which, *sums[which]) for which in sorted(sums)]
+
+    async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
+        of_subject = f":{subject}" if subject else ""
         asked = [
-            ("HMGET", _key(account_id, f"day:{day}"), *_SUMS),
+            ("HMGET", _key(account_id, f"day:{day}{of_subject}"), *_SUMS),
             ("HVALS", _key(account_id, f"ledger:{day}")),
             ("HVALS", _key(account_id, "holds")),
         ]
         counted, packed, holds = await self._read(*asked)
-        records = [_unpack_record(one) for one in packed]
-        held = [int(amount) for of_day, amount, _ in (hold.split(b":", 2) for hold in holds) if int(of_day) == day]
+        records = [record for record in map(_unpack_record, packed) if subject in record.counted]
+        parts = [hold.split(b":", 4) for hold in holds]
+        held = [
+            int(amount)
+            for of_day, amount, _, _, record in parts
+            if int(of_day) == day and subject in _unpack_record(record).counted
+        ]
         sums = {name: sum(getattr(record, name) for record in records) for name in _SUMS[1:5]}
         recorded = Totals(requests=len(records), held=sum(held), open=len(held), **sums)
         return Balance(_totals(counted), recorded)
+
+    async def append_audit(self, entry: AuditEntry) -> bool:
+        (appended,) = await self._call(self._append_audit, [(_key(entry.account_id), (0, entry.seq, _pack(entry)))])
+        return bool(appended)
+
+    async def audit(self, account_id: str, first_seq: int, most: int) -> Sequence[AuditEntry]:
+        first = first_seq - 1
+        (packed,) = await self._read(("LRANGE", _key(account_id, "audit"), first, first + most - 1))
+        return [_unpack_entry(one) for one in packed]
+
+    async def audit_head(self, account_id: str) -> AuditEntry | None:
+        packed = await self._ask("LINDEX", _key(account_id, "audit"), -1)
+        return None if packed is None else _unpack_entry(packed)
+
+    async def claim(self, account_id: str, key: str, value: bytes, lifetime_s: int) -> bytes | None:
+        name = _key(account_id, f"claim:{key}")
+        while not await self._ask("SET", name, value, "NX", "EX", lifetime_s):
+            there: bytes | None = await self._ask("GET", name)
+            if there is not None:
+                return there
+        return None
+
+    async def reclaim(self, account_id: str, key: str, value: bytes | None, lifetime_s: int) -> None:
+        name = _key(account_id, f"claim:{key}")
+        await (self._ask("DEL", name) if value is None else self._ask("SET", name, value, "EX", lifetime_s))
+
+    async def add_notice(self, notice: Notice) -> None:
+        await self._ask("HSETNX", f"{_NOTICES}:bodies", notice.id, _pack(notice))
+        if await self._ask("SET", f"hearth:notice:{notice.id}", "", "NX", "EX", KEPT_DAYS * 86_400):
+            await self._ask("ZADD", _NOTICES, notice.due_at, notice.id)
+        elif not await self._ask("ZSCORE", _NOTICES, notice.id):
+            await self._ask("HDEL", f"{_NOTICES}:bodies", notice.id)  # it was closed
+
+    async def take_notices(self, now: float, lease_s: float, most: int) -> Sequence[Notice]:
+        (taken,) = await self._call(self._take_notices, [(_NOTICES, (0, now, now + lease_s, most))])
+        pairs = zip(taken[::2], taken[1::2], strict=True)
+        return [structs.replace(_unpack_notice(body), tries=tries) for body, tries in pairs if body is not None]
+
+    async def close_notice(self, notice_id: str) -> None:
+        await self._asked(
+            ("ZREM", _NOTICES, notice_id),
+            ("HDEL", f"{_NOTICES}:bodies", notice_id),
+            ("HDEL", f"{_NOTICES}:tries", notice_id),
+        )
 
     async def _ids(self) -> list[str]:
         (ids,) = await self._read(("SMEMBERS", "hearth:accounts"))
@@ -337,7 +625,10 @@ class RedisStore:
         return _checked(answers)
 
     async def _ask(self, *command: Any) -> Any:
-        return _checked(await self._line.ask(command))[0]
+        return (await self._asked(command))[0]
+
+    async def _asked(self, *commands: Sequence[Any]) -> list[Any]:
+        return _checked(await self._line.ask(*commands))
 
     async def _read(self, *commands: Sequence[Any]) -> list[Any]:
         """One consistent look at what may be much; not on the request path."""
@@ -372,18 +663,39 @@ def _by_account(records: Sequence[UsageRecord]) -> list[tuple[str, list[UsageRec
     return list(groups.items())
 
 
-def _limit_pairs(limits: Limits) -> list[str | int]:
-    burst = "" if limits.burst is None else limits.burst
-    values = (limits.requests_per_minute, limits.micro_neurons_per_day, limits.concurrent_requests, burst)
-    return [part for pair in zip(_LIMITS, values, strict=True) for part in pair]
+def _cap_arguments(caps: Sequence[Cap]) -> list[str | int]:
+    return [part for cap in caps for part in structs.astuple(cap)]
 
 
-def _account(account_id: str, columns: Sequence[bytes | None]) -> Account | None:
-    name, created_at, per_minute, micro_neurons, concurrent, burst = columns
-    if name is None or created_at is None or per_minute is None or micro_neurons is None or concurrent is None:
+def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    """What HGETALL answers, where redis-py does not make a dictionary of it."""
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _account(account_id: str, columns: Sequence[bytes | None], plans: dict[bytes, bytes]) -> Account | None:
+    created_at, revision, suspended_at, plan, document, *old = columns
+    if created_at is None:
         return None
-    limits = Limits(int(per_minute), int(micro_neurons) / MICRO, int(concurrent), int(burst) if burst else None)
-    return Account(account_id, name.decode(), limits, int(created_at))
+    found = plans.get(plan or b"default")
+    return read_account(
+        account_id,
+        int(created_at),
+        int(revision or 1),
+        None if suspended_at is None else int(suspended_at),
+        document or _old_document(old),
+        DEFAULT_PLAN if found is None else read_plan(found),
+    )
+
+
+def _old_document(old: Sequence[bytes | None]) -> bytes:
+    name, per_minute, micro_neurons, concurrent, burst = old
+    ceiling = Limits(
+        requests_per_minute=int(per_minute or 1),
+        neurons_per_day=int(micro_neurons or 0) / MICRO,
+        concurrent_requests=int(concurrent or 1),
+        burst=int(burst) if burst else None,
+    )
+    return msgspec.json.encode({"name": (name or b"").decode(), "ceiling": ceiling})
 
 
 def _with_revocation(token: ApiToken, revoked_at: bytes | None) -> ApiToken:

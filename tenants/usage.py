@@ -1,5 +1,6 @@
 """What a request used: one record per request however it ends, and a day's sums. It does not know who keeps them."""
 
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -14,6 +15,8 @@ class UsageRecord(msgspec.Struct, frozen=True, array_like=True):
 
     The fields' order is read by the Redis scripts; new ones go to the end. A record whose outcome is EXPIRED holds
     the last checkpoint and is replaced, once, when the settlement still comes; every other record is final.
+
+    `subjects` are whose limits the request is counted against beside its account's, a line each: tenants/caps.py.
     """
 
     account_id: str
@@ -29,10 +32,16 @@ class UsageRecord(msgspec.Struct, frozen=True, array_like=True):
     started_us: int
     total_ms: float
     first_token_ms: float | None = None
+    subjects: str = ""
 
     @property
     def neurons(self) -> float:
         return self.micro_neurons / MICRO
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """All subjects whose counters it is in, the account's, "", first."""
+        return ("", *self.subjects.split("\n")) if self.subjects else ("",)
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -64,6 +73,15 @@ class Balance(msgspec.Struct, frozen=True):
 
 def day_of(time_us: int) -> int:
     return time_us // DAY_US
+
+
+def first_of_month(day: int) -> int:
+    """The first day, since 1970, of the month in UTC that this one is in."""
+    return day - datetime.fromtimestamp(day * 86_400, UTC).day + 1
+
+
+def first_of_next_month(day: int) -> int:
+    return first_of_month(first_of_month(day) + 31)
 
 
 def us_left(time_us: int) -> int:

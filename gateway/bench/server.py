@@ -21,7 +21,8 @@ from gateway.catalogue import BUILT_IN
 from gateway.config import Config, load_config
 from gateway.state import Credentials, open_state, read_credentials, server_secret, write_credentials
 from tenants.accounts import Accounts
-from tenants.store import Limits, open_store
+from tenants.store import open_store
+from tenants.terms import Limits
 
 _READY_S: Final = 300.0
 _END_S: Final = 60.0

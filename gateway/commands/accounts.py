@@ -65,7 +65,7 @@ async def _limits(accounts: Accounts, options: argparse.Namespace) -> int:
     account = await accounts.get(options.account)
     wanted = _changed(account.limits, options)
     if wanted != account.limits:
-        account = await accounts.set_limits(account.id, wanted)
+        account = await accounts.set_ceiling(account.id, wanted)
     if options.json:
         print_json(account_json(account))
     else:

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from gateway.config import Config, MachineConfig, ModelConfig, PriceConfig, Serv
 from gateway.serve import Server, listen
 from gateway.traces import Traces
 from tenants.accounts import Accounts
-from tenants.store import Limits
+from tenants.issuers import Issuer
+from tenants.terms import Limits
 from tenants.usage import day_of
 from tests.gateway.stub_replica import MODEL, Behaviour, StubFleet
 
@@ -143,11 +144,17 @@ def decoded(block: bytes) -> Any:
 
 @contextlib.asynccontextmanager
 async def served(
-    folder: Path, *, replicas: int = 1, limits: Limits | None = None, traces: Traces | None = None, **server: Any
+    folder: Path,
+    *,
+    replicas: int = 1,
+    limits: Limits | None = None,
+    traces: Traces | None = None,
+    issuers: Sequence[Issuer] = (),
+    **server: Any,
 ) -> AsyncIterator[Served]:
     """`server` are settings of [server]."""
     fleet = StubFleet(folder, replicas)
-    config = config_for(folder, fleet, server)
+    config = msgspec.structs.replace(config_for(folder, fleet, server), issuers=list(issuers))
     app = build_app(config, SECRET, traces)
     accounts = app._gateway.accounts
     account = await accounts.create("test", limits)

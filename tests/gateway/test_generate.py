@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine import wire
-from tenants.store import Limits
+from tenants.terms import Limits
 from tests.gateway.served import Served, looped, served, until
 from tests.gateway.stub_replica import MODEL, WORDS
 
@@ -38,6 +38,7 @@ async def test_whole_and_streamed_answers_are_the_same_text_and_cost(tmp_path: P
         assert "".join(event["response"] for event in streamed[:-1]) == text
         assert all(8 <= len(event["p"]) < 72 for event in streamed[:-2])
         assert streamed[-1] == "[DONE]"
+        assert streamed[-2]["usage"].pop("neurons_left") == {"neurons-per-day": pytest.approx(1e6 - 0.0877, abs=0.01)}
         assert streamed[-2]["usage"] == whole["usage"]
         prompt_tokens = len(gateway.fleet.submits[0].tokens) // 4
         cost = ((prompt_tokens - 3) * 1000 + 3 * 100 + 10 * 4000) / 1e6
@@ -138,6 +139,7 @@ async def test_openai_answers_streamed_and_not_agree(tmp_path: Path) -> None:
             assert choice["message"]["content"] == texts[choice["index"]]
             assert texts[choice["index"]] == expected(gateway, submit, choice=choice["index"])
         assert finishes == {0: "length", 1: "length"}
+        del streamed[-2]["usage"]["neurons_left"]
         assert streamed[-2]["usage"] == whole["usage"]
         assert whole["usage"]["completion_tokens"] == 20
 
@@ -265,19 +267,63 @@ async def test_a_bias_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
 
 @looped
 async def test_too_many_requests_and_a_used_up_day_say_when_to_come_back(tmp_path: Path) -> None:
-    limits = Limits(requests_per_minute=2, neurons_per_day=10, burst=2)
+    limits = Limits(requests_per_minute=2, neurons_per_day=0.12, burst=2)
     async with served(tmp_path, limits=limits) as gateway:
         assert (await gateway.run(**TEN)).status == 200
-        used_up = await gateway.run(prompt="hello", max_tokens=5000)
+        used_up = await gateway.run(prompt="hello " * 100, max_tokens=5000)
         assert (used_up.status, used_up.code) == (429, 4006)
         assert int(used_up.headers["retry-after"]) >= 1
+        assert used_up.headers["ratelimit"].startswith('"neurons-per-day";r=0;t=')
         assert (await gateway.run(**TEN)).status == 200
         for call in (gateway.run(**TEN), gateway.run(**TEN, stream=True), gateway.chat(max_tokens=1)):
             refused = await call
             assert (refused.status, refused.code) == (429, 3021)
             assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert refused.headers["ratelimit-policy"] == '"requests-per-minute";q=2;w=60'
         await gateway.settled()
         assert len(await gateway.records()) == 2
+
+
+@looped
+async def test_answers_say_what_the_limits_have_left(tmp_path: Path) -> None:
+    limits = Limits(requests_per_minute=60, neurons_per_day=10, concurrent_requests=3, input_tokens_per_minute=500)
+    async with served(tmp_path, limits=limits) as gateway:
+        for call in (gateway.run(**TEN), gateway.run(**TEN, stream=True)):
+            answer = await call
+            assert answer.headers["ratelimit-policy"] == (
+                '"neurons-per-day";q=10;w=86400, "requests-per-minute";q=60;w=60, "input-tokens-per-minute";q=500;w=60, '
+                '"concurrent-requests";q=3'
+            )
+        states = dict(part.split(";", 1) for part in answer.headers["ratelimit"].split(", "))
+        assert states['"requests-per-minute"'] in ("r=58;t=2", "r=59;t=1")
+        assert states['"concurrent-requests"'] == "r=2"
+        assert states['"neurons-per-day"'].startswith("r=9;t=")
+        tokens = 2 * len(gateway.fleet.submits[0].tokens) // 4
+        assert 500 - tokens <= int(states['"input-tokens-per-minute"'].split(";")[0][2:]) <= 500 - tokens + 8
+
+
+@looped
+async def test_a_budget_that_has_less_cuts_the_answer_with_a_reason_of_its_own(tmp_path: Path) -> None:
+    async with served(tmp_path, limits=Limits(neurons_per_day=0.12)) as gateway:
+        streamed = (await gateway.run(prompt="hello", max_tokens=5000, stream=True)).events
+        last = streamed[-2]
+        assert last["finish_reason"] == "quota"
+        assert last["usage"]["neurons"] <= 0.12
+        assert last["usage"]["neurons"] > 0.12 - 0.004, "one token more would have been too much"
+        assert last["usage"]["neurons_left"]["neurons-per-day"] == pytest.approx(0.12 - last["usage"]["neurons"])
+        assert gateway.fleet.submits[0].max_tokens == last["usage"]["completion_tokens"]
+        await gateway.settled()
+        (record,) = await gateway.records()
+        assert record.neurons == pytest.approx(last["usage"]["neurons"])
+        assert (await gateway.run(prompt="hello", max_tokens=1)).status == 429
+
+
+@looped
+async def test_an_openai_choice_that_the_budget_ends_says_so(tmp_path: Path) -> None:
+    async with served(tmp_path, limits=Limits(neurons_per_day=0.2)) as gateway:
+        answer = await gateway.chat(n=2, max_tokens=5000)
+        assert [choice["finish_reason"] for choice in answer.json["choices"]] == ["quota", "quota"]
+        assert answer.json["usage"]["neurons"] <= 0.2
 
 
 @looped

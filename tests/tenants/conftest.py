@@ -12,8 +12,9 @@ import redis
 
 from tenants import store_line
 from tenants.accounts import Accounts, Caller
-from tenants.store import Limits, Store, open_store
+from tenants.store import Store, open_store
 from tenants.store_sqlite import SqliteStore
+from tenants.terms import Limits
 
 DAY_S = 86_400
 SECRET = b"the server's secret, 32 bytes up"

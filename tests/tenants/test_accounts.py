@@ -21,6 +21,7 @@ from tenants.accounts import (
     parse_token,
 )
 from tenants.store import Store, StoreUnavailable, open_store
+from tenants.terms import DEFAULT_PLAN
 
 pytestmark = pytest.mark.anyio
 SECRET = b"the server's secret, 32 bytes up"
@@ -38,7 +39,7 @@ async def test_a_minted_token_opens_its_account(accounts: Accounts) -> None:
     account_id, text = await minted(accounts)
     caller = await accounts.verify(text)
     assert caller.account.id == account_id
-    assert (caller.account.name, caller.account.limits) == ("ann", Limits())
+    assert (caller.account.name, caller.account.limits) == ("ann", DEFAULT_PLAN.limits)
     assert caller.token_id == parse_token(text)
 
 
@@ -209,7 +210,7 @@ async def test_a_verified_token_is_not_looked_up_again_at_once(
 async def test_new_limits_reach_the_caller_within_a_second(accounts: Accounts, clock: Any) -> None:
     account_id, text = await minted(accounts)
     await accounts.verify(text)
-    await accounts.set_limits(account_id, Limits(requests_per_minute=5))
+    await accounts.set_ceiling(account_id, Limits(requests_per_minute=5))
     clock.now_s += 1
     assert (await accounts.verify(text)).account.limits.requests_per_minute == 5
 
@@ -268,7 +269,7 @@ async def test_neither_secret_nor_token_text_is_kept_or_cached(
 async def test_an_unknown_account_or_token_is_named_in_the_error(accounts: Accounts) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: accounts.get("f" * 32),
-        lambda: accounts.set_limits("f" * 32, Limits()),
+        lambda: accounts.set_ceiling("f" * 32, Limits()),
         lambda: accounts.mint("f" * 32, "laptop"),
         lambda: accounts.tokens("f" * 32),
     ]

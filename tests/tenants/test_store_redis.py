@@ -8,9 +8,10 @@ import pytest
 import redis
 
 from tenants.grants import Grant
-from tenants.store import KEPT_DAYS, Account, ApiToken, Granted, Hold, Limits, Seal, StoreUnavailable, open_store
+from tenants.store import KEPT_DAYS, Account, ApiToken, Granted, Hold, Seal, StoreUnavailable, open_store
 from tenants.store_line import FLIGHT
 from tenants.store_redis import RedisStore
+from tenants.terms import Limits
 from tenants.usage import EXPIRED, MICRO, Totals, UsageRecord
 
 pytestmark = pytest.mark.anyio
@@ -73,7 +74,7 @@ async def test_all_keys_of_an_account_share_one_hash_tag(store: RedisStore, empt
         keys = {key.decode() for key in client.scan_iter()}
     untagged = {"hearth:accounts", "hearth:token:key"}
     assert untagged < keys
-    assert len(keys - untagged) == 7
+    assert len(keys - untagged) == 9
     assert all(f"{{{ANN}}}" in key for key in keys - untagged)
 
 

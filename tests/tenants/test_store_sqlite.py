@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tenants import store_sqlite as module
 from tenants.grants import Grant
-from tenants.store import KEPT_DAYS, Account, ApiToken, Granted, Hold, Limits, Seal, StoreUnavailable
+from tenants.store import KEPT_DAYS, Account, ApiToken, Granted, Hold, Refusal, Refused, Seal, StoreUnavailable
 from tenants.store_sqlite import SqliteStore
+from tenants.terms import Limits
 from tenants.usage import EXPIRED, MICRO, Totals, UsageRecord
 
 pytestmark = pytest.mark.anyio
@@ -73,7 +75,7 @@ async def test_a_full_disk_is_an_error_that_says_so_and_passes(path: Path, clock
     balance.check()
     assert balance.counted.open == granted, "half a decision was kept"
     store._connection.execute("PRAGMA max_page_count = 1000000")
-    assert await store.reserve(hold("after")) == Granted(clock.day)
+    assert await store.reserve(hold("after")) == Granted(clock.day, 100)
     await store.close()
 
 
@@ -153,7 +155,7 @@ async def test_a_writer_that_never_ends_is_waited_for_no_longer_than_the_limit(p
     assert time.monotonic() - began < module.BUSY_MS / 1_000 + 1
     assert await store.totals(ANN, clock.day) == Totals(), "reading needs no turn"
     other.execute("ROLLBACK")
-    assert await store.reserve(hold("r")) == Granted(clock.day)
+    assert await store.reserve(hold("r")) == Granted(clock.day, 100)
     other.close()
     await store.close()
 
@@ -192,17 +194,18 @@ async def test_the_sweep_copies_the_log_into_the_file(path: Path, clock: Any) ->
 
 CLIENT = """
 import asyncio, sys
-from tenants.store import Granted, Hold, StoreUnavailable
+from tenants.store import Cap, Granted, Hold, Refusal, StoreUnavailable
 from tenants.store_sqlite import SqliteStore
 from tenants.usage import UsageRecord
 
 async def main(path, name, clients):
     store, granted = SqliteStore(path), 0
+    cap = Cap("", Refusal.NEURONS_PER_DAY, 100, 3_700, 100)
     print("ready", flush=True)
     sys.stdin.readline()
     for n in range(int(clients)):
         record = UsageRecord("a" * 32, f"{name}.{n}", 0, 0, 0, 0, 0, "expired", "key", "m", 7, 0.0)
-        granted += isinstance(await store.reserve(Hold(record, 100, 60_000_000)), Granted)
+        granted += isinstance(await store.reserve(Hold(record, 100, 60_000_000, (cap,))), Granted)
     print(granted, flush=True)
 
 asyncio.run(main(*sys.argv[1:]))
@@ -223,7 +226,7 @@ def run_race(path: Path, processes: int, clients: int) -> int:
 
 
 async def test_200_clients_of_four_processes_race_for_one_budget_and_none_overspends(path: Path) -> None:
-    store = await opened(path, neurons_per_day=3_700 / MICRO)
+    store = await opened(path)
     day_before = int(time.time()) // 86_400
     granted = await asyncio.to_thread(run_race, path, 4, 50)
     if int(time.time()) // 86_400 == day_before:
@@ -241,10 +244,13 @@ def test_processes_that_open_a_new_file_at_once_all_succeed(path: Path) -> None:
         assert opener.returncode == 0, problems.decode()
 
 
-async def test_the_command_line_changes_limits_beside_a_running_server(path: Path, clock: Any) -> None:
-    server, command_line = await opened(path, clock, neurons_per_day=0.0), SqliteStore(str(path), clock)
-    assert not isinstance(await server.reserve(hold("a")), Granted)
-    await command_line.set_limits(ANN, Limits())
+async def test_the_command_line_suspends_and_revokes_beside_a_running_server(path: Path, clock: Any) -> None:
+    server, command_line = await opened(path, clock), SqliteStore(str(path), clock)
+    ann = await command_line.account(ANN)
+    assert ann is not None
+    assert await command_line.change_account(structs.replace(ann, revision=2, suspended_at=1))
+    assert await server.reserve(hold("a")) == Refused(Refusal.SUSPENDED)
+    assert await command_line.change_account(structs.replace(ann, revision=3))
     assert isinstance(await server.reserve(hold("a")), Granted)
     await command_line.revoke("key", 5)
     assert not isinstance(await server.reserve(hold("b")), Granted)
