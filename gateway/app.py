@@ -4,6 +4,7 @@ It is plain ASGI without middleware: one function sees every request begin and e
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -286,7 +287,14 @@ class App:
         return problems
 
     async def _metrics(self, exchange: Exchange) -> None:
-        await exchange.answer(200, self._gateway.metrics.text(), [(b"content-type", CONTENT_TYPE)])
+        """What names accounts or tells of load is for the operator's token. Any other, or none, or one that cannot be
+        checked while the store is away, reads what everybody may: an outage is when the operator needs it most."""
+        text = self._gateway.metrics.text
+        if b"authorization" in exchange.headers:
+            with contextlib.suppress(Refusal):
+                await self._authenticate(exchange, _credential(exchange), None, Permission.OPERATOR)
+                text = self._gateway.metrics.operators_text
+        await exchange.answer(200, text(), [(b"content-type", CONTENT_TYPE), (b"cache-control", b"no-store")])
 
 
 def _credential(exchange: Exchange) -> str:
@@ -314,9 +322,11 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         suspects=Suspects(time.monotonic),
         outage=Outage(),
         turns=Turns(),
-        metrics=Metrics(fleet.tally),
+        metrics=Metrics(config.telemetry.metrics_accounts),
         traces=traces or open_traces(config.telemetry),
         clock=time.monotonic,
         calendar=time.time,
     )
+    models = [model.name for model in gateway.catalogue]
+    gateway.metrics.watch(models, fleet, gateway.outage, gateway.quota, config.outbox_folder)
     return App(gateway, store, issuers)

@@ -144,7 +144,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[telemetry]: traces. Metrics are always at /metrics."""
+    """[telemetry]: traces, and the metrics at /metrics."""
 
     otlp_url: Annotated[
         str | None, Meta(description="OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; default: no traces")
@@ -153,6 +153,9 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str, Meta(description="service.name of the traces; replicas add -replica", min_length=1, max_length=100)
     ] = "hearth"
     sample: Annotated[float, Meta(description="share of requests that are traced", ge=0, le=1)] = 1.0
+    metrics_accounts: Annotated[
+        int, Meta(description="accounts with series of their own; later ones are summed as other", ge=0, le=10_000)
+    ] = 200
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -172,6 +172,8 @@ async def reserve(request: Request, max_tokens: int) -> Reservation:
         )
     except QuotaExceeded as exceeded:
         request.exchange.beside = ratelimit.headers([exceeded.left])
+        account = request.caller.account
+        gateway.metrics.shares.refused(account.id, account.plan.name, exceeded.limit)
         if exceeded.limit in BUDGETS:
             raise errors.allocation_used(exceeded.message, exceeded.retry_after_s) from None
         raise errors.too_many_requests(exceeded.message, exceeded.retry_after_s) from None

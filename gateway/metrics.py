@@ -1,16 +1,24 @@
-"""Counters and histograms of one gateway, as Prometheus text. Labels are catalogue names and our own
-words. It holds nothing of any tenant: no ids, no text, and no queue depths of replicas.
+"""Counters and histograms of one gateway, as Prometheus text, in two parts. What everybody may read has catalogue names
+and our own words as labels, and nothing of any tenant: no ids, no text, no queue depths of replicas. What only the
+operator may read names accounts by their ids and says how full replicas are.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections import Counter as Count
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway.fleet import Fleet
+from gateway.outage import Outage
+from gateway.shares import Shares
 from gateway.tally import CAUSES, Tally
-from tenants.quota import Spent
+from tenants import outbox
+from tenants.quota import Quota, Spent
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES_MAX: Final = 64
@@ -20,15 +28,17 @@ _TOTAL_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 
 class Metrics:
-    """One registry. `finished` costs a few microseconds a request; nothing is counted per token.
+    """Two registries, everybody's and the operator's. `finished` costs a few microseconds a request; nothing is
+    counted per token. `accounts` of them have series of their own, the others are summed.
 
     What replicas' caches count is the same at every gateway: take it from one of them, do not add it up.
     """
 
-    def __init__(self, caches: Tally | None = None) -> None:
+    def __init__(self, accounts: int) -> None:
         self.registry = CollectorRegistry()
-        if caches is not None:
-            self.registry.register(_Caches(caches))
+        self.operators = CollectorRegistry()
+        self.shares = Shares(accounts)
+        ProcessCollector(registry=self.operators)
         self._requests = self._counter("hearth_requests", "Inference requests by how they ended", ["model", "outcome"])
         self._tokens = self._counter("hearth_tokens", "Model tokens of settled requests", ["model", "kind"])
         self._first_token = self._histogram("hearth_first_token_seconds", "Request to first token", _FIRST_TOKEN_S)
@@ -39,6 +49,13 @@ class Metrics:
         self._answers = self._counter("hearth_http_answers", "HTTP answers by route and status", ["route", "status"])
         self.open_requests = Gauge("hearth_open_requests", "Inference requests in progress", registry=self.registry)
         self._outcomes: set[str] = set()
+
+    def watch(self, models: Sequence[str], fleet: Fleet, outage: Outage, quota: Quota, outbox_folder: Path) -> None:
+        """From now on what these parts hold is read whenever somebody asks for the text."""
+        self.registry.register(_Caches(fleet.tally))
+        self.registry.register(_Replicas(models, fleet))
+        self.registry.register(_Store(outage, quota, outbox_folder))
+        self.operators.register(_Queues(models, fleet))
 
     def finished(self, model: str, spent: Spent, own_s: float | None) -> None:
         """One request ended; `model` is a name of the catalogue, `own_s` the gateway's part of the first token."""
@@ -57,7 +74,12 @@ class Metrics:
         self._answers.labels(route, str(status or "none")).inc()
 
     def text(self) -> bytes:
+        """What everybody may read."""
         return generate_latest(self.registry)
+
+    def operators_text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self.registry) + generate_latest(self.operators) + _accounts_text(self.shares)
 
     def _capped(self, outcome: str) -> str:
         if outcome not in self._outcomes and len(self._outcomes) >= OUTCOMES_MAX:
@@ -101,3 +123,115 @@ class _Caches(Collector):
         for model, blocks in self._tally.shared_blocks().items():
             shared.add_metric([model], blocks)
         yield shared
+
+
+class _Replicas(Collector):
+    """How many replicas there are of each model and how many can serve, as this gateway sees them."""
+
+    def __init__(self, models: Sequence[str], fleet: Fleet) -> None:
+        self._models = models
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        seen = self._fleet.replicas()
+        known = Count(replica.model for replica in seen)
+        ready = Count(replica.model for replica in seen if replica.ready)
+        starts = self._fleet.tally.starts()
+        for name, says, counts in (
+            ("hearth_replicas", "Replicas that machines tell of", known),
+            ("hearth_replicas_ready", "Replicas that this gateway can send requests to", ready),
+        ):
+            gauge = GaugeMetricFamily(name, says, labels=["model"])
+            for model in self._models:
+                gauge.add_metric([model], counts[model])
+            yield gauge
+        counter = CounterMetricFamily(
+            "hearth_replica_starts", "Starts of replicas' processes that this gateway saw", labels=["model"]
+        )
+        for model in self._models:
+            counter.add_metric([model], starts.get(model, 0))
+        yield counter
+        machines = GaugeMetricFamily("hearth_machines_unreachable", "Machines of the configuration without connection")
+        machines.add_metric([], len(self._fleet.problems()))
+        yield machines
+
+
+class _Store(Collector):
+    """Whether the store answers, and what waits to be written to it."""
+
+    def __init__(self, outage: Outage, quota: Quota, outbox_folder: Path) -> None:
+        self._outage = outage
+        self._quota = quota
+        self._folder = outbox_folder
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        outages = CounterMetricFamily("hearth_store_outages", "Times that the store stopped to answer")
+        outages.add_metric([], self._outage.count)
+        yield outages
+        for name, says, count in (
+            ("hearth_store_available", "1, or 0 from a failed decision to the next one written", not self._outage.away),
+            ("hearth_reservations_open", "Reservations that are not settled", self._quota.open),
+            ("hearth_settlements_waiting", "Settlements neither in store nor outbox", self._quota.unwritten),
+            ("hearth_outbox_bytes", "Settlements on this disk that wait for the store", self._bytes()),
+            ("hearth_outbox_damaged_files", "Outbox files with lines that nobody can read", self._damaged()),
+        ):
+            gauge = GaugeMetricFamily(name, says)
+            gauge.add_metric([], count)
+            yield gauge
+
+    def _bytes(self) -> int:
+        """Another gateway may take a file away at any moment."""
+        total = 0
+        for path in self._folder.glob(f"*{outbox.SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
+
+    def _damaged(self) -> int:
+        return sum(1 for _ in self._folder.glob(f"*{outbox.DAMAGED}"))
+
+
+class _Queues(Collector):
+    """Sequences at replicas, by model, all gateways' together: what the replicas said last."""
+
+    def __init__(self, models: Sequence[str], fleet: Fleet) -> None:
+        self._models = models
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        loads = [(replica.model, replica.load) for replica in self._fleet.replicas() if replica.load is not None]
+        for name, says, counts in (
+            ("running", "Sequences that run", [(model, load.running) for model, load in loads]),
+            ("waiting", "Sequences that wait for their turn", [(model, load.waiting) for model, load in loads]),
+            ("free_blocks", "KV blocks that hold nothing", [(model, load.free_blocks) for model, load in loads]),
+            ("cached_blocks", "KV blocks in the prefix cache", [(model, load.cached_blocks) for model, load in loads]),
+        ):
+            gauge = GaugeMetricFamily(f"hearth_replica_{name}", says, labels=["model"])
+            for model in self._models:
+                gauge.add_metric([model], sum(count for of, count in counts if of == model))
+            yield gauge
+
+
+def _accounts_text(shares: Shares) -> bytes:
+    """The shares of accounts and plans. Written by hand, in a quarter of the library's time: a scrape of hundreds of
+    accounts must not hold up streams. Ids, plans and limits have no character that would need an escape.
+    """
+    requests, tokens, neurons, refusals = [], [], [], []
+    for (account, plan), share in shares.rows.items():
+        whose = f'account="{account}",plan="{plan}"'
+        requests += [f'{{{whose},ending="{ending}"}} {count}' for ending, count in share.endings.items()]
+        tokens += [f'{{{whose},kind="{kind}"}} {count}' for kind, count in share.tokens.items()]
+        neurons.append(f"{{{whose}}} {share.neurons}")
+        refusals += [f'{{{whose},limit="{limit}"}} {count}' for limit, count in share.refused.items()]
+    lines = (
+        *_counter_lines("hearth_account_requests_total", "Inference requests by whose doing their end was", requests),
+        *_counter_lines("hearth_account_tokens_total", "Model tokens of settled requests", tokens),
+        *_counter_lines("hearth_account_neurons_total", "Neurons of settled requests", neurons),
+        *_counter_lines("hearth_account_refusals_total", "Requests over a limit of account or token", refusals),
+    )
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _counter_lines(name: str, says: str, series: list[str]) -> Iterator[str]:
+    yield from (f"# HELP {name} {says}", f"# TYPE {name} counter")
+    yield from (name + one for one in series)

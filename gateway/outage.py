@@ -8,14 +8,19 @@ log = logging.getLogger(__name__)
 
 
 class Outage:
-    """`away` from the first failed call to the next one that succeeds. Callers are told less than the operator is."""
+    """`away` from the first failed call to the next one that succeeds; `count` of such times.
+
+    Callers are told less than the operator is.
+    """
 
     def __init__(self) -> None:
         self.away = False
+        self.count = 0
 
     def begin(self, problem: StoreUnavailable) -> None:
         if not self.away:
             self.away = True
+            self.count += 1
             log.error("store_away", extra={"fields": {"problem": str(problem)}})
 
     def end(self) -> None:

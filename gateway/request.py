@@ -149,9 +149,13 @@ class Request:
         if self.stream is not None:
             self.stream.cancel()
         spent = self.spent(self.gateway.clock())
+        neurons = 0.0
         if self.reservation is not None:
             self.gateway.quota.settle(self.reservation, spent)
-        self.gateway.metrics.finished(self.model.name, spent, self.own_s())
+            neurons = self.reservation.neurons(spent)
+        account, metrics = self.caller.account, self.gateway.metrics
+        metrics.finished(self.model.name, spent, self.own_s())
+        metrics.shares.finished(account.id, account.plan.name, spent, neurons)
         self.span.end(spent)
         log.info("request_ended", extra={"fields": self._fields(spent)})
 

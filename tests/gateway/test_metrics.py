@@ -1,14 +1,22 @@
 import asyncio
 from pathlib import Path
+from typing import cast
 
+from gateway.fleet import Fleet
 from gateway.metrics import OUTCOMES_MAX, Metrics
-from tenants.quota import Spent
+from gateway.outage import Outage
+from tenants.grants import Grant, Permission
+from tenants.quota import Quota, Spent
+from tenants.store import Store, StoreUnavailable
+from tenants.terms import Limits
 from tests.gateway.served import looped, served
 from tests.gateway.stub_replica import MODEL
 
+OPERATOR = Grant((Permission.OPERATOR,))
+
 
 def test_a_request_is_counted_once_with_its_tokens() -> None:
-    metrics = Metrics()
+    metrics = Metrics(10)
     metrics.finished("@cf/a/b", Spent(10, 4, 3, "done", 12.0, 50.0), 0.002)
     text = metrics.text().decode()
     assert 'hearth_requests_total{model="@cf/a/b",outcome="done"} 1.0' in text
@@ -19,7 +27,7 @@ def test_a_request_is_counted_once_with_its_tokens() -> None:
 
 
 def test_outcomes_are_capped() -> None:
-    metrics = Metrics()
+    metrics = Metrics(10)
     for i in range(OUTCOMES_MAX + 50):
         metrics.finished("@cf/a/b", Spent(outcome=f"made up {i}"), None)
     lines = [line for line in metrics.text().decode().splitlines() if line.startswith("hearth_requests_total")]
@@ -68,3 +76,65 @@ async def test_what_the_caches_of_all_replicas_count_is_served_by_model_and_caus
         for cause, blocks in (("space", 5), ("cap", 2), ("epoch", 0), ("clear", 0)):
             expected[f'evicted_blocks_total{{cause="{cause}",model="{MODEL}"}}'] = blocks
         assert set(found) == {f"hearth_prefix_{name} {count:.1f}" for name, count in expected.items()}
+
+
+@looped
+async def test_only_the_operator_sees_accounts_and_how_full_replicas_are(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        await gateway.run(prompt="hello", max_tokens=3)
+        await gateway.settled()
+        _, operator = await gateway.accounts.mint(gateway.account_id, "operator", grant=OPERATOR)
+        everybody = await gateway.call("/metrics", b"", "GET", authorization="")
+        assert everybody.status == 200
+        assert gateway.account_id not in everybody.content.decode()
+        assert b"hearth_account" not in everybody.content
+        assert b"hearth_replica_waiting" not in everybody.content
+        for other in (gateway.token, "made up"):
+            answer = await gateway.call("/metrics", b"", "GET", authorization=f"Bearer {other}")
+            assert b"hearth_requests_total" in answer.content
+            assert b"hearth_account" not in answer.content
+        text = (await gateway.call("/metrics", b"", "GET", authorization=f"Bearer {operator}")).content.decode()
+        whose = f'account="{gateway.account_id}"'
+        assert f'hearth_account_requests_total{{{whose},plan="default",ending="done"}} 1\n' in text
+        assert f'hearth_account_tokens_total{{{whose},plan="default",kind="completion"}} 3\n' in text
+        record = (await gateway.records())[0]
+        assert f'hearth_account_neurons_total{{{whose},plan="default"}} {record.micro_neurons / 1e6}' in text
+        assert "hearth_replica_waiting" in text
+
+
+@looped
+async def test_a_refusal_counts_for_its_account_and_limit(tmp_path: Path) -> None:
+    async with served(tmp_path, limits=Limits(requests_per_minute=1)) as gateway:
+        assert [(await gateway.run(prompt="hello", max_tokens=1)).status for _ in range(3)] == [200, 429, 429]
+        await gateway.settled()
+        share = gateway.app._gateway.metrics.shares.rows[gateway.account_id, "default"]
+        assert share.refused == {"requests_per_minute": 2}
+        assert (share.endings["done"], share.endings["limited"]) == (1, 2)
+
+
+@looped
+async def test_while_the_store_is_away_the_operator_reads_what_everybody_may(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        _, operator = await gateway.accounts.mint(gateway.account_id, "operator", grant=OPERATOR)
+
+        async def away(*_: object) -> None:
+            raise StoreUnavailable("away")
+
+        gateway.app._gateway.accounts.verify = away  # type: ignore[method-assign]
+        answer = await gateway.call("/metrics", b"", "GET", authorization=f"Bearer {operator}")
+        assert answer.status == 200
+        assert b"hearth_store_available 0.0" in answer.content
+        assert b"hearth_store_outages_total 1.0" in answer.content
+        assert b"hearth_account" not in answer.content
+
+
+def test_what_waits_in_the_outbox_is_counted_and_what_is_damaged_is_seen(tmp_path: Path) -> None:
+    metrics, quota = Metrics(10), Quota(cast(Store, None), tmp_path)
+    metrics.watch(["@cf/a/b"], Fleet([]), Outage(), quota, tmp_path)
+    (tmp_path / "one.outbox").write_bytes(b"x" * 300)
+    (tmp_path / "two.outbox").write_bytes(b"x" * 30)
+    (tmp_path / "three.damaged").write_bytes(b"x")
+    text = metrics.text().decode()
+    assert "hearth_outbox_bytes 330.0" in text
+    assert "hearth_outbox_damaged_files 1.0" in text
+    assert 'hearth_replicas_ready{model="@cf/a/b"} 0.0' in text
