@@ -18,6 +18,7 @@ import msgspec
 from gateway import errors, listing
 from gateway.catalogue import Model, open_catalogue
 from gateway.config import Config
+from gateway.edge import Edge
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
 from gateway.fleet import Fleet
@@ -58,6 +59,7 @@ class App:
         self._openai = OpenAI()
         self._tokens = Tokens(gateway.accounts)
         limits = gateway.limits
+        self._edge = Edge(limits)
         self._patience = Patience(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
         self._open: dict[Exchange, str] = {}  # inference requests in progress, with their credentials once verified
         self.draining = False
@@ -100,7 +102,8 @@ class App:
 
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         """Owns one request: whatever happens below, it is answered, or its client is gone, when this returns."""
-        exchange = Exchange(scope, receive, send, self._patience, str(uuid.uuid4()), self._gateway.clock)
+        origin, request_id = self._edge.origin(scope), str(uuid.uuid4())
+        exchange = Exchange(scope, receive, send, self._patience, request_id, self._gateway.clock, origin)
         route = "none"
         try:
             route, work = self._route(exchange)
@@ -116,7 +119,10 @@ class App:
             self._gateway.metrics.answered(route, exchange.status)
 
     def _route(self, exchange: Exchange) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
-        """The route's name for the metrics, and what serves it. Decided on the decoded path alone. Raises Refusal."""
+        """The route's name for the metrics, and what serves it, decided on the path alone, which is decoded once.
+
+        Probes and scrapers come by address: the three paths for them answer to any Host. Raises Refusal.
+        """
         path = exchange.path
         match path:
             case "/healthz":
@@ -125,6 +131,8 @@ class App:
                 return self._only("GET", exchange, "readyz", self._readyz)
             case "/metrics":
                 return self._only("GET", exchange, "metrics", self._metrics)
+        if not self._edge.serves(exchange.headers[b"host"]):
+            raise errors.misdirected()
         account_id, resource = None, path
         if path == "/client/v4/user/tokens/verify":
             return self._only("GET", exchange, "tokens", self._verify_token)
@@ -233,7 +241,7 @@ class App:
             raise errors.store_unavailable() from None
         if account_id is not None and account_id != caller.account.id:
             raise errors.foreign_account()
-        if not caller.grant.reaches(exchange.address):
+        if not caller.grant.reaches(exchange.origin.address):
             raise errors.wrong_network()
         if permission is not None and not caller.grant.permits(permission):
             raise errors.not_permitted(permission)
@@ -288,12 +296,14 @@ class App:
 
     async def _metrics(self, exchange: Exchange) -> None:
         """What names accounts or tells of load is for the operator's token. Any other, or none, or one that cannot be
-        checked while the store is away, reads what everybody may: an outage is when the operator needs it most."""
-        text = self._gateway.metrics.text
+        checked while the store is away, reads what its network may: an outage is when the operator needs it most."""
+        text, shown = self._gateway.metrics.text, self._edge.shows_metrics(exchange.origin)
         if b"authorization" in exchange.headers:
             with contextlib.suppress(Refusal):
                 await self._authenticate(exchange, _credential(exchange), None, Permission.OPERATOR)
-                text = self._gateway.metrics.operators_text
+                text, shown = self._gateway.metrics.operators_text, True
+        if not shown:
+            raise errors.no_route(exchange.path)
         await exchange.answer(200, text(), [(b"content-type", CONTENT_TYPE), (b"cache-control", b"no-store")])
 
 

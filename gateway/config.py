@@ -5,6 +5,7 @@ Every field carries its one line of documentation, its default and its limits; `
 """
 
 import hashlib
+import ipaddress
 import os
 import tempfile
 import tomllib
@@ -32,6 +33,9 @@ class ConfigError(ValueError):
     """hearth.toml, or an option that overrides it, says something that cannot be; the message says what and where."""
 
 
+_HostName = Annotated[str, Meta(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9._-]*[a-z0-9])?$", max_length=255)]
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[server]: the HTTP side."""
 
@@ -49,6 +53,41 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     wait_s: Annotated[float, Meta(description="how long a call waits for a replica that can serve", ge=0)] = 30.0
     request_s: Annotated[float, Meta(description="longest life of one inference request; then 408", gt=0)] = 900.0
     drain_s: Annotated[float, Meta(description="on SIGTERM, running streams get this long to end", ge=0)] = 20.0
+    address_connections: Annotated[
+        int, Meta(description="open connections of one address, or IPv6 /64, at once; above it 503", ge=1)
+    ] = 4096
+    certificate: Annotated[
+        str, Meta(description="PEM file of a certificate chain: HTTPS, read anew when the file changes; with `key`")
+    ] = ""
+    key: Annotated[str, Meta(description="PEM file of the certificate's private key, not encrypted")] = ""
+    hosts: Annotated[
+        list[_HostName],
+        Meta(description="names in Host that are served, also *.example.com; empty: any", max_length=100),
+    ] = []
+    proxies: Annotated[
+        list[str], Meta(description="networks of proxies whose word on a caller's address counts", max_length=100)
+    ] = []
+    proxy_header: Annotated[
+        str,
+        Meta(
+            description="where these proxies write it: x-forwarded-for or forwarded; the other one never counts",
+            pattern="^(x-forwarded-for|forwarded)$",
+        ),
+    ] = "x-forwarded-for"
+    metrics_networks: Annotated[
+        tuple[str, ...], Meta(description="networks that read /metrics without an operator's token", max_length=100)
+    ] = ("127.0.0.0/8", "::1/128")
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("`certificate` and `key` go together; one of them is missing")
+        for name in ("proxies", "metrics_networks"):
+            for network in getattr(self, name):
+                try:
+                    ipaddress.ip_network(network)
+                except ValueError as error:
+                    said = f"`{name}`: {network!r} is no network: {error}; write it like 10.0.0.0/8 or ::1/128"
+                    raise ValueError(said) from None
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,9 +150,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     price: Annotated[PriceConfig, Meta(description="table, neurons per million tokens")] = PriceConfig()
     limits_class: Annotated[
         str,
-        Meta(
-            description="limits of this class of models count its calls", pattern="^[a-z0-9][a-z0-9._-]{0,31}$"
-        ),
+        Meta(description="limits of this class of models count its calls", pattern="^[a-z0-9][a-z0-9._-]{0,31}$"),
     ] = "standard"
     serve: Annotated[bool, Meta(description="false leaves it out of the catalogue")] = True
     replicas: Annotated[int, Meta(description="copies on each machine", ge=1, le=64)] = 1
@@ -279,6 +316,7 @@ def _absolute(config: Config, base: Path) -> Config:
         models=[_resolved(model, base, "folder") for model in config.models],
         issuers=[_resolved(issuer, base, "jwks_file", "ca_file") for issuer in config.issuers],
         machine=_resolved(config.machine, base, "folder"),
+        server=_resolved(config.server, base, "certificate", "key"),
     )
 
 

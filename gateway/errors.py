@@ -220,6 +220,31 @@ def internal() -> Refusal:
     return Refusal(500, 5000, "AiError: AiError: Internal server error", kind="internal")
 
 
+def bad_head(fault: str) -> Refusal:
+    """Of a request's head that could be read in more than one way, or in none."""
+    return Refusal(400, 6003, f"Invalid request headers: {fault}", kind="invalid_request", routed=False, closes=True)
+
+
+def head_too_large() -> Refusal:
+    message = "Invalid request headers: they are too large; send fewer or shorter ones"
+    return Refusal(431, 6003, message, kind="request_too_large", routed=False, closes=True)
+
+
+def head_too_slow() -> Refusal:
+    message = "Request timeout: the request's head did not arrive in time"
+    return Refusal(408, 3007, message, kind="request_timeout", routed=False, closes=True)
+
+
+def too_many_connections() -> Refusal:
+    message = "Too many connections at once; please try again on fewer of them."
+    return Refusal(503, 3040, message, kind="unavailable", retry_after_s=RETRY_SOON_S, routed=False, closes=True)
+
+
+def misdirected() -> Refusal:
+    message = "This host is not served here; call the gateway by one of its names"
+    return Refusal(421, 7000, message, kind="misdirected_request", routed=False)
+
+
 def envelope(refusal: Refusal, request_id: str) -> bytes:
     """The native error body. Errors of a model's call name the request and come before the result, as there."""
     if not refusal.routed:

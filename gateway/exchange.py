@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway import errors, sse
+from gateway.edge import Origin
 from gateway.errors import Refusal
 
 Message = MutableMapping[str, Any]
@@ -50,12 +51,13 @@ class Exchange:
         patience: Patience,
         request_id: str,
         clock: Callable[[], float],
+        origin: Origin,
     ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of several counts
-        self.address: str = (scope.get("client") or ("",))[0]  # the peer's; "" where it has none
+        self.origin = origin
         self.request_id = request_id
         self.began = clock()
         self.openai = False

@@ -2,12 +2,13 @@
 
 import argparse
 import asyncio
+import datetime
 import enum
-import http.client
 import importlib.metadata
 import importlib.util
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -19,10 +20,12 @@ from typing import Any, NamedTuple
 
 from gateway.catalogue import entries, folder_of
 from gateway.commands.models import Sizes, sizes_of
+from gateway.commands.serve import answers
 from gateway.commands.words import add_command, in_bytes, print_json, read_settings
-from gateway.config import Config, ConfigError, ModelConfig, describe
+from gateway.config import Config, ConfigError, ModelConfig, ServerConfig, describe
 from gateway.state import read_credentials
 from gateway.text import FolderError, Text
+from gateway.tls import expiry, open_certificate
 from tenants.store import StoreUnavailable, open_store
 
 _TEACHING = """\
@@ -37,6 +40,7 @@ _DISK_BYTES_LOW = 1 << 30
 _PYTHON = (3, 11)
 _GPU_FIELDS = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
 _ARCHITECTURE = (8, 0)  # the first with bfloat16
+_RENEW_DAYS = 14  # before its end, a certificate should have a successor
 _FREE_SHARE = 0.9  # of a GPU that nobody uses
 
 
@@ -107,6 +111,8 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     yield from _models(config, usable)
     yield _memory(config, usable)
     yield _disk(config)
+    yield from _certificate(config.server)
+    yield from _descriptors(config.server)
     yield _port(config)
 
 
@@ -290,6 +296,36 @@ def _disk(config: Config) -> Finding:
     return Finding("disk", Verdict.GOOD, found)
 
 
+def _certificate(server: ServerConfig) -> Iterator[Finding]:
+    """Whether clients will take it, and how long."""
+    try:
+        if open_certificate(server) is None:
+            return
+        ends = expiry(server.certificate)
+    except ConfigError as error:
+        yield Finding("tls", Verdict.WRONG, str(error), "correct [server] certificate and key")
+        return
+    days = (ends - datetime.datetime.now(datetime.UTC)).days
+    found = f"{server.certificate} is good until {ends:%Y-%m-%d}, {days} days"
+    if days < 0:
+        found = f"{server.certificate} has expired on {ends:%Y-%m-%d}"
+        yield Finding("tls", Verdict.WRONG, found, "put a new one there: it is taken up within a second")
+    elif days < _RENEW_DAYS:
+        yield Finding("tls", Verdict.NOTE, found, "put a new one there in time: it is taken up within a second")
+    else:
+        yield Finding("tls", Verdict.GOOD, found)
+    if os.stat(server.key).st_mode & 0o077:
+        yield Finding("tls", Verdict.NOTE, f"{server.key} can be read by others", f"chmod 600 {server.key}")
+
+
+def _descriptors(server: ServerConfig) -> Iterator[Finding]:
+    """Nothing where there are enough."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < server.connections:
+        advice = "raise the limit (ulimit -Hn, LimitNOFILE), or set [server] connections lower"
+        yield Finding("files", Verdict.NOTE, f"{server.connections} connections, but {most} open files", advice)
+
+
 def _port(config: Config) -> Finding:
     host, port = config.server.host, config.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -297,22 +333,8 @@ def _port(config: Config) -> Finding:
         with socket.create_server((host, port), family=family):
             return Finding("port", Verdict.GOOD, f"{host}:{port} is free")
     except OSError as error:
-        if _is_hearth(config):
+        known = read_credentials(config)
+        if known is not None and known.base_url.endswith(f":{port}") and answers(config.server, port, "/healthz"):
             return Finding("port", Verdict.GOOD, f"Hearth answers on {host}:{port}")
         advice = "another program uses it: start with --port (PORT=)"
         return Finding("port", Verdict.WRONG, f"{host}:{port}: {error.strerror}", advice)
-
-
-def _is_hearth(config: Config) -> bool:
-    known = read_credentials(config)
-    if known is None or not known.base_url.endswith(f":{config.server.port}"):
-        return False
-    host, _, port = known.base_url.removeprefix("http://").rpartition(":")
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=2)
-    try:
-        connection.request("GET", "/healthz")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()

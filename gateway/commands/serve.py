@@ -16,6 +16,7 @@ import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -29,8 +30,9 @@ from engine import wire
 from gateway.catalogue import entries
 from gateway.commands.machine import machine_command
 from gateway.commands.words import add_command, fail, read_settings
-from gateway.config import Config, ConfigError
+from gateway.config import Config, ConfigError, ServerConfig
 from gateway.state import Credentials, open_state, read_credentials, server_secret, write_credentials
+from gateway.tls import open_certificate
 from tenants.accounts import Accounts, NotFound, Unauthenticated
 from tenants.store import StoreUnavailable, open_store
 
@@ -66,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     config = read_settings(options)
     try:
         open_state(config)
+        open_certificate(config.server)  # what is wrong with it is better said here than in a log
         with _only_one(config):
             port = _free_port(config)
             credentials = asyncio.run(_credentials(config, port))
@@ -95,15 +98,37 @@ def _free_port(config: Config) -> int:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; --port (PORT=) names another") from error
 
 
-def base_url(host: str, port: int) -> str:
-    """How a client on this host reaches the server."""
-    reached = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+def base_url(server: ServerConfig, port: int) -> str:
+    """How a client reaches the server: by the first of its names, or by its address on this host."""
+    scheme = "https" if server.certificate else "http"
+    name = next((name for name in server.hosts if not name.startswith("*.")), _reached(server.host))
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
+
+
+def _reached(host: str) -> str:
+    """Where a server that listens there is reached from its own host."""
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def answers(server: ServerConfig, port: int, path: str) -> bool:
+    """Whether a gateway on this host says 200 there. Its certificate need not name this host's address."""
+    host = _reached(server.host)
+    connection = http.client.HTTPConnection(host, port, timeout=2)
+    if server.certificate:
+        trusting = ssl._create_unverified_context()
+        connection = http.client.HTTPSConnection(host, port, timeout=2, context=trusting)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 async def _credentials(config: Config, port: int) -> Credentials:
     """Those of the first start where they still open something, else new ones; with the present base_url."""
-    url = base_url(config.server.host, port)
+    url = base_url(config.server, port)
     store = open_store(config.store_url)
     try:
         accounts = Accounts(store, server_secret(config))
@@ -276,15 +301,7 @@ class Household:
         self._say(first_call(self._first, model) + "\n")
 
     def _answers(self, path: str) -> bool:
-        """Whether the gateway says 200 there."""
-        connection = http.client.HTTPConnection(*_where(self._first.base_url), timeout=2)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return answers(self._config.server, self._port, path)
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a closed terminal is no reason to stop serving
@@ -344,11 +361,6 @@ class MachineSide:
             self._socket.close()
             self._socket = None
         self._replicas = []
-
-
-def _where(url: str) -> tuple[str, int]:
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def trim(log: Path) -> None:

@@ -19,6 +19,7 @@ from gateway.app import App, build_app
 from gateway.catalogue import BUILT_IN
 from gateway.config import Config, MachineConfig, ModelConfig, PriceConfig, ServerConfig, StoreConfig
 from gateway.serve import Server, listen
+from gateway.tls import open_certificate
 from gateway.traces import Traces
 from tenants.accounts import Accounts
 from tenants.issuers import Issuer
@@ -161,7 +162,7 @@ async def served(
     _, token = await accounts.mint(account.id, "test")
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    running = Server(app, config.server)
+    running = Server(app, config.server, open_certificate(config.server))
     async with fleet.serving():
         task = asyncio.create_task(running._serve([listener]))
         try:

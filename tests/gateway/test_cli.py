@@ -17,7 +17,7 @@ import pytest
 from engine.wire import MEMORY_SUFFIX, Memory
 from gateway.cli import main, parser
 from gateway.commands.serve import LOG_BYTES_MAX, base_url, first_call, trim
-from gateway.config import load_config
+from gateway.config import ServerConfig, load_config
 from gateway.state import Credentials, read_credentials, server_secret, write_credentials
 from tenants.accounts import Accounts, Unauthenticated
 from tenants.store import open_store
@@ -255,9 +255,11 @@ def test_the_secret_is_made_once(state: Path) -> None:
 
 
 def test_base_urls_are_reachable_from_this_host() -> None:
-    assert base_url("0.0.0.0", 80) == "http://127.0.0.1:80"
-    assert base_url("::", 80) == "http://[::1]:80"
-    assert base_url("10.1.2.3", 8787) == "http://10.1.2.3:8787"
+    assert base_url(ServerConfig(host="0.0.0.0"), 80) == "http://127.0.0.1:80"
+    assert base_url(ServerConfig(host="::"), 80) == "http://[::1]:80"
+    assert base_url(ServerConfig(host="10.1.2.3"), 8787) == "http://10.1.2.3:8787"
+    secure = ServerConfig(certificate="a", key="b", hosts=["*.example.com", "ai.example.com"])
+    assert base_url(secure, 443) == "https://ai.example.com:443"
 
 
 def test_the_first_call_survives_the_shell() -> None:

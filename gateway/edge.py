@@ -1,0 +1,144 @@
+"""Who calls, and by which name: the caller's address behind trusted proxies, the names that are served, and whether a
+head can be read in one way only. It knows heads alone: no routes, no accounts.
+
+A caller's address is the peer's, unless the peer is one of `[server] proxies`. Then `[server] proxy_header` is read
+from right to left, and the first hop that is no proxy is the caller. The other header never counts: a proxy that
+writes one of them and passes the other on would let anybody write the caller's address.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.config import ServerConfig
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Headers = Iterable[tuple[bytes, bytes]]
+
+_ONCE: Final = (b"host", b"authorization", b"content-type")
+_FORWARDING: Final = frozenset((b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"))
+_HOST: Final = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
+_BRACKETED: Final = re.compile(r"\[([0-9a-fA-F:.]+)\](?::[0-9]{1,5})?")
+_WITH_PORT: Final = re.compile(r"([0-9.]+):[0-9]{1,5}")
+_BLANKED: Final = bytes.maketrans(b",;", b"  ")
+
+
+def fault(version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """What is wrong with a head that some proxy before us could read in another way than we do, in words for people.
+
+    `headers` have lower-case names. None where all is well.
+    """
+    if version not in ("1.0", "1.1"):
+        return "speak HTTP/1.1 or HTTP/1.0"
+    if not target.startswith(b"/") or b"#" in target:
+        return "the request's target must be a path, without scheme, host and fragment"
+    names = [name for name, _ in headers]
+    for name in _ONCE:
+        if names.count(name) > 1:
+            return f"the header {name.decode()} may be there once only"
+    host = next((value for name, value in headers if name == b"host"), None)
+    if host is None or _HOST.fullmatch(host) is None:
+        return "send one Host header, a name or an address with or without a port"
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if codings and (version == "1.0" or len(codings) > 1 or codings[0].lower() != b"chunked"):
+        return "the one transfer-encoding is chunked, in HTTP/1.1"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from. `address` is "" where a proxy's word cannot be read. It is `certain` unless a proxy
+    that nobody trusts has sent the request on: then the address is that proxy's, and the caller may be anywhere."""
+
+    address: str
+    certain: bool
+
+
+class Edge:
+    """What [server] says of proxies, names and metrics, applied to one head after the other."""
+
+    def __init__(self, server: ServerConfig) -> None:
+        self._proxies = _networks(server.proxies)
+        self._header = server.proxy_header.encode()
+        self._metrics = _networks(server.metrics_networks)
+        self._names = frozenset(name for name in server.hosts if not name.startswith("*."))
+        self._endings = tuple(name.removeprefix("*") for name in server.hosts if name.startswith("*."))
+        self._any_name = not server.hosts
+
+    def origin(self, scope: MutableMapping[str, Any]) -> Origin:
+        """Of the request with this ASGI scope."""
+        peer: str = (scope.get("client") or ("",))[0]
+        headers: Headers = scope["headers"]
+        if not self.trusts(peer):
+            return Origin(peer, not any(name in _FORWARDING for name, _ in headers))
+        address: Address | None = parse_address(peer)
+        for hop in self._hops(headers):
+            address = parse_address(hop.decode("latin-1"))
+            if address is None or not _within(address, self._proxies):
+                break
+        return Origin("" if address is None else str(address), True)
+
+    def trusts(self, peer: str) -> bool:
+        """Whether the peer of a connection is a proxy whose word counts."""
+        if not self._proxies:
+            return False
+        address = parse_address(peer)
+        return address is not None and _within(address, self._proxies)
+
+    def serves(self, host: bytes) -> bool:
+        """Whether a well-formed Host header names this gateway."""
+        if self._any_name:
+            return True
+        found = _HOST.fullmatch(host)
+        name = "" if found is None else found[1].decode().lower().rstrip(".")
+        return name in self._names or name.endswith(self._endings)
+
+    def shows_metrics(self, origin: Origin) -> bool:
+        """Whether whoever asks from there may read /metrics."""
+        address = parse_address(origin.address)
+        return origin.certain and address is not None and _within(address, self._metrics)
+
+    def _hops(self, headers: Headers) -> Iterator[bytes]:
+        """What the proxies say, the last one's word first."""
+        said = b",".join(value for name, value in headers if name == self._header)
+        if not said:
+            return iter(())
+        return reversed(_forwarded(said) if self._header == b"forwarded" else said.split(b","))
+
+
+def parse_address(text: str) -> Address | None:
+    """An address, with or without a port; IPv4 within IPv6 as IPv4. None for anything else."""
+    text = text.strip()
+    found = _BRACKETED.fullmatch(text) or _WITH_PORT.fullmatch(text)
+    try:
+        address = ipaddress.ip_address(found[1] if found else text)
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def _forwarded(said: bytes) -> list[bytes]:
+    """The `for` of each hop of Forwarded headers, in their order; b"" where it has none. Escapes are not understood:
+    no address needs them."""
+    pieces = said.split(b'"')
+    if b"\\" in said or len(pieces) % 2 == 0:
+        return [b""]
+    pieces[1::2] = [quoted.translate(_BLANKED) for quoted in pieces[1::2]]
+    return [_for(hop) for hop in b"".join(pieces).split(b",")]
+
+
+def _for(hop: bytes) -> bytes:
+    pairs = [pair.partition(b"=") for pair in hop.split(b";")]
+    said = [value.strip() for name, _, value in pairs if name.strip().lower() == b"for"]
+    return said[0] if len(said) == 1 else b""
+
+
+def _networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+    return tuple(map(ipaddress.ip_network, texts))
+
+
+def _within(address: Address, networks: Iterable[ipaddress.IPv4Network | ipaddress.IPv6Network]) -> bool:
+    return any(address in network for network in networks)

@@ -1,0 +1,95 @@
+"""The certificate that clients see: read from PEM files, and read anew when these change. It knows no connections.
+
+A connection keeps what it began with; only new ones get the new certificate. Files that cannot be used leave the
+certificate before in force, and are told of once.
+"""
+
+import datetime
+import logging
+import os
+import ssl
+from typing import Final
+
+from gateway.config import ConfigError, ServerConfig
+
+_CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of TLS 1.3 are all sound
+
+log = logging.getLogger(__name__)
+
+
+class Certificate:
+    """`context` is what new connections are to use. Raises ConfigError where there is none to begin with."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        self._paths = (certificate, key)
+        self._seen = _stamps(self._paths)
+        self.context = server_context(certificate, key)
+
+    def refresh(self) -> None:
+        """Takes up files that have changed. Costs two looks at the folder."""
+        stamps = _stamps(self._paths)
+        if stamps == self._seen:
+            return
+        self._seen = stamps
+        try:
+            self.context = server_context(*self._paths)
+        except ConfigError as error:
+            log.error("the certificate before stays in use: %s", error)
+        else:
+            log.warning("new connections get the new certificate of %s", self._paths[0])
+
+
+def open_certificate(server: ServerConfig) -> Certificate | None:
+    """None where [server] names none. Raises ConfigError, which says what is wrong with which file."""
+    return Certificate(server.certificate, server.key) if server.certificate else None
+
+
+def server_context(certificate: str, key: str) -> ssl.SSLContext:
+    """TLS 1.2 and 1.3 with forward secrecy, HTTP/1.1 alone. Raises ConfigError."""
+    for what, path in (("certificate", certificate), ("key", key)):
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"the {what} {path} cannot be read: {error.strerror}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
+    context.set_ciphers(_CIPHERS)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certificate, key, password="")  # a password is not asked for: nobody sits there
+    except ssl.SSLError as error:
+        raise ConfigError(_why(error, certificate, key)) from None
+    return context
+
+
+def expiry(certificate: str) -> datetime.datetime:
+    """When the certificate itself, the first in its file, ends. Raises ConfigError."""
+    from cryptography import x509  # only here: serving does without
+
+    try:
+        with open(certificate, "rb") as file:
+            return x509.load_pem_x509_certificates(file.read())[0].not_valid_after_utc
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the certificate {certificate} cannot be read: {error}") from None
+
+
+def _why(error: ssl.SSLError, certificate: str, key: str) -> str:
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return f"the key {key} is not that of the certificate {certificate}"
+    said = error.reason or str(error)
+    return f"{certificate} and {key} are no certificate chain and unencrypted key in PEM: {said}"
+
+
+def _stamps(paths: tuple[str, ...]) -> list[tuple[int, int, int] | None]:
+    """What differs once a file was written or replaced; None for one that is away."""
+    stamps: list[tuple[int, int, int] | None] = []
+    for path in paths:
+        try:
+            found = os.stat(path)
+        except OSError:
+            stamps.append(None)
+        else:
+            stamps.append((found.st_mtime_ns, found.st_ino, found.st_size))
+    return stamps
