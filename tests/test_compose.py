@@ -29,6 +29,7 @@ _SERVICE: dict[str, Any] = {
             "properties": {"context": {"type": "string"}, "dockerfile_inline": {"type": "string"}},
         },
         "command": _WORDS,
+        "profiles": _WORDS,
         "init": {"type": "boolean"},
         "restart": {"enum": ["no", "always", "on-failure", "unless-stopped"]},
         "stop_grace_period": _DURATION,
@@ -76,8 +77,9 @@ _COMPOSE: dict[str, Any] = {
             "additionalProperties": {
                 "type": "object",
                 "additionalProperties": False,
-                "required": ["content"],
-                "properties": {"content": {"type": "string"}},
+                "minProperties": 1,
+                "maxProperties": 1,
+                "properties": {"content": {"type": "string"}, "file": {"type": "string"}},
             },
         },
         "volumes": {"type": "object", "additionalProperties": {"type": "null"}},
@@ -160,4 +162,30 @@ def test_redis_keeps_what_it_was_told_and_evicts_nothing(compose: dict[str, Any]
 
 def test_only_this_host_reaches_the_ports(compose: dict[str, Any]) -> None:
     ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
-    assert len(ports) == len(set(ports)) == 2
+    assert len(ports) == len(set(ports)) == 4
+
+
+def test_monitoring_is_asked_for_by_its_profile_and_loads_the_rules_and_the_dashboard(compose: dict[str, Any]) -> None:
+    services, configs = compose["services"], compose["configs"]
+    assert {name for name, service in services.items() if "profiles" in service} == {"prometheus", "grafana"}
+    for name, file in (("rules", "hearth.rules.yml"), ("dashboard", "hearth.dashboard.json")):
+        assert configs[name]["file"] == f"gateway/monitoring/{file}"
+        assert (ROOT / configs[name]["file"]).is_file()
+    targets = {config["source"]: config["target"] for name in services for config in services[name].get("configs", [])}
+    scraping = yaml.safe_load(configs["prometheus"]["content"])
+    folder = Path(targets["prometheus"]).parent
+    assert [str(folder / file) for file in scraping["rule_files"]] == [targets["rules"]]
+    providers = yaml.safe_load(configs["dashboards"]["content"])["providers"]
+    assert [provider["options"]["path"] for provider in providers] == [str(Path(targets["dashboard"]).parent)]
+
+
+def test_prometheus_scrapes_every_gateway_and_grafana_asks_prometheus(compose: dict[str, Any]) -> None:
+    (job,) = yaml.safe_load(compose["configs"]["prometheus"]["content"])["scrape_configs"]
+    gateways = {name: service for name, service in _hearths(compose).items() if service["command"][0] == "gateway"}
+    (static,) = job["static_configs"]
+    expected = {f"{name}:{parser().parse_args(service['command']).port}" for name, service in gateways.items()}
+    assert set(static["targets"]) == expected
+    assert job["job_name"] == "hearth"
+    assert job["authorization"] == {"credentials": "${HEARTH_OPERATOR_TOKEN:-}"}
+    (source,) = yaml.safe_load(compose["configs"]["datasources"]["content"])["datasources"]
+    assert source["url"] == "http://prometheus:9090"
