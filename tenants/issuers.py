@@ -7,6 +7,7 @@ issuer still has the key and the JWT has not expired.
 import asyncio
 import hashlib
 import ipaddress
+import logging
 import re
 import time
 from collections import OrderedDict
@@ -25,7 +26,11 @@ from tenants.store import Clock, StoreUnavailable
 if TYPE_CHECKING:
     from tenants.jwks import Key, Keys
 
+log = logging.getLogger(__name__)
+
 PROVEN_MAX: Final = 10_000  # JWTs whose signatures are remembered
+TOLD_MAX: Final = 100  # reasons that are told to the operator
+REASON_MAX: Final = 200
 NAME_MAX: Final = 255  # of `sub` and `jti`
 _URL: Final = re.compile(r"https?://[!-~]+")
 _ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -129,6 +134,7 @@ class Issuers:
     def __init__(self, issuers: Sequence[Issuer], clock: Clock = time.time) -> None:
         self._clock = clock
         self._proven: OrderedDict[bytes, _Proven] = OrderedDict()
+        self._told: set[tuple[str, str]] = set()
         self._by_iss = {issuer.issuer: (issuer, keys_of(issuer)) for issuer in issuers}
         assert len(self._by_iss) == len(issuers), "two issuers have the same `iss`"
 
@@ -166,7 +172,17 @@ class Issuers:
             raise JwtRefused("its 'kid' is none of its issuer's keys")
         if not keys.signed(text, key):
             raise JwtRefused("its signature is not that key's")
-        return _Proven(prove(issuer, jwt.claims, self._clock()), keys, jwt.kid, key)
+        try:
+            return _Proven(prove(issuer, jwt.claims, self._clock()), keys, jwt.kid, key)
+        except JwtRefused as refused:
+            self._tell(issuer.name, str(refused)[:REASON_MAX])
+            raise
+
+    def _tell(self, issuer: str, reason: str) -> None:
+        """Each reason once: what an issuer signed and is refused all the same points at its settings, here or there."""
+        if (issuer, reason) not in self._told and len(self._told) < TOLD_MAX:
+            self._told.add((issuer, reason))
+            log.warning("jwt_refused", extra={"fields": {"issuer": issuer, "reason": reason}})
 
 
 def keys_of(issuer: Issuer) -> "Keys":

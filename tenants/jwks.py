@@ -90,8 +90,10 @@ class Keys:
         while True:
             self._landed.clear()
             self._wanted.clear()
+            before = self._problem
             await self.refresh()
             self._landed.set()
+            self._tell(before)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if self._problem else REFRESH_S):
                     await self._wanted.wait()
@@ -102,17 +104,15 @@ class Keys:
             async with asyncio.timeout(FETCH_S):
                 text = await self._read()
             self._keys = parse_keys(text, self._algorithm)
-        except (OSError, ValueError) as error:
-            self._fail(str(error) or f"no whole answer within {FETCH_S:g} s")
-        else:
-            if self._problem:
-                log.info("issuer_back", extra={"fields": {"keys": self._place}})
             self._problem = None
+        except (OSError, ValueError) as error:
+            self._problem = str(error) or f"no whole answer within {FETCH_S:g} s"
 
-    def _fail(self, problem: str) -> None:
-        if self._problem is None:
-            log.error("issuer_away", extra={"fields": {"keys": self._place, "problem": problem}})
-        self._problem = problem
+    def _tell(self, before: str | None) -> None:
+        if self._problem and not before:
+            log.error("issuer_away", extra={"fields": {"keys": self._place, "problem": self._problem}})
+        elif before and not self._problem:
+            log.info("issuer_back", extra={"fields": {"keys": self._place}})
 
     async def _read(self) -> bytes:
         if self._place.startswith("https:"):

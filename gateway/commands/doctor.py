@@ -26,6 +26,7 @@ from gateway.config import Config, ConfigError, ModelConfig, ServerConfig, descr
 from gateway.state import read_credentials
 from gateway.text import FolderError, Text
 from gateway.tls import expiry, open_certificate
+from tenants.issuers import keys_of
 from tenants.store import StoreUnavailable, open_store
 
 _TEACHING = """\
@@ -105,6 +106,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
         return
     yield Finding("settings", Verdict.GOOD, f"state in {config.state}")
     yield from _store(config)
+    yield from _issuers(config)
     usable = _usable(config, gpus)
     if usable:
         yield _kernels(config)
@@ -224,6 +226,22 @@ def _store(config: Config) -> Iterator[Finding]:
     yield Finding("store", Verdict.GOOD, f"{shown} answers")
     for line in advice:
         yield Finding("store", Verdict.NOTE, f"{shown} answers, but", line)
+
+
+def _issuers(config: Config) -> Iterator[Finding]:
+    """Their keys are fetched as a gateway fetches them."""
+    for issuer in config.issuers:
+        place, keys = issuer.jwks_url or issuer.jwks_file, keys_of(issuer)
+        asyncio.run(keys.refresh())
+        if keys.problem:
+            advice = "its JWTs get 503 until a gateway has its keys: see to its server, or correct [[issuers]]"
+            yield Finding("issuer", Verdict.WRONG, f"{issuer.name}: {place}: {keys.problem}", advice)
+        elif not keys.known:
+            advice = "its JWTs get 401: correct `algorithm`, or have it publish a key with a `kid`"
+            yield Finding("issuer", Verdict.WRONG, f"{issuer.name}: {place} has no key for {issuer.algorithm}", advice)
+        else:
+            found = f"{issuer.name}: {len(keys.known)} keys for {issuer.algorithm} at {place}"
+            yield Finding("issuer", Verdict.GOOD, found)
 
 
 def _usable(config: Config, gpus: list[Gpu]) -> list[Gpu]:

@@ -5,6 +5,15 @@ import pytest
 
 from gateway.config import SOCKET_PATH_BYTES_MAX, Config, ConfigError, describe, load_config, settings
 
+ISSUER = """
+[[issuers]]
+name = 'acme'
+issuer = 'https://acme.example'
+audience = 'hearth'
+algorithm = 'ES256'
+jwks_url = 'https://acme.example/jwks'
+"""
+
 
 def _write(folder: Path, text: str) -> Path:
     path = folder / "hearth.toml"
@@ -38,6 +47,10 @@ def test_options_lie_over_the_file(tmp_path: Path) -> None:
         ("[[models]]\nname = '@cf/a/b'\n[[models]]\nname = '@cf/a/b'", "@cf/a/b"),
         ("[machine]\ndevice = 'tpu'", "device"),
         ("[server", "TOML"),
+        (ISSUER.replace("ES256", "none"), "algorithm"),
+        (ISSUER.replace("https://acme.example/jwks", "http://acme.example/"), "https"),
+        (ISSUER + ISSUER, "acme"),
+        (ISSUER + ISSUER.replace("'acme'", "'other'"), r"https://acme\.example"),
     ],
 )
 def test_a_wrong_file_is_refused_and_the_message_says_where(tmp_path: Path, text: str, said: str) -> None:
@@ -63,6 +76,13 @@ def test_a_config_cannot_be_changed() -> None:
 def test_model_folders_are_relative_to_the_file(tmp_path: Path) -> None:
     config = load_config(_write(tmp_path, "[[models]]\nname = '@cf/a/b'\nfolder = 'here'"))
     assert config.models[0].folder == str(tmp_path / "here")
+
+
+def test_issuers_files_are_relative_to_the_file_and_urls_are_not(tmp_path: Path) -> None:
+    (issuer,) = load_config(_write(tmp_path, ISSUER + "ca_file = 'ca.pem'")).issuers
+    assert (issuer.jwks_url, issuer.ca_file) == ("https://acme.example/jwks", str(tmp_path / "ca.pem"))
+    keys = ISSUER.replace("jwks_url = 'https://acme.example/jwks'", "jwks_file = 'keys.json'")
+    assert load_config(_write(tmp_path, keys)).issuers[0].jwks_file == str(tmp_path / "keys.json")
 
 
 def test_sockets_move_to_a_short_folder_where_the_state_folder_is_too_deep(tmp_path: Path) -> None:

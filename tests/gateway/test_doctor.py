@@ -11,6 +11,7 @@ from gateway.catalogue import BUILT_IN, folder_of
 from gateway.cli import main
 from gateway.commands import doctor
 from gateway.config import Config, ModelConfig, settings
+from tests.tenants.issuing import jwk
 
 EMBER = folder_of(Config(), ModelConfig(name=BUILT_IN))
 
@@ -210,3 +211,21 @@ def test_all_settings_are_listed_on_request(capsys: pytest.CaptureFixture[str]) 
     assert main(["doctor", "--settings"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {key} " in shown for key, _, _ in settings())
+
+
+def test_issuers_keys_are_looked_at(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [jwk("ES256", "1"), jwk("ES256 next", "2")]
+    (here / "keys.json").write_text(json.dumps({"keys": keys}))
+    for name, algorithm, file in (
+        ("good", "ES256", "keys.json"), ("other", "EdDSA", "keys.json"), ("away", "ES256", "none.json"),
+    ):  # fmt: skip
+        with (here / "hearth.toml").open("a") as settings:
+            settings.write(
+                f"[[issuers]]\nname = '{name}'\nissuer = '{name}'\naudience = 'a'\n"
+                f"algorithm = '{algorithm}'\njwks_file = '{file}'\n"
+            )
+    good, other, away = examine(capsys, 1)["issuer"]
+    assert (good["verdict"], other["verdict"], away["verdict"]) == ("ok", "wrong", "wrong")
+    assert "2 keys" in good["found"]
+    assert "no key for EdDSA" in other["found"]
+    assert "none.json" in away["found"]
