@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.costs import Costs
+from engine.fairness import Standing, portions
 from engine.sequence import Sequence
 
 PROMPT_ROWS_MIN: Final = 64
@@ -90,28 +91,29 @@ class Budget:
         return least + max(0, bisect_right(range(least, most + 1), left_us, key=costs.rows_us) - 1)
 
     def share(self, sequences: Items[Sequence]) -> dict[Sequence, int]:
-        """How many tokens beyond its first each prompt among these, oldest first, computes in a step of them all."""
+        """How many tokens beyond its first each prompt among these, oldest first, computes in a step of them all.
+
+        Accounts with the lowest levels come first, so that nobody's first token waits for another's long prompts.
+        """
         self.planned_us = 0.0
         prompts = [sequence for sequence in sequences if sequence.pending > 1]
         if not prompts:
             return {}
         decoding = [sequence for sequence in sequences if sequence.pending <= 1]
-        oldest, *others = prompts
-        order = [oldest, *sorted(others, key=_pending)]
-        wanted = [sequence.pending - 1 for sequence in order]
-        most = min(self._most(bool(decoding)) - len(sequences), sum(wanted))
+        claims = _Claims(prompts)
+        most = min(self._most(bool(decoding)) - len(sequences), claims.wanted)
         costs = self._limits.costs
         if costs is not None and decoding and most > PROMPT_ROWS_MIN:
-            starts, decoding_us = [sequence.launched for sequence in order], self._decoding_us(decoding, costs)
+            starts, decoding_us = [sequence.launched for sequence in claims.order], self._decoding_us(decoding, costs)
 
             def step_us(extra: int) -> float:
-                pairs = sum(map(_pairs, starts, _shares(wanted, extra)))
+                pairs = sum(map(_pairs, starts, claims.shares(extra)))
                 return costs.rows_us(len(sequences) + extra) + decoding_us + pairs * costs.prompt_pair_us
 
             fitting = bisect_right(range(PROMPT_ROWS_MIN, most + 1), self._gap_us, key=step_us)
             most = PROMPT_ROWS_MIN + max(0, fitting - 1)
             self.planned_us = step_us(most)
-        return dict(zip(order, _shares(wanted, most), strict=True))
+        return dict(zip(claims.order, claims.shares(most), strict=True))
 
     @property
     def _gap_us(self) -> float:
@@ -128,6 +130,26 @@ class Budget:
         return min(self._rows_max, limits.step_tokens if decoding else limits.prompt_step_tokens)
 
 
+class _Claims:
+    """What prompts want beyond a row for each, by account: its oldest, then its others, the shortest first."""
+
+    def __init__(self, prompts: Items[Sequence]) -> None:
+        accounts: dict[Standing[Sequence], list[Sequence]] = {}
+        for sequence in prompts:
+            accounts.setdefault(sequence.standing, []).append(sequence)
+        self._standings = list(accounts)
+        orders = [[oldest, *sorted(others, key=_pending)] for oldest, *others in accounts.values()]
+        self._wanted = [[sequence.pending - 1 for sequence in order] for order in orders]
+        self._sums = [sum(wanted) for wanted in self._wanted]
+        self.order = [sequence for order in orders for sequence in order]
+        self.wanted = sum(self._sums)
+
+    def shares(self, rows: int) -> list[int]:
+        """So many rows, shared out between accounts by what they were served, in `order`."""
+        parts = portions(self._standings, self._sums, rows)
+        return [share for wanted, part in zip(self._wanted, parts, strict=True) for share in _shares(wanted, part)]
+
+
 def _pairs(start: int, extra: int) -> int:
     """How often the rows from `start` on, one and `extra` more, meet a key, their own included."""
     rows = 1 + extra
@@ -135,7 +157,7 @@ def _pairs(start: int, extra: int) -> int:
 
 
 def _shares(wanted: list[int], rows: int) -> list[int]:
-    """So many rows, shared out between prompts: the oldest, then the others, the shortest first.
+    """So many rows, shared out between one account's prompts: the oldest, then the others, the shortest first.
 
     The oldest has a right to half of the rows, the others share the rest in their order: a short prompt is not kept
     waiting by a long one, and a long one is not starved by short ones. No share shrinks where there are more rows.

@@ -238,7 +238,8 @@ class Replica:
             self._loop.turn()
 
     def _tell(self) -> None:
-        """One Progress per connection that has news; Load when sequences came or went, or half a second is over."""
+        """One Progress per connection that has news, what will not run after all, and Load when sequences came or went
+        or half a second is over."""
         moved = False
         for owner, progress in self._scheduler.news().items():
             moved = moved or bool(progress.started or progress.finished)
@@ -246,6 +247,11 @@ class Replica:
                 self._traces.told(owner, progress)
             if owner in self._connections:
                 self._send(self._connections[owner], encode(progress))
+        for sequence, reject in self._scheduler.rejects():
+            if self._traces is not None:
+                self._traces.rejected(sequence.owner, sequence.first, sequence.choices)
+            if sequence.owner in self._connections:
+                self._send(self._connections[sequence.owner], encode(reject))
         now = self._clock()
         if moved or now >= self._tick_at:
             self._tick_at = now + _TICK_S

@@ -1,8 +1,10 @@
 """What runs in the next step, and what its outcome means. It knows neither torch nor sockets nor what a scope is.
 
 There is no prefill and no decode: a sequence has tokens and computed tokens, and a step lets the second catch up with
-the first under one budget of rows. Running sequences are kept in the order in which they were first admitted;
-the older of two is never preempted for the younger, so the oldest always moves on.
+the first under one budget of rows. Running sequences are kept in the order in which they were first admitted; the
+oldest of them is never preempted, so it always moves on, and ends. Blocks and places that are missing come from the
+account that has the most for its weight, from its youngest sequence. Accounts take turns, see fairness.py; inside one
+those that were preempted come first, and who would compute what another one computes steps aside.
 
 A step may be planned while the one before it is still in the air, so that a device never waits for the host: what that
 one computes counts as computed, and a token that it samples is packed as the row that it will be in. What ends a
@@ -17,7 +19,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from itertools import chain
+from heapq import heapify, heappop, heappush
+from itertools import chain, islice
 from typing import Final
 
 import numpy as np
@@ -26,18 +29,22 @@ from numpy.typing import NDArray
 from engine.batch import Int32s, Sampled, Segment, Slice, pack
 from engine.blocks import Blocks
 from engine.budget import Budget, Limits
-from engine.fairness import FairQueue
+from engine.fairness import GENERATED_TOKEN, PROMPT_TOKEN, FairQueue, Standing, portions
 from engine.grouping import Groups
 from engine.log import log
+from engine.pace import Pace
 from engine.sequence import Refused, Sequence, Stage
-from engine.wire import Finish, FinishReason, Load, Progress, RejectReason, Started, TokenLogprobs
+from engine.wire import Finish, FinishReason, Load, Progress, Reject, RejectReason, Started, TokenLogprobs
 from prefixcache.tree import Namespace, Tree
 
-RETRY_MS_MIN, RETRY_MS_MAX = 250, 10_000
+RETRY_MS_MIN, RETRY_MS_MAX = 250, 3_600_000
 FLIGHTS_MAX: Final = 2
+LOOK_AHEAD: Final = 4  # how many of an account are looked at for one that does not wait for another's prefix
+CONCEDED: Final = 2.0  # an account gives up what leaves it so many times as much for its weight as who gets it
 NOT_FINITE: Final = (
     "the model computed no finite numbers for this request; send it again, and if that does not help, change its prompt"
 )
+STALE: Final = "blocks of this request were given to another one; nothing of that was read: send it again"
 OUT_OF_MEMORY: Final = "the device has too little memory left for this request; send it again later, or a shorter one"
 
 
@@ -74,16 +81,21 @@ class _Prompts:
     """The running sequences whose prompt is not computed, while others are let in beside them."""
 
     def __init__(self, running: list[Sequence]) -> None:
-        self._oldest: Sequence | None = None
-        self._pending = 0
+        self._oldest: dict[Standing[Sequence], Sequence] = {}
+        self._pending: dict[Standing[Sequence], int] = {}
         self._namespaces: dict[Namespace, list[Sequence]] = {}
         for sequence in running:
             self.add(sequence)
 
-    def fill(self, rows: int) -> bool:
-        """Whether they use up so many rows. Half of them are the oldest's, as far as it needs them."""
-        oldest = self._oldest.pending if self._oldest is not None else 0
-        return self._pending - oldest >= rows - min(oldest, rows - rows // 2)
+    def fill(self, standing: Standing[Sequence], rows: int) -> bool:
+        """Whether an account's prompts use up what is its own of so many rows. Half of that is its oldest's, as far as
+        it needs them."""
+        if rows <= 0:
+            return True
+        others = [each for each in self._pending if each is not standing]
+        share = portions([standing, *others], [rows, *(self._pending[each] for each in others)], rows)[0]
+        oldest = self._oldest[standing].pending if standing in self._oldest else 0
+        return self._pending.get(standing, 0) - oldest >= share - min(oldest, share - share // 2)
 
     def of(self, namespace: Namespace) -> list[Sequence]:
         return self._namespaces.get(namespace, [])
@@ -94,9 +106,10 @@ class _Prompts:
         if sequence.namespace is not None:
             self._namespaces.setdefault(sequence.namespace, []).append(sequence)
         if sequence.pending > 1:  # the rest of its prompt may be in the air
-            self._pending += sequence.pending
-            if self._oldest is None or sequence.ticket < self._oldest.ticket:
-                self._oldest = sequence
+            standing = sequence.standing
+            self._pending[standing] = self._pending.get(standing, 0) + sequence.pending
+            if standing not in self._oldest or sequence.ticket < self._oldest[standing].ticket:
+                self._oldest[standing] = sequence
 
 
 class Scheduler:
@@ -117,9 +130,12 @@ class Scheduler:
         self._running_max = min(limits.sequences, limits.step_tokens)  # each gets one token of every step
         self._clock = clock
         self._live: dict[tuple[int, int], Sequence] = {}
-        self._queue: FairQueue[Sequence] = FairQueue()
+        self._queue: FairQueue[Sequence] = FairQueue(_ticket)
         self._running: list[Sequence] = []  # by ticket
-        self._preempted: list[Sequence] = []  # by ticket
+        self._yielding: Sequence | None = None  # it is not launched, to be preempted when it has landed
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap of choices 0 that may not wait for ever
+        self._pace = Pace()
+        self._served = 0  # of prompts, in the step that is committed
         self._leaving: set[Sequence] = set()  # ended while flying: they hold blocks until their last flight has landed
         self._flights: deque[Plan] = deque()
         self._spare: list[int] = []  # blocks of nobody that a flight in the air reads
@@ -128,30 +144,35 @@ class Scheduler:
         self._waited_ms = 0.0
         self._landed_s = -math.inf
         self._tickets = 0
+        self._added = 0
         self._steps = 0
         self._counters: Counter[str] = Counter()
         self._vain: Counter[str] = Counter()  # the tree's counts of lookups that started nothing
         self._news: dict[int, _News] = {}
+        self._rejects: list[tuple[Sequence, Reject]] = []
 
     # Coming and going
 
     def add(self, sequences: Items[Sequence]) -> None:
-        """Queues the choices of one request, all or none. Raises Refused: queue full, an id in use, too long."""
+        """Queues the choices of one request, all or none. Raises Refused: queue full, an id in use, too long, or it
+        would wait for longer than it may. Where the queue is full, who has most in it for its weight makes room."""
         for sequence in sequences:
-            if (sequence.owner, sequence.id) in self._live:
-                raise Refused(RejectReason.INVALID, f"id {sequence.id} is still in use on this connection")
-            if self._blocks_for(sequence.tokens_max - 1) > self._blocks.total:
-                raise Refused(
-                    RejectReason.TOO_LONG,
-                    f"{sequence.tokens_max} tokens can never fit a pool of {self._blocks.total * self._block_tokens}",
-                )
-        if len(self._queue) + len(self._preempted) + len(sequences) > self._limits.waiting:
-            wait_ms = int(min(max(self._waited_ms, RETRY_MS_MIN), RETRY_MS_MAX))
-            raise Refused(RejectReason.BUSY, "too many requests are waiting; try again later", wait_ms)
+            self._examine(sequence)
+        first = sequences[0]
+        standing = self._queue.standing(first.account, first.terms)
+        if first.deadline_s < math.inf:
+            self._refuse_if_late(standing, first)
+        if not self._room_for(standing, len(sequences)):
+            self._counters["refused_full"] += 1
+            raise Refused(RejectReason.BUSY, "too many requests are waiting; try again later", self._retry_ms(standing))
         for sequence in sequences:
+            sequence.standing = standing
             self._live[sequence.owner, sequence.id] = sequence
-            self._queue.push(sequence.account, sequence)
+            self._queue.push(standing, sequence, _work(sequence))
             self._waiting_tokens += sequence.pending
+        if first.deadline_s < math.inf:
+            heappush(self._deadlines, (first.deadline_s, self._added, first))
+            self._added += 1
 
     def cancel(self, owner: int, ids: Items[int]) -> None:
         """Ends these sequences. Ids that are unknown or have ended are ignored."""
@@ -175,9 +196,13 @@ class Scheduler:
     def next_batch(self) -> Plan | None:
         """The next step's work, or None when nothing can run before what is in the air has landed."""
         assert len(self._flights) < FLIGHTS_MAX
+        self._expire()
         if not self._make_room():
             return None
-        sequences = [sequence for sequence in self._running if sequence.launchable][: self._budget.rows_max]
+        sequences = [sequence for sequence in self._running if sequence.launchable]
+        if self._yielding is not None:
+            sequences = [sequence for sequence in sequences if sequence is not self._yielding]
+        del sequences[self._budget.rows_max :]
         if not sequences:
             return None
         extra = self._budget.share(sequences)
@@ -201,7 +226,7 @@ class Scheduler:
         now = self._clock()
         if plan.planned_us and plan.planned_s <= self._landed_s:
             self._budget.observe(plan.planned_us, 1e6 * (now - self._landed_s))
-        self._landed_s = now
+        took_s, self._landed_s, self._served = now - max(plan.planned_s, self._landed_s), now, 0
         tokens_R, logprobs = sampled.tokens_R.tolist(), sampled.logprobs
         assert len(tokens_R) == int(plan.packed[3]), f"{len(tokens_R)} tokens sampled for {plan.packed[3]} rows"
         for sequence, chunk, row in zip(plan.sequences, plan.chunks, plan.rows, strict=True):
@@ -212,10 +237,14 @@ class Scheduler:
                 continue
             sequence.sound += row >= 0
             sequence.computed = computed = sequence.computed + chunk
+            if sequence.counted < sequence.prompt_tokens:
+                self._count(sequence)
             if computed // self._block_tokens > sequence.shared:
                 self._cache(sequence)
             if row >= 0:
                 self._emit(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
+        if self._queue.line:
+            self._pace.observe(self._served + GENERATED_TOKEN * len(tokens_R), took_s)
         self._steps += 1
         self._counters["computed_tokens"] += int(plan.packed[0])
         self._budget.recover()
@@ -249,16 +278,18 @@ class Scheduler:
         return self._budget.rows_max
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's blocks; it resumes before anything new starts. What it cached may stay."""
+        """Takes a running sequence's blocks; it resumes before anything new of its account. What it cached may stay."""
         assert sequence.stage == Stage.RUNNING
         assert not sequence.flying
-        self._running.remove(sequence)
+        self._stop(sequence)
         self._release(sequence)
         self._regroup()
         sequence.stage = Stage.WAITING
-        insort(self._preempted, sequence, key=_ticket)
+        self._queue.resume(sequence.standing, sequence, _work(sequence))
         self._waiting_tokens += sequence.pending
         self._counters["preemptions"] += 1
+
+    # What is kept
 
     # What to tell
 
@@ -268,14 +299,22 @@ class Scheduler:
         self._news.clear()
         return told
 
+    def rejects(self) -> list[tuple[Sequence, Reject]]:
+        """The requests that were taken in and will not run after all, by their choice 0; they count as told now."""
+        told, self._rejects = self._rejects, []
+        return told
+
     def load(self, draining: bool) -> Load:
         """How full it is. Of its counters, hit_tokens are all that lookups found, those of resumed sequences too;
-        cached_tokens are what `Started` told of, each prompt's once; spared_keys were not read as groups read them."""
+        cached_tokens are what `Started` told of, each prompt's once; spared_keys were not read as groups read them;
+        preemptions those _cap (by a cap of the account) and _share (for an account with less) too; waited_ms is the sum
+        over what started; refused_… at once, where the queue was full or it would have waited for too long, expired_…
+        and displaced_requests after they waited, for too long or for an account with fewer in a full queue."""
         counters = Counter(self._tree.counters)
         counters.subtract(self._vain)
         return Load(
             running=len(self._running),
-            waiting=len(self._queue) + len(self._preempted),
+            waiting=len(self._queue),
             waiting_tokens=self._waiting_tokens,
             free_blocks=self._blocks.free,
             cached_blocks=self._tree.cached,
@@ -303,31 +342,112 @@ class Scheduler:
         self._budget.spared_us = self._groups.saved_us
         return segments
 
+    def _examine(self, sequence: Sequence) -> None:
+        """Raises Refused for what can never run here."""
+        if (sequence.owner, sequence.id) in self._live:
+            raise Refused(RejectReason.INVALID, f"id {sequence.id} is still in use on this connection")
+        blocks, size, cap = self._blocks_for(sequence.tokens_max - 1), self._block_tokens, sequence.terms.blocks
+        total = self._blocks.total
+        if blocks > total:
+            raise Refused(RejectReason.TOO_LONG, f"{sequence.tokens_max} tokens can never fit a pool of {total * size}")
+        if cap is not None and blocks > cap:
+            raise Refused(
+                RejectReason.TOO_LONG,
+                f"{sequence.tokens_max} tokens can never fit the {cap * size} that this account may have at once; "
+                "send a shorter prompt, or ask for fewer tokens",
+            )
+
+    def _refuse_if_late(self, standing: Standing[Sequence], sequence: Sequence) -> None:
+        """Raises Refused where it would start after its deadline, as far as can be told."""
+        wait_ms = self._wait_ms(standing)
+        if wait_ms > 1e3 * (sequence.deadline_s - sequence.arrived_s):
+            self._counters["refused_deadline"] += 1
+            message = f"it would wait for about {wait_ms / 1e3:.1f} s, which is longer than it may; try again later"
+            raise Refused(RejectReason.BUSY, message, self._retry_ms(standing))
+
+    def _wait_ms(self, standing: Standing[Sequence]) -> float:
+        """How long one more request of this account would wait for its turn."""
+        return self._pace.wait_ms(self._queue.ahead(standing, self._pace.part)) if self._queue.line else 0.0
+
+    def _retry_ms(self, standing: Standing[Sequence]) -> int:
+        return int(min(max(self._wait_ms(standing) or self._waited_ms, RETRY_MS_MIN), RETRY_MS_MAX))
+
+    def _room_for(self, standing: Standing[Sequence], count: int) -> bool:
+        """Whether so many more may wait. Where they fill the queue, the newest of an account with more of them for its
+        weight go, if all of their request still waits."""
+        while len(self._queue) + count > self._limits.waiting:
+            if not len(self._queue):
+                return False
+            longest = self._queue.longest()
+            newest = self._untouched(next(reversed(longest.waiting)))
+            ours = (len(standing.waiting) + count) / standing.terms.weight
+            if not newest or (len(longest.waiting) - len(newest)) / longest.terms.weight < ours:
+                return False
+            self._reject(newest, "others with fewer requests needed the place in the queue; try again later")
+            self._counters["displaced_requests"] += 1
+        return True
+
+    def _expire(self) -> None:
+        """Rejects requests that have waited for as long as they may and of which nothing has started."""
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            _, _, first = heappop(self._deadlines)
+            if first.stage == Stage.WAITING and (choices := self._untouched(first)):
+                self._reject(choices, "it waited for as long as it may; try again later")
+                self._counters["expired_requests"] += 1
+        if len(self._deadlines) > 64 + 2 * len(self._queue):
+            self._deadlines = [each for each in self._deadlines if each[2].stage == Stage.WAITING]
+            heapify(self._deadlines)
+
+    def _untouched(self, sequence: Sequence) -> list[Sequence]:
+        """All choices of its request, or none where one of them has started."""
+        ids = range(sequence.first, sequence.first + sequence.choices)
+        live = [self._live.get((sequence.owner, id)) for id in ids]
+        choices = [each for each in live if each is not None and each.ticket < 0]
+        return choices if len(choices) == sequence.choices else []
+
+    def _reject(self, choices: list[Sequence], message: str) -> None:
+        first = choices[0]
+        for sequence in choices:
+            self._leave(sequence)
+        self._rejects.append((first, Reject(first.id, RejectReason.BUSY, message, self._retry_ms(first.standing))))
+
     def _make_room(self) -> bool:
         """Gives every running sequence the block that it writes next, and lets others in where that is easy.
 
-        Where blocks are missing the youngest is preempted. False if that has to wait for what is in the air.
+        Where blocks are missing one is preempted. False if that has to wait for what is in the air.
         """
-        calm = True
-        while not self._grow():
+        calm, self._yielding = True, None
+        while (lacking := self._grow()) is not None:
             if self._flights:
                 return False
             assert len(self._running) > 1, "a sequence alone does not fit: add let it in"
-            self.preempt(self._running[-1])
+            self.preempt(self._victim(lacking))
             calm = False
         if calm:
             self._admit()
         return True
 
-    def _grow(self) -> bool:
-        """Gives blocks to those that need one, the oldest first. False where none is left."""
+    def _grow(self) -> Sequence | None:
+        """Gives blocks to those that need one, the oldest first. Who finds none left, if anybody: of all, or under the
+        cap of its account, which stops nobody who runs alone in it."""
         size = self._block_tokens
         for sequence in self._running:
             if sequence.launched == sequence.blocks * size and sequence.launchable:
-                if not self._available():
-                    return False
-                sequence.grow(self._take(1))
-        return True
+                standing = sequence.standing
+                cap = standing.terms.blocks
+                if not self._available() or (cap is not None and standing.running > 1 and standing.blocks >= cap):
+                    return sequence
+                taken = self._take(1)
+                sequence.grow(taken)
+                standing.hold(taken)
+        return None
+
+    def _victim(self, lacking: Sequence) -> Sequence:
+        """Who is preempted for one that lacks a block: never the oldest of all, nor the oldest of an account."""
+        if self._available():
+            self._counters["preemptions_cap"] += 1
+            return next(each for each in reversed(self._running) if each.standing is lacking.standing)
+        return max(self._running[1:], key=lambda each: (each.standing.blocks / each.standing.terms.weight, each.ticket))
 
     def _land(self, plan: Plan) -> None:
         """The oldest flight is over. Nobody reads what was spare when it was launched, nor who had ended."""
@@ -341,19 +461,52 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Starts what waits while there are places, blocks, and rows that running prompts do not use up."""
-        if not self._preempted and not self._queue:
+        if not self._queue.line:
             return
         prompts, rows = _Prompts(self._running), self._budget.rows(self._running)
-        while len(self._running) < self._running_max and not prompts.fill(rows - len(self._running)):
-            sequence = self._candidate(prompts)
-            if sequence is None or not self._start(sequence):
-                return
-            prompts.add(sequence)
 
-    def _candidate(self, prompts: "_Prompts") -> Sequence | None:
-        if self._preempted:
-            return self._preempted[0]
-        return self._queue.first(lambda head: not self._held(head, prompts))
+        def choose(standing: Standing[Sequence]) -> Sequence | None:
+            if prompts.fill(standing, rows - len(self._running)):
+                return None
+            if standing.resuming:
+                return next(iter(standing.resuming))
+            return next((each for each in islice(standing.waiting, LOOK_AHEAD) if not self._held(each, prompts)), None)
+
+        while (sequence := self._queue.first(choose)) is not None:
+            if len(self._running) < self._running_max and self._start(sequence):
+                prompts.add(sequence)
+            elif not sequence.standing.full and not self._concede(sequence):
+                return
+
+    def _concede(self, sequence: Sequence) -> bool:
+        """Where the next in turn finds no place or too few blocks: makes room at the cost of the account that has most
+        of what is missing for its weight, if that will have CONCEDED times as much then as the next one's. False where
+        nobody has, or not before what is in the air has landed.
+
+        What changes hands would have to double before it changes back, so that two accounts never take turns in
+        preempting each other; and the oldest of all is never preempted, so that every step brings it nearer to its end.
+        """
+        standing, places = sequence.standing, len(self._running) == self._running_max
+
+        def has(each: Standing[Sequence]) -> float:
+            return (each.running if places else each.blocks) / each.terms.weight
+
+        most = max(self._queue.running, key=has, default=standing)
+        needed = has(standing) + (1 if places else self._blocks_for(len(sequence.tokens))) / standing.terms.weight
+        if most is standing or has(most) < CONCEDED * needed:
+            return False
+        victims = [each for each in self._running[1:] if each.standing is most]
+        victim = max(victims, key=lambda each: (not each.flying, each.ticket), default=None)
+        if victim is None:
+            return False
+        if has(most) - (1 if places else victim.blocks) / most.terms.weight < CONCEDED * needed:
+            return False
+        if victim.flying:
+            self._yielding = victim
+            return False
+        self.preempt(victim)
+        self._counters["preemptions_share"] += 1
+        return True
 
     def _held(self, sequence: Sequence, prompts: "_Prompts") -> bool:
         """Whether a running prompt is about to cache blocks that this one would otherwise compute again.
@@ -387,11 +540,15 @@ class Scheduler:
         else:
             cached = []
         needed = self._blocks_for(len(sequence.tokens)) - len(cached)
-        if needed + len(self._running) > self._available():  # and a block for the next tokens of each that runs
+        capped = self._capped(sequence.standing, needed, cached)
+        if capped or needed + len(self._running) > self._available():  # and a block for the next tokens of each
             if sequence.lease is not None:
                 self._vain.update(lookups=1, lookup_tokens=len(sequence.tokens) - 1, hit_tokens=sequence.lease.tokens)
             self._release(sequence)
-            self._stuck = (sequence, self._available())
+            if capped:
+                self._queue.pass_over(sequence.standing)
+            else:
+                self._stuck = (sequence, self._available())
             return False
         self._stuck = sequence.behind = None
         self._waiting_tokens -= sequence.pending
@@ -400,23 +557,44 @@ class Scheduler:
         sequence.computed = sequence.launched = len(cached) * self._block_tokens
         sequence.grow(self._take(needed))
         sequence.stage = Stage.RUNNING
+        self._queue.start(sequence.standing, sequence)
+        sequence.standing.hold(sequence.table[: sequence.blocks].tolist())
         if sequence.ticket < 0:
             self._first_start(sequence)
-        else:
-            self._preempted.remove(sequence)
+        sequence.counted = max(sequence.counted, min(sequence.computed, sequence.prompt_tokens))
+        self._queue.promise(sequence.standing, sequence.prompt_tokens - sequence.counted)
         insort(self._running, sequence, key=_ticket)
         return True
+
+    def _capped(self, standing: Standing[Sequence], needed: int, cached: list[int]) -> bool:
+        """Whether so many new blocks and these cached ones, and one more for each that runs, pass an account's cap."""
+        cap = standing.terms.blocks
+        if cap is None or not standing.running:
+            return False
+        more = needed + sum(block not in standing.readers for block in cached)
+        return standing.blocks + more + standing.running > cap
 
     def _first_start(self, sequence: Sequence) -> None:
         sequence.ticket = self._tickets
         self._tickets += 1
-        self._queue.take(sequence.account, sequence)
-        self._queue.charge(sequence.account, sequence.pending)
+        sequence.spared = sequence.computed
         self._waited_ms = (self._clock() - sequence.arrived_s) * 1e3
         self._counters["started"] += 1
+        self._counters["waited_ms"] += int(self._waited_ms)
         self._counters["prompt_tokens"] += sequence.prompt_tokens
         self._counters["cached_tokens"] += sequence.computed
         self._told(sequence.owner).started.append(Started(sequence.id, sequence.computed, self._waited_ms))
+
+    def _count(self, sequence: Sequence) -> None:
+        """Charges its account for what was computed of its prompt, once: not again after a preemption."""
+        upto = min(sequence.computed, sequence.prompt_tokens)
+        tokens = upto - sequence.counted
+        if tokens > 0:
+            sequence.counted = upto
+            standing = sequence.standing
+            standing.level += tokens * standing.prompt_cost
+            standing.promised -= tokens
+            self._served += PROMPT_TOKEN * tokens
 
     def _cache(self, sequence: Sequence) -> None:
         """Puts the blocks that became full into the tree. Where it has them already, its own are read from now on, and
@@ -432,7 +610,9 @@ class Scheduler:
                 self._spare += spare
             else:
                 self._blocks.give(spare)
+            sequence.standing.let_go(sequence.table[:full].tolist())
             sequence.table[:full] = sequence.lease.blocks
+            sequence.standing.hold(sequence.lease.blocks)
             self._regroup()
             sequence.sound = -sequence.flying  # what is in the air still reads ours
         sequence.shared = full
@@ -443,7 +623,7 @@ class Scheduler:
 
     def _emit(self, sequence: Sequence, token: int, chosen: tuple[float, list[int], list[float]] | None) -> None:
         sequence.tokens.append(token)
-        self._queue.charge(sequence.account, 1)
+        sequence.standing.level += sequence.standing.generated_cost
         news = self._told(sequence.owner)
         news.ids.append(sequence.id)
         news.tokens.append(token)
@@ -469,27 +649,40 @@ class Scheduler:
         return max((_common(blocks, other.table[: other.shared]) for other in others), default=0)
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
+        """Ends it, and tells its owner."""
+        if sequence.ticket >= 0:
+            prompt, asked = sequence.prompt_tokens, sequence.tokens_max - sequence.prompt_tokens
+            done = PROMPT_TOKEN * (sequence.counted - sequence.spared) + GENERATED_TOKEN * sequence.emitted
+            self._pace.ended(PROMPT_TOKEN * prompt + GENERATED_TOKEN * asked, done)
+        self._leave(sequence)
+        self._counters[f"finished_{reason}"] += 1
+        self._told(sequence.owner).finished.append(Finish(sequence.id, reason, sequence.emitted, message))
+
+    def _leave(self, sequence: Sequence) -> None:
         """The one end of every sequence. The blocks of one that is flying are freed when its last flight has landed."""
         if sequence.stage == Stage.RUNNING:
-            self._running.remove(sequence)
+            self._stop(sequence)
         else:
             self._waiting_tokens -= sequence.pending
-            if sequence.ticket < 0:
-                self._queue.remove(sequence.account, sequence)
-            else:
-                self._preempted.remove(sequence)
+            self._queue.remove(sequence.standing, sequence)
         sequence.stage = Stage.ENDED
         if sequence.flying:
             self._leaving.add(sequence)
         else:
             self._release(sequence)
         del self._live[sequence.owner, sequence.id]
-        self._counters[f"finished_{reason}"] += 1
-        self._told(sequence.owner).finished.append(Finish(sequence.id, reason, sequence.emitted, message))
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes its place, and what its prompt was still promised."""
+        self._running.remove(sequence)
+        self._queue.promise(sequence.standing, sequence.counted - sequence.prompt_tokens)
+        self._queue.stop(sequence.standing)
 
     def _release(self, sequence: Sequence) -> None:
         """Gives back its lease and its private blocks. The tree keeps what was cached for as long as it likes."""
         self._leaving.discard(sequence)
+        if sequence.blocks:
+            self._queue.let_go(sequence.standing, sequence.table[: sequence.blocks].tolist())
         self._blocks.give(sequence.private())
         if sequence.lease is not None:
             self._blocks.give(self._tree.release(sequence.lease))
@@ -533,12 +726,23 @@ class Scheduler:
                 assert sequence.lease.blocks == sequence.table[: sequence.shared].tolist()
         self._check_flights(holding)
         assert self._running == sorted(self._running, key=_ticket)
-        assert self._preempted == sorted(self._preempted, key=_ticket)
+        self._check_standings(holding)
         waiting = [sequence for sequence in self._live.values() if sequence.stage == Stage.WAITING]
-        assert len(waiting) == len(self._queue) + len(self._preempted)
+        assert len(waiting) == len(self._queue)
         assert sum(sequence.pending for sequence in waiting) == self._waiting_tokens
         assert all(not sequence.blocks and sequence.lease is None for sequence in waiting), "a waiting one holds blocks"
         assert len(self._live) == len(waiting) + len(self._running)
+
+    def _check_standings(self, holding: list[Sequence]) -> None:
+        """What accounts are said to hold is what their sequences do, and no cap is passed by several of one."""
+        standings = {sequence.standing for sequence in self._live.values()}
+        for standing in standings:
+            own = [sequence for sequence in self._running if sequence.standing is standing]
+            assert standing.running == len(own)
+            assert standing.promised == sum(sequence.prompt_tokens - sequence.counted for sequence in own)
+        for standing in standings | {sequence.standing for sequence in holding}:
+            held = [each.table[: each.blocks].tolist() for each in holding if each.standing is standing]
+            assert standing.readers == Counter(chain.from_iterable(held))
 
     def _check_flights(self, holding: list[Sequence]) -> None:
         flying, chunks = Counter[Sequence](), Counter[Sequence]()
@@ -555,6 +759,12 @@ class Scheduler:
 
 def _ticket(sequence: Sequence) -> int:
     return sequence.ticket
+
+
+def _work(sequence: Sequence) -> float:
+    """What it will be served at most."""
+    prompt, output = sequence.prompt_tokens - sequence.counted, sequence.tokens_max - len(sequence.tokens)
+    return PROMPT_TOKEN * prompt + GENERATED_TOKEN * output
 
 
 def _ids(tokens: "array[int]") -> NDArray[np.uint32]:

@@ -13,7 +13,8 @@ from typing import Final
 import numpy as np
 
 from engine.batch import Int32s
-from engine.wire import RejectReason, Sampling, ScopeKind, Submit
+from engine.fairness import Standing
+from engine.wire import RejectReason, Sampling, ScopeKind, Submit, Terms
 from prefixcache.tree import Lease, Namespace
 
 CHOICES_MAX: Final = 4
@@ -21,6 +22,8 @@ STOP_IDS_MAX: Final = 64
 BIASES_MAX: Final = 300
 LOGPROBS_MAX: Final = 20
 SCOPE_BYTES: Final = 16
+WEIGHTS: Final = (0.001, 1000.0)
+PLAIN: Final = Terms()
 _SEEDS: Final = 1 << 63
 _IDS_MAX: Final = 1 << 62
 
@@ -58,8 +61,16 @@ class Sequence:
     stop_ids: frozenset[int]
     arrived_s: float
 
+    terms: Terms = PLAIN
+    first: int = 0  # the id of choice 0 of its request,
+    choices: int = 1  # and how many there are
+    deadline_s: float = math.inf  # when nothing of its request has started by then, nothing will
+
     stage: Stage = Stage.WAITING
-    ticket: int = -1  # the order of first admission; the highest is preempted first
+    ticket: int = -1  # the order of first admission; of one account's the highest is preempted first
+    standing: "Standing[Sequence]" = field(default_factory=Standing)  # its account's, once a scheduler has taken it in
+    counted: int = 0  # tokens of its prompt that its account was charged for, or that were found in the cache
+    spared: int = 0  # tokens of its prompt that were found when it first started
     behind: "tuple[Sequence, int] | None" = None  # who computes a prefix of it first, and how many blocks that is
     flying: int = 0  # flights in the air that it is in
     computed: int = 0
@@ -159,6 +170,10 @@ class Door:
                 sampling=_seeded(submit.sampling, choice),
                 stop_ids=self.stop_ids.union(submit.stop_ids),
                 arrived_s=now_s,
+                terms=submit.terms,
+                first=submit.id,
+                choices=submit.n,
+                deadline_s=now_s + submit.deadline_ms / 1e3 if submit.deadline_ms else math.inf,
             )
             for choice in range(submit.n)
         ]
@@ -193,7 +208,9 @@ class Door:
             raise _invalid("max_tokens must be at least 1")
         if len(submit.stop_ids) > STOP_IDS_MAX:
             raise _invalid(f"at most {STOP_IDS_MAX} stop_ids")
-        problem = _sampling_problem(submit.sampling, self.vocabulary)
+        if submit.deadline_ms < 0:
+            raise _invalid("deadline_ms must be at least 0")
+        problem = _terms_problem(submit.terms) or _sampling_problem(submit.sampling, self.vocabulary)
         if problem:
             raise _invalid(problem)
 
@@ -208,6 +225,24 @@ def _seeded(sampling: Sampling, choice: int) -> Sampling:
         return sampling
     changed = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
     return Sampling(**{**changed, "seed": (sampling.seed + choice) % _SEEDS})
+
+
+def _terms_problem(terms: Terms) -> str:
+    """What is out of range, or nothing."""
+    least, most = WEIGHTS
+    if not least <= terms.weight <= most:
+        return f"weight must be {least:g} to {most:g}"
+    for name, cap in (("sequences", terms.sequences), ("blocks", terms.blocks)):
+        if cap is not None and cap < 1:
+            return f"{name} must be at least 1"
+    for name, bound in (
+        ("floor_blocks", terms.floor_blocks),
+        ("cap_blocks", terms.cap_blocks),
+        ("keep_s", terms.keep_s),
+    ):
+        if bound is not None and not 0 <= bound < math.inf:
+            return f"{name} must be at least 0"
+    return ""
 
 
 def _sampling_problem(sampling: Sampling, vocabulary: int) -> str:

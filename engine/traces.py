@@ -110,6 +110,15 @@ class Traces:
         if not journeys:
             del self._journeys[owner]
 
+    def rejected(self, owner: int, first: int, choices: int) -> None:
+        """The request of these ids waited and will not run."""
+        journeys = self._journeys.get(owner, {})
+        for id in range(first, first + choices):
+            if (journey := journeys.pop(id, None)) is not None:
+                self._end(journey, self._now_ns(), None, "busy")
+        if not journeys:
+            self._journeys.pop(owner, None)
+
     def dropped(self, owner: int) -> None:
         """The connection is gone, and what ran for it has ended."""
         now = self._now_ns()
@@ -124,7 +133,7 @@ class Traces:
         closing.start()
         closing.join(FLUSH_S)
 
-    def _end(self, journey: _Journey, now: int, reason: FinishReason, error: str | None) -> None:
+    def _end(self, journey: _Journey, now: int, reason: FinishReason | None, error: str | None) -> None:
         """Makes the spans of the phases that the sequence came to, end to end; the last one says how it ended."""
         phases = [("replica.queue", journey.submitted)]
         if journey.started is not None:

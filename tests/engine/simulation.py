@@ -17,8 +17,20 @@ from engine.budget import Limits
 from engine.costs import Costs
 from engine.loop import Loop
 from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY, Plan, Scheduler
-from engine.sequence import Door, Refused, Sequence, Stage
-from engine.wire import Finish, FinishReason, Progress, Sampling, Scope, ScopeKind, Started, Submit, TokenLogprobs
+from engine.sequence import PLAIN, Door, Refused, Sequence, Stage
+from engine.wire import (
+    Finish,
+    FinishReason,
+    Progress,
+    Reject,
+    Sampling,
+    Scope,
+    ScopeKind,
+    Started,
+    Submit,
+    Terms,
+    TokenLogprobs,
+)
 from prefixcache.tree import Share, Tree
 from tests.engine.stamp import Claim, Stamps, logprobs_of, solo
 
@@ -32,6 +44,7 @@ class Heard:
     tokens: list[int] = field(default_factory=list)
     started: Started | None = None
     finish: Finish | None = None
+    reject: Reject | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -121,6 +134,8 @@ class Simulation:
         sampling: Sampling | None = None,
         n: int = 1,
         stop_ids: Items[int] = (),
+        terms: Terms = PLAIN,
+        deadline_ms: int = 0,
     ) -> list[Heard]:
         """Raises Refused, with nothing changed."""
         submit = Submit(
@@ -131,6 +146,8 @@ class Simulation:
             max_tokens=max_tokens,
             stop_ids=list(stop_ids),
             n=n,
+            terms=terms,
+            deadline_ms=deadline_ms,
         )
         sequences = self.door.sequences(submit, owner, self.seconds)
         self.scheduler.add(sequences)
@@ -170,6 +187,7 @@ class Simulation:
     def _compute(self, plan: Plan, glitch: int | None) -> Sampled:
         self._assert_within_limits(plan)
         self._assert_scopes_disjoint(plan)
+        self._assert_caps_kept(plan)
         self._assert_flights_apart()
         self.stamps.claims = [self._claim(sequence) for sequence in plan.sequences]
         self.stamps.glitch, self._lost = glitch, set()
@@ -201,6 +219,8 @@ class Simulation:
         for owner, progress in self.scheduler.news().items():
             assert owner not in self.gone, "news for an owner that is gone"
             self._hear(owner, progress)
+        for sequence, reject in self.scheduler.rejects():
+            self._hear_reject(sequence, reject)
         self.scheduler.check()
 
     def run(self, steps: int = 10_000) -> None:
@@ -219,7 +239,7 @@ class Simulation:
         """Every sequence ended once with the text of a solo run, and no block is held by anybody."""
         for (owner, id), entry in self.heard.items():
             assert entry.sequence.stage == Stage.ENDED
-            if owner in self.gone:
+            if owner in self.gone or entry.reject is not None:
                 continue
             assert entry.finish is not None, f"sequence {id} of {owner} never finished"
             expected, reason = self.expected(entry)
@@ -248,6 +268,7 @@ class Simulation:
         for started in progress.started:
             entry = self.heard[owner, started.id]
             assert entry.started is None, "started twice"
+            assert entry.reject is None, "started after its rejection"
             entry.started = started
         for id, count in zip(progress.ids, progress.counts, strict=True):
             entry = self.heard[owner, id]
@@ -264,9 +285,20 @@ class Simulation:
         for finish in progress.finished:
             entry = self.heard[owner, finish.id]
             assert entry.finish is None, "finished twice"
+            assert entry.reject is None, "finished after its rejection"
             entry.finish = finish
             if finish.message == NOT_FINITE:
                 self._assert_not_matched_again(entry.sequence)
+
+    def _hear_reject(self, sequence: Sequence, reject: Reject) -> None:
+        """It is of a whole request, of which nothing was told before and nothing will be."""
+        assert reject.id == sequence.first
+        for id in range(reject.id, reject.id + sequence.choices):
+            entry = self.heard[sequence.owner, id]
+            assert entry.started is None, "rejected after its start"
+            assert entry.finish is None
+            assert entry.reject is None
+            entry.reject = reject
 
     def _claim(self, sequence: Sequence) -> Claim:
         owner = self._owner(sequence)
@@ -287,6 +319,18 @@ class Simulation:
         assert len(plan.sequences) <= self.limits.sequences
         assert min(plan.chunks) >= 1
         assert all(sequence.launched < sequence.tokens_max for sequence in plan.sequences), "the last token is computed"
+
+    def _assert_caps_kept(self, plan: Plan) -> None:
+        """Nobody has more running, or several that hold more blocks, than the terms of all of them allow."""
+        accounts: dict[bytes, list[Sequence]] = {}
+        for sequence in plan.sequences:
+            accounts.setdefault(sequence.account, []).append(sequence)
+        for own in accounts.values():
+            places = [sequence.terms.sequences or self.sequences for sequence in own]
+            assert len(own) <= max(places), "more run than its account's cap"
+            blocks = {block for sequence in own for block in sequence.table[: sequence.blocks].tolist()}
+            caps = [sequence.terms.blocks or self.blocks for sequence in own]
+            assert len(blocks) <= max(caps), "they hold more than their account's cap"
 
     def _assert_scopes_disjoint(self, plan: Plan) -> None:
         owner_of: dict[int, object] = {}
@@ -345,6 +389,15 @@ class Chaos:
             share=pick.choice([None, None, Share(floor=2, cap=5), Share(cap=0)]),
             costs=pick.choice([None, GROUPING]),
         )
+        self.terms = {
+            scope.account or scope.id: Terms(
+                weight=pick.choice([0.5, 1.0, 3.0]),
+                sequences=pick.choice([None, None, 1, 2]),
+                blocks=pick.choice([None, None, 3, 10]),
+            )
+            for scope in SCOPES
+        }
+        self.deadlines_ms = pick.choice([[0], [0], [0, 3000, 20_000]])
         self.prefixes = [self._tokens(pick.randint(0, 5 * block_tokens)) for _ in range(3)]
         self.scopes = pick.sample(SCOPES, pick.randint(1, 4))
         self.arrivals = pick.randint(2, 10)
@@ -383,6 +436,7 @@ class Chaos:
     def _arrive(self) -> None:
         pick = self.random
         n = pick.choice([1, 1, 1, 2, 4])
+        scope = pick.choice(self.scopes)
         sampling = Sampling(
             temperature=pick.choice([0.0, 1.0]),
             seed=pick.randint(0, 2**63 - 1),
@@ -393,12 +447,14 @@ class Chaos:
             self.simulation.submit(
                 self._id,
                 [*pick.choice(self.prefixes), *self._tokens(pick.randint(1, 6))],
-                pick.choice(self.scopes),
+                scope,
                 max_tokens=pick.randint(1, 12),
                 owner=pick.randint(1, 3) if len(self.simulation.gone) == 0 else 4,
                 sampling=sampling,
                 n=n,
                 stop_ids=[1] if pick.random() < 0.2 else [],
+                terms=self.terms[scope.account or scope.id],
+                deadline_ms=pick.choice(self.deadlines_ms),
             )
         except Refused:
             self.refused += 1

@@ -8,6 +8,7 @@ import pytest
 from engine.batch import unpack
 from engine.budget import PROMPT_ROWS_MIN, Budget, Limits
 from engine.costs import Costs
+from engine.fairness import Standing
 from engine.sequence import Sequence
 from engine.wire import Sampling
 from tests.engine.simulation import Fault, Simulation
@@ -22,12 +23,15 @@ COSTS = Costs(
     groups_us=0.0,
 )
 
+ONE = Standing[Sequence]()
 
-def running(tokens: int, computed: int) -> Sequence:
+
+def running(tokens: int, computed: int, standing: Standing[Sequence] = ONE) -> Sequence:
     """One that lacks tokens − computed tokens."""
     prompt = array("I", [1]) * tokens
     sequence = Sequence(1, 1, b"", None, prompt, tokens, tokens + 100, Sampling(), frozenset(), 0.0)
     sequence.computed = sequence.launched = computed
+    sequence.standing = standing
     return sequence
 
 

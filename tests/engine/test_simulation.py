@@ -99,6 +99,11 @@ BREAKS = {
     "groups outlive their sequences": ("grouping", "slices != self._slices", "len(slices) != len(self._slices)"),
     "a group's segment leaves a gap": ("grouping", "first, node.keys)", "node.keys // 2, node.keys)"),
     "prompts are in groups": ("scheduler", "sequence if chunk == 1 else None", "sequence"),
+    "an account grows past its cap": ("scheduler", "standing.running > 1 and standing.blocks >= cap", "False"),
+    "caps of running sequences are forgotten": ("fairness", "self.running < self.terms.sequences", "True"),
+    "what an account holds is never let go": ("scheduler", "if sequence.blocks:", "if False:"),
+    "a rejected sequence goes on": ("scheduler", "for sequence in choices:\n            self._leave(sequence)", "pass"),
+    "a prompt is charged again after a preemption": ("scheduler", "sequence.counted = upto", "pass"),
     "the budget is overrun": ("budget", "shares.append(min(count, left))", "shares.append(count)"),
 }
 
@@ -107,12 +112,12 @@ BREAKS = {
 def test_a_broken_build_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, right, wrong = BREAKS[name]
     install_broken(module, right, wrong, monkeypatch)
-    for seed in range(300):
+    for seed in range(600):
         try:
             Chaos(seed).run()
         except (AssertionError, ArithmeticError, LookupError, ValueError):
             return
-    raise AssertionError(f"300 lives did not notice that {name}")
+    raise AssertionError(f"600 lives did not notice that {name}")
 
 
 def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +130,12 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
     exec(compile(source.replace(right, wrong), broken.__name__, "exec"), broken.__dict__)
     for kept in {"Refused", "Stage"} & original.__dict__.keys():  # what the unbroken modules raise and compare
         broken.__dict__[kept] = getattr(original, kept)
-    for user, replaced in ((simulated, "Scheduler"), (simulated, "Door"), (scheduler, "Budget"), (scheduler, "Groups")):
+    for user, replaced in (
+        (simulated, "Scheduler"),
+        (simulated, "Door"),
+        (scheduler, "Budget"),
+        (scheduler, "Groups"),
+        (scheduler, "FairQueue"),
+    ):
         if replaced in broken.__dict__:
             monkeypatch.setattr(user, replaced, broken.__dict__[replaced])
