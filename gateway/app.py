@@ -9,9 +9,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -32,8 +32,10 @@ from gateway.suspects import Suspects
 from gateway.tokens import METHODS, TOKEN_BYTES_MAX, Asked, Tokens
 from gateway.traces import Traces, open_traces
 from gateway.turns import Turns
+from gateway.webhook import Webhook
 from tenants.accounts import Accounts, Caller, MalformedToken, Permission, Suspended, Unauthenticated
 from tenants.issuers import Issuers, IssuerUnavailable
+from tenants.notices import Thresholds, signer
 from tenants.quota import Quota
 from tenants.store import Store, StoreUnavailable, open_store
 
@@ -44,17 +46,19 @@ ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 PRIVATE: Final = [JSON, (b"cache-control", b"no-store")]
 
+Errand = Callable[[], Coroutine[Any, Any, None]]
+
 log = logging.getLogger(__name__)
 
 
 class App:
     """The gateway as an ASGI application. Its lifespan runs the fleet's connections, the quota's settlements and the
-    fetches of issuers' keys."""
+    `errands`, such as the fetches of issuers' keys."""
 
-    def __init__(self, gateway: Gateway, store: Store, issuers: Issuers) -> None:
+    def __init__(self, gateway: Gateway, store: Store, errands: Sequence[Errand]) -> None:
         self._gateway = gateway
         self._store = store
-        self._issuers = issuers
+        self._errands = errands
         self._native = Native()
         self._openai = OpenAI()
         self._tokens = Tokens(gateway.accounts)
@@ -89,8 +93,8 @@ class App:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "lifespan.startup"
         async with asyncio.TaskGroup() as group:
-            parts = (self._gateway.fleet.run(), self._gateway.quota.run(), self._issuers.run(), self._end_revoked())
-            running = [group.create_task(part) for part in parts]
+            parts = (self._gateway.fleet.run, self._gateway.quota.run, self._end_revoked, *self._errands)
+            running = [group.create_task(part()) for part in parts]
             await send({"type": "lifespan.startup.complete"})
             assert (await receive())["type"] == "lifespan.shutdown"
             for task in running:
@@ -323,10 +327,13 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
     store = open_store(config.store_url)
     issuers = Issuers(config.issuers)
     fleet = Fleet(config.machine_addresses)
+    thresholds = Thresholds(store, time.time)
+    webhook = Webhook(store, signer(secret), time.time, private=config.server.private_notices)
     gateway = Gateway(
         limits=config.server,
         accounts=Accounts(store, secret, issuers=issuers),
         quota=Quota(store, Path(config.outbox_folder)),
+        thresholds=thresholds,
         catalogue=open_catalogue(config),
         fleet=fleet,
         suspects=Suspects(time.monotonic),
@@ -339,4 +346,4 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
     )
     models = [model.name for model in gateway.catalogue]
     gateway.metrics.watch(models, fleet, gateway.outage, gateway.quota, config.outbox_folder)
-    return App(gateway, store, issuers)
+    return App(gateway, store, (issuers.run, thresholds.run, webhook.run))

@@ -52,6 +52,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     blocked_s: Annotated[float, Meta(description="a client that reads nothing this long is dropped", gt=0)] = 30.0
     wait_s: Annotated[float, Meta(description="how long a call waits for a replica that can serve", ge=0)] = 30.0
     request_s: Annotated[float, Meta(description="longest life of one inference request; then 408", gt=0)] = 900.0
+    private_notices: Annotated[
+        bool, Meta(description="notices of soft caps may go to private addresses and over plain http")
+    ] = False
     drain_s: Annotated[float, Meta(description="on SIGTERM, running streams get this long to end", ge=0)] = 20.0
     address_connections: Annotated[
         int, Meta(description="open connections of one address, or IPv6 /64, at once; above it 503", ge=1)

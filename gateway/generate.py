@@ -172,6 +172,7 @@ async def reserve(request: Request, max_tokens: int) -> Reservation:
         )
     except QuotaExceeded as exceeded:
         request.exchange.beside = ratelimit.headers([exceeded.left])
+        gateway.thresholds.consider(request.caller.account, [exceeded.left])
         account = request.caller.account
         gateway.metrics.shares.refused(account.id, account.plan.name, exceeded.limit)
         if exceeded.limit in BUDGETS:

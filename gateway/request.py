@@ -23,6 +23,7 @@ from gateway.text import Decoder, Text
 from gateway.traces import Span, Traces
 from gateway.turns import Turns
 from tenants.accounts import Accounts, Caller
+from tenants.notices import Thresholds
 from tenants.quota import Quota, Reservation, Spent
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Gateway:
     limits: ServerConfig
     accounts: Accounts
     quota: Quota
+    thresholds: Thresholds
     catalogue: Catalogue
     fleet: Fleet
     suspects: Suspects
@@ -152,6 +154,7 @@ class Request:
         neurons = 0.0
         if self.reservation is not None:
             self.gateway.quota.settle(self.reservation, spent)
+            self.gateway.thresholds.consider(self.caller.account, self.reservation.after(spent))
             neurons = self.reservation.neurons(spent)
         account, metrics = self.caller.account, self.gateway.metrics
         metrics.finished(self.model.name, spent, self.own_s())

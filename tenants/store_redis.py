@@ -604,6 +604,9 @@ class RedisStore:
         pairs = zip(taken[::2], taken[1::2], strict=True)
         return [structs.replace(_unpack_notice(body), tries=tries) for body, tries in pairs if body is not None]
 
+    async def postpone_notice(self, notice_id: str, due_at: float) -> None:
+        await self._ask("ZADD", _NOTICES, "XX", due_at, notice_id)
+
     async def close_notice(self, notice_id: str) -> None:
         await self._asked(
             ("ZREM", _NOTICES, notice_id),

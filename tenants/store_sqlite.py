@@ -435,6 +435,10 @@ class SqliteStore:
                 self._run("UPDATE notices SET due_at = ?, tries = tries + 1 WHERE id = ?", (now + lease_s, row[0]))
         return [Notice(*row) for row in rows]
 
+    async def postpone_notice(self, notice_id: str, due_at: float) -> None:
+        with self._transaction():
+            self._run("UPDATE notices SET due_at = ? WHERE id = ?", (due_at, notice_id))
+
     async def close_notice(self, notice_id: str) -> None:
         with self._transaction():
             self._run("UPDATE notices SET closed_at = ? WHERE id = ?", (int(self._clock()), notice_id))

@@ -84,6 +84,9 @@ async def test_notices_are_taken_when_due_and_by_one_taker_at_a_time(store: Stor
     assert [one for part in taken for one in part] == notices[:2]
     (again, late) = await store.take_notices(now + 31, 60, 2)
     assert (again.id, again.tries, late.id) == ("n2", 0, "n0")
+    await store.postpone_notice("n2", now + 500)
+    await store.postpone_notice("never", now)
+    assert [one.id for one in await store.take_notices(now + 200, 30, 10)] == ["n1", "n0"]
     for notice in notices:
         await store.close_notice(notice.id)
         await store.add_notice(notice)
