@@ -11,6 +11,7 @@ from gateway.catalogue import BUILT_IN, folder_of
 from gateway.cli import main
 from gateway.commands import doctor
 from gateway.config import Config, ModelConfig, settings
+from tests.gateway.certificates import write_certificate
 from tests.tenants.issuing import jwk
 
 EMBER = folder_of(Config(), ModelConfig(name=BUILT_IN))
@@ -229,3 +230,30 @@ def test_issuers_keys_are_looked_at(here: Path, capsys: pytest.CaptureFixture[st
     assert "2 keys" in good["found"]
     assert "no key for EdDSA" in other["found"]
     assert "none.json" in away["found"]
+
+
+@pytest.mark.parametrize(
+    ("days", "verdict", "said"), [(200, "ok", "200 days"), (5, "note", "5 days"), (-3, "wrong", "expired")]
+)
+def test_it_says_when_the_certificate_ends(
+    here: Path, port: int, capsys: pytest.CaptureFixture[str], days: int, verdict: str, said: str
+) -> None:
+    write_certificate(here, days=days)
+    settings = f'[server]\nport = {port}\ncertificate = "certificate.pem"\nkey = "key.pem"\n'
+    (here / "hearth.toml").write_text(settings)
+    (finding,) = examine(capsys, int(verdict == "wrong"))["tls"]
+    assert finding["verdict"] == verdict
+    assert said in finding["found"].replace("199 days", "200 days").replace(" 4 days", " 5 days")
+
+
+def test_a_key_that_others_can_read_or_that_is_missing_is_said(
+    here: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = write_certificate(here)
+    settings = f'[server]\nport = {port}\ncertificate = "certificate.pem"\nkey = "key.pem"\n'
+    (here / "hearth.toml").write_text(settings)
+    Path(paths["key"]).chmod(0o644)
+    assert "chmod 600" in examine(capsys, 0)["tls"][1]["advice"]
+    Path(paths["key"]).unlink()
+    (finding,) = examine(capsys, 1)["tls"]
+    assert "cannot be read" in finding["found"]

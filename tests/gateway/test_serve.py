@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -16,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from gateway.door import ACCEPTS
+from gateway.door import ACCEPTS, _source
 from gateway.exchange import Exchange
-from gateway.serve import listen
+from gateway.serve import PIPELINED_MAX, listen
 from tests.gateway.served import Client, Served, looped, served, until
 
 ROOT = Path(__file__).parents[2]
@@ -276,3 +277,142 @@ serve.serve(load_config(None, state_folder={str(tmp_path)!r}, port=0), bytes(32)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert ended.stdout == "True\n", ended.stderr
+
+
+@looped
+async def test_a_body_that_nobody_reads_ends_in_time_or_the_connection_does(tmp_path: Path) -> None:
+    async with served(tmp_path, body_s=0.4) as gateway:
+        client = await gateway.client()
+        client.writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000000\r\n\r\n")
+        assert await client.head() == 200
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began < 3 and gateway.server.server_state.connections:
+                client.writer.write(bytes(1000))
+                await client.writer.drain()
+                await asyncio.sleep(0.01)
+        assert time.monotonic() - began < 2
+        client.leave()
+        client = await gateway.client()  # one that ends in time is no reason to end the connection
+        for _ in range(2):
+            client.writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+            assert await client.head() == 200
+            await client.body()
+            client.writer.write(bytes(1000))
+            await asyncio.sleep(0.3)
+        client.leave()
+
+
+@looped
+async def test_a_body_at_fault_is_400_and_ends_the_request(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        client = await gateway.client()
+        head = f"POST {gateway.run_path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {gateway.token}\r\n"
+        client.writer.write(f"{head}transfer-encoding: chunked\r\n\r\n5\r\n".encode())
+        await until(lambda: gateway.app.open_requests)
+        client.writer.write(b"{}\r\nx\r\n")
+        client.writer.write(b"junk\r\n")
+        assert await client.head() == 400
+        assert json.loads(await client.reader.read())["errors"][0]["code"] == 6003
+        await gateway.settled(1.0)
+        assert not gateway.fleet.submits
+        client.leave()
+
+
+@looped
+async def test_requests_that_wait_behind_one_another_are_few(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        request = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+        client = await gateway.client()
+        client.writer.write(request * PIPELINED_MAX)
+        for _ in range(PIPELINED_MAX):
+            assert await client.head() == 200
+            await client.body()
+        client.writer.write(request * 5000)
+        with contextlib.suppress(OSError):
+            assert await client.reader.read() == b""
+        await until(lambda: not gateway.server.server_state.connections)
+        client.leave()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_client_that_does_not_take_its_answers_is_dropped(tmp_path: Path, kept: bool) -> None:
+    @looped
+    async def call() -> None:
+        async with served(tmp_path, blocked_s=0.4) as gateway:
+            client = await gateway.client(receive_bytes=2048)
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            gateway.app._healthz = large  # type: ignore[method-assign]
+            end = b"" if kept else b"connection: close\r\n"
+            client.writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n%s\r\n" % end * (3 if kept else 1))
+            await until(lambda: gateway.server.server_state.connections)
+            await until(lambda: not gateway.server.server_state.connections, 2)
+            await until(lambda: not gateway.server.server_state.tasks)
+            client.leave()
+
+    async def large(exchange: Exchange) -> None:
+        await exchange.answer(200, bytes(1 << 20), [])
+
+    call()
+
+
+@looped
+async def test_one_address_has_its_share_of_connections_and_a_proxy_that_is_trusted_more(tmp_path: Path) -> None:
+    for name, settings, served_ones in (("alone", {}, 2), ("proxied", {"proxies": ["127.0.0.1/32"]}, 4)):
+        async with served(tmp_path / name, address_connections=2, connections=4, **settings) as gateway:
+            clients = [await gateway.client() for _ in range(5)]
+            for client in clients:
+                client.writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            statuses = []
+            for client in clients:
+                with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                    statuses.append(await client.head())
+            assert statuses.count(200) == served_ones
+            for client in clients:
+                client.leave()
+            await until(lambda: not gateway.server._door.connections)
+            assert (await gateway.call("/healthz", b"", "GET")).status == 200
+
+
+def test_an_ipv6_customer_is_one_address() -> None:
+    assert _source("2001:db8::1") == _source("2001:db8::ffff:2") != _source("2001:db8:0:1::1")
+    assert _source("::ffff:1.2.3.4") == _source("1.2.3.4") != _source("1.2.3.5")
+
+
+@looped
+async def test_without_descriptors_the_door_waits_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with served(tmp_path) as gateway:
+        door = gateway.server._door
+        full = [True]
+
+        class Full:
+            """A listener of a process that has no descriptor left."""
+
+            def __init__(self, real: socket.socket) -> None:
+                self._real = real
+                self.fileno = real.fileno
+
+            def accept(self) -> Any:
+                if full:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return self._real.accept()
+
+        door._listener = Full(door._listener)
+        client = await gateway.client()
+        await client.send("GET", "/healthz", b"")
+        await asyncio.sleep(0.5)
+        assert 2 <= len(caplog.records) <= 10
+        full.clear()
+        assert await client.head() == 200
+        client.leave()
+
+
+def test_as_many_descriptors_are_allowed_as_connections_need() -> None:
+    script = """
+import resource
+from gateway.serve import allow_descriptors
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 4000))
+print(*map(allow_descriptors, (50, 1000, 9000)), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.stdout == "562 1512 4000 4000 4000\n", ended.stderr
