@@ -346,4 +346,6 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
     )
     models = [model.name for model in gateway.catalogue]
     gateway.metrics.watch(models, fleet, gateway.outage, gateway.quota, config.outbox_folder)
+    if config.server.certificate:
+        gateway.metrics.watch_certificate(config.server.certificate)
     return App(gateway, store, (issuers.run, thresholds.run, webhook.run))

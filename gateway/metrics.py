@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway import tls
+from gateway.config import ConfigError
 from gateway.fleet import Fleet
 from gateway.outage import Outage
 from gateway.shares import Shares
@@ -56,6 +58,10 @@ class Metrics:
         self.registry.register(_Replicas(models, fleet))
         self.registry.register(_Store(outage, quota, outbox_folder))
         self.operators.register(_Queues(models, fleet))
+
+    def watch_certificate(self, path: str) -> None:
+        """The file is read anew for each text, for some 20 µs."""
+        self.registry.register(_Certificate(path))
 
     def finished(self, model: str, spent: Spent, own_s: float | None) -> None:
         """One request ended; `model` is a name of the catalogue, `own_s` the gateway's part of the first token."""
@@ -210,6 +216,23 @@ class _Queues(Collector):
             for model in self._models:
                 gauge.add_metric([model], sum(count for of, count in counts if of == model))
             yield gauge
+
+
+class _Certificate(Collector):
+    """When the certificate in the file ends."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        gauge = GaugeMetricFamily(
+            "hearth_certificate_end_timestamp_seconds", "When it ends, since 1970; 0 where its file cannot be read"
+        )
+        try:
+            gauge.add_metric([], tls.expiry(self._path).timestamp())
+        except ConfigError:
+            gauge.add_metric([], 0)
+        yield gauge
 
 
 def _accounts_text(shares: Shares) -> bytes:

@@ -1,7 +1,9 @@
 import asyncio
+import time
 from pathlib import Path
 from typing import cast
 
+from gateway.app import build_app
 from gateway.fleet import Fleet
 from gateway.metrics import OUTCOMES_MAX, Metrics
 from gateway.outage import Outage
@@ -9,8 +11,9 @@ from tenants.grants import Grant, Permission
 from tenants.quota import Quota, Spent
 from tenants.store import Store, StoreUnavailable
 from tenants.terms import Limits
-from tests.gateway.served import looped, served
-from tests.gateway.stub_replica import MODEL
+from tests.gateway.certificates import write_certificate
+from tests.gateway.served import SECRET, config_for, looped, served
+from tests.gateway.stub_replica import MODEL, StubFleet
 
 OPERATOR = Grant((Permission.OPERATOR,))
 
@@ -138,3 +141,18 @@ def test_what_waits_in_the_outbox_is_counted_and_what_is_damaged_is_seen(tmp_pat
     assert "hearth_outbox_bytes 330.0" in text
     assert "hearth_outbox_damaged_files 1.0" in text
     assert 'hearth_replicas_ready{model="@cf/a/b"} 0.0' in text
+
+
+def test_the_end_of_the_certificate_is_told_and_follows_its_file(tmp_path: Path) -> None:
+    config = config_for(tmp_path, StubFleet(tmp_path), write_certificate(tmp_path, days=30))
+    metrics = build_app(config, SECRET)._gateway.metrics
+
+    def expires() -> float:
+        (line,) = [line for line in metrics.text().decode().splitlines() if line.startswith("hearth_certificate_")]
+        return float(line.split()[1])
+
+    assert abs(expires() - time.time() - 30 * 86400) < 60
+    write_certificate(tmp_path, days=90)
+    assert abs(expires() - time.time() - 90 * 86400) < 60
+    Path(config.server.certificate).unlink()
+    assert expires() == 0

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tenants.grants import Grant, Permission
 from tenants.terms import Limits
+from tests.gateway.certificates import write_certificate
 from tests.gateway.served import Served, served
 
 ROOT = Path(__file__).parents[2]
@@ -125,10 +126,12 @@ def dashboard() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
-    """What the operator reads once there were an answer, a refusal by a limit, and a replica's word."""
+    """What the operator reads once there were an answer, a refusal by a limit, a certificate and a replica's word."""
+    folder = tmp_path_factory.mktemp("gateway")
 
     async def scrape() -> Exposed:
-        async with served(tmp_path_factory.mktemp("gateway"), limits=Limits(requests_per_minute=2)) as gateway:
+        async with served(folder, limits=Limits(requests_per_minute=2)) as gateway:
+            gateway.app._gateway.metrics.watch_certificate(write_certificate(folder)["certificate"])
             for _ in range(3):
                 await gateway.run(prompt="hello", max_tokens=3)
             await gateway.settled()
