@@ -142,7 +142,7 @@ class _Replicas(Collector):
         seen = self._fleet.replicas()
         known = Count(replica.model for replica in seen)
         ready = Count(replica.model for replica in seen if replica.ready)
-        starts = self._fleet.tally.starts()
+        restarts = self._fleet.tally.restarts()
         for name, says, counts in (
             ("hearth_replicas", "Replicas that machines tell of", known),
             ("hearth_replicas_ready", "Replicas that this gateway can send requests to", ready),
@@ -152,10 +152,10 @@ class _Replicas(Collector):
                 gauge.add_metric([model], counts[model])
             yield gauge
         counter = CounterMetricFamily(
-            "hearth_replica_starts", "Starts of replicas' processes that this gateway saw", labels=["model"]
+            "hearth_replica_restarts", "Replicas' processes that ended and began anew", labels=["model"]
         )
         for model in self._models:
-            counter.add_metric([model], starts.get(model, 0))
+            counter.add_metric([model], restarts.get(model, 0))
         yield counter
         machines = GaugeMetricFamily("hearth_machines_unreachable", "Machines of the configuration without connection")
         machines.add_metric([], len(self._fleet.problems()))

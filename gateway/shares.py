@@ -20,10 +20,7 @@ _ENDING: Final = {
     **dict.fromkeys(("client_gone", "cancelled"), "left"),
     **dict.fromkeys(("rate_limit_exceeded", "insufficient_quota"), "limited"),
     **dict.fromkeys(
-        (
-            *("invalid_request", "body_missing", "request_too_large", "request_timeout", "model_not_found"),
-            *("context_length_exceeded", "invalid_api_key", "account_suspended", "model_not_permitted", "crashes"),
-        ),
+        ("invalid_request", "context_length_exceeded", "crashes", "invalid_api_key", "account_suspended"),
         "refused",
     ),
 }

@@ -32,14 +32,14 @@ class Tally:
     def __init__(self) -> None:
         self._last: dict[str, _Last] = {}
         self._sums: dict[str, Counter[str]] = {}
-        self._starts: Counter[str] = Counter()
+        self._restarts: Counter[str] = Counter()
 
     def take(self, address: str, hello: Hello, load: Load) -> None:
         """A replica's new word. Costs a few microseconds."""
         start = (hello.boot, hello.pid)
         last = self._last.get(address)
         before = last.counters if last is not None and last.start == start else {}
-        self._starts[hello.model] += last is None or last.start != start
+        self._restarts[hello.model] += last is not None and last.start != start
         counters = {name: load.counters.get(name, 0) for name in COUNTED}
         sums = self._sums.setdefault(hello.model, Counter())
         for name, count in counters.items():
@@ -59,9 +59,9 @@ class Tally:
         """By model, a number for each of COUNTED."""
         return {model: dict(sums) for model, sums in self._sums.items()}
 
-    def starts(self) -> dict[str, int]:
-        """By model, how many starts of replicas were seen. One that is told of anew counts again."""
-        return dict(self._starts)
+    def restarts(self) -> dict[str, int]:
+        """By model, how often a replica that was known began anew."""
+        return dict(self._restarts)
 
     def shared_blocks(self) -> dict[str, int]:
         """By model, the blocks that two sequences or more read at this moment."""

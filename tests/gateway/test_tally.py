@@ -55,3 +55,13 @@ def test_only_known_counters_are_kept() -> None:
     tally = Tally()
     tally.take("unix:1", hello(), load(1, **{f"made up {number}": 1 for number in range(100)}))
     assert set(tally.sums()["@cf/a/b"]) == set(COUNTED)
+
+
+def test_a_replica_that_begins_anew_is_counted_and_one_that_is_new_or_only_reconnects_is_not() -> None:
+    tally = Tally()
+    for boot, pid in ((1, 5), (1, 5), (2, 6), (2, 7)):
+        tally.take("unix:1", hello(boot, pid=pid), load(1))
+        tally.lost("unix:1")
+    tally.take("unix:2", hello(), load(1))
+    tally.take("unix:3", hello(model="@cf/c/d"), load(1))
+    assert tally.restarts() == {"@cf/a/b": 2, "@cf/c/d": 0}
