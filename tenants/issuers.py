@@ -149,13 +149,16 @@ class Issuers:
         proven = self._proven.get(digest)
         if proven is None or (proven.keys.known or {}).get(proven.kid) is not proven.key:
             proven = await self._prove(text)
-            self._proven[digest] = proven
-            if len(self._proven) > PROVEN_MAX:
-                self._proven.popitem(last=False)
-        self._proven.move_to_end(digest)
         if self._clock() >= proven.proof.expires_at:
             raise JwtRefused("it has expired")
+        self._remember(digest, proven)
         return proven.proof
+
+    def _remember(self, digest: bytes, proven: _Proven) -> None:
+        self._proven[digest] = proven
+        self._proven.move_to_end(digest)
+        if len(self._proven) > PROVEN_MAX:
+            self._proven.popitem(last=False)
 
     async def _prove(self, text: str) -> _Proven:
         jwt = read_jwt(text)
@@ -195,7 +198,7 @@ def keys_of(issuer: Issuer) -> "Keys":
 
 
 def prove(issuer: Issuer, claims: dict[str, Any], now: float) -> Proof:
-    """What claims open that this issuer signed. Raises JwtRefused."""
+    """What claims open that this issuer signed, until they expire. Raises JwtRefused."""
     try:
         given = msgspec.convert(claims, _Claims)
     except msgspec.ValidationError as error:
@@ -208,8 +211,6 @@ def prove(issuer: Issuer, claims: dict[str, Any], now: float) -> Proof:
         raise JwtRefused("its 'nbf' lies in the future")
     if given.exp - given.iat > issuer.token_s_max:
         raise JwtRefused(f"it lives for {given.exp - given.iat:.0f} s; the most is {issuer.token_s_max}")
-    if given.exp <= now:
-        raise JwtRefused("it has expired")
     token_id = _token_id(issuer.name, given.sub)
     return Proof(_account(issuer, claims), token_id, _grant(issuer, claims), int(given.iat), int(given.exp))
 

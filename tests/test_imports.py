@@ -44,6 +44,7 @@ ONLY_IN = {
     "uvicorn": ("gateway",),
     "redis": ("tenants.store*",),
     "sqlite3": ("tenants.store*",),
+    "jwt": ("tenants.jwks",),
     "asyncio": ("gateway", "tenants"),
     "opentelemetry": ("gateway.traces", "engine.traces"),
     "pickle": (),

@@ -1,4 +1,5 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,11 @@ def test_a_cap_below_the_floor_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text('[[models]]\nname = "@cf/a/b"\nscope_floor_blocks = 9\nscope_cap_blocks = 8\n')
     with pytest.raises(ConfigError, match="scope_cap_blocks of @cf/a/b"):
         load_config(path)
+
+
+def test_the_settings_that_the_readme_shows_can_be_read(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert any("[[issuers]]" in block for block in shown)
+    for block in shown:
+        load_config(_write(tmp_path, block))

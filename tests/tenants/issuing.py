@@ -151,7 +151,7 @@ def documents() -> dict[str, Any]:
                 jwk("EdDSA", "EdDSA-1"),
                 jwk("EdDSA encryption", "for-encryption", use="enc"),
                 jwk("EdDSA signing", "for-signing", key_ops=["sign"]),
-                jwk("EdDSA published", "published", d=url64(b"d" * 32)),
+                jwk("EdDSA published", "published", d=url64(private_key("EdDSA published").private_bytes_raw())),
                 jwk("ES256", "of-another-algorithm"),
                 {"kty": "oct", "kid": "symmetric", "k": url64(b"k" * 32), "alg": "HS256"},
             ]

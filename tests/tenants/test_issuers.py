@@ -173,13 +173,21 @@ async def test_a_token_id_is_short_and_one_subjects_alone(
 
 
 async def test_a_jwt_ends_when_it_expires(world: World, known: Accounts, clock: StoppedClock) -> None:
-    text = world.jwt(exp=world.now + 0.2 + 1)
+    text = world.jwt(exp=world.now + 1.2)
     await known.verify(text)
     clock.now_s += 0.9
     await known.verify(text)
     clock.now_s += 0.1
     with pytest.raises(UnknownToken, match="expired"):
         await known.verify(text)
+
+
+async def test_what_was_proven_once_expires_all_the_same(world: World, issuers: Issuers, clock: StoppedClock) -> None:
+    text = world.jwt(exp=world.now + 60)
+    assert await issuers.verify(text)
+    clock.now_s += 60
+    with pytest.raises(JwtRefused, match="expired"):
+        await issuers.verify(text)
 
 
 async def test_a_jwt_costs_one_hash_while_it_is_trusted(

@@ -97,6 +97,25 @@ async def test_a_thundering_herd_makes_one_fetch(running: Keys, server: JwksServ
     assert len(server.fetches) == 2
 
 
+async def test_those_who_come_before_the_first_fetch_lands_share_it(running: Keys, server: JwksServer) -> None:
+    server.delay_s = 0.1
+    assert all(await asyncio.gather(*(running.key("1") for _ in range(100))))
+    await asyncio.sleep(0.15)
+    assert server.fetches == ["/keys"]
+
+
+async def test_a_fetch_that_failed_is_tried_again_soon(
+    running: Keys, server: JwksServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jwks, "RETRY_S", 0.05)
+    server.status = "500 Sorry"
+    assert await running.key("1") is None
+    server.status = "200 OK"
+    async with asyncio.timeout(2):
+        while running.known is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_one_that_waits_and_leaves_spoils_nothing_for_others(running: Keys, server: JwksServer) -> None:
     assert await running.key("1")
     server.documents["/keys"] = BOTH
