@@ -1,5 +1,6 @@
 """compose.yaml says what `hearth` runs. Its shape is checked against the part of the Compose Specification it uses."""
 
+import ipaddress
 import shutil
 import subprocess
 from pathlib import Path
@@ -189,3 +190,11 @@ def test_prometheus_scrapes_every_gateway_and_grafana_asks_prometheus(compose: d
     assert job["authorization"] == {"credentials": "${HEARTH_OPERATOR_TOKEN:-}"}
     (source,) = yaml.safe_load(compose["configs"]["datasources"]["content"])["datasources"]
     assert source["url"] == "http://prometheus:9090"
+
+
+def test_prometheus_may_read_metrics_while_the_store_is_away(compose: dict[str, Any], tmp_path: Path) -> None:
+    """Docker gives addresses of these networks, and without the store no token can be checked."""
+    (tmp_path / "hearth.toml").write_text(compose["configs"]["hearth"]["content"])
+    networks = load_config(tmp_path / "hearth.toml").server.metrics_networks
+    for address in ("172.18.0.5", "192.168.16.5"):
+        assert any(ipaddress.ip_address(address) in ipaddress.ip_network(network) for network in networks)
