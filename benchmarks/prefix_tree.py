@@ -17,7 +17,8 @@ from array import array
 from collections.abc import Callable
 
 from benchmarks.record import record
-from prefixcache.tree import Lease, Namespace, Tree
+from prefixcache.names import Keep, Namespace
+from prefixcache.tree import Lease, Tree
 
 BLOCK_TOKENS = 16
 POOL = 100_000
@@ -34,11 +35,11 @@ class Pool:
     """A tree and the next free block id: what a replica adds to it, without the replica."""
 
     def __init__(self, blocks: int) -> None:
-        self.tree = Tree(blocks, BLOCK_TOKENS)
+        self.tree = Tree(blocks, BLOCK_TOKENS, time.monotonic)
         self._next = 0
 
     def add(self, space: Namespace, tokens: "array[int]") -> Lease:
-        lease = self.tree.match(space, tokens)
+        lease = self.match(space, tokens)
         rest = tokens[lease.tokens :]
         count = len(rest) // BLOCK_TOKENS
         blocks = list(range(self._next, self._next + count))
@@ -46,6 +47,9 @@ class Pool:
         lease, spare = self.tree.insert(lease, rest, blocks)
         assert not spare
         return lease
+
+    def match(self, space: Namespace, tokens: "array[int]") -> Lease:
+        return self.tree.match(space, tokens, Keep(space.scope_id))
 
     def append(self, lease: Lease, tokens: "array[int]") -> None:
         self.tree.insert(lease, tokens, [self._next])
@@ -129,12 +133,12 @@ def measure(shape: str, build: Callable[[random.Random], Pool], rounds: int) -> 
     pool.tree.release(pool.add(space, wanted))
     gc.disable()
     leases: list[Lease] = []
-    matched = median_ms(lambda: leases.append(pool.tree.match(space, wanted)), rounds)
+    matched = median_ms(lambda: leases.append(pool.match(space, wanted)), rounds)
     assert all(lease.tokens == LONG_TOKENS for lease in leases)
     record("prefix_tree", f"{shape}: match of 32,768 cached tokens", matched, "ms", bound=MATCH_MS)
     for turn in range(1, 256):
-        pool.tree.release(pool.tree.match(space, wanted[: turn * LONG_TOKENS // 256]))
-    matched = median_ms(lambda: leases.append(pool.tree.match(space, wanted)), rounds)
+        pool.tree.release(pool.match(space, wanted[: turn * LONG_TOKENS // 256]))
+    matched = median_ms(lambda: leases.append(pool.match(space, wanted)), rounds)
     record("prefix_tree", f"{shape}: match of 32,768 cached tokens in 256 turns", matched, "ms", bound=MATCH_MS)
     fresh = iter([prompt(pick, LONG_TOKENS) for _ in range(rounds)])
 

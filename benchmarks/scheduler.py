@@ -55,7 +55,7 @@ def decoding(
     blocks = DECODES * (longest // BLOCK_TOKENS + 2)
     budget = DECODES * longest
     scheduler = Scheduler(
-        Tree(blocks, BLOCK_TOKENS),
+        Tree(blocks, BLOCK_TOKENS, time.monotonic),
         Blocks(blocks),
         Limits(budget, budget, 2 * DECODES, DECODES + waiting, gap_ms=1e6, costs=costs),
         clock=time.monotonic,

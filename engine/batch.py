@@ -212,6 +212,10 @@ class Runs(Protocol):
         """Begins a step, after those launched before. May raise OutOfDeviceMemory."""
         ...
 
+    def erase(self, blocks: Items[int]) -> None:
+        """Zeroes these blocks in all layers: after the steps launched before, and before those launched later."""
+        ...
+
 
 def _sampling_words(sampling: Sampling) -> bytes:
     """A row of `sampling_R12` with the position left at 0; it depends on `sampling` alone."""

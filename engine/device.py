@@ -229,6 +229,11 @@ class Device:
             raise OutOfDeviceMemory(str(error)) from error
         return landing
 
+    def erase(self, blocks_B: Tensor) -> None:
+        """Queued behind the steps launched before; their number travels up with the call."""
+        with self._stream.entered():
+            self.pool.erase(blocks_B.to(self._stream.device))
+
     def _capture_now_and_then(self, bodies: Graphs, rows: int) -> None:
         """Under steady load there are no idle moments: a size that is wanted is captured while a step is in the air."""
         now = time.monotonic()

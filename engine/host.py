@@ -88,6 +88,9 @@ class Host:
         logits_RV = self.logits(batch)
         return Landed(Sampled(np.empty(0, np.int32), {}) if logits_RV is None else sample(logits_RV, batch))
 
+    def erase(self, blocks_B: Tensor) -> None:
+        self.pool.erase(blocks_B)
+
     def logits(self, batch: Batch) -> Tensor | None:
         """Runs the step: float32 [R, V], or None where no row is to be sampled."""
         step = HostStep(batch, self._config, self._rotary, self.pool)

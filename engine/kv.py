@@ -55,13 +55,12 @@ class KvPool:
         self.blocks = blocks
         self.empty = blocks
         slots = (blocks + 1) * shape.block_tokens
-        self.layers: list[Tensor] = [
-            _zeros(slots, shape.slot_width, shape.dtype)
-            if device.type == "cpu"
-            else torch.empty(slots, shape.slot_width, dtype=shape.dtype, device=device)
-            for _ in range(shape.layers)
-        ]
-        self._blocks = [rows.view(blocks + 1, shape.block_tokens * shape.slot_width) for rows in self.layers]
+        width = shape.slot_width
+        memory = _memory(shape.layers * slots * width * shape.dtype.itemsize, device)
+        self.layers: list[Tensor] = list(memory.view(shape.dtype).view(shape.layers, slots, width).unbind())
+        self._blocks = [rows.view(blocks + 1, shape.block_tokens * width) for rows in self.layers]
+        words = memory.view(torch.int64) if shape.block_tokens * width * shape.dtype.itemsize % 8 == 0 else memory
+        self._words = words.view(shape.layers, blocks + 1, -1)
 
     @property
     def bytes(self) -> int:
@@ -82,13 +81,22 @@ class KvPool:
         torch.index_select(self._blocks[layer], 0, blocks_B, out=into_BW)
         into_LW.index_fill_(0, unwritten_U, 0)
 
+    def erase(self, blocks_B: Tensor) -> None:
+        """Zeroes whole blocks (int64) in all layers, on a GPU in the order of the stream that is entered.
+
+        One pass over their bytes: bytes ÷ bandwidth.
+        """
+        self._words.index_fill_(1, blocks_B, 0)
+
     def check(self) -> None:
         """The empty block is still zero: nothing was written through a table's padding."""
         for rows in self._blocks:
             assert not rows[self.empty].any(), "the empty block was written"
 
 
-def _zeros(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Zeroed memory that the operating system gives page by page as it is written; torch.zeros would write it all."""
-    memory = torch.from_numpy(np.zeros(rows * width * dtype.itemsize, np.uint8))
-    return memory.view(dtype).view(rows, width)
+def _memory(count: int, device: torch.device) -> Tensor:
+    """So many bytes. On a CPU they are zero, and the operating system gives them page by page as they are written;
+    torch.zeros would write them all."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(count, np.uint8))
+    return torch.empty(count, dtype=torch.uint8, device=device)

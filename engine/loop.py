@@ -13,9 +13,11 @@ from engine.batch import Flight, OutOfDeviceMemory, Runs, Sampled
 from engine.blocks import Blocks
 from engine.budget import Limits
 from engine.log import log
+from engine.published import Unpublishable
 from engine.scheduler import FLIGHTS_MAX, Plan, Scheduler
+from engine.sequence import Sequence
 from engine.wire import ModelSpec
-from prefixcache.tree import Share, Tree
+from prefixcache.tree import Tree
 
 
 class Lost:
@@ -50,6 +52,7 @@ class Loop:
         Where a launch fails all of them land: what comes next must not build on it. False when there was nothing to do.
         """
         while len(self._flights) < self._runner.depth and (plan := self._scheduler.next_batch()) is not None:
+            self._erase()
             flight = self._launch(plan)
             self._flights.append((plan, flight))
             if isinstance(flight, Lost):
@@ -60,6 +63,30 @@ class Loop:
             return False
         self._land()
         return True
+
+    def sweep(self) -> bool:
+        """Gives back what is cached and found no more, and erases all that waits for it. To be called between turns,
+        and where there is nothing to turn for, again and again while it is True."""
+        more = self._scheduler.sweep()
+        self._erase()
+        return more
+
+    def publish(self, sequences: list[Sequence]) -> None:
+        """Computes prompts whose KV stays, for everybody to read; before anything else. Raises Unpublishable."""
+        for sequence in sequences:
+            self._scheduler.add([sequence])
+            while self.turn():
+                pass
+        self._scheduler.news()
+        for number, sequence in enumerate(sequences):
+            if not self._scheduler.publish(sequence):
+                raise Unpublishable(f"public_prefixes[{number}] could not be computed by this model: change it")
+
+    def _erase(self) -> None:
+        """Before the next launch: what erases is not seen by flights in the air, which read none of these blocks."""
+        blocks = self._scheduler.unerased()
+        if blocks:
+            self._runner.erase(blocks)
 
     def _launch(self, plan: Plan) -> Flight:
         try:
@@ -109,7 +136,6 @@ class Loop:
 
 def open_scheduler(runner: Runs, model: ModelSpec, clock: Callable[[], float]) -> Scheduler:
     """A scheduler for all of a runner's blocks, within what the runner and the model's settings allow."""
-    share = Share(model.scope_floor_blocks, model.scope_cap_blocks)
     limits = Limits(
         step_tokens=runner.step_tokens,
         prompt_step_tokens=runner.prompt_step_tokens,
@@ -118,4 +144,4 @@ def open_scheduler(runner: Runs, model: ModelSpec, clock: Callable[[], float]) -
         gap_ms=model.gap_ms,
         costs=runner.costs,
     )
-    return Scheduler(Tree(runner.blocks, runner.block_tokens, share), Blocks(runner.blocks), limits, clock)
+    return Scheduler(Tree(runner.blocks, runner.block_tokens, clock), Blocks(runner.blocks), limits, clock)

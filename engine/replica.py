@@ -26,6 +26,7 @@ import msgspec
 from engine.batch import Runs
 from engine.log import log
 from engine.loop import Loop, open_scheduler
+from engine.published import whole_blocks
 from engine.pulse import Phase, Pulse
 from engine.sequence import Door, Refused
 from engine.wire import (
@@ -45,6 +46,7 @@ from engine.wire import (
     memory_path,
     parse_address,
 )
+from prefixcache.names import Share
 
 if TYPE_CHECKING:
     from engine.traces import Traces
@@ -150,7 +152,8 @@ class Replica:
         clock: Callable[[], float],
     ) -> None:
         model = spec.model
-        tokens_max = min(runner.context_tokens, runner.blocks * runner.block_tokens)
+        prefixes = whole_blocks(model.public_prefixes, runner.blocks, runner.block_tokens, runner.vocabulary)
+        tokens_max = min(runner.context_tokens, runner.blocks * runner.block_tokens - sum(map(len, prefixes)))
         self._runner = runner
         self._pulse = pulse
         self._listener = listener
@@ -164,9 +167,12 @@ class Replica:
             tokens_max=tokens_max,
             vocabulary=runner.vocabulary,
             stop_ids=frozenset(runner.stop_ids),
+            share=Share(model.scope_floor_blocks, model.scope_cap_blocks),
         )
         self._scheduler = open_scheduler(runner, model, clock)
         self._loop = Loop(runner, self._scheduler)
+        self._loop.publish([self._door.public(prefix) for prefix in prefixes])
+        self._sweeping = False
         self._hello = Hello(
             protocol=PROTOCOL,
             model=model.name,
@@ -217,7 +223,7 @@ class Replica:
         wait_s = 0.0
         if self._loop.idle:
             self._pulse.enter(Phase.IDLE)
-            if not self._runner.idle():
+            if not self._runner.idle() and not self._sweeping:
                 wait_s = max(0.0, self._tick_at - self._clock())
         for key, events in self._selector.select(wait_s):
             if key.data is None:
@@ -236,6 +242,7 @@ class Replica:
         if not self._loop.idle:
             self._pulse.enter(Phase.STEP)
             self._loop.turn()
+        self._sweeping = self._loop.sweep()
 
     def _tell(self) -> None:
         """One Progress per connection that has news, what will not run after all, and Load when sequences came or went

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -83,6 +84,11 @@ class Runner:
     def idle(self) -> bool:
         """Prepares a little more of what makes steps faster; False when there is nothing left."""
         return self.place.idle()
+
+    @torch.inference_mode()
+    def erase(self, blocks: Items[int]) -> None:
+        """Zeroes these blocks between the steps launched before and those launched later."""
+        self.place.erase(torch.tensor(blocks, dtype=torch.int64))
 
     @torch.inference_mode()
     def launch(self, packed: Int32s) -> Flight:

@@ -33,12 +33,15 @@ from engine.fairness import GENERATED_TOKEN, PROMPT_TOKEN, FairQueue, Standing, 
 from engine.grouping import Groups
 from engine.log import log
 from engine.pace import Pace
+from engine.published import Published
 from engine.sequence import Refused, Sequence, Stage
 from engine.wire import Finish, FinishReason, Load, Progress, Reject, RejectReason, Started, TokenLogprobs
-from prefixcache.tree import Namespace, Tree
+from prefixcache.names import Namespace
+from prefixcache.tree import Lease, Tree
 
 RETRY_MS_MIN, RETRY_MS_MAX = 250, 3_600_000
 FLIGHTS_MAX: Final = 2
+SWEEP_MAX: Final = 128  # blocks given back beside one step: erasing so many takes a fraction of it
 LOOK_AHEAD: Final = 4  # how many of an account are looked at for one that does not wait for another's prefix
 CONCEDED: Final = 2.0  # an account gives up what leaves it so many times as much for its weight as who gets it
 NOT_FINITE: Final = (
@@ -139,6 +142,8 @@ class Scheduler:
         self._leaving: set[Sequence] = set()  # ended while flying: they hold blocks until their last flight has landed
         self._flights: deque[Plan] = deque()
         self._spare: list[int] = []  # blocks of nobody that a flight in the air reads
+        self._published = Published(tree.block_tokens)
+        self._pins: list[Lease] = []  # of what is published
         self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
         self._waiting_tokens = 0
         self._waited_ms = 0.0
@@ -203,6 +208,7 @@ class Scheduler:
         if self._yielding is not None:
             sequences = [sequence for sequence in sequences if sequence is not self._yielding]
         del sequences[self._budget.rows_max :]
+        sequences = self._current(sequences)
         if not sequences:
             return None
         extra = self._budget.share(sequences)
@@ -291,6 +297,30 @@ class Scheduler:
 
     # What is kept
 
+    def publish(self, sequence: Sequence) -> bool:
+        """Lets everybody read the prompt of a sequence that has ended, for good. False where it was not computed."""
+        assert sequence.namespace is not None
+        assert sequence.stage == Stage.ENDED
+        lease = self._tree.match(sequence.namespace, sequence.tokens[: sequence.prompt_tokens], sequence.keep)
+        self._pins.append(lease)
+        if lease.tokens < sequence.prompt_tokens:
+            return False
+        self._published.add(sequence.tokens[: sequence.prompt_tokens], lease.blocks)
+        return True
+
+    def sweep(self) -> bool:
+        """Gives back cached blocks that are found no more, to be erased; whether there may be more of them."""
+        swept = self._tree.sweep(SWEEP_MAX)
+        self._blocks.hide(swept)
+        self._blocks.give(swept)
+        return len(swept) == SWEEP_MAX
+
+    def unerased(self) -> list[int]:
+        """Blocks that have to be erased before anything is launched; they count as erased now."""
+        blocks = self._blocks.unerased()
+        self._counters["erased_blocks"] += len(blocks)
+        return blocks
+
     # What to tell
 
     def news(self) -> dict[int, Progress]:
@@ -320,7 +350,7 @@ class Scheduler:
             cached_blocks=self._tree.cached,
             steps=self._steps,
             draining=draining,
-            counters={**counters, **self._counters},
+            counters={**counters, **self._counters, "stale_pages": self._blocks.stale},
             shared_blocks=self._tree.shared,
         )
 
@@ -347,7 +377,7 @@ class Scheduler:
         if (sequence.owner, sequence.id) in self._live:
             raise Refused(RejectReason.INVALID, f"id {sequence.id} is still in use on this connection")
         blocks, size, cap = self._blocks_for(sequence.tokens_max - 1), self._block_tokens, sequence.terms.blocks
-        total = self._blocks.total
+        total = self._blocks.total - len(self._published.pages)
         if blocks > total:
             raise Refused(RejectReason.TOO_LONG, f"{sequence.tokens_max} tokens can never fit a pool of {total * size}")
         if cap is not None and blocks > cap:
@@ -437,7 +467,7 @@ class Scheduler:
                 cap = standing.terms.blocks
                 if not self._available() or (cap is not None and standing.running > 1 and standing.blocks >= cap):
                     return sequence
-                taken = self._take(1)
+                taken = self._take(1, sequence.terms.erase)
                 sequence.grow(taken)
                 standing.hold(taken)
         return None
@@ -534,16 +564,15 @@ class Scheduler:
         """Leases the longest cached prefix and takes blocks for the rest; False, and nothing taken, if too few."""
         if self._stuck is not None and self._stuck[0] is sequence and self._available() <= self._stuck[1]:
             return False
-        if sequence.namespace is not None:
-            sequence.lease = self._tree.match(sequence.namespace, sequence.tokens[:-1])
-            cached = sequence.lease.blocks
-        else:
-            cached = []
+        public = self._published.find(sequence.tokens[:-1])
+        lease = self._lease(sequence, public)
+        cached = public if lease is None else public + lease.blocks
         needed = self._blocks_for(len(sequence.tokens)) - len(cached)
         capped = self._capped(sequence.standing, needed, cached)
         if capped or needed + len(self._running) > self._available():  # and a block for the next tokens of each
-            if sequence.lease is not None:
-                self._vain.update(lookups=1, lookup_tokens=len(sequence.tokens) - 1, hit_tokens=sequence.lease.tokens)
+            if lease is not None:
+                lookup_tokens = len(sequence.tokens) - 1 - len(public) * self._block_tokens
+                self._vain.update(lookups=1, lookup_tokens=lookup_tokens, hit_tokens=lease.tokens)
             self._release(sequence)
             if capped:
                 self._queue.pass_over(sequence.standing)
@@ -553,18 +582,29 @@ class Scheduler:
         self._stuck = sequence.behind = None
         self._waiting_tokens -= sequence.pending
         sequence.grow(cached)
-        sequence.shared = len(cached)
+        sequence.public, sequence.shared = len(public), len(cached)
         sequence.computed = sequence.launched = len(cached) * self._block_tokens
-        sequence.grow(self._take(needed))
+        sequence.grow(self._take(needed, sequence.terms.erase))
         sequence.stage = Stage.RUNNING
         self._queue.start(sequence.standing, sequence)
-        sequence.standing.hold(sequence.table[: sequence.blocks].tolist())
+        sequence.standing.hold(sequence.held())
         if sequence.ticket < 0:
             self._first_start(sequence)
         sequence.counted = max(sequence.counted, min(sequence.computed, sequence.prompt_tokens))
         self._queue.promise(sequence.standing, sequence.prompt_tokens - sequence.counted)
         insort(self._running, sequence, key=_ticket)
         return True
+
+    def _lease(self, sequence: Sequence, public: list[int]) -> Lease | None:
+        """The longest cached prefix of its own behind the published blocks; only behind these it was ever read."""
+        if sequence.namespace is None:
+            return None
+        namespace = sequence.namespace._replace(behind=public[-1]) if public else sequence.namespace
+        tokens = sequence.tokens[len(public) * self._block_tokens : -1]
+        sequence.lease = lease = self._tree.match(namespace, tokens, sequence.keep)
+        if sequence.terms.erase:
+            self._blocks.hide(lease.blocks)
+        return lease
 
     def _capped(self, standing: Standing[Sequence], needed: int, cached: list[int]) -> bool:
         """Whether so many new blocks and these cached ones, and one more for each that runs, pass an account's cap."""
@@ -603,16 +643,18 @@ class Scheduler:
             return
         size, shared, full = self._block_tokens, sequence.shared, sequence.computed // self._block_tokens
         assert sequence.lease is not None
-        blocks = sequence.table[shared:full].tolist()
-        sequence.lease, spare = self._tree.insert(sequence.lease, sequence.tokens[shared * size : full * size], blocks)
+        pages = sequence.pages[shared:full].tolist()
+        sequence.lease, spare = self._tree.insert(sequence.lease, sequence.tokens[shared * size : full * size], pages)
         if spare:
             if self._flights:
                 self._spare += spare
             else:
                 self._blocks.give(spare)
-            sequence.standing.let_go(sequence.table[:full].tolist())
-            sequence.table[:full] = sequence.lease.blocks
+            sequence.standing.let_go(sequence.pages[sequence.public : full].tolist())
+            sequence.pages[sequence.public : full] = sequence.lease.blocks
             sequence.standing.hold(sequence.lease.blocks)
+            if sequence.terms.erase:
+                self._blocks.hide(sequence.lease.blocks)
             self._regroup()
             sequence.sound = -sequence.flying  # what is in the air still reads ours
         sequence.shared = full
@@ -637,10 +679,25 @@ class Scheduler:
     def _end_not_finite(self, sequence: Sequence) -> None:
         """Ends it with an error. What it read is not matched again, except what a sampled token speaks for."""
         if sequence.lease is not None and sequence.sound <= 0:
-            self._tree.forget(sequence.lease, self._proven(sequence))
+            self._tree.forget(sequence.lease, max(0, self._proven(sequence) - sequence.public))
         self._counters["not_finite"] += 1
         log("not_finite", computed=sequence.computed, emitted=sequence.emitted)
         self._end(sequence, FinishReason.ERROR, NOT_FINITE)
+
+    def _current(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those of them that read what they were given. The others end here, and what they read is found no more."""
+        pages = [sequence.pages[: sequence.blocks] for sequence in sequences]
+        if not pages or not (outdated := self._blocks.outdated(np.concatenate(pages))).any():
+            return sequences
+        ends = np.cumsum([len(each) for each in pages])
+        wrong = [each for each, found in zip(sequences, np.split(outdated, ends[:-1]), strict=True) if found.any()]
+        for sequence in wrong:
+            if sequence.lease is not None:
+                self._tree.forget(sequence.lease, 0)
+            self._counters["stale_reads"] += 1
+            log("stale_read", computed=sequence.computed, emitted=sequence.emitted)
+            self._end(sequence, FinishReason.ERROR, STALE)
+        return [sequence for sequence in sequences if sequence.stage == Stage.RUNNING]
 
     def _proven(self, suspect: Sequence) -> int:
         """How many of its first blocks another one reads whose tokens are sampled from finite numbers."""
@@ -682,7 +739,7 @@ class Scheduler:
         """Gives back its lease and its private blocks. The tree keeps what was cached for as long as it likes."""
         self._leaving.discard(sequence)
         if sequence.blocks:
-            self._queue.let_go(sequence.standing, sequence.table[: sequence.blocks].tolist())
+            self._queue.let_go(sequence.standing, sequence.held())
         self._blocks.give(sequence.private())
         if sequence.lease is not None:
             self._blocks.give(self._tree.release(sequence.lease))
@@ -690,14 +747,15 @@ class Scheduler:
 
     def _available(self) -> int:
         """Blocks that can be had at once: free ones, and cached ones that nobody reads."""
-        return self._blocks.free + self._tree.evictable
+        return self._blocks.free + self._tree.unused
 
-    def _take(self, count: int) -> list[int]:
-        """So many blocks, evicting from the tree what is missing. Only after asking `_available`."""
-        missing = count - self._blocks.free
-        if missing > 0:
-            self._blocks.give(self._tree.evict(missing))
-        return self._blocks.take(count)
+    def _take(self, count: int, secret: bool) -> list[int]:
+        """So many pages, evicting from the tree what is missing. Only after asking `_available`."""
+        while self._blocks.free < count and self.sweep():
+            pass
+        if self._blocks.free < count:
+            self._blocks.give(self._tree.evict(count - self._blocks.free))
+        return self._blocks.take(count, secret)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
@@ -711,19 +769,14 @@ class Scheduler:
     def check(self) -> None:
         """Every block is free, cached, private to one sequence or spare, and every sequence is in one place."""
         holding = [*self._running, *self._leaving]
-        private = [block for sequence in holding for block in sequence.private()]
-        total, unowned = self._blocks.total, self._blocks.free + len(self._spare)
-        assert unowned + self._tree.cached + len(private) == total, (
-            f"{self._blocks.free} free, {self._tree.cached} cached, {len(private)} private, {self._spare} of {total}"
-        )
-        assert len({*private, *self._spare}) == len(private) + len(self._spare), "a private block has two owners"
+        private = [page for sequence in holding for page in sequence.private()]
+        self._blocks.check([*self._tree.check(), *private, *self._spare])
         assert self._flights or not self._spare, "blocks are kept for nothing in the air"
-        self._tree.check()
-        self._blocks.check()
         self._queue.check()
         for sequence in holding:
             if sequence.lease is not None:
-                assert sequence.lease.blocks == sequence.table[: sequence.shared].tolist()
+                assert sequence.lease.blocks == sequence.pages[sequence.public : sequence.shared].tolist()
+            assert self._published.pages >= set(sequence.held()[: sequence.public])
         self._check_flights(holding)
         assert self._running == sorted(self._running, key=_ticket)
         self._check_standings(holding)
@@ -741,7 +794,7 @@ class Scheduler:
             assert standing.running == len(own)
             assert standing.promised == sum(sequence.prompt_tokens - sequence.counted for sequence in own)
         for standing in standings | {sequence.standing for sequence in holding}:
-            held = [each.table[: each.blocks].tolist() for each in holding if each.standing is standing]
+            held = [each.held() for each in holding if each.standing is standing]
             assert standing.readers == Counter(chain.from_iterable(held))
 
     def _check_flights(self, holding: list[Sequence]) -> None:

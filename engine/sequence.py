@@ -13,9 +13,11 @@ from typing import Final
 import numpy as np
 
 from engine.batch import Int32s
+from engine.blocks import Pages
 from engine.fairness import Standing
-from engine.wire import RejectReason, Sampling, ScopeKind, Submit, Terms
-from prefixcache.tree import Lease, Namespace
+from engine.wire import RejectReason, Sampling, Scope, ScopeKind, Submit, Terms
+from prefixcache.names import Keep, Namespace, Share
+from prefixcache.tree import Lease
 
 CHOICES_MAX: Final = 4
 STOP_IDS_MAX: Final = 64
@@ -24,6 +26,8 @@ LOGPROBS_MAX: Final = 20
 SCOPE_BYTES: Final = 16
 WEIGHTS: Final = (0.001, 1000.0)
 PLAIN: Final = Terms()
+OPEN: Final = Share()
+NOBODYS: Final = Keep(b"")
 _SEEDS: Final = 1 << 63
 _IDS_MAX: Final = 1 << 62
 
@@ -40,9 +44,10 @@ class Stage(enum.IntEnum):
 class Sequence:
     """One choice of one request. `owner` and `id` name it to whoever submitted it.
 
-    tokens[:computed] have their KV written in table[:blocks]; the first `shared` of these blocks belong to the
-    prefix tree and are pinned by `lease`, the rest to this sequence alone. The next token is sampled by the
-    step that computes the last of `tokens`. It ends by length when `tokens` reaches `tokens_max`.
+    tokens[:computed] have their KV written in pages[:blocks], whose blocks are table[:blocks]: the first `public` of
+    them are published, those up to `shared` belong to the prefix tree and are pinned by `lease`, the rest to this
+    sequence alone. The next token is sampled by the step that computes the last of `tokens`. It ends by length when
+    `tokens` reaches `tokens_max`.
 
         0 ≤ computed ≤ launched ≤ len(tokens) + 1
 
@@ -60,8 +65,8 @@ class Sequence:
     sampling: Sampling
     stop_ids: frozenset[int]
     arrived_s: float
-
     terms: Terms = PLAIN
+    keep: Keep = NOBODYS  # for whom and how long the tree keeps what it leaves
     first: int = 0  # the id of choice 0 of its request,
     choices: int = 1  # and how many there are
     deadline_s: float = math.inf  # when nothing of its request has started by then, nothing will
@@ -78,9 +83,11 @@ class Sequence:
     row: int = -1
     sound: int = 0  # tokens sampled from finite numbers, each from all the KV that its table now names
     lease: Lease | None = None
+    public: int = 0
     shared: int = 0
     blocks: int = 0
-    table: Int32s = field(default_factory=lambda: np.empty(0, np.int32))
+    pages: Pages = field(default_factory=lambda: np.empty(0, np.int64))
+    table: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # the low halves of `pages`, in their memory
 
     @property
     def pending(self) -> int:
@@ -104,24 +111,28 @@ class Sequence:
             sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         )
 
-    def grow(self, blocks: Items[int]) -> None:
-        """Appends private blocks to the table, which keeps room for later ones."""
-        wanted = self.blocks + len(blocks)
-        if wanted > len(self.table):
-            table = np.zeros(max(wanted, 2 * len(self.table), 8), np.int32)
-            table[: self.blocks] = self.table[: self.blocks]
-            self.table = table
-        self.table[self.blocks : wanted] = blocks
+    def grow(self, pages: Items[int]) -> None:
+        """Appends private pages to the table, which keeps room for later ones."""
+        wanted = self.blocks + len(pages)
+        if wanted > len(self.pages):
+            grown = np.zeros(max(wanted, 2 * len(self.pages), 8), np.int64)
+            grown[: self.blocks] = self.pages[: self.blocks]
+            self.pages, self.table = grown, grown.view("<i4")[::2]
+        self.pages[self.blocks : wanted] = pages
         self.blocks = wanted
 
+    def held(self) -> list[int]:
+        """The pages that it reads, or will."""
+        held: list[int] = self.pages[: self.blocks].tolist()
+        return held
+
     def private(self) -> list[int]:
-        """The blocks that no one else holds."""
-        owned: list[int] = self.table[self.shared : self.blocks].tolist()
-        return owned
+        """The pages that no one else holds."""
+        return self.held()[self.shared :]
 
     def rewind(self) -> None:
         """Forgets all KV: it has to be matched or computed again. The blocks are the caller's to free before."""
-        self.computed = self.launched = self.shared = self.blocks = 0
+        self.computed = self.launched = self.public = self.shared = self.blocks = 0
         self.sound = 0
         self.lease = None
 
@@ -138,7 +149,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """What a model can take, and how its KV is named. `tokens_max` counts prompt and output of one sequence."""
+    """What a model can take, and how its KV is named and kept. `tokens_max` counts prompt and output of one sequence;
+    `share` is what an account has whose terms say nothing."""
 
     model_revision: str
     kv_layout: str
@@ -146,6 +158,7 @@ class Door:
     tokens_max: int
     vocabulary: int
     stop_ids: frozenset[int]
+    share: Share = OPEN
 
     def sequences(self, submit: Submit, owner: int, now_s: float) -> list[Sequence]:
         """The choices of this Submit, waiting. Raises Refused where it can never run."""
@@ -164,6 +177,7 @@ class Door:
                 id=submit.id + choice,
                 account=submit.scope.account or submit.scope.id,
                 namespace=self._namespace(submit),
+                keep=self._keep(submit),
                 tokens=array("I", tokens.astype(np.uint32).tobytes()),
                 prompt_tokens=len(tokens),
                 tokens_max=min(len(tokens) + submit.max_tokens, self.tokens_max),
@@ -180,8 +194,9 @@ class Door:
 
     def _namespace(self, submit: Submit) -> Namespace | None:
         scope = submit.scope
-        if scope.kind == ScopeKind.REQUEST or not scope.id:
-            return None
+        return None if scope.kind == ScopeKind.REQUEST or not scope.id else self._name(scope)
+
+    def _name(self, scope: Scope) -> Namespace:
         return Namespace(
             model_revision=self.model_revision,
             adapter_revision="",
@@ -191,6 +206,27 @@ class Door:
             scope_kind=int(scope.kind),
             scope_id=scope.id,
             epoch=scope.epoch,
+        )
+
+    def _keep(self, submit: Submit) -> Keep:
+        terms = submit.terms
+        floor = self.share.floor if terms.floor_blocks is None else terms.floor_blocks
+        cap = self.share.cap if terms.cap_blocks is None else terms.cap_blocks
+        return Keep(submit.scope.account or submit.scope.id, Share(floor, cap), terms.keep_s)
+
+    def public(self, tokens: "array[int]") -> Sequence:
+        """A sequence that computes a prefix for everybody. No Submit names its scope."""
+        return Sequence(
+            owner=0,
+            id=0,
+            account=b"",
+            namespace=self._name(Scope(ScopeKind.PUBLIC)),
+            tokens=tokens[:],
+            prompt_tokens=len(tokens),
+            tokens_max=len(tokens) + 1,
+            sampling=Sampling(),
+            stop_ids=frozenset(),
+            arrived_s=0.0,
         )
 
     def _examine(self, submit: Submit) -> None:

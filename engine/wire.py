@@ -69,10 +69,11 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     weight          its part of what is served while accounts compete; one of 2 gets twice what one of 1 gets.
     sequences       of it that run at once on this replica, None: as many as fit.
     blocks          KV blocks that its running sequences hold at once here, None: as many as there are.
-    floor_blocks    cached blocks of its scope that it keeps while another scope has more above its own floor, and
-    cap_blocks      those that it keeps unused at most; None in either: what the replica's settings say.
+    floor_blocks    cached blocks, of all its scopes, that it keeps while another account has more above its own floor,
+    cap_blocks      and those that it keeps unused at most; None in either: what the replica's settings say.
     keep_s          cached blocks of its scope are found for so long after their last use, None: until they are evicted.
-    erase           its blocks are zeroed before anybody else has them.
+    erase           blocks that the request writes or reads are zeroed before anybody else has them. What a raised epoch
+                    or keep_s makes unfindable always is.
     """
 
     weight: float = 1.0
@@ -247,8 +248,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gap_ms: float = 20.0  # the longest step that prompts may cause while other sequences stream, on a GPU
     sequences: int | None = None  # running at once; None: 64 on a CPU, 512 on a GPU
     waiting: int = 1024  # in the waiting queue at once
-    scope_floor_blocks: int = 0  # cached blocks that a scope keeps while another has more above its own floor
-    scope_cap_blocks: int | None = None  # cached blocks that a scope keeps unused at most; None: no cap
+    scope_floor_blocks: int = 0  # cached blocks that an account keeps while another has more above its own floor
+    scope_cap_blocks: int | None = None  # cached blocks that an account keeps unused at most; None: no cap
+    public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.batch import Flight, Int32s, OutOfDeviceMemory, Sampled, unpack
-from engine.blocks import Blocks
+from engine.blocks import Blocks, blocks_of
 from engine.budget import Limits
 from engine.costs import Costs
 from engine.loop import Loop
@@ -31,8 +31,9 @@ from engine.wire import (
     Terms,
     TokenLogprobs,
 )
-from prefixcache.tree import Share, Tree
-from tests.engine.stamp import Claim, Stamps, logprobs_of, solo
+from prefixcache.names import Share
+from prefixcache.tree import Tree
+from tests.engine.stamp import PUBLIC, Claim, Stamps, logprobs_of, solo
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class Simulation:
         gap_ms: float = 0.0,
     ) -> None:
         self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids)
-        self.tree = Tree(blocks, block_tokens, share)
+        self.tree = Tree(blocks, block_tokens, lambda: self.seconds)
         self.account = Blocks(blocks)
         self.depth = depth
         self.blocks, self.block_tokens, self.costs = blocks, block_tokens, costs
@@ -114,6 +115,7 @@ class Simulation:
             min(context_tokens, blocks * block_tokens),
             vocabulary,
             frozenset(stop_ids),
+            share or Share(),
         )
         self.heard: dict[tuple[int, int], Heard] = {}
         self.gone: set[int] = set()
@@ -184,6 +186,9 @@ class Simulation:
             self._wrong.append(error)  # which the loop takes for a step that failed
             raise
 
+    def erase(self, blocks: Items[int]) -> None:
+        self.stamps.erase(blocks)
+
     def _compute(self, plan: Plan, glitch: int | None) -> Sampled:
         self._assert_within_limits(plan)
         self._assert_scopes_disjoint(plan)
@@ -201,6 +206,7 @@ class Simulation:
     def step(self) -> bool:
         """One turn of the loop; False when nothing could run."""
         turned = self.loop.turn()
+        self.loop.sweep()
         if self._wrong:
             raise self._wrong[0]
         self.listen()
@@ -222,6 +228,7 @@ class Simulation:
         for sequence, reject in self.scheduler.rejects():
             self._hear_reject(sequence, reject)
         self.scheduler.check()
+        self._assert_erased()
 
     def run(self, steps: int = 10_000) -> None:
         """Until nothing is left to do."""
@@ -250,7 +257,8 @@ class Simulation:
             else:
                 assert (entry.tokens, entry.finish.reason) == (expected, reason)
         assert self.account.free + self.tree.cached == self.account.total
-        assert self.tree.evictable == self.tree.cached, "a block is pinned by nobody that lives"
+        pinned = self.tree.cached - self.tree.unused
+        assert pinned == len(self.scheduler._published.pages), "a block is pinned by nobody that lives"
 
     def expected(self, entry: Heard) -> tuple[list[int], str]:
         """Text and finish of a solo run, from what was submitted alone."""
@@ -302,11 +310,14 @@ class Simulation:
 
     def _claim(self, sequence: Sequence) -> Claim:
         owner = self._owner(sequence)
-        lost = sequence in self._lost
-        return Claim(self._number(owner), self._number(sequence), shares=owner is not sequence, lost=lost)
+        lost, secret = sequence in self._lost, sequence.terms.erase
+        scope = PUBLIC if sequence not in self._asked else self._number(owner)
+        return Claim(scope, self._number(sequence), owner is not sequence, lost, sequence.public, secret)
 
     def _owner(self, sequence: Sequence) -> object:
         """Who may read the sequence's KV, by what was asked for: the sequence alone, or all of one scope and epoch."""
+        if sequence not in self._asked:
+            return PUBLIC
         scope = self._asked[sequence].scope
         return sequence if scope.kind == ScopeKind.REQUEST or not scope.id else (scope.kind, scope.id, scope.epoch)
 
@@ -336,8 +347,14 @@ class Simulation:
         owner_of: dict[int, object] = {}
         for sequence in plan.sequences:
             owner = self._owner(sequence)
-            for block in sequence.table[: sequence.blocks].tolist():
-                assert owner_of.setdefault(block, owner) == owner, f"block {block} is in two scopes"
+            for at, block in enumerate(sequence.table[: sequence.blocks].tolist()):
+                whose = PUBLIC if at < sequence.public else owner
+                assert owner_of.setdefault(block, whose) == whose, f"block {block} is in two scopes"
+
+    def _assert_erased(self) -> None:
+        """No secret is in a free block, nor in one that somebody else holds."""
+        secret = self.stamps.secret_blocks()
+        assert secret.isdisjoint(self.account._free), "a block is free and was not erased"
 
     def _assert_flights_apart(self) -> None:
         """What a flight writes, the one before it neither reads nor writes for others."""
@@ -356,8 +373,11 @@ class Simulation:
 
     def _assert_not_matched_again(self, sequence: Sequence) -> None:
         if sequence.namespace is not None:
-            lease = self.tree.match(sequence.namespace, sequence.tokens[:-1])
-            assert self._not_finite[sequence].isdisjoint(lease.blocks), "what is not finite can be found"
+            public = self.scheduler._published.find(sequence.tokens[:-1])
+            namespace = sequence.namespace._replace(behind=public[-1] if public else 0)
+            tokens = sequence.tokens[len(public) * self.block_tokens : -1]
+            lease = self.tree.match(namespace, tokens, sequence.keep)
+            assert self._not_finite[sequence].isdisjoint(blocks_of(lease.blocks)), "what is not finite can be found"
             self.account.give(self.tree.release(lease))
 
 

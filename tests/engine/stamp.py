@@ -22,6 +22,7 @@ from engine.batch import Batch, Int32s, Sampled, unpack
 from engine.log import log
 from engine.wire import ModelSpec, Sampling
 
+PUBLIC = -7  # the scope of what is published
 NOT_FINITE = -(1 << 40)  # as a token that is read
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
@@ -32,6 +33,9 @@ _POWERS = np.cumprod(np.full(1 << 14, 0xD1342543DE82EF95, np.uint64), dtype=np.u
 class Claim:
     """Who a slice belongs to: a number per scope, one per sequence, and whether it may read others of its scope.
 
+    Its first `public` blocks are of scope PUBLIC, which everybody may read and nobody here may write. What a secret one
+    writes has to be erased before anybody else has the block, as others of its scope have it that share.
+
     A lost slice builds on a step that was launched and never done: whatever it reads and gives is rubbish.
     """
 
@@ -39,6 +43,8 @@ class Claim:
     sequence: int
     shares: bool
     lost: bool = False
+    public: int = 0
+    secret: bool = False
 
 
 class IllegalRead(AssertionError):
@@ -88,6 +94,8 @@ class Stamps:
         slots = blocks * block_tokens
         self.scope_K, self.sequence_K, self.position_K, self.token_K = np.full((4, slots), -1, np.int64)
         self.finite_K = np.ones(slots, np.bool_)
+        self.secret_K = np.zeros(slots, np.bool_)  # what may not be there when somebody else has the block
+        self.erased = 0
 
     def idle(self) -> bool:
         return False
@@ -111,6 +119,19 @@ class Stamps:
         self.sampled_R = sampled.tokens_R
         return StampFlight(sampled)
 
+    def erase(self, blocks: Items[int]) -> None:
+        slots = (np.array(blocks)[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
+        for stamps_K in (self.scope_K, self.sequence_K, self.position_K, self.token_K):
+            stamps_K[slots] = -1
+        self.finite_K[slots] = True
+        self.secret_K[slots] = False
+        self.erased += len(blocks)
+
+    def secret_blocks(self) -> set[int]:
+        """Those in which something is that has to be erased."""
+        blocks: list[int] = (self.secret_K.nonzero()[0] // self.block_tokens).tolist()
+        return set(blocks)
+
     def lose(self, packed: Int32s) -> None:
         """What is launched next follows a step that is never done."""
         self.sampled_R = np.zeros_like(unpack(packed).rows_R)
@@ -130,11 +151,23 @@ class Stamps:
     def _write(self, batch: Batch, index: int, claim: Claim | None) -> None:
         start, end = batch.query_starts_S1[index : index + 2].tolist()
         slots = batch.slots_T[start:end]
+        if claim is not None:
+            self._assert_erased(slots, claim)
+            self.secret_K[slots] = claim.secret
         self.position_K[slots] = -2 if claim and claim.lost else batch.positions_T[start:end]
         self.finite_K[slots] = True
         self.token_K[slots] = batch.tokens_T[start:end]
         self.scope_K[slots] = claim.scope if claim else -1
         self.sequence_K[slots] = claim.sequence if claim else -1
+
+    def _assert_erased(self, slots: NDArray[np.int32], claim: Claim) -> None:
+        """No secret of another scope, or of another sequence that shares nothing, is in the blocks that it writes."""
+        blocks = np.unique(slots // self.block_tokens)
+        held = (blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
+        held = held[self.secret_K[held]]
+        same = (self.sequence_K[held] == claim.sequence) | ((self.scope_K[held] == claim.scope) & claim.shares)
+        if not same.all():
+            raise IllegalRead("a block was given on before it was erased")
 
     def _read(self, batch: Batch, index: int, claim: Claim | None) -> NDArray[np.int64] | None:
         """The tokens that the slice's last row attends to, or None where it is lost; raises IllegalRead."""
@@ -149,11 +182,14 @@ class Stamps:
         if not (self.position_K[slots] == position).all():
             raise IllegalRead(f"slice {index} reads positions {self.position_K[slots].tolist()}")
         if claim is not None:
-            if not (self.scope_K[slots] == claim.scope).all():
+            public, own = slots[: claim.public * self.block_tokens], slots[claim.public * self.block_tokens :]
+            if not (self.scope_K[public] == PUBLIC).all():
+                raise IllegalRead(f"slice {index} reads as published what is not")
+            if not (self.scope_K[own] == claim.scope).all():
                 raise IllegalRead(
-                    f"slice {index} of scope {claim.scope} reads scopes {set(self.scope_K[slots].tolist())}"
+                    f"slice {index} of scope {claim.scope} reads scopes {set(self.scope_K[own].tolist())}"
                 )
-            if not claim.shares and not (self.sequence_K[slots] == claim.sequence).all():
+            if not claim.shares and not (self.sequence_K[own] == claim.sequence).all():
                 raise IllegalRead(f"slice {index} shares nothing and reads another sequence")
         return np.where(self.finite_K[slots], self.token_K[slots], NOT_FINITE)
 

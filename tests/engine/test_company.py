@@ -39,7 +39,10 @@ class Turns:
     def __init__(self, runner: Runner, blocks: int, step_tokens: int) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
-            Tree(blocks, BLOCK_TOKENS), Blocks(blocks), Limits(step_tokens, step_tokens, 8, 64), clock=lambda: 0.0
+            Tree(blocks, BLOCK_TOKENS, lambda: 0.0),
+            Blocks(blocks),
+            Limits(step_tokens, step_tokens, 8, 64),
+            clock=lambda: 0.0,
         )
         self.door = Door(runner.revision, runner.kv_layout, BLOCK_TOKENS, 512, runner.vocabulary, frozenset())
         self.texts: dict[int, list[int]] = {}

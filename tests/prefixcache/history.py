@@ -1,7 +1,7 @@
 """A random life of the prefix tree beside a model that is too simple to be wrong: one entry per cached block.
 
 The model keeps no edges, no heaps and no sums. It says what a lookup finds, which blocks an insert must give back, what
-may be evicted and in which order, and what every counter has to be.
+may be evicted or is over and in which order, which floors are granted, and what every counter has to be.
 """
 
 import random
@@ -13,10 +13,13 @@ from types import ModuleType
 
 from engine.blocks import Blocks
 from prefixcache import tree as unbroken
-from prefixcache.tree import Lease, Namespace, ScopeName
+from prefixcache.names import Keep, Namespace, ScopeName, Share
+from prefixcache.tree import Lease
 
 SIZE = 4
 SCOPES = [(2, bytes([number]) * 16) for number in range(4)] + [(1, bytes(16))]
+ACCOUNTS = dict(zip(SCOPES, (b"a", b"b", b"a", b"c", b"a"), strict=True))
+KEEPS_S = (None, None, 0.5, 9.5, 30.5)  # never a whole number of seconds, as the clock's times are
 
 
 @dataclass(eq=False)
@@ -32,10 +35,10 @@ class Root:
     """One life of a namespace, from its first lookup until it is empty or wiped (then `cause` says why)."""
 
     space: Namespace
-    cause: str = "space"
+    cause: str = ""
     wiped: bool = False
     blocks: dict[tuple[Id, ...], int] = field(default_factory=dict)  # a whole prefix → its last block
-    used: dict[int, int] = field(default_factory=dict)  # block → when a lease on it last ended
+    used: dict[int, tuple[int, int]] = field(default_factory=dict)  # block → when a lease on it last ended, and which
 
     def find(self, ids: Iterable[Id]) -> list[int]:
         ids, found = tuple(ids), []
@@ -67,30 +70,37 @@ class History:
         self.vocabulary = self.pick.choice([2, 3, 50])
         self.text = [self.pick.randrange(self.vocabulary) for _ in range(64)]  # what everybody says again and again
         self.scopes = SCOPES[: self.pick.randrange(1, len(SCOPES) + 1)] + SCOPES[-1:]
-        self.tree = module.Tree(self.total, SIZE)
+        self.tree = module.Tree(self.total, SIZE, lambda: self.seconds)
         self.account = Blocks(self.total)
         self.roots: list[Root] = []  # of all lives that hold blocks or leases
         self.runs: list[Run] = []
         self.epochs = dict.fromkeys(SCOPES, 0)
-        self.shares: dict[ScopeName, tuple[int, int | None]] = {}
+        self.newest = dict.fromkeys(SCOPES, 0)  # epochs that the tree has heard of
+        self.shares = dict.fromkeys(set(ACCOUNTS.values()), Share())  # what lookups say
+        self.keeps_s: dict[ScopeName, float | None] = {scope: self.pick.choice(KEEPS_S) for scope in SCOPES}
+        self.granted: dict[bytes, Share] = {}  # what the tree was told last
+        self.told_s: dict[ScopeName, float | None] = {}
         self.counters: Counter[str] = Counter()
-        self.time = 0
-        self.share = module.Share
+        self.seconds = 0
+        self.releases = 0
 
     def run(self, acts: int = 200) -> "History":
-        doings = [self.match] * 30 + [self.grow] * 28 + [self.release] * 29 + [self.evict] * 10
-        doings += [self.set_share, self.raise_epoch, self.drop, self.forget]
+        doings = [self.match] * 30 + [self.grow] * 28 + [self.release] * 29 + [self.evict] * 8 + [self.sweep] * 5
+        doings += [self.set_share, self.set_keep, self.raise_epoch, self.forget]
         for _ in range(acts):
+            self.seconds += self.pick.randrange(3)
             self.pick.choice(doings)()
             self.compare()
         while self.runs:
             self.release()
             self.compare()
         self.give(self.tree.evict(self.total), "space")
+        self.give(self.tree.sweep(self.total), "age")
         assert self.account.free == self.total
         assert not self.tree._roots
         assert not self.tree._scopes
         assert not self.tree._wiped.roots
+        assert not len(self.tree._accounts)
         return self
 
     # Acts
@@ -99,12 +109,17 @@ class History:
         kind, id = scope = self.pick.choice(self.scopes)
         late = self.pick.random() < 0.1
         epoch = max(0, self.epochs[scope] - late)
-        space = Namespace(self.pick.choice("rs"), "", "", "kv", SIZE, kind, id, epoch)
-        root = self.root_of(space)
+        space = Namespace(
+            self.pick.choice("rrrs"), "", "", "kv", SIZE, kind, id, epoch, self.pick.choice([0, 0, 0, 0, 0, 7])
+        )
+        account = ACCOUNTS[scope]
+        keep = Keep(account, self.shares[account], self.keeps_s[scope])
+        root = self.root_of(space, keep)
         ids = self.ids(0, self.pick.randrange(40))
         if (findable := root.findable()) and self.pick.random() < 0.4:
             ids = array("I", self.pick.choice(findable)) + ids[: self.pick.randrange(SIZE)]
-        lease = self.tree.match(space, ids)
+        self.expire(root, ids)
+        lease = self.tree.match(space, ids, keep)
         assert lease.blocks == root.find(ids), "not the longest cached prefix"
         self.counters["lookups"] += 1
         self.counters["lookup_tokens"] += len(ids)
@@ -118,6 +133,7 @@ class History:
         count = self.pick.randrange(1, min(6, self.account.free + 1))
         more, mine = self.ids(len(run.ids), count * SIZE), self.account.take(count)
         before, ids = list(run.lease.blocks), run.ids + list(more)
+        self.expire(run.root, ids)
         known = run.root.find(ids)[len(before) :]
         expected = before + known + mine[len(known) :]
         lease, spare = self.tree.insert(run.lease, more, mine)
@@ -136,37 +152,37 @@ class History:
         if not self.runs:
             return
         run = self.runs.pop(self.pick.randrange(len(self.runs)))
-        self.time += 1
-        run.root.used.update(dict.fromkeys(run.lease.blocks, self.time))
+        self.releases += 1
+        run.root.used.update(dict.fromkeys(run.lease.blocks, (self.seconds, self.releases)))
         self.give_capped(run.root, self.tree.release(run.lease))
 
     def evict(self) -> None:
-        wanted, idle = self.pick.randrange(1, 12), self.idle(self.roots)
+        wanted, idle = self.pick.randrange(1, 12), self.idle([root for root in self.roots if not root.wiped])
         freed = self.tree.evict(wanted)
         assert len(freed) == min(wanted, len(idle)), "too few or too many were evicted"
         self.give(freed, "space")
 
+    def sweep(self) -> None:
+        wanted, over = self.pick.randrange(1, 12), self.over()
+        wiped = self.idle([root for root in self.roots if root.wiped])
+        freed = self.tree.sweep(wanted)
+        assert len(freed) == min(wanted, len(over) + len(wiped)), "too few or too many were swept"
+        assert set(freed) <= set(over) | set(wiped)
+        assert set(freed) <= set(wiped) or set(freed) >= set(wiped), "wiped ones go first"
+        self.give(freed, "age")
+
     def set_share(self) -> None:
-        scope = self.pick.choice(SCOPES)
-        floor, cap = self.pick.randrange(6), self.pick.choice([None, 6, 8, 20])
-        self.shares[scope] = floor, cap
-        freed = self.tree.set_share(scope, self.share(floor, cap))
-        roots = [root for root in self.roots if root.space.scope == scope and not root.wiped]
-        if roots:
-            self.give_capped(roots[0], freed)
-        else:
-            assert not freed
+        """The account's next lookup says so."""
+        account = self.pick.choice(sorted(self.shares))
+        self.shares[account] = Share(self.pick.choice([0, 2, 5, self.total]), self.pick.choice([None, 6, 8, 20]))
+
+    def set_keep(self) -> None:
+        """The scope's next lookup says so."""
+        self.keeps_s[self.pick.choice(SCOPES)] = self.pick.choice(KEEPS_S)
 
     def raise_epoch(self) -> None:
         """The scope's next lookup wipes it."""
         self.epochs[self.pick.choice(SCOPES)] += 1
-
-    def drop(self) -> None:
-        current = [root for root in self.roots if not root.wiped]
-        if current:
-            root = self.pick.choice(current)
-            self.tree.drop(root.space)
-            root.wiped, root.cause = True, "clear"
 
     def forget(self) -> None:
         if not self.runs:
@@ -174,19 +190,41 @@ class History:
         run = self.pick.choice(self.runs)
         kept = self.pick.randrange(len(run.lease.blocks) + 1)
         self.tree.forget(run.lease, kept)
-        at, prefix, forgotten = kept * SIZE, run.ids[: (kept + 1) * SIZE], Forgotten()
+        self.forgotten(run.root, run.ids, kept)
+
+    # The model
+
+    def forgotten(self, root: Root, ids_of_path: list[Id], kept: int) -> None:
+        """What begins with the first `kept` + 1 blocks of the path is found no more, by nobody."""
+        at, prefix, forgotten = kept * SIZE, ids_of_path[: (kept + 1) * SIZE], Forgotten()
         if len(prefix) <= at or any(isinstance(id, Forgotten) for id in prefix):
             return
 
         def renamed(ids: list[Id]) -> list[Id]:
             return [*ids[:at], forgotten, *ids[at + 1 :]] if ids[: len(prefix)] == prefix else ids
 
-        run.root.blocks = {tuple(renamed(list(ids))): block for ids, block in run.root.blocks.items()}
+        root.blocks = {tuple(renamed(list(ids))): block for ids, block in root.blocks.items()}
         for other in self.runs:
-            if other.root is run.root:
+            if other.root is root:
                 other.ids = renamed(other.ids)
 
-    # The model
+    def expire(self, root: Root, ids: Iterable[Id]) -> None:
+        """A lookup of these tokens finds nothing from the first block on whose time is over."""
+        ids, over = list(ids), set(self.over())
+        for kept, block in enumerate(root.find(ids)):
+            if block in over:
+                self.forgotten(root, ids, kept)
+                return
+
+    def over(self) -> list[int]:
+        """Unused blocks whose time is over."""
+        return [
+            block
+            for root in self.roots
+            if not root.wiped and (keep_s := self.told_s[root.space.scope]) is not None
+            for block in self.idle([root])
+            if root.used[block][0] <= self.seconds - keep_s
+        ]
 
     def ids(self, at: int, count: int) -> "array[int]":
         """Tokens for the positions from `at` on: the common text as far as it goes, or up to a random place."""
@@ -194,15 +232,23 @@ class History:
         known = known[: self.pick.randrange(len(known) + 1)] if self.pick.random() < 0.5 else known
         return array("I", known + [self.pick.randrange(self.vocabulary) for _ in range(count - len(known))])
 
-    def root_of(self, space: Namespace) -> Root:
-        current = [root for root in self.roots if root.space.scope == space.scope and not root.wiped]
-        for root in current:
+    def root_of(self, space: Namespace, keep: Keep) -> Root:
+        late = space.epoch < self.newest[space.scope]
+        self.newest[space.scope] = max(space.epoch, self.newest[space.scope])
+        for root in self.scope_of(space.scope):
             if root.space.epoch < space.epoch:
                 root.wiped, root.cause = True, "epoch"
-            elif root.space == space:
-                return root
+        if not late:
+            self.told_s[space.scope] = keep.keep_s
+            alive = {ACCOUNTS[root.space.scope] for root in self.roots if not root.wiped}
+            others = sum(self.granted[account].floor for account in alive - {keep.account})
+            cap = self.total if keep.share.cap is None else keep.share.cap
+            self.granted[keep.account] = Share(min(keep.share.floor, cap, self.total - others), keep.share.cap)
+            for root in self.scope_of(space.scope):
+                if root.space == space:
+                    return root
         root = Root(space)
-        if any(other.space.epoch > space.epoch for other in current):
+        if late:
             root.wiped, root.cause = True, "epoch"
         self.roots.append(root)
         return root
@@ -224,22 +270,23 @@ class History:
     def scope_of(self, scope: ScopeName) -> list[Root]:
         return [root for root in self.roots if root.space.scope == scope and not root.wiped]
 
-    def excess(self, scope: ScopeName) -> int:
-        return sum(len(root.blocks) for root in self.scope_of(scope)) - self.shares.get(scope, (0, None))[0]
+    def account_of(self, account: bytes) -> list[Root]:
+        return [root for root in self.roots if ACCOUNTS[root.space.scope] == account and not root.wiped]
+
+    def cached(self, account: bytes) -> int:
+        return sum(len(root.blocks) for root in self.account_of(account))
 
     def give(self, freed: list[int], cause: str) -> None:
         """Takes blocks out of the model, after seeing that they were the right ones."""
         gone = set(freed)
         assert len(gone) == len(freed), "a block was freed twice"
         assert gone.isdisjoint(self.pinned()), "a leased block was evicted"
-        wiped = [root for root in self.roots if root.wiped]
-        assert gone <= set(self.idle(wiped)) or gone >= set(self.idle(wiped)) or cause == "cap", "wiped ones go first"
         floors = []
-        for scope in SCOPES:
-            idle = self.idle(self.scope_of(scope))
+        for account in self.shares if cause != "age" else ():
+            idle = self.idle(self.account_of(account))
             lost = len(gone.intersection(idle))
             assert gone.issuperset(idle[:lost]), "not the least recently used, from their ends"
-            after = self.excess(scope) - lost
+            after = self.cached(account) - self.granted.get(account, Share()).floor - lost
             floors.append((after, lost, len(idle) - lost))
         if cause == "space":
             level = max((after for after, _, left in floors if left), default=-self.total)
@@ -247,18 +294,18 @@ class History:
         for root in self.roots:
             kept = {prefix: block for prefix, block in root.blocks.items() if block not in gone}
             lost = len(root.blocks) - len(kept)
-            self.counters[f"evicted_{'cap' if cause == 'cap' else root.cause}_blocks"] += lost
+            self.counters[f"evicted_{root.cause if root.wiped else cause}_blocks"] += lost
+            assert all(len(prefix) == SIZE or prefix[:-SIZE] in kept for prefix in kept), "a start went before its end"
             root.blocks = kept
         self.account.give(freed)
 
     def give_capped(self, root: Root, freed: list[int]) -> None:
-        """What a scope lost because it was above its cap: its own blocks, exactly as many as it must."""
-        over = 0
-        cap = self.shares.get(root.space.scope, (0, None))[1]
-        if cap is not None and not root.wiped:
-            mine = self.scope_of(root.space.scope)
-            over = max(0, min(sum(len(root.blocks) for root in mine) - cap, len(self.idle(mine))))
-            assert set(freed) <= set(self.idle(mine)), "a cap took another scope's blocks"
+        """What an account lost because it was above its cap: its own blocks, exactly as many as it must."""
+        over, account = 0, ACCOUNTS[root.space.scope]
+        if not root.wiped and (cap := self.granted[account].cap) is not None:
+            idle = self.idle(self.account_of(account))
+            over = max(0, min(self.cached(account) - cap, len(idle)))
+            assert set(freed) <= set(idle), "a cap took another account's blocks"
         assert len(freed) == over, "a cap took too much or too little"
         self.give(freed, "cap")
 
@@ -270,13 +317,16 @@ class History:
         held = [block for root in self.roots for block in root.blocks.values()]
         uses = Counter(block for run in self.runs for block in run.lease.blocks)
         assert self.tree.cached == len(held)
-        assert self.tree.evictable == len(set(held)) - len(uses)
+        assert self.tree.unused == len(set(held)) - len(uses)
         assert self.tree.shared == sum(count > 1 for count in uses.values())
         assert self.account.free + self.tree.cached == self.total
         assert +self.tree.counters == +self.counters
         for run in self.runs:
             assert run.lease.blocks == run.root.find(run.ids), "a lease's blocks changed"
-        for scope in SCOPES:
-            assert self.tree.cached_of(scope) == sum(len(root.blocks) for root in self.scope_of(scope))
+        for account in self.shares:
+            assert self.tree.cached_of(account) == self.cached(account)
+            found = self.tree._accounts.find(account)
+            assert found is None or (found.floor, found.cap) == self.granted[account]
+            assert (found is None) == (not self.account_of(account)), "an account outlives its last root"
         spaces = {root.space for root in self.roots if not root.wiped}
         assert set(self.tree._roots) == spaces, "a root outlives its last block and lease, or goes before"

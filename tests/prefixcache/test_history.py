@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache import tree as unbroken
+import prefixcache
 from tests.prefixcache.history import History
 
 
@@ -21,95 +21,131 @@ def test_any_history_agrees_with_the_brute_force_model(first: int) -> None:
             print("seed", seed)
             raise
     # What the histories went through, so that one that lost its bite does not pass.
-    causes = [f"evicted_{cause}_blocks" for cause in ("space", "cap", "epoch", "clear")]
+    causes = [f"evicted_{cause}_blocks" for cause in ("space", "cap", "epoch", "age")]
     for what in ["hit_tokens", "inserted_blocks", "duplicate_blocks", *causes]:
         assert seen[what] > 100, f"{what}: {seen[what]}"
 
 
-# What the source says, and what the broken build says instead.
+# What one of the sources says, and what the broken build says instead. The modules are in the order in which they need
+# each other.
+MODULES = ("names", "lazy", "radix", "accounts", "tree")
 BREAKS = {
     "scopes share a root": (
-        "root = self._root_of(namespace)",
-        "root = self._root_of(namespace._replace(scope_id=bytes(16)))",
+        "root = self._root_of(namespace, keep)",
+        "root = self._root_of(namespace._replace(scope_id=bytes(16)), keep)",
     ),
     "kinds of scope share a root": (
-        "root = self._root_of(namespace)",
-        "root = self._root_of(namespace._replace(scope_kind=2))",
+        "root = self._root_of(namespace, keep)",
+        "root = self._root_of(namespace._replace(scope_kind=2), keep)",
     ),
     "models share a root": (
-        "root = self._root_of(namespace)",
-        'root = self._root_of(namespace._replace(model_revision="r"))',
+        "root = self._root_of(namespace, keep)",
+        'root = self._root_of(namespace._replace(model_revision="r"), keep)',
     ),
-    "epochs share a root": ("namespace.epoch > scope.epoch", "False", "namespace.epoch < scope.epoch", "False"),
-    "a lookup does not pin": (
-        "            self._pin(root, node)\n        self.counters",
-        "            pass\n        self.counters",
+    "what lies behind others' blocks is found without them": (
+        "root = self._root_of(namespace, keep)",
+        "root = self._root_of(namespace._replace(behind=0), keep)",
     ),
-    "a duplicate is not pinned": (
-        "            self._pin(root, node)\n            if node is not child",
-        "            if node is not child",
+    "epochs share a root": ("namespace.epoch > newest", "False", "namespace.epoch < newest", "False"),
+    "an old epoch wipes a newer one": (
+        "if namespace.epoch < newest:",
+        "if False:",
+        "epoch > newest",
+        "epoch != newest",
     ),
-    "only the end of a path is unpinned": (
-        "            node = node.parent\n        freed",
-        "            node = None\n        freed",
+    "an epoch is forgotten with the scope's last block": ("self._epochs[name] = root.scope.epoch", "pass"),
+    "what a late caller leaves is found": (
+        "root = Root(namespace, self._wiped, Scope(namespace.epoch))",
+        "root = self._roots.setdefault(namespace, Root(namespace, self._wiped, Scope(namespace.epoch)))",
     ),
+    "a lookup does not pin": ("            root.pin(node, now_s)\n", "            pass\n"),
+    "a duplicate is not pinned": ("            root.pin(node, self._acted_s)\n", ""),
+    "only the end of a path is unpinned": ("for node in lease._node.path():", "for node in [lease._node, root]:"),
     "a split forgets who reads the upper part": ("lower.blocks[:blocks], lower.pins,", "lower.blocks[:blocks], 0,"),
     "an edge that others read is lengthened": ("node.pins == 1 and not node.children", "not node.children"),
     "an edge with children is lengthened": ("node.pins == 1 and not node.children", "node.pins == 1"),
     "an edge is believed after its first block": ("if packed.startswith(child.label, at):", "if True:"),
     "one differing block is let in": (
-        "return self._split(child, low)",
-        "return self._split(child, low + 1) if low + 1 < high else child",
+        "return self.split(child, low)",
+        "return self.split(child, low + 1) if low + 1 < high else child",
     ),
     "the caller's duplicate wins": (
         "lease.blocks += node.blocks",
         "lease.blocks += blocks[first : first + len(node.blocks)]",
     ),
-    "duplicates are kept": ("return lease, spare", "return lease, []"),
+    "duplicates are kept": ("return lease, spare + self", "return lease, self"),
     "leaves in use are evicted": ("if node.pins or node.children:\n", "if node.children:\n"),
     "the start of an edge is evicted": (
         "freed = node.blocks[keep:].tolist()",
         "freed = node.blocks[: len(node.blocks) - keep].tolist()",
     ),
     "recent use does not help a leaf": ("elif node.queued < node.used:", "elif False:"),
-    "a parent is never offered": ("            self._offer(root, parent)\n", ""),
-    "the age is per namespace": ("min(roots, key=self._age)", "next(roots)"),
-    "the nearest to its floor goes first": ("self.cached - self.share.floor", "self.share.floor - self.cached"),
-    "floors are ignored": ("return self.cached - self.share.floor", "return self.cached"),
-    "a scope that grows is not ranked again": (
-        "if scope.rank is None or -scope.rank[0] < scope.excess:",
-        "if scope.rank is None:",
+    "a parent is never offered": ("            self._offer(parent)\n", ""),
+    "the age is per namespace": ("return None if node is None else node.used", "return node and float(id(self))"),
+    "a root that was used stays where it was": ("elif key > entry[0]:", "elif False:"),
+    "a root that is in use all over is never lined up again": ("        root.account.ages.put(root)\n", ""),
+    "the nearest to its floor goes first": ("return self.cached - self.floor", "return self.floor - self.cached"),
+    "floors are ignored": ("return self.cached - self.floor", "return self.cached"),
+    "floors are promised twice": ("min(floor, self._blocks - others)", "floor"),
+    "a floor is never given back": ("            self.floors -= account.floor\n", ""),
+    "a floor may be above its cap": (
+        "floor = share.floor if share.cap is None else min(share.floor, share.cap)",
+        "floor = share.floor",
     ),
-    "a scope that shrank is not ranked again": ("elif -rank[0] > scope.excess:", "elif False:"),
-    "one scope pays for all": (
-        "step = min(count - len(freed), max(1, furthest.excess - level))",
-        "step = count - len(freed)",
+    "each scope has a share of its own": (
+        "self._accounts.named(keep.account)",
+        "self._accounts.named(namespace.scope_id)",
     ),
+    "an account that grows is not ranked again": ("        self._accounts.rank(account)\n", ""),
+    "one account pays for all": ("min(count - len(freed), ahead)", "count - len(freed)"),
     "a cap is only looked at on insert": (
-        "        freed = self._keep_cap(root.scope)\n        self._rank",
-        "        freed = []\n        self._rank",
+        "        freed = self._keep_cap(root.account)\n        self._remove",
+        "        freed = []\n        self._accounts.rank(root.account)\n        self._remove",
     ),
-    "wiped blocks wait for their turn": ("freed = self._evict_from(self._wiped, count)\n", "freed = []\n"),
-    "wiped blocks are found": ('            self._wipe(root, "clear")', "            pass"),
+    "a cap is forgotten": ("account.cap = share.cap", "account.cap = account.cap"),
+    "wiped blocks are evicted": ("        if account is self._wiped:\n            return []\n", ""),
+    "wiped blocks are never swept": ('self._evict_from(self._wiped, count, "epoch")', "[]"),
+    "wiped blocks count for their account": ("before.cached -= root.cached", "pass"),
+    "what is over is found": ("if not child.pins and child.used <= over:", "if False:"),
+    "what is over is gone while it is read": ("if not child.pins and child.used <= over:", "if child.used <= over:"),
+    "what is over stays": ("        self._ends.put(root)\n", ""),
+    "a hit does not refresh": (
+        "        node.pins += 1\n        node.used = used\n",
+        "        node.pins += 1\n",
+        "        node.pins -= 1\n        node.used = used\n",
+        "        node.pins -= 1\n",
+    ),
+    "a time to live is set once": ("if scope.keep_s != keep.keep_s:", "if scope.keep_s is None:"),
+    "a shorter time to live is not looked at": (
+        "                self._ends.put(root_of_scope)\n",
+        "                pass\n",
+    ),
+    "what is fresh is swept": ("age > self._over_s(root)", "False"),
     "forgotten blocks are found": ('self._key(node) + self._hid.to_bytes(8, "big")', "self._key(node)"),
-    "an edge is forgotten from its start": ("self._split(node, blocks - start)", "pass"),
+    "an edge is forgotten from its start": ("root.split(node, blocks - start)", "pass"),
     "an edge is forgotten up to its end": ("start + len(node.blocks) <= blocks", "start + len(node.blocks) >= blocks"),
-    "an empty root stays": ("            self._forget_if_empty(root)\n        return freed", "        return freed"),
-    "hits are counted in blocks": ("at // TOKEN_BYTES", "at // self._block_bytes"),
-    "the cause is lost": ("{cause or root.cause}", "space"),
+    "an empty root stays": (
+        "        self._remove_if_empty(root)\n        return freed\n\n    def evict",
+        "        return freed\n\n    def evict",
+    ),
+    "hits are counted in blocks": ("at // TOKEN_BYTES\n        return", "at // self._block_bytes\n        return"),
+    "the cause is lost": ("{cause}", "space"),
     "shared blocks are counted once too often": ("elif node.pins == 2:", "elif node.pins >= 2:"),
 }
 
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_tree_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Path(str(unbroken.__file__)).read_text()
+    folder = Path(str(prefixcache.__file__)).parent
+    sources = {module: (folder / f"{module}.py").read_text() for module in MODULES}
     for right, wrong in zip(BREAKS[name][::2], BREAKS[name][1::2], strict=True):
-        assert source.count(right) >= 1, f"the source no longer says {right!r}"
-        source = source.replace(right, wrong)
-    broken = types.ModuleType("broken_tree")
-    monkeypatch.setitem(sys.modules, broken.__name__, broken)
-    exec(compile(source, broken.__name__, "exec"), broken.__dict__)
+        assert any(right in source for source in sources.values()), f"no source says {right!r} any more"
+        sources = {module: source.replace(right, wrong) for module, source in sources.items()}
+    broken = types.ModuleType("")
+    for module, source in sources.items():
+        broken = types.ModuleType(f"broken_{module}")
+        monkeypatch.setitem(sys.modules, broken.__name__, broken)
+        exec(compile(source.replace("from prefixcache.", "from broken_"), broken.__name__, "exec"), broken.__dict__)
     for own in (True, False):  # by the model, and then also without the tree's own check
         if not own:
             broken.__dict__["Tree"].check = lambda tree: None

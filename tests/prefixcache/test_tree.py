@@ -9,9 +9,26 @@ from typing import Any
 import pytest
 
 from engine.blocks import Blocks
-from prefixcache.tree import Lease, Namespace, Share, Tree
+from prefixcache import tree as module
+from prefixcache.names import Keep, Namespace, Share
+from prefixcache.tree import Lease
 
 SIZE = 4
+OPEN = Share()
+
+
+class Tree(module.Tree):
+    """Every scope is an account of its own where a test does not say otherwise. Its clock is `seconds`."""
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        super().__init__(blocks, block_tokens, lambda: self.seconds)
+        self.seconds = 0.0
+        self.shares: dict[bytes, Share] = {}
+        self.keep_s: float | None = None
+
+    def match(self, namespace: Namespace, tokens: "array[int]", keep: Keep | None = None) -> Lease:
+        name = namespace.scope_id
+        return super().match(namespace, tokens, keep or Keep(name, self.shares.get(name, OPEN), self.keep_s))
 
 
 def tokens(*ids: int) -> "array[int]":
@@ -65,6 +82,7 @@ def test_a_prefix_is_found_in_whole_blocks(tree: Tree, account: Blocks) -> None:
         {"scope_kind": 3},
         {"scope_id": b"b" * 16},
         {"model_revision": "r1r1", "tokenizer": ""},  # the same when joined
+        {"behind": 1},
     ],
     ids=str,
 )
@@ -129,7 +147,7 @@ def test_a_leased_block_is_never_evicted(tree: Tree, account: Blocks) -> None:
     kept = fill(tree, account, namespace(), run(0, 32))
     gone = fill(tree, account, namespace(), run(0, 16) + run(500, 16))
     assert tree.release(gone) == []
-    assert tree.evictable == 4
+    assert tree.unused == 4
     freed = tree.evict(64)
     assert set(freed).isdisjoint(kept.blocks)
     assert len(freed) == 4
@@ -147,26 +165,26 @@ def test_the_least_recently_used_leaf_goes_first_from_its_end(tree: Tree, accoun
 
 def test_the_scope_furthest_above_its_floor_is_evicted_first(tree: Tree, account: Blocks) -> None:
     small, large, guarded = (namespace(name * 16) for name in (b"s", b"l", b"g"))
-    tree.set_share(guarded.scope, Share(floor=20))
+    tree.shares[guarded.scope_id] = Share(floor=20)
     for space, blocks in ((guarded, 18), (small, 6), (large, 12)):
         tree.release(fill(tree, account, space, run(0, blocks * SIZE)))
     tree.evict(10)
-    assert [tree.cached_of(space.scope) for space in (small, large, guarded)] == [4, 4, 18]
+    assert [tree.cached_of(space.scope_id) for space in (small, large, guarded)] == [4, 4, 18]
     tree.evict(9)
-    assert tree.cached_of(guarded.scope) == 17  # only when nobody else has any left
+    assert tree.cached_of(guarded.scope_id) == 17  # only when nobody else has any left
     tree.check()
 
 
 def test_a_scope_above_its_cap_keeps_only_what_it_uses(tree: Tree, account: Blocks) -> None:
     space = namespace()
-    tree.set_share(space.scope, Share(cap=4))
+    tree.shares[space.scope_id] = Share(cap=4)
     used = fill(tree, account, space, run(0, 24))
-    assert tree.cached_of(space.scope) == 6
+    assert tree.cached_of(space.scope_id) == 6
     account.give(tree.release(used))
-    assert tree.cached_of(space.scope) == 4
+    assert tree.cached_of(space.scope_id) == 4
     assert tree.counters["evicted_cap_blocks"] == 2
     account.give(tree.release(fill(tree, account, space, run(900, 12))))
-    assert tree.cached_of(space.scope) == 4
+    assert tree.cached_of(space.scope_id) == 4
     assert account.free + tree.cached == account.total
     tree.check()
 
@@ -181,7 +199,8 @@ def test_a_newer_epoch_wipes_the_scope_and_an_older_one_finds_nothing(tree: Tree
     assert len(running.blocks) == 5
     tree.release(running)
     tree.check()
-    account.give(tree.evict(9))
+    assert tree.evict(9) == []
+    account.give(tree.sweep(9))
     assert tree.counters["evicted_epoch_blocks"] == 9
     assert tree.match(namespace(epoch=1), run(0, 16)).tokens == 16
     tree.check()
@@ -193,7 +212,117 @@ def test_what_a_late_caller_of_an_old_epoch_inserts_is_never_found(tree: Tree, a
     assert tree.match(namespace(epoch=0), run(0, 16)).tokens == 0
     tree.release(late)
     tree.check()
-    assert set(tree.evict(4)) == set(late.blocks)
+    assert set(tree.sweep(8)) == set(late.blocks)
+
+
+def test_an_epoch_is_remembered_when_the_scope_has_nothing_left(tree: Tree, account: Blocks) -> None:
+    tree.release(tree.match(namespace(epoch=7), run(0, 4)))
+    assert not tree._scopes
+    tree.release(fill(tree, account, namespace(epoch=6), run(0, 16)))
+    assert tree.match(namespace(epoch=6), run(0, 16)).tokens == 0
+    tree.release(fill(tree, account, namespace(epoch=7), run(0, 16)))
+    assert tree.match(namespace(epoch=7), run(0, 16)).tokens == 16
+    tree.check()
+
+
+def test_the_epochs_that_are_remembered_are_bounded(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EPOCHS_MAX", 10)
+    for number in range(100):
+        tree.release(tree.match(namespace(number.to_bytes(16, "big"), epoch=1), run(0, 4)))
+    assert len(tree._epochs) == 10
+    tree.check()
+
+
+def test_a_share_is_kept_over_all_scopes_of_an_account(tree: Tree, account: Blocks) -> None:
+    for number in range(10):  # an account's users
+        keep = Keep(b"one", Share(cap=6))
+        lease = tree.match(namespace(bytes([number]) * 16), run(0, 12), keep)
+        lease, spare = tree.insert(lease, run(0, 12), account.take(3))
+        account.give(spare + tree.release(lease))
+        tree.check()
+    assert tree.cached_of(b"one") == 6
+    assert [tree.match(namespace(bytes([number]) * 16), run(0, 12)).tokens for number in (7, 8, 9)] == [0, 12, 12]
+
+
+def test_a_flood_over_many_scopes_leaves_an_account_what_its_floor_covers(tree: Tree, account: Blocks) -> None:
+    tree.shares[b"q" * 16] = Share(floor=8)
+    tree.release(fill(tree, account, namespace(b"q" * 16), run(0, 32)))
+    for number in range(640 // 4):
+        keep = Keep(b"flood", Share(floor=2))
+        lease = tree.match(namespace(number.to_bytes(16, "big")), run(0, 16), keep)
+        if account.free < 4:
+            account.give(tree.evict(4 - account.free))
+        tree.release(tree.insert(lease, run(0, 16), account.take(4))[0])
+        tree.check()
+    assert tree.match(namespace(b"q" * 16), run(0, 32)).tokens == 32
+
+
+def test_floors_are_granted_as_far_as_the_pool_goes_and_are_free_again_afterwards(tree: Tree, account: Blocks) -> None:
+    def floor(name: bytes) -> int:
+        found = tree._accounts.find(name * 16)
+        return found.floor if found else 0
+
+    leases = []
+    for name in (b"a", b"b", b"c"):
+        tree.shares[name * 16] = Share(floor=40)
+        leases.append(fill(tree, account, namespace(name * 16), run(0, 4)))
+    assert [floor(name) for name in (b"a", b"b", b"c")] == [40, 24, 0]
+    tree.shares[b"a" * 16] = Share(floor=30, cap=10)  # a cap bounds the floor too
+    leases.append(tree.match(namespace(b"a" * 16), run(0, 4)))
+    leases.append(tree.match(namespace(b"c" * 16), run(0, 4)))
+    assert [floor(name) for name in (b"a", b"b", b"c")] == [10, 24, 30]
+    for lease in leases:
+        tree.release(lease)
+    tree.evict(64)
+    assert tree._accounts.floors == 0
+    tree.check()
+
+
+def test_what_is_over_is_found_no_more_at_once_and_swept(tree: Tree, account: Blocks) -> None:
+    tree.keep_s = 5.0
+    tree.release(fill(tree, account, namespace(), run(0, 16)))
+    tree.release(fill(tree, account, namespace(b"b" * 16), run(0, 16)))
+    tree.seconds = 4.0
+    assert tree.sweep(64) == []
+    tree.release(tree.match(namespace(), run(0, 8)))  # refreshed as far as it was read
+    tree.seconds = 6.0
+    assert tree.match(namespace(b"b" * 16), run(0, 16)).tokens == 0
+    again = tree.match(namespace(), run(0, 16))
+    assert again.tokens == 8
+    assert len(tree.sweep(3)) == 3
+    assert len(tree.sweep(64)) == 3
+    assert tree.counters["evicted_age_blocks"] == 6
+    tree.check()
+    tree.seconds = 60.0
+    assert tree.sweep(64) == []  # it is in use
+    tree.release(again)
+    tree.seconds = 64.0
+    assert tree.sweep(64) == []
+    tree.seconds = 65.1
+    assert len(tree.sweep(64)) == 2
+    assert not tree.cached
+
+
+def test_what_is_over_does_not_come_back_as_a_duplicate(tree: Tree, account: Blocks) -> None:
+    tree.keep_s = 5.0
+    lease = tree.match(namespace(), run(0, 4))
+    old = fill(tree, account, namespace(), run(0, 16))
+    tree.release(old)
+    tree.seconds = 6.0
+    blocks = account.take(4)
+    lease, spare = tree.insert(lease, run(0, 16), blocks)
+    assert (lease.blocks, spare) == (blocks, [])
+    tree.check()
+
+
+def test_a_time_to_live_that_is_set_later_holds_for_what_is_there(tree: Tree, account: Blocks) -> None:
+    tree.release(fill(tree, account, namespace(), run(0, 16)))
+    tree.keep_s = 5.0
+    tree.seconds = 4.0
+    tree.release(tree.match(namespace(), run(50, 4)))
+    tree.seconds = 6.0
+    assert len(tree.sweep(64)) == 4
+    tree.check()
 
 
 def test_age_counts_across_the_namespaces_of_a_scope(tree: Tree, account: Blocks) -> None:
@@ -202,16 +331,6 @@ def test_age_counts_across_the_namespaces_of_a_scope(tree: Tree, account: Blocks
     tree.release(tree.match(namespace(revision="r1"), run(0, 8)))
     tree.evict(2)
     assert [tree.match(namespace(revision=revision), run(0, 8)).tokens for revision in ("r1", "r2", "r3")] == [8, 0, 8]
-
-
-def test_a_dropped_namespace_goes_first(tree: Tree, account: Blocks) -> None:
-    tree.release(fill(tree, account, namespace(), run(0, 16)))
-    tree.release(fill(tree, account, namespace(b"b" * 16), run(0, 40)))
-    tree.drop(namespace())
-    assert tree.match(namespace(), run(0, 16)).tokens == 0
-    tree.evict(4)
-    assert tree.counters["evicted_clear_blocks"] == 4
-    tree.check()
 
 
 def test_what_is_forgotten_is_found_no_more_and_stays_valid_for_its_readers(tree: Tree, account: Blocks) -> None:
@@ -233,7 +352,7 @@ def test_what_is_forgotten_is_found_no_more_and_stays_valid_for_its_readers(tree
     tree.release(reader)
     assert set(tree.evict(3)) == set(reader.blocks[2:])
     tree.check()
-    assert not tree._hidden
+    assert not any(root._hidden for root in tree._roots.values())
 
 
 def test_forgetting_behind_the_end_or_twice_changes_nothing(tree: Tree, account: Blocks) -> None:
@@ -254,6 +373,7 @@ def test_a_scope_without_blocks_and_leases_is_forgotten(tree: Tree, account: Blo
     tree.evict(4)
     assert tree._scopes == {}
     assert tree._roots == {}
+    assert len(tree._accounts) == 0
 
 
 def test_counters_are_exact(tree: Tree, account: Blocks) -> None:
@@ -283,29 +403,43 @@ def test_a_hot_prompt_leaves_nothing_behind(tree: Tree, account: Blocks) -> None
     for _ in range(1000):
         tree.release(tree.match(namespace(), run(0, 16)))
     assert len(tree._roots[namespace()].leaves) == 1
-    assert len(tree._ranks) == 1
+    assert len(tree._accounts._ranks._heap) == 1
 
 
 def test_shares_that_change_leave_nothing_behind(tree: Tree, account: Blocks) -> None:
     tree.release(fill(tree, account, namespace(), run(0, 16)))
     for number in range(1000):
-        tree.set_share(namespace().scope, Share(floor=60 - number % 60))
-    assert len(tree._ranks) <= 64 + 2
+        tree.shares[namespace().scope_id] = Share(floor=60 - number % 60)
+        tree.release(tree.match(namespace(), run(0, 16)))
+    assert len(tree._accounts._ranks._heap) <= 64 + 2
     tree.check()
 
 
-@pytest.mark.parametrize("wiped", [False, True])
-def test_evicting_costs_the_same_however_much_is_cached(wiped: bool) -> None:
+@pytest.mark.parametrize("users", [False, True])
+@pytest.mark.parametrize("gone", ["evict", "epoch", "age"])
+def test_making_room_costs_the_same_however_much_is_cached(gone: str, users: bool) -> None:
+    """With thousands of accounts, and with one that has thousands of scopes."""
+
     def cost(scopes: int) -> int:
         account, tree = Blocks(4 * scopes), Tree(4 * scopes, SIZE)
-        for number in range(scopes):
-            space = namespace(number.to_bytes(16, "big"))
-            tree.release(fill(tree, account, space, run(0, 8)))
-            tree.release(fill(tree, account, space, run(0, 4) + run(100, 4)))
-            if wiped:
-                tree.drop(space)
-        tree.evict(4)  # what moves in the queues because of all that came in
-        return opcodes(lambda: tree.evict(16))
+        tree.keep_s = 9.0 if gone == "age" else None
+        for epoch in range(2 if gone == "epoch" else 1):
+            for number in range(scopes):
+                space, name = namespace(number.to_bytes(16, "big"), epoch), number.to_bytes(16, "big")
+                for ids in (run(0, 8), run(0, 4) + run(100, 4)) if not epoch else ():
+                    keep = Keep(b"" if users else name, OPEN, tree.keep_s)
+                    lease = tree.match(space, ids, keep)
+                    rest = ids[lease.tokens :]
+                    tree.release(tree.insert(lease, rest, account.take(len(rest) // SIZE))[0])
+                if epoch:
+                    tree.release(tree.match(space, run(0, 4)))
+        tree.seconds = 10.0
+        free = tree.evict if gone == "evict" else tree.sweep
+        free(4)  # what moves in the queues because of all that came in
+        return opcodes(lambda: assert_freed(free(16)))
+
+    def assert_freed(blocks: list[int]) -> None:
+        assert len(blocks) == 16
 
     assert cost(1000) < 1.5 * cost(20)
 

@@ -1,0 +1,59 @@
+"""Prefixes that everybody may read: an operator's, computed before a replica serves, and there as long as it does.
+
+It compares token ids exactly, and knows neither whose they are nor how their blocks were computed.
+"""
+
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Unpublishable(ValueError):
+    """A prefix of a model's public_prefixes that cannot be kept; says which and what to change."""
+
+
+class Published:
+    """Token prefixes in whole blocks, and the pages that hold them for good."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.pages: set[int] = set()
+        self._block_tokens = block_tokens
+        self._prefixes: list[tuple[NDArray[np.uint32], list[int]]] = []
+
+    def add(self, tokens: "array[int]", pages: list[int]) -> None:
+        assert len(tokens) == len(pages) * self._block_tokens
+        self._prefixes.append((np.array(tokens, np.uint32), pages))
+        self.pages.update(pages)
+
+    def find(self, tokens: "array[int]") -> list[int]:
+        """The pages of the longest part of any of them that the tokens begin with. Costs a comparison with each."""
+        if not self._prefixes:
+            return []
+        wanted = np.frombuffer(tokens, np.uint32)
+        return max((pages[: self._common(prefix, wanted)] for prefix, pages in self._prefixes), key=len)
+
+    def _common(self, prefix: NDArray[np.uint32], wanted: NDArray[np.uint32]) -> int:
+        """How many blocks they have in common."""
+        length = min(len(prefix), len(wanted))
+        differ = prefix[:length] != wanted[:length]
+        return (int(differ.argmax()) if differ.any() else length) // self._block_tokens
+
+
+def whole_blocks(prefixes: list[list[int]], blocks: int, block_tokens: int, vocabulary: int) -> list["array[int]"]:
+    """The prefixes as far as whole blocks go. Raises Unpublishable where they are no prefixes for such a pool."""
+    whole = [prefix[: len(prefix) // block_tokens * block_tokens] for prefix in prefixes]
+    for number, (prefix, kept) in enumerate(zip(prefixes, whole, strict=True)):
+        if not kept:
+            raise Unpublishable(
+                f"public_prefixes[{number}] has {len(prefix)} tokens, less than a block of {block_tokens}: leave it out"
+            )
+        if not 0 <= min(prefix) <= max(prefix) < vocabulary:
+            raise Unpublishable(f"public_prefixes[{number}] has a token id that is not below {vocabulary}")
+    needed = sum(len(kept) for kept in whole) // block_tokens
+    if needed > blocks // 2:
+        raise Unpublishable(
+            f"public_prefixes take {needed} of {blocks} KV blocks; at most half may be pinned: shorten them, or raise "
+            "kv_bytes"
+        )
+    return [array("I", kept) for kept in whole]

@@ -1,0 +1,43 @@
+"""What separates cached prefixes and what bounds them: values that callers make. It does not know who they are."""
+
+from typing import NamedTuple
+
+ScopeName = tuple[int, bytes]
+
+
+class Namespace(NamedTuple):
+    """All that must be equal before KV may be shared. A scope is (scope_kind, scope_id), over all its namespaces.
+
+    `behind` is the block after which its tokens begin, where such come first that everybody may read; 0: none do.
+    """
+
+    model_revision: str
+    adapter_revision: str
+    tokenizer: str
+    kv_layout: str
+    block_tokens: int
+    scope_kind: int
+    scope_id: bytes
+    epoch: int
+    behind: int = 0
+
+    @property
+    def scope(self) -> ScopeName:
+        return self.scope_kind, self.scope_id
+
+
+class Share(NamedTuple):
+    """Cached blocks of one account, over all its scopes. Below `floor` it loses none while another account is above its
+    own floor; above `cap` it keeps only what is in use."""
+
+    floor: int = 0
+    cap: int | None = None
+
+
+class Keep(NamedTuple):
+    """What a lookup says about the blocks that it will leave: whose they are, how many of them may stay, and for how
+    many seconds after their last use they are found; None: until they are evicted."""
+
+    account: bytes
+    share: Share = Share()
+    keep_s: float | None = None
