@@ -6,7 +6,7 @@ from typing import Final
 
 from engine.wire import Hello, Load
 
-CAUSES: Final = ("space", "cap", "epoch", "clear")  # why blocks were evicted
+CAUSES: Final = ("space", "cap", "epoch", "age")  # why blocks were evicted
 COUNTED: Final = (
     *("lookups", "lookup_tokens", "hit_tokens", "inserted_blocks", "duplicate_blocks", "spared_keys"),
     *(f"evicted_{cause}_blocks" for cause in CAUSES),
