@@ -16,6 +16,10 @@ from typing import Any, Final
 import msgspec
 
 from gateway import errors, listing
+from gateway.admin.api import ACCOUNT_ID, Api
+from gateway.admin.once import Once
+from gateway.admin.operation import Office
+from gateway.admin.table import OPERATIONS
 from gateway.catalogue import Model, open_catalogue
 from gateway.config import Config
 from gateway.edge import Edge
@@ -29,11 +33,11 @@ from gateway.outage import Outage
 from gateway.request import Gateway
 from gateway.run import Native
 from gateway.suspects import Suspects
-from gateway.tokens import METHODS, TOKEN_BYTES_MAX, Asked, Tokens
 from gateway.traces import Traces, open_traces
 from gateway.turns import Turns
 from gateway.webhook import Webhook
 from tenants.accounts import Accounts, Caller, MalformedToken, Permission, Suspended, Unauthenticated
+from tenants.audit import Audit
 from tenants.issuers import Issuers, IssuerUnavailable
 from tenants.notices import Thresholds, signer
 from tenants.quota import Quota
@@ -41,10 +45,6 @@ from tenants.store import Store, StoreUnavailable, open_store
 
 REVOKED_S: Final = 2.0  # how often running requests' tokens are asked for again
 ACCOUNT_PATH: Final = re.compile(r"/client/v4/accounts/([^/]+)/ai(/.+)")
-TOKENS_PATH: Final = re.compile(r"/client/v4/accounts/([^/]+)/tokens(?:/([0-9A-Za-z]+))?(/value)?")
-ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
-
-PRIVATE: Final = [JSON, (b"cache-control", b"no-store")]
 
 Errand = Callable[[], Coroutine[Any, Any, None]]
 
@@ -55,13 +55,14 @@ class App:
     """The gateway as an ASGI application. Its lifespan runs the fleet's connections, the quota's settlements and the
     `errands`, such as the fetches of issuers' keys."""
 
-    def __init__(self, gateway: Gateway, store: Store, errands: Sequence[Errand]) -> None:
+    def __init__(self, gateway: Gateway, store: Store, audit: Audit, once: Once, errands: Sequence[Errand]) -> None:
         self._gateway = gateway
         self._store = store
         self._errands = errands
         self._native = Native()
         self._openai = OpenAI()
-        self._tokens = Tokens(gateway.accounts)
+        office = Office(gateway, store, audit, once, lambda: self.open_requests)
+        self._api = Api(OPERATIONS, office, self._asking)
         limits = gateway.limits
         self._edge = Edge(limits)
         self._patience = Patience(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
@@ -138,14 +139,10 @@ class App:
         if not self._edge.serves(exchange.headers[b"host"]):
             raise errors.misdirected()
         account_id, resource = None, path
-        if path == "/client/v4/user/tokens/verify":
-            return self._only("GET", exchange, "tokens", self._verify_token)
-        if found := TOKENS_PATH.fullmatch(path):
-            return self._tokens_route(exchange, *found.groups())
         if path.startswith("/client/"):
             found = ACCOUNT_PATH.fullmatch(path)
             if found is None:
-                raise errors.no_route(path)
+                return self._api_route(path)
             account_id, resource = found.groups()
             exchange.openai = resource.startswith("/v1/")
             if ACCOUNT_ID.fullmatch(account_id) is None:
@@ -157,35 +154,14 @@ class App:
         exchange.openai = resource.startswith("/v1/")
         return self._resource(exchange, account_id, resource)
 
-    def _tokens_route(
-        self, exchange: Exchange, account_id: str, token_id: str | None, value: str | None
-    ) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
-        if ACCOUNT_ID.fullmatch(account_id) is None:
-            raise errors.bad_account_id(exchange.path)
-        if token_id == "verify" and not value:
-            return self._only("GET", exchange, "tokens", lambda x: self._verify_token(x, account_id))
-        if token_id is None and value:
-            raise errors.no_route(exchange.path)
-        methods = METHODS[bool(token_id), bool(value)]
-        if exchange.method not in methods:
-            raise errors.method_not_supported(exchange.method, ", ".join(methods))
-        return "tokens", lambda x: self._tokens_of(x, account_id, token_id, bool(value))
+    def _api_route(self, path: str) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
+        place = self._api.find(path)
+        if place is None:
+            raise errors.no_route(path)
+        return place.route, lambda x: self._api.serve(x, place)
 
-    async def _verify_token(self, exchange: Exchange, account_id: str | None = None) -> None:
-        """Any token may ask about itself."""
-        caller = await self._authenticate(exchange, _credential(exchange), account_id, None)
-        await exchange.answer(200, self._tokens.verify(caller), PRIVATE)
-
-    async def _tokens_of(self, exchange: Exchange, account_id: str, token_id: str | None, value: bool) -> None:
-        await self._authenticate(exchange, _credential(exchange), account_id, Permission.ACCOUNT_ADMIN)
-        sent = await exchange.body(TOKEN_BYTES_MAX) if exchange.method in ("POST", "PUT") else b""
-        asked = Asked(account_id, token_id, value, exchange.method, exchange.query, sent, self._gateway.calendar())
-        try:
-            body = await self._tokens.answer(asked)
-        except StoreUnavailable as problem:
-            self._gateway.outage.begin(problem)
-            raise errors.store_unavailable() from None
-        await exchange.answer(200, body, PRIVATE)
+    async def _asking(self, exchange: Exchange, account_id: str | None, permissions: Sequence[Permission]) -> Caller:
+        return await self._authenticate(exchange, _credential(exchange), account_id, permissions)
 
     def _resource(
         self, exchange: Exchange, account_id: str | None, resource: str
@@ -226,10 +202,10 @@ class App:
                     break
 
     async def _authenticate(
-        self, exchange: Exchange, credential: str, account_id: str | None, permission: Permission | None
+        self, exchange: Exchange, credential: str, account_id: str | None, permissions: Sequence[Permission]
     ) -> Caller:
-        """Who asks, with this permission where one is needed. A path that names another account than the token's is
-        refused, whether that one exists or not."""
+        """Who asks, with one of these permissions where there are any. A path that names another account than the
+        token's is refused, whether that one exists or not."""
         try:
             caller = await self._gateway.accounts.verify(credential)
         except MalformedToken:
@@ -247,8 +223,8 @@ class App:
             raise errors.foreign_account()
         if not caller.grant.reaches(exchange.origin.address):
             raise errors.wrong_network()
-        if permission is not None and not caller.grant.permits(permission):
-            raise errors.not_permitted(permission)
+        if permissions and not any(map(caller.grant.permits, permissions)):
+            raise errors.not_permitted(permissions[0])
         return caller
 
     async def _generate(self, exchange: Exchange, account_id: str | None, model: str | None) -> None:
@@ -260,7 +236,7 @@ class App:
         self._open[exchange] = ""
         self._gateway.metrics.open_requests.inc()
         try:
-            caller = await self._authenticate(exchange, credential, account_id, Permission.INFERENCE)
+            caller = await self._authenticate(exchange, credential, account_id, (Permission.INFERENCE,))
             self._open[exchange] = credential
             await generate(self._gateway, exchange, caller, self._native if model else self._openai, model)
         finally:
@@ -271,7 +247,7 @@ class App:
         self, exchange: Exchange, account_id: str | None, render: Callable[[Sequence[Model], bytes], bytes]
     ) -> None:
         """Of the models that the caller may use."""
-        caller = await self._authenticate(exchange, _credential(exchange), account_id, Permission.INFERENCE)
+        caller = await self._authenticate(exchange, _credential(exchange), account_id, (Permission.INFERENCE,))
         models = [model for model in self._gateway.catalogue if caller.grant.serves(model.name)]
         await exchange.answer(200, render(models, exchange.query), [JSON])
 
@@ -304,7 +280,7 @@ class App:
         text, shown = self._gateway.metrics.text, self._edge.shows_metrics(exchange.origin)
         if b"authorization" in exchange.headers:
             with contextlib.suppress(Refusal):
-                await self._authenticate(exchange, _credential(exchange), None, Permission.OPERATOR)
+                await self._authenticate(exchange, _credential(exchange), None, (Permission.OPERATOR,))
                 text, shown = self._gateway.metrics.operators_text, True
         if not shown:
             raise errors.no_route(exchange.path)
@@ -348,4 +324,4 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
     gateway.metrics.watch(models, fleet, gateway.outage, gateway.quota, config.outbox_folder)
     if config.server.certificate:
         gateway.metrics.watch_certificate(config.server.certificate)
-    return App(gateway, store, (issuers.run, thresholds.run, webhook.run))
+    return App(gateway, store, Audit(store, secret), Once(store, secret), (issuers.run, thresholds.run, webhook.run))

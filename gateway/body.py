@@ -5,6 +5,7 @@ It does not know what the fields mean.
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs
 
@@ -22,6 +23,7 @@ _NONE_OF: Final = re.compile(r"Invalid enum value '")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
 _STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
 _NAME_MAX: Final = 64
+_WHOLE: Final = re.compile("[0-9]{1,18}")
 
 T = TypeVar("T")
 
@@ -65,6 +67,29 @@ def options(query: bytes) -> dict[str, str]:
     except ValueError:
         raise bad_input(f"the query string has more than {QUERY_FIELDS_MAX} fields; send fewer") from None
     return {name: values[-1] for name, values in fields.items()}
+
+
+def asked_in(query: bytes, wanted: type[T]) -> T:
+    """The query string as a type of texts, words, times and whole numbers. Raises Refusal."""
+    fields: dict[str, str | int] = dict(options(query))
+    whole = {field.encode_name for field in _fields(wanted) if _is_whole(field.type)}
+    for name in whole & fields.keys():
+        if _WHOLE.fullmatch(str(fields[name])):
+            fields[name] = int(fields[name])
+    try:
+        return msgspec.convert(fields, wanted)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), wanted) from None
+
+
+def _fields(wanted: Any) -> Sequence[inspect.Field]:
+    kind = inspect.type_info(wanted)
+    assert isinstance(kind, inspect.StructType)
+    return kind.fields
+
+
+def _is_whole(kind: inspect.Type) -> bool:
+    return any(isinstance(one, inspect.IntType) for one in _alternatives([kind]))
 
 
 def check_depth(value: Any, name: str, left: int) -> None:

@@ -133,6 +133,36 @@ def no_such_token() -> Refusal:
     return Refusal(404, 1003, "No such token in this account", kind="not_found", routed=False)
 
 
+def no_such_account() -> Refusal:
+    return Refusal(404, 1003, "No such account", kind="not_found", routed=False)
+
+
+def no_such_plan() -> Refusal:
+    return Refusal(404, 1003, "No such plan", kind="not_found", routed=False)
+
+
+def conflict(message: str) -> Refusal:
+    return Refusal(409, 1009, message, kind="conflict", routed=False)
+
+
+def changed_meanwhile(message: str) -> Refusal:
+    """What If-Match or If-None-Match asked for is not so."""
+    return Refusal(412, 1012, message, kind="precondition_failed", routed=False)
+
+
+def key_in_use() -> Refusal:
+    message = (
+        "A request with this Idempotency-Key is in progress, or was broken off: look whether it had its effect before "
+        "you send it with another key"
+    )
+    return Refusal(409, 1010, message, kind="idempotency_key_in_use", routed=False)
+
+
+def key_reused() -> Refusal:
+    message = "This Idempotency-Key belongs to another request of the last 24 hours; take a new one for each"
+    return Refusal(422, 1011, message, kind="idempotency_key_reused", routed=False)
+
+
 def foreign_account() -> Refusal:
     """The same for an account that exists and one that does not."""
     message = "Authentication error: the token is another account's; leave the account out of the path, or name its own"

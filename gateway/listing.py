@@ -40,6 +40,10 @@ def page_of(found: Sequence[T], asked: dict[str, str], per_page: int, most: int)
     """The page that `page` and `per_page` ask for, empty past the end, and its `result_info`. Raises Refusal."""
     page = _whole(asked, "page", 1, PAGE_MAX)
     per_page = _whole(asked, "per_page", per_page, most)
+    return sliced(found, page, per_page)
+
+
+def sliced(found: Sequence[T], page: int, per_page: int) -> tuple[Sequence[T], dict[str, int]]:
     shown = found[(page - 1) * per_page : page * per_page]
     return shown, {"count": len(shown), "page": page, "per_page": per_page, "total_count": len(found)}
 

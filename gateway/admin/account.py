@@ -1,0 +1,124 @@
+"""An account as its administrators and the operator see it, and what its administrators may change of it."""
+
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, UnsetType, structs
+
+from gateway import errors
+from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation, time_of, values_checked
+from tenants.accounts import Permission, named
+from tenants.store import Account
+from tenants.terms import Limits, Settings
+
+
+class LimitsItem(msgspec.Struct, frozen=True):
+    """`most` is what the plan and the operator's `ceiling` allow, `own` what the account's administrators lowered,
+    `in_force` the tighter of both."""
+
+    ceiling: Limits
+    most: Limits
+    own: Limits
+    in_force: Limits
+
+
+class AccountItem(msgspec.Struct, frozen=True):
+    id: str
+    name: str
+    plan: str
+    created_on: datetime
+    suspended_on: datetime | None
+    settings: Settings
+    limits: LimitsItem
+    revision: int
+
+
+# The fields of Settings, each of which may be left out.
+SettingsChange: Final[Any] = msgspec.defstruct(
+    "SettingsChange",
+    [(field.name, field.type | UnsetType, UNSET) for field in structs.fields(Settings)],
+    frozen=True,
+    forbid_unknown_fields=True,
+)
+
+
+class AccountChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is left out stays as it is, within `settings` too."""
+
+    name: str | UnsetType = UNSET
+    settings: SettingsChange | UnsetType = UNSET
+
+
+def limits_item(account: Account) -> LimitsItem:
+    return LimitsItem(account.ceiling, account.most, account.own, account.limits)
+
+
+def account_answer(account: Account) -> Answer[AccountItem]:
+    item = AccountItem(
+        id=account.id,
+        name=account.name,
+        plan=account.plan.name,
+        created_on=time_of(account.created_at),
+        suspended_on=None if account.suspended_at is None else time_of(account.suspended_at),
+        settings=account.settings,
+        limits=limits_item(account),
+        revision=account.revision,
+    )
+    return Answer(item, revision=account.revision)
+
+
+async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[AccountItem]:
+    return account_answer(await office.gateway.accounts.get(ask.account_id))
+
+
+async def change(office: Office, ask: Ask[Nothing, AccountChange]) -> Answer[AccountItem]:
+    with values_checked():
+        given = {} if ask.body.name is UNSET else {"name": named(ask.body.name)}
+    settings: dict[str, Any] = {} if ask.body.settings is UNSET else given_in(ask.body.settings)
+
+    def changed(account: Account) -> Account:
+        with values_checked():
+            return structs.replace(account, settings=structs.replace(account.settings, **settings), **given)
+
+    _check_sharing(settings.get("sharing", ()), ask.account_id)
+    account = await office.gateway.accounts.amend(ask.account_id, changed, ask.revision)
+    await office.note(ask.caller, account.id, "account.settings", account.id, **given, **settings)
+    return account_answer(account)
+
+
+def given_in(change: msgspec.Struct) -> dict[str, Any]:
+    """The fields of a change that were not left out."""
+    fields = {name: getattr(change, name) for name in change.__struct_fields__}
+    return {name: value for name, value in fields.items() if value is not UNSET}
+
+
+def _check_sharing(sharing: tuple[str, ...], account_id: str) -> None:
+    if sharing and account_id not in sharing:
+        raise errors.bad_input("'sharing' names all accounts of the group, this one among them", "settings.sharing")
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=ACCOUNT,
+        summary="The account, its settings and its limits",
+        permissions=(Permission.ACCOUNT_ADMIN,),
+        serve=show,
+        query=Nothing,
+        body=Nothing,
+        result=AccountItem,
+        versioned=True,
+    ),
+    Operation(
+        method="PATCH",
+        path=ACCOUNT,
+        summary="Change its name and settings: zero retention, the cache's scope, sharing, regions, notices",
+        permissions=(Permission.ACCOUNT_ADMIN,),
+        serve=change,
+        query=Nothing,
+        body=AccountChange,
+        result=AccountItem,
+        versioned=True,
+    ),
+)

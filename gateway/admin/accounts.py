@@ -1,0 +1,174 @@
+"""All accounts, for the operator: their list, new ones, plans and ceilings, and who is suspended."""
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType, structs
+
+from gateway.admin.account import AccountItem, account_answer, given_in
+from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation, Paged, PageItem, values_checked
+from gateway.errors import bad_input
+from gateway.listing import sliced
+from tenants.accounts import NotFound, Permission, named
+from tenants.store import Account
+from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
+
+ACCOUNTS: Final = f"{OPERATOR}/accounts"
+ONE: Final = f"{ACCOUNTS}/{{account_id}}"
+
+
+class AccountsQuery(Paged, frozen=True, forbid_unknown_fields=True):
+    """`name` is a part of it, in upper or lower case."""
+
+    name: Annotated[str, Meta(max_length=100)] | None = None
+    plan: Annotated[str, Meta(max_length=32)] | None = None
+    suspended: Literal["true", "false"] | None = None
+
+
+class NewAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    plan: str = DEFAULT_PLAN.name
+    ceiling: Limits = NO_LIMITS
+
+
+class TermsChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is left out stays as it is; a ceiling is said anew as a whole."""
+
+    name: str | UnsetType = UNSET
+    plan: str | UnsetType = UNSET
+    ceiling: Limits | UnsetType = UNSET
+
+
+async def listed(office: Office, ask: Ask[AccountsQuery, Nothing]) -> Answer[list[AccountItem]]:
+    query = ask.query
+    found = [account for account in await office.gateway.accounts.list() if _matches(account, query)]
+    shown, page = sliced(found, query.page, query.per_page)
+    return Answer([account_answer(account).result for account in shown], page=PageItem(**page))
+
+
+def _matches(account: Account, query: AccountsQuery) -> bool:
+    return (
+        (query.name is None or query.name.casefold() in account.name.casefold())
+        and query.plan in (None, account.plan.name)
+        and query.suspended in (None, "false" if account.suspended_at is None else "true")
+    )
+
+
+async def create(office: Office, ask: Ask[Nothing, NewAccount]) -> Answer[AccountItem]:
+    given = ask.body
+    with values_checked():
+        name = named(given.name)
+    await _plan(office, given.plan)
+    account = await office.gateway.accounts.create(name, given.ceiling, given.plan)
+    await office.note(
+        ask.caller, account.id, "account.create", account.id, name=name, plan=given.plan, ceiling=given.ceiling
+    )
+    return account_answer(account)
+
+
+async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[AccountItem]:
+    return account_answer(await office.gateway.accounts.get(ask.account_id))
+
+
+async def change(office: Office, ask: Ask[Nothing, TermsChange]) -> Answer[AccountItem]:
+    said = given_in(ask.body)
+    given: dict[str, Any] = dict(said)
+    if "name" in given:
+        with values_checked():
+            given["name"] = named(given["name"])
+    if "plan" in given:
+        given["plan"] = await _plan(office, given["plan"])
+    account = await office.gateway.accounts.amend(
+        ask.account_id, lambda account: structs.replace(account, **given), ask.revision
+    )
+    await office.note(ask.caller, account.id, "account.change", account.id, **said)
+    return account_answer(account)
+
+
+async def _plan(office: Office, name: str) -> Plan:
+    try:
+        return await office.gateway.accounts.plan(name)
+    except NotFound:
+        raise bad_input("'plan': there is no such plan; GET /client/v4/operator/plans lists them", "plan") from None
+
+
+async def suspend(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[AccountItem]:
+    account = await office.gateway.accounts.suspend(ask.account_id)
+    await office.note(ask.caller, account.id, "account.suspend", account.id)
+    return account_answer(account)
+
+
+async def resume(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[AccountItem]:
+    account = await office.gateway.accounts.resume(ask.account_id)
+    await office.note(ask.caller, account.id, "account.resume", account.id)
+    return account_answer(account)
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=ACCOUNTS,
+        summary="All accounts, the oldest first",
+        permissions=(Permission.OPERATOR,),
+        serve=listed,
+        query=AccountsQuery,
+        body=Nothing,
+        result=list[AccountItem],
+    ),
+    Operation(
+        method="POST",
+        path=ACCOUNTS,
+        summary="A new account",
+        permissions=(Permission.OPERATOR,),
+        serve=create,
+        query=Nothing,
+        body=NewAccount,
+        result=AccountItem,
+        versioned=True,
+        creates=True,
+    ),
+    Operation(
+        method="GET",
+        path=ONE,
+        summary="One account",
+        permissions=(Permission.OPERATOR,),
+        serve=show,
+        query=Nothing,
+        body=Nothing,
+        result=AccountItem,
+        versioned=True,
+    ),
+    Operation(
+        method="PATCH",
+        path=ONE,
+        summary="Change an account's name, plan and ceiling",
+        permissions=(Permission.OPERATOR,),
+        serve=change,
+        query=Nothing,
+        body=TermsChange,
+        result=AccountItem,
+        versioned=True,
+    ),
+    Operation(
+        method="POST",
+        path=f"{ONE}/suspend",
+        summary="Refuse an account's calls within 1 s, and end those that run within 5 s",
+        permissions=(Permission.OPERATOR,),
+        serve=suspend,
+        query=Nothing,
+        body=Nothing,
+        result=AccountItem,
+        versioned=True,
+    ),
+    Operation(
+        method="POST",
+        path=f"{ONE}/resume",
+        summary="Serve a suspended account again",
+        permissions=(Permission.OPERATOR,),
+        serve=resume,
+        query=Nothing,
+        body=Nothing,
+        result=AccountItem,
+        versioned=True,
+    ),
+)

@@ -1,0 +1,167 @@
+"""The audit log as it is read: an account's by its administrators and the operator, and whether a chain is whole."""
+
+from datetime import datetime
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from gateway.admin.operation import (
+    ACCOUNT,
+    OPERATOR,
+    Answer,
+    Ask,
+    CursorItem,
+    Nothing,
+    Office,
+    Operation,
+    Time,
+    time_of,
+)
+from tenants.accounts import Permission
+from tenants.audit import SYSTEM
+from tenants.store import AuditEntry
+
+CHUNK: Final = 500  # entries in one call of the store
+LOOKED_AT_MAX: Final = 10_000  # entries for one answer; the cursor goes on from there
+_Word = Annotated[str, Meta(max_length=200)]
+
+
+class AuditQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The newest first. `cursor` is that of the answer before; a page of a filtered list may be short, and even empty,
+    while it has a cursor."""
+
+    action: _Word | None = None
+    actor: _Word | None = None
+    since: Time | None = None
+    before: Time | None = None
+    cursor: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
+    per_page: Annotated[int, Meta(ge=1, le=100)] = 20
+
+
+class ChainQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The chain of an account, or of what concerns no one account; `head` is a seal that was told before."""
+
+    account: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None = None
+    head: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+
+
+class EntryItem(msgspec.Struct, frozen=True):
+    seq: int
+    at: datetime
+    actor: str
+    action: str
+    target: str
+    detail: dict[str, Any]
+    seal: str
+
+
+class VerdictItem(msgspec.Struct, frozen=True):
+    """Where `intact` is false, `problem` is what is wrong at entry `seq`; `head` is the last good seal."""
+
+    intact: bool
+    entries: int
+    head: str
+    seq: int
+    problem: str | None
+
+
+async def of_account(office: Office, ask: Ask[AuditQuery, Nothing]) -> Answer[list[EntryItem]]:
+    return await _page(office, ask.account_id, ask.query)
+
+
+async def of_any(office: Office, ask: Ask[AuditQuery, Nothing]) -> Answer[list[EntryItem]]:
+    await office.gateway.accounts.get(ask.account_id)
+    return await _page(office, ask.account_id, ask.query)
+
+
+async def of_system(office: Office, ask: Ask[AuditQuery, Nothing]) -> Answer[list[EntryItem]]:
+    return await _page(office, SYSTEM, ask.query)
+
+
+async def verify(office: Office, ask: Ask[ChainQuery, Nothing]) -> Answer[VerdictItem]:
+    chain = ask.query.account or SYSTEM
+    if chain != SYSTEM:
+        await office.gateway.accounts.get(chain)
+    verdict = await office.audit.verify(chain, ask.query.head)
+    return Answer(VerdictItem(verdict.problem is None, verdict.entries, verdict.head, verdict.seq, verdict.problem))
+
+
+async def _page(office: Office, chain: str, query: AuditQuery) -> Answer[list[EntryItem]]:
+    """Walks back from the cursor, or from the end."""
+    head = await office.store.audit_head(chain)
+    after = min(query.cursor or 1 << 53, 0 if head is None else head.seq + 1)  # the first that was shown already
+    last = max(1, after - LOOKED_AT_MAX)
+    found: list[AuditEntry] = []
+    while after > last and len(found) < query.per_page:
+        first = max(last, after - CHUNK)
+        chunk = await office.store.audit(chain, first, after - first)
+        for entry in reversed(chunk):
+            after = entry.seq
+            if _matches(entry, query):
+                found.append(entry)
+                if len(found) == query.per_page:
+                    break
+    page = CursorItem(len(found), query.per_page, after if after > 1 else None)
+    return Answer([_item(entry) for entry in found], page=page)
+
+
+def _matches(entry: AuditEntry, query: AuditQuery) -> bool:
+    return (
+        query.action in (None, entry.action)
+        and query.actor in (None, entry.actor)
+        and (query.since is None or entry.at >= query.since.timestamp())
+        and (query.before is None or entry.at < query.before.timestamp())
+    )
+
+
+def _item(entry: AuditEntry) -> EntryItem:
+    detail = msgspec.json.decode(entry.detail)
+    return EntryItem(entry.seq, time_of(entry.at), entry.actor, entry.action, entry.target, detail, entry.seal)
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=f"{ACCOUNT}/audit",
+        summary="Who did what to the account, the newest first",
+        permissions=(Permission.ACCOUNT_ADMIN,),
+        serve=of_account,
+        query=AuditQuery,
+        body=Nothing,
+        result=list[EntryItem],
+        cursor=True,
+    ),
+    Operation(
+        method="GET",
+        path=f"{OPERATOR}/accounts/{{account_id}}/audit",
+        summary="Who did what to this account, the newest first",
+        permissions=(Permission.OPERATOR,),
+        serve=of_any,
+        query=AuditQuery,
+        body=Nothing,
+        result=list[EntryItem],
+        cursor=True,
+    ),
+    Operation(
+        method="GET",
+        path=f"{OPERATOR}/audit",
+        summary="Who did what that concerns no one account, the newest first",
+        permissions=(Permission.OPERATOR,),
+        serve=of_system,
+        query=AuditQuery,
+        body=Nothing,
+        result=list[EntryItem],
+        cursor=True,
+    ),
+    Operation(
+        method="GET",
+        path=f"{OPERATOR}/audit/verify",
+        summary="Whether a chain of the audit log is as it was written",
+        permissions=(Permission.OPERATOR,),
+        serve=verify,
+        query=ChainQuery,
+        body=Nothing,
+        result=VerdictItem,
+    ),
+)

@@ -1,0 +1,76 @@
+"""An account's prefix cache: how much of its prompts was found there, and making all of it unfindable."""
+
+from typing import Final
+
+import msgspec
+
+from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
+from gateway.admin.usage import Days, span
+from tenants.accounts import Permission
+from tenants.terms import kept_s
+
+
+class CacheItem(msgspec.Struct, frozen=True):
+    """`cached_tokens` of the `prompt_tokens` of those days were read from the cache; `hit_ratio` is their part, null
+    where there were none. `epoch` counts the purges; `keep_s` is null where prefixes stay until they are evicted."""
+
+    epoch: int
+    scope: str
+    keep_s: float | None
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    hit_ratio: float | None
+
+
+class PurgeItem(msgspec.Struct, frozen=True):
+    """What was cached in an earlier epoch is found by no request that begins a second from now."""
+
+    epoch: int
+
+
+async def show(office: Office, ask: Ask[Days, Nothing]) -> Answer[CacheItem]:
+    account = await office.gateway.accounts.get(ask.account_id)
+    rows = await office.store.usage(account.id, *span(office, ask.query))
+    prompt_tokens, cached_tokens = sum(row.prompt_tokens for row in rows), sum(row.cached_tokens for row in rows)
+    return Answer(
+        CacheItem(
+            epoch=account.epoch,
+            scope=account.settings.cache_scope,
+            keep_s=kept_s(account.settings),
+            requests=sum(row.requests for row in rows),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            hit_ratio=cached_tokens / prompt_tokens if prompt_tokens else None,
+        )
+    )
+
+
+async def purge(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[PurgeItem]:
+    account = await office.gateway.accounts.purge_cache(ask.account_id)
+    await office.note(ask.caller, account.id, "account.purge_cache", account.id, epoch=account.epoch)
+    return Answer(PurgeItem(account.epoch))
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=f"{ACCOUNT}/cache",
+        summary="How much of the account's prompts its cache had",
+        permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
+        serve=show,
+        query=Days,
+        body=Nothing,
+        result=CacheItem,
+    ),
+    Operation(
+        method="POST",
+        path=f"{ACCOUNT}/cache/purge",
+        summary="Make all that is cached for the account unfindable",
+        permissions=(Permission.ACCOUNT_ADMIN,),
+        serve=purge,
+        query=Nothing,
+        body=Nothing,
+        result=PurgeItem,
+    ),
+)

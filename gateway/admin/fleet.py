@@ -1,0 +1,83 @@
+"""What this gateway sees of the fleet, for the operator. There are no prompts in it, and no accounts."""
+
+from typing import Final
+
+import msgspec
+
+from engine.wire import Load
+from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
+from gateway.fleet import Seen
+from tenants.accounts import Permission
+
+
+class LoadItem(msgspec.Struct, frozen=True):
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    cached_blocks: int
+    draining: bool
+
+
+class ReplicaItem(msgspec.Struct, frozen=True):
+    """`load` is null while this gateway has no connection to it."""
+
+    machine: str
+    model: str
+    residency: str
+    ready: bool
+    problem: str
+    load: LoadItem | None
+
+
+class FleetItem(msgspec.Struct, frozen=True):
+    """`open_requests` and `unsettled` are this gateway's; `machines` are those that it cannot reach, and why."""
+
+    open_requests: int
+    unsettled: int
+    store_away: bool
+    replicas: list[ReplicaItem]
+    machines: dict[str, str]
+
+
+async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[FleetItem]:
+    gateway = office.gateway
+    return Answer(
+        FleetItem(
+            open_requests=office.open_requests(),
+            unsettled=gateway.quota.unwritten,
+            store_away=gateway.outage.away,
+            replicas=[_item(replica) for replica in gateway.fleet.replicas()],
+            machines=gateway.fleet.problems(),
+        )
+    )
+
+
+def _item(seen: Seen) -> ReplicaItem:
+    load = None if seen.load is None else _load(seen.load)
+    return ReplicaItem(seen.machine, seen.model, seen.residency.name, seen.ready, seen.problem, load)
+
+
+def _load(load: Load) -> LoadItem:
+    return LoadItem(
+        running=load.running,
+        waiting=load.waiting,
+        waiting_tokens=load.waiting_tokens,
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        draining=load.draining,
+    )
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=f"{OPERATOR}/fleet",
+        summary="This gateway's requests, and the replicas that it sees",
+        permissions=(Permission.OPERATOR,),
+        serve=show,
+        query=Nothing,
+        body=Nothing,
+        result=FleetItem,
+    ),
+)

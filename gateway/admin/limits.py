@@ -1,0 +1,126 @@
+"""An account's own limits, which its administrators may set below its ceiling, and what is left of those in force."""
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, structs
+
+from gateway import errors, ratelimit
+from gateway.admin.account import LimitsItem, limits_item
+from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
+from gateway.admin.tokens import own_token
+from tenants.accounts import Permission
+from tenants.caps import Left
+from tenants.store import Account
+from tenants.terms import NO_LIMITS, RANGES, Limits
+
+
+class LeftQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Beside the account's limits those of this token; of the one that asks where none is named."""
+
+    token: Annotated[str, Meta(max_length=32)] | None = None
+
+
+class LeftItem(msgspec.Struct, frozen=True):
+    """`name` is that of the RateLimit headers, `limit` the field of Limits; `token` where it is the token's limit, and
+    `model_class` where it counts calls of one class. In `reset_s` it is whole again if nothing more is used."""
+
+    name: str
+    limit: str
+    token: str | None
+    model_class: str | None
+    allowed: float
+    left: float
+    reset_s: int
+
+
+def limits_answer(account: Account) -> Answer[LimitsItem]:
+    return Answer(limits_item(account), revision=account.revision)
+
+
+async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[LimitsItem]:
+    return limits_answer(await office.gateway.accounts.get(ask.account_id))
+
+
+async def lower(office: Office, ask: Ask[Nothing, Limits]) -> Answer[LimitsItem]:
+    def lowered(account: Account) -> Account:
+        check_below(ask.body, account.most)
+        return structs.replace(account, own=ask.body)
+
+    account = await office.gateway.accounts.amend(ask.account_id, lowered, ask.revision)
+    await office.note(ask.caller, account.id, "account.own_limits", account.id, own=ask.body)
+    return limits_answer(account)
+
+
+def check_below(own: Limits, most: Limits, of_class: str = "") -> None:
+    """Raises Refusal that names the limit and its ceiling."""
+    for name in RANGES:
+        ceiling = most.at_once if name == "burst" else getattr(most, name)
+        value = getattr(own, name)
+        if value is not None and ceiling is not None and value > ceiling:
+            field = f"classes.{of_class}.{name}" if of_class else name
+            raise errors.bad_input(
+                f"'{field}' is {value:,}, above the account's ceiling of {ceiling:,}; the operator alone can raise it",
+                field,
+            )
+    for one, limits in own.classes.items():
+        check_below(limits, most.classes.get(one, NO_LIMITS), one)
+
+
+async def left(office: Office, ask: Ask[LeftQuery, Nothing]) -> Answer[list[LeftItem]]:
+    account = await office.gateway.accounts.get(ask.account_id)
+    token_id, limits = ask.caller.token_id, ask.caller.limits
+    if ask.query.token is not None:
+        token = await own_token(office, ask.account_id, ask.query.token)
+        token_id, limits = token.id, token.limits
+    return Answer([_item(one) for one in await office.gateway.quota.left(account, token_id, limits)])
+
+
+def _item(left: Left) -> LeftItem:
+    whose, _, model_class = left.subject.rpartition("class:")
+    whose = whose.strip() or (left.subject if not model_class else "")
+    return LeftItem(
+        name=ratelimit.title(left),
+        limit=left.measure.value,
+        token=whose.removeprefix("token:") or None,
+        model_class=model_class if "class:" in left.subject else None,
+        allowed=left.allowed,
+        left=round(left.left, 6),
+        reset_s=left.reset_s,
+    )
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=f"{ACCOUNT}/limits",
+        summary="The account's ceiling, its own limits, and what is in force",
+        permissions=(Permission.ACCOUNT_ADMIN,),
+        serve=show,
+        query=Nothing,
+        body=Nothing,
+        result=LimitsItem,
+        versioned=True,
+    ),
+    Operation(
+        method="PUT",
+        path=f"{ACCOUNT}/limits",
+        summary="Say the account's own limits anew; none may be above its ceiling",
+        permissions=(Permission.ACCOUNT_ADMIN,),
+        serve=lower,
+        query=Nothing,
+        body=Limits,
+        result=LimitsItem,
+        versioned=True,
+    ),
+    Operation(
+        method="GET",
+        path=f"{ACCOUNT}/limits/left",
+        summary="All limits in force, and what is left of each now",
+        permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
+        serve=left,
+        query=LeftQuery,
+        body=Nothing,
+        result=list[LeftItem],
+    ),
+)

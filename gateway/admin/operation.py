@@ -1,0 +1,180 @@
+"""What one operation of the API is: its place, who may use it, what it takes and what it answers. It serves nothing."""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import zip_longest
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from gateway.admin.once import Once
+from gateway.errors import bad_input
+from gateway.listing import PAGE_MAX
+from gateway.request import Gateway
+from tenants.accounts import Caller, Permission
+from tenants.audit import DETAIL_BYTES_MAX, Audit
+from tenants.store import Store
+
+BASE: Final = "/client/v4"
+OPERATOR: Final = f"{BASE}/operator"
+ACCOUNT: Final = f"{BASE}/accounts/{{account_id}}"
+# What a placeholder of a path may stand for; an account's id is looked at later, for it has an error of its own.
+PLACES: Final = {
+    "account_id": "[^/]+",
+    "token_id": "[0-9A-Za-z]{1,32}",
+    "plan": "[a-z0-9][a-z0-9._-]{0,31}",
+}
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+B = TypeVar("B")
+R = TypeVar("R")
+Time = Annotated[datetime, Meta(tz=True)]
+Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The query or the body of an operation that takes none."""
+
+
+class Paged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
+    per_page: Annotated[int, Meta(ge=1, le=100)] = 20
+
+
+class PageItem(msgspec.Struct, frozen=True):
+    """Which part of a list this is; past its end a page is empty."""
+
+    count: int
+    page: int
+    per_page: int
+    total_count: int
+
+
+class CursorItem(msgspec.Struct, frozen=True):
+    """`cursor` asks for what follows; null where nothing does."""
+
+    count: int
+    per_page: int
+    cursor: int | None
+
+
+class Message(msgspec.Struct, frozen=True):
+    code: int
+    message: str
+    type: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask(Generic[Q, B]):
+    """A request of a caller that may ask it. `places` are what the path names; `account_id` is "" where it names none.
+
+    `revision` is the one that a change is to be based on, as `If-Match` says; None where it says nothing.
+    """
+
+    caller: Caller
+    places: dict[str, str]
+    query: Q
+    body: B
+    revision: int | None
+
+    @property
+    def account_id(self) -> str:
+        return self.places.get("account_id", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[R]):
+    """`revision` becomes the ETag. `csv` is sent in place of everything else."""
+
+    result: R
+    revision: int | None = None
+    page: PageItem | CursorItem | None = None
+    messages: tuple[Message, ...] = ()
+    csv: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Office:
+    """What the operations work with; built once, in app.py. `open_requests` are inference requests in progress here."""
+
+    gateway: Gateway
+    store: Store
+    audit: Audit
+    once: Once
+    open_requests: Callable[[], int]
+
+    async def note(self, caller: Caller, account_id: str, action: str, target: str, **detail: Any) -> None:
+        """Into the audit log, after the effect and before its answer. Of too long a
+        detail only its digest is kept."""
+        encoded = msgspec.json.encode(detail)
+        if len(encoded) > DETAIL_BYTES_MAX:
+            detail = {"detail_sha256": hashlib.sha256(encoded).hexdigest()}
+        await self.audit.write(account_id, caller.token_id, action, target, **detail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation(Generic[Q, B, R]):
+    """One method of one path. Who asks needs one of the permissions; where there are none, any token will do.
+
+    versioned   its answer has an ETag, and a PUT or PATCH honours If-Match.
+    creates     an Idempotency-Key is honoured.
+    optional    its body may be left out.
+    cursor      its list goes on by cursor, else by page where its query has one.
+    csv         it answers `Accept: text/csv` and `format=csv` too.
+    """
+
+    method: Method
+    path: str
+    summary: str
+    permissions: tuple[Permission, ...]
+    serve: Callable[[Office, Ask[Q, B]], Awaitable[Answer[R]]]
+    query: type[Q]
+    body: type[B]
+    result: type[R]
+    versioned: bool = False
+    creates: bool = False
+    optional: bool = False
+    cursor: bool = False
+    csv: bool = False
+
+    @property
+    def hidden(self) -> bool:
+        """For whoever is no operator the path does not exist."""
+        return self.path.startswith(f"{OPERATOR}/")
+
+    @property
+    def takes_body(self) -> bool:
+        return self.body is not Nothing
+
+    @property
+    def conditional(self) -> bool:
+        return self.versioned and self.method in ("PUT", "PATCH")
+
+    @property
+    def paged(self) -> bool:
+        return "page" in self.query.__struct_fields__
+
+
+def pattern(path: str) -> re.Pattern[str]:
+    """What a path with placeholders matches."""
+    parts = re.split(r"\{(\w+)\}", path)  # plain text, a placeholder's name, plain text, …
+    named = [f"(?P<{name}>{PLACES[name]})" for name in parts[1::2]]
+    return re.compile("".join(map("".join, zip_longest(map(re.escape, parts[::2]), named, fillvalue=""))))
+
+
+@contextlib.contextmanager
+def values_checked() -> Iterator[None]:
+    """What the types of tenants/ say of wrong values is told to the caller. Raises Refusal."""
+    try:
+        yield
+    except ValueError as error:
+        raise bad_input(str(error)) from None
+
+
+def time_of(seconds: int) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,105 @@
+"""Plans, for the operator: what accounts are sold, and how they are treated beside others."""
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import NODEFAULT, structs
+
+from gateway import errors
+from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation, values_checked
+from tenants.accounts import NotFound, Permission
+from tenants.audit import SYSTEM
+from tenants.terms import Plan
+
+PLANS: Final = f"{OPERATOR}/plans"
+
+# A plan without what its path and its store say of it.
+PlanContent: Final[Any] = msgspec.defstruct(
+    "PlanContent",
+    [
+        (field.name, field.type, field.default)
+        for field in structs.fields(Plan)
+        if field.name not in ("name", "revision") and field.default is not NODEFAULT
+    ],
+    frozen=True,
+    forbid_unknown_fields=True,
+)
+
+
+class RemovedItem(msgspec.Struct, frozen=True):
+    name: str
+
+
+async def listed(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[list[Plan]]:
+    return Answer(list(await office.gateway.accounts.plans()))
+
+
+async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[Plan]:
+    try:
+        plan = await office.gateway.accounts.plan(ask.places["plan"])
+    except NotFound:
+        raise errors.no_such_plan() from None
+    return Answer(plan, revision=plan.revision)
+
+
+async def keep(office: Office, ask: Ask[Nothing, Any]) -> Answer[Plan]:
+    content = structs.asdict(ask.body)
+    with values_checked():
+        plan = await office.gateway.accounts.keep_plan(Plan(ask.places["plan"], **content), ask.revision)
+    await office.note(ask.caller, SYSTEM, "plan.change", plan.name, revision=plan.revision, **content)
+    return Answer(plan, revision=plan.revision)
+
+
+async def remove(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[RemovedItem]:
+    try:
+        await office.gateway.accounts.remove_plan(ask.places["plan"])
+    except NotFound:
+        raise errors.no_such_plan() from None
+    await office.note(ask.caller, SYSTEM, "plan.remove", ask.places["plan"])
+    return Answer(RemovedItem(ask.places["plan"]))
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=PLANS,
+        summary="All plans, by name",
+        permissions=(Permission.OPERATOR,),
+        serve=listed,
+        query=Nothing,
+        body=Nothing,
+        result=list[Plan],
+    ),
+    Operation(
+        method="GET",
+        path=f"{PLANS}/{{plan}}",
+        summary="One plan",
+        permissions=(Permission.OPERATOR,),
+        serve=show,
+        query=Nothing,
+        body=Nothing,
+        result=Plan,
+        versioned=True,
+    ),
+    Operation(
+        method="PUT",
+        path=f"{PLANS}/{{plan}}",
+        summary="A new plan, or a plan said anew, in force for its accounts within 1 s",
+        permissions=(Permission.OPERATOR,),
+        serve=keep,
+        query=Nothing,
+        body=PlanContent,
+        result=Plan,
+        versioned=True,
+    ),
+    Operation(
+        method="DELETE",
+        path=f"{PLANS}/{{plan}}",
+        summary="Remove a plan that no account has; the default one has its first content again",
+        permissions=(Permission.OPERATOR,),
+        serve=remove,
+        query=Nothing,
+        body=Nothing,
+        result=RemovedItem,
+    ),
+)

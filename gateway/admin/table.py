@@ -1,0 +1,21 @@
+"""All operations of the API beside inference: what is served, described by the OpenAPI document and held by the tests.
+
+Of two that could match a path the first one counts.
+"""
+
+from typing import Any, Final
+
+from gateway.admin import account, accounts, audit, cache, fleet, limits, plans, tokens, usage
+from gateway.admin.operation import Operation
+
+OPERATIONS: Final[tuple[Operation[Any, Any, Any], ...]] = (
+    *tokens.OPERATIONS,
+    *account.OPERATIONS,
+    *limits.OPERATIONS,
+    *usage.OPERATIONS,
+    *audit.OPERATIONS,
+    *cache.OPERATIONS,
+    *accounts.OPERATIONS,
+    *plans.OPERATIONS,
+    *fleet.OPERATIONS,
+)

@@ -1,0 +1,355 @@
+"""The tokens' part of the API, in the shapes of Cloudflare's: verify one's own; list, create, get, change, delete and
+roll an account's.
+
+What is Hearth's own: a token's `models` and `limits` beside its `policies`, and the ids of permission groups
+(tenants/grants.py). Ids of another account's tokens answer like ids that nobody has.
+"""
+
+from datetime import datetime
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gateway import errors
+from gateway.admin.operation import (
+    ACCOUNT,
+    BASE,
+    OPERATOR,
+    Answer,
+    Ask,
+    Message,
+    Nothing,
+    Office,
+    Operation,
+    PageItem,
+    Time,
+    time_of,
+    values_checked,
+)
+from gateway.listing import PAGE_MAX, sliced
+from tenants.accounts import ApiToken, NotFound, Permission, named
+from tenants.grants import ENTRIES_MAX, Grant
+from tenants.terms import NO_LIMITS, Limits
+
+GRACE_S_MAX: Final = 7 * 86400
+_RESOURCE: Final = "com.cloudflare.api.account."
+# What an account's administrator may hand on; the operator's tokens are minted on the server alone.
+_OFFERED: Final = (Permission.INFERENCE, Permission.USAGE_READ, Permission.ACCOUNT_ADMIN)
+
+
+class TokensQuery(Struct, frozen=True, forbid_unknown_fields=True):
+    """By the time of their creation."""
+
+    page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
+    per_page: Annotated[int, Meta(ge=1, le=50)] = 20
+    direction: Literal["asc", "desc"] = "asc"
+
+
+class GroupGiven(Struct, frozen=True, forbid_unknown_fields=True):
+    id: Literal["inference", "usage:read", "account:admin"]
+    name: str = ""
+
+
+class PolicyGiven(Struct, frozen=True, forbid_unknown_fields=True):
+    permission_groups: Annotated[list[GroupGiven], Meta(min_length=1, max_length=len(_OFFERED))]
+    effect: Literal["allow"] = "allow"
+    resources: dict[str, str] = {}
+    id: str = ""
+
+
+class RequestIp(Struct, frozen=True, forbid_unknown_fields=True):
+    in_: Annotated[list[str], Meta(max_length=ENTRIES_MAX)] = msgspec.field(name="in", default_factory=list)
+
+
+class Condition(Struct, frozen=True, forbid_unknown_fields=True):
+    request_ip: RequestIp = msgspec.field(default_factory=RequestIp)
+
+
+class TokenGiven(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a creation and of a change, which says all anew."""
+
+    name: str
+    policies: Annotated[list[PolicyGiven], Meta(min_length=1, max_length=1)]
+    expires_on: Time | None = None
+    condition: Condition = msgspec.field(default_factory=Condition)
+    models: Annotated[list[str], Meta(max_length=ENTRIES_MAX)] | UnsetType = UNSET
+    limits: Limits = NO_LIMITS
+
+
+class Rolled(Struct, frozen=True, forbid_unknown_fields=True):
+    """For how long the secret before opens yet."""
+
+    grace_seconds: Annotated[int, Meta(ge=0, le=GRACE_S_MAX)] = 0
+
+
+class GroupItem(Struct, frozen=True):
+    id: str
+    name: str
+
+
+class PolicyItem(Struct, frozen=True):
+    effect: str
+    resources: dict[str, str]
+    permission_groups: list[GroupItem]
+
+
+class TokenItem(Struct, frozen=True):
+    """`value` is the token's text, in the answer to its creation alone."""
+
+    id: str
+    name: str
+    status: Literal["active", "expired"]
+    issued_on: datetime
+    expires_on: datetime | None
+    policies: list[PolicyItem]
+    condition: Condition
+    models: list[str]
+    limits: Limits
+    value: str | UnsetType = UNSET
+
+
+class VerifiedItem(Struct, frozen=True):
+    id: str
+    status: Literal["active"]
+    expires_on: datetime | None
+
+
+class EndedItem(Struct, frozen=True):
+    id: str
+
+
+async def verify(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[VerifiedItem]:
+    """Of a JWT too, whose id names its issuer and subject."""
+    told = Message(10000, "This API Token is valid and active")
+    expires_on = _time(ask.caller.expires_at)
+    return Answer(VerifiedItem(ask.caller.token_id, "active", expires_on), messages=(told,))
+
+
+async def listed(office: Office, ask: Ask[TokensQuery, Nothing]) -> Answer[list[TokenItem]]:
+    """Those that are not revoked."""
+    query, now = ask.query, office.gateway.calendar()
+    tokens = [token for token in await office.gateway.accounts.tokens(ask.account_id) if token.revoked_at is None]
+    shown, page = sliced(tokens if query.direction == "asc" else tokens[::-1], query.page, query.per_page)
+    return Answer([_item(token, now) for token in shown], page=PageItem(**page))
+
+
+async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[TokenItem]:
+    return Answer(_item(await own_token(office, ask.account_id, ask.places["token_id"]), office.gateway.calendar()))
+
+
+async def create(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenItem]:
+    """The one answer that holds the token's text, as `value`."""
+    given, now = ask.body, office.gateway.calendar()
+    grant, expires_at, name = _grant(given, ask.account_id), _expiry(given, now), _name(given)
+    token, text = await office.gateway.accounts.mint(ask.account_id, name, expires_at, grant, given.limits)
+    await office.note(ask.caller, ask.account_id, "token.create", token.id, **_told(given))
+    return Answer(msgspec.structs.replace(_item(token, now), value=text))
+
+
+async def change(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenItem]:
+    given, now = ask.body, office.gateway.calendar()
+    token = await own_token(office, ask.account_id, ask.places["token_id"])
+    grant, expires_at, name = _grant(given, ask.account_id), _expiry(given, now), _name(given)
+    changed = await office.gateway.accounts.change(token.id, name, expires_at, grant, given.limits)
+    await office.note(ask.caller, ask.account_id, "token.change", token.id, **_told(given))
+    return Answer(_item(changed, now))
+
+
+async def end(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[EndedItem]:
+    token = await own_token(office, ask.account_id, ask.places["token_id"])
+    await office.gateway.accounts.revoke(token.id)
+    await office.note(ask.caller, ask.account_id, "token.revoke", token.id)
+    return Answer(EndedItem(token.id))
+
+
+async def roll(office: Office, ask: Ask[Nothing, Rolled]) -> Answer[str]:
+    """The new secret's text, once."""
+    token = await own_token(office, ask.account_id, ask.places["token_id"])
+    _, text = await office.gateway.accounts.roll(token.id, ask.body.grace_seconds)
+    await office.note(ask.caller, ask.account_id, "token.roll", token.id, grace_seconds=ask.body.grace_seconds)
+    return Answer(text)
+
+
+async def own_token(office: Office, account_id: str, token_id: str) -> ApiToken:
+    """Raises Refusal where this account has no such live token."""
+    try:
+        token = await office.gateway.accounts.token(token_id)
+    except NotFound:
+        raise errors.no_such_token() from None
+    if token.account_id != account_id or token.revoked_at is not None:
+        raise errors.no_such_token()
+    return token
+
+
+def _grant(given: TokenGiven, account_id: str) -> Grant:
+    (policy,) = given.policies
+    wanted = {f"{_RESOURCE}{account_id}": "*"}
+    if policy.resources not in ({}, wanted):
+        raise errors.bad_input(f"'resources' may name this account alone: {wanted}", "policies")
+    permissions = tuple(Permission(group.id) for group in policy.permission_groups)
+    models = ("*",) if given.models is UNSET else tuple(given.models)
+    with values_checked():
+        return Grant(permissions, models, tuple(given.condition.request_ip.in_))
+
+
+def _expiry(given: TokenGiven, now: float) -> float | None:
+    if given.expires_on is None:
+        return None
+    expires_at = given.expires_on.timestamp()
+    if expires_at <= now:
+        raise errors.bad_input("'expires_on' lies in the past", "expires_on")
+    return expires_at
+
+
+def _name(given: TokenGiven) -> str:
+    with values_checked():
+        return named(given.name)
+
+
+def _told(given: TokenGiven) -> dict[str, Any]:
+    """What the audit log says of it."""
+    return {name: value for name, value in msgspec.to_builtins(given).items() if value}
+
+
+def _item(token: ApiToken, now: float) -> TokenItem:
+    expired = token.expires_at is not None and now >= token.expires_at
+    groups = [GroupItem(permission.value, permission.name) for permission in token.grant.permissions]
+    return TokenItem(
+        id=token.id,
+        name=token.name,
+        status="expired" if expired else "active",
+        issued_on=time_of(token.created_at),
+        expires_on=_time(token.expires_at),
+        policies=[PolicyItem("allow", {f"{_RESOURCE}{token.account_id}": "*"}, groups)],
+        condition=Condition(RequestIp(list(token.grant.networks))),
+        models=list(token.grant.models),
+        limits=token.limits,
+    )
+
+
+def _time(seconds: int | None) -> datetime | None:
+    return None if seconds is None else time_of(seconds)
+
+
+_ADMIN: Final = (Permission.ACCOUNT_ADMIN,)
+_TOKENS: Final = f"{ACCOUNT}/tokens"
+_ONE: Final = f"{_TOKENS}/{{token_id}}"
+_OF_ANY: Final = f"{OPERATOR}/accounts/{{account_id}}/tokens"
+_OF_ANY_ONE: Final = f"{_OF_ANY}/{{token_id}}"
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=f"{BASE}/user/tokens/verify",
+        summary="Whether the token that asks is in force",
+        permissions=(),
+        serve=verify,
+        query=Nothing,
+        body=Nothing,
+        result=VerifiedItem,
+    ),
+    Operation(
+        method="GET",
+        path=f"{_TOKENS}/verify",
+        summary="Whether the token that asks is in force, and this account's",
+        permissions=(),
+        serve=verify,
+        query=Nothing,
+        body=Nothing,
+        result=VerifiedItem,
+    ),
+    Operation(
+        method="GET",
+        path=_TOKENS,
+        summary="The account's tokens that are not revoked",
+        permissions=_ADMIN,
+        serve=listed,
+        query=TokensQuery,
+        body=Nothing,
+        result=list[TokenItem],
+    ),
+    Operation(
+        method="POST",
+        path=_TOKENS,
+        summary="A new token; its text is in this answer alone",
+        permissions=_ADMIN,
+        serve=create,
+        query=Nothing,
+        body=TokenGiven,
+        result=TokenItem,
+        creates=True,
+    ),
+    Operation(
+        method="GET",
+        path=_ONE,
+        summary="One token",
+        permissions=_ADMIN,
+        serve=show,
+        query=Nothing,
+        body=Nothing,
+        result=TokenItem,
+    ),
+    Operation(
+        method="PUT",
+        path=_ONE,
+        summary="Say a token anew, in force within 1 s",
+        permissions=_ADMIN,
+        serve=change,
+        query=Nothing,
+        body=TokenGiven,
+        result=TokenItem,
+    ),
+    Operation(
+        method="DELETE",
+        path=_ONE,
+        summary="Revoke a token, within 1 s and for good",
+        permissions=_ADMIN,
+        serve=end,
+        query=Nothing,
+        body=Nothing,
+        result=EndedItem,
+    ),
+    Operation(
+        method="PUT",
+        path=f"{_ONE}/value",
+        summary="A new secret for a token; the one before it may open for a while yet",
+        permissions=_ADMIN,
+        serve=roll,
+        query=Nothing,
+        body=Rolled,
+        result=str,
+        optional=True,
+    ),
+    Operation(
+        method="GET",
+        path=_OF_ANY,
+        summary="An account's tokens that are not revoked",
+        permissions=(Permission.OPERATOR,),
+        serve=listed,
+        query=TokensQuery,
+        body=Nothing,
+        result=list[TokenItem],
+    ),
+    Operation(
+        method="POST",
+        path=_OF_ANY,
+        summary="A new token of an account, its first one for an administrator; its text is in this answer alone",
+        permissions=(Permission.OPERATOR,),
+        serve=create,
+        query=Nothing,
+        body=TokenGiven,
+        result=TokenItem,
+        creates=True,
+    ),
+    Operation(
+        method="DELETE",
+        path=_OF_ANY_ONE,
+        summary="Revoke a token of an account, within 1 s and for good",
+        permissions=(Permission.OPERATOR,),
+        serve=end,
+        query=Nothing,
+        body=Nothing,
+        result=EndedItem,
+    ),
+)
