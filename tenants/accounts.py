@@ -81,8 +81,9 @@ class Conflict(Exception):
 class Caller:
     """Who a verified credential speaks for, and until when (seconds since 1970).
 
-    `limits` are the token's own. `scope` is 16 bytes that separate the prefix caches which it may share; `own_scope`
-    are those of its account alone, whatever it shares.
+    limits        what holds for its account; `token_limits` what the token has of its own beside.
+    scope         16 bytes that separate the prefix caches which it may share from all others.
+    own_scope     the same of its account alone, whatever it shares.
     """
 
     account: Account
@@ -90,6 +91,7 @@ class Caller:
     grant: Grant
     expires_at: int | None = None
     limits: Limits = NO_LIMITS
+    token_limits: Limits = NO_LIMITS
     scope: bytes = b""
     own_scope: bytes = b""
 
@@ -182,7 +184,16 @@ class Accounts:
     async def _caller(self, account: Account, token: ApiToken) -> Caller:
         scope = await self._shared_scope(account)
         own_scope = self.scope(account.id)
-        return Caller(account, token.id, token.grant, token.expires_at, token.limits, scope, own_scope)
+        return Caller(
+            account=account,
+            token_id=token.id,
+            grant=token.grant,
+            expires_at=token.expires_at,
+            limits=account.limits,
+            token_limits=token.limits,
+            scope=scope,
+            own_scope=own_scope,
+        )
 
     async def _shared_scope(self, account: Account) -> bytes:
         """That of its sharing group once all its members name the very same accounts, else its own."""

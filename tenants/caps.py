@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tenants.store import BUDGETS, RATES, Cap, Refusal
 from tenants.terms import MINUTE_US, Limits
-from tenants.usage import MICRO
+from tenants.usage import MICRO, month_us_left, us_left
 
 
 class Size(NamedTuple):
@@ -74,7 +74,7 @@ def _caps(subject: str, limits: Limits, size: Size) -> Iterator[Cap]:
         yield Cap(subject, Refusal.CONCURRENT_REQUESTS, 1, limits.concurrent_requests)
 
 
-def left_of(cap: Cap, left: int, until_day_us: int, until_month_us: int) -> Left:
+def left_of(cap: Cap, left: int, now_us: int) -> Left:
     """`left` is what a store says of the cap."""
     if cap.measure in RATES:
         behind_us = max(cap.room_us - left, 0)
@@ -82,5 +82,5 @@ def left_of(cap: Cap, left: int, until_day_us: int, until_month_us: int) -> Left
         return Left(cap.subject, cap.measure, cap.allowed, max(0, int(left / one_us)), -(-behind_us // MICRO))
     if cap.measure is Refusal.CONCURRENT_REQUESTS:
         return Left(cap.subject, cap.measure, cap.allowed, max(0, left), 0)
-    until_us = until_day_us if cap.measure is Refusal.NEURONS_PER_DAY else until_month_us
+    until_us = us_left(now_us) if cap.measure is Refusal.NEURONS_PER_DAY else month_us_left(now_us)
     return Left(cap.subject, cap.measure, cap.allowed / MICRO, max(0, left) / MICRO, -(-until_us // MICRO))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tenants.store import BUDGETS, Cap, Granted, Hold, Refusal, Refused
 from tenants.terms import MINUTE_US
-from tenants.usage import DAY_US, MICRO, day_of, first_of_next_month, us_left
+from tenants.usage import MICRO, day_of, month_us_left, us_left
 
 
 class Used(NamedTuple):
@@ -79,7 +79,7 @@ def _until_us(cap: Cap, now_us: int) -> int:
     """Until its window ends."""
     if cap.measure is Refusal.NEURONS_PER_DAY:
         return us_left(now_us)
-    return first_of_next_month(day_of(now_us)) * DAY_US - now_us
+    return month_us_left(now_us)
 
 
 def _taken(cap: Cap, held: int) -> int:

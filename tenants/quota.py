@@ -26,7 +26,7 @@ from tenants.caps import Left, Size, caps, left_of, limited
 from tenants.outbox import Outbox
 from tenants.store import BUDGETS, Account, Cap, Clock, Hold, Refusal, Refused, Store, StoreUnavailable
 from tenants.terms import NO_LIMITS, Limits
-from tenants.usage import DAY_US, EXPIRED, MICRO, UsageRecord, day_of, first_of_next_month, us_left
+from tenants.usage import EXPIRED, MICRO, UsageRecord, day_of
 
 HOLD_S: Final = 60.0
 CHECKPOINT_S: Final = 5.0
@@ -207,7 +207,7 @@ class Quota:
         if len(self._open) + len(self._settled) >= UNSETTLED_MAX:
             raise StoreUnavailable(f"{UNSETTLED_MAX:,} requests are open or wait to be written; try again later")
         started_us = int(self._clock() * MICRO)
-        subjects = limited(caller.account.limits, caller.token_id, caller.limits, order.model_class)
+        subjects = limited(caller.limits, caller.token_id, caller.token_limits, order.model_class)
         size = order.size()
         asked = Reservation(
             account_id=caller.account.id,
@@ -382,9 +382,7 @@ class Quota:
 
 
 def left_now(measured: Sequence[Cap], left: Sequence[int], now_us: int) -> tuple[Left, ...]:
-    until_month_us = first_of_next_month(day_of(now_us)) * DAY_US - now_us
-    pairs = zip(measured, left, strict=True)
-    return tuple(left_of(cap, one, us_left(now_us), until_month_us) for cap, one in pairs)
+    return tuple(left_of(cap, one, now_us) for cap, one in zip(measured, left, strict=True))
 
 
 def _refusal(refused: Refused, caller: Caller, hold: Hold) -> Exception:

@@ -9,7 +9,7 @@ All that a decision touches shares one hash tag, `{account id}`:
     hearth:{ID}:expiries          sorted set: request ids by expires_us
     hearth:{ID}:gauge:SUBJECT     hash: requests_us, input_us, output_us, output, open; SUBJECT is "" for the account
     hearth:{ID}:day:DAY[:SUBJECT] hash: the counters of that day
-    hearth:{ID}:usage:DAY         hash: sum, token and model → a sum over the ledger
+    hearth:{ID}:usage:DAY         hash: token and model → five sums over the ledger
     hearth:{ID}:ledger:DAY        hash: request id → record
     hearth:{ID}:audit             list of entries
     hearth:{ID}:claim:KEY         what was claimed
@@ -57,7 +57,7 @@ from tenants.usage import DAY_US, EXPIRED, MICRO, Balance, Totals, UsageRecord
 _PLANS: Final = "hearth:plans"
 _NOTICES: Final = "hearth:notices"
 _BETWEEN: Final = "\x1f"  # the parts of a field of usage
-GAUGE_S: Final = 86_400  # a gauge is kept so long after its last request began: no rate or request takes that long
+GAUGE_S: Final = 86_400  # a token's or class's gauge is kept so long after its last request began
 READ_S: Final = 5.0  # for an answer that may be long
 SWEEP_MAX: Final = 500  # holds that one call expires
 
@@ -87,11 +87,14 @@ local function counted(subjects)
     return found
 end
 
-local function count(key, day, names, changes)
+-- Adds to the numbers of a hash in two calls, whatever their count; a day's key that is new gets its end.
+local function add(key, names, changes, day)
+    local found, written = redis.call('HMGET', key, unpack(names)), {{}}
     for i, name in ipairs(names) do
-        if changes[i] ~= 0 then redis.call('HINCRBY', key, name, changes[i]) end
+        written[2 * i - 1], written[2 * i] = name, string.format('%.0f', tonumber(found[i] or 0) + changes[i])
     end
-    redis.call('EXPIREAT', key, (day + {KEPT_DAYS}) * 86400)
+    redis.call('HSET', key, unpack(written))
+    if day and not found[1] then redis.call('EXPIREAT', key, (day + {KEPT_DAYS}) * 86400) end
 end
 
 local function take(request)
@@ -111,8 +114,7 @@ local function give_back(record, subjects, hold)
     for rate in string.gmatch(hold.rates, '%d+') do
         at = at + 1
         local key = gauge(subjects[at])
-        redis.call('HINCRBY', key, 'open', -1)
-        if hold.output > 0 then redis.call('HINCRBY', key, 'output', -hold.output) end
+        add(key, {{'open', 'output'}}, {{-1, -hold.output}})
         if rate ~= '0' and record[7] > 0 then
             local lasts = math.ceil(record[7] * {MINUTE_US} / tonumber(rate))
             local before = tonumber(redis.call('HGET', key, 'output_us') or 0)
@@ -130,13 +132,21 @@ local function write(request, day, hold, bytes)
         if not before then changes[1] = 1 end
         for i = 4, 7 do changes[i - 2] = record[i] - old[i] end
         redis.call('HSET', ledger, request, bytes)
-        redis.call('EXPIREAT', ledger, (day + {KEPT_DAYS}) * 86400)
-        local names = {{}}
-        for i = 1, 5 do names[i] = i .. '{_BETWEEN}' .. record[9] .. '{_BETWEEN}' .. record[10] end
-        count(account .. ':usage:' .. day, day, names, changes)
+        local usage, field = account .. ':usage:' .. day, record[9] .. '{_BETWEEN}' .. record[10]
+        local sum, written = redis.call('HGET', usage, field), {{}}
+        local i = 0
+        for number in string.gmatch(sum or '0:0:0:0:0', '%d+') do
+            i = i + 1
+            written[i] = string.format('%.0f', tonumber(number) + changes[i])
+        end
+        redis.call('HSET', usage, field, table.concat(written, ':'))
+        if not sum then  -- the day's first of its kind
+            redis.call('EXPIREAT', usage, (day + {KEPT_DAYS}) * 86400)
+            redis.call('EXPIREAT', ledger, (day + {KEPT_DAYS}) * 86400)
+        end
     end
     local subjects = counted(record[14])
-    for _, subject in ipairs(subjects) do count(day_key(day, subject), day, sums, changes) end
+    for _, subject in ipairs(subjects) do add(day_key(day, subject), sums, changes, day) end
     if hold then give_back(record, subjects, hold) end
 end
 
@@ -150,8 +160,8 @@ local function expire()
 end
 """
 
-# What Used and left() of decision.py are. A cap is seven arguments: subject, measure, amount, allowed, least, cost_us,
-# room_us. The calendar is that of Howard Hinnant's "chrono-compatible low-level date algorithms".
+# What Used and left() of decision.py are. The calendar is that of Howard Hinnant's "chrono-compatible low-level date
+# algorithms".
 _MEASURE: Final = f"""
 local today = math.floor(now / {DAY_US})
 
@@ -163,14 +173,11 @@ local function first_of_month(day)
     return day - (doy - math.floor((153 * math.floor((5 * doy + 2) / 153) + 2) / 5))
 end
 
-local function read_caps(from)
+-- The caps as Python packed them.
+local function read_caps(packed)
     local caps = {{}}
-    for i = from, #ARGV, 7 do
-        local cap = {{subject = ARGV[i], measure = ARGV[i + 1]}}
-        for j, name in ipairs({{'amount', 'allowed', 'least', 'cost', 'room'}}) do
-            cap[name] = tonumber(ARGV[i + 1 + j])
-        end
-        caps[#caps + 1] = cap
+    for i, cap in ipairs(cmsgpack.unpack(packed)) do
+        caps[i] = {{subject = cap[1], measure = cap[2], allowed = cap[4], least = cap[5], cost = cap[6], room = cap[7]}}
     end
     return caps
 end
@@ -216,7 +223,7 @@ _RATE_CODES: Final = ", ".join(f"{rate} = {_CODE[rate]}" for rate in RATES)
 # in store_sqlite.py and of decide() in decision.py.
 _RESERVE: Final = f"""
 local request, token, held, lifetime, record = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
-local output, subjects, caps = tonumber(ARGV[7]), counted(ARGV[8]), read_caps(9)
+local output, subjects, caps = tonumber(ARGV[7]), counted(ARGV[8]), read_caps(ARGV[9])
 local known = redis.call('HMGET', account, 'created_at', 'suspended_at')
 expire()
 if not known[1] then return {{{_CODE[Refusal.NO_ACCOUNT]}}} end
@@ -256,23 +263,23 @@ end
 
 local rates = {{}}
 for i, subject in ipairs(subjects) do
-    local key = gauge(subject)
+    local key, read = gauge(subject), used(subject)
+    local written = {{'open', read.open + 1, 'output', read.output + output}}
     rates[i] = 0
     for _, cap in ipairs(caps) do
         if cap.subject == subject then
             if cap.measure == '{Refusal.REQUESTS_PER_MINUTE}' then
-                redis.call('HSET', key, 'requests_us', math.max(used(subject).requests_us, now) + cap.cost)
+                written[#written + 1], written[#written + 2] = 'requests_us', math.max(read.requests_us, now) + cap.cost
             elseif cap.measure == '{Refusal.INPUT_TOKENS_PER_MINUTE}' then
-                redis.call('HSET', key, 'input_us', math.max(used(subject).input_us, now) + cap.cost)
+                written[#written + 1], written[#written + 2] = 'input_us', math.max(read.input_us, now) + cap.cost
             elseif cap.measure == '{Refusal.OUTPUT_TOKENS_PER_MINUTE}' then
                 rates[i] = cap.allowed
             end
         end
     end
-    redis.call('HINCRBY', key, 'open', 1)
-    if output > 0 then redis.call('HINCRBY', key, 'output', output) end
-    redis.call('EXPIRE', key, {GAUGE_S})
-    count(day_key(today, subject), today, sums, {{0, 0, 0, 0, 0, granted, 1}})
+    redis.call('HSET', key, unpack(written))
+    if subject ~= '' then redis.call('EXPIRE', key, {GAUGE_S}) end
+    add(day_key(today, subject), {{'held', 'open'}}, {{granted, 1}}, today)
 end
 local kept = string.format('%.0f:%.0f:%.0f:%s:', today, granted, output, table.concat(rates, ','))
 redis.call('HSET', holds, request, kept .. record)
@@ -293,7 +300,7 @@ return answer
 # ARGV: now, then the caps.
 _LEFT: Final = """
 local found = {}
-for i, cap in ipairs(read_caps(2)) do found[i] = left(cap) end
+for i, cap in ipairs(read_caps(ARGV[2])) do found[i] = left(cap) end
 return found
 """
 
@@ -491,7 +498,7 @@ class RedisStore:
         record = hold.record
         key, now = _key(record.account_id), self._now_us()
         ask = (record.request_id, record.token_id, hold.held, hold.lifetime_us, _pack(record), hold.output)
-        asked = (now, *ask, record.subjects, *_cap_arguments(hold.caps))
+        asked = (now, *ask, record.subjects, _pack(hold.caps))
         ((code, *answer),) = await self._call(self._reserve, [(key, asked)])
         if not code:
             day, held, *after = answer
@@ -500,7 +507,7 @@ class RedisStore:
         return structs.replace(Refused(_REFUSALS[code - 1], *numbers), subject=subject.decode())
 
     async def left(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
-        (found,) = await self._call(self._left, [(_key(account_id), (self._now_us(), *_cap_arguments(caps)))])
+        (found,) = await self._call(self._left, [(_key(account_id), (self._now_us(), _pack(caps)))])
         numbers: list[int] = found
         return numbers
 
@@ -541,11 +548,11 @@ class RedisStore:
     async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
         days = range(first_day, last_day + 1)
         found = await self._read(*(("HGETALL", _key(account_id, f"usage:{day}")) for day in days))
-        sums: dict[tuple[int, str, str], list[int]] = {}
+        sums = {}
         for day, fields in zip(days, found, strict=True):
             for field, value in fields.items():
-                index, token_id, model = field.decode().split(_BETWEEN)
-                sums.setdefault((day, token_id, model), [0] * 5)[int(index) - 1] = int(value)
+                token_id, model = field.decode().split(_BETWEEN)
+                sums[day, token_id, model] = [int(number) for number in value.split(b":")]
         return [UsageRow(*which, *sums[which]) for which in sorted(sums)]
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
@@ -664,10 +671,6 @@ def _by_account(records: Sequence[UsageRecord]) -> list[tuple[str, list[UsageRec
     for record in records:
         groups.setdefault(_key(record.account_id), []).append(record)
     return list(groups.items())
-
-
-def _cap_arguments(caps: Sequence[Cap]) -> list[str | int]:
-    return [part for cap in caps for part in structs.astuple(cap)]
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:

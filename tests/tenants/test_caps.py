@@ -15,6 +15,7 @@ from tenants.usage import DAY_US, EXPIRED, MICRO, UsageRecord, day_of, first_of_
 pytestmark = pytest.mark.anyio
 ANN = "a" * 32
 LIFE_US = 60 * MICRO
+NOON_US = 1_772_280_000 * MICRO  # of 28 February 2026
 
 
 # ---- which limits hold
@@ -188,11 +189,11 @@ async def test_a_suspended_account_starts_nothing(store: Store, clock: Any) -> N
 
 def test_what_is_left_is_told_in_the_limits_own_unit() -> None:
     (requests,) = caps([("", Limits(requests_per_minute=60, burst=10))], Size())
-    left = left_of(requests, 7_500_000, 5 * MICRO, 9 * MICRO)
+    left = left_of(requests, 7_500_000, NOON_US)
     assert (left.left, left.reset_s, left.allowed) == (7, 3, 60)
     (month,) = caps([("", Limits(neurons_per_month=2.0))], Size())
-    assert left_of(month, 1_500_000, 5 * MICRO, 9 * MICRO)[2:] == (2.0, 1.5, 9)
-    assert left_of(month, -3, 5 * MICRO, 9 * MICRO).left == 0
+    assert left_of(month, 1_500_000, NOON_US)[2:] == (2.0, 1.5, 43_200)
+    assert left_of(month, -3, NOON_US).left == 0
 
 
 # ---- simulation
