@@ -4,7 +4,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gateway.commands import accounts, bench, doctor, gateway, machine, models, pull, serve, tokens
+from gateway.commands import (
+    accounts,
+    audit,
+    backup,
+    bench,
+    doctor,
+    gateway,
+    machine,
+    models,
+    plans,
+    pull,
+    restore,
+    serve,
+    tokens,
+    usage,
+)
 from gateway.config import ConfigError
 
 _DESCRIPTION = """\
@@ -26,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
         prog="hearth", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (serve, gateway, machine, accounts, tokens, models, pull, bench, doctor):
+    tenants = (accounts, tokens, plans, usage, audit)
+    for command in (serve, gateway, machine, *tenants, backup, restore, models, pull, bench, doctor):
         command.add(commands)
     return top
 

@@ -1,8 +1,10 @@
 """The state folder's own files: the server's secret and the first credentials. It knows no store and no HTTP."""
 
 import contextlib
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -29,6 +31,17 @@ def open_state(config: Config) -> None:
             raise ConfigError(f"cannot make {folder}: {error.strerror}; --state names another folder") from error
     if config.run_folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{config.run_folder} belongs to somebody else: set machine.folder")
+
+
+@contextlib.contextmanager
+def only_one(config: Config) -> Iterator[None]:
+    """As long as it lasts no `hearth serve` can run with these folders. Raises ConfigError where one does."""
+    with open(config.state / "serve.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"`hearth serve` runs already in {config.state}; --state names another folder") from None
+        yield
 
 
 def server_secret(config: Config) -> bytes:

@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
-import fcntl
 import http.client
 import os
 import re
@@ -20,7 +19,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -31,7 +30,7 @@ from gateway.catalogue import entries
 from gateway.commands.machine import machine_command
 from gateway.commands.words import add_command, fail, read_settings
 from gateway.config import Config, ConfigError, ServerConfig
-from gateway.state import Credentials, open_state, read_credentials, server_secret, write_credentials
+from gateway.state import Credentials, only_one, open_state, read_credentials, server_secret, write_credentials
 from gateway.tls import open_certificate
 from tenants.accounts import Accounts, NotFound, Unauthenticated
 from tenants.store import StoreUnavailable, open_store
@@ -69,22 +68,12 @@ def run(options: argparse.Namespace) -> int:
     try:
         open_state(config)
         open_certificate(config.server)  # what is wrong with it is better said here than in a log
-        with _only_one(config):
+        with only_one(config):
             port = _free_port(config)
             credentials = asyncio.run(_credentials(config, port))
             return Household(config, options.config, port, credentials, sys.stdout).run()
     except (StoreUnavailable, OSError) as error:
         return fail(str(error))
-
-
-@contextlib.contextmanager
-def _only_one(config: Config) -> Iterator[None]:
-    with open(config.state / "serve.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"`hearth serve` runs already in {config.state}; --state names another folder") from None
-        yield
 
 
 def _free_port(config: Config) -> int:

@@ -1,25 +1,54 @@
 """Opens the store for the operator's commands, whether a server runs or not: both see the same one."""
 
 import asyncio
+import hashlib
+import os
+import pwd
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from gateway.commands.limits import limits_json
 from gateway.commands.words import fail
 from gateway.config import Config
 from gateway.state import server_secret
-from tenants.accounts import Account, Accounts, ApiToken, NotFound
-from tenants.store import StoreUnavailable, open_store
+from tenants.accounts import Account, Accounts, ApiToken, Conflict, NotFound
+from tenants.audit import DETAIL_BYTES_MAX, Audit
+from tenants.store import Store, StoreUnavailable, open_store
+from tenants.terms import Plan
+
+ACTOR = "command line"
 
 
-def ask(config: Config, question: Callable[[Accounts], Awaitable[int]]) -> int:
-    """Runs `question` with the accounts of this store; says on stderr what the tenants' side refuses."""
+@dataclass(frozen=True, slots=True)
+class Tenantry:
+    """The tenants' side of one store. `secret` is the server's."""
 
+    store: Store
+    secret: bytes
+    accounts: Accounts
+    audit: Audit
+
+    async def note(self, account_id: str, action: str, target: str, **detail: Any) -> None:
+        """Writes into the audit log what was just done, with the name of this process's user. Call it before you say
+        that it is done. Of a detail that is too long, only its digest is kept."""
+        said = {"os_user": _os_user(), **detail}
+        encoded = msgspec.json.encode(said)
+        if len(encoded) > DETAIL_BYTES_MAX:
+            said = {"os_user": _os_user(), "detail_sha256": hashlib.sha256(encoded).hexdigest()}
+        await self.audit.write(account_id, ACTOR, action, target, **said)
+
+
+def ask(config: Config, question: Callable[[Tenantry], Awaitable[int]]) -> int:
+    """Runs `question` with the tenants' side of the configured store; says on stderr what it refuses."""
     secret = server_secret(config)
 
     async def asked() -> int:
         store = open_store(config.store_url)
         try:
-            return await question(Accounts(store, secret))
+            return await question(Tenantry(store, secret, Accounts(store, secret), Audit(store, secret)))
         finally:
             await store.close()
 
@@ -27,21 +56,24 @@ def ask(config: Config, question: Callable[[Accounts], Awaitable[int]]) -> int:
         return asyncio.run(asked())
     except NotFound as error:
         return fail(str(error.args[0]))
-    except (StoreUnavailable, ValueError) as error:
+    except (StoreUnavailable, Conflict, ValueError, OSError) as error:
         return fail(str(error))
 
 
 def account_json(account: Account) -> dict[str, Any]:
+    """`limits` are those that hold; `ceiling` and `own` are what was set for this account alone."""
     return {
         "account_id": account.id,
         "name": account.name,
         "created_at": account.created_at,
-        "limits": {
-            "requests_per_minute": account.limits.requests_per_minute,
-            "neurons_per_day": account.limits.neurons_per_day,
-            "concurrent_requests": account.limits.concurrent_requests,
-            "burst": account.limits.at_once,
-        },
+        "suspended_at": account.suspended_at,
+        "plan": account.plan.name,
+        "limits": {**limits_json(account.limits), "burst": account.limits.at_once},
+        "ceiling": limits_json(account.ceiling),
+        "own": limits_json(account.own),
+        "settings": msgspec.to_builtins(account.settings),
+        "cache_epoch": account.epoch,
+        "revision": account.revision,
     }
 
 
@@ -56,4 +88,17 @@ def token_json(token: ApiToken) -> dict[str, Any]:
         "permissions": [permission.value for permission in token.grant.permissions],
         "models": list(token.grant.models),
         "networks": list(token.grant.networks),
+        "limits": limits_json(token.limits),
     }
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    said: dict[str, Any] = msgspec.to_builtins(plan)
+    return {**said, "limits": limits_json(plan.limits)}
+
+
+def _os_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user may have no name
+        return str(os.getuid())

@@ -1,70 +1,110 @@
 """`hearth tokens`: an account's credentials."""
 
 import argparse
-import re
 import time
-from datetime import UTC, datetime
 from typing import Any
 
-from gateway.commands.tenantry import ask, token_json
-from gateway.commands.words import add_action, add_command, print_json, print_table, read_settings
-from tenants.accounts import Accounts, ApiToken, Grant, Permission
+from msgspec import UNSET, structs
+
+from gateway.commands.limits import add_limits, changed, in_words, or_none
+from gateway.commands.tenantry import Tenantry, ask, token_json
+from gateway.commands.words import (
+    add_action,
+    add_command,
+    duration,
+    print_json,
+    print_table,
+    read_settings,
+    split,
+    time_text,
+)
+from tenants.accounts import ApiToken, Grant, Permission
+from tenants.terms import NO_LIMITS
 
 _TEACHING = """\
 examples:
   hearth tokens mint ACCOUNT --name ci                 a further token, shown this once
-  hearth tokens mint ACCOUNT --name demo --expires 30d
+  hearth tokens mint ACCOUNT --name demo --expires 30d --requests-per-minute 10
   hearth tokens mint ACCOUNT --name batch --models '@cf/meta/*' --networks 10.0.0.0/8
   hearth tokens mint ACCOUNT --name admin --permissions account:admin,usage:read
   hearth tokens list ACCOUNT                           also revoked and expired ones; never their secrets
+  hearth tokens change TOKEN_ID --expires 90d --neurons-per-day 500     what is not named stays
+  hearth tokens change TOKEN_ID --networks none --neurons-per-day none
   hearth tokens roll TOKEN_ID --grace 1d               a new secret; the old one opens for a day yet
   hearth tokens revoke TOKEN_ID                        for good, on every gateway within a second
+
+A token's limits hold beside its account's. All changes are in the audit log (`hearth audit list ACCOUNT`).
 """
-_UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def add(commands: Any) -> None:
-    parser = add_command(commands, "tokens", "mint, list, roll and revoke an account's tokens", _TEACHING)
-    actions = parser.add_subparsers(dest="action", metavar="mint | list | roll | revoke", required=True)
+    parser = add_command(commands, "tokens", "mint, list, change, roll and revoke an account's tokens", _TEACHING)
+    actions = parser.add_subparsers(dest="action", metavar="mint | list | change | roll | revoke", required=True)
     mint = add_action(actions, "mint", "a new token")
     mint.add_argument("account", help="its id, 32 hex characters")
     mint.add_argument("--name", default="token", help="for people (default: token)")
-    mint.add_argument("--expires", type=_duration, metavar="30d", help="lifetime: a number with m, h, d or w")
-    mint.add_argument(
-        "--permissions", default=Permission.INFERENCE, metavar="A,B",
-        help=f"of {', '.join(Permission)} (default: {Permission.INFERENCE})",
-    )  # fmt: skip
-    mint.add_argument("--models", default="*", metavar="A,B", help="patterns of model names, with * and ? (default: *)")
-    mint.add_argument(
-        "--networks", default="", metavar="A,B", help="where it opens, like 10.0.0.0/8 (default: anywhere)"
-    )
+    _add_grant(mint)
     listing = add_action(actions, "list", "an account's tokens, oldest first")
     listing.add_argument("account", help="its id, 32 hex characters")
-    roll = add_action(actions, "roll", "a new secret for a token")
-    roll.add_argument("token", help="its id: the part between the underscores")
-    roll.add_argument("--grace", type=_duration, default=0.0, metavar="1d", help="for how long the old one opens yet")
-    revoke = add_action(actions, "revoke", "end a token for good")
-    revoke.add_argument("token", help="its id: the part between the underscores")
+    change = _of_token(actions, "change", "say a token's name, expiry, grant or limits anew")
+    change.add_argument("--name", help="for people")
+    _add_grant(change)
+    roll = _of_token(actions, "roll", "a new secret for a token")
+    roll.add_argument("--grace", type=duration, default=0.0, metavar="1d", help="for how long the old one opens yet")
+    _of_token(actions, "revoke", "end a token for good")
     parser.set_defaults(run=run)
 
 
+def _of_token(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    action = add_action(actions, name, summary)
+    action.add_argument("token", help="its id: the part between the underscores")
+    return action
+
+
+def _add_grant(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "--expires",
+        type=or_none(duration),
+        metavar="30d",
+        help="lifetime from now: a number with m, h, d or w; or none",
+    )
+    action.add_argument("--permissions", metavar="A,B", help=f"of {', '.join(Permission)} (default: inference)")
+    action.add_argument("--models", metavar="A,B", help="patterns of model names, with * and ? (default: *)")
+    action.add_argument("--networks", metavar="A,B", help="where it opens, like 10.0.0.0/8 (default: anywhere)")
+    add_limits(action)
+
+
 def run(options: argparse.Namespace) -> int:
-    actions = {"mint": _mint, "list": _list, "roll": _roll, "revoke": _revoke}
-    return ask(read_settings(options), lambda accounts: actions[options.action](accounts, options))
+    actions = {"mint": _mint, "list": _list, "change": _change, "roll": _roll, "revoke": _revoke}
+    return ask(read_settings(options), lambda tenantry: actions[options.action](tenantry, options))
 
 
-async def _mint(accounts: Accounts, options: argparse.Namespace) -> int:
-    expires_at = None if options.expires is None else time.time() + options.expires
-    token, secret = await accounts.mint(options.account, options.name, expires_at, _grant(options))
-    return _show(token, secret, options)
+async def _mint(tenantry: Tenantry, options: argparse.Namespace) -> int:
+    grant, limits = _grant(Grant(), options), changed(NO_LIMITS, options)
+    expires_at = _expiry(None, options)
+    token, secret = await tenantry.accounts.mint(options.account, options.name, expires_at, grant, limits)
+    await tenantry.note(token.account_id, "token.create", token.id, **_said(token))
+    return _show_secret(token, secret, options)
 
 
-async def _roll(accounts: Accounts, options: argparse.Namespace) -> int:
-    token, secret = await accounts.roll(options.token, options.grace)
-    return _show(token, secret, options)
+async def _change(tenantry: Tenantry, options: argparse.Namespace) -> int:
+    token = await tenantry.accounts.token(options.token)
+    name = token.name if options.name is None else options.name
+    grant, limits = _grant(token.grant, options), changed(token.limits, options)
+    expires_at = _expiry(token.expires_at, options)
+    token = await tenantry.accounts.change(token.id, name, expires_at, grant, limits)
+    await tenantry.note(token.account_id, "token.change", token.id, **_said(token))
+    _print([token], options, token_json(token))
+    return 0
 
 
-def _show(token: ApiToken, secret: str, options: argparse.Namespace) -> int:
+async def _roll(tenantry: Tenantry, options: argparse.Namespace) -> int:
+    token, secret = await tenantry.accounts.roll(options.token, options.grace)
+    await tenantry.note(token.account_id, "token.roll", token.id, grace_s=options.grace)
+    return _show_secret(token, secret, options)
+
+
+def _show_secret(token: ApiToken, secret: str, options: argparse.Namespace) -> int:
     if options.json:
         print_json({**token_json(token), "token": secret})
     else:
@@ -72,37 +112,16 @@ def _show(token: ApiToken, secret: str, options: argparse.Namespace) -> int:
     return 0
 
 
-def _grant(options: argparse.Namespace) -> Grant:
-    """Raises ValueError in words."""
-    wanted = _split(options.permissions)
-    unknown = [name for name in wanted if name not in list(Permission)]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is no permission; there are {', '.join(Permission)}")
-    return Grant(tuple(map(Permission, wanted)), _split(options.models), _split(options.networks))
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-async def _list(accounts: Accounts, options: argparse.Namespace) -> int:
-    found = await accounts.tokens(options.account)
-    if options.json:
-        print_json([token_json(token) for token in found])
-        return 0
-    rows = [
-        (
-            token.id, token.name, ",".join(token.grant.permissions), ",".join(token.grant.models),
-            _date(token.created_at), _date(token.expires_at), _date(token.revoked_at),
-        )
-        for token in found
-    ]  # fmt: skip
-    print_table(("TOKEN", "NAME", "PERMISSIONS", "MODELS", "CREATED", "EXPIRES", "REVOKED"), rows)
+async def _list(tenantry: Tenantry, options: argparse.Namespace) -> int:
+    found = list(await tenantry.accounts.tokens(options.account))
+    _print(found, options, [token_json(token) for token in found])
     return 0
 
 
-async def _revoke(accounts: Accounts, options: argparse.Namespace) -> int:
-    await accounts.revoke(options.token)
+async def _revoke(tenantry: Tenantry, options: argparse.Namespace) -> int:
+    token = await tenantry.accounts.token(options.token)
+    await tenantry.accounts.revoke(token.id)
+    await tenantry.note(token.account_id, "token.revoke", token.id)
     if options.json:
         print_json({"token_id": options.token, "revoked": True})
     else:
@@ -110,12 +129,43 @@ async def _revoke(accounts: Accounts, options: argparse.Namespace) -> int:
     return 0
 
 
-def _date(seconds: float | None) -> str:
-    return "-" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+def _grant(grant: Grant, options: argparse.Namespace) -> Grant:
+    """With what the options say. Raises ValueError in words."""
+    said: dict[str, tuple[str, ...]] = {
+        name: split(getattr(options, name))
+        for name in ("permissions", "models", "networks")
+        if getattr(options, name) is not None
+    }
+    unknown = [name for name in said.get("permissions", ()) if name not in list(Permission)]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no permission; there are {', '.join(Permission)}")
+    if "permissions" in said:
+        said["permissions"] = tuple(map(Permission, said["permissions"]))
+    return structs.replace(grant, **said)
 
 
-def _duration(text: str) -> float:
-    match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no lifetime: write a number and m, h, d or w, like 30d")
-    return int(match[1]) * float(_UNITS[match[2]])
+def _expiry(before: float | None, options: argparse.Namespace) -> float | None:
+    if options.expires is None:
+        return before
+    return None if options.expires is UNSET else time.time() + float(options.expires)
+
+
+def _said(token: ApiToken) -> dict[str, Any]:
+    """For the audit log."""
+    return {"name": token.name, "expires_at": token.expires_at, "grant": token.grant, "limits": token.limits}
+
+
+def _print(tokens: list[ApiToken], options: argparse.Namespace, document: Any) -> None:
+    if options.json:
+        print_json(document)
+        return
+    rows = [
+        (
+            token.id, token.name, ",".join(token.grant.permissions), ",".join(token.grant.models),
+            ",".join(token.grant.networks) or "-", in_words(token.limits),
+            time_text(token.created_at), time_text(token.expires_at), time_text(token.revoked_at),
+        )
+        for token in tokens
+    ]  # fmt: skip
+    heads = ("TOKEN", "NAME", "PERMISSIONS", "MODELS", "NETWORKS", "LIMITS", "CREATED", "EXPIRES", "REVOKED")
+    print_table(heads, rows)

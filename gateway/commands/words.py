@@ -2,11 +2,17 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from datetime import UTC, date, datetime
+from typing import Any, Final
 
 from gateway.config import Config, load_config
+
+NONE: Final = "none"  # takes a setting back, where it may be unset
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_FIRST_DAY: Final = date(1970, 1, 1)
 
 
 def add_command(commands: Any, name: str, summary: str, teaching: str) -> argparse.ArgumentParser:
@@ -56,6 +62,35 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
     for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def duration(text: str) -> float:
+    """`30d` → seconds, for argparse."""
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write a number and s, m, h, d or w, like 30d")
+    return int(match[1]) * float(_UNITS[match[2]])
+
+
+def day(text: str) -> int:
+    """`2026-01-31` → days since 1970, for argparse."""
+    try:
+        return (date.fromisoformat(text) - _FIRST_DAY).days
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no day: write it like 2026-01-31, in UTC") from None
+
+
+def day_text(day: int) -> str:
+    return datetime.fromtimestamp(day * 86_400, UTC).strftime("%Y-%m-%d")
+
+
+def time_text(seconds: float | None) -> str:
+    return "-" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def split(text: str) -> tuple[str, ...]:
+    """`a, b` → its parts; `none` and an empty text have none."""
+    return () if text == NONE else tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def in_bytes(count: float) -> str:

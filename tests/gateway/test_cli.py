@@ -22,7 +22,8 @@ from gateway.state import Credentials, read_credentials, server_secret, write_cr
 from tenants.accounts import Accounts, Unauthenticated
 from tenants.store import open_store
 
-COMMANDS = ["serve", "gateway", "machine", "accounts", "tokens", "models", "pull", "bench", "doctor"]
+TENANTS = ["accounts", "tokens", "plans", "usage", "audit", "backup", "restore"]
+COMMANDS = ["serve", "gateway", "machine", *TENANTS, "models", "pull", "bench", "doctor"]
 
 
 @pytest.fixture

@@ -1,0 +1,204 @@
+"""`hearth backup`: a folder with all that a server knows about tenants, made while it runs, for `hearth restore`."""
+
+import argparse
+import asyncio
+import hashlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from tqdm import tqdm
+
+from gateway.commands.usage import Compared, balances
+from gateway.commands.words import add_command, fail, in_bytes, print_json, read_settings
+from gateway.config import Config
+from gateway.state import server_secret
+from tenants import transfer
+from tenants.audit import SYSTEM, Audit
+from tenants.outbox import SUFFIX
+from tenants.store import KEPT_DAYS, Store, StoreUnavailable, open_store
+from tenants.store_sqlite_backup import check, close_up, copy
+
+_TEACHING = """\
+examples:
+  hearth backup /var/backups/hearth-monday             a new folder; a server may run meanwhile
+  hearth backup backups/1 --json
+  hearth restore backups/1                             where no server runs: brings it back
+
+In the folder are a copy of the store, the server's secret, settlements that wait for the store, and checksums. Who has
+it can make tokens: keep it like a private key. The copy is checked before the folder appears: SQLite's integrity, the
+schema's version, counters against records, the audit log. Exit status 1: it is not there, or not in order.
+Of a store in Redis it is an export with usage and audit logs: open requests, the running minute's rates and notices on
+their way are not in it. Let Redis keep a full copy itself, by its append-only file and by BGSAVE.
+"""
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+DATABASE: Final = "hearth.db"
+EXPORT: Final = "accounts.jsonl"
+SECRET: Final = "secret"
+OUTBOX: Final = "outbox"
+
+
+class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of a backup."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`store` is the file that the store is in: DATABASE, or EXPORT. `files` are by their path below the folder."""
+
+    format: int
+    made_at: int
+    store: str
+    files: dict[str, Kept]
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands, "backup", "copy the store and the secret into a folder, also while serving", _TEACHING
+    )
+    parser.add_argument("folder", help="a new one, or an empty one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    config, folder = read_settings(options), Path(options.folder).resolve()
+    database = sqlite_path(config)
+    if database is not None and not database.exists():
+        return fail(f"there is no store yet: {database}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        return fail(f"{folder} is there already: name a new folder")
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        partial.mkdir(mode=0o700, parents=True)
+        manifest, problems = _fill(config, partial)
+        os.rename(partial, folder)
+    except (StoreUnavailable, OSError) as error:
+        return fail(str(error))
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return _tell(folder, manifest, problems, options)
+
+
+def _fill(config: Config, folder: Path) -> tuple[Manifest, list[str]]:
+    """Makes all files there; also returns what is not in order in the store, in words."""
+    secret = server_secret(config)
+    made_at, database = int(time.time()), sqlite_path(config)
+    copy_file(config.secret_path, folder / SECRET)
+    # The outbox first: a settlement that meanwhile goes from there into the store is in both, and counts once.
+    for path in sorted(config.outbox_folder.glob(f"*{SUFFIX}")):
+        copy_file(path, folder / OUTBOX / path.name)
+    if database is None:
+        store, problems = EXPORT, asyncio.run(_export(config, folder / EXPORT, secret))
+    else:
+        store, problems = DATABASE, _copy(database, folder / DATABASE, secret)
+    files = {str(path.relative_to(folder)): kept(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    manifest = Manifest(FORMAT, made_at, store, files)
+    with open(folder / MANIFEST, "xb", opener=_private) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return manifest, problems
+
+
+def _copy(database: Path, target: Path, secret: bytes) -> list[str]:
+    with tqdm(desc="copy", unit=" pages", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+
+        def progress(left: int, pages: int) -> None:
+            bar.total = pages
+            bar.update(pages - left - bar.n)
+
+        copy(database, target, progress)
+    problems = asyncio.run(examined(target, secret))
+    with target.open("rb") as made:
+        os.fsync(made.fileno())
+    return problems
+
+
+async def examined(database: Path, secret: bytes) -> list[str]:
+    """What is not in order in a copy that nobody else has open, in words. It has this version's schema afterwards.
+    Raises StoreUnavailable where it cannot be used at all."""
+    check(database)
+    store = open_store(f"sqlite:{database}")
+    try:
+        problems = await look_through(store, secret)
+    finally:
+        await store.close()
+    close_up(database)
+    return problems
+
+
+async def look_through(store: Store, secret: bytes) -> list[str]:
+    """Compares all counters with the records, and walks all audit logs."""
+    today, audit = int(time.time()) // 86_400, Audit(store, secret)
+    ids, problems = [account.id for account in await store.accounts()], []
+    silent = not sys.stderr.isatty()
+    for account_id in tqdm([SYSTEM, *ids], desc="check", unit=" accounts", file=sys.stderr, disable=silent):
+        async for one in balances(store, account_id, range(today - KEPT_DAYS, today + 2)):
+            problems += [_difference(one)] if one.counted != one.recorded else []
+        verdict = await audit.verify(account_id)
+        if verdict.problem is not None:
+            problems.append(f"audit log of {account_id or 'the system'}, entry {verdict.seq}: {verdict.problem}")
+    return problems
+
+
+def _difference(one: Compared) -> str:
+    return f"account {one.account_id}, day {one.day}, {one.subject}: {one.counted} counted and {one.recorded} recorded"
+
+
+async def _export(config: Config, target: Path, secret: bytes) -> list[str]:
+    store = open_store(config.store_url)
+    try:
+        found, now_s = await store.accounts(), int(time.time())
+        with open(target, "xb", opener=_private) as file:  # noqa: ASYNC230 nothing else runs on this loop
+            async for line in transfer.export(store, secret, found, now_s, whole=True, usage=True, audit=True):
+                file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        return await look_through(store, secret)
+    finally:
+        await store.close()
+
+
+def _tell(folder: Path, manifest: Manifest, problems: list[str], options: argparse.Namespace) -> int:
+    size = sum(one.bytes for one in manifest.files.values())
+    if options.json:
+        print_json({"folder": str(folder), **msgspec.to_builtins(manifest), "problems": problems})
+    else:
+        print(f"{folder}: {len(manifest.files)} files, {in_bytes(size)}")
+    if manifest.store == EXPORT:
+        print("this is an export; let Redis keep a full copy itself (appendonly yes, BGSAVE)", file=sys.stderr)
+    for problem in problems:
+        fail(f"not in order, here and in the store: {problem}")
+    return int(bool(problems))
+
+
+def sqlite_path(config: Config) -> Path | None:
+    """None where the store is not SQLite."""
+    kind, _, path = config.store_url.partition(":")
+    return Path(path) if kind == "sqlite" else None
+
+
+def kept(path: Path) -> Kept:
+    with path.open("rb") as file:
+        return Kept(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """On the disk when this returns, for this user alone; its folder is made. Raises OSError."""
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    with source.open("rb") as read, open(target, "xb", opener=_private) as written:
+        shutil.copyfileobj(read, written)
+        written.flush()
+        os.fsync(written.fileno())
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,164 @@
+"""`hearth restore`: what `hearth backup` made, back into place, where no server runs."""
+
+import argparse
+import asyncio
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from gateway.commands.backup import (
+    DATABASE,
+    EXPORT,
+    FORMAT,
+    MANIFEST,
+    OUTBOX,
+    SECRET,
+    Manifest,
+    copy_file,
+    examined,
+    kept,
+    sqlite_path,
+)
+from gateway.commands.tenantry import Tenantry, ask
+from gateway.commands.transfer import bring_in
+from gateway.commands.words import add_command, fail, print_json, read_settings, time_text
+from gateway.config import Config, ConfigError
+from gateway.state import only_one, open_state
+from tenants.audit import SYSTEM
+from tenants.store import StoreUnavailable
+from tenants.store_sqlite_backup import close_up
+
+_TEACHING = """\
+examples:
+  hearth restore backups/1                             into the configured store and state folder
+  hearth restore backups/1 --state /srv/hearth/.hearth
+  hearth restore backups/1 --force                     also where there is a store already: it is moved aside
+
+All checksums are looked at before anything is changed. It refuses while a server has the store open, and to overwrite
+a store or a secret without --force; what was there stays beside it as NAME.replaced-TIME. An older version's store is
+taken along to this one's. A backup of Redis is an export: it is added to the configured store, which may be SQLite or
+an empty Redis; gateways on other hosts must be stopped by you. `hearth serve` makes new first credentials afterwards.
+Exit status 1: nothing was changed, or what was restored is not in order; it says which.
+"""
+_NAME: Final = re.compile(rf"{SECRET}|{DATABASE}|{EXPORT}|{OUTBOX}/[0-9a-f]{{32}}\.outbox")
+_EXPORT_BEGINS: Final = "the backup is an export"
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "restore", "bring a backup back, where no server runs", _TEACHING)
+    parser.add_argument("folder", help="of `hearth backup`")
+    parser.add_argument("--force", action="store_true", help="also over a store and a secret that are there")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    config, folder = read_settings(options), Path(options.folder)
+    try:
+        manifest = _checked(folder)
+        open_state(config)
+        with only_one(config):
+            problems = _restore(config, folder, manifest, options.force)
+            status = ask(config, lambda tenantry: _finish(tenantry, folder, manifest))
+    except (StoreUnavailable, OSError, ValueError) as error:
+        return fail(str(error))
+    if options.json:
+        print_json({"made_at": manifest.made_at, "store": config.store_url.split("@")[-1], "problems": problems})
+    elif not status:
+        print(f"restored as it was on {time_text(manifest.made_at)} UTC")
+    for problem in problems:
+        fail(f"restored, and not in order, as it was in the backup: {problem}")
+    return status or int(bool(problems))
+
+
+def _checked(folder: Path) -> Manifest:
+    """Raises ConfigError for what is no backup, of another format, or not as it was made."""
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is no backup: it has no {MANIFEST}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{folder / MANIFEST}: {error}") from error
+    if manifest.format != FORMAT:
+        raise ConfigError(
+            f"{folder} has format {manifest.format}; this Hearth reads {FORMAT}: use the one that made it"
+        )
+    for name, was in manifest.files.items():
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{folder / MANIFEST} names {name!r}, which no backup has")
+        if not (folder / name).is_file() or kept(folder / name) != was:
+            raise ConfigError(f"{folder / name} is not as it was made: take another backup")
+    if not {SECRET, manifest.store} <= manifest.files.keys():
+        raise ConfigError(f"{folder / MANIFEST} lacks {SECRET} or {manifest.store}")
+    return manifest
+
+
+def _restore(config: Config, folder: Path, manifest: Manifest, force: bool) -> list[str]:
+    """Puts the files into place; what is not in order in the store, in words. Of an export the store comes later."""
+    database, problems = sqlite_path(config), []
+    if manifest.store == DATABASE and database is None:
+        raise ConfigError(
+            f"{folder} is of SQLite and [store] url is not: restore it with `[store] url` unset, then take it along by "
+            "`hearth accounts export --usage --audit` and `hearth accounts import`"
+        )
+    replaced = _in_the_way(config, folder, manifest, database)
+    if replaced and not force:
+        raise ConfigError(f"{replaced[0]} is there already; --force moves it aside")
+    if database is not None and database.exists():
+        close_up(database)
+    fresh = []
+    try:
+        if manifest.store == DATABASE:
+            assert database is not None
+            database.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh.append((_beside(folder / DATABASE, database), database))
+            secret = bytes.fromhex((folder / SECRET).read_text())
+            problems = asyncio.run(examined(fresh[0][0], secret))
+        fresh.append((_beside(folder / SECRET, config.secret_path), config.secret_path))
+        _move_aside(replaced)
+        for temporary, path in fresh:
+            os.replace(temporary, path)
+    finally:
+        for temporary, _ in fresh:
+            temporary.unlink(missing_ok=True)
+    for name in manifest.files:
+        if name.startswith(OUTBOX) and not (config.state / name).exists():
+            copy_file(folder / name, config.outbox_folder / Path(name).name)
+    return problems
+
+
+def _in_the_way(config: Config, folder: Path, manifest: Manifest, database: Path | None) -> list[Path]:
+    """What a restore takes the place of. An export is added to its store, and so takes nothing's place there."""
+    found: list[Path] = []
+    if manifest.store == DATABASE and database is not None:
+        found += [database, *(database.with_name(f"{database.name}{end}") for end in ("-wal", "-shm"))]
+        found += sorted(config.outbox_folder.glob("*"))
+    if config.secret_path.exists() and config.secret_path.read_bytes() != (folder / SECRET).read_bytes():
+        found.append(config.secret_path)
+    return [path for path in found if path.exists()]
+
+
+def _beside(source: Path, path: Path) -> Path:
+    """A copy in the folder of `path`, that takes its place in one step later."""
+    temporary = path.with_name(f"{path.name}.restoring-{os.getpid()}")
+    copy_file(source, temporary)
+    return temporary
+
+
+def _move_aside(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.exists():  # closing the store may have taken its log away
+            os.rename(path, path.with_name(f"{path.name}.replaced-{int(time.time())}"))
+
+
+async def _finish(tenantry: Tenantry, folder: Path, manifest: Manifest) -> int:
+    if manifest.store == EXPORT:
+        with (folder / EXPORT).open("rb") as file:
+            await bring_in(tenantry, file, dry_run=False)
+    await tenantry.note(SYSTEM, "store.restore", folder.name, made_at=manifest.made_at)
+    return 0
