@@ -52,6 +52,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     blocked_s: Annotated[float, Meta(description="a client that reads nothing this long is dropped", gt=0)] = 30.0
     wait_s: Annotated[float, Meta(description="how long a call waits for a replica that can serve", ge=0)] = 30.0
     request_s: Annotated[float, Meta(description="longest life of one inference request; then 408", gt=0)] = 900.0
+    region: Annotated[
+        str,
+        Meta(
+            description="where this gateway and its machines are; accounts may allow some", pattern="^[a-z0-9-]{0,32}$"
+        ),
+    ] = ""
     private_notices: Annotated[
         bool, Meta(description="notices of soft caps may go to private addresses and over plain http")
     ] = False

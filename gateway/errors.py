@@ -3,6 +3,7 @@
 It does not know how a request is parsed or served; whoever finds a problem raises a Refusal, and one place answers it.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -111,6 +112,12 @@ def malformed_token() -> Refusal:
 def suspended() -> Refusal:
     message = "This account is suspended; its operator can say why and resume it"
     return Refusal(403, 9109, message, kind="account_suspended", routed=False)
+
+
+def wrong_region(region: str, allowed: Iterable[str]) -> Refusal:
+    where = f"in {region}" if region else "in a place without a name"
+    message = f"This account's calls may be served in {', '.join(allowed)} alone, and this gateway is {where}"
+    return Refusal(403, 9109, message, kind="wrong_region", routed=False)
 
 
 def not_permitted(permission: str) -> Refusal:

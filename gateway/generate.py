@@ -45,6 +45,9 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
         raise errors.no_such_model(name)
     if not caller.grant.serves(model.name):
         raise errors.model_not_permitted(name)
+    regions = caller.account.settings.regions
+    if regions and gateway.limits.region not in regions:
+        raise errors.wrong_region(gateway.limits.region, regions)
     request = Request(gateway, exchange, caller, model, prompt)
     try:
         async with exchange.attended(), asyncio.timeout(gateway.limits.request_s):
