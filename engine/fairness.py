@@ -3,9 +3,9 @@
 An account's level is what it was served, per weight, and the lowest goes next. That is the virtual token counter of
 Sheng et al. 2024, and not deficit round robin: tokens count as they are computed, so nobody has to guess how long a
 generation will be before it has its turn, and long ones count in full. What a running prompt has yet to be given is
-promised to it and counts for the next turn only. Who comes, or comes back from its own cap, is lifted to the least
-level in the line, so that idling saves up nothing and a return is no burst; where nobody waits all have had what they
-asked for, and who comes then starts even with the most served.
+promised to it and counts for the next turn only. Who comes, or comes back from its own cap, is lifted to CREDIT below
+the least level in the line: its first prompt goes before the others' next ones, but idling saves up no more than that.
+Where nobody waits all have had what they asked for, and who comes then is lifted to as much below the greatest.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,6 +18,7 @@ from engine.wire import Terms
 # generated one takes a step of its own, for which all weights are read: twice as much, as in the counter's paper.
 PROMPT_TOKEN: Final = 1
 GENERATED_TOKEN: Final = 2
+CREDIT: Final = 512  # tokens served that an account may be behind others when it comes
 _IDLE_ACCOUNTS_MAX: Final = 4096
 
 Item = TypeVar("Item")
@@ -94,8 +95,8 @@ class Standing(Generic[Item]):
 class FairQueue(Generic[Item]):
     """Items (hashable by identity) waiting under their account, those that were preempted first, by `order`.
 
-    While two accounts both take turns, what they were served per weight drifts apart by no more than the largest prompt
-    of each and what their running items generate. Costs: O(log accounts in line) for the next item and for each that is
+    While two accounts both take turns, what they were served per weight drifts apart by no more than CREDIT, the largest
+    prompt of each and what their running items generate. Costs: O(log accounts in line) for the next item and for each that is
     passed over; a scan of the line where an account comes back to it.
     """
 
@@ -231,13 +232,14 @@ class FairQueue(Generic[Item]):
             self._line_up(standing)
 
     def _floor(self, standing: Standing[Item]) -> float:
-        """The least level in line; where that is empty, the greatest of all."""
+        """What an account is lifted to that comes into the line."""
+        credit = CREDIT / standing.terms.weight
         if self._line:
-            return min(other.level for other in self._line)
+            return min(other.level for other in self._line) - credit
         self._most = max(self._most, max((other.level for other in self._standings.values()), default=0.0))
         for account in [key for key, other in self._standings.items() if other.idle and other is not standing]:
             del self._standings[account]  # it would be lifted
-        return self._most
+        return self._most - credit
 
     def _line_up(self, standing: Standing[Item]) -> None:
         self._lined_up += 1

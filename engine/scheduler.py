@@ -138,6 +138,7 @@ class Scheduler:
         self._yielding: Sequence | None = None  # it is not launched, to be preempted when it has landed
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap of choices 0 that may not wait for ever
         self._pace = Pace()
+        self._pressed = False  # whether something waited for its turn when the last flight landed
         self._served = 0  # of prompts, in the step that is committed
         self._leaving: set[Sequence] = set()  # ended while flying: they hold blocks until their last flight has landed
         self._flights: deque[Plan] = deque()
@@ -232,7 +233,7 @@ class Scheduler:
         now = self._clock()
         if plan.planned_us and plan.planned_s <= self._landed_s:
             self._budget.observe(plan.planned_us, 1e6 * (now - self._landed_s))
-        took_s, self._landed_s, self._served = now - max(plan.planned_s, self._landed_s), now, 0
+        took_s, self._landed_s, self._served = now - self._landed_s, now, 0
         tokens_R, logprobs = sampled.tokens_R.tolist(), sampled.logprobs
         assert len(tokens_R) == int(plan.packed[3]), f"{len(tokens_R)} tokens sampled for {plan.packed[3]} rows"
         for sequence, chunk, row in zip(plan.sequences, plan.chunks, plan.rows, strict=True):
@@ -249,8 +250,9 @@ class Scheduler:
                 self._cache(sequence)
             if row >= 0:
                 self._emit(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
-        if self._queue.line:
+        if self._pressed and took_s < math.inf:
             self._pace.observe(self._served + GENERATED_TOKEN * len(tokens_R), took_s)
+        self._pressed = bool(self._queue.line)
         self._steps += 1
         self._counters["computed_tokens"] += int(plan.packed[0])
         self._budget.recover()

@@ -107,6 +107,23 @@ def test_the_oldest_prompt_has_half_and_the_shortest_of_the_others_comes_first()
     assert (extra[oldest], extra[long], extra[short]) == (50, 31, 19)
 
 
+def test_rows_go_to_the_account_that_was_served_least() -> None:
+    served, fresh = Standing[Sequence](), Standing[Sequence]()
+    served.level = 1000.0
+    long, short, more = running(900, 0, served), running(200, 0, fresh), running(20, 0, fresh)
+    extra = Budget(limits(step_tokens=103, prompt_step_tokens=103)).share([long, short, more])
+    assert (extra[long], extra[short], extra[more]) == (0, 81, 19)
+    fresh.level = 990.0  # ten rows more and they are level
+    extra = Budget(limits(step_tokens=103, prompt_step_tokens=103)).share([long, short, more])
+    assert extra[long] == 45
+    assert extra[short] + extra[more] == 55
+
+
+def test_no_account_gets_more_rows_than_it_wants() -> None:
+    fresh, long = running(20, 0, Standing[Sequence]()), running(900, 0)
+    assert Budget(limits(step_tokens=100, prompt_step_tokens=100)).share([long, fresh]) == {long: 79, fresh: 19}
+
+
 def test_a_step_that_did_not_fit_halves_the_next_and_each_that_fits_lets_it_grow() -> None:
     budget = Budget(limits(step_tokens=512, prompt_step_tokens=512))
     budget.halve(400)
