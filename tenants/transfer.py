@@ -202,9 +202,7 @@ def _check_header(line: bytes, secret: bytes) -> None:
     if not known:
         raise BadFile("this is no export: its first line is not the header of `hearth accounts export`")
     if header["format"] != FORMAT:
-        raise BadFile(
-            f"the file has format {header['format']}, and this Hearth reads {FORMAT}: use the one that wrote it"
-        )
+        raise BadFile(f"the file has format {header['format']}; this Hearth reads {FORMAT}: use the one that wrote it")
     if header.get("secret") != fingerprint(secret):
         raise BadFile(
             "the file was written under another server's secret, so its tokens would open nothing here: take the file "
@@ -299,7 +297,7 @@ class _Merger:
         if there is not None:
             if _account_line(there) != line:
                 raise BadFile(
-                    f"account {line.id} is there already and not as the file has it: revision {there.revision}"
+                    f"account {line.id} is there already, in revision {there.revision}, and not as it is in the file"
                 )
             return
         self.imported.accounts.append(line.id)
@@ -311,19 +309,20 @@ class _Merger:
         self._tokens.add(token.id)
         self._check_owner(token.account_id)
         there = await self._store.token(token.id)
-        if there is not None:
-            if there[0] != token or list(there[1]) != seals:
-                raise BadFile(f"token {token.id} is there already and not as the file has it")
-            return
-        self.imported.tokens += 1
+        sealed = [] if there is None else list(there[1])
+        # The newest seal alone is what an import leaves that was interrupted.
+        if there is not None and (there[0] != token or sealed not in (seals, seals[:1])):
+            raise BadFile(f"token {token.id} is there already and not as the file has it")
+        self.imported.tokens += sealed != seals
         if self._write:
-            await self._add_token(token, seals)
+            await self._complete(token, seals, sealed)
 
-    async def _add_token(self, token: ApiToken, seals: list[Seal]) -> None:
-        await self._store.add_token(token, seals[0])
+    async def _complete(self, token: ApiToken, seals: list[Seal], sealed: list[Seal]) -> None:
+        if not sealed:
+            await self._store.add_token(token, seals[0])
         if token.revoked_at is not None:
             await self._store.revoke(token.id, token.revoked_at)
-        if len(seals) > 1:
+        if sealed != seals and len(seals) > 1:
             await self._store.change_token(token, seals)
 
     async def _take_records(self, records: list[UsageRecord]) -> None:
