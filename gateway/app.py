@@ -17,7 +17,9 @@ import msgspec
 
 from gateway import errors, listing
 from gateway.admin.api import ACCOUNT_ID, Api
+from gateway.admin.inference import ROUTES
 from gateway.admin.once import Once
+from gateway.admin.openapi import document
 from gateway.admin.operation import Office
 from gateway.admin.table import OPERATIONS
 from gateway.catalogue import Model, open_catalogue
@@ -41,6 +43,7 @@ from tenants.audit import Audit
 from tenants.issuers import Issuers, IssuerUnavailable
 from tenants.notices import Thresholds, signer
 from tenants.quota import Quota
+from tenants.reconciler import Reconciler
 from tenants.store import Store, StoreUnavailable, open_store
 
 REVOKED_S: Final = 2.0  # how often running requests' tokens are asked for again
@@ -63,6 +66,7 @@ class App:
         self._openai = OpenAI()
         office = Office(gateway, store, audit, once, lambda: self.open_requests)
         self._api = Api(OPERATIONS, office, self._asking)
+        self._document = msgspec.json.encode(document(OPERATIONS, ROUTES))
         limits = gateway.limits
         self._edge = Edge(limits)
         self._patience = Patience(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
@@ -138,6 +142,8 @@ class App:
                 return self._only("GET", exchange, "metrics", self._metrics)
         if not self._edge.serves(exchange.headers[b"host"]):
             raise errors.misdirected()
+        if path == "/client/v4/openapi.json":
+            return self._only("GET", exchange, "openapi", self._describe)
         account_id, resource = None, path
         if path.startswith("/client/"):
             found = ACCOUNT_PATH.fullmatch(path)
@@ -251,6 +257,10 @@ class App:
         models = [model for model in self._gateway.catalogue if caller.grant.serves(model.name)]
         await exchange.answer(200, render(models, exchange.query), [JSON])
 
+    async def _describe(self, exchange: Exchange) -> None:
+        """What is served; there is nothing of any tenant in it."""
+        await exchange.answer(200, self._document, [JSON])
+
     async def _healthz(self, exchange: Exchange) -> None:
         """The process lives; nothing else is asked."""
         await exchange.answer(200, b'{"alive":true}', [JSON])
@@ -321,7 +331,14 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         calendar=time.time,
     )
     models = [model.name for model in gateway.catalogue]
-    gateway.metrics.watch(models, fleet, gateway.outage, gateway.quota, config.outbox_folder)
+    reconciler = Reconciler(store)
+    gateway.metrics.watch(models, fleet, gateway.outage, gateway.quota, reconciler, config.outbox_folder)
     if config.server.certificate:
         gateway.metrics.watch_certificate(config.server.certificate)
-    return App(gateway, store, Audit(store, secret), Once(store, secret), (issuers.run, thresholds.run, webhook.run))
+    return App(
+        gateway,
+        store,
+        Audit(store, secret),
+        Once(store, secret),
+        (issuers.run, thresholds.run, webhook.run, reconciler.run),
+    )

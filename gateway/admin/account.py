@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType, structs
 
 from gateway import errors
-from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation, time_of, values_checked
+from gateway.admin.operation import ACCOUNT, Answer, Ask, Name, Nothing, Office, Operation, time_of, values_checked
 from tenants.accounts import Permission, named
 from tenants.store import Account
 from tenants.terms import Limits, Settings
@@ -46,7 +46,7 @@ SettingsChange: Final[Any] = msgspec.defstruct(
 class AccountChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is left out stays as it is, within `settings` too."""
 
-    name: str | UnsetType = UNSET
+    name: Name | UnsetType = UNSET
     settings: SettingsChange | UnsetType = UNSET
 
 

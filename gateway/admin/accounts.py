@@ -6,7 +6,18 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType, structs
 
 from gateway.admin.account import AccountItem, account_answer, given_in
-from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation, Paged, PageItem, values_checked
+from gateway.admin.operation import (
+    OPERATOR,
+    Answer,
+    Ask,
+    Name,
+    Nothing,
+    Office,
+    Operation,
+    Paged,
+    PageItem,
+    values_checked,
+)
 from gateway.errors import bad_input
 from gateway.listing import sliced
 from tenants.accounts import NotFound, Permission, named
@@ -26,7 +37,7 @@ class AccountsQuery(Paged, frozen=True, forbid_unknown_fields=True):
 
 
 class NewAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
+    name: Name
     plan: str = DEFAULT_PLAN.name
     ceiling: Limits = NO_LIMITS
 
@@ -34,7 +45,7 @@ class NewAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TermsChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is left out stays as it is; a ceiling is said anew as a whole."""
 
-    name: str | UnsetType = UNSET
+    name: Name | UnsetType = UNSET
     plan: str | UnsetType = UNSET
     ceiling: Limits | UnsetType = UNSET
 

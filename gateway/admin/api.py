@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway import errors
-from gateway.admin.operation import Answer, Ask, CursorItem, Message, Nothing, Office, Operation, PageItem, pattern
+from gateway.admin.operation import Answer, Ask, CursorItem, Nothing, Office, Operation, PageItem, Told, pattern
 from gateway.body import asked_in, decode
 from gateway.errors import Refusal
 from gateway.exchange import JSON, Exchange, Header
@@ -35,7 +35,7 @@ class Envelope(msgspec.Struct, frozen=True):
     result: Any
     success: bool
     errors: tuple[()]
-    messages: tuple[Message, ...]
+    messages: tuple[Told, ...]
     result_info: PageItem | CursorItem | UnsetType = UNSET
 
 

@@ -69,7 +69,7 @@ def check_below(own: Limits, most: Limits, of_class: str = "") -> None:
 
 async def left(office: Office, ask: Ask[LeftQuery, Nothing]) -> Answer[list[LeftItem]]:
     account = await office.gateway.accounts.get(ask.account_id)
-    token_id, limits = ask.caller.token_id, ask.caller.limits
+    token_id, limits = ask.caller.token_id, ask.caller.token_limits
     if ask.query.token is not None:
         token = await own_token(office, ask.account_id, ask.query.token)
         token_id, limits = token.id, token.limits

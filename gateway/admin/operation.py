@@ -16,7 +16,7 @@ from gateway.admin.once import Once
 from gateway.errors import bad_input
 from gateway.listing import PAGE_MAX
 from gateway.request import Gateway
-from tenants.accounts import Caller, Permission
+from tenants.accounts import NAME_MAX, Caller, Permission
 from tenants.audit import DETAIL_BYTES_MAX, Audit
 from tenants.store import Store
 
@@ -34,6 +34,7 @@ Q = TypeVar("Q", bound=msgspec.Struct)
 B = TypeVar("B")
 R = TypeVar("R")
 Time = Annotated[datetime, Meta(tz=True)]
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
@@ -63,7 +64,7 @@ class CursorItem(msgspec.Struct, frozen=True):
     cursor: int | None
 
 
-class Message(msgspec.Struct, frozen=True):
+class Told(msgspec.Struct, frozen=True):
     code: int
     message: str
     type: None = None
@@ -94,7 +95,7 @@ class Answer(Generic[R]):
     result: R
     revision: int | None = None
     page: PageItem | CursorItem | None = None
-    messages: tuple[Message, ...] = ()
+    messages: tuple[Told, ...] = ()
     csv: str | None = None
 
 

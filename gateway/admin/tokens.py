@@ -18,12 +18,13 @@ from gateway.admin.operation import (
     OPERATOR,
     Answer,
     Ask,
-    Message,
+    Name,
     Nothing,
     Office,
     Operation,
     PageItem,
     Time,
+    Told,
     time_of,
     values_checked,
 )
@@ -69,7 +70,7 @@ class Condition(Struct, frozen=True, forbid_unknown_fields=True):
 class TokenGiven(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of a creation and of a change, which says all anew."""
 
-    name: str
+    name: Name
     policies: Annotated[list[PolicyGiven], Meta(min_length=1, max_length=1)]
     expires_on: Time | None = None
     condition: Condition = msgspec.field(default_factory=Condition)
@@ -121,7 +122,7 @@ class EndedItem(Struct, frozen=True):
 
 async def verify(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[VerifiedItem]:
     """Of a JWT too, whose id names its issuer and subject."""
-    told = Message(10000, "This API Token is valid and active")
+    told = Told(10000, "This API Token is valid and active")
     expires_on = _time(ask.caller.expires_at)
     return Answer(VerifiedItem(ask.caller.token_id, "active", expires_on), messages=(told,))
 

@@ -54,18 +54,18 @@ class AllUsageQuery(Rows, frozen=True, forbid_unknown_fields=True):
     model: _Word | None = None
 
 
-class UsageItem(msgspec.Struct, frozen=True):
+class UsageItem(msgspec.Struct, frozen=True, kw_only=True):
     """The columns that are summed by, and the sums."""
 
+    day: date | UnsetType = UNSET
+    account: str | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    token: str | UnsetType = UNSET
     requests: int
     neurons: float
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    day: date | UnsetType = UNSET
-    account: str | UnsetType = UNSET
-    model: str | UnsetType = UNSET
-    token: str | UnsetType = UNSET
 
 
 async def of_account(office: Office, ask: Ask[UsageQuery, Nothing]) -> Answer[list[UsageItem]]:
@@ -129,8 +129,14 @@ def _item(columns: dict[str, Any], sums: list[int]) -> UsageItem:
     requests, prompt_tokens, cached_tokens, completion_tokens, micro_neurons = sums
     if "day" in columns:
         columns["day"] = EPOCH + timedelta(columns["day"])
-    neurons = micro_neurons / MICRO
-    return UsageItem(requests, neurons, prompt_tokens, cached_tokens, completion_tokens, **columns)
+    return UsageItem(
+        **columns,
+        requests=requests,
+        neurons=micro_neurons / MICRO,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        completion_tokens=completion_tokens,
+    )
 
 
 def _answer(items: list[UsageItem], query: Rows, by: str) -> Answer[list[UsageItem]]:

@@ -1,0 +1,160 @@
+"""What the OpenAPI document says of the routes that app.py serves itself: inference, the catalogue, and its own health.
+
+It serves nothing; tests/gateway/admin/test_openapi.py asks that each of these is served, and no other.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway import openai, run
+from gateway.admin.operation import ACCOUNT, BASE
+from gateway.listing import PAGE_MAX, PER_PAGE_DEFAULT, PER_PAGE_MAX
+from tenants.accounts import Permission
+
+INFERENCE: Final = (Permission.INFERENCE,)
+# 429: a limit of the caller's, or capacity taken for the moment. 422: it was running in two crashes of its model.
+_GENERATING: Final = (413, 422, 429)
+
+
+class RunQuery(msgspec.Struct):
+    rejectIfBusy: Literal["true", "false", "1", "0"] = "false"
+
+
+class SearchQuery(msgspec.Struct):
+    search: str = ""
+    task: str = ""
+    author: str = ""
+    page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
+    per_page: Annotated[int, Meta(ge=1, le=PER_PAGE_MAX)] = PER_PAGE_DEFAULT
+
+
+class NoQuery(msgspec.Struct):
+    pass
+
+
+class Generated(msgspec.Struct):
+    """A native answer that is not streamed."""
+
+    result: dict[str, Any]
+    success: Literal[True]
+    errors: list[Any]
+    messages: list[Any]
+
+
+class Completed(msgspec.Struct):
+    """OpenAI's `chat.completion`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class Found(msgspec.Struct):
+    """A page of the catalogue."""
+
+    result: list[dict[str, Any]]
+    success: Literal[True]
+    errors: list[Any]
+    messages: list[Any]
+    result_info: dict[str, int]
+
+
+class Models(msgspec.Struct):
+    """OpenAI's list of models."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+
+
+class Alive(msgspec.Struct):
+    alive: bool
+
+
+class Ready(msgspec.Struct):
+    ready: bool
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`streams`: it answers with events where the body asks for `stream`. Without permissions anybody may ask.
+    `plain` is the media type of an answer that is no JSON."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    summary: str
+    permissions: tuple[Permission, ...]
+    result: Any
+    query: type[msgspec.Struct] = NoQuery
+    body: Any = None
+    statuses: tuple[int, ...] = ()
+    streams: bool = False
+    plain: str | None = None
+
+
+def _below(method: Literal["GET", "POST"], places: tuple[str, ...], resource: str, **said: Any) -> tuple[Route, ...]:
+    """The same under several paths."""
+    return tuple(Route(method, f"{place}{resource}", **said) for place in places)
+
+
+_AI: Final = (f"{ACCOUNT}/ai", "/ai")
+
+ROUTES: Final = (
+    *_below(
+        "POST",
+        _AI,
+        "/run/{model}",
+        summary="Generate text, natively",
+        permissions=INFERENCE,
+        result=Generated,
+        query=RunQuery,
+        body=run.Input,
+        statuses=_GENERATING,
+        streams=True,
+    ),
+    *_below(
+        "POST",
+        (*_AI, ""),
+        "/v1/chat/completions",
+        summary="OpenAI's chat completions",
+        permissions=INFERENCE,
+        result=Completed,
+        body=openai.Input,
+        statuses=_GENERATING,
+        streams=True,
+    ),
+    *_below(
+        "GET",
+        _AI,
+        "/models/search",
+        summary="The models that the token may call",
+        permissions=INFERENCE,
+        result=Found,
+        query=SearchQuery,
+    ),
+    *_below(
+        "GET",
+        (*_AI, ""),
+        "/v1/models",
+        summary="OpenAI's list of the models that the token may call",
+        permissions=INFERENCE,
+        result=Models,
+    ),
+    Route("GET", "/healthz", "Whether the process lives", (), Alive),
+    Route("GET", "/readyz", "Whether it can serve, and why not", (), Ready, statuses=(503,)),
+    Route(
+        "GET",
+        "/metrics",
+        "Prometheus text; with the operator's token also by account and plan",
+        (),
+        str,
+        plain="text/plain",
+    ),
+    Route("GET", f"{BASE}/openapi.json", "This document", (), dict[str, Any]),
+)

@@ -1,0 +1,251 @@
+"""The OpenAPI 3.1 document, made from the table of operations and the list of all other routes. It serves nothing."""
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from gateway.admin.inference import Ready, Route
+from gateway.admin.operation import PLACES, CursorItem, Operation, PageItem, Told
+from tenants.terms import RANGES
+
+Json = dict[str, Any]
+
+_REF: Final = "#/components/schemas/{name}"
+_TOKEN: Final = "token"
+# What any answer may be, whatever is asked: before a token is looked at, and while it is.
+_ALWAYS: Final = (400, 408, 421, 431, 500, 503)
+_WITH_TOKEN: Final = (401, 403)
+_STATUSES: Final = {
+    400: "A wrong field, query or header, which the message names; or a malformed token",
+    401: "No token, or one that is not in force",
+    403: "Another account's path, a missing permission, another network, or a suspended account",
+    404: "There is nothing of this name that the caller may see",
+    408: "The request did not arrive in time, or took too long",
+    409: "In use, changed by others all the time, or a creation with this Idempotency-Key is in progress",
+    412: "What If-Match or If-None-Match asked for is not so",
+    413: "The body is too large",
+    421: "This host is not served here",
+    422: "The Idempotency-Key belongs to another request; or the request was running in two crashes of its model",
+    429: "A limit of the caller's, or capacity that is taken for the moment; Retry-After says when to come back",
+    431: "The head is too large",
+    500: "The gateway or a replica failed; x-request-id finds it in the log",
+    503: "The store does not answer, nothing can serve, or the gateway is full; Retry-After says when to come back",
+}
+_PLACED: Final[dict[str, Json]] = {
+    "account_id": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
+    "token_id": {"type": "string", "pattern": f"^{PLACES['token_id']}$"},
+    "plan": {"type": "string", "pattern": f"^{PLACES['plan']}$"},
+    "model": {"type": "string", "minLength": 1, "description": "A name of the catalogue, percent-encoded"},
+}
+_HEADERS: Final[dict[str, Json]] = {
+    "If-Match": {
+        "schema": {"type": "string"},
+        "description": "The ETag that the change is based on, or 412. Without it the change is made to what there is.",
+    },
+    "If-None-Match": {"schema": {"const": "*"}, "description": "Only what there is not yet, or 412."},
+    "Idempotency-Key": {
+        "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
+        "description": "One effect and one answer for all requests of this key and body within 24 hours.",
+    },
+}
+ERROR: Final[Json] = {
+    "type": "object",
+    "description": "The envelope of every error; on OpenAI's paths `error` is beside it.",
+    "properties": {
+        "result": {"type": ["object", "null"], "maxProperties": 0},
+        "success": {"const": False},
+        "errors": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {"code": {"type": "integer"}, "message": {"type": "string"}},
+                "required": ["code", "message"],
+                "additionalProperties": False,
+            },
+        },
+        "messages": {"type": "array", "maxItems": 0},
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["result", "success", "errors", "messages"],
+    "additionalProperties": False,
+}
+
+
+def document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[Route]) -> Json:
+    """All that is served, with every status that can occur."""
+    schemas = _Schemas(operations, routes)
+    paths: dict[str, Json] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, schemas)
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _route(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Hearth",
+            "version": "1",
+            "description": "Another method than those named here is answered with 405, another path with 404. A "
+            "tenant's token is told of the operator's paths what it is told of paths that are not.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas.components, "Error": ERROR},
+            "responses": {str(status): _error(status) for status in _STATUSES},
+            "headers": {"ETag": {"schema": {"type": "string"}, "description": "The revision, for If-Match"}},
+            "securitySchemes": {
+                _TOKEN: {"type": "http", "scheme": "bearer", "description": "An ApiToken, or a JWT of a known issuer"}
+            },
+        },
+    }
+
+
+class _Schemas:
+    """JSON Schemas of all types that are asked for and answered."""
+
+    def __init__(self, operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[Route]) -> None:
+        types: list[Any] = [PageItem, CursorItem, Told, Ready]
+        for operation in operations:
+            types += [operation.query, operation.result, operation.body]
+        for route in routes:
+            types += [route.query, route.result, *([] if route.body is None else [route.body])]
+        found, self.components = msgspec.json.schema_components(types, ref_template=_REF)
+        self._of = list(zip(types, found, strict=True))
+        for component in self.components.values():
+            if "description" in component:
+                component["description"] = inspect.cleandoc(component["description"])
+        _bound(self.components["Limits"]["properties"])
+
+    def of(self, kind: Any) -> Json:
+        return next(schema for known, schema in self._of if known == kind)
+
+    def fields(self, kind: Any) -> dict[str, Json]:
+        properties: dict[str, Json] = self.components[self.of(kind)["$ref"].rpartition("/")[2]]["properties"]
+        return properties
+
+
+def _bound(limits: dict[str, Json]) -> None:
+    """Says of each limit what tenants/terms.py accepts."""
+    for name, (low, high) in RANGES.items():
+        limits[name]["anyOf"][0].update(minimum=low, maximum=high)
+
+
+def _operation(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
+    named = ["If-Match", "If-None-Match"] if operation.conditional else []
+    named += ["Idempotency-Key"] if operation.creates else []
+    statuses = [*_ALWAYS, *_WITH_TOKEN]
+    statuses += [404] if "{" in operation.path or operation.hidden else []
+    statuses += [413] if operation.takes_body else []
+    statuses += [409] if operation.method != "GET" else []
+    statuses += [412] if operation.conditional else []
+    statuses += [422] if operation.creates else []
+    content = {"application/json": {"schema": _envelope(operation, schemas)}}
+    if operation.csv:
+        content["text/csv"] = {"schema": {"type": "string"}}
+    answer: Json = {"description": "Done", "content": content}
+    if operation.versioned:
+        answer["headers"] = {"ETag": {"$ref": "#/components/headers/ETag"}}
+    said: Json = {
+        "operationId": _operation_id(operation.method, operation.path),
+        "summary": operation.summary,
+        "tags": ["operator" if operation.hidden else "account"],
+        "security": [{_TOKEN: [permission.value]} for permission in operation.permissions] or [{_TOKEN: []}],
+        "parameters": _parameters(operation.path, operation.query, schemas, named),
+        "responses": {"200": answer, **_errors(statuses)},
+    }
+    if operation.takes_body:
+        said["requestBody"] = _body(operation.body, schemas, required=not operation.optional)
+    return said
+
+
+def _envelope(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
+    properties: Json = {
+        "result": schemas.of(operation.result),
+        "success": {"const": True},
+        "errors": {"type": "array", "maxItems": 0},
+        "messages": {"type": "array", "items": schemas.of(Told)},
+    }
+    if operation.cursor:
+        properties["result_info"] = schemas.of(CursorItem)
+    elif operation.paged:
+        properties["result_info"] = schemas.of(PageItem)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _route(route: Route, schemas: _Schemas) -> Json:
+    statuses = [*_ALWAYS, *route.statuses, *(_WITH_TOKEN if route.permissions else ())]
+    statuses += [404] if "{" in route.path else []
+    content: Json = {route.plain or "application/json": {"schema": schemas.of(route.result)}}
+    if route.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    said: Json = {
+        "operationId": _operation_id(route.method, route.path),
+        "summary": route.summary,
+        "tags": ["inference" if route.permissions else "gateway"],
+        "security": [{_TOKEN: [permission.value]} for permission in route.permissions],
+        "parameters": _parameters(route.path, route.query, schemas, []),
+        "responses": {"200": {"description": "Done", "content": content}, **_errors(statuses)},
+    }
+    if route.result is Ready:
+        said["responses"]["503"] = {"description": "Not now", "content": content}
+    if route.plain:
+        said["security"] = [{}, {_TOKEN: ["operator"]}]
+        said["responses"].update(_errors(_WITH_TOKEN))
+    if route.body is not None:
+        said["requestBody"] = _body(route.body, schemas, required=True)
+    return said
+
+
+def _body(kind: Any, schemas: _Schemas, *, required: bool) -> Json:
+    return {"required": required, "content": {"application/json": {"schema": schemas.of(kind)}}}
+
+
+def _parameters(path: str, query: Any, schemas: _Schemas, headers: Iterable[str]) -> list[Json]:
+    placed = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
+    return [
+        *({"name": name, "in": "path", "required": True, "schema": _PLACED[name]} for name in placed),
+        *({"name": name, "in": "query", "schema": _given(schema)} for name, schema in schemas.fields(query).items()),
+        *({"name": name, "in": "header", **_HEADERS[name]} for name in headers),
+    ]
+
+
+def _given(schema: Json) -> Json:
+    """Of a field that may be left out but has no null."""
+    said = next((one for one in schema.get("anyOf", ()) if one != {"type": "null"}), schema)
+    return {name: value for name, value in said.items() if name != "default" or value is not None}
+
+
+def _errors(statuses: Iterable[int]) -> Json:
+    return {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(set(statuses))}
+
+
+def _error(status: int) -> Json:
+    said: Json = {
+        "description": _STATUSES[status],
+        "content": {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}},
+    }
+    if status in (429, 503):
+        said["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds"}}
+    return said
+
+
+def _operation_id(method: str, path: str) -> str:
+    words = [part.strip("{}").replace(".", "_") for part in path.removeprefix("/client/v4").split("/") if part]
+    return "_".join([method.lower(), *words])
