@@ -7,7 +7,7 @@ block of the tree has one place in it, so where two sequences have the same bloc
     b  1 2 3 4 6      2 … 4 another one of a and b, behind it, or, if c is not worth it, 0 … 4 one of a and b alone
     c  1 2 7
 
-A block of the tree belongs to one namespace, and so does a group.
+A block of the tree belongs to one namespace, and so does a group, unless it is published for everybody.
 """
 
 from collections.abc import Sequence as Items
@@ -62,7 +62,7 @@ class Groups:
         chosen = _Choice(self._costs).of(_tree((blocks_N * self._block_tokens).tolist()))
         segments = [Segment(sorted(sharing[node.start : node.end]), first, node.keys) for node, first in chosen]
         for segment in segments:
-            _assert_one_namespace([slices[index] for index in segment.members])
+            _assert_one_namespace([slices[index] for index in segment.members], segment.last // self._block_tokens)
         return segments
 
     def _saved_us(self, segment: Segment) -> float:
@@ -80,8 +80,11 @@ def _leading(sequence: Sequence | None) -> bytes:
     return sequence.table[: sequence.shared].tobytes()
 
 
-def _assert_one_namespace(members: Items[Sequence | None]) -> None:
-    namespaces = [member.namespace for member in members if member is not None]
+def _assert_one_namespace(members: Items[Sequence | None], blocks: int) -> None:
+    """So many blocks are read by all of them: those that are not published for everybody belong to one namespace."""
+    namespaces = [member.namespace for member in members if member is not None and member.public < blocks]
+    if not namespaces:
+        return
     assert None not in namespaces
     assert namespaces.count(namespaces[0]) == len(members), "a group of two namespaces"
 

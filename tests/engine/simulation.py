@@ -94,6 +94,7 @@ class Simulation:
         prompt_step_tokens: int | None = None,
         costs: Costs | None = None,
         gap_ms: float = 0.0,
+        public: Items[Items[int]] = (),
     ) -> None:
         self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids)
         self.tree = Tree(blocks, block_tokens, lambda: self.seconds)
@@ -112,7 +113,7 @@ class Simulation:
             self.stamps.revision,
             self.stamps.kv_layout,
             block_tokens,
-            min(context_tokens, blocks * block_tokens),
+            min(context_tokens, blocks * block_tokens - sum(map(len, public))),
             vocabulary,
             frozenset(stop_ids),
             share or Share(),
@@ -125,6 +126,7 @@ class Simulation:
         self._not_finite: dict[Sequence, set[int]] = {}  # what was read of that kind
         self._wrong: list[Exception] = []
         self._smallest: set[Sequence] = set()  # those whose step of one row had too little memory
+        self.loop.publish([self.door.public(array("I", prefix)) for prefix in public])
 
     def submit(
         self,
@@ -265,7 +267,7 @@ class Simulation:
         submit, stamps = entry.submit, self.stamps
         prompt = array("I", submit.tokens).tolist()
         seed = (submit.sampling.seed + entry.sequence.id - submit.id) % 2**63
-        longest = min(stamps.context_tokens, stamps.blocks * stamps.block_tokens, len(prompt) + submit.max_tokens)
+        longest = min(self.door.tokens_max, len(prompt) + submit.max_tokens)
         sampling = msgspec.structs.replace(submit.sampling, seed=seed)
         return solo(prompt, sampling, longest, [*submit.stop_ids, *stamps.stop_ids], stamps.vocabulary)
 
@@ -395,11 +397,13 @@ class Chaos:
 
     def __init__(self, seed: int) -> None:
         self.random = pick = random.Random(seed)
-        block_tokens = pick.choice([1, 2, 3, 4])
+        block_tokens, blocks = pick.choice([1, 2, 3, 4]), pick.randint(3, 30)
         self.vocabulary = pick.choice([3, 7, 50])
+        self.prefixes = [self._tokens(pick.randint(0, 5 * block_tokens)) for _ in range(3)]
+        public = [self.prefixes[0][: len(self.prefixes[0]) // block_tokens * block_tokens]]
         self.simulation = simulation = Simulation(
             depth=pick.choice([1, 2, 2]),
-            blocks=pick.randint(3, 30),
+            blocks=blocks,
             block_tokens=block_tokens,
             step_tokens=pick.choice([1, 2, 5, 8, 16]),
             sequences=pick.randint(1, 6),
@@ -408,17 +412,21 @@ class Chaos:
             stop_ids=[0] if pick.random() < 0.3 else [],
             share=pick.choice([None, None, Share(floor=2, cap=5), Share(cap=0)]),
             costs=pick.choice([None, GROUPING]),
+            public=public if 0 < len(public[0]) <= blocks // 2 * block_tokens and pick.random() < 0.4 else [],
         )
         self.terms = {
             scope.account or scope.id: Terms(
                 weight=pick.choice([0.5, 1.0, 3.0]),
                 sequences=pick.choice([None, None, 1, 2]),
                 blocks=pick.choice([None, None, 3, 10]),
+                floor_blocks=pick.choice([None, 3]),
+                cap_blocks=pick.choice([None, None, 6]),
+                keep_s=pick.choice([None, None, 0.0, 3.5, 20.5]),
+                erase=pick.random() < 0.4,
             )
             for scope in SCOPES
         }
         self.deadlines_ms = pick.choice([[0], [0], [0, 3000, 20_000]])
-        self.prefixes = [self._tokens(pick.randint(0, 5 * block_tokens)) for _ in range(3)]
         self.scopes = pick.sample(SCOPES, pick.randint(1, 4))
         self.arrivals = pick.randint(2, 10)
         self.unrest = pick.choice([0.0, 0.1, 0.3])

@@ -242,6 +242,33 @@ def test_every_family_is_as_exact_as_the_reference_library(family: str, dtype: t
     assert relative_error(torch.cat(found), wanted) <= 1.5 * relative_error(lower, wanted) + 1e-5
 
 
+def assert_erased_between(device: Device, block: int, other: int) -> None:
+    """Two steps, an erasing between them, and nobody waits: the first fills both blocks, the second begins one anew."""
+    size = device.pool.shape.block_tokens
+    flights = [launch(device, [Slice([7] * 2 * size, 0, [block, other], GREEDY)])]
+    with torch.inference_mode():
+        device.erase(torch.tensor([block]))
+    flights.append(launch(device, [Slice([8], 0, [block], GREEDY)]))
+    for flight in flights:
+        flight.wait()
+    for rows in device.pool.layers:
+        written = rows.view(torch.uint8).view(-1, size, rows.nbytes // len(rows))[[block, other]].ne(0).any(-1)
+        assert written[0].tolist() == [True] + [False] * (size - 1), "not erased between the two"
+        assert written[1].all(), "another block was erased"
+
+
+def test_erasing_comes_behind_the_steps_before_and_ahead_of_those_after(tmp_path: Path) -> None:
+    assert_erased_between(interpreted(saved(reference_model("qwen3"), tmp_path)), 5, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_erasing_on_a_gpu_comes_behind_the_steps_before_and_ahead_of_those_after(kv_dtype: str, tmp_path: Path) -> None:
+    runner = opened(saved(reference_model("qwen3"), tmp_path), dtype="bfloat16", kv_dtype=kv_dtype, kv_bytes=1 << 30)
+    for block in range(0, 1000, 2):
+        assert_erased_between(runner.place, block, block + 1)
+
+
 @pytest.mark.gpu
 def test_graphs_give_what_kernels_launched_one_by_one_give(tmp_path: Path) -> None:
     runner = opened(saved(reference_model("llama 3.1"), tmp_path), sequences=64, context_tokens=1024, kv_bytes=None)

@@ -41,6 +41,21 @@ def test_reads_what_was_written_block_by_block_and_clears_the_rest() -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("head_dim", [8, 5])  # with blocks of whole words, and without
+def test_erasing_zeroes_the_blocks_in_all_layers_and_no_others(dtype: torch.dtype, head_dim: int) -> None:
+    pool = KvPool(KvShape(3, 1, head_dim, 1, dtype), 6)
+    for rows in pool.layers:
+        rows[: pool.blocks].view(torch.uint8).fill_(0xFF)  # a NaN in each of them
+    pool.erase(torch.tensor([4, 0, 1]))
+    for rows in pool.layers:
+        assert [bool(row.view(torch.uint8).any()) for row in rows[: pool.blocks]] == [False] * 2 + [True] * 2 + [
+            False,
+            True,
+        ]
+    pool.check()
+
+
 def test_check_notices_a_write_into_the_empty_block() -> None:
     pool = KvPool(SHAPE, 2)
     pool.write(0, torch.tensor([pool.empty * 4]), torch.ones(1, SHAPE.slot_width, dtype=torch.bfloat16))

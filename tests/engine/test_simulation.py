@@ -37,6 +37,8 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
         "not_finite",
         "steps_out_of_memory",
         "spared_keys",
+        "erased_blocks",
+        "evicted_age_blocks",
     ):
         assert seen[what] > 20, f"{what}: {seen[what]}"
 
@@ -54,7 +56,11 @@ BREAKS = {
         "sequence.computed // self._block_tokens\n        assert",
         "-(-sequence.computed // self._block_tokens)\n        assert",
     ),
-    "a duplicate is freed and still read": ("scheduler", "sequence.table[:full] = sequence.lease.blocks", "pass"),
+    "a duplicate is freed and still read": (
+        "scheduler",
+        "sequence.pages[sequence.public : full] = sequence.lease.blocks",
+        "pass",
+    ),
     "duplicates leak": ("scheduler", "self._blocks.give(spare)", "pass"),
     "private blocks leak": ("scheduler", "self._blocks.give(sequence.private())", "pass"),
     "a lease is never released": ("scheduler", "self._blocks.give(self._tree.release(sequence.lease))", "pass"),
@@ -91,7 +97,7 @@ BREAKS = {
     "a step that is taken back is not computed again": ("scheduler", "sequence.launched = sequence.computed", "pass"),
     "what is not finite is matched again": (
         "scheduler",
-        "self._tree.forget(sequence.lease, self._proven(sequence))",
+        "self._tree.forget(sequence.lease, max(0, self._proven(sequence) - sequence.public))",
         "pass",
     ),
     "a step without memory ends a sequence at once": ("scheduler", "if rows == 1 and", "if"),
@@ -104,6 +110,19 @@ BREAKS = {
     "what an account holds is never let go": ("scheduler", "if sequence.blocks:", "if False:"),
     "a rejected sequence goes on": ("scheduler", "for sequence in choices:\n            self._leave(sequence)", "pass"),
     "a prompt is charged again after a preemption": ("scheduler", "sequence.counted = upto", "pass"),
+    "secrets are given on": ("blocks", "self._secret[taken] = True", "pass"),
+    "erasing waits until blocks are used again": ("loop", "self._erase()\n            flight", "flight"),
+    "nothing is erased between turns": ("loop", "sweep()\n        self._erase()", "sweep()"),
+    "erasing is done for some of the blocks": ("blocks", "list(dict.fromkeys(blocks))", "blocks[1:]"),
+    "what is swept is lost": ("scheduler", "        self._blocks.give(swept)\n", ""),
+    "what lies behind a published prefix is found without it": ("scheduler", "behind=public[-1]", "behind=0"),
+    "published blocks are freed by their readers": (
+        "sequence",
+        "self.held()[self.shared :]",
+        "self.held()[self.shared - self.public :]",
+    ),
+    "published blocks are not kept": ("scheduler", "self._pins.append(lease)", "self._tree.release(lease)"),
+    "others' blocks are put over published ones": ("scheduler", "pages[sequence.public : full] =", "pages[:full] ="),
     "the budget is overrun": ("budget", "shares.append(min(count, left))", "shares.append(count)"),
 }
 
@@ -131,6 +150,8 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
     for kept in {"Refused", "Stage"} & original.__dict__.keys():  # what the unbroken modules raise and compare
         broken.__dict__[kept] = getattr(original, kept)
     for user, replaced in (
+        (simulated, "Blocks"),
+        (simulated, "Loop"),
         (simulated, "Scheduler"),
         (simulated, "Door"),
         (scheduler, "Budget"),
