@@ -21,6 +21,7 @@ from gateway.shares import Shares
 from gateway.tally import CAUSES, Tally
 from tenants import outbox
 from tenants.quota import Quota, Spent
+from tenants.reconciler import Reconciler
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES_MAX: Final = 64
@@ -52,11 +53,19 @@ class Metrics:
         self.open_requests = Gauge("hearth_open_requests", "Inference requests in progress", registry=self.registry)
         self._outcomes: set[str] = set()
 
-    def watch(self, models: Sequence[str], fleet: Fleet, outage: Outage, quota: Quota, outbox_folder: Path) -> None:
+    def watch(
+        self,
+        models: Sequence[str],
+        fleet: Fleet,
+        outage: Outage,
+        quota: Quota,
+        reconciler: Reconciler,
+        outbox_folder: Path,
+    ) -> None:
         """From now on what these parts hold is read whenever somebody asks for the text."""
         self.registry.register(_Caches(fleet.tally))
         self.registry.register(_Replicas(models, fleet))
-        self.registry.register(_Store(outage, quota, outbox_folder))
+        self.registry.register(_Store(outage, quota, reconciler, outbox_folder))
         self.operators.register(_Queues(models, fleet))
 
     def watch_certificate(self, path: str) -> None:
@@ -165,15 +174,20 @@ class _Replicas(Collector):
 class _Store(Collector):
     """Whether the store answers, and what waits to be written to it."""
 
-    def __init__(self, outage: Outage, quota: Quota, outbox_folder: Path) -> None:
+    def __init__(self, outage: Outage, quota: Quota, reconciler: Reconciler, outbox_folder: Path) -> None:
         self._outage = outage
         self._quota = quota
+        self._reconciler = reconciler
         self._folder = outbox_folder
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        outages = CounterMetricFamily("hearth_store_outages", "Times that the store stopped to answer")
-        outages.add_metric([], self._outage.count)
-        yield outages
+        for name, says, count in (
+            ("hearth_store_outages", "Times that the store stopped to answer", self._outage.count),
+            ("hearth_days_different", "Accounts' days whose counters differ from records", self._reconciler.different),
+        ):
+            counter = CounterMetricFamily(name, says)
+            counter.add_metric([], count)
+            yield counter
         for name, says, count in (
             ("hearth_store_available", "1, or 0 from a failed decision to the next one written", not self._outage.away),
             ("hearth_reservations_open", "Reservations that are not settled", self._quota.open),

@@ -379,15 +379,23 @@ class SqliteStore:
             raise self._unavailable(error) from error
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
+        return await asyncio.to_thread(self._reconcile, account_id, day, subject)
+
+    def _reconcile(self, account_id: str, day: int, subject: str) -> Balance:
+        """In a thread of its own, with one look at the file of its own."""
         mine = "account_id = ? AND day = ? AND (? = '' OR instr(char(10) || subjects || char(10), ?) > 0)"
         which = (account_id, day, subject, f"\n{subject}\n")
         ledger = f"""SELECT count(*), coalesce(sum(micro_neurons), 0), coalesce(sum(prompt_tokens), 0),
             coalesce(sum(cached_tokens), 0), coalesce(sum(completion_tokens), 0) FROM ledger WHERE {mine}"""
         holds = f"SELECT coalesce(sum(held), 0), count(*) FROM holds WHERE {mine}"
         days = f"SELECT {_DAY} FROM days WHERE account_id = ? AND subject = ? AND day = ?"
-        with self._transaction():
-            counted = self._run(days, (account_id, subject, day)).fetchone()
-            used, held = (self._run(select, which).fetchone() for select in (ledger, holds))
+        try:
+            with closing(sqlite3.connect(self._path, isolation_level=None)) as connection:
+                connection.execute("BEGIN")
+                counted = connection.execute(days, (account_id, subject, day)).fetchone()
+                used, held = (connection.execute(select, which).fetchone() for select in (ledger, holds))
+        except sqlite3.Error as error:
+            raise self._unavailable(error) from error
         return Balance(Totals(*counted) if counted else Totals(), Totals(*used, *held))
 
     async def append_audit(self, entry: AuditEntry) -> bool:

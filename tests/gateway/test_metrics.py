@@ -9,6 +9,7 @@ from gateway.metrics import OUTCOMES_MAX, Metrics
 from gateway.outage import Outage
 from tenants.grants import Grant, Permission
 from tenants.quota import Quota, Spent
+from tenants.reconciler import Reconciler
 from tenants.store import Store, StoreUnavailable
 from tenants.terms import Limits
 from tests.gateway.certificates import write_certificate
@@ -76,7 +77,7 @@ async def test_what_the_caches_of_all_replicas_count_is_served_by_model_and_caus
             f'lookups_total{{model="{MODEL}"}}': 4,
             f'shared_blocks{{model="{MODEL}"}}': 5,
         }
-        for cause, blocks in (("space", 5), ("cap", 2), ("epoch", 0), ("clear", 0)):
+        for cause, blocks in (("space", 5), ("cap", 2), ("epoch", 0), ("age", 0)):
             expected[f'evicted_blocks_total{{cause="{cause}",model="{MODEL}"}}'] = blocks
         assert set(found) == {f"hearth_prefix_{name} {count:.1f}" for name, count in expected.items()}
 
@@ -133,7 +134,7 @@ async def test_while_the_store_is_away_the_operator_reads_what_everybody_may(tmp
 
 def test_what_waits_in_the_outbox_is_counted_and_what_is_damaged_is_seen(tmp_path: Path) -> None:
     metrics, quota = Metrics(10), Quota(cast(Store, None), tmp_path)
-    metrics.watch(["@cf/a/b"], Fleet([]), Outage(), quota, tmp_path)
+    metrics.watch(["@cf/a/b"], Fleet([]), Outage(), quota, Reconciler(cast(Store, None)), tmp_path)
     (tmp_path / "one.outbox").write_bytes(b"x" * 300)
     (tmp_path / "two.outbox").write_bytes(b"x" * 30)
     (tmp_path / "three.damaged").write_bytes(b"x")
