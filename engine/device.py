@@ -230,9 +230,10 @@ class Device:
         return landing
 
     def erase(self, blocks_B: Tensor) -> None:
-        """Queued behind the steps launched before; their number travels up with the call."""
+        """Queued behind the steps launched before; it does not wait for them, as a copy from other memory would."""
+        pinned_B = blocks_B.pin_memory() if self._stream.queues else blocks_B
         with self._stream.entered():
-            self.pool.erase(blocks_B.to(self._stream.device))
+            self.pool.erase(pinned_B.to(self._stream.device, non_blocking=True))
 
     def _capture_now_and_then(self, bodies: Graphs, rows: int) -> None:
         """Under steady load there are no idle moments: a size that is wanted is captured while a step is in the air."""
