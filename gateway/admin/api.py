@@ -155,8 +155,12 @@ def _written(answer: Answer[Any]) -> Written:
 
 
 def _revision(exchange: Exchange) -> int | None:
-    """What the change is based on: If-Match with an ETag, or `If-None-Match: *` for what there must not be yet."""
-    if exchange.headers.get(b"if-none-match", b"").strip() == b"*":
+    """What the change is based on: If-Match with an ETag, or `If-None-Match: *` for what there must not be yet.
+    Raises Refusal."""
+    unmatched = exchange.headers.get(b"if-none-match")
+    if unmatched is not None:
+        if unmatched.strip() != b"*":
+            raise errors.bad_input("the header 'If-None-Match' can only be *")
         return 0
     asked = exchange.headers.get(b"if-match", b"*").strip()
     if asked == b"*":

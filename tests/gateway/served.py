@@ -151,11 +151,14 @@ async def served(
     limits: Limits | None = None,
     traces: Traces | None = None,
     issuers: Sequence[Issuer] = (),
+    store_url: str | None = None,
     **server: Any,
 ) -> AsyncIterator[Served]:
-    """`server` are settings of [server]."""
+    """`server` are settings of [server]. Without a store's url it is an SQLite file of its own."""
     fleet = StubFleet(folder, replicas)
     config = msgspec.structs.replace(config_for(folder, fleet, server), issuers=list(issuers))
+    if store_url is not None:
+        config = msgspec.structs.replace(config, store=StoreConfig(url=store_url))
     app = build_app(config, SECRET, traces)
     accounts = app._gateway.accounts
     account = await accounts.create("test", limits)

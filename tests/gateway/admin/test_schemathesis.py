@@ -1,0 +1,49 @@
+"""Schemathesis, which knows nothing but the document, against the whole API over a socket."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.admin.house import EVERYTHING, kept
+from tests.gateway.served import looped
+
+# Left out are the checks that valid data is accepted, for schemas cannot say all (a limit below its ceiling, a time to
+# come), and that a token of the wrong shape is answered with 401: here it is 400, as with Cloudflare.
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
+    "response_schema_conformance,negative_data_rejection,unsupported_method,allow_header_conformance"
+)
+# The token's own account for its own paths, another for the operator's, that may be suspended; and nothing else.
+SETTINGS = """
+[parameters]
+"path.account_id" = "{own}"
+"path.model" = "@cf%2Ftest%2Fstub"
+
+[[operations]]
+include-path-regex = "/operator/"
+parameters = {{ "path.account_id" = "{other}" }}
+"""
+
+
+@pytest.mark.timeout(180)
+@looped
+async def test_whatever_is_sent_is_answered_as_the_document_says(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        token = await house.token(*EVERYTHING)
+        (tmp_path / "schemathesis.toml").write_text(SETTINGS.format(own=house.ann_id, other=house.bob_id))
+        process = await asyncio.create_subprocess_exec(
+            str(Path(sys.executable).with_name("st")),
+            *("--config-file", str(tmp_path / "schemathesis.toml"), "--no-color"),
+            *("run", f"{house.gateway.base_url}/client/v4/openapi.json"),
+            *("--header", f"Authorization: Bearer {token}", "--checks", CHECKS, "--seed", "1"),
+            *("--phases", "coverage,fuzzing", "--max-examples", "6", "--no-shrink", "--continue-on-failure"),
+            *("--suppress-health-check", "all", "--warnings", "off", "--exclude-path-regex", "^/(ai|v1)/"),
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await process.communicate()
+        assert process.returncode == 0, said.decode()
+        print(said.decode()[-600:])
