@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from engine import wire
 from gateway.config import Config, ConfigError, ModelConfig, PriceConfig
+from gateway.published import public_prefixes
 from gateway.text import FolderError, Text
 from tenants.quota import Price
 
@@ -109,10 +110,11 @@ def pulled(config: Config) -> list[str]:
 
 
 def spec_of(config: Config, entry: ModelConfig) -> wire.ModelSpec:
-    """What a machine is told about an entry."""
+    """What a machine is told about an entry. Reads the model's tokenizer only where prefixes are published."""
+    folder, paths = folder_of(config, entry), entry.public_prefixes
     return wire.ModelSpec(
         name=entry.name,
-        folder=str(folder_of(config, entry)),
+        folder=str(folder),
         replicas=entry.replicas,
         dtype=entry.dtype,
         context_tokens=entry.context_tokens,
@@ -126,7 +128,15 @@ def spec_of(config: Config, entry: ModelConfig) -> wire.ModelSpec:
         waiting=entry.waiting,
         scope_floor_blocks=entry.scope_floor_blocks,
         scope_cap_blocks=entry.scope_cap_blocks,
+        public_prefixes=_published(folder, paths, entry.name) if paths else [],
     )
+
+
+def _published(folder: Path, paths: list[str], model: str) -> list[list[int]]:
+    try:
+        return public_prefixes(Text(folder), paths, model)
+    except FolderError as error:
+        raise ConfigError(f"public_prefixes of {model}: {error}") from error
 
 
 def price_of(entry: ModelConfig) -> Price:

@@ -187,6 +187,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     scope_cap_blocks: Annotated[
         _Positive | None, Meta(description="cached blocks that a tenant keeps unused at most; default: no cap")
     ] = None
+    public_prefixes: Annotated[
+        list[str],
+        Meta(description="files of system prompts that every tenant's calls may read from the cache", max_length=64),
+    ] = []
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -318,11 +322,16 @@ def _override(document: dict[str, Any], section: str, values: dict[str, Any]) ->
         document[section] = {**document.get(section, {}), **given}
 
 
+def _with_prefixes(model: ModelConfig, base: Path) -> ModelConfig:
+    paths = [str((base / path).resolve()) for path in model.public_prefixes]
+    return msgspec.structs.replace(model, public_prefixes=paths)
+
+
 def _absolute(config: Config, base: Path) -> Config:
     return msgspec.structs.replace(
         config,
         state_folder=str((base / config.state_folder).resolve()),
-        models=[_resolved(model, base, "folder") for model in config.models],
+        models=[_with_prefixes(_resolved(model, base, "folder"), base) for model in config.models],
         issuers=[_resolved(issuer, base, "jwks_file", "ca_file") for issuer in config.issuers],
         machine=_resolved(config.machine, base, "folder"),
         server=_resolved(config.server, base, "certificate", "key"),
