@@ -18,6 +18,7 @@ All that a decision touches shares one hash tag, `{account id}`:
     hearth:plans, :revisions      hashes: name → document, revision
     hearth:notices, :bodies       sorted set: notices' ids by due_at; hash: id → Notice
     hearth:notice:ID              that there was one
+    hearth:version                of all this, VERSION, once a gateway or `hearth doctor` has looked
 
 Redis must run with `maxmemory-policy noeviction`, or it forgets accounts under pressure, and with `appendonly yes` and
 `appendfsync everysec`; advice() says so. How long a Redis that hangs can hold a request up is in store_line.py.
@@ -49,12 +50,16 @@ from tenants.store import (
     Refusal,
     Refused,
     Seal,
+    StoreUnavailable,
     UsageRow,
 )
 from tenants.store_line import FLIGHT, Line, connect, explained, unavailable
 from tenants.terms import DEFAULT_PLAN, MINUTE_US, Limits, Plan
 from tenants.usage import DAY_US, EXPIRED, MICRO, Balance, Totals, UsageRecord
 
+# What an earlier version kept is read as it is: 1, which had no version, kept accounts in columns.
+VERSION: Final = 2
+_VERSION: Final = "hearth:version"
 _PLANS: Final = "hearth:plans"
 _NOTICES: Final = "hearth:notices"
 _BETWEEN: Final = "\x1f"  # the parts of a field of usage
@@ -396,7 +401,12 @@ class RedisStore:
         self._take_notices = _Script(_TAKE_NOTICES)
 
     async def ping(self) -> None:
-        await self._ask("PING")
+        """Also raises StoreUnavailable where a newer Hearth has written."""
+        kept = int(await self._ask("GET", _VERSION) or 0)
+        if kept > VERSION:
+            raise StoreUnavailable(f"a newer Hearth keeps version {kept} there: run that one, or name another database")
+        if kept < VERSION:
+            await self._ask("SET", _VERSION, VERSION)
 
     async def advice(self) -> Sequence[str]:
         persistence, memory = await self._read(("INFO", "persistence"), ("INFO", "memory"))

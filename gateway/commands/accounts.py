@@ -93,12 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _create(tenantry: Tenantry, options: argparse.Namespace) -> int:
-    ceiling = changed(NO_LIMITS, options)
-    account = await tenantry.accounts.create(options.name, ceiling, options.plan)
-    said = {"name": account.name, "plan": account.plan.name, "ceiling": ceiling}
-    await tenantry.note(account.id, "account.create", account.id, **said)
-    token, secret = await tenantry.accounts.mint(account.id, "first")
-    await tenantry.note(account.id, "token.create", token.id, name=token.name)
+    account, secret = await tenantry.open_account(options.name, changed(NO_LIMITS, options), options.plan)
     if options.json:
         print_json({**account_json(account), "token": secret})
     else:

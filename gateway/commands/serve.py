@@ -28,11 +28,12 @@ import msgspec
 from engine import wire
 from gateway.catalogue import entries
 from gateway.commands.machine import machine_command
+from gateway.commands.tenantry import tenantry_of
 from gateway.commands.words import add_command, fail, read_settings
 from gateway.config import Config, ConfigError, ServerConfig
 from gateway.state import Credentials, only_one, open_state, read_credentials, server_secret, write_credentials
 from gateway.tls import open_certificate
-from tenants.accounts import Accounts, NotFound, Unauthenticated
+from tenants.accounts import NotFound, Unauthenticated
 from tenants.store import StoreUnavailable, open_store
 
 _TEACHING = """\
@@ -120,17 +121,17 @@ async def _credentials(config: Config, port: int) -> Credentials:
     url = base_url(config.server, port)
     store = open_store(config.store_url)
     try:
-        accounts = Accounts(store, server_secret(config))
+        await store.ping()
+        tenantry = tenantry_of(store, server_secret(config))
         known = read_credentials(config)
         if known is not None:
             try:
-                await accounts.verify(known.token)
+                await tenantry.accounts.verify(known.token)
             except (Unauthenticated, NotFound):
                 known = None
         if known is None:
-            account = await accounts.create("first")
-            _, token = await accounts.mint(account.id, "first")
-            known = Credentials(url, account.id, token)
+            account, text = await tenantry.open_account("first")
+            known = Credentials(url, account.id, text)
         credentials = msgspec.structs.replace(known, base_url=url)
         write_credentials(config, credentials)
         return credentials

@@ -17,7 +17,7 @@ from gateway.state import server_secret
 from tenants.accounts import Account, Accounts, ApiToken, Conflict, NotFound
 from tenants.audit import DETAIL_BYTES_MAX, Audit
 from tenants.store import Store, StoreUnavailable, open_store
-from tenants.terms import Plan
+from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
 
 ACTOR = "command line"
 
@@ -40,6 +40,21 @@ class Tenantry:
             said = {"os_user": _os_user(), "detail_sha256": hashlib.sha256(encoded).hexdigest()}
         await self.audit.write(account_id, ACTOR, action, target, **said)
 
+    async def open_account(
+        self, name: str, ceiling: Limits = NO_LIMITS, plan: str = DEFAULT_PLAN.name
+    ) -> tuple[Account, str]:
+        """A new account, and the text of its first token."""
+        account = await self.accounts.create(name, ceiling, plan)
+        said = {"name": account.name, "plan": plan, "ceiling": ceiling}
+        await self.note(account.id, "account.create", account.id, **said)
+        token, text = await self.accounts.mint(account.id, "first")
+        await self.note(account.id, "token.create", token.id, name=token.name)
+        return account, text
+
+
+def tenantry_of(store: Store, secret: bytes) -> Tenantry:
+    return Tenantry(store, secret, Accounts(store, secret), Audit(store, secret))
+
 
 def ask(config: Config, question: Callable[[Tenantry], Awaitable[int]]) -> int:
     """Runs `question` with the tenants' side of the configured store; says on stderr what it refuses."""
@@ -48,7 +63,7 @@ def ask(config: Config, question: Callable[[Tenantry], Awaitable[int]]) -> int:
     async def asked() -> int:
         store = open_store(config.store_url)
         try:
-            return await question(Tenantry(store, secret, Accounts(store, secret), Audit(store, secret)))
+            return await question(tenantry_of(store, secret))
         finally:
             await store.close()
 

@@ -10,7 +10,7 @@ import redis
 from tenants.grants import Grant
 from tenants.store import KEPT_DAYS, Account, ApiToken, Granted, Hold, Seal, StoreUnavailable, open_store
 from tenants.store_line import FLIGHT
-from tenants.store_redis import RedisStore
+from tenants.store_redis import VERSION, RedisStore
 from tenants.terms import Limits
 from tenants.usage import EXPIRED, MICRO, Totals, UsageRecord
 
@@ -141,6 +141,17 @@ async def test_a_thousand_callers_share_one_connection(store: RedisStore, empty_
     decision = decisions[0]
     assert isinstance(decision, Granted)
     assert await store.totals(ANN, decision.day) == Totals(held=1_000, open=1_000)
+
+
+async def test_what_a_newer_hearth_keeps_is_left_alone(store: RedisStore, empty_redis_url: str) -> None:
+    with redis.Redis.from_url(empty_redis_url) as client:
+        for _ in range(2):
+            await store.ping()
+            assert client.get("hearth:version") == str(VERSION).encode()
+        client.set("hearth:version", VERSION + 1)
+        with pytest.raises(StoreUnavailable, match="a newer Hearth"):
+            await store.ping()
+        assert client.get("hearth:version") == str(VERSION + 1).encode()
 
 
 async def test_advice_names_what_makes_redis_forget(store: RedisStore, empty_redis_url: str) -> None:
