@@ -181,16 +181,15 @@ class Protocol(HttpToolsProtocol):
         self._must_read()
 
     def _end(self, answer: bytes) -> None:
-        """Refuses in one write, unless another answer is on its way: then the connection just ends."""
+        """Refuses in one write, unless that could be taken for the answer to another request: then the connection just
+        ends. An open request whose own body is at fault has no answer yet, and gets this one."""
         self._has_written()
         if self.transport.is_closing():
             return
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self._in_head or self.pipeline or self.cycle.response_started:
-                self.transport.abort()
-                return
-            self.cycle.disconnected = True  # this is the answer to the request whose body is at fault
-            self.cycle.message_event.set()
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and (self._in_head or self.pipeline or self.cycle.response_started):
+            self.transport.abort()
+            return
         self.transport.write(answer)
         self.transport.close()
         self._linger()

@@ -3,15 +3,17 @@
 import asyncio
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from gateway.config import ServerConfig
 from gateway.edge import Edge, Origin
-from tenants.accounts import Grant, Permission
+from tenants.accounts import Grant, Permission, _checksum
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL
 
@@ -264,7 +266,8 @@ async def test_heads_that_could_be_read_in_two_ways_are_refused_and_the_connecti
             if statuses == [400]:
                 body = json.loads(received.partition(b"\r\n\r\n")[2])
                 assert (name, body["success"], body["errors"][0]["code"]) == (name, False, 6003)
-                assert b"connection: close" in received
+            ends = statuses == [400] or "upgrade" in name or name in ("close", "HTTP/1.0")
+            assert (name, b"connection: close" in received) == (name, ends)
         assert not gateway.fleet.submits
 
 
@@ -357,3 +360,81 @@ async def test_no_header_changes_the_method_or_the_path(tmp_path: Path) -> None:
         answer = await gateway.call(gateway.run_path + "?_method=DELETE", BODY)
         assert answer.status == 200
         assert len(gateway.fleet.submits) == 1
+
+
+@looped
+async def test_refused_credentials_cannot_be_told_apart(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        minted = {}
+        for name in ("revoked", "expired", "rolled"):
+            expiry = time.time() - 60 if name == "expired" else None
+            token, minted[name] = await gateway.accounts.mint(gateway.account_id, name, expiry)
+            if name == "revoked":
+                await gateway.accounts.revoke(token.id)
+            elif name == "rolled":
+                await gateway.accounts.roll(token.id)
+        key_id, secret = gateway.token[7:18], gateway.token[19:62]
+        credentials = {
+            "unknown": checked(f"hearth_{'0' * 11}_{secret}"),
+            "wrong secret": checked(f"hearth_{key_id}_{'0' * 43}"),
+            "wrong in its last letter": checked(gateway.token[:61] + ("1" if gateway.token[61] == "0" else "0")),
+            **minted,
+            "JWT": "eyJhbGciOiJSUzI1NiIsImtpZCI6ImEifQ.eyJpc3MiOiJodHRwczovL2V2aWwudGVzdCJ9.c2lnbmF0dXJl",
+            "JWT without a signature": "eyJhbGciOiJub25lIn0.eyJpc3MiOiJodHRwczovL2V2aWwudGVzdCJ9.",
+        }
+        places = [
+            ("POST", gateway.run_path),
+            ("POST", gateway.run_path.replace(gateway.account_id, "f" * 32)),
+            ("POST", "/v1/chat/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/client/v4/user/tokens/verify"),
+            ("GET", f"/client/v4/accounts/{gateway.account_id}/tokens"),
+        ]
+        for method, path in places:
+            answers = {}
+            for name, credential in credentials.items():
+                answer = await gateway.call(path, BODY, method, authorization=f"Bearer {credential}")
+                request_id = answer.headers.pop("x-request-id")
+                del answer.headers["date"]
+                answers[name] = (answer.status, answer.headers, answer.content.replace(request_id.encode(), b""))
+            assert answers["unknown"][0] == 401
+            for name, answer in answers.items():
+                assert (path, name, answer) == (path, name, answers["unknown"])
+        assert not gateway.fleet.submits
+
+
+def checked(text: str) -> str:
+    """A token's text with its checksum, so that it is looked up."""
+    return text + _checksum(text)
+
+
+class Sealed(bytes):
+    """A digest that may not be compared with ==, which stops at the first byte that differs."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared with ==")
+
+    __hash__ = bytes.__hash__
+
+
+@looped
+async def test_secrets_are_compared_in_constant_time(tmp_path: Path) -> None:
+    """What a clock could show of 32 bytes is a nanosecond, far below what a run on shared cores can tell apart; so
+    the comparison itself is held."""
+    async with served(tmp_path) as gateway:
+        store, looked_up = gateway.app._store, 0
+        token = store.token
+
+        async def sealed(token_id: str) -> Any:
+            nonlocal looked_up
+            looked_up += 1
+            found = await token(token_id)
+            assert found is not None
+            record, seals, account = found
+            return record, [structs.replace(seal, digest=Sealed(seal.digest)) for seal in seals], account
+
+        store.token = sealed  # type: ignore[method-assign]
+        wrong = checked(gateway.token[:61] + ("1" if gateway.token[61] == "0" else "0"))
+        assert (await gateway.call(gateway.run_path, BODY)).status == 200
+        assert (await gateway.call(gateway.run_path, BODY, authorization=f"Bearer {wrong}")).status == 401
+        assert looked_up >= 2

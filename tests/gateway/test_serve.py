@@ -346,12 +346,22 @@ def test_a_client_that_does_not_take_its_answers_is_dropped(tmp_path: Path, kept
             end = b"" if kept else b"connection: close\r\n"
             client.writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n%s\r\n" % end * (3 if kept else 1))
             await until(lambda: gateway.server.server_state.connections)
+            connection.extend(gateway.server.server_state.connections)
             await until(lambda: not gateway.server.server_state.connections, 2)
             await until(lambda: not gateway.server.server_state.tasks)
             client.leave()
 
+    connection: list[Any] = []
+
     async def large(exchange: Exchange) -> None:
-        await exchange.answer(200, bytes(1 << 20), [])
+        """More than the kernel takes; so little more, where the connection is not kept, that writing goes on."""
+        if kept:
+            await exchange.answer(200, bytes(1 << 20), [])
+            return
+        while not connection[0].transport.get_write_buffer_size():
+            await exchange.write(bytes(16 << 10))
+            await asyncio.sleep(0.001)
+        await exchange.end(b"")
 
     call()
 
