@@ -3,8 +3,8 @@
     python -m benchmarks.soak [--minutes 30] [--clients 6] [--seed N]
 
 Whole and streamed answers of both dialects, clients that leave, refusals of every kind, new accounts and tokens, lists
-and metrics, over a KV pool that is small enough to fill within minutes. Every ten seconds each process is measured; growth is the slope of a line through the second half,
-when caches have filled, times the length of that half.
+and metrics, over a KV pool that is small enough to fill within minutes. Every ten seconds each process is measured;
+growth is the slope of a line through the second half, when caches have filled, times the length of that half.
 """
 
 import argparse
