@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pwd
+import shlex
 import stat
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import redis
 
-from gateway.cli import main
+from gateway.cli import main, parser
 from gateway.config import load_config
 from gateway.state import only_one, server_secret
 from tenants.accounts import Accounts, Caller, Unauthenticated
@@ -24,6 +25,7 @@ from tenants.audit import Audit
 from tenants.store import Hold, Store, open_store
 from tenants.usage import MICRO, UsageRecord
 
+ROOT = Path(__file__).parent.parent.parent
 TODAY = int(time.time()) // 86_400
 
 
@@ -91,6 +93,14 @@ def record(
 
 def settle(*records: UsageRecord) -> None:
     on_store(lambda store: store.settle(records))
+
+
+@pytest.mark.parametrize("page", ["README.md", "gateway/OPERATIONS.md"])
+def test_every_command_in_the_documents_is_one(page: str) -> None:
+    lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("hearth ")]
+    for line in lines:
+        parser().parse_args(shlex.split(line.split(" > ")[0], comments=True)[1:])
+    assert len(lines) >= 10
 
 
 # ---- accounts -----------------------------------------------------------------------------------------------------
