@@ -95,9 +95,9 @@ class Standing(Generic[Item]):
 class FairQueue(Generic[Item]):
     """Items (hashable by identity) waiting under their account, those that were preempted first, by `order`.
 
-    While two accounts both take turns, what they were served per weight drifts apart by no more than CREDIT, the largest
-    prompt of each and what their running items generate. Costs: O(log accounts in line) for the next item and for each that is
-    passed over; a scan of the line where an account comes back to it.
+    While two accounts both take turns, what they were served for their weight drifts apart by no more than CREDIT, the
+    largest prompt of each and what their running items generate. Costs: O(log accounts in line) for the next item and
+    for each that is passed over; a scan of the line where an account comes back to it.
     """
 
     def __init__(self, order: Callable[[Item], int]) -> None:

@@ -404,6 +404,38 @@ def test_full_queue_is_busy_and_says_when_to_come_back(start: Callable[..., Stam
     assert {finish.reason for finish in peer.finished.values()} == {FinishReason.LENGTH}
 
 
+def test_who_has_less_in_a_full_queue_gets_a_place_in_it_and_the_other_is_told(start: Callable[..., Stamped]) -> None:
+    peer = start(Temper(step_ms=2), sequences=1, waiting=4).peer()
+    peer.submit(1, max_tokens=200)
+    peer.until(lambda peer: 1 in peer.started)
+    for id in range(2, 6):
+        peer.submit(id, max_tokens=1)
+    peer.submit(6, max_tokens=1, scope=TENANT_B)
+    peer.until(lambda peer: 5 in peer.rejected)
+    assert peer.rejected[5].reason == RejectReason.BUSY
+    peer.until(finished(1, 2, 3, 4, 6))
+    assert peer.rejected.keys() == {5}
+    peer.until(lambda peer: peer.load.counters.get("displaced_requests") == 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_waits_past_its_deadline_is_rejected_whole_when_it_is_over(
+    start: Callable[..., Stamped], depth: int
+) -> None:
+    peer = start(Temper(step_ms=5, depth=depth), sequences=1).peer()
+    peer.submit(1, max_tokens=3000)
+    peer.until(lambda peer: 1 in peer.started)
+    began = time.monotonic()
+    peer.submit(2, n=2, deadline_ms=300)
+    peer.submit(4, max_tokens=1, deadline_ms=60_000)
+    peer.until(lambda peer: 2 in peer.rejected)
+    assert 0.3 <= time.monotonic() - began < 1.0
+    assert "waited" in peer.rejected[2].message
+    peer.cancel(1)
+    peer.until(finished(1, 4))
+    assert peer.finished.keys() == {1, 4}
+
+
 # How sequences end early
 
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.sequence import Door, Refused, Sequence
-from engine.wire import RejectReason, Sampling, Scope, ScopeKind, Submit
+from engine.wire import RejectReason, Sampling, Scope, ScopeKind, Submit, Terms
 
 TENANT = Scope(ScopeKind.TENANT, b"t" * 16, 3)
 DOOR = Door(
@@ -121,6 +121,16 @@ def test_turns_are_taken_by_account_whatever_the_scope_shares(scope: Scope, acco
         {"n": 5},
         {"max_tokens": 0},
         {"stop_ids": [1] * 65},
+        {"deadline_ms": -1},
+        {"terms": Terms(weight=0.0)},
+        {"terms": Terms(weight=-1.0)},
+        {"terms": Terms(weight=float("nan"))},
+        {"terms": Terms(weight=float("inf"))},
+        {"terms": Terms(sequences=0)},
+        {"terms": Terms(blocks=0)},
+        {"terms": Terms(floor_blocks=-1)},
+        {"terms": Terms(cap_blocks=-1)},
+        {"terms": Terms(keep_s=float("nan"))},
         {"sampling": Sampling(temperature=-0.1)},
         {"sampling": Sampling(temperature=float("nan"))},
         {"sampling": Sampling(temperature=float("inf"))},

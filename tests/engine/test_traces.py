@@ -147,6 +147,18 @@ def test_one_that_ends_with_its_first_token_decodes_nothing() -> None:
     assert attributes(spans[1])["gen_ai.usage.output_tokens"] == 1
 
 
+def test_a_request_that_is_rejected_after_it_waited_is_a_failed_span_for_each_choice() -> None:
+    told = Told()
+    told.submit(1)
+    told.submit(2)
+    told.traces.rejected(1, 1, 2)
+    assert told.traces.open == 0
+    spans = told.spans()
+    assert names(spans) == ["replica.queue"] * 2
+    assert {attributes(span)["error.type"] for span in spans} == {"busy"}
+    assert "gen_ai.response.finish_reasons" not in attributes(spans[0])
+
+
 def test_a_failed_sequence_is_a_failed_span() -> None:
     told = Told()
     told.submit(1)

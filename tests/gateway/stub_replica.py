@@ -35,6 +35,7 @@ class Behaviour:
     cached_tokens: int = 0
     announce: bool = False  # a start is told at once, before the first token
     reject: wire.RejectReason | None = None
+    reject_s: float = 0.0  # and so long after it was submitted
     die_at: int | None = None  # every connection is cut once a sequence has this many tokens
     stop_at: int | None = None  # the sequence ends here with its first stop id
     fail_at: int | None = None  # the sequence ends here with an error
@@ -112,7 +113,8 @@ class StubConnection(asyncio.Protocol):
         behaviour = self._replica.behaviour
         self._replica.submits.append(submit)
         if behaviour.reject is not None:
-            self.send(wire.Reject(submit.id, behaviour.reject, "as told", 1500))
+            reject = wire.Reject(submit.id, behaviour.reject, "as told", 1500)
+            self._loop.call_later(behaviour.reject_s, self.send, reject) if behaviour.reject_s else self.send(reject)
             return
         seed = sum(array("I", submit.tokens))
         due = self._loop.time() + behaviour.first_s

@@ -352,6 +352,19 @@ async def test_a_busy_replica_is_429_in_time(tmp_path: Path) -> None:
 
 
 @looped
+async def test_what_a_replica_rejects_after_it_waited_there_is_told_as_busy_and_costs_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        gateway.behaviour.reject, gateway.behaviour.reject_s = wire.RejectReason.BUSY, 1.3
+        whole, streamed = await asyncio.gather(gateway.run(**TEN), gateway.run(**TEN, stream=True))
+        assert (whole.status, whole.code, whole.headers["retry-after"]) == (429, 3040, "2")
+        assert streamed.status == 200  # its head was sent while it waited
+        assert streamed.events[-2]["errors"][0]["code"] == 3040
+        assert streamed.events[-1] == "[DONE]"
+        await gateway.settled()
+        assert [record.micro_neurons for record in await gateway.records()] == [0, 0]
+
+
+@looped
 async def test_a_replica_that_drains_hands_the_request_to_another(tmp_path: Path) -> None:
     async with served(tmp_path, replicas=2) as gateway:
         first, second = gateway.fleet.replicas
