@@ -142,7 +142,8 @@ class Protocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._has_read()
+        if not self.transport.is_closing():
+            self._has_read()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
