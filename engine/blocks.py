@@ -27,6 +27,7 @@ class Blocks:
     def __init__(self, total: int) -> None:
         assert total > 0
         self.total = total
+        self.frees = 0  # how often blocks were freed; until it grows, no page that was current is outdated
         self.stale = 0  # pages that came back when their block was no longer theirs
         self._free = list(range(total - 1, -1, -1))
         self._pages: Pages = np.arange(total, dtype=np.int64) + _TAG  # what each block is now; no page is 0
@@ -54,6 +55,7 @@ class Blocks:
         if not pages:
             return
         blocks = self._current(pages)
+        self.frees += 1
         self._pages[blocks] += _TAG
         self._free += blocks.tolist()
         secret = self._secret[blocks]
@@ -73,8 +75,8 @@ class Blocks:
 
     def outdated(self, pages_N: Pages) -> NDArray[np.bool_]:
         """Which of these pages are no longer what they were when they were taken. About 3 ns each."""
-        current: NDArray[np.bool_] = self._pages[pages_N & _BLOCK] != pages_N
-        return current
+        outdated: NDArray[np.bool_] = self._pages[pages_N & _BLOCK] != pages_N
+        return outdated
 
     def _current(self, pages: Items[int]) -> NDArray[np.int64]:
         """The blocks of those pages that still are what they say."""

@@ -143,6 +143,7 @@ class Scheduler:
         self._leaving: set[Sequence] = set()  # ended while flying: they hold blocks until their last flight has landed
         self._flights: deque[Plan] = deque()
         self._spare: list[int] = []  # blocks of nobody that a flight in the air reads
+        self._frees = -1  # of blocks, when pages were compared last; −1: they have to be
         self._published = Published(tree.block_tokens)
         self._pins: list[Lease] = []  # of what is published
         self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
@@ -205,11 +206,11 @@ class Scheduler:
         self._expire()
         if not self._make_room():
             return None
+        self._end_outdated()
         sequences = [sequence for sequence in self._running if sequence.launchable]
         if self._yielding is not None:
             sequences = [sequence for sequence in sequences if sequence is not self._yielding]
         del sequences[self._budget.rows_max :]
-        sequences = self._current(sequences)
         if not sequences:
             return None
         extra = self._budget.share(sequences)
@@ -408,9 +409,9 @@ class Scheduler:
         """Whether so many more may wait. Where they fill the queue, the newest of an account with more of them for its
         weight go, if all of their request still waits."""
         while len(self._queue) + count > self._limits.waiting:
-            if not len(self._queue):
-                return False
             longest = self._queue.longest()
+            if longest is None:
+                return False
             newest = self._untouched(next(reversed(longest.waiting)))
             ours = (len(standing.waiting) + count) / standing.terms.weight
             if not newest or (len(longest.waiting) - len(newest)) / longest.terms.weight < ours:
@@ -585,6 +586,7 @@ class Scheduler:
         self._waiting_tokens -= sequence.pending
         sequence.grow(cached)
         sequence.public, sequence.shared = len(public), len(cached)
+        self._frees = -1
         sequence.computed = sequence.launched = len(cached) * self._block_tokens
         sequence.grow(self._take(needed, sequence.terms.erase))
         sequence.stage = Stage.RUNNING
@@ -655,6 +657,7 @@ class Scheduler:
             sequence.standing.let_go(sequence.pages[sequence.public : full].tolist())
             sequence.pages[sequence.public : full] = sequence.lease.blocks
             sequence.standing.hold(sequence.lease.blocks)
+            self._frees = -1
             if sequence.terms.erase:
                 self._blocks.hide(sequence.lease.blocks)
             self._regroup()
@@ -686,20 +689,27 @@ class Scheduler:
         log("not_finite", computed=sequence.computed, emitted=sequence.emitted)
         self._end(sequence, FinishReason.ERROR, NOT_FINITE)
 
-    def _current(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those of them that read what they were given. The others end here, and what they read is found no more."""
-        pages = [sequence.pages[: sequence.blocks] for sequence in sequences]
-        if not pages or not (outdated := self._blocks.outdated(np.concatenate(pages))).any():
-            return sequences
+    def _end_outdated(self) -> None:
+        """Ends who would read a block that is no longer what it was given; what that one read is found no more.
+
+        Pages are compared where blocks were freed or came from the tree since the last time: 160 µs for 256 sequences
+        of 64 blocks.
+        """
+        if self._frees == self._blocks.frees or not self._running:
+            return
+        self._frees = self._blocks.frees
+        pages = [sequence.pages[: sequence.blocks] for sequence in self._running]
+        outdated = self._blocks.outdated(np.concatenate(pages))
+        if not outdated.any():
+            return
         ends = np.cumsum([len(each) for each in pages])
-        wrong = [each for each, found in zip(sequences, np.split(outdated, ends[:-1]), strict=True) if found.any()]
-        for sequence in wrong:
-            if sequence.lease is not None:
-                self._tree.forget(sequence.lease, 0)
-            self._counters["stale_reads"] += 1
-            log("stale_read", computed=sequence.computed, emitted=sequence.emitted)
-            self._end(sequence, FinishReason.ERROR, STALE)
-        return [sequence for sequence in sequences if sequence.stage == Stage.RUNNING]
+        for sequence, found in zip(list(self._running), np.split(outdated, ends[:-1]), strict=True):
+            if found.any():
+                if sequence.lease is not None:
+                    self._tree.forget(sequence.lease, 0)
+                self._counters["stale_reads"] += 1
+                log("stale_read", computed=sequence.computed, emitted=sequence.emitted)
+                self._end(sequence, FinishReason.ERROR, STALE)
 
     def _proven(self, suspect: Sequence) -> int:
         """How many of its first blocks another one reads whose tokens are sampled from finite numbers."""

@@ -426,3 +426,9 @@ def test_a_stale_block_of_the_tree_is_read_by_nobody() -> None:
 def _lookup(simulation: Simulation) -> tuple[object, ...]:
     sequence = simulation.heard[1, 1].sequence
     return sequence.namespace, array("I", words(22)[:-1]), sequence.keep
+
+
+def test_a_stale_read_is_seen_where_pages_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_broken("scheduler", "        self._end_outdated()\n", "", monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_block_that_was_freed_under_its_reader_ends_it_before_it_is_read()

@@ -36,6 +36,7 @@ from engine.wire import (
     ScopeKind,
     Started,
     Submit,
+    Terms,
     encode,
 )
 from tests.engine.stamp import Temper, solo
@@ -263,6 +264,31 @@ def test_a_scope_keeps_no_more_unused_blocks_than_its_cap(start: Callable[..., S
         peer.submit(id, prompt, scope=TENANT_A)
         peer.until(finished(id))
     assert [peer.started[id].cached_tokens for id in (1, 2)] == [0, 32]
+
+
+def test_what_is_published_is_cached_before_the_first_request_and_for_everybody(start: Callable[..., Stamped]) -> None:
+    prompt = list(range(500, 570))
+    peer = start(Temper(depth=2), public_prefixes=[prompt[:40]]).peer()
+    for id, scope in ((1, TENANT_A), (2, TENANT_B), (3, Scope()), (4, TENANT_A)):
+        peer.submit(id, prompt, scope=scope)
+        peer.until(finished(id))
+    assert [peer.started[id].cached_tokens for id in (1, 2, 3, 4)] == [32, 32, 32, 64]
+    assert all(peer.tokens[id] == expected(prompt) for id in (1, 2, 3, 4))
+
+
+def test_a_prefix_that_cannot_be_published_ends_the_start_with_what_to_change(start: Callable[..., Stamped]) -> None:
+    replica = start(public_prefixes=[[1, 2, 3]])
+    assert replica.status() != 0
+    assert "public_prefixes[0] has 3 tokens" in replica.log.read_text()
+
+
+def test_what_is_over_is_given_back_while_nothing_runs(start: Callable[..., Stamped]) -> None:
+    peer = start(Temper(blocks=4000)).peer()
+    peer.submit(1, list(range(500, 570)), terms=Terms(keep_s=0.6))
+    peer.until(finished(1))
+    peer.until(lambda peer: peer.load.cached_blocks == 4, 1.0)
+    peer.until(lambda peer: peer.load.cached_blocks == 0, 3.0)
+    assert peer.load.counters["evicted_age_blocks"] == peer.load.counters["erased_blocks"] == 4
 
 
 def test_choices_are_sampled_with_seeds_that_count_up(calm: Stamped) -> None:

@@ -117,6 +117,10 @@ def test_turns_are_taken_by_account_whatever_the_scope_shares(scope: Scope, acco
         {"tokens": packed(2**32 - 1)},
         {"scope": Scope(ScopeKind.TENANT, b"short", 0)},
         {"scope": Scope(ScopeKind.TENANT, b"t" * 16, account=b"short")},
+        {"terms": Terms(floor_blocks=-1)},
+        {"terms": Terms(cap_blocks=-1)},
+        {"terms": Terms(keep_s=-1.0)},
+        {"terms": Terms(keep_s=float("nan"))},
         {"n": 0},
         {"n": 5},
         {"max_tokens": 0},
@@ -128,9 +132,6 @@ def test_turns_are_taken_by_account_whatever_the_scope_shares(scope: Scope, acco
         {"terms": Terms(weight=float("inf"))},
         {"terms": Terms(sequences=0)},
         {"terms": Terms(blocks=0)},
-        {"terms": Terms(floor_blocks=-1)},
-        {"terms": Terms(cap_blocks=-1)},
-        {"terms": Terms(keep_s=float("nan"))},
         {"sampling": Sampling(temperature=-0.1)},
         {"sampling": Sampling(temperature=float("nan"))},
         {"sampling": Sampling(temperature=float("inf"))},
@@ -157,14 +158,24 @@ def test_what_a_correct_gateway_does_not_send_is_invalid(changes: dict[str, obje
     assert refused.message
 
 
+def test_no_submit_reaches_the_scope_of_what_is_published() -> None:
+    published = DOOR.public(array("I", [1, 2, 3, 4])).namespace
+    assert published is not None
+    for kind in ScopeKind:
+        for id in (b"", bytes(16)):
+            assert admitted(scope=Scope(kind, id))[0].namespace != published
+
+
 def test_growing_keeps_the_table_and_makes_room_for_more() -> None:
     (sequence,) = admitted()
-    sequence.grow([4, 5])
+    pages = [block + (number << 32) for number, block in enumerate(range(4, 30), 1)]
+    sequence.grow(pages[:2])
     sequence.shared = 2
-    for block in range(6, 30):
-        sequence.grow([block])
+    for page in pages[2:]:
+        sequence.grow([page])
     assert sequence.table[: sequence.blocks].tolist() == list(range(4, 30))
-    assert sequence.private() == list(range(6, 30))
+    assert sequence.held() == pages
+    assert sequence.private() == pages[2:]
     sequence.rewind()
     assert (sequence.blocks, sequence.shared, sequence.private()) == (0, 0, [])
 
