@@ -213,10 +213,10 @@ class FairQueue(Generic[Item]):
             if other is not standing
         )
 
-    def longest(self) -> Standing[Item]:
-        """The account with the most waiting items per weight; only where some wait."""
+    def longest(self) -> Standing[Item] | None:
+        """The account with the most items for its weight that never started, if any has one."""
         waiting = (standing for standing in self._standings.values() if standing.waiting)
-        return max(waiting, key=lambda standing: len(standing.waiting) / standing.terms.weight)
+        return max(waiting, key=lambda standing: len(standing.waiting) / standing.terms.weight, default=None)
 
     def _came(self, standing: Standing[Item], work: float) -> None:
         standing.work += work

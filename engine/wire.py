@@ -45,7 +45,7 @@ class FinishReason(enum.StrEnum):
 
 class RejectReason(enum.StrEnum):
     TOO_LONG = "too_long"  # can never fit this replica's context or KV pool
-    BUSY = "busy"  # the waiting queue is full
+    BUSY = "busy"  # the waiting queue is full, or it would wait, or has waited, for longer than it may
     DRAINING = "draining"  # the replica is going away
     INVALID = "invalid"  # a frame that a correct gateway does not send
 
@@ -186,7 +186,10 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
 
 
 class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
-    """replica → gateway: this Submit was not accepted; nothing of it runs or will run."""
+    """replica → gateway: nothing of this Submit ran or will run. At once, or while all of it still waits.
+
+    `retry_after_ms` is for how long one more would wait now, as far as that can be told.
+    """
 
     id: int
     reason: RejectReason

@@ -611,6 +611,20 @@ def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
     simulation.assert_all_finished()
 
 
+def test_a_queue_that_is_full_of_preempted_sequences_has_room_for_nobody() -> None:
+    simulation = Simulation(sequences=2, waiting=1)
+    entries = []
+    for id in (1, 2):
+        entries += simulation.submit(id, words(8, id), max_tokens=8)
+        simulation.step()
+    for entry in entries:
+        simulation.scheduler.preempt(entry.sequence)
+    with pytest.raises(Refused):
+        simulation.submit(3, words(8, 3), B)
+    simulation.run()
+    simulation.assert_all_finished()
+
+
 def test_what_is_refused_at_once_takes_no_time_however_many_wait() -> None:
     simulation = Simulation(blocks=64, sequences=2, waiting=1000)
     for id in range(980):
