@@ -151,7 +151,7 @@ ROUTES: Final = (
     Route(
         "GET",
         "/metrics",
-        "Prometheus text; with the operator's token also by account and plan",
+        "Prometheus text, for networks that may read it; with the operator's token also by account and plan",
         (),
         str,
         plain="text/plain",

@@ -77,13 +77,12 @@ async def left(office: Office, ask: Ask[LeftQuery, Nothing]) -> Answer[list[Left
 
 
 def _item(left: Left) -> LeftItem:
-    whose, _, model_class = left.subject.rpartition("class:")
-    whose = whose.strip() or (left.subject if not model_class else "")
+    of_token, _, of_class = left.subject.partition("class:")
     return LeftItem(
         name=ratelimit.title(left),
         limit=left.measure.value,
-        token=whose.removeprefix("token:") or None,
-        model_class=model_class if "class:" in left.subject else None,
+        token=of_token.strip().removeprefix("token:") or None,
+        model_class=of_class or None,
         allowed=left.allowed,
         left=round(left.left, 6),
         reset_s=left.reset_s,

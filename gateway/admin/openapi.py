@@ -207,7 +207,7 @@ def _route(route: Route, schemas: _Schemas) -> Json:
         said["responses"]["503"] = {"description": "Not now", "content": content}
     if route.plain:
         said["security"] = [{}, {_TOKEN: ["operator"]}]
-        said["responses"].update(_errors(_WITH_TOKEN))
+        said["responses"].update(_errors((404,)))
     if route.body is not None:
         said["requestBody"] = _body(route.body, schemas, required=True)
     return said

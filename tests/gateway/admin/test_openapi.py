@@ -50,7 +50,6 @@ async def test_all_of_the_table_is_described_and_all_that_is_described_is_served
         assert described == {(one.method, one.path) for one in [*OPERATIONS, *ROUTES]}
         for method, path, _ in house.document.operations:
             answer = await house.gateway.call(filled(path, house.bob_id), b"", method, authorization="")
-            assert (answer.status, answer.json.get("errors", [{}])[:1]) != (404, []), path
             assert answer.status not in (404, 405), (method, path)
         for path in house.document.content["paths"]:
             for method in {"GET", "POST", "PUT", "PATCH", "DELETE"} - {one for one, its in described if its == path}:
@@ -96,7 +95,7 @@ async def principals(house: House) -> list[Principal]:
 def permitted(operation: dict[str, Any], path: str, who: Principal) -> bool:
     """What the document says of it."""
     security = operation["security"]
-    if not security or ({} in security and not who.refused and not who.token):
+    if not security or {} in security:
         return True
     if who.refused or ("{account_id}" in path and not path.startswith(OPERATOR) and not who.own):
         return False

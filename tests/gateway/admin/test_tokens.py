@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
+import cloudflare
 
 from tenants.accounts import Grant, Permission
+from tests.gateway.admin.house import kept
 from tests.gateway.served import Answer, Served, looped, served
 from tests.gateway.stub_replica import MODEL
 
@@ -140,34 +141,86 @@ async def test_a_token_is_shown_the_models_that_it_may_call(tmp_path: Path) -> N
             assert found.json["result_info"]["total_count"] == len(found.json["result"])
 
 
-@pytest.mark.parametrize(
-    ("body", "names"),
-    [
-        (b"", "headers or body"),
-        ({"policies": INFERENCE}, "name"),
-        ({"name": "n"}, "policies"),
-        ({"name": " ", "policies": INFERENCE}, "name"),
-        ({"name": "n", "policies": []}, "policies"),
-        ({"name": "n", "policies": [{"permission_groups": [{"id": "operator"}]}]}, "permission_groups"),
-        ({"name": "n", "policies": [{**INFERENCE[0], "effect": "deny"}]}, "effect"),
-        ({"name": "n", "policies": [{**INFERENCE[0], "resources": {"account.x": "*"}}]}, "resources"),
-        ({"name": "n", "policies": INFERENCE, "expires_on": "2001-01-01T00:00:00Z"}, "past"),
-        ({"name": "n", "policies": INFERENCE, "expires_on": "tomorrow"}, "expires_on"),
-        ({"name": "n", "policies": INFERENCE, "models": ["a\n"]}, "model pattern"),
-        ({"name": "n", "policies": INFERENCE, "condition": {"request_ip": {"in": ["10.0.0.1/8"]}}}, "network"),
-        ({"name": "n", "policies": INFERENCE, "color": "red"}, "color"),
-    ],
-    ids=lambda value: str(value)[:40] if not isinstance(value, dict) else "",
-)  # fmt: skip
-def test_a_wrong_body_is_refused_by_name_and_changes_nothing(body: Any, names: str, tmp_path: Path) -> None:
-    @looped
-    async def test() -> None:
-        async with served(tmp_path) as gateway:
-            boss = await admin(gateway)
-            before = await gateway.accounts.tokens(gateway.account_id)
-            answer = await call(gateway, "POST", "", boss, body)
-            assert answer.status == 400
-            assert names in answer.json["errors"][0]["message"], answer.content
-            assert await gateway.accounts.tokens(gateway.account_id) == before
+WRONG: list[tuple[Any, str]] = [
+    (b"", "headers or body"),
+    ({"policies": INFERENCE}, "name"),
+    ({"name": "n"}, "policies"),
+    ({"name": " ", "policies": INFERENCE}, "name"),
+    ({"name": "n", "policies": []}, "policies"),
+    ({"name": "n", "policies": [{"permission_groups": [{"id": "operator"}]}]}, "permission_groups"),
+    ({"name": "n", "policies": [{**INFERENCE[0], "effect": "deny"}]}, "effect"),
+    ({"name": "n", "policies": [{**INFERENCE[0], "resources": {"account.x": "*"}}]}, "resources"),
+    ({"name": "n", "policies": INFERENCE, "expires_on": "2001-01-01T00:00:00Z"}, "past"),
+    ({"name": "n", "policies": INFERENCE, "expires_on": "tomorrow"}, "expires_on"),
+    ({"name": "n", "policies": INFERENCE, "models": ["a\n"]}, "model pattern"),
+    ({"name": "n", "policies": INFERENCE, "condition": {"request_ip": {"in": ["10.0.0.1/8"]}}}, "network"),
+    ({"name": "n", "policies": INFERENCE, "color": "red"}, "color"),
+    ({"name": "n", "policies": INFERENCE, "limits": {"requests_per_minute": 0}}, "requests_per_minute"),
+]  # fmt: skip
 
-    test()
+
+@looped
+async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        before = await house.gateway.accounts.tokens(house.ann_id)
+        for body, named in WRONG:
+            answer = await house.ask("POST", f"{house.account}/tokens", body)
+            assert answer.status == 400, named
+            assert named in answer.message
+        assert await house.gateway.accounts.tokens(house.ann_id) == before
+
+
+@looped
+async def test_a_tokens_own_limits_hold_and_are_shown(tmp_path: Path, store_url: str) -> None:
+    async with kept(tmp_path, store_url=store_url) as house:
+        wanted = {"name": "slow", "policies": INFERENCE, "limits": {"requests_per_minute": 1}}
+        made = (await house.ask("POST", f"{house.account}/tokens", wanted)).json["result"]
+        assert made["limits"] == {"requests_per_minute": 1}
+        ran = [
+            await house.gateway.call(house.gateway.run_path, HELLO, authorization=f"Bearer {made['value']}")
+            for _ in "ab"
+        ]
+        assert [one.status for one in ran] == [200, 429]
+        path = f"{house.account}/tokens/{made['id']}"
+        changed = await house.ask("PUT", path, {"name": "slow", "policies": INFERENCE})
+        assert changed.json["result"]["limits"] == {}
+        assert (await house.ask("GET", path)).json == changed.json
+
+
+@looped
+async def test_lists_in_both_directions(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        ids = [
+            [one["id"] for one in (await house.ask("GET", f"{house.account}/tokens?{query}")).json["result"]]
+            for query in ("", "direction=asc", "direction=desc")
+        ]
+        assert ids[0] == ids[1] == ids[2][::-1]
+        assert len(ids[0]) == 2
+
+
+@looped
+async def test_the_official_sdk_keeps_an_accounts_tokens(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        cloud = cloudflare.AsyncCloudflare(
+            api_token=house.ann, base_url=f"{house.gateway.base_url}/client/v4", max_retries=0
+        )
+        policies: Any = [{"effect": "allow", "permission_groups": [{"id": "inference"}], "resources": {}}]
+        tokens = cloud.accounts.tokens
+        made = await tokens.create(account_id=house.ann_id, name="sdk", policies=policies)
+        assert made is not None
+        assert (await house.gateway.call("/v1/models", b"", "GET", authorization=f"Bearer {made.value}")).status == 200
+        seen = await tokens.get(made.id, account_id=house.ann_id)
+        assert (seen.name, seen.status, hasattr(seen, "value")) == ("sdk", "active", False)
+        listed = await tokens.list(account_id=house.ann_id, direction="desc", per_page=50)
+        assert made.id in [one.id for one in listed.result]
+        changed = await tokens.update(made.id, account_id=house.ann_id, name="sdk 2", policies=policies)
+        assert changed.name == "sdk 2"
+        rolled = await tokens.value.update(made.id, account_id=house.ann_id, body={})
+        assert rolled.startswith("hearth_")
+        assert rolled != made.value
+        assert (await tokens.verify(account_id=house.ann_id)).status == "active"
+        assert (await cloud.user.tokens.verify()).status == "active"
+        assert (await tokens.delete(made.id, account_id=house.ann_id)).id == made.id
+        told = [action for _, action, target in await house.audited(house.ann_id) if target == made.id]
+        assert told == ["token.create", "token.change", "token.roll", "token.revoke"]
+        await cloud.close()

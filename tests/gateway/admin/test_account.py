@@ -1,0 +1,114 @@
+"""An account in its administrators' hands: what they may change, and that no change is lost."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from tests.gateway.admin.house import kept
+from tests.gateway.served import looped
+
+
+@looped
+async def test_what_is_left_out_of_a_change_stays_as_it_is(tmp_path: Path, store_url: str) -> None:
+    async with kept(tmp_path, store_url=store_url) as house:
+        before = await house.ask("GET", house.account)
+        assert (before.json["result"]["name"], before.headers["etag"]) == ("test", '"1"')
+        settings = {"zero_retention": True, "regions": ["eu-1"], "notices": {"url": "https://ann.example/hook"}}
+        await house.ask("PATCH", house.account, {"settings": settings})
+        changed = await house.ask("PATCH", house.account, {"name": " ann ", "settings": {"notices": None}})
+        assert changed.headers["etag"] == '"3"'
+        again = (await house.ask("GET", house.account)).json["result"]
+        assert again == changed.json["result"]
+        assert again["name"] == "ann"
+        assert again["settings"] == {
+            "zero_retention": True, "cache_scope": "tenant", "cache_keep_s": None, "sharing": [], "regions": ["eu-1"],
+            "notices": None,
+        }  # fmt: skip
+        entries = await house.audited(house.ann_id)
+        assert [(action, target) for _, action, target in entries] == [("account.settings", house.ann_id)] * 2
+        assert {actor for actor, _, _ in entries} == {house.ann.split("_")[1]}
+
+
+@looped
+async def test_a_change_that_is_based_on_an_older_one_is_refused(tmp_path: Path, store_url: str) -> None:
+    async with kept(tmp_path, store_url=store_url) as house:
+        etag = (await house.ask("GET", house.account)).headers["etag"]
+        first = await house.ask("PATCH", house.account, {"name": "first"}, if_match=etag)
+        assert first.status == 200
+        for stale in (etag, '"999"', "rubbish", 'W/"2"'):
+            second = await house.ask("PATCH", house.account, {"name": "second"}, if_match=stale)
+            assert (second.status, second.code) == (412, 1012), stale
+        assert (await house.ask("PATCH", house.account, {"name": "x"}, if_none_match="*")).status == 412
+        assert (await house.ask("PATCH", house.account, {"name": "x"}, if_none_match='"2"')).status == 400
+        assert (await house.gateway.accounts.get(house.ann_id)).name == "first"
+        for current in (first.headers["etag"], "*"):
+            answer = await house.ask("PATCH", house.account, {"name": "third"}, if_match=current)
+            assert answer.status == 200
+        assert len(await house.audited(house.ann_id)) == 3
+
+
+@looped
+async def test_two_writers_with_etags_lose_nothing(tmp_path: Path, store_url: str) -> None:
+    async with kept(tmp_path, store_url=store_url) as house:
+        refused = 0
+
+        async def write(letter: str) -> None:
+            nonlocal refused
+            for number in range(8):
+                while True:
+                    read = await house.ask("GET", house.account)
+                    regions = [*read.json["result"]["settings"]["regions"], f"{letter}-{number}"]
+                    change = {"settings": {"regions": regions}}
+                    answer = await house.ask("PATCH", house.account, change, if_match=read.headers["etag"])
+                    if answer.status == 200:
+                        break
+                    assert answer.status == 412
+                    refused += 1
+
+        await asyncio.gather(write("a"), write("b"))
+        account = await house.gateway.accounts.get(house.ann_id)
+        assert set(account.settings.regions) == {f"{letter}-{number}" for letter in "ab" for number in range(8)}
+        assert refused, "the writers never met"
+        assert account.revision == 17
+
+
+WRONG: list[tuple[Any, str]] = [
+    (b"", "body"),
+    ([], "object"),
+    ({"name": ""}, "name"),
+    ({"name": "a\nb"}, "printable"),
+    ({"name": "n" * 101}, "name"),
+    ({"plan": "free"}, "plan"),
+    ({"settings": {"color": "red"}}, "settings.color"),
+    ({"settings": {"zero_retention": "yes"}}, "zero_retention"),
+    ({"settings": {"cache_keep_s": -1}}, "cache_keep_s"),
+    ({"settings": {"cache_scope": "world"}}, "cache_scope"),
+    ({"settings": {"regions": ["EU"]}}, "regions"),
+    ({"settings": {"regions": ["a", "a"]}}, "twice"),
+    ({"settings": {"sharing": ["0" * 32]}}, "this one among them"),
+    ({"settings": {"sharing": ["bob"]}}, "sharing"),
+    ({"settings": {"notices": {"url": "ftp://ann.example"}}}, "https"),
+    ({"settings": {"notices": {"url": "https://ann.example", "at": [2]}}}, "'at'"),
+    (b'{"name": "a", "name": "b"}', "twice"),
+    (b'{"name": "' + b"n" * 70_000 + b'"}', "too large"),
+]
+
+
+@looped
+async def test_a_wrong_change_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        before = await house.gateway.accounts.get(house.ann_id)
+        for body, named in WRONG:
+            answer = await house.ask("PATCH", house.account, body)
+            assert answer.status in (400, 413), named
+            assert named in answer.message
+        assert await house.gateway.accounts.get(house.ann_id) == before
+        assert await house.audited(house.ann_id) == []
+
+
+@looped
+async def test_an_unknown_field_of_the_query_is_refused(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        answer = await house.ask("GET", f"{house.account}?colour=red")
+        assert answer.status == 400
+        assert "colour" in answer.message

@@ -1,0 +1,158 @@
+"""The audit log by pages and filters, whether its chain is whole, and that nothing is acknowledged without an entry."""
+
+import sqlite3
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gateway.admin import audit as module
+from tenants.store import AuditEntry, StoreUnavailable
+from tests.gateway.admin.house import OPERATOR, House, kept
+from tests.gateway.admin.test_openapi import body_of, filled
+from tests.gateway.served import Answer, looped
+
+
+async def named(house: House, count: int) -> None:
+    for number in range(count):
+        answer = await house.ask("PATCH", house.account, {"name": f"n{number}"})
+        assert answer.status == 200
+
+
+@looped
+async def test_pages_by_cursor_have_every_entry_once_the_newest_first(tmp_path: Path, store_url: str) -> None:
+    async with kept(tmp_path, store_url=store_url) as house:
+        await named(house, 7)
+        found, cursor = [], None
+        while True:
+            query = f"?per_page=3{'' if cursor is None else f'&cursor={cursor}'}"
+            page = (await house.ask("GET", f"{house.account}/audit{query}")).json
+            found += page["result"]
+            cursor = page["result_info"]["cursor"]
+            if cursor is None:
+                break
+            await named(house, 1)  # what comes meanwhile moves nothing
+        assert [entry["seq"] for entry in found] == [7, 6, 5, 4, 3, 2, 1]
+        assert [entry["detail"] for entry in found] == [{"name": f"n{number}"} for number in reversed(range(7))]
+        whole = (await house.operate("GET", f"/accounts/{house.ann_id}/audit?per_page=100")).json["result"]
+        assert whole[-7:] == found
+        assert (await house.operate("GET", f"/accounts/{'0' * 32}/audit")).status == 404
+
+
+@looped
+async def test_filters_by_action_actor_and_time(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        await named(house, 2)
+        await house.operate("POST", f"/accounts/{house.ann_id}/resume")
+        operator = house.operator.split("_")[1]
+        now = datetime.now(UTC)
+        later, earlier = (now.replace(year=now.year + n).strftime("%Y-%m-%dT%H:%M:%SZ") for n in (1, -1))
+        for query, seqs in (
+            ("", [3, 2, 1]), ("action=account.resume", [3]), (f"actor={operator}", [3]), ("action=nothing", []),
+            (f"since={earlier}&before={later}", [3, 2, 1]), (f"since={later}", []), (f"before={earlier}", []),
+            (f"action=account.settings&before={later}&per_page=1", [2]),
+        ):  # fmt: skip
+            page = (await house.ask("GET", f"{house.account}/audit?{query}")).json
+            assert [entry["seq"] for entry in page["result"]] == seqs, query
+        for query in ("since=1767225600", "since=now", "cursor=0", "per_page=101", "since=2026-01-01T00:00:00"):
+            assert (await house.ask("GET", f"{house.account}/audit?{query}")).status == 400, query
+
+
+@looped
+async def test_a_filter_looks_at_so_many_entries_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOKED_AT_MAX", 4)
+    monkeypatch.setattr(module, "CHUNK", 2)
+    async with kept(tmp_path) as house:
+        await house.operate("POST", f"/accounts/{house.ann_id}/resume")
+        await named(house, 6)
+        path = f"{house.account}/audit?action=account.resume"
+        first = (await house.ask("GET", path)).json
+        assert (first["result"], first["result_info"]["cursor"]) == ([], 4)
+        rest = (await house.ask("GET", f"{path}&cursor=4")).json
+        assert ([entry["seq"] for entry in rest["result"]], rest["result_info"]["cursor"]) == ([1], None)
+
+
+@looped
+async def test_a_chain_that_was_altered_is_told(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        await named(house, 3)
+        whole = (await house.operate("GET", f"/audit/verify?account={house.ann_id}")).json["result"]
+        assert (whole["intact"], whole["entries"]) == (True, 3)
+        cut = await house.operate("GET", f"/audit/verify?account={house.ann_id}&head={'0' * 64}")
+        assert cut.json["result"]["intact"] is False
+        with sqlite3.connect(tmp_path / "hearth.db") as file:
+            file.execute("UPDATE audit SET target = 'bob' WHERE seq = 2")
+        altered = (await house.operate("GET", f"/audit/verify?account={house.ann_id}")).json["result"]
+        assert (altered["intact"], altered["entries"], altered["seq"]) == (False, 1, 2)
+        assert altered["problem"]
+        assert (await house.operate("GET", f"/audit/verify?account={'0' * 32}")).status == 404
+
+
+async def change_all(house: House) -> list[tuple[str, str, Answer]]:
+    """Every operation that changes something, asked for bob by whoever may."""
+    done = []
+    for method, path, operation in house.document.operations:
+        if method == "GET" or "/ai/" in path or path.startswith("/v1/"):
+            continue
+        spare = (await house.gateway.accounts.tokens(house.bob_id))[-1]
+        token = house.operator if path.startswith(OPERATOR) else house.bob
+        where = filled(path, house.bob_id, spare.id)
+        done.append((method, path, await house.ask(method, where, body_of(operation), token)))
+    assert len(done) > 12
+    return done
+
+
+@looped
+async def test_no_effect_is_acknowledged_that_the_audit_log_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(entry: AuditEntry) -> bool:
+        raise StoreUnavailable("the disk is full")
+
+    async with kept(tmp_path) as house:
+        await house.gateway.accounts.mint(house.bob_id, "spare")
+        monkeypatch.setattr(house.gateway.app._store, "append_audit", away)
+        for method, path, answer in await change_all(house):
+            assert answer.status in (503, 404), (method, path, answer.status)
+            if answer.status == 404:
+                assert path.endswith("{plan}") or "{token_id}" in path, path
+
+
+@looped
+async def test_every_change_has_one_entry_of_its_actor(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        for method, path, operation in house.document.operations:
+            if method == "GET" or "/ai/" in path or path.startswith("/v1/"):
+                continue
+            spare, _ = await house.gateway.accounts.mint(house.bob_id, "spare")
+            token = house.operator if path.startswith(OPERATOR) else house.bob
+            before = await entries(house)
+            answer = await house.ask(method, filled(path, house.bob_id, spare.id), body_of(operation), token)
+            after = await entries(house)
+            assert answer.status == 200, (method, path, answer.content)
+            (new,) = [one for one in after if one not in before]
+            assert new[0] == token.split("_")[1], (method, path)
+            await house.gateway.accounts.resume(house.bob_id)
+
+
+async def entries(house: House) -> list[tuple[str, str, str, int]]:
+    found = []
+    for chain in ["", *[account.id for account in await house.gateway.accounts.list()]]:
+        found += [(*entry, number) for number, entry in enumerate(await house.audited(chain))]
+    return found
+
+
+@looped
+async def test_a_store_that_is_away_is_told_and_nothing_is_changed(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        await house.gateway.accounts.mint(house.bob_id, "spare")
+        for token in (house.bob, house.operator):
+            await house.gateway.accounts.verify(token)
+        before = await house.gateway.accounts.get(house.bob_id), await house.gateway.accounts.tokens(house.bob_id)
+        connection = house.gateway.app._store._connection
+        connection.execute("PRAGMA query_only = 1")
+        for method, path, answer in await change_all(house):
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1"), (method, path)
+        connection.execute("PRAGMA query_only = 0")
+        after = await house.gateway.accounts.get(house.bob_id), await house.gateway.accounts.tokens(house.bob_id)
+        assert after == before
