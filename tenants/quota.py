@@ -230,6 +230,10 @@ class Quota:
         except asyncio.CancelledError:
             self._write_later(asked.record(Spent(), "cancelled"))  # the store may have granted it
             raise
+        except StoreUnavailable as outage:
+            if outage.unsure:
+                self._write_later(asked.record(Spent(), "store_unavailable"))
+            raise
         if isinstance(decision, Refused):
             raise _refusal(decision, caller, hold)
         granted = msgspec.structs.replace(

@@ -15,9 +15,16 @@ KEPT_DAYS: Final = 400  # records and sums of older days are removed by sweep()
 
 
 class StoreUnavailable(Exception):
-    """The store cannot answer now. The message tells an operator what to do; clients get 503 and `retry_after_s`."""
+    """The store cannot answer now. The message tells an operator what to do; clients get 503 and `retry_after_s`.
+
+    `unsure`: it was asked, and may have acted or act yet.
+    """
 
     retry_after_s: Final = 1
+
+    def __init__(self, message: str, *, unsure: bool = False) -> None:
+        super().__init__(message)
+        self.unsure = unsure
 
 
 class Account(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ All that a decision touches shares one hash tag, `{account id}`:
     hearth:{ID}:expiries          sorted set: request ids by expires_us
     hearth:{ID}:gauge:SUBJECT     hash: requests_us, input_us, output_us, output, open; SUBJECT is "" for the account
     hearth:{ID}:day:DAY[:SUBJECT] hash: the counters of that day
+    hearth:{ID}:month:DAY[:SUBJECT] micro-neurons used and held in the month that begins on DAY, once a limit asked
     hearth:{ID}:usage:DAY         hash: token and model → five sums over the ledger
     hearth:{ID}:ledger:DAY        hash: request id → record
     hearth:{ID}:audit             list of entries
@@ -21,7 +22,8 @@ All that a decision touches shares one hash tag, `{account id}`:
     hearth:version                of all this, VERSION, once a gateway or `hearth doctor` has looked
 
 Redis must run with `maxmemory-policy noeviction`, or it forgets accounts under pressure, and with `appendonly yes` and
-`appendfsync everysec`; advice() says so. How long a Redis that hangs can hold a request up is in store_line.py.
+`appendfsync everysec`; advice() says so. How long a Redis that hangs can hold a request up is in store_line.py. One
+that was emptied is away until it has its data back: after a FLUSHALL by starting it without that command in its log.
 """
 
 import asyncio
@@ -81,10 +83,30 @@ local sums = {{'requests', 'micro_neurons', 'prompt_tokens', 'cached_tokens', 'c
 
 local function gauge(subject) return account .. ':gauge:' .. subject end
 
-local function day_key(day, subject)
-    local key = account .. ':day:' .. day
+-- The calendar is that of Howard Hinnant's "chrono-compatible low-level date algorithms".
+local function first_of_month(day)
+    local z = day + 719468
+    local doe = z - math.floor(z / 146097) * 146097
+    local yoe = math.floor((doe - math.floor(doe / 1460) + math.floor(doe / 36524) - math.floor(doe / 146096)) / 365)
+    local doy = doe - (365 * yoe + math.floor(yoe / 4) - math.floor(yoe / 100))
+    return day - (doy - math.floor((153 * math.floor((5 * doy + 2) / 153) + 2) / 5))
+end
+
+local function key_of(kind, day, subject)
+    local key = account .. kind .. day
     if subject == '' then return key end
     return key .. ':' .. subject
+end
+
+local function day_key(day, subject) return key_of(':day:', day, subject) end
+
+local function month_key(day, subject) return key_of(':month:', first_of_month(day), subject) end
+
+local function spend(day, subject, micro_neurons)
+    local key = month_key(day, subject)
+    if micro_neurons ~= 0 and redis.call('EXISTS', key) == 1 then
+        redis.call('INCRBY', key, string.format('%.0f', micro_neurons))
+    end
 end
 
 local function counted(subjects)
@@ -152,7 +174,10 @@ local function write(request, day, hold, bytes)
         end
     end
     local subjects = counted(record[14])
-    for _, subject in ipairs(subjects) do add(day_key(day, subject), sums, changes, day) end
+    for _, subject in ipairs(subjects) do
+        add(day_key(day, subject), sums, changes, day)
+        spend(day, subject, changes[2] + changes[6])
+    end
     if hold then give_back(record, subjects, hold) end
 end
 
@@ -166,18 +191,9 @@ local function expire()
 end
 """
 
-# What Used and left() of decision.py are. The calendar is that of Howard Hinnant's "chrono-compatible low-level date
-# algorithms".
+# What Used and left() of decision.py are.
 _MEASURE: Final = f"""
 local today = math.floor(now / {DAY_US})
-
-local function first_of_month(day)
-    local z = day + 719468
-    local doe = z - math.floor(z / 146097) * 146097
-    local yoe = math.floor((doe - math.floor(doe / 1460) + math.floor(doe / 36524) - math.floor(doe / 146096)) / 365)
-    local doy = doe - (365 * yoe + math.floor(yoe / 4) - math.floor(yoe / 100))
-    return day - (doy - math.floor((153 * math.floor((5 * doy + 2) / 153) + 2) / 5))
-end
 
 -- The caps as Python packed them.
 local function read_caps(packed)
@@ -188,13 +204,24 @@ local function read_caps(packed)
     return caps
 end
 
-local function spent(subject, first, last)
+local function spent(day, subject)
+    local found = redis.call('HMGET', day_key(day, subject), 'micro_neurons', 'held')
+    return tonumber(found[1] or 0) + tonumber(found[2] or 0)
+end
+
+local function spent_this_month(subject)
+    local kept = redis.call('GET', month_key(today, subject))
+    if kept then return tonumber(kept) end
     local sum = 0
-    for day = first, last do
-        local found = redis.call('HMGET', day_key(day, subject), 'micro_neurons', 'held')
-        sum = sum + tonumber(found[1] or 0) + tonumber(found[2] or 0)
-    end
+    for day = first_of_month(today), today do sum = sum + spent(day, subject) end
     return sum
+end
+
+local function keep_month(subject, sum)
+    local key = month_key(today, subject)
+    if redis.call('SETNX', key, string.format('%.0f', sum)) == 1 then
+        redis.call('EXPIREAT', key, (today + {KEPT_DAYS}) * 86400)
+    end
 end
 
 local gauges = {{}}
@@ -210,10 +237,8 @@ end
 
 local function left(cap)
     local measure, read = cap.measure, used(cap.subject)
-    if measure == '{Refusal.NEURONS_PER_DAY}' then return cap.allowed - spent(cap.subject, today, today) end
-    if measure == '{Refusal.NEURONS_PER_MONTH}' then
-        return cap.allowed - spent(cap.subject, first_of_month(today), today)
-    end
+    if measure == '{Refusal.NEURONS_PER_DAY}' then return cap.allowed - spent(today, cap.subject) end
+    if measure == '{Refusal.NEURONS_PER_MONTH}' then return cap.allowed - spent_this_month(cap.subject) end
     if measure == '{Refusal.CONCURRENT_REQUESTS}' then return cap.allowed - read.open end
     if measure == '{Refusal.REQUESTS_PER_MINUTE}' then return cap.room - math.max(read.requests_us - now, 0) end
     if measure == '{Refusal.INPUT_TOKENS_PER_MINUTE}' then return cap.room - math.max(read.input_us - now, 0) end
@@ -272,7 +297,7 @@ for i, subject in ipairs(subjects) do
     local key, read = gauge(subject), used(subject)
     local written = {{'open', read.open + 1, 'output', read.output + output}}
     rates[i] = 0
-    for _, cap in ipairs(caps) do
+    for j, cap in ipairs(caps) do
         if cap.subject == subject then
             if cap.measure == '{Refusal.REQUESTS_PER_MINUTE}' then
                 written[#written + 1], written[#written + 2] = 'requests_us', math.max(read.requests_us, now) + cap.cost
@@ -280,12 +305,15 @@ for i, subject in ipairs(subjects) do
                 written[#written + 1], written[#written + 2] = 'input_us', math.max(read.input_us, now) + cap.cost
             elseif cap.measure == '{Refusal.OUTPUT_TOKENS_PER_MINUTE}' then
                 rates[i] = cap.allowed
+            elseif cap.measure == '{Refusal.NEURONS_PER_MONTH}' then
+                keep_month(subject, cap.allowed - after[j])
             end
         end
     end
     redis.call('HSET', key, unpack(written))
     if subject ~= '' then redis.call('EXPIRE', key, {GAUGE_S}) end
     add(day_key(today, subject), {{'held', 'open'}}, {{granted, 1}}, today)
+    spend(today, subject, granted)
 end
 local kept = string.format('%.0f:%.0f:%.0f:%s:', today, granted, output, table.concat(rates, ','))
 redis.call('HSET', holds, request, kept .. record)
@@ -322,12 +350,14 @@ for i = 3, #ARGV, 2 do
 end
 """
 
-# ARGV: now, then request, day, record of each.
+# ARGV: now, whether an account that is not there may be charged, then request, day, record of each.
 _SETTLE: Final = """
-for i = 2, #ARGV, 3 do
+if ARGV[2] == '0' and redis.call('EXISTS', account) == 0 then return 0 end
+for i = 3, #ARGV, 3 do
     local hold = take(ARGV[i])
     write(ARGV[i], hold and hold.day or ARGV[i + 1], hold, ARGV[i + 2])
 end
+return 1
 """
 
 _SWEEP: Final = "return expire()"
@@ -401,12 +431,11 @@ class RedisStore:
         self._take_notices = _Script(_TAKE_NOTICES)
 
     async def ping(self) -> None:
-        """Also raises StoreUnavailable where a newer Hearth has written."""
+        """Writes, because a full Redis and a replica answer a PING. Also raises where a newer Hearth has written."""
         kept = int(await self._ask("GET", _VERSION) or 0)
         if kept > VERSION:
             raise StoreUnavailable(f"a newer Hearth keeps version {kept} there: run that one, or name another database")
-        if kept < VERSION:
-            await self._ask("SET", _VERSION, VERSION)
+        await self._ask("SET", _VERSION, VERSION)
 
     async def advice(self) -> Sequence[str]:
         persistence, memory = await self._read(("INFO", "persistence"), ("INFO", "memory"))
@@ -429,7 +458,10 @@ class RedisStore:
 
     async def account(self, account_id: str) -> Account | None:
         columns, plans = await self._asked(("HMGET", _key(account_id), *_ACCOUNT), ("HGETALL", _PLANS))
-        return _account(account_id, columns, _pairs(plans))
+        account = _account(account_id, columns, _pairs(plans))
+        if account is None:
+            await self._remembers()
+        return account
 
     async def accounts(self) -> Sequence[Account]:
         ids = await self._ids()
@@ -469,6 +501,7 @@ class RedisStore:
     async def token(self, token_id: str) -> tuple[ApiToken, Sequence[Seal], Account] | None:
         owner = await self._ask("GET", f"hearth:token:{token_id}")
         if owner is None:
+            await self._remembers()
             return None
         account_id = owner.decode()
         packed, revoked_at, columns, plans = await self._asked(
@@ -479,6 +512,7 @@ class RedisStore:
         )
         account = _account(account_id, columns, _pairs(plans))
         if packed is None or account is None:
+            await self._remembers()
             return None
         token, seals = _unpack_token(packed)
         return _with_revocation(token, revoked_at), [seals] if isinstance(seals, Seal) else seals, account
@@ -514,6 +548,8 @@ class RedisStore:
         if not code:
             day, held, *after = answer
             return Granted(day, held, tuple(after))
+        if code == _CODE[Refusal.NO_ACCOUNT]:
+            await self._remembers()
         *numbers, subject = answer or (b"",)
         return structs.replace(Refused(_REFUSALS[code - 1], *numbers), subject=subject.decode())
 
@@ -532,11 +568,14 @@ class RedisStore:
 
     async def settle(self, records: Sequence[UsageRecord]) -> None:
         now = self._now_us()
-        calls = [
-            (key, (now, *(part for one in group for part in (one.request_id, one.day, _pack(one)))))
+        groups = [
+            (key, [part for one in group for part in (one.request_id, one.day, _pack(one))])
             for key, group in _by_account(records)
         ]
-        await self._call(self._settle, calls)
+        written = await self._call(self._settle, [(key, (now, 0, *parts)) for key, parts in groups])
+        if not all(written):
+            await self._remembers()
+            await self._call(self._settle, [(key, (now, 1, *parts)) for key, parts in groups])
 
     async def sweep(self) -> int:
         now, swept = self._now_us(), 0
@@ -631,6 +670,15 @@ class RedisStore:
             ("HDEL", f"{_NOTICES}:bodies", notice_id),
             ("HDEL", f"{_NOTICES}:tries", notice_id),
         )
+
+    async def _remembers(self) -> None:
+        """Raises StoreUnavailable where there is no account at all: an emptied Redis would be taken for one that knows
+        nobody, and tokens and usage thrown away that are in force once it is restored."""
+        if not await self._ask("EXISTS", "hearth:accounts"):
+            raise StoreUnavailable(
+                "Redis has no account: it was emptied, and must be restored from its log or a backup; "
+                "or [store] url names another one; or `hearth accounts create` has yet to make the first"
+            )
 
     async def _ids(self) -> list[str]:
         (ids,) = await self._read(("SMEMBERS", "hearth:accounts"))

@@ -132,10 +132,10 @@ async def test_a_forged_secret_with_a_right_checksum_opens_nothing(accounts: Acc
 
 async def test_a_token_of_another_server_opens_nothing(store: Store, accounts: Accounts, tmp_path: Path) -> None:
     elsewhere = open_store(f"sqlite:{tmp_path / 'elsewhere.db'}")
-    _, text = await minted(Accounts(elsewhere, SECRET))
-    with pytest.raises(UnknownToken):
-        await accounts.verify(text)
+    _, foreign = await minted(Accounts(elsewhere, SECRET))
     _, text = await minted(accounts)
+    with pytest.raises(UnknownToken):
+        await accounts.verify(foreign)
     with pytest.raises(UnknownToken):
         await Accounts(store, SECRET[::-1]).verify(text)
     await elsewhere.close()
@@ -267,6 +267,7 @@ async def test_neither_secret_nor_token_text_is_kept_or_cached(
 
 
 async def test_an_unknown_account_or_token_is_named_in_the_error(accounts: Accounts) -> None:
+    await accounts.create("somebody else")
     calls: list[Callable[[], Any]] = [
         lambda: accounts.get("f" * 32),
         lambda: accounts.set_ceiling("f" * 32, Limits()),

@@ -18,12 +18,13 @@ from hypothesis import strategies as some
 from msgspec import structs
 
 from tenants import quota as module
-from tenants.accounts import Accounts, UnknownToken
+from tenants.accounts import Accounts, Caller, UnknownToken
 from tenants.outbox import Outbox
 from tenants.quota import AlreadyRecorded, Order, Price, Quota, QuotaExceeded, Reservation, Spent
 from tenants.store import Store, StoreUnavailable, open_store
 from tenants.terms import DEFAULT_PLAN
 from tenants.usage import EXPIRED, MICRO, Totals
+from tests.tenants.conftest import SECRET
 
 pytestmark = pytest.mark.anyio
 PRICE = Price(input=1_000, cached_input=100, output=3_000)
@@ -668,3 +669,48 @@ def test_the_defaults_let_a_laptop_work() -> None:
     limits = DEFAULT_PLAN.limits
     assert (limits.at_once or 0) == (limits.requests_per_minute or 0) >= 300
     assert (limits.neurons_per_day or 0) >= 10_000
+
+
+async def test_a_reservation_that_the_store_took_too_late_is_given_back(
+    empty_redis_url: str, frozen_redis: Any, tmp_path: Path
+) -> None:
+    """What was on its way when Redis froze is done when it thaws, long after the caller was told 503."""
+    store = open_store(empty_redis_url)
+    caller, quota = await caller_of(store), Quota(store, tmp_path / "outbox")
+    day = (await reserved(quota, caller, "before")).day
+    with frozen_redis(), pytest.raises(StoreUnavailable):
+        await reserved(quota, caller, "late")
+
+    async def held(count: int) -> bool:
+        return (await store.totals(caller.account.id, day)).open == count
+
+    await until(partial(held, 2))
+    await quota.replay()
+    assert await held(1)
+    late = [one for one in await store.records(caller.account.id, day) if one.request_id == "late"]
+    assert [(one.outcome, one.micro_neurons) for one in late] == [("store_unavailable", 0)]
+    await balanced(store, caller, day)
+    await store.close()
+
+
+async def test_a_request_that_the_store_never_heard_of_leaves_no_record(
+    empty_redis_url: str, frozen_redis: Any, tmp_path: Path
+) -> None:
+    """An outage must not fill the outbox with those who were refused."""
+    store = open_store(empty_redis_url)
+    caller, quota = await caller_of(store), Quota(store, tmp_path / "outbox")
+    await reserved(quota, caller, "before")
+    with frozen_redis():
+        for n in range(5):
+            with pytest.raises(StoreUnavailable):
+                await reserved(quota, caller, f"r{n}")
+    assert quota.unwritten == 1
+    await store.close()
+
+
+async def caller_of(store: Store) -> Caller:
+    """A new account's, in a store that goes by its own clock."""
+    accounts = Accounts(store, SECRET)
+    account = await accounts.create("ann")
+    _, text = await accounts.mint(account.id, "laptop")
+    return await accounts.verify(text)

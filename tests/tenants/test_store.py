@@ -587,3 +587,26 @@ async def test_every_method_says_store_unavailable_during_an_outage(store: Store
         for ask in asks:
             with pytest.raises(StoreUnavailable):
                 await ask()
+
+
+async def test_whoever_comes_last_does_not_begin_the_window_anew(store: Store, clock: Any) -> None:
+    """Refused and granted requests alike leave its end where it was."""
+    await open_account(store, requests_per_minute=60, burst=2, neurons_per_day=1.0)
+    assert [plain(await store.reserve(hold(f"r{n}", clock.day))) for n in range(2)] == [Granted(clock.day)] * 2
+    waits = []
+    for n in range(4):
+        refused = await store.reserve(hold(f"over{n}", clock.day))
+        assert isinstance(refused, Refused)
+        waits.append(refused.retry_after_us)
+        clock.now_s += 0.25
+    assert waits == [MICRO - n * MICRO // 4 for n in range(4)]
+    assert plain(await store.reserve(hold("next", clock.day))) == Granted(clock.day)
+    day_ends = []
+    for n in range(3):
+        refused = await store.reserve(hold(f"large{n}", clock.day, MICRO))
+        assert isinstance(refused, Refused)
+        assert refused.reason is Refusal.NEURONS_PER_DAY
+        day_ends.append(int(clock.now_s * MICRO) + refused.retry_after_us)
+        await store.settle([record("r0", clock.day, 1)])
+        clock.now_s += 60
+    assert day_ends == [(clock.day + 1) * DAY_US] * 3

@@ -93,3 +93,42 @@ async def test_a_redis_that_thawed_answers_the_next_caller(line: Line, frozen_re
     with frozen_redis(), pytest.raises(StoreUnavailable):
         await line.ask(("ECHO", "frozen"))
     assert await line.ask(("ECHO", "thawed")) == [b"thawed"]
+
+
+async def test_nothing_that_was_asked_of_a_frozen_redis_is_done_when_it_thaws_but_what_was_on_its_way(
+    line: Line, frozen_redis: Any, empty_redis_url: str
+) -> None:
+    assert await line.ask(("INCR", "asked")) == [1]
+    unsure = []
+    with frozen_redis():
+        for _ in range(5):
+            with pytest.raises(StoreUnavailable) as raised:
+                await line.ask(("INCR", "asked"))
+            unsure.append(raised.value.unsure)
+    assert unsure == [True, False, False, False, False]
+    assert await line.ask(("INCR", "asked")) == [3]
+
+
+async def test_a_caller_of_a_redis_that_is_known_to_be_silent_waits_for_one_deadline(
+    line: Line, frozen_redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    times = []
+    with frozen_redis():
+        for _ in range(4):
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                await line.ask(("PING",))
+            times.append(time.monotonic() - began)
+    assert times[0] >= 0.4, "the first caller's command is sent twice"
+    assert min(times[1:]) < 0.3, times
+
+
+async def test_an_answer_that_came_while_this_process_was_late_is_taken(line: Line, empty_redis_url: str) -> None:
+    """Else every pause of the process would be taken for one of Redis."""
+    await line.ask(("PING",))
+    asking = asyncio.ensure_future(line.ask(("INCR", "asked")))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    time.sleep(module.ANSWER_S + 0.1)  # noqa: ASYNC251 the pause
+    assert await asking == [1], "it was sent once more"

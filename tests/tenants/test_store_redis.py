@@ -1,14 +1,14 @@
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 import pytest
 import redis
 
 from tenants.grants import Grant
-from tenants.store import KEPT_DAYS, Account, ApiToken, Granted, Hold, Seal, StoreUnavailable, open_store
+from tenants.store import KEPT_DAYS, Account, ApiToken, Cap, Granted, Hold, Refusal, Seal, StoreUnavailable, open_store
 from tenants.store_line import FLIGHT
 from tenants.store_redis import VERSION, RedisStore
 from tenants.terms import Limits
@@ -186,3 +186,47 @@ async def test_sums_and_records_read_while_decisions_are_made_agree(store: Redis
         await asyncio.sleep(0.01)
     stop.set()
     await asyncio.gather(*working)
+
+
+async def test_an_emptied_redis_is_an_outage_and_knows_no_strangers(store: RedisStore, empty_redis_url: str) -> None:
+    """Else every token would be refused for good, and all usage of the outage written where it is thrown away."""
+    with redis.Redis.from_url(empty_redis_url) as client:
+        client.flushall()
+        asking: list[Callable[[], Awaitable[object]]] = [
+            lambda: store.token("key"),
+            lambda: store.account(ANN),
+            lambda: store.reserve(hold("r")),
+            lambda: store.settle([hold("r").record]),
+        ]
+        for ask in asking:
+            with pytest.raises(StoreUnavailable, match="it was emptied, and must be restored"):
+                await ask()
+        await store.left(ANN, [Cap("", Refusal.NEURONS_PER_MONTH, 1, 100)])
+        assert client.dbsize() == 0
+
+
+async def test_a_settlement_for_an_account_that_is_gone_is_kept_where_others_are_there(store: RedisStore) -> None:
+    gone, today = "b" * 32, int(time.time()) // 86_400
+    await store.settle([msgspec.structs.replace(hold("r").record, account_id=gone, day=today, outcome="done")])
+    assert [one.request_id for one in await store.records(gone, today)] == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "heal"),
+    [
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+        (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+    ],
+    ids=["a replica", "a full one"],
+)
+async def test_a_redis_that_takes_no_writes_answers_no_ping(
+    store: RedisStore, empty_redis_url: str, begin: tuple[str, ...], heal: tuple[str, ...]
+) -> None:
+    with redis.Redis.from_url(empty_redis_url) as client:
+        client.execute_command(*begin)
+        try:
+            with pytest.raises(StoreUnavailable):
+                await store.ping()
+        finally:
+            client.execute_command(*heal)
+    await store.ping()
