@@ -201,8 +201,8 @@ class Quota:
 
         `request_id` is new for every request and at most 64 characters; a repeated call with the same one is granted
         again and counted once. Raises QuotaExceeded, StoreUnavailable, UnknownToken when the token was revoked since it
-        was verified, Suspended, AlreadyRecorded. When it raises nothing is held, except that a store which answered too
-        late keeps the hold for up to HOLD_S.
+        was verified, Suspended, AlreadyRecorded. When it raises nothing is held; what a store took too late is given
+        back as soon as it takes settlements again.
         """
         if len(self._open) + len(self._settled) >= UNSETTLED_MAX:
             raise StoreUnavailable(f"{UNSETTLED_MAX:,} requests are open or wait to be written; try again later")
