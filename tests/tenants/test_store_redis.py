@@ -222,6 +222,7 @@ async def test_a_settlement_for_an_account_that_is_gone_is_kept_where_others_are
 async def test_a_redis_that_takes_no_writes_answers_no_ping(
     store: RedisStore, empty_redis_url: str, begin: tuple[str, ...], heal: tuple[str, ...]
 ) -> None:
+    await store.ping()
     with redis.Redis.from_url(empty_redis_url) as client:
         client.execute_command(*begin)
         try:
