@@ -82,9 +82,6 @@ class Accounts:
         self._known: dict[bytes, Account] = {}
         self._ranks: Lazy[Account] = Lazy(_rank)
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def find(self, name: bytes) -> Account | None:
         return self._known.get(name)
 

@@ -100,7 +100,7 @@ class History:
         assert not self.tree._roots
         assert not self.tree._scopes
         assert not self.tree._wiped.roots
-        assert not len(self.tree._accounts)
+        assert not self.tree._accounts._known
         return self
 
     # Acts
@@ -311,10 +311,10 @@ class History:
 
     def compare(self) -> None:
         self.tree.check()
-        self.account.check()
         leased = {id(run.root) for run in self.runs}
         self.roots = [root for root in self.roots if root.blocks or id(root) in leased]
         held = [block for root in self.roots for block in root.blocks.values()]
+        self.account.check(held)
         uses = Counter(block for run in self.runs for block in run.lease.blocks)
         assert self.tree.cached == len(held)
         assert self.tree.unused == len(set(held)) - len(uses)

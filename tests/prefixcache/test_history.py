@@ -11,10 +11,10 @@ import prefixcache
 from tests.prefixcache.history import History
 
 
-@pytest.mark.parametrize("first", range(0, 240, 60))
+@pytest.mark.parametrize("first", range(0, 160, 40))
 def test_any_history_agrees_with_the_brute_force_model(first: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(first, first + 60):
+    for seed in range(first, first + 40):
         try:
             seen += History(seed).run().tree.counters
         except BaseException:
@@ -116,10 +116,6 @@ BREAKS = {
         "        node.pins -= 1\n",
     ),
     "a time to live is set once": ("if scope.keep_s != keep.keep_s:", "if scope.keep_s is None:"),
-    "a shorter time to live is not looked at": (
-        "                self._ends.put(root_of_scope)\n",
-        "                pass\n",
-    ),
     "what is fresh is swept": ("age > self._over_s(root)", "False"),
     "forgotten blocks are found": ('self._key(node) + self._hid.to_bytes(8, "big")', "self._key(node)"),
     "an edge is forgotten from its start": ("root.split(node, blocks - start)", "pass"),

@@ -373,7 +373,7 @@ def test_a_scope_without_blocks_and_leases_is_forgotten(tree: Tree, account: Blo
     tree.evict(4)
     assert tree._scopes == {}
     assert tree._roots == {}
-    assert len(tree._accounts) == 0
+    assert not tree._accounts._known
 
 
 def test_counters_are_exact(tree: Tree, account: Blocks) -> None:
