@@ -5,7 +5,7 @@ a process of its own, behind its real socket on the CPU.
 
 A round first takes the pace of a saturated replica; the four then ask for a fixed part of it together, at random times:
 alone, beside the aggressor, and once more beside it with all requests under one account, which is first come, first
-served. Figures are medians of the rounds. Time is the replica's own: the CPU time that the kernel counts for it while
+served. Figures are of all rounds together. Time is the replica's own: the CPU time that the kernel counts for it while
 it has work, and the wall's while it has none, so that what else the machine does is left out.
 """
 
@@ -23,7 +23,7 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -65,12 +65,18 @@ POLL_S: Final = 0.001
 
 @dataclass(slots=True)
 class Seen:
-    """What came back in one run."""
+    """What came back in one run, or in several."""
 
     seconds: float = 0.0
     first_token_s: list[float] = field(default_factory=list)  # of the four
     asked: Counter[int] = field(default_factory=Counter)  # tokens as service, by account
     served: Counter[int] = field(default_factory=Counter)
+
+    def add(self, other: "Seen") -> None:
+        self.seconds += other.seconds
+        self.first_token_s += other.first_token_s
+        self.asked.update(other.asked)
+        self.served.update(other.served)
 
     def p95_ms(self) -> float:
         waits = sorted(self.first_token_s)
@@ -114,6 +120,7 @@ class Run:
         self._wall_s, self._cpu_s = time.perf_counter(), replica.cpu_s()
         self._reader = FrameReader()
         self._pick = random.Random(seed)
+        self._words = random.Random()  # no run finds in the cache what another one computed
         self._fifo = fifo
         self._rates = rates
         self._open: dict[int, Asked] = {}
@@ -151,7 +158,7 @@ class Run:
 
     def _submit(self, account: int, at_s: float, counting: bool) -> None:
         pick = self._pick
-        prompt = array("I", (pick.randrange(self.vocabulary) for _ in range(pick.randint(*PROMPT_TOKENS))))
+        prompt = array("I", (self._words.randrange(self.vocabulary) for _ in range(pick.randint(*PROMPT_TOKENS))))
         output = pick.randint(*OUTPUT_TOKENS)
         names = bytes([account]) * 16, bytes([AGGRESSOR if self._fifo else account]) * 16
         scope = Scope(ScopeKind.TENANT, names[0], account=names[1])
@@ -243,38 +250,30 @@ def main() -> None:
     arguments = parser.parse_args()
     mean = PROMPT_TOKEN * statistics.mean(PROMPT_TOKENS) + GENERATED_TOKEN * statistics.mean(OUTPUT_TOKENS)
     seconds = arguments.seconds
-    rounds: list[tuple[Seen, Seen, Seen]] = []
+    alone, attacked, fifo = Seen(), Seen(), Seen()
     paces = []
     with tempfile.TemporaryDirectory() as name, replica(Path(name)) as one:
         for seed in range(arguments.rounds):
             paces.append(run(one, {AGGRESSOR: 40.0}, seconds / 2, seed).per_s())
             calm = dict.fromkeys(OTHERS, PART * paces[-1] / mean / len(OTHERS))
             attack = {**calm, AGGRESSOR: TIMES * calm[OTHERS[0]]}
-            runs = ((calm, False), (attack, False), (attack, True))
-            alone, attacked, fifo = (run(one, rates, seconds, seed, fifo) for rates, fifo in runs)
-            rounds.append((alone, attacked, fifo))
-    tell(paces, rounds)
+            alone.add(run(one, calm, seconds, seed))
+            attacked.add(run(one, attack, seconds, seed))
+            fifo.add(run(one, attack, seconds, seed, fifo=True))
+    tell(statistics.median(paces), alone, attacked, fifo)
 
 
-def tell(paces: list[float], rounds: list[tuple[Seen, Seen, Seen]]) -> None:
-    def median(of: Callable[[Seen, Seen, Seen], float]) -> float:
-        return statistics.median(of(*each) for each in rounds)
-
-    four, fifth = f"four accounts at {PART:.0%} of the pace", f"beside a fifth at {TIMES}×"
-    fifo = "first come, first served"
-    alone_ms = median(lambda alone, attacked, fifo: alone.p95_ms())
-    record("fairness", "pace of a saturated replica, tokens as service", statistics.median(paces), "tokens/s")
-    record("fairness", f"{four}, first token p95", alone_ms, "ms")
-    shape = f"{four}, {fifth}, first token p95"
-    record("fairness", shape, median(lambda alone, attacked, fifo: attacked.p95_ms()), "ms", bound=2 * alone_ms)
-    record("fairness", shape, median(lambda alone, attacked, fifo: fifo.p95_ms()), "ms", peer=fifo)
-    ratio = median(lambda alone, attacked, fifo: attacked.p95_ms() / alone.p95_ms())
-    record("fairness", f"{shape} ÷ alone", ratio, "×", bound=2.0)
-    shape = f"{four}, {fifth}, Jain index of service over what is due"
-    record("fairness", shape, median(lambda alone, attacked, fifo: attacked.jain()), "", bound=0.95)
-    record("fairness", shape, median(lambda alone, attacked, fifo: fifo.jain()), "", peer=fifo)
-    ratio = median(lambda alone, attacked, fifo: attacked.per_s() / fifo.per_s())
-    record("fairness", f"{four}, {fifth}, tokens/s ÷ {fifo}", ratio, "×", bound=0.95)
+def tell(pace: float, alone: Seen, attacked: Seen, fifo: Seen) -> None:
+    four, peer = f"four accounts at {PART:.0%} of the pace", "first come, first served"
+    beside = f"{four}, beside a fifth at {TIMES}×"
+    record("fairness", "pace of a saturated replica, tokens as service", pace, "tokens/s")
+    record("fairness", f"{four}, first token p95", alone.p95_ms(), "ms")
+    record("fairness", f"{beside}, first token p95", attacked.p95_ms(), "ms", bound=2 * alone.p95_ms())
+    record("fairness", f"{beside}, first token p95", fifo.p95_ms(), "ms", peer=peer)
+    record("fairness", f"{beside}, first token p95 ÷ alone", attacked.p95_ms() / alone.p95_ms(), "×", bound=2.0)
+    record("fairness", f"{beside}, Jain index of service over what is due", attacked.jain(), "", bound=0.95)
+    record("fairness", f"{beside}, Jain index of service over what is due", fifo.jain(), "", peer=peer)
+    record("fairness", f"{beside}, tokens/s ÷ {peer}", attacked.per_s() / fifo.per_s(), "×", bound=0.95)
 
 
 if __name__ == "__main__":

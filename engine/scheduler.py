@@ -399,7 +399,7 @@ class Scheduler:
             raise Refused(RejectReason.BUSY, message, self._retry_ms(standing))
 
     def _wait_ms(self, standing: Standing[Sequence]) -> float:
-        """How long one more request of this account would wait for its turn."""
+        """How long one more request of this account would wait for its turn, its own caps left out."""
         return self._pace.wait_ms(self._queue.ahead(standing, self._pace.part)) if self._queue.line else 0.0
 
     def _retry_ms(self, standing: Standing[Sequence]) -> int:
