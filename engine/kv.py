@@ -1,9 +1,9 @@
 """The KV cache's tensors: blocks of slots, one slot per token and layer. It knows no sequences and no owners."""
 
+import mmap
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,8 +95,11 @@ class KvPool:
 
 
 def _memory(count: int, device: torch.device) -> Tensor:
-    """So many bytes. On a CPU they are zero, and the operating system gives them page by page as they are written;
-    torch.zeros would write them all."""
+    """So many bytes. On a CPU they are zero, and the operating system gives them page by page as they are written,
+    which no allocator promises that may have been told to overwrite what it gives."""
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros(count, np.uint8))
+        pages = mmap.mmap(-1, count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
     return torch.empty(count, dtype=torch.uint8, device=device)

@@ -33,6 +33,7 @@ from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openai import OpenAI
 from gateway.outage import Outage
 from gateway.request import Gateway
+from gateway.residue import Residue
 from gateway.run import Native
 from gateway.suspects import Suspects
 from gateway.traces import Traces, open_traces
@@ -312,7 +313,7 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
     """
     store = open_store(config.store_url)
     issuers = Issuers(config.issuers)
-    fleet = Fleet(config.machine_addresses)
+    fleet, residue = Fleet(config.machine_addresses), Residue()
     thresholds = Thresholds(store, time.time)
     webhook = Webhook(store, signer(secret), time.time, private=config.server.private_notices)
     gateway = Gateway(
@@ -325,6 +326,7 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         suspects=Suspects(time.monotonic),
         outage=Outage(),
         turns=Turns(),
+        residue=residue,
         metrics=Metrics(config.telemetry.metrics_accounts),
         traces=traces or open_traces(config.telemetry),
         clock=time.monotonic,
@@ -340,5 +342,5 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         store,
         Audit(store, secret),
         Once(store, secret),
-        (issuers.run, thresholds.run, webhook.run, reconciler.run),
+        (issuers.run, thresholds.run, webhook.run, reconciler.run, residue.run),
     )

@@ -62,6 +62,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Meta(description="notices of soft caps may go to private addresses and over plain http")
     ] = False
     drain_s: Annotated[float, Meta(description="on SIGTERM, running streams get this long to end", ge=0)] = 20.0
+    scrub_memory: Annotated[
+        bool,
+        Meta(description="all processes overwrite the memory that they free: zero retention then holds for it as well"),
+    ] = False
     address_connections: Annotated[
         int, Meta(description="open connections of one address, or IPv6 /64, at once; above it 503", ge=1)
     ] = 4096

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -38,6 +39,18 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
 
     Raises Refusal, which may come after a part of the answer was sent, and ClientGone.
     """
+    zero = zero_retention(exchange, caller)
+    try:
+        await answer(gateway, exchange, caller, dialect, named, zero)
+    finally:
+        if zero:
+            gateway.residue.leave()
+
+
+async def answer(
+    gateway: Gateway, exchange: Exchange, caller: Caller, dialect: Dialect, named: str | None, zero: bool
+) -> None:
+    """The same; `zero` says that nothing of it may be kept."""
     body = await exchange.body(gateway.limits.body_bytes_max)
     name, prompt = dialect.parse(body, exchange.query, named, secrets.randbits(SEED_BITS))
     model = gateway.catalogue.find(name)
@@ -52,7 +65,7 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
     try:
         async with exchange.attended(), asyncio.timeout(gateway.limits.request_s):
             reply = dialect.reply(prompt, model.name, exchange.request_id, int(gateway.calendar()))
-            await serve(request, reply)
+            await serve(request, reply, zero)
             request.outcome = "done"
     except TimeoutError:
         request.outcome = "timeout"
@@ -70,15 +83,14 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
         request.close()
 
 
-async def serve(request: Request, reply: Reply) -> None:
+async def serve(request: Request, reply: Reply, zero: bool) -> None:
     """Everything between the checked prompt and the last byte of the answer."""
     gateway, model, prompt = request.gateway, request.model, request.prompt
-    ids = await encode(request)
+    ids = await encode(request, zero)
     room = check(gateway, model, prompt, len(ids))
     tokens = pack(ids)
     request.prompt_tokens = len(ids)
     caller = request.caller
-    zero = zero_retention(request.exchange, caller)
     suspect = fingerprint(model.name, caller.own_scope, tokens)
     if gateway.suspects.refused(suspect):
         raise errors.crashes(int(REMEMBERED_S / 60))
@@ -107,20 +119,30 @@ class Order:
     suspect: bytes
 
 
-async def encode(request: Request) -> list[int]:
+async def encode(request: Request, zero: bool) -> list[int]:
     """The prompt's ids. Raises Refusal where the model's template or tokenizer cannot take it.
 
-    A long text is encoded in a thread, one at a time for each account; one that cannot fit is not encoded at all.
+    A long text is encoded in a thread, one at a time for each account; one that cannot fit is not encoded at all. So is
+    one of which nothing may be kept, in a thread of its own: tokenizers keep the words that they met in a thread until
+    it ends.
     """
     gateway, model, prompt = request.gateway, request.model, request.prompt
-    if prompt.length <= LONG_TEXT_CHARS:
+    if prompt.length <= LONG_TEXT_CHARS and not zero:
         return _encode(model, prompt)
     most = model.text.token_bytes_max
     context_tokens = gateway.context_tokens(model)
     if most is not None and prompt.length > context_tokens * most:
         raise errors.too_long(prompt.length // most, context_tokens)
     async with gateway.turns.take(request.caller.account.id):
-        return await asyncio.to_thread(_encode, model, prompt)
+        return await (_encode_alone(model, prompt) if zero else asyncio.to_thread(_encode, model, prompt))
+
+
+async def _encode_alone(model: Model, prompt: Prompt) -> list[int]:
+    thread = ThreadPoolExecutor(1)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, _encode, model, prompt)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def _encode(model: Model, prompt: Prompt) -> list[int]:

@@ -18,6 +18,7 @@ from gateway.metrics import Metrics
 from gateway.outage import Outage
 from gateway.prompt import Prompt
 from gateway.reply import Chosen, Completion, ToolUse, Usage
+from gateway.residue import Residue
 from gateway.suspects import Suspects
 from gateway.text import Decoder, Text
 from gateway.traces import Span, Traces
@@ -45,6 +46,7 @@ class Gateway:
     suspects: Suspects
     outage: Outage
     turns: Turns
+    residue: Residue
     metrics: Metrics
     traces: Traces
     clock: Callable[[], float]  # monotonic seconds

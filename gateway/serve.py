@@ -127,6 +127,7 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self.cycle.body = bytearray()  # what nobody read of it would stay as long as the connection does
         super().on_response_complete()
         if self.transport.is_closing():
             self._linger()

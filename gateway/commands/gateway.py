@@ -6,6 +6,7 @@ from typing import Any
 
 from gateway.commands.words import add_command, fail, read_settings
 from gateway.journal import keep_journal
+from gateway.scrub import scrub_memory
 from gateway.state import server_secret
 from tenants.store import StoreUnavailable
 
@@ -29,6 +30,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = read_settings(options)
+    if config.server.scrub_memory:
+        scrub_memory()
     try:
         from gateway.serve import serve  # only here: other commands start without an HTTP server
 

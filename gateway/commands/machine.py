@@ -11,6 +11,7 @@ from engine import wire
 from gateway.catalogue import entries, spec_of
 from gateway.commands.words import add_command, read_settings
 from gateway.config import Config
+from gateway.scrub import scrub_memory
 from gateway.state import open_state
 
 _TEACHING = """\
@@ -32,6 +33,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = read_settings(options)
+    if config.server.scrub_memory:
+        scrub_memory()
     open_state(config)
     command = machine_command(config)
     sys.stdout.flush()

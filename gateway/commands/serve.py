@@ -31,6 +31,7 @@ from gateway.commands.machine import machine_command
 from gateway.commands.tenantry import tenantry_of
 from gateway.commands.words import add_command, fail, read_settings
 from gateway.config import Config, ConfigError, ServerConfig
+from gateway.scrub import scrub_memory
 from gateway.state import Credentials, only_one, open_state, read_credentials, server_secret, write_credentials
 from gateway.tls import open_certificate
 from tenants.accounts import NotFound, Unauthenticated
@@ -66,6 +67,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = read_settings(options)
+    if config.server.scrub_memory:
+        scrub_memory()
     try:
         open_state(config)
         open_certificate(config.server)  # what is wrong with it is better said here than in a log

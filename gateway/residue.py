@@ -1,0 +1,63 @@
+"""Overwrites what libraries keep of requests of which nothing may be kept. It does not know which these are.
+
+What they were in has been freed by then; [server] scrub_memory says whether that is overwritten too.
+"""
+
+import asyncio
+import fcntl
+import gc
+import os
+import random
+import sys
+from typing import Final
+
+import msgspec
+
+EVERY_S: Final = 1.0
+_KEYS: Final = 16_384
+_READ_BYTES: Final = 256_000  # what uvloop reads at once, from all sockets into one place
+_PIPE_BYTES: Final = 1 << 18
+
+
+class Residue:
+    """`leave` tells that there is some; it is gone two rounds of `run` later at most."""
+
+    def __init__(self) -> None:
+        self._left = False
+
+    def leave(self) -> None:
+        self._left = True
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if self._left:
+                self._left = False
+                gc.collect()  # what refers to itself is freed by nobody else
+                overwrite_keys()
+                await overwrite_reads()
+
+
+def overwrite_keys() -> None:
+    """msgspec keeps the last short key of an object for each of 512 hashes of keys; so many others meet all of them."""
+    keys = [f'"{random.getrandbits(64):x}":0' for _ in range(_KEYS)]
+    msgspec.json.decode("{" + ",".join(keys) + "}")
+
+
+async def overwrite_reads() -> None:
+    """Lets the event loop read as many zeros as it can at once. uvloop takes them where it took what sockets sent."""
+    if sys.platform != "linux":
+        return
+    reading, writing = os.pipe()
+    loop = asyncio.get_running_loop()
+    try:
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        os.write(writing, bytes(_READ_BYTES))
+    finally:
+        os.close(writing)
+    reader = asyncio.StreamReader(limit=_PIPE_BYTES)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb"))
+    try:
+        await reader.read()
+    finally:
+        transport.close()
