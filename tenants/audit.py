@@ -7,6 +7,7 @@ alone cannot show is that its end was cut off: keep a head that `verify` told, a
 An account's entries are one chain; what concerns no one account, such as plans, is the chain of "".
 """
 
+import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable
@@ -71,6 +72,7 @@ class Audit:
             for entry in page:
                 yield entry
             first_seq += len(page)
+            await asyncio.sleep(0)  # SQLite answers without a pause, and a long chain would stop all streams
 
     async def verify(
         self, account_id: str, known_head: str | None = None, on_entry: Callable[[AuditEntry], None] | None = None
@@ -80,9 +82,7 @@ class Audit:
         async for entry in self.entries(account_id):
             seq += 1
             if (entry.seq, entry.account_id) != (seq, account_id):
-                return Verdict(
-                    seq - 1, before, seq, f"entry {entry.seq} of {entry.account_id!r} stands here"
-                )
+                return Verdict(seq - 1, before, seq, f"entry {entry.seq} of {entry.account_id!r} stands here")
             if not hmac.compare_digest(entry.seal, self._seal(before, entry)):
                 return Verdict(seq - 1, before, seq, "this entry, or the one before it, is not what was written")
             before = entry.seal

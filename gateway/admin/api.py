@@ -129,7 +129,7 @@ class Api:
         async def create() -> bytes:
             return msgspec.msgpack.encode(await self._written(operation, ask))
 
-        named = f"{operation.method} {exchange.path}"
+        named = f"{ask.caller.token_id} {operation.method} {exchange.path}"
         kept = await self._office.once.answer(ask.caller.account.id, named, key.decode("latin-1"), sent, create)
         return msgspec.msgpack.decode(kept, type=Written)
 

@@ -37,17 +37,18 @@ class Once:
         self._secret = hmac.digest(secret, b"hearth idempotency", "sha256")
 
     async def answer(
-        self, account_id: str, operation: str, key: str, body: bytes, create: Callable[[], Awaitable[bytes]]
+        self, account_id: str, asker: str, key: str, body: bytes, create: Callable[[], Awaitable[bytes]]
     ) -> bytes:
         """What `create` returns, or returned to this key's first request. Raises Refusal and StoreUnavailable.
 
-        Only one call of those with the same key acts. Where it is refused the key is free again. Where it broke off
-        nobody can know whether it had its effect: then the key stays taken for a day, so that there is never a second.
+        A key is one asker's, and `asker` names the path too. Only one call of those with the same key acts. Where it
+        is refused the key is free again. Where it broke off nobody can know whether it had its effect: then the key
+        stays taken for a day, so that there is never a second one.
         """
         if not KEY.fullmatch(key):
             raise errors.bad_input("the header 'Idempotency-Key' is 1 to 255 visible ASCII characters")
         # One seal names the claim, another one, which is never kept, is the key that the answer is encrypted with.
-        named = f"{account_id}\n{operation}\n{key}".encode()
+        named = f"{account_id}\n{asker}\n{key}".encode()
         name, cipher = self._seal(b"name", named).hex(), AESGCM(self._seal(b"cipher", named))
         asked = _Kept(self._seal(b"request", body))
         there = await self._store.claim(account_id, name, msgspec.msgpack.encode(asked), KEPT_S)

@@ -1,10 +1,11 @@
 """What one operation of the API is: its place, who may use it, what it takes and what it answers. It serves nothing."""
 
+import asyncio
 import contextlib
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
@@ -108,14 +109,15 @@ class Office:
     audit: Audit
     once: Once
     open_requests: Callable[[], int]
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def note(self, caller: Caller, account_id: str, action: str, target: str, **detail: Any) -> None:
-        """Into the audit log, after the effect and before its answer. Of too long a
-        detail only its digest is kept."""
+        """Into the audit log, after the effect and before its answer. Of too long a detail only its digest is kept."""
         encoded = msgspec.json.encode(detail)
         if len(encoded) > DETAIL_BYTES_MAX:
             detail = {"detail_sha256": hashlib.sha256(encoded).hexdigest()}
-        await self.audit.write(account_id, caller.token_id, action, target, **detail)
+        async with self._writing:  # a chain has one end: changes that come at once would try for it in turns
+            await self.audit.write(account_id, caller.token_id, action, target, **detail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,9 @@ async def test_a_key_is_one_request_of_one_account(tmp_path: Path, store_url: st
         )
         assert bobs.status == 200
         assert bobs.json["result"]["id"] != first.json["result"]["id"]
+        colleague = await house.token()
+        theirs = await house.ask("POST", path, body, colleague, idempotency_key="k")
+        assert theirs.json["result"]["value"] != first.json["result"]["value"]
         without = [await house.ask("POST", path, body) for _ in range(2)]
         assert len({first.content, *(one.content for one in without)}) == 3
         for key in ("", "k" * 256, "a b"):

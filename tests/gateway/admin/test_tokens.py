@@ -1,5 +1,6 @@
 """The tokens' part of the API, over sockets: Cloudflare's shapes, and what a grant forbids."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ async def test_the_official_sdk_keeps_an_accounts_tokens(tmp_path: Path) -> None
         assert made.id in [one.id for one in listed.result]
         changed = await tokens.update(made.id, account_id=house.ann_id, name="sdk 2", policies=policies)
         assert changed.name == "sdk 2"
-        rolled = await tokens.value.update(made.id, account_id=house.ann_id, body={})
+        rolled = await tokens.value.update(made.id, account_id=house.ann_id)
         assert rolled.startswith("hearth_")
         assert rolled != made.value
         assert (await tokens.verify(account_id=house.ann_id)).status == "active"
@@ -224,3 +225,13 @@ async def test_the_official_sdk_keeps_an_accounts_tokens(tmp_path: Path) -> None
         told = [action for _, action, target in await house.audited(house.ann_id) if target == made.id]
         assert told == ["token.create", "token.change", "token.roll", "token.revoke"]
         await cloud.close()
+
+
+@looped
+async def test_a_hundred_tokens_at_once_are_all_made_and_noted(tmp_path: Path, store_url: str) -> None:
+    async with kept(tmp_path, store_url=store_url) as house:
+        body = {"name": "n", "policies": INFERENCE}
+        made = await asyncio.gather(*(house.ask("POST", f"{house.account}/tokens", body) for _ in range(100)))
+        assert {answer.status for answer in made} == {200}
+        targets = [target for _, _, target in await house.audited(house.ann_id)]
+        assert sorted(targets) == sorted(answer.json["result"]["id"] for answer in made)
