@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from engine import residue
 from engine.batch import Runs
 from engine.log import log
 from engine.loop import Loop, open_scheduler
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from engine.traces import Traces
 
 _TICK_S: Final = 0.5
+_OVERWRITE_S: Final = 1.0  # at most so often
 _RECEIVE_BYTES: Final = 1 << 18
 _FAILURES_MAX: Final = 2  # in a row; then the process ends and its machine starts another
 _PR_SET_PDEATHSIG: Final = 1
@@ -189,6 +191,7 @@ class Replica:
         self._connections: dict[int, Connection] = {}
         self._connected = 0
         self._tick_at = clock()
+        self._overwrite_at = clock()
         self._drain_wanted = False
         self._drain_until: float | None = None
 
@@ -243,6 +246,10 @@ class Replica:
             self._pulse.enter(Phase.STEP)
             self._loop.turn()
         self._sweeping = self._loop.sweep()
+        now = self._clock()
+        if now >= self._overwrite_at and self._scheduler.secret_left():
+            self._overwrite_at = now + _OVERWRITE_S
+            residue.overwrite()
 
     def _tell(self) -> None:
         """One Progress per connection that has news, what will not run after all, and Load when sequences came or went

@@ -136,7 +136,8 @@ class Scheduler:
         self._queue: FairQueue[Sequence] = FairQueue(_ticket)
         self._running: list[Sequence] = []  # by ticket
         self._yielding: Sequence | None = None  # it is not launched, to be preempted when it has landed
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap of choices 0 that may not wait for ever
+        self._deadlines: list[tuple[float, int, int]] = []  # a heap of the owners and ids of choices 0 that have one
+        self._secret_left = False
         self._pace = Pace()
         self._pressed = False  # whether something waited for its turn when the last flight landed
         self._served = 0  # of prompts, in the step that is committed
@@ -151,7 +152,6 @@ class Scheduler:
         self._waited_ms = 0.0
         self._landed_s = -math.inf
         self._tickets = 0
-        self._added = 0
         self._steps = 0
         self._counters: Counter[str] = Counter()
         self._vain: Counter[str] = Counter()  # the tree's counts of lookups that started nothing
@@ -178,8 +178,7 @@ class Scheduler:
             self._queue.push(standing, sequence, _work(sequence))
             self._waiting_tokens += sequence.pending
         if first.deadline_s < math.inf:
-            heappush(self._deadlines, (first.deadline_s, self._added, first))
-            self._added += 1
+            heappush(self._deadlines, (first.deadline_s, first.owner, first.id))
 
     def cancel(self, owner: int, ids: Items[int]) -> None:
         """Ends these sequences. Ids that are unknown or have ended are ignored."""
@@ -324,6 +323,11 @@ class Scheduler:
         self._counters["erased_blocks"] += len(blocks)
         return blocks
 
+    def secret_left(self) -> bool:
+        """Whether a sequence of which nothing may be kept has ended since this was asked last."""
+        left, self._secret_left = self._secret_left, False
+        return left
+
     # What to tell
 
     def news(self) -> dict[int, Progress]:
@@ -423,12 +427,13 @@ class Scheduler:
     def _expire(self) -> None:
         """Rejects requests that have waited for as long as they may and of which nothing has started."""
         while self._deadlines and self._deadlines[0][0] <= self._clock():
-            _, _, first = heappop(self._deadlines)
-            if first.stage == Stage.WAITING and (choices := self._untouched(first)):
+            _, owner, id = heappop(self._deadlines)
+            first = self._live.get((owner, id))
+            if first is not None and first.stage == Stage.WAITING and (choices := self._untouched(first)):
                 self._reject(choices, "it waited for as long as it may; try again later")
                 self._counters["expired_requests"] += 1
         if len(self._deadlines) > 64 + 2 * len(self._queue):
-            self._deadlines = [each for each in self._deadlines if each[2].stage == Stage.WAITING]
+            self._deadlines = [each for each in self._deadlines if each[1:] in self._live]
             heapify(self._deadlines)
 
     def _untouched(self, sequence: Sequence) -> list[Sequence]:
@@ -735,6 +740,9 @@ class Scheduler:
             self._waiting_tokens -= sequence.pending
             self._queue.remove(sequence.standing, sequence)
         sequence.stage = Stage.ENDED
+        self._secret_left |= sequence.terms.erase
+        if self._stuck is not None and self._stuck[0] is sequence:
+            self._stuck = None
         if sequence.flying:
             self._leaving.add(sequence)
         else:
