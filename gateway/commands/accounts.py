@@ -212,9 +212,11 @@ def _wishes(settings: Settings) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) or "-"
-    return {None: "-", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
+    return "-" if value is None else str(value)
 
 
 def _state(account: Account) -> str:

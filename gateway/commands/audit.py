@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from gateway.commands.tenantry import Tenantry, ask
 from gateway.commands.words import add_action, add_command, print_json, print_table, read_settings, time_text
-from tenants.audit import SYSTEM
+from tenants.audit import SYSTEM, Verdict
 from tenants.store import AuditEntry
 
 _TEACHING = """\
@@ -68,7 +68,7 @@ async def _list(tenantry: Tenantry, options: argparse.Namespace) -> int:
         if options.only in (None, entry.action)
     ]
     if options.json:
-        print_json([{**structs.asdict(entry), "detail": json.loads(entry.detail)} for entry in found])
+        print_json([{**structs.asdict(entry), "detail": _detail(entry.detail)} for entry in found])
         return 0
     rows = [
         (_name(one.account_id), one.seq, time_text(one.at), one.actor, one.action, one.target, one.detail)
@@ -85,36 +85,35 @@ async def _verify(tenantry: Tenantry, options: argparse.Namespace) -> int:
     with _progress() as on_entry:
         verdicts = {chain: await tenantry.audit.verify(chain, options.head, on_entry) for chain in chains}
     if options.json:
-        print_json(
-            [
-                {
-                    "account_id": chain,
-                    "entries": one.entries,
-                    "head": one.head,
-                    "broken_at": one.seq or None,
-                    "problem": one.problem,
-                }
-                for chain, one in verdicts.items()
-            ]
-        )
+        print_json([_verdict_json(chain, one) for chain, one in verdicts.items()])
     else:
-        rows = [
-            (
-                _name(chain),
-                one.entries,
-                "whole" if one.problem is None else f"BROKEN at entry {one.seq}: {one.problem}",
-                one.head or "-",
-            )
-            for chain, one in verdicts.items()
-        ]
+        rows = [(_name(chain), one.entries, _in_words(one), one.head or "-") for chain, one in verdicts.items()]
         print_table(("ACCOUNT", "ENTRIES", "VERDICT", "HEAD"), rows)
     return int(any(verdict.problem is not None for verdict in verdicts.values()))
+
+
+def _verdict_json(chain: str, verdict: Verdict) -> dict[str, Any]:
+    broken_at = verdict.seq if verdict.problem is not None else None
+    told = {"entries": verdict.entries, "head": verdict.head, "broken_at": broken_at, "problem": verdict.problem}
+    return {"account_id": chain, **told}
+
+
+def _in_words(verdict: Verdict) -> str:
+    return "whole" if verdict.problem is None else f"BROKEN at entry {verdict.seq}: {verdict.problem}"
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[AuditEntry], None]]:
     with tqdm(unit=" entries", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         yield lambda entry: bar.update() and None
+
+
+def _detail(text: str) -> Any:
+    """What was written is JSON; what somebody else put there is shown as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _name(chain: str) -> str:

@@ -30,8 +30,9 @@ examples:
   hearth restore backups/1                             where no server runs: brings it back
 
 In the folder are a copy of the store, the server's secret, settlements that wait for the store, and checksums. The
-secret seals tokens and the audit log: keep the folder like a private key. The copy is checked before the folder appears: SQLite's integrity, the
-schema's version, counters against records, the audit log. Exit status 1: it is not there, or not in order.
+secret seals tokens and the audit log: keep the folder like a private key. The copy is checked before the folder
+appears: SQLite's integrity, the schema's version, counters against records, the audit log. Exit status 1: it is not
+there, or the store is not in order.
 Of a store in Redis it is an export with usage and audit logs: open requests, the running minute's rates and notices on
 their way are not in it. Let Redis keep a full copy itself, by its append-only file and by BGSAVE.
 """

@@ -87,8 +87,9 @@ async def _set(tenantry: Tenantry, options: argparse.Namespace) -> int:
         before = Plan(options.plan)
     changes = {"limits": changed(before.limits, options), **given(options, *_TREATMENT)}
     plan = msgspec.convert({**structs.asdict(before), **changes}, Plan)
-    plan = await tenantry.accounts.keep_plan(plan, before.revision)
-    await tenantry.note(SYSTEM, "plan.change", plan.name, **structs.asdict(plan))
+    if plan not in await tenantry.accounts.plans():
+        plan = await tenantry.accounts.keep_plan(plan, before.revision)
+        await tenantry.note(SYSTEM, "plan.change", plan.name, **structs.asdict(plan))
     return _print(plan, options)
 
 

@@ -29,8 +29,10 @@ from gateway.commands.transfer import bring_in
 from gateway.commands.words import add_command, fail, print_json, read_settings, time_text
 from gateway.config import Config, ConfigError
 from gateway.state import only_one, open_state
+from tenants import transfer
 from tenants.audit import SYSTEM
-from tenants.store import StoreUnavailable
+from tenants.outbox import SUFFIX
+from tenants.store import StoreUnavailable, open_store
 from tenants.store_sqlite_backup import close_up
 
 _TEACHING = """\
@@ -46,7 +48,6 @@ an empty Redis; gateways on other hosts must be stopped by you. `hearth serve` m
 Exit status 1: nothing was changed, or what was restored is not in order; it says which.
 """
 _NAME: Final = re.compile(rf"{SECRET}|{DATABASE}|{EXPORT}|{OUTBOX}/[0-9a-f]{{32}}\.outbox")
-_EXPORT_BEGINS: Final = "the backup is an export"
 
 
 def add(commands: Any) -> None:
@@ -64,16 +65,17 @@ def run(options: argparse.Namespace) -> int:
         open_state(config)
         with only_one(config):
             problems = _restore(config, folder, manifest, options.force)
-            status = ask(config, lambda tenantry: _finish(tenantry, folder, manifest))
+            if status := ask(config, lambda tenantry: _finish(tenantry, folder, manifest)):
+                return status
     except (StoreUnavailable, OSError, ValueError) as error:
         return fail(str(error))
     if options.json:
         print_json({"made_at": manifest.made_at, "store": config.store_url.split("@")[-1], "problems": problems})
-    elif not status:
+    else:
         print(f"restored as it was on {time_text(manifest.made_at)} UTC")
     for problem in problems:
         fail(f"restored, and not in order, as it was in the backup: {problem}")
-    return status or int(bool(problems))
+    return int(bool(problems))
 
 
 def _checked(folder: Path) -> Manifest:
@@ -111,13 +113,14 @@ def _restore(config: Config, folder: Path, manifest: Manifest, force: bool) -> l
         raise ConfigError(f"{replaced[0]} is there already; --force moves it aside")
     if database is not None and database.exists():
         close_up(database)
-    fresh = []
+    secret, fresh = bytes.fromhex((folder / SECRET).read_text()), []
+    if manifest.store == EXPORT:
+        asyncio.run(_look(config, folder / EXPORT, secret, config.secret_path in replaced))
     try:
         if manifest.store == DATABASE:
             assert database is not None
             database.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh.append((_beside(folder / DATABASE, database), database))
-            secret = bytes.fromhex((folder / SECRET).read_text())
             problems = asyncio.run(examined(fresh[0][0], secret))
         fresh.append((_beside(folder / SECRET, config.secret_path), config.secret_path))
         _move_aside(replaced)
@@ -127,9 +130,24 @@ def _restore(config: Config, folder: Path, manifest: Manifest, force: bool) -> l
         for temporary, _ in fresh:
             temporary.unlink(missing_ok=True)
     for name in manifest.files:
-        if name.startswith(OUTBOX) and not (config.state / name).exists():
-            copy_file(folder / name, config.outbox_folder / Path(name).name)
+        target = config.outbox_folder / Path(name).name
+        if name.startswith(OUTBOX) and not target.exists():
+            copy_file(folder / name, target)
     return problems
+
+
+async def _look(config: Config, export: Path, secret: bytes, other_secret: bool) -> None:
+    """Raises BadFile or ConfigError where the store cannot take the export."""
+    store = open_store(config.store_url)
+    try:
+        if other_secret and await store.accounts():
+            raise ConfigError(
+                f"{config.store_url.split('@')[-1]} has accounts whose tokens are sealed by another secret"
+            )
+        with export.open("rb") as file:
+            await transfer.look(file, store, secret, lambda count: None)
+    finally:
+        await store.close()
 
 
 def _in_the_way(config: Config, folder: Path, manifest: Manifest, database: Path | None) -> list[Path]:
@@ -137,7 +155,7 @@ def _in_the_way(config: Config, folder: Path, manifest: Manifest, database: Path
     found: list[Path] = []
     if manifest.store == DATABASE and database is not None:
         found += [database, *(database.with_name(f"{database.name}{end}") for end in ("-wal", "-shm"))]
-        found += sorted(config.outbox_folder.glob("*"))
+        found += sorted(config.outbox_folder.glob(f"*{SUFFIX}"))
     if config.secret_path.exists() and config.secret_path.read_bytes() != (folder / SECRET).read_bytes():
         found.append(config.secret_path)
     return [path for path in found if path.exists()]

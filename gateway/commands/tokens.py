@@ -68,9 +68,9 @@ def _add_grant(action: argparse.ArgumentParser) -> None:
         metavar="30d",
         help="lifetime from now: a number with m, h, d or w; or none",
     )
-    action.add_argument("--permissions", metavar="A,B", help=f"of {', '.join(Permission)} (default: inference)")
-    action.add_argument("--models", metavar="A,B", help="patterns of model names, with * and ? (default: *)")
-    action.add_argument("--networks", metavar="A,B", help="where it opens, like 10.0.0.0/8 (default: anywhere)")
+    action.add_argument("--permissions", metavar="A,B", help=f"of {', '.join(Permission)} (at first: inference)")
+    action.add_argument("--models", metavar="A,B", help="patterns of model names, with * and ? (at first: *)")
+    action.add_argument("--networks", metavar="A,B", help="where it opens, like 10.0.0.0/8 (at first: anywhere)")
     add_limits(action)
 
 
@@ -92,8 +92,9 @@ async def _change(tenantry: Tenantry, options: argparse.Namespace) -> int:
     name = token.name if options.name is None else options.name
     grant, limits = _grant(token.grant, options), changed(token.limits, options)
     expires_at = _expiry(token.expires_at, options)
-    token = await tenantry.accounts.change(token.id, name, expires_at, grant, limits)
-    await tenantry.note(token.account_id, "token.change", token.id, **_said(token))
+    if structs.replace(token, name=name, expires_at=expires_at, grant=grant, limits=limits) != token:
+        token = await tenantry.accounts.change(token.id, name, expires_at, grant, limits)
+        await tenantry.note(token.account_id, "token.change", token.id, **_said(token))
     _print([token], options, token_json(token))
     return 0
 
@@ -144,10 +145,10 @@ def _grant(grant: Grant, options: argparse.Namespace) -> Grant:
     return structs.replace(grant, **said)
 
 
-def _expiry(before: float | None, options: argparse.Namespace) -> float | None:
+def _expiry(before: int | None, options: argparse.Namespace) -> int | None:
     if options.expires is None:
         return before
-    return None if options.expires is UNSET else time.time() + float(options.expires)
+    return None if options.expires is UNSET else int(time.time() + options.expires)
 
 
 def _said(token: ApiToken) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
         return fail("name one account, or none for all")
     if not 0 <= last - first < KEPT_DAYS:
         return fail(f"--from must be a day before --to, and they may span {KEPT_DAYS} days")
+    if reconcile and options.csv:
+        return fail("reconcile prints a table, or --json")
     action = _reconcile if reconcile else _sum_up
     return ask(read_settings(options), lambda tenantry: action(tenantry, options, accounts, range(first, last + 1)))
 
@@ -157,6 +159,8 @@ async def balances(store: Store, account_id: str, days: range) -> AsyncIterator[
         records = await store.records(account_id, of_day)
         for subject in sorted({"", *(subject for record in records for subject in record.counted)}):
             balance = await store.reconcile(account_id, of_day, subject)
+            if balance.counted != balance.recorded:  # a settlement may have come between its parts: look again
+                balance = await store.reconcile(account_id, of_day, subject)
             yield Compared(account_id, of_day, subject, balance.counted, balance.recorded)
 
 
