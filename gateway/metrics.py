@@ -18,7 +18,7 @@ from gateway.config import ConfigError
 from gateway.fleet import Fleet
 from gateway.outage import Outage
 from gateway.shares import Shares
-from gateway.tally import CAUSES, Tally
+from gateway.tally import CAUSES, TURNED_AWAY, Tally
 from tenants import outbox
 from tenants.quota import Quota, Spent
 from tenants.reconciler import Reconciler
@@ -218,7 +218,7 @@ class _Queues(Collector):
         self._models = models
         self._fleet = fleet
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         loads = [(replica.model, replica.load) for replica in self._fleet.replicas() if replica.load is not None]
         for name, says, counts in (
             ("running", "Sequences that run", [(model, load.running) for model, load in loads]),
@@ -230,6 +230,18 @@ class _Queues(Collector):
             for model in self._models:
                 gauge.add_metric([model], sum(count for of, count in counts if of == model))
             yield gauge
+        sums = self._fleet.tally.sums()
+        away = CounterMetricFamily(
+            "hearth_replica_turned_away", "Requests that found no place in the queue", labels=["model", "why"]
+        )
+        preempted = CounterMetricFamily("hearth_replica_preemptions", "Sequences that gave way", labels=["model"])
+        stale = CounterMetricFamily("hearth_replica_stale_pages", "KV pages found changed, unread", labels=["model"])
+        for model, counted in sums.items():
+            for why in TURNED_AWAY:
+                away.add_metric([model, why.removesuffix("_requests")], counted[why])
+            preempted.add_metric([model], counted["preemptions"])
+            stale.add_metric([model], counted["stale_pages"])
+        yield from (away, preempted, stale)
 
 
 class _Certificate(Collector):

@@ -7,9 +7,12 @@ from typing import Final
 from engine.wire import Hello, Load
 
 CAUSES: Final = ("space", "cap", "epoch", "age")  # why blocks were evicted
+TURNED_AWAY: Final = ("refused_full", "refused_deadline", "expired_requests", "displaced_requests")  # from the queue
 COUNTED: Final = (
     *("lookups", "lookup_tokens", "hit_tokens", "inserted_blocks", "duplicate_blocks", "spared_keys"),
     *(f"evicted_{cause}_blocks" for cause in CAUSES),
+    *TURNED_AWAY,
+    *("preemptions", "stale_pages"),
 )
 
 
