@@ -138,7 +138,7 @@ class Api:
         try:
             answer = await operation.serve(self._office, ask)
         except NotFound:
-            raise (errors.no_such_token if "token_id" in ask.places else errors.no_such_account)() from None
+            raise (errors.no_such_token if "token_id" in ask.names else errors.no_such_account)() from None
         except Conflict as problem:
             asked = ask.revision is not None
             raise (errors.changed_meanwhile if asked else errors.conflict)(str(problem)) from None

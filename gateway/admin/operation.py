@@ -73,20 +73,20 @@ class Told(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Ask(Generic[Q, B]):
-    """A request of a caller that may ask it. `places` are what the path names; `account_id` is "" where it names none.
+    """A request of a caller that may ask it. `names` are what the path says; `account_id` is "" where it names none.
 
     `revision` is the one that a change is to be based on, as `If-Match` says; None where it says nothing.
     """
 
     caller: Caller
-    places: dict[str, str]
+    names: dict[str, str]
     query: Q
     body: B
     revision: int | None
 
     @property
     def account_id(self) -> str:
-        return self.places.get("account_id", "")
+        return self.names.get("account_id", "")
 
 
 @dataclass(frozen=True, slots=True)

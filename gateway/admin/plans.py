@@ -36,7 +36,7 @@ async def listed(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[list[Plan
 
 async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[Plan]:
     try:
-        plan = await office.gateway.accounts.plan(ask.places["plan"])
+        plan = await office.gateway.accounts.plan(ask.names["plan"])
     except NotFound:
         raise errors.no_such_plan() from None
     return Answer(plan, revision=plan.revision)
@@ -45,18 +45,18 @@ async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[Plan]:
 async def keep(office: Office, ask: Ask[Nothing, Any]) -> Answer[Plan]:
     content = structs.asdict(ask.body)
     with values_checked():
-        plan = await office.gateway.accounts.keep_plan(Plan(ask.places["plan"], **content), ask.revision)
+        plan = await office.gateway.accounts.keep_plan(Plan(ask.names["plan"], **content), ask.revision)
     await office.note(ask.caller, SYSTEM, "plan.change", plan.name, revision=plan.revision, **content)
     return Answer(plan, revision=plan.revision)
 
 
 async def remove(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[RemovedItem]:
     try:
-        await office.gateway.accounts.remove_plan(ask.places["plan"])
+        await office.gateway.accounts.remove_plan(ask.names["plan"])
     except NotFound:
         raise errors.no_such_plan() from None
-    await office.note(ask.caller, SYSTEM, "plan.remove", ask.places["plan"])
-    return Answer(RemovedItem(ask.places["plan"]))
+    await office.note(ask.caller, SYSTEM, "plan.remove", ask.names["plan"])
+    return Answer(RemovedItem(ask.names["plan"]))
 
 
 OPERATIONS: Final = (

@@ -136,7 +136,7 @@ async def listed(office: Office, ask: Ask[TokensQuery, Nothing]) -> Answer[list[
 
 
 async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[TokenItem]:
-    return Answer(_item(await own_token(office, ask.account_id, ask.places["token_id"]), office.gateway.calendar()))
+    return Answer(_item(await own_token(office, ask.account_id, ask.names["token_id"]), office.gateway.calendar()))
 
 
 async def create(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenItem]:
@@ -150,7 +150,7 @@ async def create(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenI
 
 async def change(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenItem]:
     given, now = ask.body, office.gateway.calendar()
-    token = await own_token(office, ask.account_id, ask.places["token_id"])
+    token = await own_token(office, ask.account_id, ask.names["token_id"])
     grant, expires_at, name = _grant(given, ask.account_id), _expiry(given, now), _name(given)
     changed = await office.gateway.accounts.change(token.id, name, expires_at, grant, given.limits)
     await office.note(ask.caller, ask.account_id, "token.change", token.id, **_told(given))
@@ -158,7 +158,7 @@ async def change(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenI
 
 
 async def end(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[EndedItem]:
-    token = await own_token(office, ask.account_id, ask.places["token_id"])
+    token = await own_token(office, ask.account_id, ask.names["token_id"])
     await office.gateway.accounts.revoke(token.id)
     await office.note(ask.caller, ask.account_id, "token.revoke", token.id)
     return Answer(EndedItem(token.id))
@@ -166,7 +166,7 @@ async def end(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[EndedItem]:
 
 async def roll(office: Office, ask: Ask[Nothing, Rolled]) -> Answer[str]:
     """The new secret's text, once."""
-    token = await own_token(office, ask.account_id, ask.places["token_id"])
+    token = await own_token(office, ask.account_id, ask.names["token_id"])
     _, text = await office.gateway.accounts.roll(token.id, ask.body.grace_seconds)
     await office.note(ask.caller, ask.account_id, "token.roll", token.id, grace_seconds=ask.body.grace_seconds)
     return Answer(text)

@@ -13,10 +13,25 @@ from jsonschema import Draft202012Validator, FormatChecker
 
 from tenants.accounts import Grant, Permission
 from tests.gateway.served import Answer, Served, served
+from tests.gateway.stub_replica import MODEL
 
 BASE: Final = "/client/v4"
 OPERATOR: Final = f"{BASE}/operator"
 EVERYTHING: Final = tuple(Permission)
+HELLO: Final = [{"role": "user", "content": "hello"}]
+POLICIES: Final = [{"permission_groups": [{"id": "inference"}]}]
+# A body of each kind that does as little as can be.
+BODIES: Final[dict[str, Any]] = {
+    "AccountChange": {},
+    "Limits": {},
+    "NewAccount": {"name": "made by the matrix"},
+    "PlanContent": {},
+    "Rolled": {},
+    "TermsChange": {},
+    "TokenGiven": {"name": "made by the matrix", "policies": POLICIES},
+    "gateway.run.Input": {"prompt": "hello", "max_tokens": 1},
+    "gateway.openai.Input": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
+}
 
 
 class Document:
@@ -142,3 +157,18 @@ def same(answer: Answer) -> tuple[int, dict[str, str], bytes]:
     id_ = answer.headers["x-request-id"]
     headers = {name: value for name, value in answer.headers.items() if name not in ("x-request-id", "date", "")}
     return answer.status, headers, answer.content.replace(id_.encode(), b"")
+
+
+def filled(path: str, account_id: str, token_id: str = "A" * 11, plan: str = "spare") -> str:
+    return (
+        path.replace("{account_id}", account_id)
+        .replace("{token_id}", token_id)
+        .replace("{plan}", plan)
+        .replace("{model}", MODEL)
+    )
+
+
+def body_of(operation: dict[str, Any]) -> Any:
+    if "requestBody" not in operation:
+        return b""
+    return BODIES[operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]

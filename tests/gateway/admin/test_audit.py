@@ -3,14 +3,16 @@
 import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from gateway.admin import audit as module
+from gateway.admin.table import OPERATIONS
+from tenants.accounts import Plan
 from tenants.store import AuditEntry, StoreUnavailable
-from tests.gateway.admin.house import OPERATOR, House, kept
-from tests.gateway.admin.test_openapi import body_of, filled
-from tests.gateway.served import Answer, looped
+from tests.gateway.admin.house import OPERATOR, House, body_of, filled, kept
+from tests.gateway.served import looped
 
 
 async def named(house: House, count: int) -> None:
@@ -88,18 +90,28 @@ async def test_a_chain_that_was_altered_is_told(tmp_path: Path) -> None:
         assert (await house.operate("GET", f"/audit/verify?account={'0' * 32}")).status == 404
 
 
-async def change_all(house: House) -> list[tuple[str, str, Answer]]:
-    """Every operation that changes something, asked for bob by whoever may."""
-    done = []
+class Change(NamedTuple):
+    """An operation that changes something, asked for bob by whoever may."""
+
+    method: str
+    path: str
+    where: str
+    body: Any
+    token: str
+
+
+async def changes(house: House) -> list[Change]:
+    """All of them, each with a token and a plan of its own to be spent."""
+    found = []
+    await house.gateway.accounts.keep_plan(Plan("spare"))
     for method, path, operation in house.document.operations:
         if method == "GET" or "/ai/" in path or path.startswith("/v1/"):
             continue
-        spare = (await house.gateway.accounts.tokens(house.bob_id))[-1]
+        spare, _ = await house.gateway.accounts.mint(house.bob_id, "spare")
         token = house.operator if path.startswith(OPERATOR) else house.bob
-        where = filled(path, house.bob_id, spare.id)
-        done.append((method, path, await house.ask(method, where, body_of(operation), token)))
-    assert len(done) > 12
-    return done
+        found.append(Change(method, path, filled(path, house.bob_id, spare.id), body_of(operation), token))
+    assert len(found) == sum(operation.method != "GET" for operation in OPERATIONS)
+    return found
 
 
 @looped
@@ -110,28 +122,23 @@ async def test_no_effect_is_acknowledged_that_the_audit_log_does_not_have(
         raise StoreUnavailable("the disk is full")
 
     async with kept(tmp_path) as house:
-        await house.gateway.accounts.mint(house.bob_id, "spare")
+        asked = await changes(house)
         monkeypatch.setattr(house.gateway.app._store, "append_audit", away)
-        for method, path, answer in await change_all(house):
-            assert answer.status in (503, 404), (method, path, answer.status)
-            if answer.status == 404:
-                assert path.endswith("{plan}") or "{token_id}" in path, path
+        for change in asked:
+            answer = await house.ask(change.method, change.where, change.body, change.token)
+            assert answer.status == 503, (change.path, answer.content)
+            await house.gateway.accounts.resume(house.bob_id)
 
 
 @looped
 async def test_every_change_has_one_entry_of_its_actor(tmp_path: Path) -> None:
     async with kept(tmp_path) as house:
-        for method, path, operation in house.document.operations:
-            if method == "GET" or "/ai/" in path or path.startswith("/v1/"):
-                continue
-            spare, _ = await house.gateway.accounts.mint(house.bob_id, "spare")
-            token = house.operator if path.startswith(OPERATOR) else house.bob
+        for change in await changes(house):
             before = await entries(house)
-            answer = await house.ask(method, filled(path, house.bob_id, spare.id), body_of(operation), token)
-            after = await entries(house)
-            assert answer.status == 200, (method, path, answer.content)
-            (new,) = [one for one in after if one not in before]
-            assert new[0] == token.split("_")[1], (method, path)
+            answer = await house.ask(change.method, change.where, change.body, change.token)
+            assert answer.status == 200, (change.path, answer.content)
+            (new,) = [one for one in await entries(house) if one not in before]
+            assert new[0] == change.token.split("_")[1], change.path
             await house.gateway.accounts.resume(house.bob_id)
 
 
@@ -145,14 +152,13 @@ async def entries(house: House) -> list[tuple[str, str, str, int]]:
 @looped
 async def test_a_store_that_is_away_is_told_and_nothing_is_changed(tmp_path: Path) -> None:
     async with kept(tmp_path) as house:
-        await house.gateway.accounts.mint(house.bob_id, "spare")
-        for token in (house.bob, house.operator):
-            await house.gateway.accounts.verify(token)
+        asked = await changes(house)
         before = await house.gateway.accounts.get(house.bob_id), await house.gateway.accounts.tokens(house.bob_id)
         connection = house.gateway.app._store._connection
         connection.execute("PRAGMA query_only = 1")
-        for method, path, answer in await change_all(house):
-            assert (answer.status, answer.headers["retry-after"]) == (503, "1"), (method, path)
+        for change in asked:
+            answer = await house.ask(change.method, change.where, change.body, change.token)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1"), change.path
         connection.execute("PRAGMA query_only = 0")
         after = await house.gateway.accounts.get(house.bob_id), await house.gateway.accounts.tokens(house.bob_id)
         assert after == before

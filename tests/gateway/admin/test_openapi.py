@@ -9,24 +9,9 @@ from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 from gateway.admin.inference import ROUTES
 from gateway.admin.table import OPERATIONS
 from tenants.accounts import Permission, Plan
-from tests.gateway.admin.house import EVERYTHING, OPERATOR, House, kept, same
+from tests.gateway.admin.house import EVERYTHING, OPERATOR, House, body_of, filled, kept, same
 from tests.gateway.served import Answer, looped
-from tests.gateway.stub_replica import MODEL
 
-HELLO = [{"role": "user", "content": "hello"}]
-POLICIES = [{"permission_groups": [{"id": "inference"}]}]
-# A body of each kind that does as little as can be.
-BODIES: dict[str, Any] = {
-    "AccountChange": {},
-    "Limits": {},
-    "NewAccount": {"name": "made by the matrix"},
-    "PlanContent": {},
-    "Rolled": {},
-    "TermsChange": {},
-    "TokenGiven": {"name": "made by the matrix", "policies": POLICIES},
-    "gateway.run.Input": {"prompt": "hello", "max_tokens": 1},
-    "gateway.openai.Input": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
-}
 NOBODY = "0" * 32
 
 
@@ -100,21 +85,6 @@ def permitted(operation: dict[str, Any], path: str, who: Principal) -> bool:
     if who.refused or ("{account_id}" in path and not path.startswith(OPERATOR) and not who.own):
         return False
     return any(set(one.get("token", ())) <= set(who.permissions) for one in security if "token" in one)
-
-
-def filled(path: str, account_id: str, token_id: str = "A" * 11, plan: str = "spare") -> str:
-    return (
-        path.replace("{account_id}", account_id)
-        .replace("{token_id}", token_id)
-        .replace("{plan}", plan)
-        .replace("{model}", MODEL)
-    )
-
-
-def body_of(operation: dict[str, Any]) -> Any:
-    if "requestBody" not in operation:
-        return b""
-    return BODIES[operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
 
 
 @looped
