@@ -353,6 +353,6 @@ def _port(config: Config) -> Finding:
     except OSError as error:
         known = read_credentials(config)
         if known is not None and known.base_url.endswith(f":{port}") and answers(config.server, port, "/healthz"):
-            return Finding("port", Verdict.GOOD, f"Hearth answers on {host}:{port}")
+            return Finding("port", Verdict.GOOD, f"Hearth answers on {host}:{port}; /client/v4/openapi.json says what")
         advice = "another program uses it: start with --port (PORT=)"
         return Finding("port", Verdict.WRONG, f"{host}:{port}: {error.strerror}", advice)
