@@ -109,7 +109,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """gateway → replica: run this prompt. Choices 0…n−1 are the sequences id … id+n−1 of this connection.
 
     `tokens` is packed u32 little-endian. `stop_ids` end a sequence and are still reported as its last token.
-    Choice i samples with seed + i. `deadline_ms` is how long it may wait to start, from when it is taken in; 0: for ever.
+    Choice i samples with seed + i. `deadline_ms` is how long it may wait to start, once it is taken in; 0: for ever.
     """
 
     id: int

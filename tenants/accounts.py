@@ -243,6 +243,8 @@ class Accounts:
             if revision is not None and account.revision != revision:
                 raise Conflict(f"the account has revision {account.revision} by now, not {revision}: read it again")
             changed = structs.replace(change(account), revision=account.revision + 1)
+            if changed.settings.zero_retention and not account.settings.zero_retention:
+                changed = structs.replace(changed, epoch=changed.epoch + 1)  # what was cached before is to go too
             if await self._store.change_account(changed):
                 return changed
         raise Conflict("the account is being changed by others all the time; try again")

@@ -110,6 +110,19 @@ async def test_a_purge_gives_a_scope_that_finds_nothing_of_before(tmp_path: Path
 
 
 @looped
+async def test_zero_retention_begins_with_a_purge(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    ann = await world.account("ann")
+    before = await world.scope(ann)
+    await world.settings(ann, Settings(cache_keep_s=9.0))
+    assert await world.scope(ann) == before
+    await world.settings(ann, Settings(zero_retention=True))
+    assert (await world.scope(ann)).epoch == before.epoch + 1
+    await world.settings(ann, Settings(zero_retention=True, cache_keep_s=9.0))
+    assert (await world.scope(ann)).epoch == before.epoch + 1
+
+
+@looped
 async def test_a_plan_and_settings_say_how_an_account_is_treated(tmp_path: Path) -> None:
     world = World(tmp_path)
     plan = Plan("team", Limits(), weight=3.0, sequences=4, kv_blocks=50, floor_blocks=5, cap_blocks=9, wait_s=2.5)
