@@ -152,8 +152,8 @@ def conflict(message: str) -> Refusal:
     return Refusal(409, 1009, message, kind="conflict", routed=False)
 
 
-def changed_meanwhile(message: str) -> Refusal:
-    """What If-Match or If-None-Match asked for is not so."""
+def changed_meanwhile() -> Refusal:
+    message = "It is not, or no more, what If-Match or If-None-Match says: read it again, and change what there is now"
     return Refusal(412, 1012, message, kind="precondition_failed", routed=False)
 
 

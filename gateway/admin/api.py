@@ -140,8 +140,7 @@ class Api:
         except NotFound:
             raise (errors.no_such_token if "token_id" in ask.names else errors.no_such_account)() from None
         except Conflict as problem:
-            asked = ask.revision is not None
-            raise (errors.changed_meanwhile if asked else errors.conflict)(str(problem)) from None
+            raise errors.conflict(str(problem)) if ask.revision is None else errors.changed_meanwhile() from None
         return _written(answer)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.gateway.admin.house import kept
 from tests.gateway.served import looped
+from tests.gateway.test_issuers import trusting
 
 
 @looped
@@ -112,3 +113,28 @@ async def test_an_unknown_field_of_the_query_is_refused(tmp_path: Path) -> None:
         answer = await house.ask("GET", f"{house.account}?colour=red")
         assert answer.status == 400
         assert "colour" in answer.message
+
+
+@looped
+async def test_head_has_the_etag_and_no_body(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        client = await house.gateway.client()
+        await client.send("HEAD", house.account, b"", {"authorization": f"Bearer {house.ann}"})
+        assert (await client.head(), client.headers["etag"]) == (200, '"1"')
+        await client.send("GET", house.account, b"", {"authorization": f"Bearer {house.ann}"})
+        assert await client.head() == 200, "a body was sent behind the head"
+        client.leave()
+
+
+@looped
+async def test_a_jwt_administers_and_is_named_in_the_audit_log(tmp_path: Path) -> None:
+    async with trusting(tmp_path) as setting:
+        gateway = setting.gateway
+        path = f"/client/v4/accounts/{gateway.account_id}"
+        for permission, status in (("usage:read", 403), ("account:admin", 200)):
+            bearer = setting.bearer(sub="app-7", hearth_permissions=permission)
+            assert (await gateway.call(path, {"name": "new"}, "PATCH", authorization=bearer)).status == status
+        entries = (await gateway.call(f"{path}/audit", b"", "GET", authorization=bearer)).json["result"]
+        assert [entry["actor"].endswith(":app-7") for entry in entries] == [True]
+        operator = await gateway.call("/client/v4/operator/accounts", b"", "GET", authorization=bearer)
+        assert operator.status == 404
