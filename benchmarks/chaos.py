@@ -89,8 +89,9 @@ class Probe:
                     task.cancel()
 
     async def _ask(self, gateway: int, tenant: Tenant, visits: list[Visit]) -> None:
-        body = {"native": True, "stream": False, "prompt": "hello", "max_tokens": 1}
         while True:
+            prompt = f"{len(visits)} hellos"  # one that is in two crashes would be refused for a while
+            body = {"native": True, "stream": False, "prompt": prompt, "max_tokens": 1}
             visits.append(await call(self.cluster.ports, gateway, tenant, body))
             await asyncio.sleep(PROBED_S)
 
