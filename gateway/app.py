@@ -59,13 +59,14 @@ class App:
     """The gateway as an ASGI application. Its lifespan runs the fleet's connections, the quota's settlements and the
     `errands`, such as the fetches of issuers' keys."""
 
-    def __init__(self, gateway: Gateway, store: Store, audit: Audit, once: Once, errands: Sequence[Errand]) -> None:
+    def __init__(self, gateway: Gateway, store: Store, secret: bytes, errands: Sequence[Errand]) -> None:
         self._gateway = gateway
         self._store = store
         self._errands = errands
         self._native = Native()
         self._openai = OpenAI()
-        office = Office(gateway, store, audit, once, lambda: self.open_requests)
+        audit, once = Audit(store, secret), Once(store, secret)
+        office = Office(gateway, store, audit, once, signer(secret), lambda: self.open_requests)
         self._api = Api(OPERATIONS, office, self._asking)
         self._document = msgspec.json.encode(document(OPERATIONS, ROUTES))
         limits = gateway.limits
@@ -337,10 +338,4 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
     gateway.metrics.watch(models, fleet, gateway.outage, gateway.quota, reconciler, config.outbox_folder)
     if config.server.certificate:
         gateway.metrics.watch_certificate(config.server.certificate)
-    return App(
-        gateway,
-        store,
-        Audit(store, secret),
-        Once(store, secret),
-        (issuers.run, thresholds.run, webhook.run, reconciler.run, residue.run),
-    )
+    return App(gateway, store, secret, (issuers.run, thresholds.run, webhook.run, reconciler.run, residue.run))

@@ -10,7 +10,7 @@ from gateway import errors
 from gateway.admin.operation import ACCOUNT, Answer, Ask, Name, Nothing, Office, Operation, time_of, values_checked
 from tenants.accounts import Permission, named
 from tenants.store import Account
-from tenants.terms import Limits, Settings
+from tenants.terms import Limits, Notices, Settings
 
 
 class LimitsItem(msgspec.Struct, frozen=True):
@@ -82,6 +82,7 @@ async def change(office: Office, ask: Ask[Nothing, AccountChange]) -> Answer[Acc
             return structs.replace(account, settings=structs.replace(account.settings, **settings), **given)
 
     _check_sharing(settings.get("sharing", ()), ask.account_id)
+    _check_notices(settings.get("notices"), office.gateway.limits.private_notices)
     account = await office.gateway.accounts.amend(ask.account_id, changed, ask.revision)
     await office.note(ask.caller, account.id, "account.settings", account.id, **given, **settings)
     return account_answer(account)
@@ -96,6 +97,11 @@ def given_in(change: msgspec.Struct) -> dict[str, Any]:
 def _check_sharing(sharing: tuple[str, ...], account_id: str) -> None:
     if sharing and account_id not in sharing:
         raise errors.bad_input("'sharing' names all accounts of the group, this one among them", "settings.sharing")
+
+
+def _check_notices(notices: Notices | None, private: bool) -> None:
+    if notices is not None and not private and not notices.url.lower().startswith("https:"):
+        raise errors.bad_input("'url' of notices is an https:// address", "settings.notices.url")
 
 
 OPERATIONS: Final = (

@@ -102,12 +102,14 @@ class Answer(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Office:
-    """What the operations work with; built once, in app.py. `open_requests` are inference requests in progress here."""
+    """What the operations work with; built once, in app.py. `open_requests` are inference requests in progress
+    here, `notice_key` gives the key that signs an account's notices."""
 
     gateway: Gateway
     store: Store
     audit: Audit
     once: Once
+    notice_key: Callable[[str], bytes]
     open_requests: Callable[[], int]
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -89,6 +89,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"settings": {"sharing": ["0" * 32]}}, "this one among them"),
     ({"settings": {"sharing": ["bob"]}}, "sharing"),
     ({"settings": {"notices": {"url": "ftp://ann.example"}}}, "https"),
+    ({"settings": {"notices": {"url": "http://ann.example"}}}, "https"),
     ({"settings": {"notices": {"url": "https://ann.example", "at": [2]}}}, "'at'"),
     (b'{"name": "a", "name": "b"}', "twice"),
     (b'{"name": "' + b"n" * 70_000 + b'"}', "too large"),

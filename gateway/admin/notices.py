@@ -1,0 +1,33 @@
+"""The key that an account's notices are signed with, for whoever receives them. Where they go is a setting."""
+
+from typing import Final
+
+import msgspec
+
+from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
+from tenants.accounts import Permission
+from tenants.notices import shown
+
+
+class KeyItem(msgspec.Struct, frozen=True):
+    """In the form of the Standard Webhooks specification; the same as long as the server's secret is."""
+
+    key: str
+
+
+async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[KeyItem]:
+    return Answer(KeyItem(shown(office.notice_key(ask.account_id))))
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=f"{ACCOUNT}/notices/key",
+        summary="The key that the account's notices are signed with",
+        permissions=(Permission.ACCOUNT_ADMIN,),
+        serve=show,
+        query=Nothing,
+        body=Nothing,
+        result=KeyItem,
+    ),
+)
