@@ -34,6 +34,7 @@ from tenants.grants import ENTRIES_MAX, Grant
 from tenants.terms import NO_LIMITS, Limits
 
 GRACE_S_MAX: Final = 7 * 86400
+TOKENS_MAX: Final = 1_000  # of one account, revoked ones left out
 _RESOURCE: Final = "com.cloudflare.api.account."
 # What an account's administrator may hand on; the operator's tokens are minted on the server alone.
 _OFFERED: Final = (Permission.INFERENCE, Permission.USAGE_READ, Permission.ACCOUNT_ADMIN)
@@ -130,9 +131,13 @@ async def verify(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[VerifiedI
 async def listed(office: Office, ask: Ask[TokensQuery, Nothing]) -> Answer[list[TokenItem]]:
     """Those that are not revoked."""
     query, now = ask.query, office.gateway.calendar()
-    tokens = [token for token in await office.gateway.accounts.tokens(ask.account_id) if token.revoked_at is None]
+    tokens = await _live(office, ask.account_id)
     shown, page = sliced(tokens if query.direction == "asc" else tokens[::-1], query.page, query.per_page)
     return Answer([_item(token, now) for token in shown], page=PageItem(**page))
+
+
+async def _live(office: Office, account_id: str) -> list[ApiToken]:
+    return [token for token in await office.gateway.accounts.tokens(account_id) if token.revoked_at is None]
 
 
 async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[TokenItem]:
@@ -143,6 +148,8 @@ async def create(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenI
     """The one answer that holds the token's text, as `value`."""
     given, now = ask.body, office.gateway.calendar()
     grant, expires_at, name = _grant(given, ask.account_id), _expiry(given, now), _name(given)
+    if len(await _live(office, ask.account_id)) >= TOKENS_MAX:
+        raise errors.conflict(f"the account has {TOKENS_MAX:,} tokens, which is the most: revoke some first")
     token, text = await office.gateway.accounts.mint(ask.account_id, name, expires_at, grant, given.limits)
     await office.note(ask.caller, ask.account_id, "token.create", token.id, **_told(given))
     return Answer(msgspec.structs.replace(_item(token, now), value=text))
@@ -150,7 +157,7 @@ async def create(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenI
 
 async def change(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenItem]:
     given, now = ask.body, office.gateway.calendar()
-    token = await own_token(office, ask.account_id, ask.names["token_id"])
+    token = await _changeable(office, ask)
     grant, expires_at, name = _grant(given, ask.account_id), _expiry(given, now), _name(given)
     changed = await office.gateway.accounts.change(token.id, name, expires_at, grant, given.limits)
     await office.note(ask.caller, ask.account_id, "token.change", token.id, **_told(given))
@@ -158,7 +165,7 @@ async def change(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenI
 
 
 async def end(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[EndedItem]:
-    token = await own_token(office, ask.account_id, ask.names["token_id"])
+    token = await _changeable(office, ask)
     await office.gateway.accounts.revoke(token.id)
     await office.note(ask.caller, ask.account_id, "token.revoke", token.id)
     return Answer(EndedItem(token.id))
@@ -166,7 +173,7 @@ async def end(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[EndedItem]:
 
 async def roll(office: Office, ask: Ask[Nothing, Rolled]) -> Answer[str]:
     """The new secret's text, once."""
-    token = await own_token(office, ask.account_id, ask.names["token_id"])
+    token = await _changeable(office, ask)
     _, text = await office.gateway.accounts.roll(token.id, ask.body.grace_seconds)
     await office.note(ask.caller, ask.account_id, "token.roll", token.id, grace_seconds=ask.body.grace_seconds)
     return Answer(text)
@@ -180,6 +187,14 @@ async def own_token(office: Office, account_id: str, token_id: str) -> ApiToken:
         raise errors.no_such_token() from None
     if token.account_id != account_id or token.revoked_at is not None:
         raise errors.no_such_token()
+    return token
+
+
+async def _changeable(office: Office, ask: Ask[Any, Any]) -> ApiToken:
+    """An account's administrator who could roll an operator's token would be the operator. Raises Refusal."""
+    token = await own_token(office, ask.account_id, ask.names["token_id"])
+    if token.grant.permits(Permission.OPERATOR) and not ask.caller.grant.permits(Permission.OPERATOR):
+        raise errors.not_permitted(Permission.OPERATOR)
     return token
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import cloudflare
+import pytest
 
+from gateway.admin import tokens as module
 from tenants.accounts import Grant, Permission
 from tests.gateway.admin.house import kept
 from tests.gateway.served import Answer, Served, looped, served
@@ -235,3 +237,31 @@ async def test_a_hundred_tokens_at_once_are_all_made_and_noted(tmp_path: Path, s
         assert {answer.status for answer in made} == {200}
         targets = [target for _, _, target in await house.audited(house.ann_id)]
         assert sorted(targets) == sorted(answer.json["result"]["id"] for answer in made)
+
+
+@looped
+async def test_an_administrator_cannot_become_the_operator_by_a_token_of_its_account(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        administrator = await house.token(Permission.ACCOUNT_ADMIN, account_id=house.operator_id)
+        path = f"/client/v4/accounts/{house.operator_id}/tokens/{house.operator.split('_')[1]}"
+        assert (await house.ask("GET", path, token=administrator)).status == 200
+        for method, where, body in (
+            ("PUT", f"{path}/value", b""), ("PUT", path, {"name": "n", "policies": INFERENCE}), ("DELETE", path, b""),
+        ):  # fmt: skip
+            answer = await house.ask(method, where, body, administrator)
+            assert (answer.status, answer.code) == (403, 9109), (method, where)
+        assert (await house.operate("GET", "/accounts")).status == 200
+        both = await house.token(Permission.ACCOUNT_ADMIN, Permission.OPERATOR, account_id=house.operator_id)
+        assert (await house.ask("PUT", f"{path}/value", b"", both)).status == 200
+
+
+@looped
+async def test_an_account_has_so_many_tokens_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TOKENS_MAX", 3)
+    async with kept(tmp_path) as house:
+        body = {"name": "n", "policies": INFERENCE}
+        made = await house.ask("POST", f"{house.account}/tokens", body)
+        full = await house.ask("POST", f"{house.account}/tokens", body, idempotency_key="k")
+        assert (full.status, full.code) == (409, 1009)
+        await house.ask("DELETE", f"{house.account}/tokens/{made.json['result']['id']}")
+        assert (await house.ask("POST", f"{house.account}/tokens", body, idempotency_key="k")).status == 200
