@@ -83,8 +83,8 @@ class Ready(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`streams`: it answers with events where the body asks for `stream`. Without permissions anybody may ask.
-    `plain` is the media type of an answer that is no JSON."""
+    """`streams`: it answers with events where the body asks for `stream`. `open`: anybody may ask, and sees more with
+    the permissions where there are any. `plain` is the media type of an answer that is no JSON."""
 
     method: Literal["GET", "POST"]
     path: str
@@ -95,6 +95,7 @@ class Route:
     body: Any = None
     statuses: tuple[int, ...] = ()
     streams: bool = False
+    open: bool = False
     plain: str | None = None
 
 
@@ -146,15 +147,17 @@ ROUTES: Final = (
         permissions=INFERENCE,
         result=Models,
     ),
-    Route("GET", "/healthz", "Whether the process lives", (), Alive),
-    Route("GET", "/readyz", "Whether it can serve, and why not", (), Ready, statuses=(503,)),
+    Route("GET", "/healthz", "Whether the process lives", (), Alive, open=True),
+    Route("GET", "/readyz", "Whether it can serve, and why not", (), Ready, open=True),
     Route(
         "GET",
         "/metrics",
         "Prometheus text, for networks that may read it; with the operator's token also by account and plan",
-        (),
+        (Permission.OPERATOR,),
         str,
+        statuses=(404,),
+        open=True,
         plain="text/plain",
     ),
-    Route("GET", f"{BASE}/openapi.json", "This document", (), dict[str, Any]),
+    Route("GET", f"{BASE}/openapi.json", "This document", (), dict[str, Any], open=True),
 )

@@ -116,11 +116,11 @@ class _Schemas:
     """JSON Schemas of all types that are asked for and answered."""
 
     def __init__(self, operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[Route]) -> None:
-        types: list[Any] = [PageItem, CursorItem, Told, Ready]
+        types: list[Any] = [PageItem, CursorItem, Told]
         for operation in operations:
-            types += [operation.query, operation.result, operation.body]
+            types += [operation.result, *([operation.body] if operation.takes_body else [])]
         for route in routes:
-            types += [route.query, route.result, *([] if route.body is None else [route.body])]
+            types += [route.result, *([] if route.body is None else [route.body])]
         found, self.components = msgspec.json.schema_components(types, ref_template=_REF)
         self._of = list(zip(types, found, strict=True))
         for component in self.components.values():
@@ -130,10 +130,6 @@ class _Schemas:
 
     def of(self, kind: Any) -> Json:
         return next(schema for known, schema in self._of if known == kind)
-
-    def fields(self, kind: Any) -> dict[str, Json]:
-        properties: dict[str, Json] = self.components[self.of(kind)["$ref"].rpartition("/")[2]]["properties"]
-        return properties
 
 
 def _bound(limits: dict[str, Json]) -> None:
@@ -162,7 +158,7 @@ def _operation(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
         "summary": operation.summary,
         "tags": ["operator" if operation.hidden else "account"],
         "security": [{_TOKEN: [permission.value]} for permission in operation.permissions] or [{_TOKEN: []}],
-        "parameters": _parameters(operation.path, operation.query, schemas, named),
+        "parameters": _parameters(operation.path, operation.query, named),
         "responses": {"200": answer, **_errors(statuses)},
     }
     if operation.takes_body:
@@ -190,7 +186,7 @@ def _envelope(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
 
 
 def _route(route: Route, schemas: _Schemas) -> Json:
-    statuses = [*_ALWAYS, *route.statuses, *(_WITH_TOKEN if route.permissions else ())]
+    statuses = [*_ALWAYS, *route.statuses, *(() if route.open else _WITH_TOKEN)]
     statuses += [404] if "{" in route.path else []
     content: Json = {route.plain or "application/json": {"schema": schemas.of(route.result)}}
     if route.streams:
@@ -198,16 +194,13 @@ def _route(route: Route, schemas: _Schemas) -> Json:
     said: Json = {
         "operationId": _operation_id(route.method, route.path),
         "summary": route.summary,
-        "tags": ["inference" if route.permissions else "gateway"],
-        "security": [{_TOKEN: [permission.value]} for permission in route.permissions],
-        "parameters": _parameters(route.path, route.query, schemas, []),
+        "tags": ["gateway" if route.open else "inference"],
+        "security": [*([{}] if route.open else []), *({_TOKEN: [one.value]} for one in route.permissions)],
+        "parameters": _parameters(route.path, route.query, []),
         "responses": {"200": {"description": "Done", "content": content}, **_errors(statuses)},
     }
     if route.result is Ready:
         said["responses"]["503"] = {"description": "Not now", "content": content}
-    if route.plain:
-        said["security"] = [{}, {_TOKEN: ["operator"]}]
-        said["responses"].update(_errors((404,)))
     if route.body is not None:
         said["requestBody"] = _body(route.body, schemas, required=True)
     return said
@@ -217,11 +210,12 @@ def _body(kind: Any, schemas: _Schemas, *, required: bool) -> Json:
     return {"required": required, "content": {"application/json": {"schema": schemas.of(kind)}}}
 
 
-def _parameters(path: str, query: Any, schemas: _Schemas, headers: Iterable[str]) -> list[Json]:
+def _parameters(path: str, query: Any, headers: Iterable[str]) -> list[Json]:
+    fields = msgspec.json.schema_components([query])[1][query.__name__]["properties"]
     placed = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
     return [
         *({"name": name, "in": "path", "required": True, "schema": _PLACED[name]} for name in placed),
-        *({"name": name, "in": "query", "schema": _given(schema)} for name, schema in schemas.fields(query).items()),
+        *({"name": name, "in": "query", "schema": _given(schema)} for name, schema in fields.items()),
         *({"name": name, "in": "header", **_HEADERS[name]} for name in headers),
     ]
 

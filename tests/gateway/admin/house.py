@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -98,7 +98,6 @@ class House:
     bob_id: str
     bob: str
     ann: str
-    answered: list[tuple[str, str, int]] = field(default_factory=list)
 
     @property
     def ann_id(self) -> str:
@@ -120,7 +119,6 @@ class House:
         given = {"authorization": f"Bearer {text}" if text else "", **headers}
         answer = await self.gateway.call(path, body, method, **given)
         self.document.check(method, path, answer)
-        self.answered.append((method, path, answer.status))
         return answer
 
     async def operate(self, method: str, path: str, body: Any = b"", **headers: str) -> Answer:

@@ -80,7 +80,7 @@ async def principals(house: House) -> list[Principal]:
 def permitted(operation: dict[str, Any], path: str, who: Principal) -> bool:
     """What the document says of it."""
     security = operation["security"]
-    if not security or {} in security:
+    if {} in security:
         return True
     if who.refused or ("{account_id}" in path and not path.startswith(OPERATOR) and not who.own):
         return False
@@ -104,6 +104,7 @@ async def test_every_principal_may_what_the_document_says_and_nothing_else(tmp_p
                 await check_hidden(house, method, path, operation, who, answer)
         assert asked == 10 * (len(OPERATIONS) + len(ROUTES))
         assert allowed >= len(OPERATIONS) + len(ROUTES)
+        print(f"{asked} asked, {allowed} allowed as the document says, 0 beside it")
 
 
 def expected(path: str, who: Principal) -> tuple[int, ...]:
