@@ -2,23 +2,22 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import date, timedelta
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway import errors
 from gateway.admin.operation import ACCOUNT, OPERATOR, Answer, Ask, Nothing, Office, Operation, PageItem
 from gateway.errors import bad_input
 from gateway.listing import PAGE_MAX, sliced
-from tenants.accounts import NotFound, Permission
+from tenants.accounts import Permission
 from tenants.store import KEPT_DAYS, UsageRow
 from tenants.usage import MICRO, day_of
 
 DAYS_DEFAULT: Final = 30
-ROWS_MAX: Final = 100_000  # of one answer as CSV, and of what one asks to be summed
+ROWS_MAX: Final = 100_000  # that are told apart for one answer
 EPOCH: Final = date(1970, 1, 1)
 _Word = Annotated[str, Meta(max_length=200)]
 _Account = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -69,34 +68,22 @@ class UsageItem(msgspec.Struct, frozen=True, kw_only=True):
 
 async def of_account(office: Office, ask: Ask[UsageQuery, Nothing]) -> Answer[list[UsageItem]]:
     query = ask.query
-    first, last = span(office, query)
-    rows = [
-        row
-        for row in await office.store.usage(ask.account_id, first, last)
-        if query.model in (None, row.model) and query.token in (None, row.token_id)
-    ]
-    return _answer(summed(((ask.account_id, row) for row in rows), query.by.split(",")), query, query.by)
+    sums = Sums(query.by)
+    for row in await office.store.usage(ask.account_id, *span(office, query)):
+        if query.model in (None, row.model) and query.token in (None, row.token_id):
+            sums.add(ask.account_id, row)
+    return _answer(sums, query)
 
 
 async def of_all(office: Office, ask: Ask[AllUsageQuery, Nothing]) -> Answer[list[UsageItem]]:
-    query = ask.query
+    query, accounts = ask.query, office.gateway.accounts
     first, last = span(office, query)
-    rows: list[tuple[str, UsageRow]] = []
-    for account_id in await _account_ids(office, query.account):
-        found = await office.store.usage(account_id, first, last)
-        rows += [(account_id, row) for row in found if query.model in (None, row.model)]
-        if len(rows) > ROWS_MAX:
-            raise bad_input(f"this is more than {ROWS_MAX:,} rows to sum; ask for fewer days, or for one account")
-    return _answer(summed(rows, query.by.split(",")), query, query.by)
-
-
-async def _account_ids(office: Office, account_id: str | None) -> list[str]:
-    if account_id is None:
-        return [account.id for account in await office.gateway.accounts.list()]
-    try:
-        return [(await office.gateway.accounts.get(account_id)).id]
-    except NotFound:
-        raise errors.no_such_account() from None
+    sums = Sums(query.by)
+    for account in await accounts.list() if query.account is None else [await accounts.get(query.account)]:
+        for row in await office.store.usage(account.id, first, last):
+            if query.model in (None, row.model):
+                sums.add(account.id, row)
+    return _answer(sums, query)
 
 
 def span(office: Office, query: Days) -> tuple[int, int]:
@@ -111,44 +98,52 @@ def span(office: Office, query: Days) -> tuple[int, int]:
     return max(0, (start - EPOCH).days), max(0, (to - EPOCH).days)
 
 
-def summed(rows: Iterable[tuple[str, UsageRow]], by: Sequence[str]) -> list[UsageItem]:
-    """In the order of the columns."""
-    sums: dict[tuple[Any, ...], list[int]] = {}
-    for account_id, row in rows:
-        every = {"day": row.day, "account": account_id, "model": row.model, "token": row.token_id}
-        counts = (row.requests, row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.micro_neurons)
-        sums_of = sums.setdefault(tuple(every[name] for name in by), [0] * len(counts))
-        for index, count in enumerate(counts):
-            sums_of[index] += count
-    return [_item(dict(zip(by, key, strict=True)), sums[key]) for key in sorted(sums)]
+class Sums:
+    """Usage added up by some columns, with commas between."""
+
+    def __init__(self, by: str) -> None:
+        self.by = list(dict.fromkeys(by.split(",")))
+        self._sums: dict[tuple[Any, ...], list[int]] = {}
+
+    def add(self, account_id: str, row: UsageRow) -> None:
+        """Raises Refusal where the columns tell more than ROWS_MAX rows apart."""
+        columns = {"day": row.day, "account": account_id, "model": row.model, "token": row.token_id}
+        counts = (row.requests, row.micro_neurons, row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+        key = tuple(columns[name] for name in self.by)
+        before = self._sums.get(key, [0] * len(counts))
+        self._sums[key] = [count + more for count, more in zip(before, counts, strict=True)]
+        if len(self._sums) > ROWS_MAX:
+            raise bad_input(f"this is more than {ROWS_MAX:,} rows; ask for fewer days, or sum by less", "by")
+
+    def items(self) -> list[UsageItem]:
+        """In the order of the columns."""
+        return [self._item(key) for key in sorted(self._sums)]
+
+    def _item(self, key: tuple[Any, ...]) -> UsageItem:
+        columns: dict[str, Any] = dict(zip(self.by, key, strict=True))
+        if "day" in columns:
+            columns["day"] = EPOCH + timedelta(columns["day"])
+        requests, micro_neurons, prompt_tokens, cached_tokens, completion_tokens = self._sums[key]
+        return UsageItem(
+            **columns,
+            requests=requests,
+            neurons=micro_neurons / MICRO,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=completion_tokens,
+        )
 
 
-def _item(columns: dict[str, Any], sums: list[int]) -> UsageItem:
-    requests, prompt_tokens, cached_tokens, completion_tokens, micro_neurons = sums
-    if "day" in columns:
-        columns["day"] = EPOCH + timedelta(columns["day"])
-    return UsageItem(
-        **columns,
-        requests=requests,
-        neurons=micro_neurons / MICRO,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        completion_tokens=completion_tokens,
-    )
-
-
-def _answer(items: list[UsageItem], query: Rows, by: str) -> Answer[list[UsageItem]]:
+def _answer(sums: Sums, query: Rows) -> Answer[list[UsageItem]]:
     if query.format == "csv":
-        if len(items) > ROWS_MAX:
-            raise bad_input(f"this is more than {ROWS_MAX:,} rows; ask for fewer days, or sum by less")
-        return Answer([], csv=table(items, by.split(",")))
-    shown, page = sliced(items, query.page, query.per_page)
+        return Answer([], csv=table(sums.items(), sums.by))
+    shown, page = sliced(sums.items(), query.page, query.per_page)
     return Answer(list(shown), page=PageItem(**page))
 
 
 def table(items: Sequence[UsageItem], by: Sequence[str]) -> str:
     """As CSV with a line of names. A text that a spreadsheet would take for a formula begins with an apostrophe."""
-    names = [*dict.fromkeys(by), "requests", "neurons", "prompt_tokens", "cached_tokens", "completion_tokens"]
+    names = [*by, "requests", "neurons", "prompt_tokens", "cached_tokens", "completion_tokens"]
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\r\n")
     writer.writerow(names)

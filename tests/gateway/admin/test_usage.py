@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.admin import usage as module
 from gateway.admin.usage import UsageItem, table
 from tenants.accounts import Permission
 from tests.gateway.admin.house import House, kept
@@ -119,3 +120,15 @@ async def test_the_operator_sums_over_all_accounts(tmp_path: Path, store_url: st
         assert (await house.operate("GET", f"/usage?account={'0' * 32}")).status == 404
         written = await house.operate("GET", "/usage?by=account&format=csv")
         assert written.content.decode().count("\r\n") == 3
+
+
+@looped
+async def test_what_is_told_apart_for_one_answer_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kept(tmp_path) as house:
+        await used(house)
+        monkeypatch.setattr(module, "ROWS_MAX", 1)
+        assert (await house.ask("GET", f"{house.account}/usage?by=model")).status == 200
+        for path in (f"{house.account}/usage?by=token&format=csv", f"{house.account}/usage?by=token"):
+            assert (await house.ask("GET", path)).status == 400
+        assert (await house.operate("GET", "/usage?by=day,day")).status == 200
+        assert (await house.operate("GET", "/usage?by=account")).status == 400
