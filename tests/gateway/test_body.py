@@ -1,11 +1,12 @@
 import re
 import time
+from datetime import date
 from typing import Annotated, Literal
 
 import msgspec
 import pytest
 
-from gateway.body import DEPTH_MAX, check_depth, decode, options
+from gateway.body import DEPTH_MAX, asked_in, check_depth, decode, options
 from gateway.errors import Refusal
 
 
@@ -151,3 +152,31 @@ def test_a_value_that_is_none_of_the_words_is_not_repeated() -> None:
             decode(body, msgspec.json.Decoder(Named if field == "role" else Needs))
         assert "secret" not in raised.value.message
         assert raised.value.param == field
+
+
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    page: Annotated[int, msgspec.Meta(ge=1, le=9)] | None = None
+    name: str = ""
+    day: date | None = None
+    kind: Literal["a", "b"] = "a"
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        (b"page=10", "page"), (b"page=0", "page"), (b"page=1.0", "page"), (b"page=1e0", "page"), (b"page=+1", "page"),
+        (b"page=", "page"), (b"page=null", "page"), (b"page=" + b"9" * 30, "page"), (b"day=null", "day"),
+        (b"day=20260102", "day"), (b"day=7", "day"), (b"kind=c", "kind"), (b"colour=red", "colour"),
+        (b"Page=1", "Page"),
+    ],
+)  # fmt: skip
+def test_a_wrong_query_is_refused_by_name(query: bytes, field: str) -> None:
+    with pytest.raises(Refusal, match=f"'{field}'") as refused:
+        asked_in(query, Asked)
+    assert refused.value.status == 400
+
+
+def test_a_query_is_texts_whole_numbers_words_and_days() -> None:
+    assert asked_in(b"", Asked) == Asked()
+    assert asked_in(b"page=7&name=8&day=2026-01-02&kind=b", Asked) == Asked(7, "8", date(2026, 1, 2), "b")
+    assert asked_in(b"page=1&page=2", Asked).page == 2
