@@ -1,19 +1,35 @@
 """What libraries keep is overwritten: shown by what they then no longer have."""
 
-import asyncio
-import gc
 import os
 import socket
+import subprocess
 import sys
 
 import msgspec
 import pytest
-import uvloop
 
-from gateway.residue import overwrite_keys, overwrite_reads
-from tests.end_to_end.canary import mappings, read_memory
+from gateway.residue import overwrite_keys
+from tests.end_to_end.canary import Canaries
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read through /proc")
+READER = """
+import asyncio, socket, sys, uvloop
+from gateway.residue import overwrite_reads
+from gateway.scrub import scrub_memory
+
+scrub_memory()
+
+async def main():
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=int(sys.argv[1])))
+    await reader.readuntil(b"!")
+    print("read", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await overwrite_reads()
+    print("overwritten", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(main())
+"""
 
 
 def kept(key: bytes) -> str:
@@ -29,29 +45,23 @@ def test_msgspec_keeps_keys_until_they_are_overwritten() -> None:
     assert kept(b"canary") is not first
 
 
-def times_in_memory(text: bytes) -> int:
-    """In this process; `text` itself and what reads it are some."""
-    gc.collect()
-    spans = [(start, end) for _, start, end in mappings(os.getpid()) if end - start < 64 << 20]
-    return sum(piece.count(text) for start, end in spans for piece in read_memory(os.getpid(), start, end))
-
-
-def test_what_uvloop_read_last_is_overwritten() -> None:
-    marks = [os.urandom(24) for _ in range(200)]
-
-    async def main() -> tuple[int, int]:
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        theirs.sendall(b"".join(marks))
-        await reader.readexactly(24 * len(marks))
-        seam = marks[100][12:] + marks[101][:12]  # what nobody wrote down but where they were read
-        before = times_in_memory(seam)
-        await overwrite_reads()
-        after = times_in_memory(seam)
-        writer.close()
-        theirs.close()
-        return before, after
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        before, after = runner.run(main())
-    assert after < before
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read through /proc")
+def test_uvloop_keeps_what_it_read_last_until_it_is_overwritten() -> None:
+    canaries = Canaries(seed=11)
+    ours, theirs = socket.socketpair()
+    os.set_inheritable(theirs.fileno(), True)
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, str(theirs.fileno())],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, close_fds=False,
+    ) as child:  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        ours.sendall(b"." * 30_000 + canaries.text("read").encode() + b"!")
+        assert child.stdout.readline() == "read\n"
+        assert list(canaries.in_memory(child.pid)) != [], "the control: it keeps it"
+        child.stdin.write("\n")
+        assert child.stdout.readline() == "overwritten\n"
+        assert list(canaries.in_memory(child.pid)) == []
+        child.stdin.write("\n")
+    ours.close()
+    theirs.close()
