@@ -291,8 +291,8 @@ async def test_answers_say_what_the_limits_have_left(tmp_path: Path) -> None:
         for call in (gateway.run(**TEN), gateway.run(**TEN, stream=True)):
             answer = await call
             assert answer.headers["ratelimit-policy"] == (
-                '"neurons-per-day";q=10;w=86400, "requests-per-minute";q=60;w=60, "input-tokens-per-minute";q=500;w=60, '
-                '"concurrent-requests";q=3'
+                '"neurons-per-day";q=10;w=86400, "requests-per-minute";q=60;w=60, '
+                '"input-tokens-per-minute";q=500;w=60, "concurrent-requests";q=3'
             )
         states = dict(part.split(";", 1) for part in answer.headers["ratelimit"].split(", "))
         assert states['"requests-per-minute"'] in ("r=58;t=2", "r=59;t=1")

@@ -170,15 +170,16 @@ async def test_a_second_import_adds_nothing(town: Town, target: Store) -> None:
 
 async def test_an_import_that_was_interrupted_is_completed_by_the_next(town: Town, target: Store) -> None:
     content = await exported(town.store)
-    failing, rounds = _Failing(target), 0
-    for rounds in range(30):
+    failing, interrupted = _Failing(target), 0
+    while interrupted < 30:
         failing.left = 1  # each does one write more than the one before it
         try:
             await transfer.bring_in(io.BytesIO(content), cast(Any, failing), lambda count: None)
         except StoreUnavailable:
-            continue
-        break
-    assert rounds == 17
+            interrupted += 1
+        else:
+            break
+    assert interrupted == 17
     assert (await imported(content, target)).nothing
     assert await without_header(target) == content.splitlines()[1:-1]
     with pytest.raises(Unauthenticated):
