@@ -8,6 +8,7 @@ import contextlib
 import logging
 import re
 import time
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -123,8 +124,8 @@ class App:
             await exchange.refuse(refusal)
         except ClientGone:
             pass
-        except Exception:
-            log.exception("request %s failed", exchange.request_id)
+        except Exception as error:
+            log.error("request_failed", extra={"fields": _failure(exchange, error)})
             await exchange.refuse(errors.internal())
         finally:
             self._gateway.metrics.answered(route, exchange.status)
@@ -297,6 +298,12 @@ class App:
         if not shown:
             raise errors.no_route(exchange.path)
         await exchange.answer(200, text(), [(b"content-type", CONTENT_TYPE), (b"cache-control", b"no-store")])
+
+
+def _failure(exchange: Exchange, error: Exception) -> dict[str, object]:
+    """What the journal says of it: where it came from, and not its message, which may quote what a caller sent."""
+    where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    return {"request": exchange.request_id, "error": type(error).__name__, "where": where}
 
 
 def _credential(exchange: Exchange) -> str:

@@ -8,7 +8,9 @@ import pytest
 from msgspec import structs
 
 from engine.wire import Scope, ScopeKind, Submit
+from gateway.journal import Lines
 from gateway.privacy import scope_of, terms_of
+from gateway.text import Text
 from tenants.accounts import Accounts, Caller
 from tenants.store import open_store
 from tenants.terms import Limits, Plan, Settings
@@ -187,3 +189,22 @@ async def test_calls_are_served_in_allowed_regions_alone(tmp_path: Path) -> None
             assert answer.status == status
         await gateway.settled()
         assert len(await gateway.records()) == 2, "what is not served costs nothing"
+
+
+@looped
+async def test_what_fails_inside_is_told_without_the_words_it_failed_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(text: object, words: str) -> list[int]:
+        raise KeyError(words)
+
+    monkeypatch.setattr(Text, "encode_prompt", fail)
+    async with served(tmp_path) as gateway:
+        answer = await gateway.run(prompt="a secret", raw=True)
+    assert answer.status == 500
+    assert "secret" not in answer.message
+    (record,) = [record for record in caplog.records if record.getMessage() == "request_failed"]
+    line = Lines().format(record)
+    assert "KeyError" in line
+    assert "test_privacy.py" in line
+    assert "secret" not in line
