@@ -24,7 +24,16 @@ from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 from tenants.issuers import Issuer
 
 ALGORITHMS: Final = ("EdDSA", "ES256", "RS256")
-MISSING: Final = object()
+
+
+class _Missing:
+    """Its name is part of tests' names, which must be the same in every process."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING: Final = _Missing()
 AUDIENCE: Final = "https://hearth.example"
 ACCOUNT: Final = "0123456789abcdef0123456789abcdef"
 
