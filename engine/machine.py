@@ -469,6 +469,11 @@ def _places(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]:
             )
 
 
+# oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; making one anew
+# takes no longer than can be measured.
+_ON_CPUS: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+
+
 def _environments(spec: MachineSpec, found: list[str], scratch: contextlib.ExitStack) -> Iterator[dict[str, str]]:
     """What each replica's environment has beyond ours: the one GPU it sees, in turn or as the spec says, and the cache
     of kernels. Endless."""
@@ -476,7 +481,7 @@ def _environments(spec: MachineSpec, found: list[str], scratch: contextlib.ExitS
     if number and int(number) >= len(found):
         raise MachineError(f"there is no {spec.device}: this host has {len(found)} GPUs, counted from 0")
     if kind == "cpu" or not found:
-        return repeat({})
+        return repeat({name: os.environ.get(name, count) for name, count in _ON_CPUS.items()})
     cache = _kernel_cache(spec, scratch)
     chosen = [found[int(number)]] if number else found
     return ({gpus.ENVIRONMENT_NAME: name, _CACHE_NAME: cache} for name in cycle(chosen))

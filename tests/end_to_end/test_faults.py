@@ -115,9 +115,12 @@ def test_limits_answer_429_with_a_code_and_a_wait(own: Hearth) -> None:
     assert [answer.status_code for answer in said] == [200, 200, 429]
     assert said[2].json()["errors"][0]["code"] == 3021
     assert 1 <= int(said[2].headers["retry-after"]) <= 60
-    _, poor = own.account("poor", "--neurons-per-day", "0.01")
+    _, poor = own.account("poor", "--neurons-per-day", "0.03")
     with own.client(poor) as client:
-        refused = client.post(f"/ai/run/{EMBER}", json={"prompt": "Hello", "max_tokens": 100})
+        cut = client.post(f"/ai/run/{EMBER}", json={"prompt": "Hello", "max_tokens": 100})
+        refused = client.post(f"/ai/run/{EMBER}", json={"prompt": "Hello " * 50, "max_tokens": 100})
+    assert (cut.status_code, cut.json()["result"]["finish_reason"]) == (200, "quota"), cut.text
+    assert cut.json()["result"]["usage"]["neurons"] <= 0.03
     assert (refused.status_code, refused.json()["errors"][0]["code"]) == (429, 4006), refused.text
     assert int(refused.headers["retry-after"]) >= 1
 
