@@ -1,6 +1,6 @@
 """Whether a request may start: its caps against what their subjects have used. It does not know where that is kept.
 
-The Lua script in store_redis.py takes the same steps in the same order.
+The Lua of store_redis_scripts.py takes the same steps in the same order.
 """
 
 from collections.abc import Mapping
