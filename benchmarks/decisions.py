@@ -25,6 +25,7 @@ import uvloop
 from msgspec import structs
 
 from benchmarks.record import record
+from tenants import store_redis_scripts as scripts
 from tenants.accounts import Accounts
 from tenants.caps import Size, caps, limited
 from tenants.store import Granted, Hold, Store, StoreUnavailable, open_store
@@ -139,7 +140,7 @@ async def on_redis(folder: Path, options: argparse.Namespace) -> None:
             put_down(f"Redis, {named(kind, options.rate)}: from asking to the answer", times)
             with redis.Redis.from_url(server.url) as client:
                 calls = client.slowlog_get(LOGGED)
-            ours = [one["duration"] for one in calls if store._reserve.sha.encode() in one["command"]]
+            ours = [one["duration"] for one in calls if scripts.RESERVE.sha.encode() in one["command"]]
             put_down(f"Redis, {named(kind, options.rate)}: the Lua call", ours)
         await store.close()
     finally:

@@ -23,7 +23,7 @@ from engine.model.host import HostStep
 from engine.model.layers import Parameters, rotary_tables
 from engine.sampler import sample
 from engine.weights.assembly import weights_bytes
-from engine.weights.storage import Dense
+from engine.weights.storage import Dense, rows_agree
 from engine.wire import Memory, ModelSpec
 
 log = logging.getLogger(__name__)
@@ -99,11 +99,27 @@ class Host:
 
 
 def fastest_dtype(config: ModelConfig) -> torch.dtype:
-    """Measures one layer's widest matmul in both: which is faster differs between processors."""
-    took = {dtype: _matmul_seconds(config, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    """Measures one layer's widest matmul in both: which is faster differs between processors. One in which this
+    processor lets a row depend on its company is left out, as newer ones' bfloat16 may."""
+    both = (torch.bfloat16, torch.float32)
+    took = {dtype: _matmul_seconds(config, dtype) for dtype in both if rows_agree(_matmuls(config), dtype)}
+    if not took:
+        return torch.float32  # which says what is wrong when it is loaded
     fastest = min(took, key=lambda dtype: took[dtype])
     log.info("dtype auto: %s (%s)", fastest, ", ".join(f"{dtype} {1e6 * s:.0f} µs" for dtype, s in took.items()))
     return fastest
+
+
+def _matmuls(config: ModelConfig) -> list[tuple[int, int]]:
+    """The inputs and outputs of a layer's matmuls and the head's."""
+    queries = config.heads * config.head_dim
+    return [
+        (config.hidden, queries + 2 * config.kv_heads * config.head_dim),
+        (queries, config.hidden),
+        (config.hidden, 2 * config.intermediate),
+        (config.intermediate, config.hidden),
+        (config.hidden, config.vocabulary),
+    ]
 
 
 def _matmul_seconds(config: ModelConfig, dtype: torch.dtype) -> float:

@@ -9,7 +9,7 @@ bit the same, and `Dense` pads up to that.
 T rows, K inputs, N outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -23,7 +23,8 @@ _PROBE_OUTPUTS_MOST = 1024  # a matmul is divided along its inputs rather where 
 
 
 class RowsDiffer(RuntimeError):
-    """This machine's matrix library gives a row another result in other company, at every size tried."""
+    """This machine's matrix library gives a row another result in other company, at every size tried. Another dtype may
+    do better."""
 
 
 class Dense:
@@ -65,6 +66,16 @@ def _multiply(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
     return result
 
 
+def rows_agree(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
+    """Whether matmuls of these (inputs, outputs) can give a row the same bits whatever its company."""
+    try:
+        for inputs, outputs in shapes:
+            rows_least(inputs, min(outputs, _PROBE_OUTPUTS_MOST), dtype, torch.get_num_threads())
+    except RowsDiffer:
+        return False
+    return True
+
+
 @cache
 def rows_least(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int:
     """The least number of rows from which on a matmul gives a row the same bits whatever its company.
@@ -92,5 +103,8 @@ def _least(multiply: Callable[[Tensor], Tensor], x_TK: Tensor) -> int:
         if not (first and last):
             least = rows + 1
     if least > _ROWS_TRIED[-2]:
-        raise RowsDiffer(f"no row count makes a matmul over {x_TK.shape[1]} inputs in {x_TK.dtype} independent of it")
+        raise RowsDiffer(
+            f"no row count makes a matmul over {x_TK.shape[1]} inputs in {x_TK.dtype} independent of it on this "
+            "processor: set the model's dtype to another one"
+        )
     return least

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.batch import Slice, pack
 from engine.runner import DoesNotFit, Runner
-from engine.wire import Sampling
+from engine.weights import storage
+from engine.wire import ModelSpec, Sampling
 from tests.engine.small import (
     BLOCK_TOKENS,
     CONTEXT_TOKENS,
@@ -157,6 +158,24 @@ def test_auto_measures_both_dtypes_and_says_so(folders: dict[str, Path], caplog:
     assert "dtype auto" in said
     assert "MB/s" in said
     assert f"{runner.blocks} KV blocks" in said
+
+
+def test_a_dtype_in_which_rows_depend_on_their_company_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found on a processor whose bfloat16 adds up in another order for each count of rows."""
+    least = storage.rows_least
+
+    def of_such_a_processor(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int:
+        if dtype is torch.bfloat16 and inputs > 1000:
+            raise storage.RowsDiffer("no row count")
+        return least(inputs, outputs, dtype, threads)
+
+    monkeypatch.setattr(storage, "rows_least", of_such_a_processor)
+    with caplog.at_level("INFO"):
+        runner = Runner.open(ModelSpec(name="m", folder=str(EMBER), kv_bytes=10_000_000), "cpu", 1, lambda: None)
+    assert runner.kv_layout.startswith("kv-float32")
+    assert "torch.bfloat16" not in caplog.text
 
 
 def test_the_pool_holds_one_context_at_least_and_all_sequences_at_most(folders: dict[str, Path]) -> None:
