@@ -20,7 +20,7 @@ import uvloop
 
 from benchmarks.record import record
 from tenants.accounts import Accounts, Caller
-from tenants.quota import Order, Price, Quota, QuotaExceeded, Reservation, Spent
+from tenants.quota import Demand, Price, Quota, QuotaExceeded, Reservation, Spent
 from tenants.store import Store, open_store
 from tenants.terms import Limits
 from tests.redis_server import RedisServer
@@ -40,7 +40,7 @@ async def new_caller(store: Store, limits: Limits) -> Caller:
 
 
 async def pair(quota: Quota, caller: Caller, request_id: str) -> None:
-    reservation = await quota.reserve(caller, request_id, Order("@cf/hearth/ember", PRICE, 40, 256))
+    reservation = await quota.reserve(caller, request_id, Demand("@cf/hearth/ember", PRICE, 40, 256))
     quota.settle(reservation, SPENT)
     await quota.flush()
 
@@ -79,7 +79,7 @@ async def measure_race(url: str, folder: Path) -> tuple[int, float]:
 
     async def client(n: int) -> Reservation | None:
         try:
-            return await quotas[n % 4].reserve(caller, f"r{n}", Order("m", price, 100, 0))
+            return await quotas[n % 4].reserve(caller, f"r{n}", Demand("m", price, 100, 0))
         except QuotaExceeded:
             return None
 
@@ -97,7 +97,7 @@ async def measure_burst(store: Store, folder: Path) -> float:
     for turn in range(5):
         quota = Quota(store, folder / "outbox")
         began = time.perf_counter()
-        await asyncio.gather(*(quota.reserve(caller, f"{turn}.{n}", Order("m", PRICE, 1, 1)) for n in range(1_000)))
+        await asyncio.gather(*(quota.reserve(caller, f"{turn}.{n}", Demand("m", PRICE, 1, 1)) for n in range(1_000)))
         rates.append(1_000 / (time.perf_counter() - began))
     return statistics.median(rates)
 

@@ -23,9 +23,8 @@ from gateway.reply import Dialect, Reply
 from gateway.request import Gateway, Request
 from gateway.suspects import REMEMBERED_S, fingerprint
 from gateway.text import TextError
-from tenants import quota
 from tenants.accounts import Caller, Suspended, UnknownToken
-from tenants.quota import QuotaExceeded, Reservation
+from tenants.quota import Demand, QuotaExceeded, Reservation
 from tenants.store import BUDGETS, StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -186,7 +185,7 @@ async def reserve(request: Request, max_tokens: int) -> Reservation:
         reservation = await gateway.quota.reserve(
             request.caller,
             request.exchange.request_id,
-            quota.Order(
+            Demand(
                 model=model.name,
                 price=model.price,
                 prompt_tokens=request.prompt_tokens,

@@ -56,7 +56,7 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.ceil(cost)
 
 
-class Order(NamedTuple):
+class Demand(NamedTuple):
     """What a request asks for: at most `output_tokens`, over all its choices, behind its prompt. Where its budget has
     less it is content with `least_tokens`."""
 
@@ -196,7 +196,7 @@ class Quota:
         """Settlements that are neither in the store nor in the outbox yet."""
         return len(self._settled)
 
-    async def reserve(self, caller: Caller, request_id: str, order: Order) -> Reservation:
+    async def reserve(self, caller: Caller, request_id: str, demand: Demand) -> Reservation:
         """Holds the most that this request can cost. One call of the store: about 30 µs on SQLite, 150 µs on Redis.
 
         `request_id` is new for every request and at most 64 characters; a repeated call with the same one is granted
@@ -207,23 +207,23 @@ class Quota:
         if len(self._open) + len(self._settled) >= UNSETTLED_MAX:
             raise StoreUnavailable(f"{UNSETTLED_MAX:,} requests are open or wait to be written; try again later")
         started_us = int(self._clock() * MICRO)
-        subjects = limited(caller.limits, caller.token_id, caller.token_limits, order.model_class)
-        size = order.size()
+        subjects = limited(caller.limits, caller.token_id, caller.token_limits, demand.model_class)
+        size = demand.size()
         asked = Reservation(
             account_id=caller.account.id,
             request_id=request_id,
             day=day_of(started_us),
             held=size.micro_neurons,
             token_id=caller.token_id,
-            model=order.model,
-            price=order.price,
+            model=demand.model,
+            price=demand.price,
             started_us=started_us,
-            output_tokens=order.output_tokens,
+            output_tokens=demand.output_tokens,
             subjects="\n".join(subject for subject, _ in subjects if subject),
         )
         measured = caps(subjects, size)
         hold = Hold(
-            asked.record(Spent(), EXPIRED), size.micro_neurons, int(HOLD_S * MICRO), measured, order.output_tokens
+            asked.record(Spent(), EXPIRED), size.micro_neurons, int(HOLD_S * MICRO), measured, demand.output_tokens
         )
         try:
             decision = await self._store.reserve(hold)
@@ -240,7 +240,7 @@ class Quota:
             asked,
             day=decision.day,
             held=decision.held,
-            output_tokens=order.affordable(decision.held),
+            output_tokens=demand.affordable(decision.held),
             left=left_now(measured, decision.left, started_us),
         )
         opened = self._open.setdefault((asked.account_id, request_id), _Open(granted, Spent(), self._clock()))

@@ -15,7 +15,7 @@ from tenants.accounts import Account, Accounts, Limits, MalformedToken, Suspende
 from tenants.grants import Grant, Permission
 from tenants.issuers import Issuer, Issuers, IssuerUnavailable, Proof
 from tenants.jose import JwtRefused
-from tenants.quota import Order, Price, Quota, Spent
+from tenants.quota import Demand, Price, Quota, Spent
 from tenants.store import Store
 from tests.tenants.attacks import ATTACKS, Attack, mapped
 from tests.tenants.conftest import SECRET, StoppedClock
@@ -271,7 +271,7 @@ async def test_what_a_jwt_runs_is_reserved_and_recorded(
     """Its token id is in no table of the store."""
     quota = Quota(store, tmp_path / "outbox", clock)
     caller = await known.verify(world.jwt(sub="Ann Lee"))
-    reservation = await quota.reserve(caller, "request", Order("@cf/a/b", Price(output=1.0), 3, 4))
+    reservation = await quota.reserve(caller, "request", Demand("@cf/a/b", Price(output=1.0), 3, 4))
     quota.settle(reservation, Spent(prompt_tokens=3, completion_tokens=2))
     await quota.flush()
     (record,) = await store.records(ACCOUNT, clock.day)

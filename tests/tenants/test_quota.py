@@ -20,7 +20,7 @@ from msgspec import structs
 from tenants import quota as module
 from tenants.accounts import Accounts, Caller, UnknownToken
 from tenants.outbox import Outbox
-from tenants.quota import AlreadyRecorded, Order, Price, Quota, QuotaExceeded, Reservation, Spent
+from tenants.quota import AlreadyRecorded, Demand, Price, Quota, QuotaExceeded, Reservation, Spent
 from tenants.store import Store, StoreUnavailable, open_store
 from tenants.terms import DEFAULT_PLAN
 from tenants.usage import EXPIRED, MICRO, Totals
@@ -39,7 +39,7 @@ def quota(store: Store, tmp_path: Path, clock: Any) -> Quota:
 
 
 async def reserved(quota: Quota, caller: Any, request_id: str, prompt: int = 40, completion: int = 10) -> Reservation:
-    return await quota.reserve(caller, request_id, Order(MODEL, PRICE, prompt, completion))
+    return await quota.reserve(caller, request_id, Demand(MODEL, PRICE, prompt, completion))
 
 
 async def until(fact: Callable[[], Awaitable[bool]]) -> None:
@@ -497,7 +497,7 @@ KILLED_GATEWAY = """
 import asyncio, sys, time
 from pathlib import Path
 from tenants.accounts import Accounts
-from tenants.quota import Order, Price, Quota, Spent
+from tenants.quota import Demand, Price, Quota, Spent
 from tenants.store import open_store
 
 async def main(url, outbox, text):
@@ -506,7 +506,7 @@ async def main(url, outbox, text):
     quota = Quota(store, Path(outbox))
     price = Price(1_000, 100, 3_000)
     names = ("silent", "streaming", "settled", "queued")
-    ends = [await quota.reserve(caller, name, Order("m", price, 40, 10)) for name in names]
+    ends = [await quota.reserve(caller, name, Demand("m", price, 40, 10)) for name in names]
     quota.checkpoint(ends[1], Spent(40, 0, 4))
     quota.checkpoint(ends[3], Spent(40, 0, 6))
     await asyncio.sleep(0.02)

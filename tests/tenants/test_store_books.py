@@ -26,7 +26,7 @@ async def test_of_two_changes_of_one_revision_only_one_is_kept(store: Store) -> 
     assert await store.account(BOB) is None
 
 
-async def test_an_account_added_twice_is_kept_as_it_first_was_or_is_the_same(store: Store) -> None:
+async def test_an_account_that_is_added_again_is_there_once(store: Store) -> None:
     account = Account(ANN, "ann", Limits(requests_per_minute=5), 1)
     await store.add_account(account)
     await store.add_account(account)
