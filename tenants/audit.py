@@ -8,6 +8,7 @@ An account's entries are one chain; what concerns no one account, such as plans,
 """
 
 import asyncio
+import hashlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable
@@ -38,6 +39,14 @@ class Verdict:
     head: str
     seq: int = 0
     problem: str | None = None
+
+
+def fitting(detail: dict[str, Any], **kept: Any) -> dict[str, Any]:
+    """The detail, or of one that is too long its digest alone, and what is kept of it all the same."""
+    encoded = _encode(detail)
+    if len(encoded) <= DETAIL_BYTES_MAX:
+        return detail
+    return {**kept, "detail_sha256": hashlib.sha256(encoded).hexdigest()}
 
 
 class Audit:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from gateway.errors import bad_input
 from gateway.listing import PAGE_MAX
 from gateway.request import Gateway
 from tenants.accounts import NAME_MAX, Caller, Permission
-from tenants.audit import DETAIL_BYTES_MAX, Audit
+from tenants.audit import Audit, fitting
 from tenants.store import Store
 
 BASE: Final = "/client/v4"
@@ -115,11 +114,8 @@ class Office:
 
     async def note(self, caller: Caller, account_id: str, action: str, target: str, **detail: Any) -> None:
         """Into the audit log, after the effect and before its answer. Of too long a detail only its digest is kept."""
-        encoded = msgspec.json.encode(detail)
-        if len(encoded) > DETAIL_BYTES_MAX:
-            detail = {"detail_sha256": hashlib.sha256(encoded).hexdigest()}
         async with self._writing:  # a chain has one end: changes that come at once would try for it in turns
-            await self.audit.write(account_id, caller.token_id, action, target, **detail)
+            await self.audit.write(account_id, caller.token_id, action, target, **fitting(detail))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

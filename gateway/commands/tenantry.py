@@ -1,7 +1,6 @@
 """Opens the store for the operator's commands, whether a server runs or not: both see the same one."""
 
 import asyncio
-import hashlib
 import os
 import pwd
 from collections.abc import Awaitable, Callable
@@ -15,7 +14,7 @@ from gateway.commands.words import fail
 from gateway.config import Config
 from gateway.state import server_secret
 from tenants.accounts import Account, Accounts, ApiToken, Conflict, NotFound
-from tenants.audit import DETAIL_BYTES_MAX, Audit
+from tenants.audit import Audit, fitting
 from tenants.store import Store, StoreUnavailable, open_store
 from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
 
@@ -34,11 +33,8 @@ class Tenantry:
     async def note(self, account_id: str, action: str, target: str, **detail: Any) -> None:
         """Writes into the audit log what was just done, with the name of this process's user. Call it before you say
         that it is done. Of a detail that is too long, only its digest is kept."""
-        said = {"os_user": _os_user(), **detail}
-        encoded = msgspec.json.encode(said)
-        if len(encoded) > DETAIL_BYTES_MAX:
-            said = {"os_user": _os_user(), "detail_sha256": hashlib.sha256(encoded).hexdigest()}
-        await self.audit.write(account_id, ACTOR, action, target, **said)
+        who = {"os_user": _os_user()}
+        await self.audit.write(account_id, ACTOR, action, target, **fitting({**who, **detail}, **who))
 
     async def open_account(
         self, name: str, ceiling: Limits = NO_LIMITS, plan: str = DEFAULT_PLAN.name
