@@ -48,6 +48,31 @@ class RejectReason(enum.StrEnum):
     BUSY = "busy"  # the waiting queue is full, or it would wait, or has waited, for longer than it may
     DRAINING = "draining"  # the replica is going away
     INVALID = "invalid"  # a frame that a correct gateway does not send
+    GRAMMAR = "grammar"  # the grammar is wrong, asks for what is not supported, or is too large; the message says which
+
+
+class GrammarKind(enum.StrEnum):
+    """What a grammar's source is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+class Pooling(enum.StrEnum):
+    """How a text becomes one vector, or, with SCORE, one number: from which of its tokens."""
+
+    MEAN = "mean"
+    CLS = "cls"
+    LAST = "last"
+    SCORE = "score"
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What all of a completion's text must be; it may end only where the text is whole."""
+
+    kind: GrammarKind
+    source: str
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True):
@@ -74,6 +99,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     keep_s          cached blocks of its scope are found for so long after their last use, None: until they are evicted.
     erase           blocks that the request writes or reads are zeroed before anybody else has them. What a raised epoch
                     or keep_s makes unfindable always is.
+    background      it runs only on what live requests leave free.
     """
 
     weight: float = 1.0
@@ -83,6 +109,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     cap_blocks: int | None = None
     keep_s: float | None = None
     erase: bool = False
+    background: bool = False
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -110,6 +137,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
 
     `tokens` is packed u32 little-endian. `stop_ids` end a sequence and are still reported as its last token.
     Choice i samples with seed + i. `deadline_ms` is how long it may wait to start, once it is taken in; 0: for ever.
+    `pooling` asks for the prompt's vector instead of a completion.
     """
 
     id: int
@@ -122,6 +150,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     traceparent: str = ""
     terms: Terms = Terms()
     deadline_ms: int = 0
+    grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -170,6 +200,13 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
 
 
+class Vector(msgspec.Struct, frozen=True, array_like=True):
+    """What a prompt with `pooling` became: packed float32 little-endian, not normalised."""
+
+    id: int
+    values: bytes
+
+
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """replica → gateway, one per step and connection: columns, not a message per token.
 
@@ -183,6 +220,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     started: list[Started] = []
     finished: list[Finish] = []
     logprobs: list[TokenLogprobs] = []
+    vectors: list[Vector] = []
 
 
 class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
