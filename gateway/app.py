@@ -25,17 +25,17 @@ from gateway.admin.operation import Office
 from gateway.admin.table import OPERATIONS
 from gateway.catalogue import Model, open_catalogue
 from gateway.config import Config
+from gateway.dialects.chat import Chat
+from gateway.dialects.native import Native
 from gateway.edge import Edge
-from gateway.errors import Refusal
+from gateway.errors import Refusal, Shape
 from gateway.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
 from gateway.fleet import Fleet
 from gateway.generate import generate
 from gateway.metrics import CONTENT_TYPE, Metrics
-from gateway.openai import OpenAI
 from gateway.outage import Outage
 from gateway.request import Gateway
 from gateway.residue import Residue
-from gateway.run import Native
 from gateway.suspects import Suspects
 from gateway.traces import Traces, open_traces
 from gateway.turns import Turns
@@ -65,7 +65,7 @@ class App:
         self._store = store
         self._errands = errands
         self._native = Native()
-        self._openai = OpenAI()
+        self._chat = Chat()
         audit, once = Audit(store, secret), Once(store, secret)
         office = Office(gateway, store, audit, once, signer(secret), lambda: self.open_requests)
         self._api = Api(OPERATIONS, office, self._asking)
@@ -153,14 +153,14 @@ class App:
             if found is None:
                 return self._api_route(path)
             account_id, resource = found.groups()
-            exchange.openai = resource.startswith("/v1/")
+            exchange.shape = _shape(resource)
             if ACCOUNT_ID.fullmatch(account_id) is None:
                 raise errors.bad_account_id(path)
         elif path.startswith("/ai/"):
             resource = path.removeprefix("/ai")
         elif not path.startswith("/v1/"):
             raise errors.no_route(path)
-        exchange.openai = resource.startswith("/v1/")
+        exchange.shape = _shape(resource)
         return self._resource(exchange, account_id, resource)
 
     def _api_route(self, path: str) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
@@ -247,7 +247,7 @@ class App:
         try:
             caller = await self._authenticate(exchange, credential, account_id, (Permission.INFERENCE,))
             self._open[exchange] = credential
-            await generate(self._gateway, exchange, caller, self._native if model else self._openai, model)
+            await generate(self._gateway, exchange, caller, self._native if model else self._chat, model)
         finally:
             del self._open[exchange]
             self._gateway.metrics.open_requests.dec()
@@ -298,6 +298,13 @@ class App:
         if not shown:
             raise errors.no_route(exchange.path)
         await exchange.answer(200, text(), [(b"content-type", CONTENT_TYPE), (b"cache-control", b"no-store")])
+
+
+def _shape(resource: str) -> Shape:
+    """Of the errors of what lies below an account."""
+    if not resource.startswith("/v1/"):
+        return Shape.ENVELOPE
+    return {"/v1/responses": Shape.RESPONSES, "/v1/messages": Shape.ANTHROPIC}.get(resource, Shape.OPENAI)
 
 
 def _failure(exchange: Exchange, error: Exception) -> dict[str, object]:

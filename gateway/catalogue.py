@@ -32,6 +32,8 @@ class Model:
     folder: Path
     price: Price
     limits_class: str
+    dialect: str
+    default_tokens: int
     context_tokens: int
     vocabulary: int
     created_at: float
@@ -164,6 +166,8 @@ def _open(config: Config, entry: ModelConfig) -> Model:
         folder=folder,
         price=price_of(entry),
         limits_class=entry.limits_class,
+        dialect=entry.dialect,
+        default_tokens=entry.default_tokens,
         context_tokens=min(context, entry.context_tokens or context),
         vocabulary=int(document.get("vocab_size") or 0),
         created_at=(folder / "config.json").stat().st_mtime,

@@ -161,6 +161,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     description: Annotated[str, Meta(description="shown by /ai/models/search", max_length=1000)] = ""
     price: Annotated[PriceConfig, Meta(description="table, neurons per million tokens")] = PriceConfig()
+    dialect: Annotated[
+        str,
+        Meta(
+            description="bodies of /ai/run: native (prompt or messages) or chat (chat completions in the envelope)",
+            pattern="^(native|chat)$",
+        ),
+    ] = "native"
+    default_tokens: Annotated[
+        int, Meta(description="output tokens where a chat completion names no max_tokens", ge=1, le=1 << 24)
+    ] = 4096
     limits_class: Annotated[
         str,
         Meta(description="limits of this class of models count its calls", pattern="^[a-z0-9][a-z0-9._-]{0,31}$"),

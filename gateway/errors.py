@@ -3,10 +3,13 @@
 It does not know how a request is parsed or served; whoever finds a problem raises a Refusal, and one place answers it.
 """
 
+import enum
 from collections.abc import Iterable
 from typing import Final
 
 import msgspec
+
+from gateway import sse
 
 _encode = msgspec.json.encode
 
@@ -18,6 +21,16 @@ OPENAI_TYPES: Final = {
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
+}
+ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -239,6 +252,16 @@ def failed(message: str) -> Refusal:
     return Refusal(500, 5000, f"AiError: AiError: Internal server error: {message or 'cancelled'}", kind="failed")
 
 
+def bad_grammar(message: str) -> Refusal:
+    """The replica cannot hold an answer to this grammar, and says why."""
+    return bad_input(f"the answer cannot be held to what was asked: {message}", "response_format")
+
+
+def grammar_not_met(tokens: int) -> Refusal:
+    message = f"AiError: JSON Mode couldn't be met: the answer was not whole after {tokens} tokens; raise 'max_tokens'"
+    return Refusal(400, 5024, message, kind="json_not_met", param="max_tokens")
+
+
 def timed_out(limit_s: float) -> Refusal:
     message = f"AiError: Request timeout: it took more than {limit_s:g} s; ask for fewer tokens"
     return Refusal(408, 3046, message, kind="timeout")
@@ -287,17 +310,59 @@ def envelope(refusal: Refusal, request_id: str) -> bytes:
     if not refusal.routed:
         errors = [{"code": refusal.code, "message": refusal.message}]
         return _encode({"result": None, "success": False, "errors": errors, "messages": []})
-    named = [{"message": f"{refusal.message} ({request_id})", "code": refusal.code}]
+    named = [{"message": _named(refusal, request_id), "code": refusal.code}]
     return _encode({"errors": named, "success": False, "result": {}, "messages": []})
+
+
+class Shape(enum.Enum):
+    """What the bodies of a path's errors look like."""
+
+    ENVELOPE = "envelope"
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    ANTHROPIC = "anthropic"
+
+
+def body(shape: Shape, refusal: Refusal, request_id: str) -> bytes:
+    """The body of an answer that is an error."""
+    match shape:
+        case Shape.ENVELOPE:
+            return envelope(refusal, request_id)
+        case Shape.OPENAI | Shape.RESPONSES:
+            return openai_envelope(refusal, request_id)
+        case Shape.ANTHROPIC:
+            return anthropic_envelope(refusal, request_id)
+
+
+def events(shape: Shape, refusal: Refusal, request_id: str) -> bytes:
+    """The end of a stream that failed: an event with the error, and `[DONE]` where the dialect has that."""
+    match shape:
+        case Shape.ENVELOPE | Shape.OPENAI:
+            return sse.event(body(shape, refusal, request_id)) + sse.DONE
+        case Shape.RESPONSES:
+            error = {"code": refusal.kind, "message": _named(refusal, request_id), "param": refusal.param}
+            return b"event: error\n" + sse.event(_encode({"type": "error", **error, "sequence_number": -1}))
+        case Shape.ANTHROPIC:
+            return b"event: error\n" + sse.event(body(shape, refusal, request_id))
+
+
+def anthropic_envelope(refusal: Refusal, request_id: str) -> bytes:
+    """Anthropic's error body, with the envelope's keys behind its own."""
+    error = {"type": ANTHROPIC_TYPES.get(refusal.status, "api_error"), "message": _named(refusal, request_id)}
+    head = _encode({"type": "error", "error": error, "request_id": request_id})
+    return head[:-1] + b"," + envelope(refusal, request_id)[1:]
+
+
+def _named(refusal: Refusal, request_id: str) -> str:
+    return f"{refusal.message} ({request_id})"
 
 
 def openai_envelope(refusal: Refusal, request_id: str) -> bytes:
     """The error body on OpenAI's paths: its `error` object and the envelope's keys, for either kind of client."""
     error = {
-        "message": f"{refusal.message} ({request_id})",
+        "message": _named(refusal, request_id),
         "type": OPENAI_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"),
         "param": refusal.param,
         "code": refusal.kind,
     }
-    body = envelope(refusal, request_id)
-    return b'{"error":' + _encode(error) + b"," + body[1:]
+    return b'{"error":' + _encode(error) + b"," + envelope(refusal, request_id)[1:]

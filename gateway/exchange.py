@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gateway import errors, sse
 from gateway.edge import Origin
-from gateway.errors import Refusal
+from gateway.errors import Refusal, Shape
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -40,7 +40,7 @@ class Patience:
 class Exchange:
     """Reads one request and writes its answer. One task uses it, and its own watches while `attended`.
 
-    `openai` chooses the shape of errors. `clock` is monotonic seconds.
+    `shape` is that of its errors. `clock` is monotonic seconds.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Exchange:
         self.origin = origin
         self.request_id = request_id
         self.began = clock()
-        self.openai = False
+        self.shape = Shape.ENVELOPE
         self.beside: list[Header] = []  # headers of whatever is answered
         self.status: int | None = None
         self._abort: Callable[[], None] | None = scope.get("hearth.abort")
@@ -151,14 +151,13 @@ class Exchange:
         await self._push({"type": "http.response.body", "body": events, "more_body": False})
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answers with the refusal: a status where nothing was sent yet, else an error event and [DONE]."""
+        """Answers with the refusal: a status where nothing was sent yet, else the events that end a stream."""
         if self._ended:
             return
-        body = (errors.openai_envelope if self.openai else errors.envelope)(refusal, self.request_id)
         try:
             async with asyncio.timeout(DRAIN_GRACE_S):
                 if self.status is not None:
-                    await self.end(sse.event(body) + sse.DONE)
+                    await self.end(errors.events(self.shape, refusal, self.request_id))
                     return
                 headers = [JSON, (b"cache-control", b"no-store")]
                 if refusal.retry_after_s is not None:
@@ -169,7 +168,7 @@ class Exchange:
                     headers.append((b"allow", refusal.allowed.encode()))
                 if refusal.closes:
                     headers.append((b"connection", b"close"))
-                await self.answer(refusal.status, body, headers)
+                await self.answer(refusal.status, errors.body(self.shape, refusal, self.request_id), headers)
         except TimeoutError:
             self.drop()
 

@@ -188,6 +188,8 @@ class Link:
         traceparent: str = "",
         terms: wire.Terms = wire.Terms(),  # noqa: B008 frozen
         deadline_ms: int = 0,
+        grammar: wire.Grammar | None = None,
+        pooling: wire.Pooling | None = None,
     ) -> Stream:
         """Writes one frame. Raises ReplicaLost where the connection ended meanwhile, Rejected where it is congested."""
         return self._replica.submit(
@@ -202,6 +204,8 @@ class Link:
                 traceparent=traceparent,
                 terms=terms,
                 deadline_ms=deadline_ms,
+                grammar=grammar,
+                pooling=pooling,
             ),
             n,
         )

@@ -51,19 +51,19 @@ async def answer(
 ) -> None:
     """The same; `zero` says that nothing of it may be kept."""
     body = await exchange.body(gateway.limits.body_bytes_max)
-    name, prompt = dialect.parse(body, exchange.query, named, secrets.randbits(SEED_BITS))
-    model = gateway.catalogue.find(name)
+    asked = dialect.read(body, exchange.query, named, secrets.randbits(SEED_BITS))
+    model = gateway.catalogue.find(asked.model)
     if model is None:
-        raise errors.no_such_model(name)
+        raise errors.no_such_model(asked.model)
     if not caller.grant.serves(model.name):
-        raise errors.model_not_permitted(name)
+        raise errors.model_not_permitted(model.name)
     regions = caller.account.settings.regions
     if regions and gateway.limits.region not in regions:
         raise errors.wrong_region(gateway.limits.region, regions)
-    request = Request(gateway, exchange, caller, model, prompt)
+    request = Request(gateway, exchange, caller, model, asked.prompt)
     try:
         async with exchange.attended(), asyncio.timeout(gateway.limits.request_s):
-            reply = dialect.reply(prompt, model.name, exchange.request_id, int(gateway.calendar()))
+            reply = asked.reply(model.name, exchange.request_id, int(gateway.calendar()))
             await serve(request, reply, zero)
             request.outcome = "done"
     except TimeoutError:
@@ -93,7 +93,7 @@ async def serve(request: Request, reply: Reply, zero: bool) -> None:
     suspect = fingerprint(model.name, caller.own_scope, tokens)
     if gateway.suspects.refused(suspect):
         raise errors.crashes(int(REMEMBERED_S / 60))
-    max_tokens = min(prompt.max_tokens, room)
+    max_tokens = min(prompt.max_tokens or model.default_tokens, room)
     request.reservation = reservation = await reserve(request, max_tokens)
     request.exchange.beside = ratelimit.headers(reservation.left)
     affordable = reservation.output_tokens // prompt.n
@@ -150,7 +150,7 @@ def _encode(model: Model, prompt: Prompt) -> list[int]:
         if prompt.messages is not None:
             if prompt.tools and not text.takes_tools:
                 raise errors.bad_input(f"'tools' are not known to {model.name}; leave them out", "tools")
-            return text.encode_chat(prompt.messages, prompt.tools)
+            return text.encode_chat(prompt.messages, prompt.tools, options=prompt.template_options)
         assert prompt.text is not None
         if prompt.raw or not text.chats:
             return text.encode_prompt(prompt.text)
@@ -267,6 +267,7 @@ async def submit(request: Request, order: Order) -> Stream:
         scope=order.scope,
         sampling=prompt.sampling,
         max_tokens=order.max_tokens,
+        grammar=prompt.grammar,
         stop_ids=model.stop_ids,
         n=prompt.n,
         traceparent=request.span.traceparent,
@@ -285,13 +286,11 @@ class Events:
 
     def take(self, step: Step) -> None:
         choice, index = self._request.choices[step.index_in_n], step.index_in_n
-        text, scored = self._request.receive(choice, step)
-        if text or scored:
-            self._events.append(self._reply.text(index, text, scored))
+        parts, scored = self._request.receive(choice, step)
+        if parts or scored:
+            self._events.append(choice.render(self._reply, index, parts, scored))
         if choice.finish is not None and step is choice.last:
-            if choice.uses:
-                self._events.append(self._reply.tools(index, choice.uses))
-            self._events.append(self._reply.finish(index, choice.finish))
+            self._events.append(self._reply.finish(index, choice.finish, choice.stopped_by))
 
     async def flush(self) -> None:
         if self._events:
@@ -312,9 +311,7 @@ class Whole:
         self._reply = reply
 
     def take(self, step: Step) -> None:
-        choice = self._request.choices[step.index_in_n]
-        text, scored = self._request.receive(choice, step)
-        choice.keep(text, scored)
+        self._request.receive(self._request.choices[step.index_in_n], step)
 
     async def flush(self) -> None:
         self._request.checkpoint()
@@ -331,6 +328,8 @@ def _rejection(rejected: Rejected) -> Refusal:
     match rejected.reason:
         case RejectReason.TOO_LONG:
             return errors.never_fits(rejected.message)
+        case RejectReason.GRAMMAR:
+            return errors.bad_grammar(rejected.message)
         case RejectReason.INVALID:
             log.error("a replica refused a frame of ours: %s", rejected.message)
             return errors.internal()

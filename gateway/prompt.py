@@ -1,16 +1,16 @@
 """What a caller asks of a text model, checked and in one shape whichever dialect it came in.
 
-It does not know JSON paths, accounts or replicas; `run` and `openai` make it, `generate` serves it.
+It does not know JSON paths, accounts or replicas; the dialects make it, `generate` serves it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from engine.wire import Sampling
+from engine.wire import Grammar, Sampling
 from gateway.body import check_depth
 from gateway.errors import bad_input
 
@@ -38,21 +38,40 @@ ShortText = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(max_length=16)]
 
 
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model calls tools: as it likes (auto), not at all (none), at least once (required), or this one."""
+
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+
+
+AUTO: Final = ToolChoice()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One request that cannot be wrong, short of what only the model knows: its vocabulary and its context.
 
     Exactly one of `text` and `messages` is set. `raw` text skips the chat template.
     `user` is the caller's own word for whom it asks; it may keep cached prefixes apart, and is kept nowhere.
-    `messages` and `tools` are what a chat template reads: role, content (str), tool_calls, tool_call_id, name.
+    `messages` and `tools` are what a chat template reads: role, content (str), tool_calls, tool_call_id, name; so are
+    `template_options`, its further variables. `parallel_calls` allows several calls in one answer.
+    `grammar` is what the answer's text must be; `json` says that it is a JSON document.
+    `max_tokens` None is as many as the model's catalogue entry gives.
     """
 
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     raw: bool = False
     tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice = AUTO
+    parallel_calls: bool = True
+    template_options: dict[str, Any] = field(default_factory=dict)
+    grammar: Grammar | None = None
+    json: bool = False
     sampling: Sampling
-    max_tokens: int = MAX_TOKENS_DEFAULT
+    max_tokens: int | None = MAX_TOKENS_DEFAULT
     n: int = 1
     stop: list[str]
     stream: bool = False

@@ -1,8 +1,9 @@
-"""What a dialect makes of a completion: the types it gets, and the protocol both dialects fulfil.
+"""What a dialect makes of a completion: the types it gets, and the protocols that all dialects fulfil.
 
 It does not know where the tokens come from, nor how bytes reach the client.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,21 +48,25 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A call that the model asks for; `id` names it in the next turn."""
+    """A call that the model asks for; `id` names it in the next turn. `arguments` is the text of a JSON object, or the
+    beginning of one where the answer ended within it."""
 
     id: str
     name: str
-    arguments: dict[str, Any]
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished choice. `finish` is stop, length, tool_calls or quota."""
+    """One finished choice. `finish` is stop, length, tool_calls or quota; `thought` what it reasoned before its text;
+    `stopped_by` the stop string that ended it, where one did."""
 
     text: str
     finish: str
     tool_uses: list[ToolUse]
     logprobs: list[Chosen] | None
+    thought: str = ""
+    stopped_by: str | None = None
 
 
 class Reply(Protocol):
@@ -73,10 +78,25 @@ class Reply(Protocol):
 
     def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes: ...
 
-    def tools(self, choice: int, uses: list[ToolUse]) -> bytes: ...
+    def thought(self, choice: int, text: str) -> bytes:
+        """A piece of what the model reasons, which comes before its text."""
+        ...
 
-    def finish(self, choice: int, reason: str) -> bytes:
-        """The choice ended: stop, length, tool_calls, or quota where a limit of neurons had no more."""
+    def call(self, choice: int, number: int, use: ToolUse) -> bytes:
+        """The choice's call of this number begins; its arguments are still empty."""
+        ...
+
+    def arguments(self, choice: int, number: int, fragment: str) -> bytes:
+        """A piece of the JSON text of the call's arguments."""
+        ...
+
+    def called(self, choice: int, number: int, use: ToolUse) -> bytes:
+        """The call is whole."""
+        ...
+
+    def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
+        """The choice ended: stop, length, tool_calls, or quota where a limit of neurons had no more; by this stop
+        string, where one ended it."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -88,11 +108,19 @@ class Reply(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request's body, read: which model is asked what, and who writes the answer. `reply` takes the model's name, the
+    request's id and the second since 1970 at which it was taken."""
+
+    model: str
+    prompt: Prompt
+    reply: Callable[[str, str, int], Reply]
+
+
 class Dialect(Protocol):
-    """A module that reads one family of request bodies and writes its answers: `run` or `openai`."""
+    """Reads one family of request bodies and writes its answers; one of `gateway/dialects`."""
 
-    def parse(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tuple[str, Prompt]:
-        """The model's name and the prompt. `model` is what the path names, where it does. Raises Refusal."""
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+        """`model` is what the path names, where it does. Raises Refusal."""
         ...
-
-    def reply(self, prompt: Prompt, model: str, request_id: str, created: int) -> Reply: ...

@@ -8,19 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.wire import FinishReason, TokenLogprobs
-from gateway import errors, ratelimit, tools
+from engine.wire import FinishReason
+from gateway import errors, ratelimit
+from gateway.calls.parts import Part
 from gateway.catalogue import Catalogue, Model
+from gateway.choice import Choice
 from gateway.config import ServerConfig
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet, Step, Stream
 from gateway.metrics import Metrics
 from gateway.outage import Outage
 from gateway.prompt import Prompt
-from gateway.reply import Chosen, Completion, ToolUse, Usage
+from gateway.reply import Chosen, Usage
 from gateway.residue import Residue
 from gateway.suspects import Suspects
-from gateway.text import Decoder, Text
 from gateway.traces import Span, Traces
 from gateway.turns import Turns
 from tenants.accounts import Accounts, Caller
@@ -30,7 +31,6 @@ from tenants.quota import Quota, Reservation, Spent
 log = logging.getLogger(__name__)
 
 CHECKPOINT_S: Final = 1.0
-LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,14 @@ class Request:
             self._checkpoint_at = now + CHECKPOINT_S
             self.gateway.quota.checkpoint(self.reservation, self.spent(now))
 
-    def receive(self, choice: "Choice", step: Step) -> tuple[str, list[Chosen]]:
-        """Counts a step and decodes it: what may be shown of it, text and logprobs. Raises Refusal when it failed."""
+    def receive(self, choice: Choice, step: Step) -> tuple[list[Part], list[Chosen]]:
+        """Counts a step and decodes it: what may be shown of it, and its log probabilities. Raises Refusal when it
+        failed, or when it ended before its text was what the prompt's grammar wants."""
         finish = step.finish
         if finish is not None and finish.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             raise errors.failed(finish.message)
         if choice.finish is not None:
-            return "", []
+            return [], []
         if step.started is not None:
             self.computed = True
             if step.index_in_n == 0:
@@ -122,14 +123,16 @@ class Request:
             self.completion_tokens += len(step.tokens)
             if self.first_token_at is None:
                 self.first_token_at = self.gateway.clock()
-        text = choice.take(step)
+        parts = choice.take(step)
         if choice.finish is not None:
             self.unfinished -= 1
             if self.cut and choice.finish == "length":
                 choice.finish = "quota"
             if finish is None and self.stream is not None:
                 self.stream.stop(step.index_in_n)
-        return text, choice.score(step) if step.logprobs else []
+            if self.prompt.grammar is not None and choice.finish in ("length", "quota"):
+                raise errors.grammar_not_met(self.completion_tokens)
+        return parts, choice.score(step) if step.logprobs else []
 
     def restart(self) -> None:
         """The replica went before any token came: nothing of what it did reached the client, or is charged."""
@@ -179,76 +182,3 @@ class Request:
             "first_token_ms": None if first_ms is None else round(first_ms, 3),
             "total_ms": round(spent.total_ms, 3),
         }
-
-
-class Choice:
-    """One completion as it is received. `finish` says why once `last`, its last step, came: as in Reply.finish."""
-
-    __slots__ = ("_decoder", "_held", "_names", "_pieces", "_scored", "_scores", "_text", "finish", "last", "uses")
-
-    def __init__(self, model: Model, prompt: Prompt) -> None:
-        self._text = model.text
-        self._decoder: Decoder = model.text.decoder(prompt.stop)
-        self._names = [tool["function"]["name"] for tool in prompt.tools or []]
-        self._held: str | None = "" if self._names else None
-        self._pieces: list[str] = []
-        self._scores = prompt.sampling.logprobs is not None
-        self._scored: list[Chosen] = []
-        self.finish: str | None = None
-        self.last: Step | None = None
-        self.uses: list[ToolUse] = []
-
-    def take(self, step: Step) -> str:
-        """The text that may be shown now that these tokens came. Sets `finish` when they were the last."""
-        text = self._decoder.push(self._visible(step))
-        if self._decoder.stopped:
-            self.finish = "stop"
-        elif step.finish is not None:
-            text += self._decoder.finish()
-            self.finish = "length" if step.finish.reason is FinishReason.LENGTH else "stop"
-        if self.finish is not None:
-            self.last = step
-        return text if self._held is None else self._release(text)
-
-    def score(self, step: Step) -> list[Chosen]:
-        """The step's log probabilities, without that of a stop token."""
-        pairs = zip(self._visible(step), step.logprobs, strict=False)
-        return [_scored(self._text, token, scored) for token, scored in pairs]
-
-    def keep(self, text: str, scored: list[Chosen]) -> None:
-        self._pieces.append(text)
-        self._scored += scored
-
-    def completion(self) -> Completion:
-        assert self.finish is not None
-        return Completion("".join(self._pieces), self.finish, self.uses, self._scored if self._scores else None)
-
-    def _visible(self, step: Step) -> list[int]:
-        """The step's tokens without the stop token that ended it."""
-        tokens = step.tokens
-        stopped = step.finish is not None and step.finish.reason is FinishReason.STOP
-        return tokens[:-1] if stopped and tokens and tokens[-1] in self._text.stop_ids else tokens
-
-    def _release(self, text: str) -> str:
-        """Holds text back as long as it may be tool calls."""
-        assert self._held is not None
-        self._held += text
-        if self.finish is None and tools.may_be_calls(self._held):
-            return ""
-        held, self._held = self._held, None
-        if self.finish is not None:
-            self.uses = tools.tool_uses(held, self._names)
-        if self.uses:
-            self.finish = "tool_calls"
-            return ""
-        return held
-
-
-def _scored(text: Text, token: int, scored: TokenLogprobs) -> Chosen:
-    top = zip(scored.top_ids, scored.top_logprobs, strict=True)
-    return _chosen(text, token, scored.logprob, [_chosen(text, id, logprob, []) for id, logprob in top])
-
-
-def _chosen(text: Text, token: int, logprob: float, top: list[Chosen]) -> Chosen:
-    raw = text.token_bytes(token)
-    return Chosen(raw.decode("utf-8", "replace"), raw, max(logprob, LOGPROB_MIN), top)

@@ -498,7 +498,7 @@ class Decoder:
     and of those the longest. Text that may be the beginning of a stop string is held back.
     """
 
-    __slots__ = ("_held", "_longest", "_pieces", "_starts", "_stop", "stopped")
+    __slots__ = ("_held", "_longest", "_pieces", "_starts", "_stop", "stopped_by")
 
     def __init__(self, pieces: "_Bytes | _Streamed", stop: Sequence[str]) -> None:
         self._pieces = pieces
@@ -506,18 +506,18 @@ class Decoder:
         self._starts = tuple({text[:end] for text in self._stop for end in range(1, len(text))})
         self._longest = max((len(text) for text in self._stop), default=0)
         self._held = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
 
     def push(self, ids: Iterable[int]) -> str:
-        """What may be emitted now that these ids followed; empty once `stopped`."""
-        if self.stopped:
+        """What may be emitted now that these ids followed; empty once a stop string ended it."""
+        if self.stopped_by is not None:
             return ""
         text = self._pieces.push(ids)
         return self._emit(text) if self._stop else text
 
     def finish(self) -> str:
         """The rest: held text, and a replacement character for a character that stayed incomplete."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         text = self._pieces.finish()
         rest = self._emit(text) + self._held if self._stop else text
@@ -528,10 +528,11 @@ class Decoder:
         if not text:
             return ""
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            _, at, self.stopped_by = min(found)
+            self._held = ""
+            return text[:at]
         keep = self._overlap(text) if text.endswith(self._starts) else 0
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

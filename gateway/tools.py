@@ -3,13 +3,12 @@
 It does not know dialects or streams.
 """
 
-import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from gateway.reply import ToolUse
+from gateway.calls.parts import CallArguments, CallBegan, CallEnded, Part, Text
 
 CALLS_MAX: Final = 16
 
@@ -31,7 +30,33 @@ def may_be_calls(text: str) -> bool:
     return not start or start[0] == "{"
 
 
-def tool_uses(text: str, names: Sequence[str]) -> list[ToolUse]:
+class Lines:
+    """Holds text back as long as it may be calls."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._held: str | None = ""
+
+    def push(self, text: str) -> list[Part]:
+        if self._held is None:
+            return [Text(text)] if text else []
+        self._held += text
+        if may_be_calls(self._held):
+            return []
+        held, self._held = self._held, None
+        return [Text(held)]
+
+    def finish(self) -> list[Part]:
+        held, self._held = self._held, None
+        calls = calls_in(held or "", self._names)
+        parts: list[Part] = []
+        for call in calls:
+            arguments = msgspec.json.encode(call.arguments or call.parameters or {}).decode()
+            parts += [CallBegan(call.name), CallArguments(arguments), CallEnded()]
+        return parts or ([Text(held)] if held else [])
+
+
+def calls_in(text: str, names: Sequence[str]) -> list[Called]:
     """The calls, where the whole text is nothing but calls of tools that were offered; else none, and it stays text."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines or len(lines) > CALLS_MAX:
@@ -44,8 +69,4 @@ def tool_uses(text: str, names: Sequence[str]) -> list[ToolUse]:
             return []
     if any(call.name not in names for call in calls):
         return []
-    return [ToolUse(_call_id(), call.name, call.arguments or call.parameters or {}) for call in calls]
-
-
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return calls

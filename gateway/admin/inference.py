@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway import openai, run
 from gateway.admin.operation import ACCOUNT, BASE
+from gateway.dialects import chat, native
 from gateway.listing import PAGE_MAX, PER_PAGE_DEFAULT, PER_PAGE_MAX
 from tenants.accounts import Permission
 
@@ -115,7 +115,7 @@ ROUTES: Final = (
         permissions=INFERENCE,
         result=Generated,
         query=RunQuery,
-        body=run.Input,
+        body=native.Input,
         statuses=_GENERATING,
         streams=True,
     ),
@@ -126,7 +126,7 @@ ROUTES: Final = (
         summary="OpenAI's chat completions",
         permissions=INFERENCE,
         result=Completed,
-        body=openai.Input,
+        body=chat.Input,
         statuses=_GENERATING,
         streams=True,
     ),

@@ -495,7 +495,7 @@ def test_stop_strings_do_not_depend_on_the_cuts(sample: str, stops: list[str], r
         shown += decoder.push(cut)
         assert expected.startswith(shown), "text was shown that a stop string takes back"
     assert shown + decoder.finish() == expected
-    assert decoder.stopped == stopped
+    assert (decoder.stopped_by is not None) == stopped
 
 
 def test_only_what_may_be_a_stop_string_is_held_back() -> None:
@@ -504,6 +504,6 @@ def test_only_what_may_be_a_stop_string_is_held_back() -> None:
     assert decoder.push(text.encode_prompt("yes </ans")) == "yes "
     assert decoder.push(text.encode_prompt(" no")) == "</ans no"
     assert decoder.push(text.encode_prompt("</answer> never")) == ""
-    assert decoder.stopped
+    assert decoder.stopped_by is not None
     assert decoder.push(text.encode_prompt("more")) == ""
     assert decoder.finish() == ""

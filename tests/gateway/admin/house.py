@@ -29,8 +29,8 @@ BODIES: Final[dict[str, Any]] = {
     "Rolled": {},
     "TermsChange": {},
     "TokenGiven": {"name": "made by the matrix", "policies": POLICIES},
-    "gateway.run.Input": {"prompt": "hello", "max_tokens": 1},
-    "gateway.openai.Input": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
+    "gateway.dialects.native.Input": {"prompt": "hello", "max_tokens": 1},
+    "gateway.dialects.chat.Input": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
 }
 
 

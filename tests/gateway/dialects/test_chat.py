@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from gateway.dialects.chat import Reply, parse
 from gateway.errors import Refusal
-from gateway.openai import Reply, parse
 from gateway.prompt import Prompt
 from gateway.reply import Chosen, Completion, ToolUse, Usage
 
@@ -141,7 +141,7 @@ def test_both_limits_on_tokens_are_one_too_many() -> None:
 def test_the_stream_is_clean() -> None:
     chunks = reply(prompt := parsed(stream=True, stream_options={"include_usage": True}))
     assert prompt.include_usage
-    raw = chunks.begin() + chunks.text(0, "hi", []) + chunks.finish(0, "stop") + chunks.end(USAGE)
+    raw = chunks.begin() + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
     *shown, done = events(raw)
     assert done == "[DONE]"
     assert [chunk["choices"] for chunk in shown] == [
@@ -159,7 +159,7 @@ def test_the_stream_is_clean() -> None:
 
 def test_without_include_usage_there_is_none() -> None:
     chunks = reply(parsed(stream=True))
-    raw = chunks.begin() + chunks.text(0, "hi", []) + chunks.finish(0, "stop") + chunks.end(USAGE)
+    raw = chunks.begin() + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
     assert b"usage" not in raw
     assert len(events(raw)) == 4
 
@@ -205,10 +205,14 @@ def test_the_whole_answer_is_a_chat_completion() -> None:
 
 
 def test_tool_calls_have_ids_and_arguments_as_text() -> None:
-    use = ToolUse("call_1", "rain", {"in": "Rome"})
+    use = ToolUse("call_1", "rain", '{"in":"Rome"}')
     call = {"id": "call_1", "type": "function", "function": {"name": "rain", "arguments": '{"in":"Rome"}'}}
     whole = json.loads(reply(parsed()).whole([Completion("", "tool_calls", [use], None)], USAGE))
     message = whole["choices"][0]["message"]
     assert (message["content"], message["tool_calls"]) == (None, [call])
-    (chunk,) = events(reply(parsed(stream=True)).tools(0, [use]))
-    assert chunk["choices"][0]["delta"]["tool_calls"] == [{"index": 0, **call}]
+    chunks = reply(parsed(stream=True))
+    raw = chunks.call(0, 0, ToolUse("call_1", "rain", "")) + chunks.arguments(0, 0, '{"in":"Rome"}')
+    begun, rest = [chunk["choices"][0]["delta"]["tool_calls"] for chunk in events(raw)]
+    assert begun == [{"index": 0, **call, "function": {"name": "rain", "arguments": ""}}]
+    assert rest == [{"index": 0, "function": {"arguments": '{"in":"Rome"}'}}]
+    assert chunks.called(0, 0, use) == b""

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from gateway.dialects.native import Reply, parse
 from gateway.errors import Refusal
 from gateway.prompt import Prompt
 from gateway.reply import Completion, ToolUse, Usage
-from gateway.run import Reply, parse
 
 MODEL = "@cf/test/stub"
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)
@@ -187,7 +187,7 @@ def test_raw_goes_with_a_prompt_only() -> None:
 
 
 def test_the_envelope_is_that_of_the_wire() -> None:
-    use = ToolUse("call_1", "rain", {"in": "Rome"})
+    use = ToolUse("call_1", "rain", '{"in":"Rome"}')
     body = Reply(repeat(b"abc")).whole([Completion("hi", "stop", [use], None)], USAGE)
     assert list(json.loads(body)) == ["result", "success", "errors", "messages"]
     assert json.loads(body) == {
@@ -210,11 +210,11 @@ def test_the_envelope_is_that_of_the_wire() -> None:
 
 def test_the_stream_is_responses_with_padding_then_usage_then_done() -> None:
     reply = Reply(repeat(b"abc"))
-    assert reply.begin() == reply.finish(0, "stop") == b""
+    assert reply.begin() == reply.finish(0, "stop", None) == b""
     assert reply.text(0, 'a"\n\u2028', []) == 'data: {"response":"a\\"\\n\u2028","p":"abc"}\n\n'.encode()
     usage, done, rest = reply.end(USAGE).split(b"\n\n")
     assert json.loads(usage[6:])["response"] == ""
     assert json.loads(usage[6:])["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     assert (done, rest) == (b"data: [DONE]", b"")
-    tools = reply.tools(0, [ToolUse("call_1", "f", {})])
+    tools = reply.called(0, 0, ToolUse("call_1", "f", "{}"))
     assert json.loads(tools[6:])["tool_calls"] == [{"name": "f", "arguments": {}}]

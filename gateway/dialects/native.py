@@ -3,6 +3,7 @@
 It does not know accounts, replicas or sockets.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
@@ -33,7 +34,7 @@ from gateway.prompt import (
     stops,
     toolbox,
 )
-from gateway.reply import Chosen, Completion, ToolUse, Usage
+from gateway.reply import Asked, Chosen, Completion, ToolUse, Usage
 
 TEMPERATURE_DEFAULT: Final = 0.6
 _encode = msgspec.json.encode
@@ -167,11 +168,20 @@ class Reply:
         assert not logprobs
         return b'data: {"response":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
 
-    def tools(self, choice: int, uses: list[ToolUse]) -> bytes:
-        calls = _encode([_call(use) for use in uses])
+    def thought(self, choice: int, text: str) -> bytes:
+        return b'data: {"response":"","reasoning":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
+
+    def call(self, choice: int, number: int, use: ToolUse) -> bytes:
+        return b""
+
+    def arguments(self, choice: int, number: int, fragment: str) -> bytes:
+        return b""
+
+    def called(self, choice: int, number: int, use: ToolUse) -> bytes:
+        calls = _encode(_calls([use]))
         return b'data: {"response":"","tool_calls":' + calls + b',"p":"' + next(self._paddings) + b'"}\n\n'
 
-    def finish(self, choice: int, reason: str) -> bytes:
+    def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
         return b""
 
     def end(self, usage: Usage) -> bytes:
@@ -181,7 +191,7 @@ class Reply:
         (completion,) = completions
         result = {
             "response": completion.text,
-            "tool_calls": [_call(use) for use in completion.tool_uses],
+            "tool_calls": _calls(completion.tool_uses),
             "usage": usage.fields(),
             **_cut(usage),
         }
@@ -193,8 +203,13 @@ def _cut(usage: Usage) -> dict[str, str]:
     return {"finish_reason": "quota"} if usage.cut else {}
 
 
-def _call(use: ToolUse) -> dict[str, Any]:
-    return {"name": use.name, "arguments": use.arguments}
+def _calls(uses: list[ToolUse]) -> list[dict[str, Any]]:
+    """With arguments as objects; a call that the answer's end cut is left out."""
+    calls = []
+    for use in uses:
+        with contextlib.suppress(msgspec.DecodeError):
+            calls.append({"name": use.name, "arguments": msgspec.json.decode(use.arguments)})
+    return calls
 
 
 class Native:
@@ -203,8 +218,6 @@ class Native:
     def __init__(self) -> None:
         self._paddings = sse.paddings()
 
-    def parse(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tuple[str, Prompt]:
-        return parse(body, query, model, drawn_seed)
-
-    def reply(self, prompt: Prompt, model: str, request_id: str, created: int) -> Reply:
-        return Reply(self._paddings)
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+        name, prompt = parse(body, query, model, drawn_seed)
+        return Asked(name, prompt, lambda *_: Reply(self._paddings))

@@ -35,7 +35,7 @@ from gateway.prompt import (
     stops,
     toolbox,
 )
-from gateway.reply import Chosen, Completion, ToolUse, Usage
+from gateway.reply import Asked, Chosen, Completion, ToolUse, Usage
 
 TEMPERATURE_DEFAULT: Final = 1.0
 TOP_P_MIN: Final = 0.001  # top_p 0 asks for the one most probable token, which any tiny mass is
@@ -185,11 +185,19 @@ class Reply:
         content = self._contents[choice] + _encode(text) + b"}" + beside + b',"finish_reason":null}]'
         return content + self._tail()
 
-    def tools(self, choice: int, uses: list[ToolUse]) -> bytes:
-        calls = [{"index": i, **_call(use)} for i, use in enumerate(uses)]
-        return self._chunk(choice, {"tool_calls": calls}, None)
+    def thought(self, choice: int, text: str) -> bytes:
+        return self._chunk(choice, {"reasoning_content": text}, None)
 
-    def finish(self, choice: int, reason: str) -> bytes:
+    def call(self, choice: int, number: int, use: ToolUse) -> bytes:
+        return self._chunk(choice, {"tool_calls": [{"index": number, **_call(use)}]}, None)
+
+    def arguments(self, choice: int, number: int, fragment: str) -> bytes:
+        return self._chunk(choice, {"tool_calls": [{"index": number, "function": {"arguments": fragment}}]}, None)
+
+    def called(self, choice: int, number: int, use: ToolUse) -> bytes:
+        return b""
+
+    def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
         return self._chunk(choice, {}, reason)
 
     def end(self, usage: Usage) -> bytes:
@@ -224,6 +232,8 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
     if completion.tool_uses:
         message["content"] = completion.text or None
         message["tool_calls"] = [_call(use) for use in completion.tool_uses]
+    if completion.thought:
+        message["reasoning_content"] = completion.thought
     logprobs = None
     if completion.logprobs is not None:
         logprobs = {"content": [_chosen(one) for one in completion.logprobs], "refusal": None}
@@ -231,8 +241,7 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
 
 
 def _call(use: ToolUse) -> dict[str, Any]:
-    arguments = _encode(use.arguments).decode()
-    return {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": arguments}}
+    return {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.arguments}}
 
 
 def _chosen(one: Chosen) -> dict[str, Any]:
@@ -243,14 +252,12 @@ def _scored(one: Chosen) -> dict[str, Any]:
     return {"token": one.token, "logprob": one.logprob, "bytes": list(one.raw)}
 
 
-class OpenAI:
+class Chat:
     """The dialect of `/v1/chat/completions`."""
 
     def __init__(self) -> None:
         self._paddings = sse.paddings()
 
-    def parse(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tuple[str, Prompt]:
-        return parse(body, query, model, drawn_seed)
-
-    def reply(self, prompt: Prompt, model: str, request_id: str, created: int) -> Reply:
-        return Reply(prompt, model, request_id, created, self._paddings)
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+        name, prompt = parse(body, query, model, drawn_seed)
+        return Asked(name, prompt, lambda model, id, taken: Reply(prompt, model, id, taken, self._paddings))

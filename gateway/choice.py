@@ -1,0 +1,173 @@
+"""One completion as it is received: tokens to text, text to the parts that a dialect shows.
+
+It does not know dialects, accounts or replicas.
+"""
+
+import secrets
+from typing import Final, Protocol
+
+from engine.wire import FinishReason, TokenLogprobs
+from gateway.calls.parts import CallArguments, CallBegan, CallEnded, Part, Thought
+from gateway.calls.parts import Text as Said
+from gateway.catalogue import Model
+from gateway.fleet import Step
+from gateway.prompt import Prompt
+from gateway.reply import Chosen, Completion, Reply, ToolUse
+from gateway.text import Decoder, Text
+from gateway.tools import Lines
+
+LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
+
+
+class Parser(Protocol):
+    """Finds the parts of a completion's text, which comes in pieces."""
+
+    def push(self, text: str) -> list[Part]: ...
+
+    def finish(self) -> list[Part]:
+        """The rest, now that no more text comes."""
+        ...
+
+
+class Plain:
+    """All is text."""
+
+    def push(self, text: str) -> list[Part]:
+        return [Said(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+class _Call:
+    """A call of a tool in the making."""
+
+    __slots__ = ("_fragments", "id", "name")
+
+    def __init__(self, name: str) -> None:
+        self.id = f"call_{secrets.token_hex(12)}"
+        self.name = name
+        self._fragments: list[str] = []
+
+    def add(self, fragment: str) -> None:
+        self._fragments.append(fragment)
+
+    @property
+    def begun(self) -> ToolUse:
+        return ToolUse(self.id, self.name, "")
+
+    @property
+    def use(self) -> ToolUse:
+        return ToolUse(self.id, self.name, "".join(self._fragments))
+
+
+class Choice:
+    """One choice of a request. `finish` says why once `last`, its last step, came: as in Reply.finish."""
+
+    __slots__ = (
+        *("_calls", "_decoder", "_parser", "_pieces", "_scored", "_scores", "_shown", "_text", "_thoughts"),
+        *("finish", "last"),
+    )
+
+    def __init__(self, model: Model, prompt: Prompt) -> None:
+        self._text = model.text
+        self._decoder: Decoder = model.text.decoder(prompt.stop)
+        self._parser: Parser = Lines([tool["function"]["name"] for tool in prompt.tools]) if prompt.tools else Plain()
+        self._pieces: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[_Call] = []
+        self._shown = -1  # the number of the call that was rendered last
+        self._scores = prompt.sampling.logprobs is not None
+        self._scored: list[Chosen] = []
+        self.finish: str | None = None
+        self.last: Step | None = None
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended it."""
+        return self._decoder.stopped_by
+
+    def take(self, step: Step) -> list[Part]:
+        """What may be shown now that these tokens came. Sets `finish` when they were the last."""
+        text = self._decoder.push(self._visible(step))
+        if self._decoder.stopped_by is not None:
+            self.finish = "stop"
+        elif step.finish is not None:
+            text += self._decoder.finish()
+            self.finish = "length" if step.finish.reason is FinishReason.LENGTH else "stop"
+        parts = self._parser.push(text)
+        if self.finish is not None:
+            self.last = step
+            parts += self._parser.finish()
+        self._keep(parts)
+        if self.finish == "stop" and self._calls:
+            self.finish = "tool_calls"
+        return parts
+
+    def score(self, step: Step) -> list[Chosen]:
+        """The step's log probabilities, without that of a stop token."""
+        pairs = zip(self._visible(step), step.logprobs, strict=False)
+        scored = [_scored(self._text, token, scored) for token, scored in pairs]
+        if self._scores:
+            self._scored += scored
+        return scored
+
+    def render(self, reply: Reply, index: int, parts: list[Part], scored: list[Chosen]) -> bytes:
+        """The parts as a dialect's events. Log probabilities go with the first text, or with an empty one."""
+        events = []
+        if scored and not any(isinstance(part, Said) for part in parts):
+            parts = [Said(""), *parts]
+        for part in parts:
+            match part:
+                case Said(text):
+                    events.append(reply.text(index, text, scored))
+                    scored = []
+                case Thought(text):
+                    events.append(reply.thought(index, text))
+                case CallBegan():
+                    self._shown += 1
+                    events.append(reply.call(index, self._shown, self._calls[self._shown].begun))
+                case CallArguments(fragment):
+                    events.append(reply.arguments(index, self._shown, fragment))
+                case CallEnded():
+                    events.append(reply.called(index, self._shown, self._calls[self._shown].use))
+        return b"".join(events)
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return Completion(
+            text="".join(self._pieces),
+            finish=self.finish,
+            tool_uses=[call.use for call in self._calls],
+            logprobs=self._scored if self._scores else None,
+            thought="".join(self._thoughts),
+            stopped_by=self.stopped_by,
+        )
+
+    def _keep(self, parts: list[Part]) -> None:
+        for part in parts:
+            match part:
+                case Said(text):
+                    self._pieces.append(text)
+                case Thought(text):
+                    self._thoughts.append(text)
+                case CallBegan(name):
+                    self._calls.append(_Call(name))
+                case CallArguments(fragment):
+                    self._calls[-1].add(fragment)
+
+    def _visible(self, step: Step) -> list[int]:
+        """The step's tokens without the stop token that ended it."""
+        tokens = step.tokens
+        stopped = step.finish is not None and step.finish.reason is FinishReason.STOP
+        return tokens[:-1] if stopped and tokens and tokens[-1] in self._text.stop_ids else tokens
+
+
+def _scored(text: Text, token: int, scored: TokenLogprobs) -> Chosen:
+    top = zip(scored.top_ids, scored.top_logprobs, strict=True)
+    return _chosen(text, token, scored.logprob, [_chosen(text, id, logprob, []) for id, logprob in top])
+
+
+def _chosen(text: Text, token: int, logprob: float, top: list[Chosen]) -> Chosen:
+    raw = text.token_bytes(token)
+    return Chosen(raw.decode("utf-8", "replace"), raw, max(logprob, LOGPROB_MIN), top)
