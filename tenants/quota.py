@@ -58,7 +58,7 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Demand(NamedTuple):
     """What a request asks for: at most `output_tokens`, over all its choices, behind its prompt. Where its budget has
-    less it is content with `least_tokens`."""
+    less it is content with `least_tokens`. `tags` and `metadata`, a JSON object, go into its record."""
 
     model: str
     price: Price
@@ -66,6 +66,8 @@ class Demand(NamedTuple):
     output_tokens: int
     least_tokens: int | None = None
     model_class: str = ""
+    tags: tuple[str, ...] = ()
+    metadata: str = ""
 
     def size(self) -> Size:
         most, price = self.output_tokens, self.price
@@ -115,6 +117,8 @@ class Reservation(msgspec.Struct, frozen=True):
     started_us: int
     output_tokens: int
     subjects: str = ""
+    tags: str = ""
+    metadata: str = ""
     left: tuple[Left, ...] = ()
 
     def after(self, spent: Spent) -> tuple[Left, ...]:
@@ -143,6 +147,8 @@ class Reservation(msgspec.Struct, frozen=True):
             total_ms=spent.total_ms,
             first_token_ms=spent.first_token_ms,
             subjects=self.subjects,
+            tags=self.tags,
+            metadata=self.metadata,
         )
 
     def _micro_neurons(self, spent: Spent) -> int:
@@ -220,6 +226,8 @@ class Quota:
             started_us=started_us,
             output_tokens=demand.output_tokens,
             subjects="\n".join(subject for subject, _ in subjects if subject),
+            tags="\n".join(demand.tags),
+            metadata=demand.metadata,
         )
         measured = caps(subjects, size)
         hold = Hold(

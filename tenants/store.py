@@ -12,6 +12,8 @@ from tenants.usage import Balance, Totals, UsageRecord
 
 Clock = Callable[[], float]  # seconds since 1970
 KEPT_DAYS: Final = 400  # records and sums of older days are removed by sweep()
+TAGGED_MAX: Final = 10_000  # rows of one account's day from which on no more sets of tags are told apart
+OTHER_TAGS: Final = "*"
 
 
 class StoreUnavailable(Exception):
@@ -177,7 +179,7 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """Sums over one account's day, one of its tokens and one model."""
+    """Sums over one account's day, one of its tokens, one model and one set of tags, a line each."""
 
     day: int
     token_id: str
@@ -187,6 +189,12 @@ class UsageRow(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    tags: str = ""
+
+    @property
+    def each_tag(self) -> list[str]:
+        """The one "" where there is none."""
+        return self.tags.split("\n")
 
 
 class Store(Protocol):
@@ -287,7 +295,10 @@ class Store(Protocol):
         ...
 
     async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
-        """Sums of final and expired records, by day, token and model, in that order."""
+        """Sums of final and expired records, by day, token, model and tags, in that order.
+
+        Callers choose tags: where a day has TAGGED_MAX rows, the tags of others that come then are OTHER_TAGS.
+        """
         ...
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:

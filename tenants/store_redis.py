@@ -256,9 +256,9 @@ class RedisStore:
         sums = {}
         for day, fields in zip(days, found, strict=True):
             for field, value in fields.items():
-                token_id, model = field.decode().split(scripts.BETWEEN)
-                sums[day, token_id, model] = [int(number) for number in value.split(b":")]
-        return [UsageRow(*which, *sums[which]) for which in sorted(sums)]
+                token_id, model, *tags = field.decode().split(scripts.BETWEEN)
+                sums[day, token_id, model, "".join(tags)] = [int(number) for number in value.split(b":")]
+        return [UsageRow(*kind[:3], *sums[kind], tags=kind[3]) for kind in sorted(sums)]
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
         """A day that is over is read in pieces, so that nobody waits behind it; today in one piece, as it moves."""

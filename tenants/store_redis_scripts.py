@@ -7,7 +7,7 @@ and ARGV[1] the time in microseconds, 0 for Redis' own.
 import hashlib
 from typing import Final
 
-from tenants.store import KEPT_DAYS, RATES, Refusal
+from tenants.store import KEPT_DAYS, OTHER_TAGS, RATES, TAGGED_MAX, Refusal
 from tenants.terms import MINUTE_US
 from tenants.usage import DAY_US, EXPIRED, MICRO
 
@@ -16,8 +16,8 @@ GAUGE_S: Final = 86_400  # a token's or class's gauge is kept so long after its 
 SWEEP_MAX: Final = 500  # holds that one call expires
 
 # A record is a msgpack array made by UsageRecord: 4 micro_neurons, 5 prompt_tokens, 6 cached_tokens,
-# 7 completion_tokens, 8 outcome, 9 token_id, 10 model, 14 subjects (Lua counts from 1). Scripts move its bytes and read
-# these.
+# 7 completion_tokens, 8 outcome, 9 token_id, 10 model, 14 subjects, 15 tags (Lua counts from 1). Scripts move its bytes
+# and read these.
 _COMMON: Final = f"""
 local account, now = KEYS[1], tonumber(ARGV[1])
 if now == 0 then
@@ -97,6 +97,15 @@ local function give_back(record, subjects, hold)
     end
 end
 
+-- The field of usage that a record is summed in.
+local function kind_of(usage, record)
+    local field = record[9] .. '{BETWEEN}' .. record[10]
+    if (record[15] or '') == '' then return field end
+    local tagged = field .. '{BETWEEN}' .. record[15]
+    if redis.call('HEXISTS', usage, tagged) == 1 or redis.call('HLEN', usage) < {TAGGED_MAX} then return tagged end
+    return field .. '{BETWEEN}{OTHER_TAGS}'
+end
+
 local function write(request, day, hold, bytes)
     local ledger = account .. ':ledger:' .. day
     local record, before = cmsgpack.unpack(bytes), redis.call('HGET', ledger, request)
@@ -106,7 +115,8 @@ local function write(request, day, hold, bytes)
         if not before then changes[1] = 1 end
         for i = 4, 7 do changes[i - 2] = record[i] - old[i] end
         redis.call('HSET', ledger, request, bytes)
-        local usage, field = account .. ':usage:' .. day, record[9] .. '{BETWEEN}' .. record[10]
+        local usage = account .. ':usage:' .. day
+        local field = kind_of(usage, record)
         local sum, written = redis.call('HGET', usage, field), {{}}
         local i = 0
         for number in string.gmatch(sum or '0:0:0:0:0', '%d+') do

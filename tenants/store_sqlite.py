@@ -20,6 +20,8 @@ from tenants.documents import account_document, plan_document, read_account, rea
 from tenants.grants import Grant
 from tenants.store import (
     KEPT_DAYS,
+    OTHER_TAGS,
+    TAGGED_MAX,
     Account,
     ApiToken,
     AuditEntry,
@@ -97,13 +99,26 @@ INSERT INTO days VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
     completion_tokens = completion_tokens + excluded.completion_tokens,
     micro_neurons = micro_neurons + excluded.micro_neurons, held = held + excluded.held, open = open + excluded.open
 """
-_HOLD: Final = "INSERT INTO holds VALUES (?, ?, ?, ?, ?, 0, 0, 0, 0, ?, ?, ?, 0.0, NULL, ?, ?, ?)"
+_HOLD: Final = "INSERT INTO holds VALUES (?, ?, ?, ?, ?, 0, 0, 0, 0, ?, ?, ?, 0.0, NULL, ?, ?, ?, ?, ?)"
 _CHECKPOINT: Final = """
 UPDATE holds SET expires_us = ?, micro_neurons = ?, prompt_tokens = ?, cached_tokens = ?, completion_tokens = ?,
     total_ms = ?, first_token_ms = ? WHERE account_id = ? AND request_id = ?
 """
 _RELEASE: Final = "DELETE FROM holds WHERE account_id = ? AND request_id = ? RETURNING day, held, output, rates"
-_RECORD_ONCE: Final = "INSERT INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+_PLACES: Final = ", ".join("?" * len(UsageRecord.__struct_fields__))
+_RECORD_ONCE: Final = f"INSERT INTO ledger VALUES ({_PLACES}) ON CONFLICT DO NOTHING"
+_SUM_UP: Final = """
+WITH kinds AS (
+    SELECT day, token_id, model, tags, count(*) AS requests, sum(micro_neurons) AS micro_neurons,
+        sum(prompt_tokens) AS prompt_tokens, sum(cached_tokens) AS cached_tokens,
+        sum(completion_tokens) AS completion_tokens,
+        row_number() OVER (PARTITION BY day ORDER BY min(started_us), token_id, model, tags) AS place
+    FROM ledger WHERE account_id = :account AND day BETWEEN :first AND :last GROUP BY day, token_id, model, tags
+)
+SELECT day, token_id, model, sum(requests), sum(micro_neurons), sum(prompt_tokens), sum(cached_tokens),
+    sum(completion_tokens), CASE WHEN tags = '' OR place <= :most THEN tags ELSE :other END AS told
+FROM kinds GROUP BY day, token_id, model, told ORDER BY day, token_id, model, told
+"""
 _FORGET: Final = """
 DELETE FROM ledger WHERE account_id = ? AND day = ? AND request_id = ? AND outcome = ?
     RETURNING micro_neurons, prompt_tokens, cached_tokens, completion_tokens
@@ -311,7 +326,7 @@ class SqliteStore:
         identity = (record.token_id, record.model, record.started_us, record.subjects)
         expires_us = now_us + hold.lifetime_us
         kept = (account_id, record.request_id, granted.day, granted.held, expires_us)
-        self._run(_HOLD, (*kept, *identity, hold.output, ",".join(rates)))
+        self._run(_HOLD, (*kept, *identity, hold.output, ",".join(rates), record.tags, record.metadata))
 
     async def checkpoint(self, records: Sequence[UsageRecord], lifetime_us: int) -> None:
         expires_us = self._now_us() + lifetime_us
@@ -369,12 +384,10 @@ class SqliteStore:
 
     def _sum_up(self, account_id: str, first_day: int, last_day: int) -> list[Any]:
         """In a thread of its own, with a connection of its own: it may be long."""
-        select = """SELECT day, token_id, model, count(*), sum(micro_neurons), sum(prompt_tokens), sum(cached_tokens),
-            sum(completion_tokens) FROM ledger WHERE account_id = ? AND day BETWEEN ? AND ?
-            GROUP BY day, token_id, model ORDER BY day, token_id, model"""
+        which = {"account": account_id, "first": first_day, "last": last_day, "most": TAGGED_MAX, "other": OTHER_TAGS}
         try:
             with closing(sqlite3.connect(self._path)) as connection:
-                return connection.execute(select, (account_id, first_day, last_day)).fetchall()
+                return connection.execute(_SUM_UP, which).fetchall()
         except sqlite3.Error as error:
             raise self._unavailable(error) from error
 

@@ -94,6 +94,14 @@ CREATE TABLE notices (
 CREATE INDEX notices_due ON notices (due_at) WHERE closed_at IS NULL
 """
 
+# A caller's own words for a request.
+_TAGS: Final = """
+ALTER TABLE holds ADD COLUMN tags TEXT NOT NULL DEFAULT '';
+ALTER TABLE holds ADD COLUMN metadata TEXT NOT NULL DEFAULT '';
+ALTER TABLE ledger ADD COLUMN tags TEXT NOT NULL DEFAULT '';
+ALTER TABLE ledger ADD COLUMN metadata TEXT NOT NULL DEFAULT ''
+"""
+
 # From version i + 1 to i + 2. A new file goes through all of them as well: there is one way to every version.
-MIGRATIONS: Final = (_GRANTS, _SUBJECTS)
+MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS)
 SCHEMA_VERSION: Final = 1 + len(MIGRATIONS)

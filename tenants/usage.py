@@ -17,6 +17,8 @@ class UsageRecord(msgspec.Struct, frozen=True, array_like=True):
     the last checkpoint and is replaced, once, when the settlement still comes; every other record is final.
 
     `subjects` are whose limits the request is counted against beside its account's, a line each: tenants/caps.py.
+    `tags` and `metadata` are the caller's own words for it: a line each, and a JSON object. Where nothing of a request
+    may be kept they are empty.
     """
 
     account_id: str
@@ -33,6 +35,8 @@ class UsageRecord(msgspec.Struct, frozen=True, array_like=True):
     total_ms: float
     first_token_ms: float | None = None
     subjects: str = ""
+    tags: str = ""
+    metadata: str = ""
 
     @property
     def neurons(self) -> float:

@@ -37,11 +37,13 @@ class Rows(Days, frozen=True, forbid_unknown_fields=True):
 
 
 class UsageQuery(Rows, frozen=True, forbid_unknown_fields=True):
-    """`by` are the columns to sum by, of day, model and token."""
+    """`by` are the columns to sum by, of day, model, token and tag. A call with several tags is in the row of each; one
+    without any is in that of "". Where a day had too many different sets of tags, those of later calls are `*`."""
 
-    by: Annotated[str, Meta(pattern="^(day|model|token)(,(day|model|token)){0,2}$")] = "day,model,token"
+    by: Annotated[str, Meta(pattern="^(day|model|token|tag)(,(day|model|token|tag)){0,3}$")] = "day,model,token"
     model: _Word | None = None
     token: _Word | None = None
+    tag: _Word | None = None
 
 
 class AllUsageQuery(Rows, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +61,7 @@ class UsageItem(msgspec.Struct, frozen=True, kw_only=True):
     account: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
     token: str | UnsetType = UNSET
+    tag: str | UnsetType = UNSET
     requests: int
     neurons: float
     prompt_tokens: int
@@ -70,7 +73,8 @@ async def of_account(office: Office, ask: Ask[UsageQuery, Nothing]) -> Answer[li
     query = ask.query
     sums = Sums(query.by)
     for row in await office.store.usage(ask.account_id, *span(office, query)):
-        if query.model in (None, row.model) and query.token in (None, row.token_id):
+        named = query.model in (None, row.model) and query.token in (None, row.token_id)
+        if named and (query.tag is None or query.tag in row.each_tag):
             sums.add(ask.account_id, row)
     return _answer(sums, query)
 
@@ -107,11 +111,14 @@ class Sums:
 
     def add(self, account_id: str, row: UsageRow) -> None:
         """Raises Refusal where the columns tell more than ROWS_MAX rows apart."""
+        columns: dict[str, int | str]
         columns = {"day": row.day, "account": account_id, "model": row.model, "token": row.token_id}
         counts = (row.requests, row.micro_neurons, row.prompt_tokens, row.cached_tokens, row.completion_tokens)
-        key = tuple(columns[name] for name in self.by)
-        before = self._sums.get(key, [0] * len(counts))
-        self._sums[key] = [count + more for count, more in zip(before, counts, strict=True)]
+        for tag in row.each_tag if "tag" in self.by else ("",):
+            columns["tag"] = tag
+            key = tuple(columns[name] for name in self.by)
+            before = self._sums.get(key, [0] * len(counts))
+            self._sums[key] = [count + more for count, more in zip(before, counts, strict=True)]
         if len(self._sums) > ROWS_MAX:
             raise bad_input(f"this is more than {ROWS_MAX:,} rows; ask for fewer days, or sum by less", "by")
 
@@ -161,7 +168,7 @@ OPERATIONS: Final = (
     Operation(
         method="GET",
         path=f"{ACCOUNT}/usage",
-        summary="What the account used, by day, model and token",
+        summary="What the account used, by day, model, token and tag",
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
         serve=of_account,
         query=UsageQuery,

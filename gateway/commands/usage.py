@@ -22,6 +22,7 @@ examples:
   hearth usage                                         all accounts, the last 30 days, by day
   hearth usage ACCOUNT --by model
   hearth usage ACCOUNT --from 2026-01-01 --to 2026-01-31 --by token --csv
+  hearth usage ACCOUNT --by tag                        a call with several tags is in the row of each
   hearth usage reconcile                               do the counters say what the ledger's records say?
   hearth usage reconcile ACCOUNT --from 2026-01-01 --json
 
@@ -30,10 +31,11 @@ Days are in UTC. Records are kept for 400 days. Exit status of reconcile: 1 wher
 _RECONCILE: Final = "reconcile"
 _DAYS: Final = 30
 _SUMS: Final = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "micro_neurons")
-_KEYS: Final[dict[str, Callable[[UsageRow], str]]] = {
-    "day": lambda row: day_text(row.day),
-    "model": lambda row: row.model,
-    "token": lambda row: row.token_id,
+_KEYS: Final[dict[str, Callable[[UsageRow], list[str]]]] = {
+    "day": lambda row: [day_text(row.day)],
+    "model": lambda row: [row.model],
+    "token": lambda row: [row.token_id],
+    "tag": lambda row: row.each_tag,
 }
 
 
@@ -49,7 +51,9 @@ class Compared(NamedTuple):
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "usage", "what accounts have used; check counters against records", _TEACHING)
-    parser.usage = "hearth usage [reconcile] [ACCOUNT] [--from DAY] [--to DAY] [--by day|model|token] [--csv] [--json]"
+    parser.usage = (
+        "hearth usage [reconcile] [ACCOUNT] [--from DAY] [--to DAY] [--by day|model|token|tag] [--csv] [--json]"
+    )
     parser.add_argument("words", nargs="*", metavar="ACCOUNT", help="its id, after `reconcile` or alone (default: all)")
     parser.add_argument("--from", dest="first", type=day, metavar="DAY", help="like 2026-01-31 (default: 30 days ago)")
     parser.add_argument("--to", dest="last", type=day, metavar="DAY", help="the last one (default: today)")
@@ -84,47 +88,48 @@ async def _ids(tenantry: Tenantry, named: Sequence[str]) -> list[str]:
 
 async def _sum_up(tenantry: Tenantry, options: argparse.Namespace, named: Sequence[str], days: range) -> int:
     found: dict[tuple[str, str], list[int]] = {}
+    total = [0] * len(_SUMS)
     for account_id in _with_progress(await _ids(tenantry, named)):
         rows = await tenantry.store.usage(account_id, days[0], days[-1])
         found.update({(account_id, key): sums for key, sums in _sums(rows, _KEYS[options.by]).items()})
+        total = (
+            [sum(pair) for pair in zip(total, *_sums(rows, lambda _: [""]).values(), strict=True)] if rows else total
+        )
     if options.json:
-        _print_json(found, options.by, days)
+        _print_json(found, total, options.by, days)
     elif options.csv:
         written = csv.writer(sys.stdout, lineterminator="\n")
         written.writerow(("account_id", options.by, *_SUMS[:-1], "neurons"))
         written.writerows((*key, *sums[:-1], _neurons(sums)) for key, sums in found.items())
     else:
-        _print_table(found, options.by)
+        _print_table(found, total, options.by)
     return 0
 
 
-def _sums(rows: Sequence[UsageRow], key_of: Callable[[UsageRow], str]) -> dict[str, list[int]]:
+def _sums(rows: Sequence[UsageRow], keys_of: Callable[[UsageRow], list[str]]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for row in rows:
-        sums = found.setdefault(key_of(row), [0] * len(_SUMS))
-        for place, name in enumerate(_SUMS):
-            sums[place] += getattr(row, name)
+        for key in keys_of(row):
+            sums = found.setdefault(key, [0] * len(_SUMS))
+            for place, name in enumerate(_SUMS):
+                sums[place] += getattr(row, name)
     return found
-
-
-def _total(found: dict[tuple[str, str], list[int]]) -> list[int]:
-    return [sum(column) for column in zip(*found.values(), strict=True)] or [0] * len(_SUMS)
 
 
 def _neurons(sums: Sequence[int]) -> float:
     return sums[-1] / MICRO
 
 
-def _print_json(found: dict[tuple[str, str], list[int]], by: str, days: range) -> None:
+def _print_json(found: dict[tuple[str, str], list[int]], total: list[int], by: str, days: range) -> None:
     def told(sums: list[int]) -> dict[str, float]:
         return {**dict(zip(_SUMS[:-1], sums, strict=False)), "neurons": _neurons(sums)}
 
     rows = [{"account_id": account_id, by: key, **told(sums)} for (account_id, key), sums in found.items()]
-    print_json({"from": day_text(days[0]), "to": day_text(days[-1]), "rows": rows, "total": told(_total(found))})
+    print_json({"from": day_text(days[0]), "to": day_text(days[-1]), "rows": rows, "total": told(total)})
 
 
-def _print_table(found: dict[tuple[str, str], list[int]], by: str) -> None:
-    lines = {**found, ("total", ""): _total(found)}
+def _print_table(found: dict[tuple[str, str], list[int]], total: list[int], by: str) -> None:
+    lines = {**found, ("total", ""): total}
     rows = [(*key, *map(amount, sums[:-1]), amount(_neurons(sums))) for key, sums in lines.items()]
     print_table(("ACCOUNT", by.upper(), "REQUESTS", "PROMPT", "CACHED", "COMPLETION", "NEURONS"), rows)
 

@@ -83,11 +83,16 @@ def caller(text: str) -> Caller:
 
 
 def record(
-    account_id: str, request_id: str, day: int = TODAY, model: str = "@cf/a/b", neurons: float = 1.5
+    account_id: str,
+    request_id: str,
+    day: int = TODAY,
+    model: str = "@cf/a/b",
+    neurons: float = 1.5,
+    tags: str = "",
 ) -> UsageRecord:
     micro_neurons = round(neurons * MICRO)
     return UsageRecord(
-        account_id, request_id, day, micro_neurons, 30, 20, 5, "done", "key", model, 7, 1.5, None, "token:key"
+        account_id, request_id, day, micro_neurons, 30, 20, 5, "done", "key", model, 7, 1.5, None, "token:key", tags
     )
 
 
@@ -291,6 +296,14 @@ def test_usage_is_summed_by_day_model_and_token(shell: Shell) -> None:
     assert "total" in shell.out("usage", ann)
     assert "may span 400 days" in shell.refused("usage", "--from", "2020-01-01")
     assert "name one account" in shell.refused("usage", ann, bob)
+
+
+def test_usage_by_tag_counts_a_request_with_each_of_its_tags_and_once_in_the_total(shell: Shell) -> None:
+    ann = shell.account("ann")
+    settle(record(ann, "1", tags="blue\nteam:x"), record(ann, "2", tags="blue"), record(ann, "3"))
+    told = shell.json("usage", ann, "--by", "tag")
+    assert {row["tag"]: row["requests"] for row in told["rows"]} == {"blue": 2, "team:x": 1, "": 1}
+    assert told["total"]["requests"] == 3
 
 
 def test_counters_that_differ_from_the_records_are_found(shell: Shell) -> None:

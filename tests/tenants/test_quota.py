@@ -211,6 +211,17 @@ async def test_too_many_at_once_are_refused(quota: Quota, new_caller: Any) -> No
     await reserved(quota, caller, "b")
 
 
+async def test_what_a_caller_says_of_a_request_is_in_its_record(
+    quota: Quota, store: Store, new_caller: Any, clock: Any
+) -> None:
+    caller = await new_caller()
+    demand = Demand("m", Price(), 1, 1, tags=("a", "b"), metadata='{"user":7}')
+    quota.settle(await quota.reserve(caller, "r", demand), DONE)
+    await quota.flush()
+    (record,) = await store.records(caller.account.id, clock.day)
+    assert (record.tags, record.metadata) == ("a\nb", '{"user":7}')
+
+
 async def test_a_token_revoked_after_it_was_verified_starts_nothing(
     quota: Quota, accounts: Accounts, new_caller: Any
 ) -> None:

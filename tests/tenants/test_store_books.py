@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tenants.store import Account, Notice, Store, UsageRow
+from tenants.store import OTHER_TAGS, TAGGED_MAX, Account, Hold, Notice, Store, UsageRow
 from tenants.terms import DEFAULT_PLAN, Limits, Plan
-from tenants.usage import UsageRecord
+from tenants.usage import EXPIRED, MICRO, UsageRecord
 
 pytestmark = pytest.mark.anyio
 ANN, BOB = "a" * 32, "b" * 32
@@ -110,3 +110,41 @@ async def test_usage_is_summed_by_day_token_and_model(store: Store, clock: Any) 
         UsageRow(day, "k2", "m", 2, 19, 4, 3, 6),
     ]
     assert await store.usage(BOB, day - 1, day) == []
+
+
+def tagged(request_id: str, day: int, tags: str, outcome: str = "done", metadata: str = "") -> UsageRecord:
+    return UsageRecord(
+        ANN, request_id, day, 10, 3, 2, 5, outcome, "key", "m", int(request_id[1:]), 1.0, None, "", tags, metadata
+    )
+
+
+async def test_tags_and_metadata_stay_with_a_request_from_its_hold_to_its_record(store: Store, clock: Any) -> None:
+    await store.add_account(Account(ANN, "ann", Limits(), 1))
+    told = ("a\nteam:x/y@z", '{"user":"ü","n":1.5,"ok":true}')
+    for request_id in ("r1", "r2"):
+        await store.reserve(Hold(tagged(request_id, clock.day, told[0], EXPIRED, told[1]), 9, MICRO))
+    await store.settle([tagged("r1", clock.day, told[0], "done", told[1])])
+    clock.now_s += 2
+    assert await store.sweep() == 1
+    found = [(one.request_id, one.tags, one.metadata, one.outcome) for one in await store.records(ANN, clock.day)]
+    assert found == [("r1", *told, "done"), ("r2", *told, EXPIRED)]
+    (await store.reconcile(ANN, clock.day)).check()
+
+
+async def test_usage_is_told_apart_by_tags_up_to_a_limit(store: Store, clock: Any) -> None:
+    await store.add_account(Account(ANN, "ann", Limits(), 1))
+    day = clock.day
+    await store.settle([tagged("r1", day, "b"), tagged("r2", day, ""), tagged("r3", day, "a\nb")])
+    await store.settle([tagged("r4", day, "b"), tagged("r4", day, "b")])
+    assert await store.usage(ANN, day, day) == [
+        UsageRow(day, "key", "m", 1, 10, 3, 2, 5, ""),
+        UsageRow(day, "key", "m", 1, 10, 3, 2, 5, "a\nb"),
+        UsageRow(day, "key", "m", 2, 20, 6, 4, 10, "b"),
+    ]
+    late = [tagged(f"r{n}", day - 1, f"t{n:05}", EXPIRED if n > TAGGED_MAX else "done") for n in range(TAGGED_MAX + 3)]
+    for start in range(0, len(late), 500):
+        await store.settle(late[start : start + 500])
+    await store.settle([structs.replace(one, outcome="done", micro_neurons=20) for one in late[TAGGED_MAX + 1 :]])
+    rows = await store.usage(ANN, day - 1, day - 1)
+    assert [row.tags for row in rows] == [OTHER_TAGS, *(f"t{n:05}" for n in range(TAGGED_MAX))]
+    assert rows[0] == UsageRow(day - 1, "key", "m", 3, 50, 9, 6, 15, OTHER_TAGS)

@@ -10,6 +10,7 @@ import pytest
 from gateway.admin import usage as module
 from gateway.admin.usage import UsageItem, table
 from tenants.accounts import Permission
+from tenants.usage import MICRO, UsageRecord, day_of
 from tests.gateway.admin.house import House, kept
 from tests.gateway.served import looped
 from tests.gateway.stub_replica import MODEL
@@ -59,6 +60,29 @@ async def test_usage_is_what_the_ledger_says_by_day_model_and_token(tmp_path: Pa
         page = (await house.ask("GET", f"{house.account}/usage?per_page=1&page=2")).json
         assert page["result_info"] == {"count": 1, "page": 2, "per_page": 1, "total_count": 2}
         assert page["result"] == sorted(rows, key=lambda row: row["token"])[1:]
+
+
+@looped
+async def test_usage_is_filtered_and_summed_by_tag(tmp_path: Path, store_url: str) -> None:
+    async with kept(tmp_path, store_url=store_url) as house:
+        today = day_of(int(datetime.now(UTC).timestamp() * MICRO))
+        columns = (today, 10, 3, 2, 5, "done", "key", "m", 7, 1.0, None, "")
+        tags = ("blue\nteam:x", "blue", "")
+        await house.gateway.app._store.settle(
+            [UsageRecord(house.gateway.account_id, f"r{n}", *columns, tag) for n, tag in enumerate(tags)]
+        )
+
+        async def told(query: str) -> dict[str, int]:
+            rows = (await house.ask("GET", f"{house.account}/usage?{query}")).json["result"]
+            return {row.get("tag", row.get("model")): row["requests"] for row in rows}
+
+        assert await told("by=tag") == {"": 1, "blue": 2, "team:x": 1}
+        assert await told("by=tag&tag=team:x") == {"blue": 1, "team:x": 1}
+        assert await told("by=model&tag=blue") == {"m": 2}
+        assert await told("by=model&tag=") == {"m": 1}
+        assert await told("by=model&tag=red") == {}
+        asked = await house.ask("GET", f"{house.account}/usage?by=tag&format=csv")
+        assert list(csv.DictReader(io.StringIO(asked.content.decode())))[0]["tag"] == ""
 
 
 @looped
