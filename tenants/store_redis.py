@@ -258,7 +258,7 @@ class RedisStore:
             for field, value in fields.items():
                 token_id, model, *tags = field.decode().split(scripts.BETWEEN)
                 sums[day, token_id, model, "".join(tags)] = [int(number) for number in value.split(b":")]
-        return [UsageRow(*kind[:3], *sums[kind], tags=kind[3]) for kind in sorted(sums)]
+        return [UsageRow(*kind[:3], *numbers, kind[3]) for kind, numbers in sorted(sums.items())]
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
         """A day that is over is read in pieces, so that nobody waits behind it; today in one piece, as it moves."""

@@ -51,9 +51,7 @@ class Compared(NamedTuple):
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "usage", "what accounts have used; check counters against records", _TEACHING)
-    parser.usage = (
-        "hearth usage [reconcile] [ACCOUNT] [--from DAY] [--to DAY] [--by day|model|token|tag] [--csv] [--json]"
-    )
+    parser.usage = "hearth usage [reconcile] [ACCOUNT] [--from DAY] [--to DAY] [--by COLUMN] [--csv] [--json]"
     parser.add_argument("words", nargs="*", metavar="ACCOUNT", help="its id, after `reconcile` or alone (default: all)")
     parser.add_argument("--from", dest="first", type=day, metavar="DAY", help="like 2026-01-31 (default: 30 days ago)")
     parser.add_argument("--to", dest="last", type=day, metavar="DAY", help="the last one (default: today)")
@@ -88,13 +86,12 @@ async def _ids(tenantry: Tenantry, named: Sequence[str]) -> list[str]:
 
 async def _sum_up(tenantry: Tenantry, options: argparse.Namespace, named: Sequence[str], days: range) -> int:
     found: dict[tuple[str, str], list[int]] = {}
-    total = [0] * len(_SUMS)
+    rows: list[UsageRow] = []
     for account_id in _with_progress(await _ids(tenantry, named)):
-        rows = await tenantry.store.usage(account_id, days[0], days[-1])
-        found.update({(account_id, key): sums for key, sums in _sums(rows, _KEYS[options.by]).items()})
-        total = (
-            [sum(pair) for pair in zip(total, *_sums(rows, lambda _: [""]).values(), strict=True)] if rows else total
-        )
+        of_account = await tenantry.store.usage(account_id, days[0], days[-1])
+        found.update({(account_id, key): sums for key, sums in _sums(of_account, _KEYS[options.by]).items()})
+        rows += of_account
+    total = _sums(rows, lambda _: [""]).get("", [0] * len(_SUMS))
     if options.json:
         _print_json(found, total, options.by, days)
     elif options.csv:
