@@ -25,8 +25,6 @@ from gateway.admin.operation import Office
 from gateway.admin.table import OPERATIONS
 from gateway.catalogue import Model, open_catalogue
 from gateway.config import Config
-from gateway.dialects.chat import Chat
-from gateway.dialects.native import Native
 from gateway.edge import Edge
 from gateway.errors import Refusal, Shape
 from gateway.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
@@ -36,6 +34,7 @@ from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.outage import Outage
 from gateway.request import Gateway
 from gateway.residue import Residue
+from gateway.routes import Route, routes
 from gateway.suspects import Suspects
 from gateway.traces import Traces, open_traces
 from gateway.turns import Turns
@@ -64,8 +63,7 @@ class App:
         self._gateway = gateway
         self._store = store
         self._errands = errands
-        self._native = Native()
-        self._chat = Chat()
+        self._inference = routes(gateway.catalogue)
         audit, once = Audit(store, secret), Once(store, secret)
         office = Office(gateway, store, audit, once, signer(secret), lambda: self.open_requests)
         self._api = Api(OPERATIONS, office, self._asking)
@@ -153,14 +151,14 @@ class App:
             if found is None:
                 return self._api_route(path)
             account_id, resource = found.groups()
-            exchange.shape = _shape(resource)
+            exchange.shape = self._shape(resource)
             if ACCOUNT_ID.fullmatch(account_id) is None:
                 raise errors.bad_account_id(path)
         elif path.startswith("/ai/"):
             resource = path.removeprefix("/ai")
         elif not path.startswith("/v1/"):
             raise errors.no_route(path)
-        exchange.shape = _shape(resource)
+        exchange.shape = self._shape(resource)
         return self._resource(exchange, account_id, resource)
 
     def _api_route(self, path: str) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
@@ -176,11 +174,9 @@ class App:
         self, exchange: Exchange, account_id: str | None, resource: str
     ) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
         """What lies below an account, whether the path names it or the token does."""
-        if resource == "/v1/chat/completions":
-            return self._only("POST", exchange, "chat", lambda x: self._generate(x, account_id, None))
-        if resource.startswith("/run/") and resource != "/run/":
-            model = resource.removeprefix("/run/")
-            return self._only("POST", exchange, "run", lambda x: self._generate(x, account_id, model))
+        model = resource.removeprefix("/run/") if resource.startswith("/run/") else None
+        if model != "" and (route := self._inference.get("/run" if model else resource)):
+            return self._only("POST", exchange, route.name, lambda x: self._generate(x, account_id, route, model))
         if resource == "/v1/models":
             return self._only("GET", exchange, "models", lambda x: self._list(x, account_id, listing.openai))
         if resource == "/models/search":
@@ -236,7 +232,14 @@ class App:
             raise errors.not_permitted(permissions[0])
         return caller
 
-    async def _generate(self, exchange: Exchange, account_id: str | None, model: str | None) -> None:
+    def _shape(self, resource: str) -> Shape:
+        """Of the errors of what lies below an account."""
+        if route := self._inference.get(resource):
+            return route.shape
+        return Shape.OPENAI if resource.startswith("/v1/") else Shape.ENVELOPE
+
+    async def _generate(self, exchange: Exchange, account_id: str | None, route: Route, model: str | None) -> None:
+        """`model` is what the path names, where it does."""
         if self.draining:
             raise errors.draining()
         if len(self._open) >= self._gateway.limits.requests:
@@ -247,7 +250,7 @@ class App:
         try:
             caller = await self._authenticate(exchange, credential, account_id, (Permission.INFERENCE,))
             self._open[exchange] = credential
-            await generate(self._gateway, exchange, caller, self._native if model else self._chat, model)
+            await generate(self._gateway, exchange, caller, route.dialect, model)
         finally:
             del self._open[exchange]
             self._gateway.metrics.open_requests.dec()
@@ -298,13 +301,6 @@ class App:
         if not shown:
             raise errors.no_route(exchange.path)
         await exchange.answer(200, text(), [(b"content-type", CONTENT_TYPE), (b"cache-control", b"no-store")])
-
-
-def _shape(resource: str) -> Shape:
-    """Of the errors of what lies below an account."""
-    if not resource.startswith("/v1/"):
-        return Shape.ENVELOPE
-    return {"/v1/responses": Shape.RESPONSES, "/v1/messages": Shape.ANTHROPIC}.get(resource, Shape.OPENAI)
 
 
 def _failure(exchange: Exchange, error: Exception) -> dict[str, object]:

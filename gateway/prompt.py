@@ -185,6 +185,12 @@ def seed_of(asked: int | None, drawn: int) -> int:
     return (drawn if asked is None else asked) & ((1 << SEED_BITS) - 1)
 
 
+def same_model(said: str | None, named: str) -> None:
+    """Raises Refusal where the body names another model than the path does."""
+    if said is not None and said != named:
+        raise bad_input("'model' differs from the model in the path; leave it out", "model")
+
+
 def refuse(field: str, asked: object, advice: str) -> None:
     """Raises Refusal where a field of the wider API is used that is not served; it is never silently ignored."""
     if asked is not None:

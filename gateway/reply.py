@@ -108,6 +108,11 @@ class Reply(Protocol):
         ...
 
 
+def enveloped(result: dict[str, Any]) -> dict[str, Any]:
+    """A result as `/ai/run` answers it."""
+    return {"result": result, "success": True, "errors": [], "messages": []}
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request's body, read: which model is asked what, and who writes the answer. `reply` takes the model's name, the

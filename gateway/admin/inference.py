@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.admin.operation import ACCOUNT, BASE
-from gateway.dialects import chat, native
+from gateway.dialects import chat, native, run
 from gateway.listing import PAGE_MAX, PER_PAGE_DEFAULT, PER_PAGE_MAX
 from tenants.accounts import Permission
 
@@ -116,6 +116,18 @@ ROUTES: Final = (
         result=Generated,
         query=RunQuery,
         body=native.Input,
+        statuses=_GENERATING,
+        streams=True,
+    ),
+    *_below(
+        "POST",
+        _AI,
+        "/run",
+        summary="The same, with the model in the body",
+        permissions=INFERENCE,
+        result=Generated,
+        query=RunQuery,
+        body=run.Input,
         statuses=_GENERATING,
         streams=True,
     ),

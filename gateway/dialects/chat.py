@@ -31,11 +31,12 @@ from gateway.prompt import (
     chat,
     max_tokens_of,
     refuse,
+    same_model,
     seed_of,
     stops,
     toolbox,
 )
-from gateway.reply import Asked, Chosen, Completion, ToolUse, Usage
+from gateway.reply import Asked, Chosen, Completion, ToolUse, Usage, enveloped
 
 TEMPERATURE_DEFAULT: Final = 1.0
 TOP_P_MIN: Final = 0.001  # top_p 0 asks for the one most probable token, which any tiny mass is
@@ -49,7 +50,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every field of chat completions. Those below `prompt_cache_key` are refused where they ask for something.
 
     `metadata`, `safety_identifier` and `prompt_cache_key` are labels: they change nothing and are not kept.
@@ -57,7 +58,7 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     messages: Messages
-    model: ShortText
+    model: ShortText | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens | None = None
@@ -98,20 +99,25 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     moderation: Any = None
 
 
+class Input(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body where the path names no model."""
+
+    model: ShortText
+
+
 _decoder: Final = msgspec.json.Decoder(Input)
+_body_decoder: Final = msgspec.json.Decoder(Body)
 
 
-def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tuple[str, Prompt]:
+def parse(asked: Body, drawn_seed: int) -> Prompt:
     """The body of a chat completion as a Prompt. Raises Refusal."""
-    asked = decode(body, _decoder)
-    assert model is None, "the body names the model"
     _refuse_unserved(asked)
     if asked.stream_options is not None and not asked.stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise bad_input("'top_logprobs' goes with 'logprobs': true only; set it", "top_logprobs")
     options = asked.stream_options or StreamOptions()
-    prompt = Prompt(
+    return Prompt(
         messages=chat(asked.messages),
         tools=None if asked.tool_choice == "none" else toolbox(asked.tools),
         sampling=_sampling(asked, drawn_seed),
@@ -123,10 +129,9 @@ def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tupl
         padded=options.include_obfuscation is not False,
         user=asked.user,
     )
-    return asked.model, prompt
 
 
-def _refuse_unserved(asked: Input) -> None:
+def _refuse_unserved(asked: Body) -> None:
     def unless(field: str, served: tuple[object, ...], advice: str) -> None:
         value = getattr(asked, field)
         refuse(field, None if value in served else True, advice)
@@ -146,7 +151,7 @@ def _refuse_unserved(asked: Input) -> None:
     unless("functions", (None,), "use 'tools'")
 
 
-def _sampling(asked: Input, drawn_seed: int) -> Sampling:
+def _sampling(asked: Body, drawn_seed: int) -> Sampling:
     return Sampling(
         temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
         top_k=asked.top_k or 0,
@@ -162,10 +167,23 @@ def _sampling(asked: Input, drawn_seed: int) -> Sampling:
 
 
 class Reply:
-    """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where asked for."""
+    """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where asked for.
 
-    def __init__(self, prompt: Prompt, model: str, request_id: str, created: int, paddings: Iterator[bytes]) -> None:
+    `enveloped` is for `/ai/run`: the completion is the envelope's result, and the native dialect's usage ends a stream.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        model: str,
+        request_id: str,
+        created: int,
+        paddings: Iterator[bytes],
+        *,
+        enveloped: bool = False,
+    ) -> None:
         self._prompt = prompt
+        self._enveloped = enveloped
         self._id = f"chatcmpl-{request_id}"
         self._created = created
         self._model = model
@@ -201,21 +219,22 @@ class Reply:
         return self._chunk(choice, {}, reason)
 
     def end(self, usage: Usage) -> bytes:
-        if not self._prompt.include_usage:
-            return sse.DONE
-        return self._head + b'"choices":[],"usage":' + _encode(usage.last_fields()) + b"}\n\n" + sse.DONE
+        last = _encode(usage.last_fields())
+        events = self._head + b'"choices":[],"usage":' + last + b"}\n\n" if self._prompt.include_usage else b""
+        if self._enveloped:
+            events += b'data: {"response":"","usage":' + last + b"}\n\n"
+        return events + sse.DONE
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
-        return _encode(
-            {
-                "id": self._id,
-                "object": "chat.completion",
-                "created": self._created,
-                "model": self._model,
-                "choices": [_choice(i, completion) for i, completion in enumerate(completions)],
-                "usage": usage.fields(),
-            }
-        )
+        result = {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [_choice(i, completion) for i, completion in enumerate(completions)],
+            "usage": usage.fields(),
+        }
+        return _encode(enveloped(result) if self._enveloped else result)
 
     def _chunk(self, choice: int, delta: dict[str, Any], finish: str | None) -> bytes:
         choices = [{"index": choice, "delta": delta, "finish_reason": finish}]
@@ -259,5 +278,22 @@ class Chat:
         self._paddings = sse.paddings()
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
-        name, prompt = parse(body, query, model, drawn_seed)
-        return Asked(name, prompt, lambda model, id, taken: Reply(prompt, model, id, taken, self._paddings))
+        assert model is None, "the body names the model"
+        asked = decode(body, _decoder)
+        prompt = parse(asked, drawn_seed)
+        return Asked(asked.model, prompt, lambda model, id, taken: Reply(prompt, model, id, taken, self._paddings))
+
+
+class Enveloped:
+    """The dialect of `/ai/run` for models whose bodies are chat completions."""
+
+    def __init__(self) -> None:
+        self._paddings = sse.paddings()
+
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+        assert model is not None, "the path names the model"
+        asked = decode(body, _body_decoder)
+        same_model(asked.model, model)
+        prompt = parse(asked, drawn_seed)
+        paddings = self._paddings
+        return Asked(model, prompt, lambda model, id, taken: Reply(prompt, model, id, taken, paddings, enveloped=True))

@@ -30,11 +30,12 @@ from gateway.prompt import (
     chat,
     max_tokens_of,
     refuse,
+    same_model,
     seed_of,
     stops,
     toolbox,
 )
-from gateway.reply import Asked, Chosen, Completion, ToolUse, Usage
+from gateway.reply import Asked, Chosen, Completion, ToolUse, Usage, enveloped
 
 TEMPERATURE_DEFAULT: Final = 0.6
 _encode = msgspec.json.encode
@@ -88,8 +89,7 @@ def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tupl
     """The body of `/ai/run/{model}` as a Prompt. Raises Refusal."""
     asked = decode(body, _decoder)
     assert model is not None, "the path names the model"
-    if asked.model is not None and asked.model != model:
-        raise bad_input("'model' differs from the model in the path; leave it out", "model")
+    same_model(asked.model, model)
     _refuse_unserved(asked)
     if (asked.prompt is None) == (asked.messages is None):
         matches = 0 if asked.prompt is None else 2
@@ -195,7 +195,7 @@ class Reply:
             "usage": usage.fields(),
             **_cut(usage),
         }
-        return _encode({"result": result, "success": True, "errors": [], "messages": []})
+        return _encode(enveloped(result))
 
 
 def _cut(usage: Usage) -> dict[str, str]:

@@ -259,7 +259,7 @@ def test_what_is_open_to_all_names_no_account_and_no_replica(tmp_path: Path, pat
 async def test_a_path_that_names_no_model_is_no_route(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-        for path in ("/ai/run/", "/ai/run", f"/client/v4/accounts/{gateway.account_id}/ai/run/"):
+        for path in ("/ai/run/", f"/client/v4/accounts/{gateway.account_id}/ai/run/"):
             answer = await gateway.call(path, body)
             assert (answer.status, answer.code) == (404, 7000), path
         assert not gateway.fleet.submits

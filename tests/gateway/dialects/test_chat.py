@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.chat import Reply, parse
+from gateway.dialects.chat import Chat, Reply
 from gateway.errors import Refusal
 from gateway.prompt import Prompt
 from gateway.reply import Chosen, Completion, ToolUse, Usage
@@ -14,9 +14,9 @@ HELLO: dict[str, Any] = {"model": "@cf/test/stub", "messages": [{"role": "user",
 
 
 def parsed(**fields: Any) -> Prompt:
-    name, prompt = parse(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
-    assert name == "@cf/test/stub"
-    return prompt
+    asked = Chat().read(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
+    assert asked.model == "@cf/test/stub"
+    return asked.prompt
 
 
 def refusal(**fields: Any) -> Refusal:

@@ -1,0 +1,31 @@
+"""Which dialect reads the bodies of which path: one line for each path below an account that asks a model something.
+
+It serves nothing, and does not know how accounts stand in paths.
+"""
+
+from dataclasses import dataclass
+
+from gateway.catalogue import Catalogue
+from gateway.dialects.chat import Chat, Enveloped
+from gateway.dialects.native import Native
+from gateway.dialects.run import Run
+from gateway.errors import Shape
+from gateway.reply import Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`name` is the route's in the metrics, `shape` that of its errors."""
+
+    name: str
+    dialect: Dialect
+    shape: Shape = Shape.OPENAI
+
+
+def routes(catalogue: Catalogue) -> dict[str, Route]:
+    """By the path behind the account. `/run` is also that of `/run/{model}`."""
+    families: dict[str, Dialect] = {"native": Native(), "chat": Enveloped()}
+    return {
+        "/run": Route("run", Run(catalogue, families), Shape.ENVELOPE),
+        "/v1/chat/completions": Route("chat", Chat()),
+    }
