@@ -253,12 +253,12 @@ class RedisStore:
     async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
         days = range(first_day, last_day + 1)
         found = await self._read(*(("HGETALL", _key(account_id, f"usage:{day}")) for day in days))
-        sums = {}
+        sums: dict[tuple[int, str, str, str], Any] = {}
         for day, fields in zip(days, found, strict=True):
             for field, value in fields.items():
                 token_id, model, *tags = field.decode().split(scripts.BETWEEN)
                 sums[day, token_id, model, "".join(tags)] = [int(number) for number in value.split(b":")]
-        return [UsageRow(*kind[:3], *numbers, kind[3]) for kind, numbers in sorted(sums.items())]
+        return [UsageRow(*(*kind[:3], *numbers, kind[3])) for kind, numbers in sorted(sums.items())]
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
         """A day that is over is read in pieces, so that nobody waits behind it; today in one piece, as it moves."""
