@@ -16,20 +16,21 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway import errors, listing
+from gateway import errors
 from gateway.admin.api import ACCOUNT_ID, Api
 from gateway.admin.inference import ROUTES
 from gateway.admin.once import Once
 from gateway.admin.openapi import document
 from gateway.admin.operation import Office
 from gateway.admin.table import OPERATIONS
-from gateway.catalogue import Model, open_catalogue
+from gateway.catalogue import open_catalogue
 from gateway.config import Config
 from gateway.edge import Edge
 from gateway.errors import Refusal, Shape
 from gateway.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
 from gateway.fleet import Fleet
 from gateway.generate import generate
+from gateway.listing import table as lists
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.outage import Outage
 from gateway.request import Gateway
@@ -177,10 +178,8 @@ class App:
         model = resource.removeprefix("/run/") if resource.startswith("/run/") else None
         if model != "" and (route := self._inference.get("/run" if model else resource)):
             return self._only("POST", exchange, route.name, lambda x: self._generate(x, account_id, route, model))
-        if resource == "/v1/models":
-            return self._only("GET", exchange, "models", lambda x: self._list(x, account_id, listing.openai))
-        if resource == "/models/search":
-            return self._only("GET", exchange, "search", lambda x: self._list(x, account_id, listing.search))
+        if render := lists.find(resource):
+            return self._only("GET", exchange, "models", lambda x: self._list(x, account_id, render))
         raise errors.no_route(exchange.path)
 
     def _only(
@@ -255,13 +254,11 @@ class App:
             del self._open[exchange]
             self._gateway.metrics.open_requests.dec()
 
-    async def _list(
-        self, exchange: Exchange, account_id: str | None, render: Callable[[Sequence[Model], bytes], bytes]
-    ) -> None:
+    async def _list(self, exchange: Exchange, account_id: str | None, render: lists.Render) -> None:
         """Of the models that the caller may use."""
         caller = await self._authenticate(exchange, _credential(exchange), account_id, (Permission.INFERENCE,))
-        models = [model for model in self._gateway.catalogue if caller.grant.serves(model.name)]
-        await exchange.answer(200, render(models, exchange.query), [JSON])
+        found = [model for model in self._gateway.catalogue if caller.grant.serves(model.name)]
+        await exchange.answer(200, render(self._gateway, found, exchange.query), [JSON])
 
     async def _describe(self, exchange: Exchange) -> None:
         """What is served; there is nothing of any tenant in it."""

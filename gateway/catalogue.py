@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,8 @@ _NAMESPACE: Final = uuid.UUID("5b0d6e1c-6f3e-4f0b-9d3a-1f5f3c1f9a10")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One catalogue entry. `context_tokens` is what its folder says: a replica's Hello has the last word."""
+    """One catalogue entry. `context_tokens` is what its folder says: a replica's Hello has the last word. From the day
+    `ends_on` on, in UTC, it is not served."""
 
     name: str
     description: str
@@ -37,6 +39,12 @@ class Model:
     context_tokens: int
     vocabulary: int
     created_at: float
+    aliases: list[str]
+    tags: list[str]
+    beta: bool
+    ends_on: date | None
+    terms: str
+    info: str
     text: Text
     spec: wire.ModelSpec
 
@@ -44,6 +52,14 @@ class Model:
     def id(self) -> str:
         """The same UUID wherever and whenever this name is served."""
         return str(uuid.uuid5(_NAMESPACE, self.name))
+
+    @property
+    def author(self) -> str:
+        """`@cf/hearth/ember` → `hearth`."""
+        return self.name.split("/")[1]
+
+    def ended(self, today: date) -> bool:
+        return self.ends_on is not None and today >= self.ends_on
 
     @property
     def stop_ids(self) -> list[int]:
@@ -59,10 +75,12 @@ class Catalogue:
 
     def __init__(self, models: list[Model], problems: dict[str, str]) -> None:
         self._models = {model.name: model for model in models}
+        self._by_any_name = {name: model for model in models for name in (*model.aliases, model.name)}
         self.problems = problems
 
     def find(self, name: str) -> Model | None:
-        return self._models.get(name)
+        """By its name or an alias."""
+        return self._by_any_name.get(name)
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
@@ -171,6 +189,12 @@ def _open(config: Config, entry: ModelConfig) -> Model:
         context_tokens=min(context, entry.context_tokens or context),
         vocabulary=int(document.get("vocab_size") or 0),
         created_at=(folder / "config.json").stat().st_mtime,
+        aliases=entry.aliases,
+        tags=entry.tags,
+        beta=entry.beta,
+        ends_on=entry.planned_deprecation_date,
+        terms=entry.terms,
+        info=entry.info,
         text=Text(folder),
         spec=spec_of(config, entry),
     )

@@ -4,6 +4,7 @@ the settings of issuers alone.
 Every field carries its one line of documentation, its default and its limits; `describe()` prints them all.
 """
 
+import datetime
 import hashlib
 import ipaddress
 import os
@@ -87,6 +88,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             pattern="^(x-forwarded-for|forwarded)$",
         ),
     ] = "x-forwarded-for"
+    neuron_usd: Annotated[
+        float, Meta(description="US dollars for a neuron, where a marketplace's list of models is in dollars", ge=0)
+    ] = 0.000011
     metrics_networks: Annotated[
         tuple[str, ...], Meta(description="networks that read /metrics without an operator's token", max_length=100)
     ] = ("127.0.0.0/8", "::1/128")
@@ -146,6 +150,10 @@ class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 _NAME = r"^@[a-z]{2,8}(/[A-Za-z0-9][A-Za-z0-9._-]*){1,3}$"
+_Alias = Annotated[
+    str, Meta(pattern=r"^@?[A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9][A-Za-z0-9._:-]*){0,3}$", max_length=200)
+]
+_Tag = Annotated[str, Meta(min_length=1, max_length=50)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,6 +168,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "Text Generation"
     )
     description: Annotated[str, Meta(description="shown by /ai/models/search", max_length=1000)] = ""
+    aliases: Annotated[
+        list[_Alias], Meta(description="other names that callers may say for it, such as gpt-4o-mini", max_length=16)
+    ] = []
+    tags: Annotated[list[_Tag], Meta(description="words beside it in /ai/models/search", max_length=16)] = []
+    beta: Annotated[bool, Meta(description="an experiment, which hide_experimental leaves out of the search")] = False
+    planned_deprecation_date: Annotated[
+        datetime.date | None, Meta(description="a day, like 2027-01-31, from which on it is not served but 410")
+    ] = None
+    terms: Annotated[str, Meta(description="address of the terms of its use, shown by the search", max_length=500)] = ""
+    info: Annotated[str, Meta(description="address of a page about it, shown by the search", max_length=500)] = ""
     price: Annotated[PriceConfig, Meta(description="table, neurons per million tokens")] = PriceConfig()
     dialect: Annotated[
         str,
@@ -308,7 +326,7 @@ def load_config(
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{found.name}: {error}") from error
-    _once(found.name, "model", [model.name for model in config.models])
+    _once(found.name, "model", [name for model in config.models for name in (model.name, *model.aliases)])
     _once(found.name, "issuer", [issuer.name for issuer in config.issuers])
     _once(found.name, "issuer's `iss`", [issuer.issuer for issuer in config.issuers])
     for model in config.models:

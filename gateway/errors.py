@@ -5,6 +5,7 @@ It does not know how a request is parsed or served; whoever finds a problem rais
 
 import enum
 from collections.abc import Iterable
+from datetime import date
 from typing import Final
 
 import msgspec
@@ -94,6 +95,17 @@ def body_too_slow(limit_s: float) -> Refusal:
 def no_such_model(name: str) -> Refusal:
     message = f"AiError: No such model {name[:200]} or task; GET /ai/models/search lists the models that are here"
     return Refusal(400, 5007, message, kind="model_not_found", param="model")
+
+
+def no_model_of_name(name: str) -> Refusal:
+    """Where a model is asked for itself, and not for an answer."""
+    message = f"AiError: Model name invalid: there is no {name[:200]} for this token; GET /v1/models lists what is"
+    return Refusal(404, 3042, message, kind="model_not_found", param="model")
+
+
+def deprecated(name: str, ended_on: date) -> Refusal:
+    message = f"AiError: {name} is deprecated since {ended_on}; GET /ai/models/search lists the models that are served"
+    return Refusal(410, 5028, message, kind="model_deprecated", param="model")
 
 
 def never_fits(message: str) -> Refusal:

@@ -9,6 +9,7 @@ import math
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final, Protocol
 
 from engine.wire import RejectReason, Scope, Terms
@@ -57,13 +58,15 @@ async def answer(
         raise errors.no_such_model(asked.model)
     if not caller.grant.serves(model.name):
         raise errors.model_not_permitted(model.name)
+    if model.ends_on is not None and model.ended(datetime.fromtimestamp(gateway.calendar(), UTC).date()):
+        raise errors.deprecated(asked.model, model.ends_on)
     regions = caller.account.settings.regions
     if regions and gateway.limits.region not in regions:
         raise errors.wrong_region(gateway.limits.region, regions)
     request = Request(gateway, exchange, caller, model, asked.prompt)
     try:
         async with exchange.attended(), asyncio.timeout(gateway.limits.request_s):
-            reply = asked.reply(model.name, exchange.request_id, int(gateway.calendar()))
+            reply = asked.reply(asked.model, exchange.request_id, int(gateway.calendar()))
             await serve(request, reply, zero)
             request.outcome = "done"
     except TimeoutError:

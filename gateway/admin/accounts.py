@@ -19,7 +19,7 @@ from gateway.admin.operation import (
     values_checked,
 )
 from gateway.errors import bad_input
-from gateway.listing import sliced
+from gateway.listing.pages import sliced
 from tenants.accounts import NotFound, Permission, named
 from tenants.store import Account
 from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan

@@ -4,14 +4,13 @@ It serves nothing; tests/gateway/admin/test_openapi.py asks that each of these i
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import Meta
 
 from gateway.admin.operation import ACCOUNT, BASE
 from gateway.dialects import chat, native, run
-from gateway.listing import PAGE_MAX, PER_PAGE_DEFAULT, PER_PAGE_MAX
+from gateway.listing.models import NoQuery, SearchQuery
 from tenants.accounts import Permission
 
 INFERENCE: Final = (Permission.INFERENCE,)
@@ -21,18 +20,6 @@ _GENERATING: Final = (413, 422, 429)
 
 class RunQuery(msgspec.Struct):
     rejectIfBusy: Literal["true", "false", "1", "0"] = "false"
-
-
-class SearchQuery(msgspec.Struct):
-    search: str = ""
-    task: str = ""
-    author: str = ""
-    page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
-    per_page: Annotated[int, Meta(ge=1, le=PER_PAGE_MAX)] = PER_PAGE_DEFAULT
-
-
-class NoQuery(msgspec.Struct):
-    pass
 
 
 class Generated(msgspec.Struct):

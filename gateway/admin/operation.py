@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from gateway.admin.once import Once
 from gateway.errors import bad_input
-from gateway.listing import PAGE_MAX
+from gateway.listing.pages import PAGE_MAX
 from gateway.request import Gateway
 from tenants.accounts import NAME_MAX, Caller, Permission
 from tenants.audit import Audit, fitting

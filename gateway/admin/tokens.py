@@ -28,7 +28,7 @@ from gateway.admin.operation import (
     time_of,
     values_checked,
 )
-from gateway.listing import PAGE_MAX, sliced
+from gateway.listing.pages import PAGE_MAX, sliced
 from tenants.accounts import ApiToken, NotFound, Permission, named
 from tenants.grants import ENTRIES_MAX, Grant
 from tenants.terms import NO_LIMITS, Limits

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from gateway.admin.operation import ACCOUNT, OPERATOR, Answer, Ask, Nothing, Office, Operation, PageItem
 from gateway.errors import bad_input
-from gateway.listing import PAGE_MAX, sliced
+from gateway.listing.pages import PAGE_MAX, sliced
 from tenants.accounts import Permission
 from tenants.store import KEPT_DAYS, UsageRow
 from tenants.usage import MICRO, day_of

@@ -1,0 +1,38 @@
+"""What a model takes and answers at `/ai/run`, as JSON Schemas: made from the types that read its bodies, so that they
+cannot differ from what is accepted.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from gateway import errors
+from gateway.body import asked_in
+from gateway.catalogue import Model
+from gateway.dialects import chat, native
+from gateway.request import Gateway
+
+_INPUTS: Final = {"native": native.Input, "chat": chat.Body}
+
+
+class SchemaQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+
+
+def one(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
+    """`/ai/models/schema`. Raises Refusal."""
+    name = asked_in(query, SchemaQuery).model
+    model = next((model for model in models if name in (model.name, *model.aliases)), None)
+    if model is None:
+        raise errors.no_such_model(name)
+    result = {"input": whole(_INPUTS[model.dialect]), "output": {}}
+    return msgspec.json.encode({"result": result, "success": True, "errors": [], "messages": []})
+
+
+def whole(kind: Any) -> dict[str, Any]:
+    """The JSON Schema of a type, with the type itself at its top."""
+    schema = msgspec.json.schema(kind)
+    name = schema.pop("$ref").rpartition("/")[2]
+    definitions = schema.pop("$defs")
+    return {**definitions.pop(name), "$defs": definitions}

@@ -1,0 +1,27 @@
+"""Which list lies at which path below an account."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from gateway.catalogue import Model
+from gateway.listing import models, openai, schemas
+from gateway.request import Gateway
+
+# Writes what the query asks of the models that the caller may use. Raises Refusal.
+Render = Callable[[Gateway, Sequence[Model], bytes], bytes]
+
+_ONE: Final = "/v1/models/"
+_LISTS: Final[dict[str, Render]] = {
+    "/models/search": models.search,
+    "/models/schema": schemas.one,
+    "/tasks/search": models.tasks,
+    "/authors/search": models.authors,
+    "/v1/models": openai.listed,
+}
+
+
+def find(resource: str) -> Render | None:
+    if resource.startswith(_ONE) and resource != _ONE:
+        return partial(openai.one, name=resource.removeprefix(_ONE))
+    return _LISTS.get(resource)
