@@ -10,8 +10,6 @@ from typing import Final
 
 import msgspec
 
-from gateway import sse
-
 _encode = msgspec.json.encode
 
 RETRY_SOON_S: Final = 1
@@ -322,8 +320,8 @@ def envelope(refusal: Refusal, request_id: str) -> bytes:
     if not refusal.routed:
         errors = [{"code": refusal.code, "message": refusal.message}]
         return _encode({"result": None, "success": False, "errors": errors, "messages": []})
-    named = [{"message": _named(refusal, request_id), "code": refusal.code}]
-    return _encode({"errors": named, "success": False, "result": {}, "messages": []})
+    errors = [{"message": named(refusal, request_id), "code": refusal.code}]
+    return _encode({"errors": errors, "success": False, "result": {}, "messages": []})
 
 
 class Shape(enum.Enum):
@@ -331,7 +329,6 @@ class Shape(enum.Enum):
 
     ENVELOPE = "envelope"
     OPENAI = "openai"
-    RESPONSES = "responses"
     ANTHROPIC = "anthropic"
 
 
@@ -340,39 +337,28 @@ def body(shape: Shape, refusal: Refusal, request_id: str) -> bytes:
     match shape:
         case Shape.ENVELOPE:
             return envelope(refusal, request_id)
-        case Shape.OPENAI | Shape.RESPONSES:
+        case Shape.OPENAI:
             return openai_envelope(refusal, request_id)
         case Shape.ANTHROPIC:
             return anthropic_envelope(refusal, request_id)
 
 
-def events(shape: Shape, refusal: Refusal, request_id: str) -> bytes:
-    """The end of a stream that failed: an event with the error, and `[DONE]` where the dialect has that."""
-    match shape:
-        case Shape.ENVELOPE | Shape.OPENAI:
-            return sse.event(body(shape, refusal, request_id)) + sse.DONE
-        case Shape.RESPONSES:
-            error = {"code": refusal.kind, "message": _named(refusal, request_id), "param": refusal.param}
-            return b"event: error\n" + sse.event(_encode({"type": "error", **error, "sequence_number": -1}))
-        case Shape.ANTHROPIC:
-            return b"event: error\n" + sse.event(body(shape, refusal, request_id))
-
-
 def anthropic_envelope(refusal: Refusal, request_id: str) -> bytes:
     """Anthropic's error body, with the envelope's keys behind its own."""
-    error = {"type": ANTHROPIC_TYPES.get(refusal.status, "api_error"), "message": _named(refusal, request_id)}
+    error = {"type": ANTHROPIC_TYPES.get(refusal.status, "api_error"), "message": named(refusal, request_id)}
     head = _encode({"type": "error", "error": error, "request_id": request_id})
     return head[:-1] + b"," + envelope(refusal, request_id)[1:]
 
 
-def _named(refusal: Refusal, request_id: str) -> str:
+def named(refusal: Refusal, request_id: str) -> str:
+    """Its message with the request's id, by which its operator finds it."""
     return f"{refusal.message} ({request_id})"
 
 
 def openai_envelope(refusal: Refusal, request_id: str) -> bytes:
     """The error body on OpenAI's paths: its `error` object and the envelope's keys, for either kind of client."""
     error = {
-        "message": _named(refusal, request_id),
+        "message": named(refusal, request_id),
         "type": OPENAI_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"),
         "param": refusal.param,
         "code": refusal.kind,

@@ -74,6 +74,7 @@ class Exchange:
         self._asked_at = self.began
         self._group: asyncio.TaskGroup | None = None
         self._watches: list[asyncio.Task[None]] = []
+        self._fail: Callable[[Refusal, str], bytes] | None = None
 
     async def body(self, limit_bytes: int) -> bytes:
         """The whole body. Raises Refusal when it is too large or too slow, ClientGone when it ends early."""
@@ -116,8 +117,10 @@ class Exchange:
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    def stream(self) -> None:
-        """The answer will be events: from now on the head leaves in time and silence is broken by comments."""
+    def stream(self, fail: Callable[[Refusal, str], bytes]) -> None:
+        """The answer will be events: from now on the head leaves in time and silence is broken by comments. `fail`
+        writes their end where they end with a refusal of the request with this id."""
+        self._fail = fail
         self._watch(self._break_silence())
 
     def interrupt(self, refusal: Refusal) -> None:
@@ -157,7 +160,8 @@ class Exchange:
         try:
             async with asyncio.timeout(DRAIN_GRACE_S):
                 if self.status is not None:
-                    await self.end(errors.events(self.shape, refusal, self.request_id))
+                    assert self._fail is not None, "only events are answered in pieces"
+                    await self.end(self._fail(refusal, self.request_id))
                     return
                 headers = [JSON, (b"cache-control", b"no-store")]
                 if refusal.retry_after_s is not None:

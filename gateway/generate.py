@@ -102,7 +102,7 @@ async def serve(request: Request, reply: Reply, zero: bool) -> None:
     affordable = reservation.output_tokens // prompt.n
     request.cut = affordable < max_tokens
     if prompt.stream:
-        request.exchange.stream()
+        request.exchange.stream(reply.fail)
     scope, terms = scope_of(caller, prompt.user, zero), terms_of(caller, zero)
     order = Order(tokens, scope, terms, min(max_tokens, affordable), suspect)
     sink: Sink = Events(request, reply) if prompt.stream else Whole(request, reply)
@@ -285,11 +285,15 @@ class Events:
     def __init__(self, request: Request, reply: Reply) -> None:
         self._request = request
         self._reply = reply
-        self._events = [reply.begin()]
+        self._begun = False
+        self._events: list[bytes] = []
 
     def take(self, step: Step) -> None:
         choice, index = self._request.choices[step.index_in_n], step.index_in_n
         parts, scored = self._request.receive(choice, step)
+        if not self._begun:
+            self._begun = True
+            self._events.append(self._reply.begin(self._request.prompt_tokens, self._request.cached_tokens))
         if parts or scored:
             self._events.append(choice.render(self._reply, index, parts, scored))
         if choice.finish is not None and step is choice.last:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gateway.errors import Refusal
 from gateway.prompt import Prompt
 
 
@@ -72,8 +73,8 @@ class Completion:
 class Reply(Protocol):
     """Renders one request's answer. Stream methods return whole SSE events, several or none at a time."""
 
-    def begin(self) -> bytes:
-        """Before anything else of a stream."""
+    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        """Before anything else of a stream, once its model has begun with the prompt."""
         ...
 
     def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes: ...
@@ -101,6 +102,10 @@ class Reply(Protocol):
 
     def end(self, usage: Usage) -> bytes:
         """The last events of a stream that ended well, [DONE] included."""
+        ...
+
+    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+        """The last events of a stream that failed, before or after it began."""
         ...
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:

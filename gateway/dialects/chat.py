@@ -12,7 +12,7 @@ from msgspec import Meta
 from engine.wire import Sampling
 from gateway import sse
 from gateway.body import decode
-from gateway.errors import bad_input
+from gateway.errors import Refusal, bad_input, envelope, openai_envelope
 from gateway.prompt import (
     CHOICES_MAX,
     LOGPROBS_MAX,
@@ -194,7 +194,7 @@ class Reply:
         contents = [b'"choices":[{"index":%d,"delta":{"content":' % choice for choice in range(prompt.n)]
         self._contents = [self._head + content for content in contents]
 
-    def begin(self) -> bytes:
+    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(choice, role, None) for choice in range(self._prompt.n))
 
@@ -224,6 +224,10 @@ class Reply:
         if self._enveloped:
             events += b'data: {"response":"","usage":' + last + b"}\n\n"
         return events + sse.DONE
+
+    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+        error = envelope(refusal, request_id) if self._enveloped else openai_envelope(refusal, request_id)
+        return sse.event(error) + sse.DONE
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
         result = {

@@ -13,7 +13,7 @@ from msgspec import Meta
 from engine.wire import Sampling
 from gateway import sse
 from gateway.body import decode, options
-from gateway.errors import bad_input
+from gateway.errors import Refusal, bad_input, envelope
 from gateway.prompt import (
     LogitBias,
     MaxTokens,
@@ -160,7 +160,7 @@ class Reply:
     def __init__(self, paddings: Iterator[bytes]) -> None:
         self._paddings = paddings
 
-    def begin(self) -> bytes:
+    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         return b""
 
     def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
@@ -186,6 +186,9 @@ class Reply:
 
     def end(self, usage: Usage) -> bytes:
         return sse.event(_encode({"response": "", "usage": usage.last_fields(), **_cut(usage)})) + sse.DONE
+
+    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+        return sse.event(envelope(refusal, request_id)) + sse.DONE
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
         (completion,) = completions

@@ -141,7 +141,7 @@ def test_both_limits_on_tokens_are_one_too_many() -> None:
 def test_the_stream_is_clean() -> None:
     chunks = reply(prompt := parsed(stream=True, stream_options={"include_usage": True}))
     assert prompt.include_usage
-    raw = chunks.begin() + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
+    raw = chunks.begin(7, 4) + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
     *shown, done = events(raw)
     assert done == "[DONE]"
     assert [chunk["choices"] for chunk in shown] == [
@@ -159,7 +159,7 @@ def test_the_stream_is_clean() -> None:
 
 def test_without_include_usage_there_is_none() -> None:
     chunks = reply(parsed(stream=True))
-    raw = chunks.begin() + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
+    raw = chunks.begin(7, 4) + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
     assert b"usage" not in raw
     assert len(events(raw)) == 4
 
@@ -167,13 +167,13 @@ def test_without_include_usage_there_is_none() -> None:
 def test_padding_is_in_every_chunk_unless_it_is_declined() -> None:
     for options, count in ((None, 2), ({"include_obfuscation": False}, 0)):
         chunks = reply(parsed(stream=True, stream_options=options))
-        raw = chunks.begin() + chunks.text(0, "hi", [])
+        raw = chunks.begin(7, 4) + chunks.text(0, "hi", [])
         assert raw.count(b'"obfuscation":"abc"') == count
 
 
 def test_each_choice_has_its_role_and_index() -> None:
     chunks = reply(parsed(stream=True, n=2))
-    roles = events(chunks.begin())
+    roles = events(chunks.begin(7, 4))
     assert [chunk["choices"][0]["index"] for chunk in roles] == [0, 1]
     (chunk,) = events(chunks.text(1, "hi", []))
     assert chunk["choices"][0]["index"] == 1

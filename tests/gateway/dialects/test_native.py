@@ -210,7 +210,7 @@ def test_the_envelope_is_that_of_the_wire() -> None:
 
 def test_the_stream_is_responses_with_padding_then_usage_then_done() -> None:
     reply = Reply(repeat(b"abc"))
-    assert reply.begin() == reply.finish(0, "stop", None) == b""
+    assert reply.begin(7, 4) == reply.finish(0, "stop", None) == b""
     assert reply.text(0, 'a"\n\u2028', []) == 'data: {"response":"a\\"\\n\u2028","p":"abc"}\n\n'.encode()
     usage, done, rest = reply.end(USAGE).split(b"\n\n")
     assert json.loads(usage[6:])["response"] == ""
