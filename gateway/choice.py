@@ -10,10 +10,11 @@ from engine.wire import FinishReason, TokenLogprobs
 from gateway.calls.parts import CallArguments, CallBegan, CallEnded, Part, Thought
 from gateway.calls.parts import Text as Said
 from gateway.catalogue import Model
+from gateway.decoder import Decoder
 from gateway.fleet import Step
 from gateway.prompt import Prompt
 from gateway.reply import Chosen, Completion, Reply, ToolUse
-from gateway.text import Decoder, Text
+from gateway.text import Text
 from gateway.tools import Lines
 
 LOGPROB_MIN: Final = -9999.0  # JSON has no infinity

@@ -1,0 +1,178 @@
+"""Control tokens, and how text of a request is kept from becoming one: what stands in for their edges while a template
+runs, and a tokenizer that does not know them. It knows no templates, no models' folders and no way back to text.
+
+An added token ("<|im_end|>") can only be formed if its first and last character stand where the template or the request
+put them. So before the template runs, these edge characters ("<", ">", "[", …) are replaced, in every string of the
+request, by private-use characters that the request does not contain. What then matches an added token in the rendered
+text was written by the template alone.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from tokenizers import Tokenizer
+
+JSON = Any
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_PRIVATE = range(0xF0000, 0xFFFFE)
+_ANY_PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
+
+
+class Added:
+    """One added token of tokenizer.json."""
+
+    __slots__ = ("id", "strips_left", "strips_right", "text")
+
+    def __init__(self, entry: dict[str, Any]) -> None:
+        self.id: int = entry["id"]
+        self.text: str = entry["content"]
+        self.strips_left: bool = entry.get("lstrip", False)
+        self.strips_right: bool = entry.get("rstrip", False)
+
+
+class Control:
+    """The tokens that only a template may write: all added ones, but those that are nothing than white space.
+
+    `pattern` finds them in rendered text. Of those that are spelled like words, which have no edges to escape, it
+    finds only what stands in the template as it is.
+    """
+
+    def __init__(self, entries: list[dict[str, Any]], sources: str) -> None:
+        """`entries` are tokenizer.json's; `sources` the text of all templates."""
+        tokens = [Added(entry) for entry in entries if entry["content"].strip()]
+        self.by_text = {token.text: token for token in tokens}
+        self.ids = frozenset(token.id for token in tokens)
+        written = [text for text in self.by_text if not _is_word(text) or text in sources]
+        longest_first = sorted(written, key=len, reverse=True)
+        self.pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if written else None
+
+
+def _is_word(text: str) -> bool:
+    return text[0].isalnum() and text[-1].isalnum()
+
+
+class Edges:
+    """The characters with which control tokens begin and end, and the words that stand between them."""
+
+    def __init__(self, control: Control) -> None:
+        texts = list(control.by_text)
+        edges = {text[0] for text in texts} | {text[-1] for text in texts}
+        self._edges = sorted(edge for edge in edges if not edge.isalnum() and not edge.isspace())
+        # Tokens that begin and end with letters cannot be escaped by their edges: their inside is broken instead.
+        self._words = [text for text in texts if _is_word(text)]
+        self._inner = {re.sub(r"^\W+|\W+$", "", text) for text in texts}
+
+    def escape_for(self, request: JSON) -> "Escape | None":
+        """Stand-ins that occur nowhere in the request; None where there are none left."""
+        taken = {ord(char) for text in _strings(request) if not text.isascii() for char in _ANY_PRIVATE.findall(text)}
+        free = (chr(code) for code in _PRIVATE if code not in taken)
+        stand_ins = list(islice(free, 1 + len(self._edges)))
+        if len(stand_ins) <= len(self._edges):
+            return None
+        return Escape(list(zip(self._edges, stand_ins[1:], strict=True)), stand_ins[0], self._words, self._inner)
+
+
+class Escape:
+    """Replaces what could become part of a control token by stand-ins, and back."""
+
+    def __init__(self, pairs: list[tuple[str, str]], split: str, words: list[str], inner: set[str]) -> None:
+        self._pairs = pairs
+        self._split = split
+        self._words = words
+        self._inner = inner
+
+    def message(self, message: Mapping[str, JSON]) -> dict[str, JSON]:
+        """One message; a role that we know stays as it is, for templates write it between control characters."""
+        escaped: dict[str, JSON] = self.value(dict(message))
+        if message.get("role") in ROLES:
+            escaped["role"] = message["role"]
+        return escaped
+
+    def value(self, value: JSON) -> Any:
+        """Any JSON value, keys included; a new one."""
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Mapping):
+            return {self._edged(key): self.value(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(inner) for inner in value]
+        return value
+
+    def restore(self, text: str) -> str:
+        for edge, stand_in in self._pairs:
+            text = text.replace(stand_in, edge)
+        return text.replace(self._split, "")
+
+    def _text(self, text: str) -> str:
+        word = text.strip() if len(text) < 100 else ""
+        if word in self._inner and word not in _STRUCTURE:
+            text = text.replace(word, self._split + word, 1)
+        return self._edged(text)
+
+    def _edged(self, text: str) -> str:
+        for edge, stand_in in self._pairs:
+            if edge in text:
+                text = text.replace(edge, stand_in)
+        for word in self._words:
+            text = text.replace(word, word[:-1] + self._split + word[-1])
+        return text
+
+
+# Values that templates compare with: they name kinds and stand in no template between control characters.
+_STRUCTURE = frozenset({"function", "object", "array", "string", "number", "integer", "boolean", "null", "text", ""})
+
+
+def _strings(value: JSON) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield key
+            yield from _strings(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner)
+
+
+class Plain:
+    """The same tokenizer without its control tokens: whatever it is given, it gives no control token back."""
+
+    def __init__(self, document: dict[str, Any], control: Control) -> None:
+        bare = copy.deepcopy(document)
+        bare["added_tokens"] = [entry for entry in bare["added_tokens"] if entry["content"] not in control.by_text]
+        bare["post_processor"] = bare["truncation"] = bare["padding"] = None
+        _forget(bare["model"], control)
+        self._first = Tokenizer.from_str(json.dumps(bare))
+        self._later = Tokenizer.from_str(json.dumps(bare)) if _never_prepend(bare) else self._first
+
+    def encode(self, text: str, first: bool) -> list[int]:
+        """`first`: the text stands at the very beginning, where some tokenizers put a space before it."""
+        return ids_of(self._first if first else self._later, text) if text else []
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """By the batch call: it alone lets other threads run meanwhile, and it leaves out offsets, which nobody reads."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
+
+
+def _forget(model: dict[str, Any], control: Control) -> None:
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        unknown = model.get("unk_token")
+        model["vocab"] = {text: id for text, id in vocabulary.items() if text not in control.by_text or text == unknown}
+    elif isinstance(vocabulary, list):
+        model["vocab"] = [[text, -1e6 if text in control.by_text else score] for text, score in vocabulary]
+
+
+def _never_prepend(bare: dict[str, Any]) -> bool:
+    """Takes away the space that some tokenizers put before the very first text; false where this one puts none."""
+    pre = bare.get("pre_tokenizer") or {}
+    firsts = [step for step in [pre, *pre.get("pretokenizers", [])] if step.get("prepend_scheme") == "first"]
+    for step in firsts:
+        step["prepend_scheme"] = "never"
+    return bool(firsts)

@@ -1,0 +1,201 @@
+"""Token ids back to text, piece by piece: whole characters only, and held back where a stop string may begin.
+
+It knows what tokenizer.json says of decoding, and nothing of models, requests or sockets. What it stands on: a token is
+the same bytes wherever it stands, but for the space that some tokenizers leave out before the very first one.
+"""
+
+import codecs
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+_BYTES = {"type": "ByteFallback"}
+_FUSE = {"type": "Fuse"}
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The bytes of every id, and of one that is the first that shows; mostly the same list. Special tokens are
+    `skipped`: they show as nothing. `strips`: one space is left out where all the text begins with it."""
+
+    later: list[bytes]
+    first: list[bytes]
+    skipped: frozenset[int]
+    strips: bool
+
+    @property
+    def token_bytes_max(self) -> int | None:
+        """No token stands for more bytes of text; None where text is more than the bytes of its tokens."""
+        return max(map(len, self.later)) if self.first is self.later else None
+
+
+def table_of(document: dict[str, Any], tokenizer: Tokenizer, size: int) -> Table | None:
+    """Of a tokenizer.json, and the same as a tokenizer. `size` is that of the model's vocabulary, which may be padded.
+    None where its decoder is of a kind in which a token's text depends on those around it."""
+    spelling = _spelling(document.get("decoder"), tokenizer)
+    if spelling is None:
+        return None
+    vocabulary = tokenizer.get_vocab()
+    skipped = frozenset(entry["id"] for entry in document["added_tokens"] if entry.get("special"))
+    later = [b""] * max(size, tokenizer.get_vocab_size(), 1 + max(vocabulary.values(), default=0))
+    first = later if spelling.first is None else later.copy()
+    for text, id in vocabulary.items():
+        if id not in skipped:
+            later[id] = spelling.later(text)
+            if spelling.first is not None:
+                first[id] = spelling.first(text)
+    return Table(later, first, skipped, spelling.strips)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """A token's text in the vocabulary to its bytes. `first` is None where a first token is as any other."""
+
+    later: Callable[[str], bytes]
+    first: Callable[[str], bytes] | None = None
+    strips: bool = False
+
+
+def _spelling(decoder: dict[str, Any] | None, tokenizer: Tokenizer) -> _Spelling | None:
+    if decoder is None:  # then tokens are words
+        return _Spelling(lambda text: f" {text}".encode(), str.encode)
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _Spelling(_byte_level())
+    if steps[:2] == [_SPACE, _BYTES] and steps[2:] in ([], [_FUSE], [_FUSE, _STRIP]):
+        return _Spelling(_byte_or(lambda text: text.replace("▁", " ").encode()), strips=_STRIP in steps)
+    if kinds not in (["Metaspace"], ["ByteFallback", "Metaspace"], ["WordPiece"]):
+        return None
+    decode = tokenizer.decoder.decode
+    return _Spelling(
+        _byte_or(lambda text: decode(["a", text])[1:].encode()), _byte_or(lambda text: decode([text]).encode())
+    )
+
+
+def _byte_level() -> Callable[[str], bytes]:
+    """GPT-2's alphabet: printable bytes are themselves, the others are the characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+    def spell(text: str) -> bytes:
+        try:
+            return bytes([alphabet[char] for char in text])
+        except KeyError:
+            return text.encode()
+
+    return spell
+
+
+def _byte_or(spell: Callable[[str], bytes]) -> Callable[[str], bytes]:
+    """SentencePiece writes what is in no other token byte by byte, as <0xE2>."""
+
+    def byte_or(text: str) -> bytes:
+        byte = _BYTE.fullmatch(text)
+        return spell(text) if byte is None else bytes.fromhex(byte[1])
+
+    return byte_or
+
+
+class Pieces:
+    """One completion's text without stop strings: a fraction of a microsecond per token.
+
+    Bytes that are no UTF-8 become replacement characters, as Python's decoder sets them.
+    """
+
+    __slots__ = ("_fresh", "_pending", "_strip", "_table")
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._fresh = table.first is not table.later
+        self._strip = table.strips
+        self._pending = b""
+
+    def push(self, ids: Iterable[int]) -> str:
+        ids = self._begin(ids) if self._fresh else ids
+        later = self._table.later
+        return self._decoded(self._pending + b"".join([later[id] for id in ids]))
+
+    def finish(self) -> str:
+        text = self._pending.decode("utf-8", "replace")
+        self._pending = b""
+        return text
+
+    def _begin(self, ids: Iterable[int]) -> list[int]:
+        """Takes the first token that shows; the rest is to be pushed."""
+        rest = [id for id in ids if id not in self._table.skipped]
+        if not rest:
+            return []
+        self._fresh = False
+        self._pending = self._table.first[rest[0]]
+        return rest[1:]
+
+    def _decoded(self, received: bytes) -> str:
+        text, used = codecs.utf_8_decode(received, "replace", False)
+        self._pending = received[used:]
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+
+class Decoder:
+    """One completion's text, piece by piece. Whatever the cuts between pushes, the pieces join to the same text.
+
+    A stop string ends the text before its first character; where several could, the one that is complete first does,
+    and of those the longest. Text that may be the beginning of a stop string is held back.
+    """
+
+    __slots__ = ("_held", "_longest", "_pieces", "_starts", "_stop", "stopped_by")
+
+    def __init__(self, pieces: Pieces, stop: Sequence[str]) -> None:
+        self._pieces = pieces
+        self._stop = [text for text in stop if text]
+        self._starts = tuple({text[:end] for text in self._stop for end in range(1, len(text))})
+        self._longest = max((len(text) for text in self._stop), default=0)
+        self._held = ""
+        self.stopped_by: str | None = None
+
+    def push(self, ids: Iterable[int]) -> str:
+        """What may be emitted now that these ids followed; empty once a stop string ended it."""
+        if self.stopped_by is not None:
+            return ""
+        text = self._pieces.push(ids)
+        return self._emit(text) if self._stop else text
+
+    def finish(self) -> str:
+        """The rest: held text, and a replacement character for a character that stayed incomplete."""
+        if self.stopped_by is not None:
+            return ""
+        text = self._pieces.finish()
+        rest = self._emit(text) + self._held if self._stop else text
+        self._held = ""
+        return rest
+
+    def _emit(self, text: str) -> str:
+        if not text:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.stopped_by = min(found)
+            self._held = ""
+            return text[:at]
+        keep = self._overlap(text) if text.endswith(self._starts) else 0
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _overlap(self, text: str) -> int:
+        """The length of the longest end of `text` with which a stop string begins."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            end = text[len(text) - length :]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        raise AssertionError("endswith found an overlap")
