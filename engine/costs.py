@@ -37,3 +37,9 @@ class Costs:
             return took
         before, took_before = self.rows[index - 1]
         return took_before + (took - took_before) * (rows - before) / (count - before)
+
+    def reads_us(self, start: int, rows: int) -> float:
+        """What so many rows of one sequence, from position `start` on, take to read their keys, their own included."""
+        if rows == 1:
+            return (start + 1) * self.key_us
+        return (rows * start + rows * (rows + 1) // 2) * self.prompt_pair_us

@@ -6,6 +6,9 @@ oldest of them is never preempted, so it always moves on, and ends. Blocks and p
 account that has the most for its weight, from its youngest sequence. Accounts take turns, see fairness.py; inside one
 those that were preempted come first, and who would compute what another one computes steps aside.
 
+Background sequences have a queue of their own behind that of the live ones. They are let in where no live one waits,
+get what background.py leaves them of a step, none of it while a live one waits, and are the first to be preempted.
+
 A step may be planned while the one before it is still in the air, so that a device never waits for the host: what that
 one computes counts as computed, and a token that it samples is packed as the row that it will be in. What ends a
 sequence is found one step late; what was computed for it meanwhile is thrown away, and its blocks are freed when the
@@ -26,6 +29,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.background import Background
 from engine.batch import Int32s, Sampled, Segment, Slice, pack
 from engine.blocks import Blocks
 from engine.budget import Budget, Limits
@@ -134,7 +138,10 @@ class Scheduler:
         self._clock = clock
         self._live: dict[tuple[int, int], Sequence] = {}
         self._queue: FairQueue[Sequence] = FairQueue(_ticket)
+        self._behind: FairQueue[Sequence] = FairQueue(_ticket)  # those in the background
+        self._background = Background(limits)
         self._running: list[Sequence] = []  # by ticket
+        self._background_runs = 0  # how many of them are in the background
         self._yielding: Sequence | None = None  # it is not launched, to be preempted when it has landed
         self._deadlines: list[tuple[float, int, int]] = []  # a heap of the owners and ids of choices 0 that have one
         self._secret_left = False
@@ -148,7 +155,7 @@ class Scheduler:
         self._published = Published(tree.block_tokens)
         self._pins: list[Lease] = []  # of what is published
         self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
-        self._waiting_tokens = 0
+        self._waiting_tokens = [0, 0]  # of live sequences, of those in the background
         self._waited_ms = 0.0
         self._landed_s = -math.inf
         self._tickets = 0
@@ -166,17 +173,18 @@ class Scheduler:
         for sequence in sequences:
             self._examine(sequence)
         first = sequences[0]
-        standing = self._queue.standing(first.account, first.terms)
+        queue = self._queue_of(first)
+        standing = queue.standing(first.account, first.terms)
         if first.deadline_s < math.inf:
             self._refuse_if_late(standing, first)
-        if not self._room_for(standing, len(sequences)):
+        if not self._room_for(queue, standing, len(sequences)):
             self._counters["refused_full"] += 1
             raise Refused(RejectReason.BUSY, "too many requests are waiting; try again later", self._retry_ms(standing))
         for sequence in sequences:
             sequence.standing = standing
             self._live[sequence.owner, sequence.id] = sequence
-            self._queue.push(standing, sequence, _work(sequence))
-            self._waiting_tokens += sequence.pending
+            queue.push(standing, sequence, _work(sequence))
+            self._waiting_tokens[sequence.background] += sequence.pending
         if first.deadline_s < math.inf:
             heappush(self._deadlines, (first.deadline_s, first.owner, first.id))
 
@@ -209,11 +217,17 @@ class Scheduler:
         sequences = [sequence for sequence in self._running if sequence.launchable]
         if self._yielding is not None:
             sequences = [sequence for sequence in sequences if sequence is not self._yielding]
+        behind: list[Sequence] = []
+        if self._background_runs:
+            behind = [sequence for sequence in sequences if sequence.background]
+            sequences = [sequence for sequence in sequences if not sequence.background]
         del sequences[self._budget.rows_max :]
-        if not sequences:
-            return None
         extra = self._budget.share(sequences)
         chunks = [1 + extra.get(sequence, 0) for sequence in sequences] if extra else [1] * len(sequences)
+        if behind and not self._paused:
+            self._add_background(behind, sequences, chunks)
+        if not sequences:
+            return None
         slices = [_slice(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
         rows, sampled = [-1] * len(slices), 0
         for index, sequence in enumerate(sequences):
@@ -223,7 +237,8 @@ class Scheduler:
                 rows[index] = sequence.row = sampled
                 sampled += 1
         packed = pack(slices, self._block_tokens, self._segments(sequences, chunks))
-        plan = Plan(packed, sequences, chunks, rows, self._budget.planned_us, self._clock())
+        planned_us = 0.0 if sequences[-1].background else self._budget.planned_us
+        plan = Plan(packed, sequences, chunks, rows, planned_us, self._clock())
         self._flights.append(plan)
         return plan
 
@@ -293,8 +308,8 @@ class Scheduler:
         self._release(sequence)
         self._regroup()
         sequence.stage = Stage.WAITING
-        self._queue.resume(sequence.standing, sequence, _work(sequence))
-        self._waiting_tokens += sequence.pending
+        self._queue_of(sequence).resume(sequence.standing, sequence, _work(sequence))
+        self._waiting_tokens[sequence.background] += sequence.pending
         self._counters["preemptions"] += 1
 
     # What is kept
@@ -344,21 +359,24 @@ class Scheduler:
     def load(self, draining: bool) -> Load:
         """How full it is. Of its counters, hit_tokens are all that lookups found, those of resumed sequences too;
         cached_tokens are what `Started` told of, each prompt's once; spared_keys were not read as groups read them;
-        preemptions those _cap (by a cap of the account) and _share (for an account with less) too; waited_ms is the sum
-        over what started; refused_… at once, where the queue was full or it would have waited for too long, expired_…
-        and displaced_requests after they waited, for too long or for an account with fewer in a full queue."""
+        preemptions those _cap (by a cap of the account), _share (for an account with less) and _background (of such
+        sequences) too; waited_ms is the sum over the live ones that started; refused_… at once, where the queue was
+        full or it would have waited for too long, expired_… and displaced_requests after they waited, for too long or
+        for an account with fewer in a full queue; background_rows were computed for those."""
         counters = Counter(self._tree.counters)
         counters.subtract(self._vain)
+        live = sum(standing.running for standing in self._queue.running)
         return Load(
-            running=len(self._running),
+            running=live,
             waiting=len(self._queue),
-            waiting_tokens=self._waiting_tokens,
+            waiting_tokens=self._waiting_tokens[False],
             free_blocks=self._blocks.free,
             cached_blocks=self._tree.cached,
             steps=self._steps,
             draining=draining,
             counters={**counters, **self._counters, "stale_pages": self._blocks.stale},
             shared_blocks=self._tree.shared,
+            background=len(self._running) - live + len(self._behind),
         )
 
     @property
@@ -367,6 +385,22 @@ class Scheduler:
         return not self._live
 
     # Inside
+
+    def _queue_of(self, sequence: Sequence) -> FairQueue[Sequence]:
+        return self._behind if sequence.background else self._queue
+
+    @property
+    def _paused(self) -> bool:
+        """Whether background sequences may not run now, and are not let in."""
+        return bool(self._queue.line) or (self._limits.costs is None and any(self._queue.running))
+
+    def _add_background(self, behind: list[Sequence], sequences: list[Sequence], chunks: list[int]) -> None:
+        """Adds those of them to a step that it has room for."""
+        ready = [each for each in behind if each.launched < each.blocks * self._block_tokens]
+        more = self._background.chunks(sequences, chunks, ready, self._budget.spared_us, self._budget.rows_max)
+        sequences += ready[: len(more)]
+        chunks += more
+        self._counters["background_rows"] += sum(more)
 
     def _segments(self, sequences: list[Sequence], chunks: list[int]) -> Items[Segment]:
         """The keys that are read once for several of a step's slices."""
@@ -409,11 +443,11 @@ class Scheduler:
     def _retry_ms(self, standing: Standing[Sequence]) -> int:
         return int(min(max(self._wait_ms(standing) or self._waited_ms, RETRY_MS_MIN), RETRY_MS_MAX))
 
-    def _room_for(self, standing: Standing[Sequence], count: int) -> bool:
-        """Whether so many more may wait. Where they fill the queue, the newest of an account with more of them for its
-        weight go, if all of their request still waits."""
-        while len(self._queue) + count > self._limits.waiting:
-            longest = self._queue.longest()
+    def _room_for(self, queue: FairQueue[Sequence], standing: Standing[Sequence], count: int) -> bool:
+        """Whether so many more may wait there. Where they fill the queue, the newest of an account with more of them
+        for its weight go, if all of their request still waits."""
+        while len(queue) + count > self._limits.waiting:
+            longest = queue.longest()
             if longest is None:
                 return False
             newest = self._untouched(next(reversed(longest.waiting)))
@@ -466,10 +500,14 @@ class Scheduler:
         return True
 
     def _grow(self) -> Sequence | None:
-        """Gives blocks to those that need one, the oldest first. Who finds none left, if anybody: of all, or under the
-        cap of its account, which stops nobody who runs alone in it."""
-        size = self._block_tokens
-        for sequence in self._running:
+        """Gives blocks to those that need one, the oldest first, those in the background last, and only where they may
+        run. Who finds none left, if anybody: of all, or under the cap of its account, which stops nobody who runs alone
+        in it."""
+        size, growing = self._block_tokens, self._running
+        if self._background_runs:
+            growing = [each for each in self._running if not each.background]
+            growing += [] if self._paused else [each for each in self._running if each.background]
+        for sequence in growing:
             if sequence.launched == sequence.blocks * size and sequence.launchable:
                 standing = sequence.standing
                 cap = standing.terms.blocks
@@ -481,10 +519,14 @@ class Scheduler:
         return None
 
     def _victim(self, lacking: Sequence) -> Sequence:
-        """Who is preempted for one that lacks a block: never the oldest of all, nor the oldest of an account."""
+        """Who is preempted for one that lacks a block: the youngest in the background, be it itself; else never the
+        oldest of all, nor the oldest of an account."""
         if self._available():
             self._counters["preemptions_cap"] += 1
             return next(each for each in reversed(self._running) if each.standing is lacking.standing)
+        if self._background_runs:
+            self._counters["preemptions_background"] += 1
+            return next(each for each in reversed(self._running) if each.background)
         return max(self._running[1:], key=lambda each: (each.standing.blocks / each.standing.terms.weight, each.ticket))
 
     def _land(self, plan: Plan) -> None:
@@ -499,31 +541,43 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Starts what waits while there are places, blocks, and rows that running prompts do not use up."""
-        if not self._queue.line:
-            return
-        prompts, rows = _Prompts(self._running), self._budget.rows(self._running)
+        if self._queue.line:
+            live = [each for each in self._running if not each.background]
+            self._let_in(self._queue, live, self._budget.rows(live))
+        if self._behind.line and not self._paused:
+            behind = [each for each in self._running if each.background]
+            self._let_in(self._behind, behind, self._background.rows_alone)
+
+    def _let_in(self, queue: FairQueue[Sequence], running: list[Sequence], rows: int) -> None:
+        """The same for one queue, whose sequences have so many rows of a step."""
+        prompts = _Prompts(running)
 
         def choose(standing: Standing[Sequence]) -> Sequence | None:
-            if prompts.fill(standing, rows - len(self._running)):
+            if prompts.fill(standing, rows - len(running)):
                 return None
             if standing.resuming:
                 return next(iter(standing.resuming))
             return next((each for each in islice(standing.waiting, LOOK_AHEAD) if not self._held(each, prompts)), None)
 
-        while (sequence := self._queue.first(choose)) is not None:
+        while (sequence := queue.first(choose)) is not None:
             if len(self._running) < self._running_max and self._start(sequence):
                 prompts.add(sequence)
+                running.append(sequence)
             elif not sequence.standing.full and not self._concede(sequence):
                 return
 
     def _concede(self, sequence: Sequence) -> bool:
-        """Where the next in turn finds no place or too few blocks: makes room at the cost of the account that has most
-        of what is missing for its weight, if that will have CONCEDED times as much then as the next one's. False where
-        nobody has, or not before what is in the air has landed.
+        """Where the next in turn finds no place or too few blocks: makes room at the cost of what runs in the
+        background, else of the account that has most of what is missing for its weight, if that will have CONCEDED
+        times as much then as the next one's. False where nobody has, or not before what is in the air has landed.
 
         What changes hands would have to double before it changes back, so that two accounts never take turns in
         preempting each other; and the oldest of all is never preempted, so that every step brings it nearer to its end.
         """
+        if sequence.background:
+            return False
+        if self._background_runs:
+            return self._preempt_background()
         standing, places = sequence.standing, len(self._running) == self._running_max
 
         def has(each: Standing[Sequence]) -> float:
@@ -545,6 +599,14 @@ class Scheduler:
         self.preempt(victim)
         self._counters["preemptions_share"] += 1
         return True
+
+    def _preempt_background(self) -> bool:
+        """The youngest of those that are not in the air, where none is launched anew while a live one waits."""
+        landed = [each for each in self._running if each.background and not each.flying]
+        if landed:
+            self.preempt(landed[-1])
+            self._counters["preemptions_background"] += 1
+        return bool(landed)
 
     def _held(self, sequence: Sequence, prompts: "_Prompts") -> bool:
         """Whether a running prompt is about to cache blocks that this one would otherwise compute again.
@@ -583,25 +645,27 @@ class Scheduler:
                 self._vain.update(lookups=1, lookup_tokens=lookup_tokens, hit_tokens=lease.tokens)
             self._release(sequence)
             if capped:
-                self._queue.pass_over(sequence.standing)
+                self._queue_of(sequence).pass_over(sequence.standing)
             else:
                 self._stuck = (sequence, self._available())
             return False
         self._stuck = sequence.behind = None
-        self._waiting_tokens -= sequence.pending
+        self._waiting_tokens[sequence.background] -= sequence.pending
         sequence.grow(cached)
         sequence.public, sequence.shared = len(public), len(cached)
         self._frees = -1
         sequence.computed = sequence.launched = len(cached) * self._block_tokens
         sequence.grow(self._take(needed, sequence.terms.erase))
         sequence.stage = Stage.RUNNING
-        self._queue.start(sequence.standing, sequence)
+        queue = self._queue_of(sequence)
+        queue.start(sequence.standing, sequence)
         sequence.standing.hold(sequence.held())
         if sequence.ticket < 0:
             self._first_start(sequence)
         sequence.counted = max(sequence.counted, min(sequence.computed, sequence.prompt_tokens))
-        self._queue.promise(sequence.standing, sequence.prompt_tokens - sequence.counted)
+        queue.promise(sequence.standing, sequence.prompt_tokens - sequence.counted)
         insort(self._running, sequence, key=_ticket)
+        self._background_runs += sequence.background
         return True
 
     def _lease(self, sequence: Sequence, public: list[int]) -> Lease | None:
@@ -627,12 +691,14 @@ class Scheduler:
         sequence.ticket = self._tickets
         self._tickets += 1
         sequence.spared = sequence.computed
-        self._waited_ms = (self._clock() - sequence.arrived_s) * 1e3
+        waited_ms = (self._clock() - sequence.arrived_s) * 1e3
         self._counters["started"] += 1
-        self._counters["waited_ms"] += int(self._waited_ms)
+        if not sequence.background:
+            self._waited_ms = waited_ms
+            self._counters["waited_ms"] += int(waited_ms)
         self._counters["prompt_tokens"] += sequence.prompt_tokens
         self._counters["cached_tokens"] += sequence.computed
-        self._told(sequence.owner).started.append(Started(sequence.id, sequence.computed, self._waited_ms))
+        self._told(sequence.owner).started.append(Started(sequence.id, sequence.computed, waited_ms))
 
     def _count(self, sequence: Sequence) -> None:
         """Charges its account for what was computed of its prompt, once: not again after a preemption."""
@@ -643,7 +709,7 @@ class Scheduler:
             standing = sequence.standing
             standing.level += tokens * standing.prompt_cost
             standing.promised -= tokens
-            self._served += PROMPT_TOKEN * tokens
+            self._served += 0 if sequence.background else PROMPT_TOKEN * tokens
 
     def _cache(self, sequence: Sequence) -> None:
         """Puts the blocks that became full into the tree. Where it has them already, its own are read from now on, and
@@ -724,7 +790,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
         """Ends it, and tells its owner."""
-        if sequence.ticket >= 0:
+        if sequence.ticket >= 0 and not sequence.background:
             prompt, asked = sequence.prompt_tokens, sequence.tokens_max - sequence.prompt_tokens
             done = PROMPT_TOKEN * (sequence.counted - sequence.spared) + GENERATED_TOKEN * sequence.emitted
             self._pace.ended(PROMPT_TOKEN * prompt + GENERATED_TOKEN * asked, done)
@@ -737,8 +803,8 @@ class Scheduler:
         if sequence.stage == Stage.RUNNING:
             self._stop(sequence)
         else:
-            self._waiting_tokens -= sequence.pending
-            self._queue.remove(sequence.standing, sequence)
+            self._waiting_tokens[sequence.background] -= sequence.pending
+            self._queue_of(sequence).remove(sequence.standing, sequence)
         sequence.stage = Stage.ENDED
         self._secret_left |= sequence.terms.erase
         if self._stuck is not None and self._stuck[0] is sequence:
@@ -752,14 +818,16 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """Takes its place, and what its prompt was still promised."""
         self._running.remove(sequence)
-        self._queue.promise(sequence.standing, sequence.counted - sequence.prompt_tokens)
-        self._queue.stop(sequence.standing)
+        self._background_runs -= sequence.background
+        queue = self._queue_of(sequence)
+        queue.promise(sequence.standing, sequence.counted - sequence.prompt_tokens)
+        queue.stop(sequence.standing)
 
     def _release(self, sequence: Sequence) -> None:
         """Gives back its lease and its private blocks. The tree keeps what was cached for as long as it likes."""
         self._leaving.discard(sequence)
         if sequence.blocks:
-            self._queue.let_go(sequence.standing, sequence.held())
+            self._queue_of(sequence).let_go(sequence.standing, sequence.held())
         self._blocks.give(sequence.private())
         if sequence.lease is not None:
             self._blocks.give(self._tree.release(sequence.lease))
@@ -793,6 +861,8 @@ class Scheduler:
         self._blocks.check([*self._tree.check(), *private, *self._spare])
         assert self._flights or not self._spare, "blocks are kept for nothing in the air"
         self._queue.check()
+        self._behind.check()
+        assert self._background_runs == sum(sequence.background for sequence in self._running)
         for sequence in holding:
             if sequence.lease is not None:
                 assert sequence.lease.blocks == sequence.pages[sequence.public : sequence.shared].tolist()
@@ -801,8 +871,10 @@ class Scheduler:
         assert self._running == sorted(self._running, key=_ticket)
         self._check_standings(holding)
         waiting = [sequence for sequence in self._live.values() if sequence.stage == Stage.WAITING]
-        assert len(waiting) == len(self._queue)
-        assert sum(sequence.pending for sequence in waiting) == self._waiting_tokens
+        assert [each.background for each in waiting].count(False) == len(self._queue)
+        assert len(waiting) == len(self._queue) + len(self._behind)
+        for background, tokens in enumerate(self._waiting_tokens):
+            assert sum(each.pending for each in waiting if each.background == background) == tokens
         assert all(not sequence.blocks and sequence.lease is None for sequence in waiting), "a waiting one holds blocks"
         assert len(self._live) == len(waiting) + len(self._running)
 

@@ -100,6 +100,10 @@ class Sequence:
         return self.launched + 1 < self.tokens_max
 
     @property
+    def background(self) -> bool:
+        return self.terms.background
+
+    @property
     def emitted(self) -> int:
         return len(self.tokens) - self.prompt_tokens
 
@@ -171,6 +175,7 @@ class Door:
                 RejectReason.TOO_LONG,
                 f"the prompt has {len(tokens)} tokens; this model takes {self.tokens_max}, its output included",
             )
+        wait_s = submit.deadline_ms / 1e3 if submit.deadline_ms and not submit.terms.background else math.inf
         return [
             Sequence(
                 owner=owner,
@@ -187,7 +192,7 @@ class Door:
                 terms=submit.terms,
                 first=submit.id,
                 choices=submit.n,
-                deadline_s=now_s + submit.deadline_ms / 1e3 if submit.deadline_ms else math.inf,
+                deadline_s=now_s + wait_s,
             )
             for choice in range(submit.n)
         ]

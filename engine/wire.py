@@ -99,7 +99,8 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     keep_s          cached blocks of its scope are found for so long after their last use, None: until they are evicted.
     erase           blocks that the request writes or reads are zeroed before anybody else has them. What a raised epoch
                     or keep_s makes unfindable always is.
-    background      it runs only on what live requests leave free.
+    background      it runs only on what live requests leave free, and waits for as long as that takes. What the account
+                    has running so counts apart from its live requests.
     """
 
     weight: float = 1.0
@@ -239,7 +240,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """replica → anyone, twice a second and when a sequence starts or ends: how full it is.
 
     `counters` only grow within one boot (prefix hit tokens, evictions by cause, preemptions, …). `shared_blocks` of the
-    cached ones are read by two sequences or more at this moment.
+    cached ones are read by two sequences or more at this moment. `background` sequences run or wait beside the others,
+    which alone are counted in the first three.
     """
 
     running: int
@@ -251,6 +253,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     draining: bool = False
     counters: dict[str, int] = {}
     shared_blocks: int = 0
+    background: int = 0
 
 
 class ReplicaState(msgspec.Struct, frozen=True, array_like=True):

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.background import ALONE_ROWS, SLACK
 from engine.batch import Flight, Int32s, OutOfDeviceMemory, Sampled, unpack
 from engine.blocks import Blocks, blocks_of
 from engine.budget import Limits
 from engine.costs import Costs
-from engine.loop import Loop
+from engine.loop import Loop, publish
 from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY, Plan, Scheduler
 from engine.sequence import PLAIN, Door, Refused, Sequence, Stage
 from engine.wire import (
@@ -126,7 +127,7 @@ class Simulation:
         self._not_finite: dict[Sequence, set[int]] = {}  # what was read of that kind
         self._wrong: list[Exception] = []
         self._smallest: set[Sequence] = set()  # those whose step of one row had too little memory
-        self.loop.publish([self.door.public(array("I", prefix)) for prefix in public])
+        publish(self.loop, self.scheduler, [self.door.public(array("I", prefix)) for prefix in public])
 
     def submit(
         self,
@@ -195,6 +196,7 @@ class Simulation:
         self._assert_within_limits(plan)
         self._assert_scopes_disjoint(plan)
         self._assert_caps_kept(plan)
+        self._assert_live_first(plan)
         self._assert_flights_apart()
         self.stamps.claims = [self._claim(sequence) for sequence in plan.sequences]
         self.stamps.glitch, self._lost = glitch, set()
@@ -303,6 +305,7 @@ class Simulation:
     def _hear_reject(self, sequence: Sequence, reject: Reject) -> None:
         """It is of a whole request, of which nothing was told before and nothing will be."""
         assert reject.id == sequence.first
+        assert not sequence.background or "needed the place in the queue" in reject.message
         for id in range(reject.id, reject.id + sequence.choices):
             entry = self.heard[sequence.owner, id]
             assert entry.started is None, "rejected after its start"
@@ -335,15 +338,37 @@ class Simulation:
 
     def _assert_caps_kept(self, plan: Plan) -> None:
         """Nobody has more running, or several that hold more blocks, than the terms of all of them allow."""
-        accounts: dict[bytes, list[Sequence]] = {}
+        accounts: dict[tuple[bytes, bool], list[Sequence]] = {}
         for sequence in plan.sequences:
-            accounts.setdefault(sequence.account, []).append(sequence)
+            accounts.setdefault((sequence.account, sequence.background), []).append(sequence)
         for own in accounts.values():
             places = [sequence.terms.sequences or self.sequences for sequence in own]
             assert len(own) <= max(places), "more run than its account's cap"
             blocks = {block for sequence in own for block in sequence.table[: sequence.blocks].tolist()}
             caps = [sequence.terms.blocks or self.blocks for sequence in own]
             assert len(blocks) <= max(caps), "they hold more than their account's cap"
+
+    def _assert_live_first(self, plan: Plan) -> None:
+        """Nothing of the background is launched while a live one could take its place, or, where nobody knows what that
+        would cost, runs; and what it adds to a step is a small part of it."""
+        behind = [sequence for sequence in plan.sequences if sequence.background]
+        if not behind:
+            return
+        live = [sequence for sequence in plan.sequences if not sequence.background]
+        assert not self.scheduler._queue.line, "a live one waits"
+        if self.costs is None:
+            assert not any(self.scheduler._queue.running), "it is launched beside live ones"
+            assert sum(plan.chunks) <= ALONE_ROWS
+        elif live:
+            with_us, live_us = self._predicted_us(plan, len(plan.sequences)), self._predicted_us(plan, len(live))
+            assert with_us <= live_us * (1 + SLACK) + 1e-6, "live ones are slowed down"
+
+    def _predicted_us(self, plan: Plan, first: int) -> float:
+        """What a step of the first so many of its sequences is to take."""
+        assert self.costs is not None
+        chunks = plan.chunks[:first]
+        starts = [sequence.launched - chunk for sequence, chunk in zip(plan.sequences, chunks, strict=False)]
+        return self.costs.rows_us(sum(chunks)) + sum(map(self.costs.reads_us, starts, chunks))
 
     def _assert_scopes_disjoint(self, plan: Plan) -> None:
         owner_of: dict[int, object] = {}
@@ -427,6 +452,7 @@ class Chaos:
             for scope in SCOPES
         }
         self.deadlines_ms = pick.choice([[0], [0], [0, 3000, 20_000]])
+        self.background = pick.choice([0.0, 0.3, 0.5])
         self.scopes = pick.sample(SCOPES, pick.randint(1, 4))
         self.arrivals = pick.randint(2, 10)
         self.unrest = pick.choice([0.0, 0.1, 0.3])
@@ -471,6 +497,9 @@ class Chaos:
             presence_penalty=pick.choice([0.0, 0.0, 0.5]),
             logprobs=pick.choice([None, None, 0, 2]),
         )
+        terms = self.terms[scope.account or scope.id]
+        if pick.random() < self.background:
+            terms = msgspec.structs.replace(terms, background=True)
         try:
             self.simulation.submit(
                 self._id,
@@ -481,7 +510,7 @@ class Chaos:
                 sampling=sampling,
                 n=n,
                 stop_ids=[1] if pick.random() < 0.2 else [],
-                terms=self.terms[scope.account or scope.id],
+                terms=terms,
                 deadline_ms=pick.choice(self.deadlines_ms),
             )
         except Refused:

@@ -39,6 +39,8 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
         "spared_keys",
         "erased_blocks",
         "evicted_age_blocks",
+        "background_rows",
+        "preemptions_background",
     ):
         assert seen[what] > 20, f"{what}: {seen[what]}"
 
@@ -108,7 +110,11 @@ BREAKS = {
     "an account grows past its cap": ("scheduler", "standing.running > 1 and standing.blocks >= cap", "False"),
     "caps of running sequences are forgotten": ("fairness", "self.running < self.terms.sequences", "True"),
     "what an account holds is never let go": ("scheduler", "if sequence.blocks:", "if False:"),
-    "a rejected sequence goes on": ("scheduler", "for sequence in choices:\n            self._leave(sequence)", "pass"),
+    "a request that expired goes on": (
+        "scheduler",
+        'self._reject(choices, "it waited for as long as it may; try again later")',
+        'self._rejects.append((first, Reject(id, RejectReason.BUSY, "")))',
+    ),
     "a prompt is charged again after a preemption": ("scheduler", "sequence.counted = upto", "pass"),
     "secrets are given on": ("blocks", "self._secret[taken] = True", "pass"),
     "erasing waits until blocks are used again": ("loop", "self._erase()\n            flight", "flight"),
@@ -123,6 +129,13 @@ BREAKS = {
     ),
     "published blocks are not kept": ("scheduler", "self._pins.append(lease)", "self._tree.release(lease)"),
     "others' blocks are put over published ones": ("scheduler", "pages[sequence.public : full] =", "pages[:full] ="),
+    "the background runs beside live ones": (
+        "scheduler",
+        "self._limits.costs is None and any(self._queue.running)",
+        "False",
+    ),
+    "the background does not make way": ("scheduler", "if behind and not self._paused:", "if behind:"),
+    "the background expires": ("sequence", "submit.deadline_ms and not submit.terms.background", "submit.deadline_ms"),
     "the budget is overrun": ("budget", "shares.append(min(count, left))", "shares.append(count)"),
 }
 
