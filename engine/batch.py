@@ -172,10 +172,13 @@ class Sampled:
 
     A token of −1: the row's logits were not finite. What its sequence reads is not to be trusted.
     `logprobs` maps a row that asked to (chosen token's logprob, top ids, top logprobs), best first.
+    `vectors_RH` are what the rows of a model that gives vectors became; its tokens say no more than whether these are
+    finite.
     """
 
     tokens_R: Int32s
     logprobs: dict[int, tuple[float, list[int], list[float]]]
+    vectors_RH: NDArray[np.float32] | None = None
 
 
 class OutOfDeviceMemory(Exception):

@@ -22,6 +22,7 @@ from engine.calibrate import Room, measure
 from engine.costs import Costs
 from engine.drawing import PLAIN, Reports, Wants, draw_tokens
 from engine.graphs import HOT, Graphs, buckets
+from engine.host import given
 from engine.kv import KvPool, KvShape
 from engine.memory import DoesNotFit, kv_blocks
 from engine.model.config import ModelConfig
@@ -77,7 +78,8 @@ class Most:
 class Landing:
     """A flight, and the host memory that its step goes up from and its tokens come down to. `wait` frees it."""
 
-    def __init__(self, stream: Stream, most: Most) -> None:
+    def __init__(self, stream: Stream, most: Most, vector_width: int) -> None:
+        """`vector_width` is 0 for a model that gives text."""
         self.words = stream.staging(most.words, dtype=torch.int32)
         self.tokens_R = stream.staging(most.sequences, dtype=torch.int32)
         self.reports = Reports(
@@ -85,6 +87,7 @@ class Landing:
             stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.int64),
             stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.float32),
         )
+        self.vectors_RH = stream.staging(most.sequences, vector_width, dtype=torch.float32)
         self.mark = stream.mark()
         self.rows = 0
         self.asked: dict[int, int] = {}
@@ -97,6 +100,8 @@ class Landing:
 
     def wait(self) -> Sampled:
         self.mark.wait()
+        if self.vectors_RH.shape[1]:
+            return given(self.vectors_RH[: self.rows].clone())
         logprobs = {row: self.reports.read(row, count) for row, count in self.asked.items()}
         return Sampled(self._tokens_R[: self.rows].copy(), logprobs)
 
@@ -122,7 +127,8 @@ class Device:
         self._dtype = parameters.embedding.dtype
         self._space = space
         self._stream = stream
-        self._landings = [Landing(stream, most) for _ in range(DEPTH + 1)]
+        vector_width = config.hidden if config.vectors else 0
+        self._landings = [Landing(stream, most, vector_width) for _ in range(DEPTH + 1)]
         self._launches = 0
         self._rows_before = 0
         self._captured_at = 0.0
@@ -271,6 +277,10 @@ class Device:
     def _sample(self, batch: Batch, landing: Landing) -> None:
         """Queues head, sampling and the way back. Only what all rows have in common is worth graphs."""
         rows, wants = landing.rows, Wants.of(batch)
+        if self._config.vectors:
+            self._heads.launch(rows)
+            landing.vectors_RH[:rows].copy_(self._space.vectors_RH[:rows], non_blocking=True)
+            return
         if wants.plain:
             self._heads.launch(rows)
         else:
@@ -281,6 +291,8 @@ class Device:
 
     def _head(self, rows: int, wants: Wants = PLAIN) -> Tensor:
         logits_RV = self._decoder.head(self._step(rows))
+        if self._config.vectors:
+            return self._space.vectors_RH[:rows].copy_(logits_RV)
         draw_tokens(self._space.words, logits_RV, self._space.sampled_R[:rows], wants)
         return logits_RV
 

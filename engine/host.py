@@ -86,16 +86,24 @@ class Host:
     def launch(self, packed: Int32s, batch: Batch) -> Flight:
         assert batch.tokens_T.min() >= 0, "a token that is not known yet, though every flight has landed"
         logits_RV = self.logits(batch)
-        return Landed(Sampled(np.empty(0, np.int32), {}) if logits_RV is None else sample(logits_RV, batch))
+        if logits_RV is None:
+            return Landed(Sampled(np.empty(0, np.int32), {}))
+        return Landed(given(logits_RV) if self._config.vectors else sample(logits_RV, batch))
 
     def erase(self, blocks_B: Tensor) -> None:
         self.pool.erase(blocks_B)
 
     def logits(self, batch: Batch) -> Tensor | None:
-        """Runs the step: float32 [R, V], or None where no row is to be sampled."""
+        """Runs the step: float32 [R, V], or [R, H] of a model that gives vectors; None where no row is wanted."""
         step = HostStep(batch, self._config, self._rotary, self.pool)
         self._decoder.body(step, self._beat)
         return self._decoder.head(step) if len(batch.rows_R) else None
+
+
+def given(vectors_RH: Tensor) -> Sampled:
+    """What rows became in a model that gives vectors."""
+    vectors = vectors_RH.numpy()
+    return Sampled(np.where(np.isfinite(vectors).all(1), 0, -1).astype(np.int32), {}, vectors)
 
 
 def fastest_dtype(config: ModelConfig) -> torch.dtype:

@@ -8,10 +8,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from engine.batch import Flight, OutOfDeviceMemory, Runs, Sampled
 from engine.blocks import Blocks
 from engine.budget import Limits
+from engine.encoder.scheduler import TextScheduler
 from engine.log import log
 from engine.published import Unpublishable
 from engine.scheduler import FLIGHTS_MAX, Plan, Scheduler
@@ -30,11 +32,30 @@ class Lost:
         raise self._error
 
 
+class Schedules(Protocol):
+    """What the loop asks of a scheduler; those of Scheduler say what each means."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    def next_batch(self) -> Plan | None: ...
+
+    def commit(self, plan: Plan, sampled: Sampled) -> None: ...
+
+    def fail(self, plan: Plan, message: str) -> None: ...
+
+    def retry_smaller(self, plan: Plan) -> int: ...
+
+    def sweep(self) -> bool: ...
+
+    def unerased(self) -> list[int]: ...
+
+
 class Loop:
     """`turn` after turn; between two of them sequences may come and go. `failures` is how many steps failed in a row,
     those that found too little memory not counted."""
 
-    def __init__(self, runner: Runs, scheduler: Scheduler) -> None:
+    def __init__(self, runner: Runs, scheduler: Schedules) -> None:
         assert 1 <= runner.depth <= FLIGHTS_MAX
         self.failures = 0
         self._runner = runner
@@ -70,17 +91,6 @@ class Loop:
         more = self._scheduler.sweep()
         self._erase()
         return more
-
-    def publish(self, sequences: list[Sequence]) -> None:
-        """Computes prompts whose KV stays, for everybody to read; before anything else. Raises Unpublishable."""
-        for sequence in sequences:
-            self._scheduler.add([sequence])
-            while self.turn():
-                pass
-        self._scheduler.news()
-        for number, sequence in enumerate(sequences):
-            if not self._scheduler.publish(sequence):
-                raise Unpublishable(f"public_prefixes[{number}] could not be computed by this model: change it")
 
     def _erase(self) -> None:
         """Before the next launch: what erases is not seen by flights in the air, which read none of these blocks."""
@@ -134,8 +144,21 @@ class Loop:
         self._scheduler.fail(plan, "the model failed in this step; send the request again")
 
 
-def open_scheduler(runner: Runs, model: ModelSpec, clock: Callable[[], float]) -> Scheduler:
-    """A scheduler for all of a runner's blocks, within what the runner and the model's settings allow."""
+def publish(loop: Loop, scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    """Computes prompts whose KV stays, for everybody to read; before anything else. Raises Unpublishable."""
+    for sequence in sequences:
+        scheduler.add([sequence])
+        while loop.turn():
+            pass
+    scheduler.news()
+    for number, sequence in enumerate(sequences):
+        if not scheduler.publish(sequence):
+            raise Unpublishable(f"public_prefixes[{number}] could not be computed by this model: change it")
+
+
+def open_scheduler(runner: Runs, model: ModelSpec, clock: Callable[[], float]) -> Scheduler | TextScheduler:
+    """A scheduler for all of a runner's blocks, or of texts where it has none, within what the runner and the model's
+    settings allow."""
     limits = Limits(
         step_tokens=runner.step_tokens,
         prompt_step_tokens=runner.prompt_step_tokens,
@@ -144,4 +167,6 @@ def open_scheduler(runner: Runs, model: ModelSpec, clock: Callable[[], float]) -
         gap_ms=model.gap_ms,
         costs=runner.costs,
     )
+    if not runner.blocks:
+        return TextScheduler(limits, clock)
     return Scheduler(Tree(runner.blocks, runner.block_tokens, clock), Blocks(runner.blocks), limits, clock)

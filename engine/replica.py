@@ -26,9 +26,10 @@ import msgspec
 from engine import residue
 from engine.batch import Runs
 from engine.log import log
-from engine.loop import Loop, open_scheduler
+from engine.loop import Loop, open_scheduler, publish
 from engine.published import whole_blocks
 from engine.pulse import Phase, Pulse
+from engine.scheduler import Scheduler
 from engine.sequence import Door, Refused
 from engine.wire import (
     PROTOCOL,
@@ -39,6 +40,7 @@ from engine.wire import (
     Hello,
     Memory,
     ModelSpec,
+    Pooling,
     Reject,
     RejectReason,
     ReplicaSpec,
@@ -67,6 +69,7 @@ class Served(Runs, Protocol):
     context_tokens: int
     vocabulary: int
     stop_ids: list[int]
+    poolings: frozenset[Pooling]
 
     def idle(self) -> bool:
         """Called while there is nothing to compute: prepares a little. False when nothing is left to prepare."""
@@ -155,7 +158,9 @@ class Replica:
     ) -> None:
         model = spec.model
         prefixes = whole_blocks(model.public_prefixes, runner.blocks, runner.block_tokens, runner.vocabulary)
-        tokens_max = min(runner.context_tokens, runner.blocks * runner.block_tokens - sum(map(len, prefixes)))
+        tokens_max = runner.context_tokens
+        if runner.blocks:
+            tokens_max = min(tokens_max, runner.blocks * runner.block_tokens - sum(map(len, prefixes)))
         self._runner = runner
         self._pulse = pulse
         self._listener = listener
@@ -170,10 +175,12 @@ class Replica:
             vocabulary=runner.vocabulary,
             stop_ids=frozenset(runner.stop_ids),
             share=Share(model.scope_floor_blocks, model.scope_cap_blocks),
+            poolings=runner.poolings,
         )
         self._scheduler = open_scheduler(runner, model, clock)
         self._loop = Loop(runner, self._scheduler)
-        self._loop.publish([self._door.public(prefix) for prefix in prefixes])
+        if isinstance(self._scheduler, Scheduler):
+            publish(self._loop, self._scheduler, [self._door.public(prefix) for prefix in prefixes])
         self._sweeping = False
         self._hello = Hello(
             protocol=PROTOCOL,
@@ -447,7 +454,7 @@ def _tell_memory(pulse: str, memory: Memory) -> None:
 
 
 def main(argv: list[str]) -> int:
-    from engine.runner import Runner  # only here: a replica of another runner needs no torch
+    from engine.runner import open_model  # only here: a replica of another runner needs no torch
 
     if len(argv) != 1:
         print("usage: python -m engine.replica '<ReplicaSpec JSON>'", file=sys.stderr)
@@ -455,8 +462,8 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[_Notes()])
     spec = parse_spec(argv[0])
 
-    def open_runner(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> Runner:
-        runner = Runner.open(model, device, threads, beat)
+    def open_runner(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> Served:
+        runner = open_model(model, device, threads, beat)
         _tell_memory(spec.pulse, runner.memory)
         return runner
 

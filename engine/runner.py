@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from engine.batch import Flight, Int32s, unpack
+from engine.encoder.config import is_encoder
+from engine.encoder.runner import EncoderRunner
 from engine.host import Host, fastest_dtype
 from engine.memory import DoesNotFit, context_tokens, require_sizes
 from engine.model.config import ModelConfig, read_config
@@ -17,7 +19,7 @@ from engine.places import place
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.load import load
 from engine.weights.random import random_parameters, random_revision
-from engine.wire import ModelSpec
+from engine.wire import ModelSpec, Pooling
 
 if TYPE_CHECKING:
     from engine.device import Device
@@ -45,6 +47,7 @@ class Runner:
         self.context_tokens = context_tokens
         self.vocabulary = config.vocabulary
         self.stop_ids = list(config.stop_ids)
+        self.poolings = frozenset({Pooling.LAST} if config.vectors else ())
         self.blocks = place.pool.blocks
         self.block_tokens = place.pool.shape.block_tokens
         self.kv_layout = place.pool.shape.layout
@@ -65,7 +68,7 @@ class Runner:
         if threads is not None:
             torch.set_num_threads(threads)
         folder = Path(model.folder)
-        config = read_config(folder)
+        config = read_config(folder, vectors=model.vectors)
         tokens = context_tokens(model, config)
         where = place(device)
         require_sizes(model, where.type)
@@ -100,10 +103,19 @@ class Runner:
         return self.place.launch(packed, batch)
 
 
+def open_model(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> Runner | EncoderRunner:
+    """What the folder's config.json says: a decoder, or an encoder. Raises as their `open`."""
+    opened = EncoderRunner if is_encoder(Path(model.folder)) else Runner
+    return opened.open(model, device, threads, beat)
+
+
 def _dtype(model: ModelSpec, config: ModelConfig, where: torch.device) -> torch.dtype:
-    """`auto` is what a CPU is fastest with; on a GPU the checkpoint's own, of half the bytes at least."""
+    """`auto` is what a CPU is fastest with, float32 there for vectors, which are kept and compared by their owners; on
+    a GPU the checkpoint's own, of half the bytes at least."""
     if model.dtype != "auto":
         return _DTYPES[model.dtype]
+    if where.type == "cpu" and config.vectors:
+        return torch.float32
     if where.type == "cpu":
         return fastest_dtype(config)
     return torch.float16 if config.dtype == "float16" else torch.bfloat16

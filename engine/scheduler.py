@@ -39,7 +39,7 @@ from engine.log import log
 from engine.pace import Pace
 from engine.published import Published
 from engine.sequence import Refused, Sequence, Stage
-from engine.wire import Finish, FinishReason, Load, Progress, Reject, RejectReason, Started, TokenLogprobs
+from engine.wire import Finish, FinishReason, Load, Progress, Reject, RejectReason, Started, TokenLogprobs, Vector
 from prefixcache.names import Namespace
 from prefixcache.tree import Lease, Tree
 
@@ -78,10 +78,12 @@ class _News:
     started: list[Started] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    vectors: list[Vector] = field(default_factory=list)
 
     def progress(self) -> Progress:
         counts = [1] * len(self.ids)
-        return Progress(self.ids, counts, self.tokens.tobytes(), self.started, self.finished, self.logprobs)
+        tokens = self.tokens.tobytes()
+        return Progress(self.ids, counts, tokens, self.started, self.finished, self.logprobs, self.vectors)
 
 
 class _Prompts:
@@ -263,7 +265,9 @@ class Scheduler:
                 self._count(sequence)
             if computed // self._block_tokens > sequence.shared:
                 self._cache(sequence)
-            if row >= 0:
+            if row >= 0 and sequence.pooling is not None:
+                self._give(sequence, sampled, row)
+            elif row >= 0:
                 self._emit(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
         if self._pressed and took_s < math.inf:
             self._pace.observe(self._served + GENERATED_TOKEN * len(tokens_R), took_s)
@@ -751,6 +755,13 @@ class Scheduler:
             self._end(sequence, FinishReason.STOP)
         elif len(sequence.tokens) >= sequence.tokens_max:
             self._end(sequence, FinishReason.LENGTH)
+
+    def _give(self, sequence: Sequence, sampled: Sampled, row: int) -> None:
+        """Its prompt is computed, and the vector behind it is all that was asked for."""
+        assert sampled.vectors_RH is not None, "the runner gives no vectors"
+        values = sampled.vectors_RH[row].astype("<f4").tobytes()
+        self._told(sequence.owner).vectors.append(Vector(sequence.id, values))
+        self._end(sequence, FinishReason.STOP)
 
     def _end_not_finite(self, sequence: Sequence) -> None:
         """Ends it with an error. What it read is not matched again, except what a sampled token speaks for."""

@@ -8,14 +8,14 @@ import math
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from engine.batch import Int32s
 from engine.blocks import Pages
 from engine.fairness import Standing
-from engine.wire import RejectReason, Sampling, Scope, ScopeKind, Submit, Terms
+from engine.wire import Pooling, RejectReason, Sampling, Scope, ScopeKind, Submit, Terms
 from prefixcache.names import Keep, Namespace, Share
 from prefixcache.tree import Lease
 
@@ -38,6 +38,26 @@ class Stage(enum.IntEnum):
     WAITING = 0
     RUNNING = 1
     ENDED = 2
+
+
+class Matcher(Protocol):
+    """Keeps one text to its grammar. `over`: only its end may follow."""
+
+    over: bool
+
+    def accept(self, token: int) -> str:
+        """Takes what was sampled for it. What is wrong, where it cannot go on, or nothing."""
+        ...
+
+
+class Compilation(Protocol):
+    """A grammar that becomes matchers once it is `done`."""
+
+    done: bool
+
+    def matcher(self, stop_ids: frozenset[int]) -> Matcher:
+        """One for a text that these tokens end. Raises Refused where it could not be compiled."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -66,10 +86,14 @@ class Sequence:
     stop_ids: frozenset[int]
     arrived_s: float
     terms: Terms = PLAIN
+    pooling: Pooling | None = None  # its prompt is to become a vector, and nothing is written
     keep: Keep = NOBODYS  # for whom and how long the tree keeps what it leaves
     first: int = 0  # the id of choice 0 of its request,
     choices: int = 1  # and how many there are
     deadline_s: float = math.inf  # when nothing of its request has started by then, nothing will
+
+    compilation: Compilation | None = None  # of its grammar, without which it does not start
+    matcher: Matcher | None = None
 
     stage: Stage = Stage.WAITING
     ticket: int = -1  # the order of first admission; of one account's the highest is preempted first
@@ -154,7 +178,8 @@ class Refused(Exception):
 @dataclass(frozen=True, slots=True)
 class Door:
     """What a model can take, and how its KV is named and kept. `tokens_max` counts prompt and output of one sequence;
-    `share` is what an account has whose terms say nothing."""
+    `share` is what an account has whose terms say nothing. `poolings` are how a model gives vectors; one that has none
+    gives text."""
 
     model_revision: str
     kv_layout: str
@@ -163,6 +188,7 @@ class Door:
     vocabulary: int
     stop_ids: frozenset[int]
     share: Share = OPEN
+    poolings: frozenset[Pooling] = frozenset()
 
     def sequences(self, submit: Submit, owner: int, now_s: float) -> list[Sequence]:
         """The choices of this Submit, waiting. Raises Refused where it can never run."""
@@ -170,7 +196,8 @@ class Door:
         tokens = np.frombuffer(submit.tokens, "<u4")
         if len(tokens) and int(tokens.max()) >= self.vocabulary:
             raise _invalid(f"a token id is not below the vocabulary of {self.vocabulary}")
-        if len(tokens) >= self.tokens_max:
+        output_tokens = 0 if submit.pooling is not None else 1
+        if len(tokens) + output_tokens > self.tokens_max:
             raise Refused(
                 RejectReason.TOO_LONG,
                 f"the prompt has {len(tokens)} tokens; this model takes {self.tokens_max}, its output included",
@@ -185,7 +212,8 @@ class Door:
                 keep=self._keep(submit),
                 tokens=array("I", tokens.astype(np.uint32).tobytes()),
                 prompt_tokens=len(tokens),
-                tokens_max=min(len(tokens) + submit.max_tokens, self.tokens_max),
+                tokens_max=min(len(tokens) + submit.max_tokens, self.tokens_max + 1 - output_tokens),
+                pooling=submit.pooling,
                 sampling=_seeded(submit.sampling, choice),
                 stop_ids=self.stop_ids.union(submit.stop_ids),
                 arrived_s=now_s,
@@ -251,6 +279,10 @@ class Door:
             raise _invalid(f"at most {STOP_IDS_MAX} stop_ids")
         if submit.deadline_ms < 0:
             raise _invalid("deadline_ms must be at least 0")
+        if submit.pooling not in (self.poolings or {None}):
+            raise _invalid(f"pooling must be one of {sorted(self.poolings)}, of a model without any it must be unset")
+        if submit.pooling is not None and (submit.n, submit.max_tokens) != (1, 1):
+            raise _invalid("with pooling, n and max_tokens are 1")
         problem = _terms_problem(submit.terms) or _sampling_problem(submit.sampling, self.vocabulary)
         if problem:
             raise _invalid(problem)

@@ -292,6 +292,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gap_ms: float = 20.0  # the longest step that prompts may cause while other sequences stream, on a GPU
     sequences: int | None = None  # running at once; None: 64 on a CPU, 512 on a GPU
     waiting: int = 1024  # in the waiting queue at once
+    vectors: bool = False  # of a decoder, what its prompts become, and no text; its head is not loaded
     scope_floor_blocks: int = 0  # cached blocks that an account keeps while another has more above its own floor
     scope_cap_blocks: int | None = None  # cached blocks that an account keeps unused at most; None: no cap
     public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read

@@ -38,6 +38,7 @@ ONLY_IN = {
             )
         ),
         *(f"engine.{folder}" for folder in ("weights", "model", "kernels", "ember", "bench")),
+        *(f"engine.encoder.{name}" for name in ("model", "runner")),
     ),
     "triton": ("engine.kernels",),
     "starlette": ("gateway", "tenants.admin"),

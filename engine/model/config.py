@@ -5,7 +5,7 @@ It knows the families by their `architectures` entry and what each leaves unsaid
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ class ModelConfig:
     qkv_bias …      which linear layers add a bias.
     qk_norm         RMS norm over each head of q and k before the rotation (Qwen3).
     tied_head       the output head is the embedding table.
+    vectors         there is no head: what the last norm gives is the result.
     dtype           the weights', as the file says: float32, bfloat16 or float16; bfloat16 where it is silent.
     """
 
@@ -56,20 +57,31 @@ class ModelConfig:
     tied_head: bool
     stop_ids: tuple[int, ...]
     dtype: str
+    vectors: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers a wanted row gives: a logit for each token, or a vector."""
+        return self.hidden if self.vectors else self.vocabulary
 
 
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_HEADLESS: Final = {f"{family}Model": f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 ROPE_KINDS: Final = ("default", "linear", "llama3")
 _FAMILY_THETA: Final = 10_000.0
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The folder's config.json, with stop ids from generation_config.json where it has them. Raises ConfigError."""
-    config = _read_json(folder / "config.json")
+def read_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
+    """The folder's config.json, with stop ids from generation_config.json where it has them; without its head where it
+    is to give vectors. Raises ConfigError."""
+    config = read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
+    generation = read_json(generation_path) if generation_path.exists() else {}
     stop = generation.get("eos_token_id")
-    return parse_config(config, stop if stop is not None else config.get("eos_token_id"))
+    parsed = parse_config(config, stop if stop is not None else config.get("eos_token_id"))
+    if parsed.vectors and not vectors:
+        raise ConfigError(f"{folder} is a model without a head, which gives vectors: set its task to Text Embeddings")
+    return replace(parsed, vectors=vectors)
 
 
 def parse_config(config: Mapping[str, Any], stop: int | list[int] | None = None) -> ModelConfig:
@@ -77,15 +89,15 @@ def parse_config(config: Mapping[str, Any], stop: int | list[int] | None = None)
     architecture = _architecture(config)
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    kv_heads = _positive(config, "num_key_value_heads", heads)
-    layers = _positive(config, "num_hidden_layers")
-    head_dim = _positive(config, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads)
+    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
+    kv_heads = positive(config, "num_key_value_heads", heads)
+    layers = positive(config, "num_hidden_layers")
+    head_dim = positive(config, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads)
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is odd, so it cannot be rotated")
-    vocabulary = _positive(config, "vocab_size")
+    vocabulary = positive(config, "vocab_size")
     attention_bias = bool(config.get("attention_bias", False)) and architecture not in _WITHOUT_ATTENTION_BIAS
     return ModelConfig(
         architecture=architecture,
@@ -95,10 +107,10 @@ def parse_config(config: Mapping[str, Any], stop: int | list[int] | None = None)
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=_positive(config, "intermediate_size"),
+        intermediate=positive(config, "intermediate_size"),
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
         rope=_rope(config),
-        context_tokens=_positive(config, "max_position_embeddings"),
+        context_tokens=positive(config, "max_position_embeddings"),
         windows=_windows(config, architecture, layers),
         qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
         output_bias=attention_bias,
@@ -107,6 +119,7 @@ def parse_config(config: Mapping[str, Any], stop: int | list[int] | None = None)
         tied_head=bool(config.get("tie_word_embeddings", False)),
         stop_ids=_stop_ids(stop, vocabulary),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        vectors=config["architectures"][0] in _HEADLESS,
     )
 
 
@@ -114,7 +127,7 @@ _WITHOUT_ATTENTION_BIAS: Final = ("MistralForCausalLM", "Qwen2ForCausalLM")
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    named = config.get("architectures") or []
+    named = [_HEADLESS.get(name, name) for name in config.get("architectures") or []]
     if len(named) != 1 or named[0] not in ARCHITECTURES:
         raise ConfigError(f"architectures {named!r} is not supported; one of {', '.join(ARCHITECTURES)} is")
     if config.get("quantization_config"):
@@ -153,7 +166,7 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
     """Mistral windows every layer; Qwen those that layer_types names, or from max_window_layers on; Llama none."""
     if architecture == "LlamaForCausalLM" or config.get("sliding_window") is None:
         return (None,) * layers
-    window = _positive(config, "sliding_window")
+    window = positive(config, "sliding_window")
     if architecture == "MistralForCausalLM":
         return (window,) * layers
     if not config.get("use_sliding_window", False):
@@ -172,7 +185,8 @@ def _stop_ids(stop: int | list[int] | None, vocabulary: int) -> tuple[int, ...]:
     return tuple(token for token in listed if isinstance(token, int) and 0 <= token < vocabulary)
 
 
-def _positive(config: Mapping[str, Any], entry: str, default: int | None = None) -> int:
+def positive(config: Mapping[str, Any], entry: str, default: int | None = None) -> int:
+    """Raises ConfigError where the entry is anything else, or missing without a default."""
     value = config.get(entry)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -180,7 +194,8 @@ def _positive(config: Mapping[str, Any], entry: str, default: int | None = None)
     return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -27,12 +27,13 @@ from engine.tiles import Layout
 @dataclass(frozen=True, slots=True)
 class Space:
     """What outlives a graph: the packed step with its tiles, the sum of its rows and their last attention, and the
-    tokens sampled from them, to which those of the next step may point."""
+    tokens sampled from them, to which those of the next step may point; or the vectors that they became."""
 
     words: Tensor  # int32
     sum_TH: Tensor  # float32
     attended_TW: Tensor  # in the last layer
     sampled_R: Tensor  # int32
+    vectors_RH: Tensor  # float32, of no width where the model gives text
     cos_PD: Tensor
     sin_PD: Tensor
     layout: Layout
@@ -50,6 +51,7 @@ class Space:
             torch.zeros(rows, config.hidden, device=device),
             torch.zeros(rows, config.heads * config.head_dim, dtype=dtype, device=device),
             torch.zeros(wanted, dtype=torch.int32, device=device),
+            torch.zeros(wanted, config.hidden if config.vectors else 0, device=device),
             cos_PD.to(device),
             sin_PD.to(device),
             layout,

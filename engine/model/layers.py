@@ -32,6 +32,23 @@ class Linear(Protocol):
         ...
 
 
+class Head(Protocol):
+    """What becomes of the last norm: [T, V] in float32 on a CPU. It takes `bytes`."""
+
+    bytes: int
+
+    def logits(self, x_TK: Tensor) -> Tensor: ...
+
+
+class Bare:
+    """The head of a model that gives vectors: there is none, and what is normed is the result."""
+
+    bytes = 0
+
+    def logits(self, x_TK: Tensor) -> Tensor:
+        return x_TK.float()
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One block's parameters. q, k and v are one matmul, gate and up another; the norms' weights are float32.
@@ -50,12 +67,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All of a decoder: `embedding` is [vocabulary, hidden], `head` multiplies to the vocabulary."""
+    """All of a decoder: `embedding` is [vocabulary, hidden], `head` multiplies to the vocabulary where there is one."""
 
     embedding: Tensor
     layers: list[Layer]
     norm: Tensor
-    head: Linear
+    head: Head
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -1,22 +1,19 @@
 """Tensors by parameter name → the parameters of a decoder. It knows the name table, and no files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from engine.model.layers import Layer, Linear, Parameters
+from engine.model.layers import Bare, Head, Layer, Linear, Parameters
 from engine.weights.names import Entry, entries
 from engine.weights.storage import Dense
 
 
-def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """A tensor per entry of the name table, sources below each other, not yet written. Norms are float32."""
-    return {
-        entry.parameter: torch.empty(_shape(entry), dtype=_dtype(entry, dtype), device=device)
-        for entry in entries(config)
-    }
+def allocate(table: Iterable[Entry], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """A tensor per entry of a name table, sources below each other, not yet written. Norms are float32."""
+    return {entry.parameter: torch.empty(_shape(entry), dtype=_dtype(entry, dtype), device=device) for entry in table}
 
 
 def assemble(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> Parameters:
@@ -27,18 +24,18 @@ def assemble(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[],
     for index in range(config.layers):
         layers.append(_layer(config, tensors, f"layers.{index}."))
         beat()
-    head = _tied(embedding) if config.tied_head else _linear(tensors, "head")
-    return Parameters(embedding, layers, tensors.pop("norm"), head)
+    return Parameters(embedding, layers, tensors.pop("norm"), _head(config, embedding, tensors))
 
 
 def planned_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What the tensors of `allocate` will occupy."""
+    """What the tensors of a decoder will occupy."""
     return sum(_shape(entry).numel() * _dtype(entry, dtype).itemsize for entry in entries(config))
 
 
 def weights_bytes(parameters: Parameters) -> int:
     """What the parameters occupy in memory; a tied head's copy counts where it is one."""
-    tensors, linears = [parameters.embedding, parameters.norm], [parameters.head]
+    tensors = [parameters.embedding, parameters.norm]
+    linears: list[Head] = [parameters.head]
     for layer in parameters.layers:
         tensors += [layer.attention_norm, layer.mlp_norm]
         tensors += [] if layer.qk_norm is None else [layer.qk_norm]
@@ -73,6 +70,12 @@ def _layer(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> Layer:
 
 def _linear(tensors: dict[str, Tensor], name: str) -> Linear:
     return _stored(tensors.pop(name + ".weight"), tensors.pop(name + ".bias", None))
+
+
+def _head(config: ModelConfig, embedding: Tensor, tensors: dict[str, Tensor]) -> Head:
+    if config.vectors:
+        return Bare()
+    return _tied(embedding) if config.tied_head else _linear(tensors, "head")
 
 
 def _tied(embedding: Tensor) -> Linear:

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from engine.weights.names import Source
 
-_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}  # of weights
+_COUNTS: Final = {"I64": 8}  # positions that some encoders' files carry, never a weight
 _HEADER_BYTES_MAX: Final = 100_000_000
 _SMALL_BYTES: Final = 64 << 20  # checkpoints up to this size are digested whole
 _SAMPLE_BYTES: Final = 4096
@@ -62,6 +63,11 @@ class Checkpoint:
             for name, shape in wanted.items()
             if name in self.tensors and self.tensors[name].shape != shape
         ]
+        wrong += [
+            f"{name} has dtype {self.tensors[name].dtype}; {', '.join(_ITEM_BYTES)} are supported"
+            for name in wanted
+            if name in self.tensors and self.tensors[name].dtype not in _ITEM_BYTES
+        ]
         for problem, names in (("lacks", missing), ("has tensors that the model has no place for:", extra)):
             if names:
                 raise CheckpointError(f"{self.folder} {problem} {_listed(names)}")
@@ -90,6 +96,11 @@ def _paths(folder: Path) -> list[Path]:
     if not index.exists():
         single = folder / "model.safetensors"
         if not single.exists():
+            if any(folder.glob("*.bin")):
+                raise CheckpointError(
+                    f"{folder} has its weights only as pickle files, which can run code when they are opened: "
+                    "Hearth reads safetensors. Look for a converted checkpoint"
+                )
             raise CheckpointError(f"{folder} has neither model.safetensors nor {index.name}")
         return [single]
     try:
@@ -127,12 +138,13 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
         whole = all(isinstance(number, int) and number >= 0 for number in (*shape, first, last))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the header's entry of {name} is malformed") from error
-    if dtype not in _ITEM_BYTES:
+    item_bytes = (_ITEM_BYTES | _COUNTS).get(dtype)
+    if item_bytes is None:
         raise CheckpointError(f"{path}: {name} has dtype {dtype}; {', '.join(_ITEM_BYTES)} are supported")
     elements = 1
     for length in shape:
         elements *= length
-    if not whole or last - first != elements * _ITEM_BYTES[dtype]:
+    if not whole or last - first != elements * item_bytes:
         raise CheckpointError(f"{path}: {name} with shape {list(shape)} in {dtype} does not fit its offsets")
     return Stored(path, dtype, shape, base + first, base + last)
 

@@ -18,7 +18,7 @@ from engine.model.config import ModelConfig
 from engine.model.layers import Parameters
 from engine.weights.assembly import allocate, assemble
 from engine.weights.checkpoint import Checkpoint, CheckpointError, Stored
-from engine.weights.names import entries, ignored
+from engine.weights.names import Entry, entries, ignored, prefix_of
 from engine.weights.transfer import pieces_of, transfer
 
 _log = logging.getLogger(__name__)
@@ -38,17 +38,28 @@ class Part(NamedTuple):
 def load(
     checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None]
 ) -> Parameters:
-    """All parameters on `device` in `dtype`, the norms in float32. Calls `beat` whenever more has arrived.
+    """All parameters on `device` in `dtype`, the norms in float32. On a CPU the largest takes its memory once more
+    (packing). Else as `fetch`."""
+    table = entries(config, prefix_of(checkpoint.tensors))
+    tensors = fetch(checkpoint, table, lambda name: ignored(config, name), dtype, device, beat)
+    return assemble(config, tensors, beat)
 
-    Beside the parameters it takes transfer.host_bytes of memory, on a CPU the largest parameter once more (packing).
-    Raises CheckpointError before it reads a tensor if one is missing, has no place or has the wrong shape; and where
-    files change while they are read, or a value is not finite.
+
+def fetch(
+    checkpoint: Checkpoint, table: list[Entry], spare: Callable[[str], bool], dtype: torch.dtype, device: torch.device,
+    beat: Callable[[], None],
+) -> dict[str, Tensor]:  # fmt: skip
+    """A tensor for each entry of the table, from a checkpoint that holds these and what is `spare`. Calls `beat`
+    whenever more has arrived.
+
+    Beside the tensors it takes transfer.host_bytes of memory. Raises CheckpointError before it reads a tensor if one
+    is missing, has no place or has the wrong shape; and where files change while they are read, or a value is not
+    finite.
     """
     started = time.monotonic()
-    table = entries(config)
-    checkpoint.require((source for entry in table for source in entry.sources), lambda name: ignored(config, name))
-    tensors = allocate(config, dtype, device)
-    parts = list(_parts(checkpoint, config, tensors))
+    checkpoint.require((source for entry in table for source in entry.sources), spare)
+    tensors = allocate(table, dtype, device)
+    parts = list(_parts(checkpoint, table, tensors))
     total = sum(part.stored.last - part.stored.first for part in parts)
     with Progress(total) as progress:
 
@@ -64,14 +75,12 @@ def load(
         transfer(pieces, device, moved)
     _require_finite(parts)
     beat()
-    del parts  # they would keep alive what assembling packs anew
-    parameters = assemble(config, tensors, beat)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what converted on the way
     seconds = max(time.monotonic() - started, 1e-9)
     count, rate = len(checkpoint.tensors), total / 1e6 / seconds
     _log.info("loaded %d tensors, %.1f MB in %.2f s (%.0f MB/s) as %s", count, total / 1e6, seconds, rate, dtype)
-    return parameters
+    return tensors
 
 
 class Progress:
@@ -98,8 +107,8 @@ class Progress:
             self._bar.close()
 
 
-def _parts(checkpoint: Checkpoint, config: ModelConfig, tensors: dict[str, Tensor]) -> Iterator[Part]:
-    for entry in entries(config):
+def _parts(checkpoint: Checkpoint, table: list[Entry], tensors: dict[str, Tensor]) -> Iterator[Part]:
+    for entry in table:
         first = 0
         for source in entry.sources:
             rows = tensors[entry.parameter][first : first + source.shape[0]]

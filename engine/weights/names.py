@@ -4,9 +4,13 @@ The families this engine runs (Llama, Mistral, Qwen2, Qwen3) share one naming; w
 """
 
 import enum
+from collections.abc import Container
 from dataclasses import dataclass
+from typing import Final
 
 from engine.model.config import ModelConfig
+
+_PREFIX: Final = "model."
 
 
 class Cut(enum.Enum):
@@ -34,29 +38,34 @@ class Entry:
     cut: Cut
 
 
-def entries(config: ModelConfig) -> list[Entry]:
+def prefix_of(names: Container[str]) -> str:
+    """What stands before a decoder's names among these: nothing where it was stored without its head."""
+    return "" if "embed_tokens.weight" in names else _PREFIX
+
+
+def entries(config: ModelConfig, prefix: str = _PREFIX) -> list[Entry]:
     """Every parameter of the model, in the order in which the layers use them."""
     hidden = config.hidden
-    table = [_entry("embedding", Cut.OUTPUTS, ("model.embed_tokens.weight", (config.vocabulary, hidden)))]
+    table = [_entry("embedding", Cut.OUTPUTS, (f"{prefix}embed_tokens.weight", (config.vocabulary, hidden)))]
     for layer in range(config.layers):
-        table += _layer(config, layer)
-    table.append(_entry("norm", Cut.WHOLE, ("model.norm.weight", (hidden,))))
-    if not config.tied_head:
+        table += _layer(config, f"{prefix}layers.{layer}.", f"layers.{layer}.")
+    table.append(_entry("norm", Cut.WHOLE, (f"{prefix}norm.weight", (hidden,))))
+    if not (config.tied_head or config.vectors):
         table.append(_entry("head.weight", Cut.OUTPUTS, ("lm_head.weight", (config.vocabulary, hidden))))
     return table
 
 
 def ignored(config: ModelConfig, name: str) -> bool:
-    """Tensors that checkpoints carry and this model computes itself: rotary tables, and the copy of a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied_head and name == "lm_head.weight")
+    """Tensors that checkpoints carry and this model computes itself or needs not: rotary tables, the copy of a tied
+    head, and the head of one that gives vectors."""
+    return name.endswith("rotary_emb.inv_freq") or ((config.tied_head or config.vectors) and name == "lm_head.weight")
 
 
 def _entry(parameter: str, cut: Cut, *sources: tuple[str, tuple[int, ...]]) -> Entry:
     return Entry(parameter, tuple(Source(name, shape) for name, shape in sources), cut)
 
 
-def _layer(config: ModelConfig, layer: int) -> list[Entry]:
-    theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
+def _layer(config: ModelConfig, theirs: str, ours: str) -> list[Entry]:
     hidden, inner, head = config.hidden, config.intermediate, config.head_dim
     q, kv = config.heads * head, config.kv_heads * head
     attention = [(theirs + "self_attn.q_proj", q), (theirs + "self_attn.k_proj", kv), (theirs + "self_attn.v_proj", kv)]

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.layers import Parameters
 from engine.weights.assembly import allocate, assemble, is_norm
-from engine.weights.names import entries
+from engine.weights.names import Entry, entries
 
 log = logging.getLogger(__name__)
 
@@ -25,23 +26,29 @@ _SIGMA: Final = 0.02
 def random_parameters(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0
 ) -> Parameters:
-    """Norms are 1, all else is drawn from N(0, 0.02). Equal arguments on equal hardware give equal parameters."""
+    """A decoder's, made of `random_tensors`."""
+    return assemble(config, random_tensors(entries(config), dtype, device, beat, seed), beat)
+
+
+def random_tensors(
+    table: list[Entry], dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0
+) -> dict[str, Tensor]:
+    """Norms are 1, all else is drawn from N(0, 0.02). Equal arguments on equal hardware give equal tensors."""
     started = time.monotonic()
-    tensors = allocate(config, dtype, device)
+    tensors = allocate(table, dtype, device)
     total = sum(tensor.nbytes for tensor in tensors.values())
     generator = torch.Generator(device).manual_seed(seed)
-    for entry in entries(config):
+    for entry in table:
         tensor = tensors[entry.parameter]
         if is_norm(entry):
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, _SIGMA, generator=generator)
         beat()
-    parameters = assemble(config, tensors, beat)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     log.info("made %.1f MB of random weights in %.2f s", total / 1e6, time.monotonic() - started)
-    return parameters
+    return tensors
 
 
 def random_revision(folder: Path, seed: int = 0) -> str:

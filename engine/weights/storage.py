@@ -9,6 +9,7 @@ bit the same, and `Dense` pads up to that.
 T rows, K inputs, N outputs.
 """
 
+import enum
 from collections.abc import Callable, Iterable
 from functools import cache
 
@@ -27,17 +28,31 @@ class RowsDiffer(RuntimeError):
     do better."""
 
 
+class Activation(enum.StrEnum):
+    """What becomes of a linear layer's results, and by which formula."""
+
+    NONE = "none"
+    GELU = "gelu none"
+    GELU_TANH = "gelu tanh"
+    RELU = "relu"
+    TANH = "tanh"
+
+
 class Dense:
     """weight_NK as it was given (float32, bfloat16 or float16), with an optional bias_N of the same dtype.
 
-    Called with x_TK it returns [T, N] in the same dtype, accumulated in float32. `bytes` is what it occupies.
+    Called with x_TK it returns [T, N] in the same dtype, accumulated in float32, through the `activation`, which takes
+    no time of its own. `bytes` is what it occupies.
     """
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+    def __init__(
+        self, weight_NK: Tensor, bias_N: Tensor | None = None, activation: Activation = Activation.NONE
+    ) -> None:
         assert weight_NK.ndim == 2
         self.outputs, self.inputs = weight_NK.shape
         self.bytes = weight_NK.nbytes + (0 if bias_N is None else bias_N.nbytes)
         self._bias = bias_N
+        self._activation = activation
         self._packed = _pack(weight_NK)
         probed = min(self.outputs, _PROBE_OUTPUTS_MOST)
         self._rows_least = rows_least(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
@@ -45,9 +60,9 @@ class Dense:
     def __call__(self, x_TK: Tensor) -> Tensor:
         rows = x_TK.shape[0]
         if rows >= self._rows_least:
-            return _multiply(x_TK, self._packed, self._bias)
+            return _multiply(x_TK, self._packed, self._bias, self._activation)
         copies = -(-self._rows_least // rows)
-        return _multiply(torch.cat([x_TK] * copies), self._packed, self._bias)[:rows]
+        return _multiply(torch.cat([x_TK] * copies), self._packed, self._bias, self._activation)[:rows]
 
     def gated(self, x_TK: Tensor) -> Tensor:
         return silu_and_multiply(self(x_TK))
@@ -61,8 +76,9 @@ def _pack(weight_NK: Tensor) -> Tensor:
     return packed
 
 
-def _multiply(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, packed, bias_N, "none", [], "")
+def _multiply(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None, activation: Activation = Activation.NONE) -> Tensor:
+    name, _, algorithm = activation.partition(" ")
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, packed, bias_N, name, [], algorithm)
     return result
 
 

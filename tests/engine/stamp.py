@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, Int32s, Sampled, unpack
 from engine.log import log
-from engine.wire import ModelSpec, Sampling
+from engine.wire import ModelSpec, Pooling, Sampling
 
 PUBLIC = -7  # the scope of what is published
 NOT_FINITE = -(1 << 40)  # as a token that is read
@@ -71,6 +71,7 @@ class Stamps:
     weights_bytes = 0
     depth = 1
     costs = None
+    poolings: frozenset[Pooling] = frozenset()
     step_tokens = prompt_step_tokens = 512
     sequences = 64
 

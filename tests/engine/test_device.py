@@ -38,7 +38,7 @@ INTERPRETED = ("llama biases", "mistral window", "qwen3 biases window")
 @torch.inference_mode()
 def interpreted(folder: Path, **changes: Any) -> Device:
     """A device whose kernels run in the interpreter. Every slot is NaN until it is written."""
-    config = read_config(folder)
+    config = read_config(folder, vectors=changes.get("vectors", False))
     with patch.object(assembly, "_stored", Resident):
         parameters, _ = _parameters(spec(folder, **changes), config, torch.float32, CPU, lambda: None)
     most = Most.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
