@@ -60,24 +60,28 @@ def _separators(text: bytes) -> int:
     return text.count(b",") + text.count(b"{") + text.count(b"[")
 
 
-def options(query: bytes) -> dict[str, str]:
-    """The query string's fields; of a repeated one the last counts. Raises Refusal."""
+def fields(query: bytes) -> dict[str, list[str]]:
+    """The query string's fields, each with all that is said of it. Raises Refusal."""
     try:
-        fields = parse_qs(query.decode("latin-1"), keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
+        return parse_qs(query.decode("latin-1"), keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
     except ValueError:
         raise bad_input(f"the query string has more than {QUERY_FIELDS_MAX} fields; send fewer") from None
-    return {name: values[-1] for name, values in fields.items()}
+
+
+def options(query: bytes) -> dict[str, str]:
+    """The same; of a repeated field the last counts. Raises Refusal."""
+    return {name: values[-1] for name, values in fields(query).items()}
 
 
 def asked_in(query: bytes, wanted: type[T]) -> T:
     """The query string as a type of texts, words, times and whole numbers. Raises Refusal."""
-    fields: dict[str, str | int] = dict(options(query))
+    said: dict[str, str | int] = dict(options(query))
     whole = {field.encode_name for field in _fields(wanted) if _is_whole(field.type)}
-    for name in whole & fields.keys():
-        if _WHOLE.fullmatch(str(fields[name])):
-            fields[name] = int(fields[name])
+    for name in whole & said.keys():
+        if _WHOLE.fullmatch(str(said[name])):
+            said[name] = int(said[name])
     try:
-        return msgspec.convert(fields, wanted)
+        return msgspec.convert(said, wanted)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), wanted) from None
 

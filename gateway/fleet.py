@@ -455,8 +455,9 @@ class Fleet:
         ready = self._ready(model)
         return ready[0].hello if ready else None
 
-    async def link(self, model: str, scope: bytes, tokens: bytes, deadline: float) -> Link:
-        """A replica for this prompt (packed u32), waiting until the loop's clock shows `deadline` at the latest.
+    async def link(self, model: str, scope: bytes, tokens: bytes, deadline: float, session: bytes = b"") -> Link:
+        """A replica for this prompt (packed u32), waiting until the loop's clock shows `deadline` at the latest. The
+        same one for all calls of a scope's session, as long as it lives and has no more than its share of the load.
 
         Raises Unavailable.
         """
@@ -472,7 +473,7 @@ class Fleet:
             finally:
                 self._waiters.discard(waiter)
         candidates = [route.Candidate(replica.address, replica.sequences) for replica in ready]
-        return Link(ready[route.pick(candidates, scope, tokens)])
+        return Link(ready[route.pick(candidates, scope, tokens, session)])
 
     def _ready(self, model: str) -> list[_Replica]:
         return [

@@ -18,6 +18,7 @@ from gateway.catalogue import Model
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange
 from gateway.fleet import Rejected, ReplicaLost, Step, Stream, Unavailable, pack
+from gateway.options import run_options
 from gateway.privacy import scope_of, terms_of, zero_retention
 from gateway.prompt import SEED_BITS, Prompt
 from gateway.reply import Dialect, Reply
@@ -63,15 +64,16 @@ async def answer(
     regions = caller.account.settings.regions
     if regions and gateway.limits.region not in regions:
         raise errors.wrong_region(gateway.limits.region, regions)
-    request = Request(gateway, exchange, caller, model, asked.prompt)
+    options = run_options(exchange.headers, exchange.query).joined(asked.prompt.options)
+    request = Request(gateway, exchange, caller, model, asked.prompt, options)
     try:
-        async with exchange.attended(), asyncio.timeout(gateway.limits.request_s):
+        async with exchange.attended(), asyncio.timeout(request.left_s()):
             reply = asked.reply(asked.model, exchange.request_id, int(gateway.calendar()))
             await serve(request, reply, zero)
             request.outcome = "done"
     except TimeoutError:
         request.outcome = "timeout"
-        raise errors.timed_out(gateway.limits.request_s) from None
+        raise errors.timed_out(request.limit_s) from None
     except Refusal as refusal:
         request.outcome = refusal.kind
         raise
@@ -97,7 +99,7 @@ async def serve(request: Request, reply: Reply, zero: bool) -> None:
     if gateway.suspects.refused(suspect):
         raise errors.crashes(int(REMEMBERED_S / 60))
     max_tokens = min(prompt.max_tokens or model.default_tokens, room)
-    request.reservation = reservation = await reserve(request, max_tokens)
+    request.reservation = reservation = await reserve(request, max_tokens, zero)
     request.exchange.beside = ratelimit.headers(reservation.left)
     affordable = reservation.output_tokens // prompt.n
     request.cut = affordable < max_tokens
@@ -178,12 +180,12 @@ def check(gateway: Gateway, model: Model, prompt: Prompt, prompt_tokens: int) ->
     return context_tokens - prompt_tokens
 
 
-async def reserve(request: Request, max_tokens: int) -> Reservation:
+async def reserve(request: Request, max_tokens: int, zero: bool) -> Reservation:
     """Holds the most that the request can cost. Raises Refusal; nothing is held then.
 
     Its id is this exchange's own and new, so that AlreadyRecorded would be a fault of ours: it ends as one.
     """
-    gateway, model, prompt = request.gateway, request.model, request.prompt
+    gateway, model, prompt, options = request.gateway, request.model, request.prompt, request.options
     try:
         reservation = await gateway.quota.reserve(
             request.caller,
@@ -195,6 +197,8 @@ async def reserve(request: Request, max_tokens: int) -> Reservation:
                 output_tokens=max_tokens * prompt.n,
                 least_tokens=prompt.n,
                 model_class=model.limits_class,
+                tags=() if zero else options.tags,
+                metadata="" if zero else options.metadata,
             ),
         )
     except QuotaExceeded as exceeded:
@@ -256,13 +260,15 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
 
 async def submit(request: Request, order: Order) -> Stream:
     """Waits for a replica that can serve, and sends it the order. Raises Refusal, Rejected, ReplicaLost."""
-    gateway, model, prompt = request.gateway, request.model, request.prompt
-    if prompt.reject_if_busy and gateway.fleet.busy(model.name):
+    gateway, model, prompt, options = request.gateway, request.model, request.prompt, request.options
+    if options.reject_if_busy and gateway.fleet.busy(model.name):
         raise errors.busy()
-    wait_s = 0.0 if prompt.reject_if_busy else gateway.limits.wait_s
+    wait_s = 0.0 if options.reject_if_busy else gateway.limits.wait_s
     deadline = asyncio.get_running_loop().time() + wait_s
+    # A session is its account's, whatever its calls share; else those come together that can share a prefix.
+    whose = order.scope.account if options.session else order.scope.id or order.scope.account
     try:
-        link = await gateway.fleet.link(model.name, order.scope.id or order.scope.account, order.tokens, deadline)
+        link = await gateway.fleet.link(model.name, whose, order.tokens, deadline, options.session)
     except Unavailable as unavailable:
         raise errors.no_replica(model.name, loading=unavailable.loading) from None
     return link.submit(
@@ -275,8 +281,17 @@ async def submit(request: Request, order: Order) -> Stream:
         n=prompt.n,
         traceparent=request.span.traceparent,
         terms=order.terms,
-        deadline_ms=int(1000 * (request.caller.account.plan.wait_s or 0)),
+        deadline_ms=_wait_ms(request),
     )
+
+
+def _wait_ms(request: Request) -> int:
+    """For how long it may wait at the replica; 0 for ever."""
+    plan_s, asked_ms = request.caller.account.plan.wait_s, request.options.timeout_ms
+    limits_s = [plan_s] if plan_s else []
+    if asked_ms is not None:
+        limits_s.append(request.left_s())
+    return max(1, int(1000 * min(limits_s))) if limits_s else 0
 
 
 class Events:

@@ -13,15 +13,18 @@ from msgspec import Meta
 from engine.wire import Grammar, Sampling
 from gateway.body import check_depth
 from gateway.errors import bad_input
+from gateway.options import Within
 
-MAX_TOKENS_DEFAULT: Final = 256
-CHOICES_MAX: Final = 4
+CHOICES_MAX: Final = 128
 STOPS_MAX: Final = 4
 BIASES_MAX: Final = 300
 MESSAGES_MAX: Final = 4096
 TOOLS_MAX: Final = 128
 TOOLS_BYTES_MAX: Final = 32 << 10
 SCHEMA_DEPTH_MAX: Final = 16
+TEMPLATE_OPTIONS_MAX: Final = 16
+TEMPLATE_OPTIONS_BYTES_MAX: Final = 4096
+TEMPLATE_OPTIONS_DEPTH_MAX: Final = 4
 LOGPROBS_MAX: Final = 20
 SEED_BITS: Final = 62  # choice i samples with seed + i, and the sum stays below 2**63
 
@@ -35,6 +38,9 @@ RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=1, le=50)]
 ShortText = Annotated[str, Meta(max_length=512)]
+ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
+TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=TEMPLATE_OPTIONS_MAX)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(max_length=16)]
 
 
@@ -53,31 +59,34 @@ AUTO: Final = ToolChoice()
 class Prompt:
     """One request that cannot be wrong, short of what only the model knows: its vocabulary and its context.
 
-    Exactly one of `text` and `messages` is set. `raw` text skips the chat template.
+    Exactly one of `text`, `messages` and `ids` is set. `raw` text skips the chat template; `ids` are tokens.
     `user` is the caller's own word for whom it asks; it may keep cached prefixes apart, and is kept nowhere.
     `messages` and `tools` are what a chat template reads: role, content (str), tool_calls, tool_call_id, name; so are
     `template_options`, its further variables. `parallel_calls` allows several calls in one answer.
-    `grammar` is what the answer's text must be; `json` says that it is a JSON document.
+    `grammar` is what the answer's text must be, and `grammar_field` the field that says so; `json`: it is a document.
     `max_tokens` None is as many as the model's catalogue entry gives.
+    `options` are what the body says of how the call is run, where it has a place for that.
     """
 
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
+    ids: list[int] | None = None
     raw: bool = False
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice = AUTO
     parallel_calls: bool = True
     template_options: dict[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
+    grammar_field: str = "response_format"
     json: bool = False
     sampling: Sampling
-    max_tokens: int | None = MAX_TOKENS_DEFAULT
+    max_tokens: int | None = None
     n: int = 1
     stop: list[str]
     stream: bool = False
     include_usage: bool = False
     padded: bool = True
-    reject_if_busy: bool = False
+    options: Within | None = None
     user: str | None = None
 
     @property
@@ -118,13 +127,14 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn. The fields after `tool_calls` are what SDKs send back in an assistant's turn, always empty here."""
+    """One turn. What follows `reasoning_content` are fields that SDKs send back in an assistant's turn, empty here."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: Annotated[str, Meta(max_length=128)] | None = None
     tool_call_id: ShortText | None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -132,7 +142,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -143,9 +153,10 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["function"] | None = None
     function: Function | None = None
-    name: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    name: ToolName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -167,17 +178,31 @@ def toolbox(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     return whole
 
 
+def template_options(kwargs: dict[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+    """What is beside the messages for a chat template; which of it a model's knows is seen later. Raises Refusal."""
+    options = {} if kwargs is None else kwargs
+    check_depth(options, "chat_template_kwargs", TEMPLATE_OPTIONS_DEPTH_MAX)
+    if len(msgspec.json.encode(options)) > TEMPLATE_OPTIONS_BYTES_MAX:
+        problem = f"has more than {TEMPLATE_OPTIONS_BYTES_MAX} bytes; shorten it"
+        raise bad_input(f"'chat_template_kwargs' {problem}", "chat_template_kwargs")
+    if reasoning_effort is None:
+        return options
+    if "reasoning_effort" in options:
+        raise bad_input("'reasoning_effort' is given twice; leave it out of 'chat_template_kwargs'", "reasoning_effort")
+    return {**options, "reasoning_effort": reasoning_effort}
+
+
 def stops(stop: Stop | None) -> list[str]:
     if stop is None:
         return []
     return [stop] if isinstance(stop, str) else list(stop)
 
 
-def max_tokens_of(max_tokens: int | None, max_completion_tokens: int | None) -> int:
+def max_tokens_of(max_tokens: int | None, max_completion_tokens: int | None) -> int | None:
     """OpenAI's two words for one limit. Raises Refusal where both are used."""
     if max_tokens is not None and max_completion_tokens is not None:
         raise bad_input("'max_tokens' and 'max_completion_tokens' say the same; send one", "max_completion_tokens")
-    return max_tokens or max_completion_tokens or MAX_TOKENS_DEFAULT
+    return max_tokens or max_completion_tokens
 
 
 def seed_of(asked: int | None, drawn: int) -> int:
@@ -206,6 +231,8 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
         turn["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     elif message.content is None:
         raise bad_input(f"'{place}.content' is missing; give the turn a text", f"{place}.content")
+    if message.reasoning_content is not None:
+        turn["reasoning_content"] = message.reasoning_content
     if message.tool_call_id is not None:
         turn["tool_call_id"] = message.tool_call_id
     if message.name is not None:

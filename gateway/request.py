@@ -17,6 +17,7 @@ from gateway.config import ServerConfig
 from gateway.exchange import Exchange
 from gateway.fleet import Fleet, Step, Stream
 from gateway.metrics import Metrics
+from gateway.options import RunOptions
 from gateway.outage import Outage
 from gateway.prompt import Prompt
 from gateway.reply import Chosen, Usage
@@ -61,12 +62,21 @@ class Gateway:
 class Request:
     """What one request holds and has received so far: the one thing that changes on its way. `close` ends it, once."""
 
-    def __init__(self, gateway: Gateway, exchange: Exchange, caller: Caller, model: Model, prompt: Prompt) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        exchange: Exchange,
+        caller: Caller,
+        model: Model,
+        prompt: Prompt,
+        options: RunOptions = RunOptions(),  # noqa: B008 frozen
+    ) -> None:
         self.gateway = gateway
         self.exchange = exchange
         self.caller = caller
         self.model = model
         self.prompt = prompt
+        self.options = options
         self.span: Span = gateway.traces.begin(model.name, exchange.headers)
         self.reservation: Reservation | None = None
         self.stream: Stream | None = None
@@ -92,6 +102,15 @@ class Request:
             first_token_ms=None if first is None else (first - began) * 1000,
             total_ms=(now - began) * 1000,
         )
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may take, from its first byte on."""
+        asked_ms, most_s = self.options.timeout_ms, self.gateway.limits.request_s
+        return most_s if asked_ms is None else min(most_s, asked_ms / 1000)
+
+    def left_s(self) -> float:
+        return self.limit_s - (self.gateway.clock() - self.exchange.began)
 
     def own_s(self) -> float | None:
         """What the gateway took to the first token, the replica's part left out; None where none came."""
@@ -149,6 +168,7 @@ class Request:
             neurons=self.reservation.neurons(spent),
             left=ratelimit.fields(self.reservation.after(spent)),
             cut=any(choice.finish == "quota" for choice in self.choices),
+            thought_tokens=sum(choice.thought_tokens for choice in self.choices),
         )
 
     def close(self) -> None:

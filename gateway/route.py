@@ -18,8 +18,12 @@ class Candidate(NamedTuple):
     load: int
 
 
-def pick(candidates: Sequence[Candidate], scope: bytes, tokens: bytes, *, balance: float = BALANCE) -> int:
+def pick(
+    candidates: Sequence[Candidate], scope: bytes, tokens: bytes, session: bytes = b"", *, balance: float = BALANCE
+) -> int:
     """The index of the replica for a prompt of this scope; `tokens` is packed u32.
+
+    A caller that names a `session` says what belongs together: it takes the tokens' place, and only its scope's.
 
     Rendezvous hashing on (scope, first tokens) sends equal system prompts of one tenant to one replica, and moves
     only the keys of a replica that goes. A replica whose load would pass `balance` × the mean, and LIGHT, is passed
@@ -31,7 +35,7 @@ def pick(candidates: Sequence[Candidate], scope: bytes, tokens: bytes, *, balanc
         return 0
     mean = (sum(candidate.load for candidate in candidates) + 1) / len(candidates)
     bound = max(math.ceil(balance * mean), LIGHT)
-    key = xxhash.xxh3_64_intdigest(_key(tokens), seed=xxhash.xxh3_64_intdigest(scope))
+    key = xxhash.xxh3_64_intdigest(session or _key(tokens), seed=xxhash.xxh3_64_intdigest(scope))
     ranked = sorted(
         (xxhash.xxh3_64_intdigest(candidate.name.encode(), seed=key), index)
         for index, candidate in enumerate(candidates)

@@ -14,6 +14,7 @@ from engine.wire import Sampling
 from gateway import sse
 from gateway.body import decode, options
 from gateway.errors import Refusal, bad_input, envelope
+from gateway.options import Within
 from gateway.prompt import (
     LogitBias,
     MaxTokens,
@@ -41,12 +42,6 @@ TEMPERATURE_DEFAULT: Final = 0.6
 _encode = msgspec.json.encode
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`options`: how the call is run. rejectIfBusy answers 429 at once instead of waiting in a queue."""
-
-    rejectIfBusy: bool = False
-
-
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every field of the native schema. Those below `user` are refused by name where they ask for something."""
 
@@ -69,7 +64,7 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: Stop | None = None
     n: int | None = None
     tools: Tools | None = None
-    options: Options | None = None
+    options: Within | None = None
     metadata: Metadata | None = None
     user: ShortText | None = None
     tool_choice: Any = None
@@ -98,7 +93,7 @@ def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tupl
         raise bad_input("'raw' skips the chat template and goes with 'prompt' only; leave it out", "raw")
     if asked.tools and asked.messages is None:
         raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
-    queueing = _queueing(query)
+    _refuse_options(query)
     prompt = Prompt(
         text=asked.prompt,
         messages=None if asked.messages is None else chat(asked.messages),
@@ -110,7 +105,7 @@ def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tupl
         stream=bool(asked.stream),
         include_usage=True,
         user=asked.user,
-        reject_if_busy=queueing or (asked.options is not None and asked.options.rejectIfBusy),
+        options=asked.options,
     )
     return model, prompt
 
@@ -143,15 +138,12 @@ def _sampling(asked: Input, drawn_seed: int) -> Sampling:
     )
 
 
-def _queueing(query: bytes) -> bool:
-    """Run options that arrive as query parameters. Returns rejectIfBusy; raises Refusal for what is not served."""
-    if not query:
-        return False
-    asked = options(query)
+def _refuse_options(query: bytes) -> None:
+    """Raises Refusal for run options that are not served."""
+    asked = options(query) if query else {}
     for name in ("queueRequest", "websocket", "returnRawResponse"):
         if asked.get(name, "") not in ("false", "0", ""):
             raise bad_input(f"the option '{name}' is not supported here; leave it out", name)
-    return asked.get("rejectIfBusy") in ("true", "1")
 
 
 class Reply:

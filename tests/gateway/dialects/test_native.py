@@ -6,6 +6,7 @@ import pytest
 
 from gateway.dialects.native import Reply, parse
 from gateway.errors import Refusal
+from gateway.options import Within
 from gateway.prompt import Prompt
 from gateway.reply import Completion, ToolUse, Usage
 
@@ -59,9 +60,9 @@ def test_the_other_fields_are_honoured() -> None:
     assert (prompt.raw, prompt.stream, prompt.max_tokens, prompt.stop) == (True, True, 9, ["a", "b"])
     assert parsed({**HELLO, "stop": "x"}).stop == ["x"]
     assert parsed({**HELLO, "max_completion_tokens": 3}).max_tokens == 3
-    assert parsed({**HELLO, "options": {"rejectIfBusy": True}}).reject_if_busy
-    assert parsed(HELLO, b"rejectIfBusy=true").reject_if_busy
-    assert not parsed(HELLO, b"queueRequest=false").reject_if_busy
+    said = parsed({**HELLO, "options": {"rejectIfBusy": True, "tags": ["a"], "requestTimeoutMs": 9}}).options
+    assert said == Within(rejectIfBusy=True, tags=["a"], requestTimeoutMs=9)
+    assert parsed(HELLO, b"queueRequest=false").options is None
 
 
 def test_messages_become_what_a_template_reads() -> None:
