@@ -63,11 +63,13 @@ class _Call:
 
 
 class Choice:
-    """One choice of a request. `finish` says why once `last`, its last step, came: as in Reply.finish."""
+    """One choice of a request. `finish` says why once `last`, its last step, came: as in Reply.finish.
+
+    `thought_tokens` are those up to the last piece of thought: a step that ends one may hold some of the text."""
 
     __slots__ = (
         *("_calls", "_decoder", "_parser", "_pieces", "_scored", "_scores", "_shown", "_text", "_thoughts"),
-        *("finish", "last"),
+        *("_tokens", "finish", "last", "thought_tokens"),
     )
 
     def __init__(self, model: Model, prompt: Prompt) -> None:
@@ -82,6 +84,8 @@ class Choice:
         self._scored: list[Chosen] = []
         self.finish: str | None = None
         self.last: Step | None = None
+        self._tokens = 0
+        self.thought_tokens = 0
 
     @property
     def stopped_by(self) -> str | None:
@@ -100,6 +104,9 @@ class Choice:
         if self.finish is not None:
             self.last = step
             parts += self._parser.finish()
+        self._tokens += len(step.tokens)
+        if parts and isinstance(parts[-1], Thought):
+            self.thought_tokens = self._tokens
         self._keep(parts)
         if self.finish == "stop" and self._calls:
             self.finish = "tool_calls"

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from gateway.errors import Refusal
 from gateway.prompt import Prompt
 
@@ -14,7 +16,8 @@ from gateway.prompt import Prompt
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a request cost. `cached_tokens` are those of the prompt that were read from the caller's own cache; `left`
-    are the neurons that its limits have left, by the limit's name. `cut` is whether one of these ended it."""
+    are the neurons that its limits have left, by the limit's name. `cut` is whether one of these ended it. So many
+    of the completion's tokens were thoughts, in `thought_tokens`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -22,6 +25,7 @@ class Usage:
     neurons: float
     left: dict[str, float] = field(default_factory=dict)
     cut: bool = False
+    thought_tokens: int = 0
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -55,6 +59,14 @@ class ToolUse:
     id: str
     name: str
     arguments: str
+
+    @property
+    def input(self) -> dict[str, Any] | None:
+        """The arguments as an object; None where the answer ended within them."""
+        try:
+            return msgspec.json.decode(self.arguments, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            return None
 
 
 @dataclass(frozen=True, slots=True)

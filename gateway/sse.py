@@ -23,6 +23,11 @@ def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
+def named_event(name: str, body: bytes) -> bytes:
+    """One event of a kind that its own line tells."""
+    return b"event: " + name.encode() + b"\n" + event(body)
+
+
 def paddings() -> Iterator[bytes]:
     """Endless padding of random length (8–71 bytes), from the system's randomness, drawn 4,096 at a time."""
     while True:
