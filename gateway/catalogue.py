@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,6 +57,10 @@ class Model:
     def author(self) -> str:
         """`@cf/hearth/ember` → `hearth`."""
         return self.name.split("/")[1]
+
+    @property
+    def created(self) -> datetime:
+        return datetime.fromtimestamp(int(self.created_at), UTC)
 
     def ended(self, today: date) -> bool:
         return self.ends_on is not None and today >= self.ends_on

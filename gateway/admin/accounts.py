@@ -15,7 +15,6 @@ from gateway.admin.operation import (
     Office,
     Operation,
     Paged,
-    PageItem,
     values_checked,
 )
 from gateway.errors import bad_input
@@ -54,7 +53,7 @@ async def listed(office: Office, ask: Ask[AccountsQuery, Nothing]) -> Answer[lis
     query = ask.query
     found = [account for account in await office.gateway.accounts.list() if _matches(account, query)]
     shown, page = sliced(found, query.page, query.per_page)
-    return Answer([account_answer(account).result for account in shown], page=PageItem(**page))
+    return Answer([account_answer(account).result for account in shown], page=page)
 
 
 def _matches(account: Account, query: AccountsQuery) -> bool:

@@ -13,10 +13,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway import errors
-from gateway.admin.operation import Answer, Ask, CursorItem, Nothing, Office, Operation, PageItem, Told, pattern
+from gateway.admin.operation import Answer, Ask, CursorItem, Nothing, Office, Operation, Told, pattern
 from gateway.body import asked_in, decode
 from gateway.errors import Refusal
 from gateway.exchange import JSON, Exchange, Header
+from gateway.listing.pages import PageItem
 from tenants.accounts import Caller, Conflict, NotFound, Permission
 from tenants.store import StoreUnavailable
 

@@ -10,12 +10,16 @@ import msgspec
 
 from gateway.admin.operation import ACCOUNT, BASE
 from gateway.dialects import chat, native, run
-from gateway.listing.models import NoQuery, SearchQuery
+from gateway.listing.marketplace import Offers
+from gateway.listing.models import Author, ModelItem, NoQuery, SearchQuery, Task
+from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
+from gateway.listing.pages import Listed
+from gateway.listing.schemas import SchemaQuery, Schemas
 from tenants.accounts import Permission
 
 INFERENCE: Final = (Permission.INFERENCE,)
 # 429: a limit of the caller's, or capacity taken for the moment. 422: it was running in two crashes of its model.
-_GENERATING: Final = (413, 422, 429)
+_GENERATING: Final = (410, 413, 422, 429)
 
 
 class RunQuery(msgspec.Struct):
@@ -42,23 +46,6 @@ class Completed(msgspec.Struct):
     usage: dict[str, Any]
 
 
-class Found(msgspec.Struct):
-    """A page of the catalogue."""
-
-    result: list[dict[str, Any]]
-    success: Literal[True]
-    errors: list[Any]
-    messages: list[Any]
-    result_info: dict[str, int]
-
-
-class Models(msgspec.Struct):
-    """OpenAI's list of models."""
-
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-
-
 class Alive(msgspec.Struct):
     alive: bool
 
@@ -70,8 +57,9 @@ class Ready(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`streams`: it answers with events where the body asks for `stream`. `open`: anybody may ask, and sees more with
-    the permissions where there are any. `plain` is the media type of an answer that is no JSON."""
+    """`result` is one type, or several of which any answer is one. `streams`: it answers with events where the body
+    asks for `stream`. `open`: anybody may ask, and sees more with the permissions where there are any. `plain` is the
+    media type of an answer that is no JSON."""
 
     method: Literal["GET", "POST"]
     path: str
@@ -133,18 +121,52 @@ ROUTES: Final = (
         "GET",
         _AI,
         "/models/search",
-        summary="The models that the token may call",
+        summary="The models that the token may call, also as OpenRouter asks for them",
         permissions=INFERENCE,
-        result=Found,
+        result=(Listed[ModelItem], Offers),
         query=SearchQuery,
+    ),
+    *_below(
+        "GET",
+        _AI,
+        "/models/schema",
+        summary="JSON Schemas of what a model takes and answers at /ai/run",
+        permissions=INFERENCE,
+        result=Schemas,
+        query=SchemaQuery,
+    ),
+    *_below(
+        "GET",
+        _AI,
+        "/tasks/search",
+        summary="What the models do",
+        permissions=INFERENCE,
+        result=Listed[Task],
+    ),
+    *_below(
+        "GET",
+        _AI,
+        "/authors/search",
+        summary="Who the models are from",
+        permissions=INFERENCE,
+        result=Listed[Author],
     ),
     *_below(
         "GET",
         (*_AI, ""),
         "/v1/models",
-        summary="OpenAI's list of the models that the token may call",
+        summary="OpenAI's and Anthropic's list of the models that the token may call",
         permissions=INFERENCE,
-        result=Models,
+        result=ModelCards,
+        query=ModelsQuery,
+    ),
+    *_below(
+        "GET",
+        (*_AI, ""),
+        "/v1/models/{model}",
+        summary="One of them",
+        permissions=INFERENCE,
+        result=ModelCard,
     ),
     Route("GET", "/healthz", "Whether the process lives", (), Alive, open=True),
     Route("GET", "/readyz", "Whether it can serve, and why not", (), Ready, open=True),

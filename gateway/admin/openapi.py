@@ -7,7 +7,8 @@ from typing import Any, Final
 import msgspec
 
 from gateway.admin.inference import Ready, Route
-from gateway.admin.operation import PLACES, CursorItem, Operation, PageItem, Told
+from gateway.admin.operation import PLACES, CursorItem, Operation, Told
+from gateway.listing.pages import PageItem
 from tenants.terms import RANGES
 
 Json = dict[str, Any]
@@ -24,6 +25,7 @@ _STATUSES: Final = {
     404: "There is nothing of this name that the caller may see",
     408: "The request did not arrive in time, or took too long",
     409: "In use, changed by others all the time, or a creation with this Idempotency-Key is in progress",
+    410: "The model is deprecated, and served no more",
     412: "What If-Match or If-None-Match asked for is not so",
     413: "The body is too large",
     421: "This host is not served here",
@@ -120,7 +122,7 @@ class _Schemas:
         for operation in operations:
             types += [operation.result, *([operation.body] if operation.takes_body else [])]
         for route in routes:
-            types += [route.result, *([] if route.body is None else [route.body])]
+            types += [*_results(route), *([] if route.body is None else [route.body])]
         found, self.components = msgspec.json.schema_components(types, ref_template=_REF)
         self._of = list(zip(types, found, strict=True))
         for component in self.components.values():
@@ -188,7 +190,9 @@ def _envelope(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
 def _route(route: Route, schemas: _Schemas) -> Json:
     statuses = [*_ALWAYS, *route.statuses, *(() if route.open else _WITH_TOKEN)]
     statuses += [404] if "{" in route.path else []
-    content: Json = {route.plain or "application/json": {"schema": schemas.of(route.result)}}
+    content: Json = {
+        route.plain or "application/json": {"schema": _any_of([schemas.of(one) for one in _results(route)])}
+    }
     if route.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     said: Json = {
@@ -204,6 +208,14 @@ def _route(route: Route, schemas: _Schemas) -> Json:
     if route.body is not None:
         said["requestBody"] = _body(route.body, schemas, required=True)
     return said
+
+
+def _results(route: Route) -> tuple[Any, ...]:
+    return route.result if isinstance(route.result, tuple) else (route.result,)
+
+
+def _any_of(schemas: list[Json]) -> Json:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _body(kind: Any, schemas: _Schemas, *, required: bool) -> Json:

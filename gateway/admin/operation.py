@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from gateway.admin.once import Once
 from gateway.errors import bad_input
-from gateway.listing.pages import PAGE_MAX
+from gateway.listing.pages import PAGE_MAX, PageItem
 from gateway.request import Gateway
 from tenants.accounts import NAME_MAX, Caller, Permission
 from tenants.audit import Audit, fitting
@@ -45,15 +45,6 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Paged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
     per_page: Annotated[int, Meta(ge=1, le=100)] = 20
-
-
-class PageItem(msgspec.Struct, frozen=True):
-    """Which part of a list this is; past its end a page is empty."""
-
-    count: int
-    page: int
-    per_page: int
-    total_count: int
 
 
 class CursorItem(msgspec.Struct, frozen=True):

@@ -22,7 +22,6 @@ from gateway.admin.operation import (
     Nothing,
     Office,
     Operation,
-    PageItem,
     Time,
     Told,
     time_of,
@@ -133,7 +132,7 @@ async def listed(office: Office, ask: Ask[TokensQuery, Nothing]) -> Answer[list[
     query, now = ask.query, office.gateway.calendar()
     tokens = await _live(office, ask.account_id)
     shown, page = sliced(tokens if query.direction == "asc" else tokens[::-1], query.page, query.per_page)
-    return Answer([_item(token, now) for token in shown], page=PageItem(**page))
+    return Answer([_item(token, now) for token in shown], page=page)
 
 
 async def _live(office: Office, account_id: str) -> list[ApiToken]:

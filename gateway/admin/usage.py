@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.admin.operation import ACCOUNT, OPERATOR, Answer, Ask, Nothing, Office, Operation, PageItem
+from gateway.admin.operation import ACCOUNT, OPERATOR, Answer, Ask, Nothing, Office, Operation
 from gateway.errors import bad_input
 from gateway.listing.pages import PAGE_MAX, sliced
 from tenants.accounts import Permission
@@ -145,7 +145,7 @@ def _answer(sums: Sums, query: Rows) -> Answer[list[UsageItem]]:
     if query.format == "csv":
         return Answer([], csv=table(sums.items(), sums.by))
     shown, page = sliced(sums.items(), query.page, query.per_page)
-    return Answer(list(shown), page=PageItem(**page))
+    return Answer(list(shown), page=page)
 
 
 def table(items: Sequence[UsageItem], by: Sequence[str]) -> str:

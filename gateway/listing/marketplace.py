@@ -1,8 +1,9 @@
 """The catalogue as OpenRouter asks its providers for theirs (`format=openrouter`). It knows models and their prices."""
 
 from collections.abc import Sequence
+from datetime import date
 from decimal import Decimal
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -25,32 +26,54 @@ _SAMPLING: Final = (
 _QUANTIZATIONS: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
+class Offer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One model. `pricing` is in US dollars for a token, written out in full."""
+
+    id: str
+    hugging_face_id: str
+    name: str
+    description: str
+    created: int
+    input_modalities: list[str]
+    output_modalities: list[str]
+    quantization: str
+    context_length: int
+    max_output_length: int
+    pricing: dict[str, str]
+    supported_sampling_parameters: tuple[str, ...]
+    supported_features: list[str]
+    deprecation_date: date | None = None
+
+
+class Offers(msgspec.Struct, frozen=True):
+    data: list[Offer]
+
+
 def listed(gateway: Gateway, models: Sequence[Model]) -> bytes:
-    return msgspec.json.encode({"data": [_item(gateway, model) for model in models]})
+    return msgspec.json.encode(Offers([_offer(gateway, model) for model in models]))
 
 
-def _item(gateway: Gateway, model: Model) -> dict[str, Any]:
+def _offer(gateway: Gateway, model: Model) -> Offer:
     tokens = gateway.context_tokens(model)
-    item = {
-        "id": model.name,
-        "hugging_face_id": model.name.removeprefix("@hf/") if model.name.startswith("@hf/") else "",
-        "name": model.name.rpartition("/")[2],
-        "description": model.description,
-        "created": int(model.created_at),
-        "input_modalities": ["text"],
-        "output_modalities": ["text"],
-        "quantization": _QUANTIZATIONS.get(model.spec.dtype, "unknown"),
-        "context_length": tokens,
-        "max_output_length": tokens,
-        "pricing": _pricing(model, gateway.limits.neuron_usd),
-        "supported_sampling_parameters": _SAMPLING,
-        "supported_features": ["logprobs", *(["tools"] if model.function_calling else [])],
-    }
-    return item if model.ends_on is None else {**item, "deprecation_date": model.ends_on.isoformat()}
+    return Offer(
+        id=model.name,
+        hugging_face_id=model.name.removeprefix("@hf/") if model.name.startswith("@hf/") else "",
+        name=model.name.rpartition("/")[2],
+        description=model.description,
+        created=int(model.created_at),
+        input_modalities=["text"],
+        output_modalities=["text"],
+        quantization=_QUANTIZATIONS.get(model.spec.dtype, "unknown"),
+        context_length=tokens,
+        max_output_length=tokens,
+        pricing=_pricing(model, gateway.limits.neuron_usd),
+        supported_sampling_parameters=_SAMPLING,
+        supported_features=["logprobs", *(["tools"] if model.function_calling else [])],
+        deprecation_date=model.ends_on,
+    )
 
 
 def _pricing(model: Model, neuron_usd: float) -> dict[str, str]:
-    """US dollars for a token, written out in full."""
     neurons_per_million = {
         "prompt": model.price.input,
         "completion": model.price.output,

@@ -6,7 +6,7 @@ It does not know who asks: it is given the models that they may see.
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,25 +14,13 @@ from msgspec import Meta
 from gateway.body import asked_in
 from gateway.catalogue import Model
 from gateway.listing import marketplace
-from gateway.listing.pages import PAGE_MAX, sliced
+from gateway.listing.pages import PAGE_MAX, Listed, PageItem, sliced
 from gateway.request import Gateway
 
 PER_PAGE_MAX: Final = 1000
 PER_PAGE_DEFAULT: Final = 100
 SHOWN_AFTER_END: Final = timedelta(days=92)  # how long `include_deprecated` shows a model that is served no more
 _NAMESPACE: Final = uuid.UUID("0c1f6d0a-7c57-4b0e-8a55-2f5d4a1f6b3e")
-# Their ids are those of Workers AI, which clients may have learnt.
-_TASKS: Final = {
-    "Text Generation": ("c329a1f9-323d-4e91-b2aa-582dd4188d34", "Generates text from a prompt or from messages."),
-    "Text Embeddings": (
-        "0137cdcf-162a-4108-94f2-1ca59e8c65ee",
-        "Turns texts into vectors that are near where they are.",
-    ),
-    "Text Classification": (
-        "19606750-23ed-4371-aab2-c20349b53a60",
-        "Scores texts, such as how well they answer a query.",
-    ),
-}
 _SOURCES: Final = {"@hf": 2}  # everything else is 1, as there
 
 YesNo = Literal["true", "false", "1", "0"]
@@ -52,8 +40,65 @@ class SearchQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["", "openrouter"] = ""
 
 
+class Price(msgspec.Struct, frozen=True):
+    """Of a million tokens of one kind, which `unit` names."""
+
+    unit: str
+    price: float
+    currency: Literal["neurons"] = "neurons"
+
+
+class Property(msgspec.Struct, frozen=True):
+    """What is to be known of a model; everything but prices is a text."""
+
+    property_id: str
+    value: str | list[Price]
+
+
+class Task(msgspec.Struct, frozen=True):
+    id: str
+    name: str
+    description: str
+
+
+class Author(msgspec.Struct, frozen=True):
+    """Who the names of models say that they are from."""
+
+    id: str
+    name: str
+
+
+class ModelItem(msgspec.Struct, frozen=True):
+    """A model as the search shows it."""
+
+    id: str
+    source: int
+    name: str
+    description: str
+    task: Task
+    created_at: datetime
+    tags: list[str]
+    properties: list[Property]
+
+
 class NoQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The query of a list that has none."""
+
+
+# Their ids are those of Workers AI, which clients may have learnt.
+_TASKS: Final = (
+    Task("c329a1f9-323d-4e91-b2aa-582dd4188d34", "Text Generation", "Writes text from a prompt or from messages."),
+    Task(
+        "0137cdcf-162a-4108-94f2-1ca59e8c65ee",
+        "Text Embeddings",
+        "Turns texts into vectors, near where they are alike.",
+    ),
+    Task(
+        "19606750-23ed-4371-aab2-c20349b53a60",
+        "Text Classification",
+        "Scores texts, as by how well they answer a query.",
+    ),
+)
 
 
 def search(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
@@ -63,38 +108,33 @@ def search(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
     found, page = sliced([model for model in models if _matches(model, asked, today)], asked.page, asked.per_page)
     if asked.format == "openrouter":
         return marketplace.listed(gateway, found)
-    return _listed([_item(gateway, model) for model in found], page)
+    return msgspec.json.encode(Listed([_item(gateway, model) for model in found], page))
 
 
 def tasks(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
     """`/ai/tasks/search`: what the models do. Raises Refusal."""
     asked_in(query, NoQuery)
-    return _all([_task(name) for name in sorted({model.task for model in models})])
+    return _all([task for task in _TASKS if task.name in {model.task for model in models}])
 
 
 def authors(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
-    """`/ai/authors/search`: who the models' names say that they are from. Raises Refusal."""
+    """`/ai/authors/search`. Raises Refusal."""
     asked_in(query, NoQuery)
     names = sorted({model.author for model in models})
-    return _all([{"id": str(uuid.uuid5(_NAMESPACE, name)), "name": name} for name in names])
+    return _all([Author(str(uuid.uuid5(_NAMESPACE, name)), name) for name in names])
 
 
-def _all(items: list[dict[str, Any]]) -> bytes:
+def _all(items: Sequence[Task | Author]) -> bytes:
     """A list that is one page."""
-    return _listed(items, {"count": len(items), "page": 1, "per_page": len(items), "total_count": len(items)})
-
-
-def _listed(items: list[dict[str, Any]], page: dict[str, int]) -> bytes:
-    return msgspec.json.encode({"result": items, "success": True, "errors": [], "messages": [], "result_info": page})
+    return msgspec.json.encode(Listed(items, PageItem(len(items), 1, len(items), len(items))))
 
 
 def _matches(model: Model, asked: SearchQuery, today: date) -> bool:
-    task, author = asked.task.lower(), asked.author.lower()
     since_end = timedelta(0) if model.ends_on is None else today - model.ends_on
     return (
         asked.search.lower() in f"{model.name} {model.description}".lower()
-        and task in ("", model.task.lower(), _TASKS[model.task][0])
-        and author in ("", model.author.lower())
+        and asked.task.lower() in ("", model.task.lower(), _task(model).id)
+        and asked.author.lower() in ("", model.author.lower())
         and asked.source.removesuffix(".0") in ("", str(_source(model)))
         and not (model.beta and _yes(asked.hide_experimental))
         and (not model.ended(today) or (_yes(asked.include_deprecated) and since_end <= SHOWN_AFTER_END))
@@ -109,30 +149,28 @@ def _source(model: Model) -> int:
     return _SOURCES.get(model.name.partition("/")[0], 1)
 
 
-def _task(name: str) -> dict[str, str]:
-    id, description = _TASKS[name]
-    return {"id": id, "name": name, "description": description}
+def _task(model: Model) -> Task:
+    return next(task for task in _TASKS if task.name == model.task)
 
 
-def _item(gateway: Gateway, model: Model) -> dict[str, Any]:
+def _item(gateway: Gateway, model: Model) -> ModelItem:
     properties = _properties(gateway, model)
-    return {
-        "id": model.id,
-        "source": _source(model),
-        "name": model.name,
-        "description": model.description,
-        "task": _task(model.task),
-        "created_at": datetime.fromtimestamp(int(model.created_at), UTC).isoformat(),
-        "tags": model.tags,
-        "properties": [{"property_id": name, "value": value} for name, value in properties.items() if value],
-    }
+    return ModelItem(
+        id=model.id,
+        source=_source(model),
+        name=model.name,
+        description=model.description,
+        task=_task(model),
+        created_at=model.created,
+        tags=model.tags,
+        properties=[Property(name, value) for name, value in properties.items() if value],
+    )
 
 
-def _properties(gateway: Gateway, model: Model) -> dict[str, Any]:
-    """By id, in strings as there, all but the price; what is empty is left out."""
-    tokens = str(gateway.context_tokens(model))
+def _properties(gateway: Gateway, model: Model) -> dict[str, str | list[Price]]:
+    """By id; those that are empty are left out."""
     return {
-        "context_window": tokens,
+        "context_window": str(gateway.context_tokens(model)),
         "price": _prices(model),
         "function_calling": "true" if model.function_calling else "",
         "beta": "true" if model.beta else "",
@@ -142,10 +180,9 @@ def _properties(gateway: Gateway, model: Model) -> dict[str, Any]:
     }
 
 
-def _prices(model: Model) -> list[dict[str, Any]]:
-    neurons = {
-        "per M input tokens": model.price.input,
-        "per M cached input tokens": model.price.cached_input,
-        "per M output tokens": model.price.output,
-    }
-    return [{"unit": unit, "price": price, "currency": "neurons"} for unit, price in neurons.items()]
+def _prices(model: Model) -> list[Price]:
+    return [
+        Price("per M input tokens", model.price.input),
+        Price("per M cached input tokens", model.price.cached_input),
+        Price("per M output tokens", model.price.output),
+    ]

@@ -4,7 +4,7 @@ have the fields of both; what one of them does not know it passes over.
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,26 @@ from gateway.listing.models import NoQuery
 from gateway.request import Gateway
 
 LIMIT_MAX: Final = 1000
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """A model, under its name or an alias."""
+
+    id: str
+    created: int
+    owned_by: str
+    display_name: str
+    created_at: datetime
+    object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+
+
+class ModelCards(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
 
 
 class ModelsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,14 +53,9 @@ def listed(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
     named = {name: model for model in models if not model.ended(today) for name in (model.name, *model.aliases)}
     names = _between(list(named), asked)
     shown = names[-asked.limit :] if asked.before_id else names[: asked.limit]
-    body = {
-        "object": "list",
-        "data": [_item(name, named[name]) for name in shown],
-        "has_more": len(shown) < len(names),
-        "first_id": shown[0] if shown else None,
-        "last_id": shown[-1] if shown else None,
-    }
-    return msgspec.json.encode(body)
+    cards = [_card(name, named[name]) for name in shown]
+    ends = (shown[0], shown[-1]) if shown else (None, None)
+    return msgspec.json.encode(ModelCards(cards, len(shown) < len(names), *ends))
 
 
 def one(gateway: Gateway, models: Sequence[Model], query: bytes, name: str) -> bytes:
@@ -49,7 +64,7 @@ def one(gateway: Gateway, models: Sequence[Model], query: bytes, name: str) -> b
     found = next((model for model in models if name in (model.name, *model.aliases)), None)
     if found is None:
         raise errors.no_model_of_name(name)
-    return msgspec.json.encode(_item(name, found))
+    return msgspec.json.encode(_card(name, found))
 
 
 def _between(names: list[str], asked: ModelsQuery) -> list[str]:
@@ -62,13 +77,11 @@ def _between(names: list[str], asked: ModelsQuery) -> list[str]:
     return names[start:end]
 
 
-def _item(name: str, model: Model) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(model.created_at),
-        "owned_by": model.author,
-        "type": "model",
-        "display_name": name.rpartition("/")[2],
-        "created_at": datetime.fromtimestamp(int(model.created_at), UTC).isoformat(),
-    }
+def _card(name: str, model: Model) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=int(model.created_at),
+        owned_by=model.author,
+        display_name=name.rpartition("/")[2],
+        created_at=model.created,
+    )

@@ -3,7 +3,7 @@ cannot differ from what is accepted.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -13,7 +13,21 @@ from gateway.catalogue import Model
 from gateway.dialects import chat, native
 from gateway.request import Gateway
 
-_INPUTS: Final = {"native": native.Input, "chat": chat.Body}
+_INPUTS: Final = {"native": native.Input, "chat": chat.Input}
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """JSON Schemas of what a model takes, and of what it answers."""
+
+    input: dict[str, Any]
+    output: dict[str, Any]
+
+
+class Schemas(msgspec.Struct, frozen=True):
+    result: Pair
+    success: Literal[True] = True
+    errors: tuple[()] = ()
+    messages: tuple[()] = ()
 
 
 class SchemaQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,8 +40,7 @@ def one(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
     model = next((model for model in models if name in (model.name, *model.aliases)), None)
     if model is None:
         raise errors.no_such_model(name)
-    result = {"input": whole(_INPUTS[model.dialect]), "output": {}}
-    return msgspec.json.encode({"result": result, "success": True, "errors": [], "messages": []})
+    return msgspec.json.encode(Schemas(Pair(whole(_INPUTS[model.dialect]), {})))
 
 
 def whole(kind: Any) -> dict[str, Any]:

@@ -152,11 +152,15 @@ async def served(
     traces: Traces | None = None,
     issuers: Sequence[Issuer] = (),
     store_url: str | None = None,
+    models: Sequence[ModelConfig] = (),
     **server: Any,
 ) -> AsyncIterator[Served]:
-    """`server` are settings of [server]. Without a store's url it is an SQLite file of its own."""
+    """`server` are settings of [server]; `models` are entries of the catalogue beside its own, or in place of them.
+    Without a store's url it is an SQLite file of its own."""
     fleet = StubFleet(folder, replicas)
-    config = msgspec.structs.replace(config_for(folder, fleet, server), issuers=list(issuers))
+    config = config_for(folder, fleet, server)
+    entries = {entry.name: entry for entry in (*config.models, *models)}
+    config = msgspec.structs.replace(config, issuers=list(issuers), models=list(entries.values()))
     if store_url is not None:
         config = msgspec.structs.replace(config, store=StoreConfig(url=store_url))
     app = build_app(config, SECRET, traces)

@@ -189,44 +189,6 @@ async def test_every_answer_names_its_request(tmp_path: Path) -> None:
 
 
 @looped
-async def test_the_catalogue_is_searched_in_pages(tmp_path: Path) -> None:
-    async with served(tmp_path) as gateway:
-        path = f"/client/v4/accounts/{gateway.account_id}/ai/models/search"
-
-        async def names(query: str = "") -> list[str]:
-            status, _, content = await get(gateway, path + query)
-            assert status == 200
-            body = json.loads(content)
-            assert body["success"] is True
-            assert body["result_info"]["count"] == len(body["result"])
-            return [item["name"] for item in body["result"]]
-
-        assert sorted(await names()) == ["@cf/hearth/ember", MODEL]
-        assert await names("?search=STUB") == [MODEL]
-        assert await names("?search=nothing") == []
-        assert await names("?author=hearth&task=Text%20Generation") == ["@cf/hearth/ember"]
-        assert len(await names("?per_page=1&page=2")) == 1
-        assert await names("?per_page=1&page=3") == []
-        for query in ("?page=0", "?page=x", "?per_page=1001", "?page=-1"):
-            assert (await get(gateway, path + query))[0] == 400
-        _, _, content = await get(gateway, "/ai/models/search")
-        item = json.loads(content)["result"][0]
-        assert set(item) == {"id", "source", "name", "description", "task", "tags", "properties"}
-        assert (await get(gateway, path, token=""))[0] == 401
-
-
-@looped
-async def test_openai_clients_can_list_models(tmp_path: Path) -> None:
-    async with served(tmp_path) as gateway:
-        for path in ("/v1/models", f"/client/v4/accounts/{gateway.account_id}/ai/v1/models"):
-            status, _, content = await get(gateway, path)
-            listed = json.loads(content)
-            assert (status, listed["object"]) == (200, "list")
-            assert MODEL in [model["id"] for model in listed["data"]]
-        assert (await get(gateway, "/v1/models", token="Bearer junk"))[0] == 400
-
-
-@looped
 async def test_readiness_needs_a_replica_and_a_store_and_no_drain(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         assert (await get(gateway, "/healthz", token=""))[0] == 200

@@ -159,12 +159,13 @@ def same(answer: Answer) -> tuple[int, dict[str, str], bytes]:
 
 
 def filled(path: str, account_id: str, token_id: str = "A" * 11, plan: str = "spare") -> str:
+    asked = f"?model={MODEL}" if path.endswith("/models/schema") else ""
     return (
         path.replace("{account_id}", account_id)
         .replace("{token_id}", token_id)
         .replace("{plan}", plan)
         .replace("{model}", MODEL)
-    )
+    ) + asked
 
 
 def body_of(operation: dict[str, Any]) -> Any:
