@@ -1,0 +1,44 @@
+"""Calls as Hermes and Qwen write them: <tool_call>, a JSON object, </tool_call>, each call in tags of its own."""
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from engine.wire import Grammar
+from gateway.calls import lark, objects
+from gateway.calls.schemas import offered
+from gateway.calls.tape import Reader, Reading, Tape
+from gateway.prompt import ToolChoice
+
+BEGIN: Final = "<tool_call>"
+END: Final = "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Hermes:
+    tokens: Mapping[str, int]
+    name: ClassVar[str] = "hermes"
+    markers: ClassVar[frozenset[str]] = frozenset({BEGIN, END})
+
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
+        return Reader(functools.partial(_read, names=offered(tools, choice)))
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
+        begin, end = lark.marker(BEGIN, self.tokens), lark.marker(END, self.tokens)
+        frame = lark.Frame(
+            mark=begin,
+            first='"\\n"',
+            between=f'"\\n" {end} "\\n" {begin} "\\n"',
+            last=f'"\\n" {end}',
+        )
+        return lark.grammar(tools, choice, parallel, frame, lark.written_as_object("arguments"))
+
+
+def _read(tape: Tape, names: Collection[str]) -> Reading[None]:
+    while (yield from tape.prose(BEGIN)) is not None:
+        yield from tape.blank()
+        if (yield from objects.call(tape, names)):
+            yield from tape.blank()
+            if (yield from tape.follows(END)):
+                tape.drop()

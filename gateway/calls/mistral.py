@@ -1,0 +1,90 @@
+"""Calls as Mistral writes them, behind [TOOL_CALLS]: older models a JSON array of objects, later ones the name, [ARGS]
+and the arguments, each call behind a marker of its own."""
+
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from engine.wire import Grammar
+from gateway.calls import lark, objects
+from gateway.calls.schemas import Function, arguments, offered
+from gateway.calls.tape import Reader, Reading, Tape
+from gateway.prompt import ToolChoice
+
+CALLS: Final = "[TOOL_CALLS]"
+CALL_ID: Final = "[CALL_ID]"
+ARGUMENTS: Final = "[ARGS]"
+
+_WORD: Final = re.compile(r"[\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class MistralList:
+    """[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]"""
+
+    tokens: Mapping[str, int]
+    name: ClassVar[str] = "mistral"
+    markers: ClassVar[frozenset[str]] = frozenset({CALLS, CALL_ID, ARGUMENTS})
+
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
+        return Reader(functools.partial(_read, names=offered(tools, choice)))
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
+        frame = lark.Frame(mark=lark.marker(CALLS, self.tokens), first='" "? "["', between='", "', last='"]"')
+        return lark.grammar(tools, choice, parallel, frame, lark.written_as_object("arguments"))
+
+
+@dataclass(frozen=True, slots=True)
+class MistralNamed:
+    """[TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]…"""
+
+    tokens: Mapping[str, int]
+    name: ClassVar[str] = "mistral_named"
+    markers: ClassVar[frozenset[str]] = MistralList.markers
+
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
+        return Reader(functools.partial(_read, names=offered(tools, choice)))
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
+        mark = lark.marker(CALLS, self.tokens)
+        separator = lark.marker(ARGUMENTS, self.tokens)
+        write = functools.partial(_write_named, separator=separator)
+        return lark.grammar(tools, choice, parallel, lark.Frame(mark=mark, between=mark), write)
+
+
+def _read(tape: Tape, names: Collection[str]) -> Reading[None]:
+    while (yield from tape.prose(CALLS)) is not None:
+        yield from tape.blank()
+        if (yield from tape.follows("[")):
+            yield from _list(tape, names)
+        else:
+            yield from _named(tape, names)
+
+
+def _list(tape: Tape, names: Collection[str]) -> Reading[None]:
+    while True:
+        yield from tape.blank()
+        if not (yield from objects.call(tape, names)):
+            return
+        yield from tape.blank()
+        mark = yield from tape.follows(",", "]")
+        if mark == "]":
+            tape.drop()
+        if mark != ",":
+            return
+
+
+def _named(tape: Tape, names: Collection[str]) -> Reading[None]:
+    name = yield from tape.word(_WORD)
+    if name in names:
+        if (yield from tape.follows(CALL_ID)):
+            yield from tape.word(_WORD)
+        yield from tape.follows(ARGUMENTS)
+        yield from objects.named(tape, name, names)
+
+
+def _write_named(rule: str, function: Function, separator: str) -> list[str]:
+    name = lark.quoted(lark.bare_name(function))
+    return [f"{rule}: {name} {separator} {lark.schema(arguments(function))}"]

@@ -1,0 +1,129 @@
+"""What a model reasons before it answers, between <think> and </think>: told apart from its answer, calls or not.
+
+It is a layer before a format's parser, and around a grammar. It knows no formats.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from engine.wire import Grammar, GrammarKind
+from gateway.calls import lark
+from gateway.calls.parts import Part
+from gateway.calls.tape import Reading, Tape, overlap
+
+BEGIN: Final = "<think>"
+END: Final = "</think>"
+MARKERS: Final = frozenset({BEGIN, END})  # a decoder must show them even where they are control tokens
+
+_SLASH: Final = re.compile(r"(\\.)|/", re.DOTALL)
+
+
+class _Parser(Protocol):
+    def push(self, text: str) -> list[Part]: ...
+
+    def finish(self) -> list[Part]: ...
+
+
+def thinks(template: str) -> bool:
+    """Whether a model with this chat template (its source) may reason."""
+    return BEGIN in template or END in template
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether the prompt (its last characters are enough) ends within a thought, with which the model goes on."""
+    return prompt.rstrip().endswith(BEGIN)
+
+
+class Thinking:
+    """A parser that gives thought as Thought, and the answer behind it to another parser.
+
+    `opened`: the text begins within a thought. Else there is one only if <think> comes first. The blank around a
+    thought is part of neither.
+    """
+
+    __slots__ = ("_answering", "_inner", "_reading", "_tape")
+
+    def __init__(self, inner: _Parser, opened: bool) -> None:
+        self._inner = inner
+        self._tape = Tape()
+        self._reading = _read(self._tape, opened)
+        self._answering = False
+
+    def push(self, text: str) -> list[Part]:
+        if self._answering or not text:
+            return self._inner.push(text)
+        self._tape.append(text)
+        return self._advance()
+
+    def finish(self) -> list[Part]:
+        """The rest. A thought that has no end is thought all the same."""
+        parts: list[Part] = []
+        if not self._answering:
+            self._tape.ended = True
+            parts = self._advance()
+        return parts + self._inner.finish()
+
+    def _advance(self) -> list[Part]:
+        self._answering = next(self._reading, True) is True
+        parts = self._tape.take()
+        return parts + self._inner.push(self._tape.text[self._tape.kept :]) if self._answering else parts
+
+
+def _read(tape: Tape, opened: bool) -> Reading[None]:
+    """Ends where the answer begins: what is not given out then belongs to it."""
+    yield from tape.blank()
+    if not tape.overflow() and (yield from tape.follows(BEGIN)):
+        opened = True
+    if opened:
+        yield from _blank(tape)
+        yield from _thought(tape)
+        yield from _blank(tape)
+
+
+def _thought(tape: Tape) -> Reading[None]:
+    """Gives out the thought up to its end, without the line break before that."""
+    while True:
+        end = tape.text.find(END, tape.at)
+        stop = end if end >= 0 else overlap(tape.text, tape.at, ("\n" + END, END))
+        if end > tape.at and tape.text[end - 1] == "\n":
+            stop -= 1
+        tape.at = stop
+        tape.think()
+        if end >= 0:
+            tape.at = end + len(END)
+            return
+        if not (yield from tape.more()):
+            tape.at = len(tape.text)
+            tape.think()
+            return
+
+
+def _blank(tape: Tape) -> Reading[None]:
+    tape.drop()
+    yield from tape.blank()
+    tape.overflow()
+    tape.drop()
+
+
+def after_thought(grammar: Grammar, tokens: Mapping[str, int], opened: bool) -> Grammar:
+    """The grammar of an answer that may come behind a thought, which is free. `opened`: the thought has begun."""
+    begin, end = lark.marker(BEGIN, tokens), lark.marker(END, tokens)
+    lazy = "" if end.startswith("<[") else "[lazy]"
+    thought = 'thought (/\\n{1,2}/ | "")'
+    lines = [
+        f"start: {thought} answer" if opened else f"start: ({begin} {thought})? answer",
+        f"thought{lazy}: /(.|\\n)*/ {end}",
+    ]
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            lines.append(f"answer: %json {grammar.source}")
+        case GrammarKind.REGEX:
+            lines.append(f"answer: /{_SLASH.sub(_escaped_slash, grammar.source)}/")
+        case GrammarKind.LARK:
+            lines.append(grammar.source.removeprefix("start: answer\n"))
+    return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
+
+
+def _escaped_slash(found: re.Match[str]) -> str:
+    return found[1] or "\\/"
