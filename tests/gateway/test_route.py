@@ -4,6 +4,8 @@ from array import array
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.route import BALANCE, LIGHT, Candidate, pick
 
@@ -94,3 +96,49 @@ def test_short_and_empty_prompts_are_routed() -> None:
 
 def test_one_replica_is_always_the_one() -> None:
     assert pick(_replicas(10_000), b"t", b"") == 0
+
+
+def _sessions(count: int) -> list[bytes]:
+    return [f"ses-{n}".encode() for n in range(count)]
+
+
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=8),
+    st.binary(min_size=1, max_size=256),
+    st.binary(min_size=16, max_size=16),
+    st.lists(st.binary(min_size=4, max_size=400), min_size=2, max_size=6),
+)
+def test_a_session_stays_at_one_replica_whatever_is_said_in_it(
+    loads: list[int], session: bytes, scope: bytes, prompts: list[bytes]
+) -> None:
+    replicas = _replicas(*loads)
+    chosen = {pick(replicas, scope, prompt, session) for prompt in prompts}
+    assert len(chosen) == 1
+    (index,) = chosen
+    mean = (sum(loads) + 1) / len(loads)
+    fits = [load for load in loads if load + 1 <= max(math.ceil(BALANCE * mean), LIGHT)]
+    assert loads[index] in fits or not fits, "a session is no reason to overload a replica"
+
+
+@given(st.integers(2, 8), st.binary(min_size=1, max_size=256), st.binary(min_size=16, max_size=16), st.data())
+def test_a_session_moves_only_when_its_replica_goes(
+    count: int, session: bytes, scope: bytes, data: st.DataObject
+) -> None:
+    before = _replicas(*[0] * count)
+    home = before[pick(before, scope, b"any prompt..", session)]
+    gone = data.draw(st.sampled_from(before))
+    after = [one for one in before if one is not gone]
+    assert (after[pick(after, scope, b"other prompt", session)] == home) == (gone is not home)
+
+
+def test_one_session_id_of_two_accounts_is_two_sessions() -> None:
+    replicas = _replicas(0, 0, 0, 0)
+    apart = [
+        pick(replicas, b"ann" * 5, b"same", one) != pick(replicas, b"bob" * 5, b"same", one) for one in _sessions(400)
+    ]
+    assert 250 < sum(apart) < 350, "they meet at one of four replicas as often as chance has it"
+
+
+def test_sessions_are_spread_evenly() -> None:
+    chosen = Counter(pick(_replicas(*[0] * 8), b"t", b"one prompt..", one) for one in _sessions(8000))
+    assert 800 < min(chosen.values()) <= max(chosen.values()) < 1200
