@@ -19,7 +19,7 @@ VALUES_MAX: Final = 65_536  # more would stop all streams for as long as their d
 QUERY_FIELDS_MAX: Final = 64
 _PLACE: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
-_NONE_OF: Final = re.compile(r"Invalid enum value '")
+_NONE_OF: Final = re.compile(r"Invalid (?:enum )?value '")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
 _STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
 _NAME_MAX: Final = 64
@@ -151,6 +151,8 @@ def _words(wanted: Any, place: str) -> list[str]:
 
 def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
     if isinstance(kind, inspect.StructType):
+        if kind.tag_field == step:
+            return [inspect.LiteralType((kind.tag,))]
         return [field.type for field in kind.fields if field.encode_name == step]
     return [kind.item_type] if isinstance(kind, inspect.ListType) and step.startswith("[") else []
 

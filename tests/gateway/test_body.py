@@ -180,3 +180,21 @@ def test_a_query_is_texts_whole_numbers_words_and_days() -> None:
     assert asked_in(b"", Asked) == Asked()
     assert asked_in(b"page=7&name=8&day=2026-01-02&kind=b", Asked) == Asked(7, "8", date(2026, 1, 2), "b")
     assert asked_in(b"page=1&page=2", Asked).page == 2
+
+
+class Square(msgspec.Struct, tag_field="kind", tag="square"):
+    side: int = 1
+
+
+class Circle(msgspec.Struct, tag_field="kind", tag="circle"):
+    radius: int = 1
+
+
+class Drawing(msgspec.Struct):
+    shapes: list[Square | Circle]
+
+
+def test_a_kind_that_is_none_of_the_kinds_is_not_repeated() -> None:
+    with pytest.raises(Refusal, match=re.escape("'shapes[1].kind': send one of circle, square")) as raised:
+        decode(b'{"shapes": [{"kind": "circle"}, {"kind": "my secret"}]}', msgspec.json.Decoder(Drawing))
+    assert "secret" not in raised.value.message
