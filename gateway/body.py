@@ -68,6 +68,15 @@ def fields(query: bytes) -> dict[str, list[str]]:
         raise bad_input(f"the query string has more than {QUERY_FIELDS_MAX} fields; send fewer") from None
 
 
+def is_json(text: str) -> bool:
+    """Whether this is the text of one JSON document."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
 def options(query: bytes) -> dict[str, str]:
     """The same; of a repeated field the last counts. Raises Refusal."""
     return {name: values[-1] for name, values in fields(query).items()}

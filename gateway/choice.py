@@ -92,6 +92,11 @@ class Choice:
         """The stop string that ended it."""
         return self._decoder.stopped_by
 
+    @property
+    def text(self) -> str:
+        """All that is neither thought nor calls, so far."""
+        return "".join(self._pieces)
+
     def take(self, step: Step) -> list[Part]:
         """What may be shown now that these tokens came. Sets `finish` when they were the last."""
         text = self._decoder.push(self._visible(step))
@@ -144,7 +149,7 @@ class Choice:
     def completion(self) -> Completion:
         assert self.finish is not None
         return Completion(
-            text="".join(self._pieces),
+            text=self.text,
             finish=self.finish,
             tool_uses=[call.use for call in self._calls],
             logprobs=self._scored if self._scores else None,

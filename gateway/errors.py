@@ -262,14 +262,18 @@ def failed(message: str) -> Refusal:
     return Refusal(500, 5000, f"AiError: AiError: Internal server error: {message or 'cancelled'}", kind="failed")
 
 
-def bad_grammar(message: str) -> Refusal:
-    """The replica cannot hold an answer to this grammar, and says why."""
-    return bad_input(f"the answer cannot be held to what was asked: {message}", "response_format")
+def bad_grammar(field: str, message: str) -> Refusal:
+    """The replica cannot hold an answer to what this field asks for, and says why."""
+    return bad_input(f"'{field}': the answer cannot be held to it: {message}", field)
 
 
-def grammar_not_met(tokens: int) -> Refusal:
-    message = f"AiError: JSON Mode couldn't be met: the answer was not whole after {tokens} tokens; raise 'max_tokens'"
-    return Refusal(400, 5024, message, kind="json_not_met", param="max_tokens")
+def grammar_not_met(problem: str, param: str) -> Refusal:
+    return Refusal(400, 5024, f"AiError: JSON Mode couldn't be met: {problem}", kind="json_not_met", param=param)
+
+
+def no_adapters() -> Refusal:
+    message = "AiError: Model does not support LoRa inference: adapters are not served here; leave 'lora' out"
+    return Refusal(405, 5005, message, kind="adapter_not_supported", param="lora", allowed="POST")
 
 
 def timed_out(limit_s: float) -> Refusal:

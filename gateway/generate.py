@@ -10,7 +10,8 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 from engine.wire import RejectReason, Scope, Terms
 from gateway import errors, ratelimit
@@ -151,6 +152,9 @@ async def _encode_alone(model: Model, prompt: Prompt) -> list[int]:
 
 def _encode(model: Model, prompt: Prompt) -> list[int]:
     text = model.text
+    if prompt.ids is not None:
+        return prompt.ids
+    options = _template_options(model, prompt)
     try:
         if prompt.messages is not None:
             if prompt.tools and not text.takes_tools:
@@ -165,6 +169,20 @@ def _encode(model: Model, prompt: Prompt) -> list[int]:
         raise errors.bad_input(str(error), field) from None
 
 
+def _template_options(model: Model, prompt: Prompt) -> dict[str, Any]:
+    """Raises Refusal for those that the chat template does not know. A model that knows no effort makes none."""
+    known = frozenset() if prompt.raw else model.text.options
+    options: dict[str, Any] = {}
+    for name, value in prompt.template_options.items():
+        if name in known:
+            options[name] = value
+        elif (name, value) != ("reasoning_effort", "none"):
+            field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+            said = ", ".join(sorted(known)) or "none"
+            raise errors.bad_input(f"'{field}' is not known to the template of {model.name}, which has {said}", field)
+    return options
+
+
 def check(gateway: Gateway, model: Model, prompt: Prompt, prompt_tokens: int) -> int:
     """How many tokens there is room for behind the prompt. Raises Refusal for what only the model's sizes forbid."""
     context_tokens = gateway.context_tokens(model)
@@ -174,6 +192,8 @@ def check(gateway: Gateway, model: Model, prompt: Prompt, prompt_tokens: int) ->
         raise errors.too_long(prompt_tokens, context_tokens)
     if not prompt_tokens:
         raise errors.bad_input("the prompt is empty; send some text", "prompt")
+    if prompt.ids is not None and max(prompt.ids) >= vocabulary:
+        raise errors.bad_input(f"'prompt': ids of tokens are below {vocabulary}; send smaller ones", "prompt")
     over = [id for id in prompt.sampling.logit_bias if id >= vocabulary]
     if over:
         raise errors.bad_input(f"'logit_bias': {over[0]} is no token id; the vocabulary has {vocabulary}", "logit_bias")
@@ -255,7 +275,9 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
                 raise errors.replica_lost() from None
         except Rejected as rejected:
             if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
-                raise _rejection(rejected) from None
+                if rejected.reason is RejectReason.GRAMMAR:
+                    raise errors.bad_grammar(request.prompt.grammar_field, rejected.message) from None
+                raise rejection(rejected) from None
 
 
 async def submit(request: Request, order: Order) -> Stream:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from engine.wire import FinishReason
 from gateway import errors, ratelimit
+from gateway.body import is_json
 from gateway.calls.parts import Part
 from gateway.catalogue import Catalogue, Model
 from gateway.choice import Choice
@@ -149,8 +150,8 @@ class Request:
                 choice.finish = "quota"
             if finish is None and self.stream is not None:
                 self.stream.stop(step.index_in_n)
-            if self.prompt.grammar is not None and choice.finish in ("length", "quota"):
-                raise errors.grammar_not_met(self.completion_tokens)
+            if self.prompt.grammar is not None:
+                check_met(choice, self.prompt)
         return parts, choice.score(step) if step.logprobs else []
 
     def restart(self) -> None:
@@ -175,30 +176,61 @@ class Request:
         """Whatever happened: the replica stops, the reservation is settled, the request is counted. Awaits nothing."""
         if self.stream is not None:
             self.stream.cancel()
-        spent = self.spent(self.gateway.clock())
-        neurons = 0.0
-        if self.reservation is not None:
-            self.gateway.quota.settle(self.reservation, spent)
-            self.gateway.thresholds.consider(self.caller.account, self.reservation.after(spent))
-            neurons = self.reservation.neurons(spent)
-        account, metrics = self.caller.account, self.gateway.metrics
-        metrics.finished(self.model.name, spent, self.own_s())
-        metrics.shares.finished(account.id, account.plan.name, spent, neurons)
-        self.span.end(spent)
-        log.info("request_ended", extra={"fields": self._fields(spent)})
+        conclude(self, self.spent(self.gateway.clock()), self.own_s())
 
-    def _fields(self, spent: Spent) -> dict[str, Any]:
-        """What the journal says of it: ids, counts and times, never text."""
-        first_ms = spent.first_token_ms
-        return {
-            "request": self.exchange.request_id,
-            "account": self.caller.account.id,
-            "token": self.caller.token_id,
-            "model": self.model.name,
-            "outcome": spent.outcome,
-            "prompt_tokens": spent.prompt_tokens,
-            "cached_tokens": spent.cached_tokens,
-            "completion_tokens": spent.completion_tokens,
-            "first_token_ms": None if first_ms is None else round(first_ms, 3),
-            "total_ms": round(spent.total_ms, 3),
-        }
+
+class Concluded(Protocol):
+    """What there is of a request of any kind at its end."""
+
+    gateway: Gateway
+    exchange: Exchange
+    caller: Caller
+    model: Model
+    span: Span
+    reservation: Reservation | None
+
+
+def conclude(request: Concluded, spent: Spent, own_s: float | None) -> None:
+    """Settles what it reserved, and counts it. `own_s` is the gateway's part of the time to its first token."""
+    gateway, account, reservation = request.gateway, request.caller.account, request.reservation
+    neurons = 0.0
+    if reservation is not None:
+        gateway.quota.settle(reservation, spent)
+        gateway.thresholds.consider(account, reservation.after(spent))
+        neurons = reservation.neurons(spent)
+    gateway.metrics.finished(request.model.name, spent, own_s)
+    gateway.metrics.shares.finished(account.id, account.plan.name, spent, neurons)
+    request.span.end(spent)
+    log.info("request_ended", extra={"fields": _fields(request, spent)})
+
+
+def _fields(request: Concluded, spent: Spent) -> dict[str, Any]:
+    """What the journal says of it: ids, counts and times, never text."""
+    first_ms = spent.first_token_ms
+    return {
+        "request": request.exchange.request_id,
+        "account": request.caller.account.id,
+        "token": request.caller.token_id,
+        "model": request.model.name,
+        "outcome": spent.outcome,
+        "prompt_tokens": spent.prompt_tokens,
+        "cached_tokens": spent.cached_tokens,
+        "completion_tokens": spent.completion_tokens,
+        "first_token_ms": None if first_ms is None else round(first_ms, 3),
+        "total_ms": round(spent.total_ms, 3),
+    }
+
+
+def check_met(choice: Choice, prompt: Prompt) -> None:
+    """Raises Refusal where a choice that ended is not what the prompt's grammar wants: a part is never sent as a whole.
+
+    The replica holds the answer to the grammar until something cuts it; that a document is one is looked at again here.
+    """
+    if choice.finish == "length":
+        raise errors.grammar_not_met("the answer was not whole within its tokens; raise 'max_tokens'", "max_tokens")
+    if choice.finish == "quota":
+        raise errors.grammar_not_met("a limit of neurons ended the answer; ask again when it has more", "max_tokens")
+    if choice.stopped_by is not None:
+        raise errors.grammar_not_met("a stop string ended the answer; leave 'stop' out", "stop")
+    if prompt.json and choice.finish != "tool_calls" and not is_json(choice.text):
+        raise errors.grammar_not_met("the answer is no JSON document; ask again", prompt.grammar_field)

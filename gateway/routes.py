@@ -6,8 +6,12 @@ It serves nothing, and does not know how accounts stand in paths.
 from dataclasses import dataclass
 
 from gateway.catalogue import Catalogue
-from gateway.dialects.chat import Chat, Enveloped
+from gateway.dialects.anthropic import CountTokens, Messages
+from gateway.dialects.chat import Chat
+from gateway.dialects.chat_run import ChatRun
+from gateway.dialects.completions import Completions
 from gateway.dialects.native import Native
+from gateway.dialects.responses import InputTokens, Responses
 from gateway.dialects.run import Run
 from gateway.errors import Shape
 from gateway.reply import Dialect
@@ -24,8 +28,13 @@ class Route:
 
 def routes(catalogue: Catalogue) -> dict[str, Route]:
     """By the path behind the account. `/run` is also that of `/run/{model}`."""
-    families: dict[str, Dialect] = {"native": Native(), "chat": Enveloped()}
+    families: dict[str, Dialect] = {"native": Native(), "chat": ChatRun()}
     return {
         "/run": Route("run", Run(catalogue, families), Shape.ENVELOPE),
         "/v1/chat/completions": Route("chat", Chat()),
+        "/v1/completions": Route("completions", Completions()),
+        "/v1/responses": Route("responses", Responses()),
+        "/v1/responses/input_tokens": Route("response_tokens", InputTokens()),
+        "/v1/messages": Route("messages", Messages(), Shape.ANTHROPIC),
+        "/v1/messages/count_tokens": Route("message_tokens", CountTokens(), Shape.ANTHROPIC),
     }

@@ -61,7 +61,7 @@ class Template:
         del sandbox.globals["lipsum"]
         try:
             tree = sandbox.parse(source)
-            self.names = meta.find_undeclared_variables(tree)
+            self.names = meta.find_undeclared_variables(tree) - sandbox.globals.keys()  # what a request may fill
             _tick_in_loops(tree)
             self._template = sandbox.from_string(tree)
         except jinja2.TemplateError as error:

@@ -25,6 +25,7 @@ from gateway.control import JSON, Control, Edges, Escape, Plain, ids_of
 from gateway.decoder import Decoder, Pieces, table_of
 from gateway.template import Template, TemplateError
 
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -77,6 +78,12 @@ class Text:
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
         return any("tools" in template.names for template in self._templates.values())
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The further variables of the chat template, which a request may set (enable_thinking, …)."""
+        names = {name for template in self._templates.values() for name in template.names}
+        return frozenset(names.difference(_GIVEN, _SPECIAL))
 
     def encode_prompt(self, text: str) -> list[int]:
         """A raw prompt, behind what the tokenizer puts before every text (usually one begin-of-text token)."""

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway.admin.operation import ACCOUNT, BASE
-from gateway.dialects import chat, native, run
+from gateway.dialects import chat, completions, native, run
 from gateway.listing.marketplace import Offers
 from gateway.listing.models import Author, ModelItem, NoQuery, SearchQuery, Task
 from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
@@ -114,6 +114,17 @@ ROUTES: Final = (
         permissions=INFERENCE,
         result=Completed,
         body=chat.Input,
+        statuses=_GENERATING,
+        streams=True,
+    ),
+    *_below(
+        "POST",
+        (*_AI, ""),
+        "/v1/completions",
+        summary="OpenAI's completions of a text",
+        permissions=INFERENCE,
+        result=Completed,
+        body=completions.Input,
         statuses=_GENERATING,
         streams=True,
     ),

@@ -9,199 +9,165 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from engine.wire import Sampling
 from gateway import sse
 from gateway.body import decode
-from gateway.errors import Refusal, bad_input, envelope, openai_envelope
+from gateway.dialects.chunks import Chunks, StreamOptions
+from gateway.dialects.running import Given, refuse_lora
+from gateway.dialects.sampled import Sampled, constraint_of, sampling
+from gateway.errors import Refusal, bad_input
+from gateway.options import Within
 from gateway.prompt import (
     CHOICES_MAX,
     LOGPROBS_MAX,
-    LogitBias,
     MaxTokens,
     Messages,
-    Metadata,
-    Penalty,
     Probability,
     Prompt,
-    RepetitionPenalty,
+    ReasoningEffort,
     ShortText,
-    Stop,
+    TemplateOptions,
     Tools,
-    TopK,
     chat,
     max_tokens_of,
     refuse,
-    same_model,
-    seed_of,
     stops,
+    template_options,
     toolbox,
 )
-from gateway.reply import Asked, Chosen, Completion, ToolUse, Usage, enveloped
+from gateway.reply import Asked, Chosen, Completion, ToolUse, Usage
+from gateway.tool_choice import ToolChoiceField, offered
 
 TEMPERATURE_DEFAULT: Final = 1.0
-TOP_P_MIN: Final = 0.001  # top_p 0 asks for the one most probable token, which any tiny mass is
 _encode = msgspec.json.encode
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """include_usage asks for a last chunk with `usage`; include_obfuscation false leaves the padding out."""
+class Fields(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of chat completions. Those below `prompt_cache_key` are refused where they ask for something.
 
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every field of chat completions. Those below `prompt_cache_key` are refused where they ask for something.
-
-    `metadata`, `safety_identifier` and `prompt_cache_key` are labels: they change nothing and are not kept.
+    `safety_identifier` and `prompt_cache_key` are labels: they change nothing and are not kept.
     The cache is always the account's own, so that a key of the caller's is not needed.
     """
 
-    messages: Messages
-    model: ShortText | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Probability | None = None
-    top_k: TopK | None = None
-    min_p: Probability | None = None
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
-    stop: Stop | None = None
     tools: Tools | None = None
-    metadata: Metadata | None = None
-    user: ShortText | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    response_format: Any = None
     store: bool | None = None
     service_tier: str | None = None
     modalities: list[str] | None = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
     function_call: Any = None
     functions: Any = None
-    chat_template_kwargs: Any = None
+    lora: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     moderation: Any = None
 
 
-class Input(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body where the path names no model."""
+class Input(Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a chat completion."""
 
+    messages: Messages
     model: ShortText
 
 
 _decoder: Final = msgspec.json.Decoder(Input)
-_body_decoder: Final = msgspec.json.Decoder(Body)
 
 
-def parse(asked: Body, drawn_seed: int) -> Prompt:
-    """The body of a chat completion as a Prompt. Raises Refusal."""
+def prompt_of(asked: Fields, given: Given, drawn_seed: int, within: Within | None = None) -> Prompt:
+    """What the fields ask for of what is given. Raises Refusal."""
     _refuse_unserved(asked)
     if asked.stream_options is not None and not asked.stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise bad_input("'top_logprobs' goes with 'logprobs': true only; set it", "top_logprobs")
+    tools, choice = offered(toolbox(asked.tools), asked.tool_choice)
+    held = constraint_of(asked)
     options = asked.stream_options or StreamOptions()
     return Prompt(
-        messages=chat(asked.messages),
-        tools=None if asked.tool_choice == "none" else toolbox(asked.tools),
-        sampling=_sampling(asked, drawn_seed),
+        text=given.text,
+        messages=given.messages,
+        raw=given.raw,
+        tools=tools,
+        tool_choice=choice,
+        parallel_calls=asked.parallel_tool_calls is not False,
+        template_options=template_options(asked.chat_template_kwargs, asked.reasoning_effort),
+        grammar=held.grammar,
+        grammar_field=held.field,
+        json=held.json,
+        sampling=sampling(
+            asked,
+            temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            drawn_seed=drawn_seed,
+            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        ),
         max_tokens=max_tokens_of(asked.max_tokens, asked.max_completion_tokens),
         n=asked.n or 1,
         stop=stops(asked.stop),
         stream=bool(asked.stream),
         include_usage=bool(options.include_usage),
         padded=options.include_obfuscation is not False,
+        options=within,
         user=asked.user,
     )
 
 
-def _refuse_unserved(asked: Body) -> None:
+def _refuse_unserved(asked: Fields) -> None:
     def unless(field: str, served: tuple[object, ...], advice: str) -> None:
         value = getattr(asked, field)
         refuse(field, None if value in served else True, advice)
 
-    unless("tool_choice", (None, "auto", "none"), "send 'auto' or 'none'")
-    unless("parallel_tool_calls", (None, True), "leave it out")
-    unless("response_format", (None, {"type": "text"}), "ask for JSON in the messages")
     unless("store", (None, False), "nothing is stored; leave it out")
-    unless("service_tier", (None, "auto", "default"), "leave it out")
+    unless("service_tier", (None, "auto", "default"), "leave it out, or send 'auto' or 'default'")
     unless("modalities", (None, ["text"]), "send ['text']")
-    unless("reasoning_effort", (None, "none"), "leave it out")
-    unless("verbosity", (None, "medium"), "leave it out")
-    for field in ("audio", "prediction", "web_search_options", "chat_template_kwargs", "moderation"):
+    unless("verbosity", (None, "medium"), "leave it out, or send 'medium'")
+    for field in ("audio", "prediction", "web_search_options", "moderation", "prompt_cache_options"):
         unless(field, (None,), "leave it out")
-    unless("prompt_cache_retention", (None, "in_memory", "in-memory"), "leave it out")
+    unless("prompt_cache_retention", (None, "in_memory", "in-memory"), "leave it out, or send 'in_memory'")
     unless("function_call", (None,), "use 'tool_choice'")
     unless("functions", (None,), "use 'tools'")
+    refuse_lora(asked.lora)
 
 
-def _sampling(asked: Body, drawn_seed: int) -> Sampling:
-    return Sampling(
-        temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
-        top_k=asked.top_k or 0,
-        top_p=1.0 if asked.top_p is None else max(asked.top_p, TOP_P_MIN),
-        min_p=asked.min_p or 0.0,
-        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        presence_penalty=asked.presence_penalty or 0.0,
-        seed=seed_of(asked.seed, drawn_seed),
-        logit_bias=asked.logit_bias or {},
-        logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
-    )
+def chunks_of(
+    prompt: Prompt, model: str, id: str, taken: int, paddings: Iterator[bytes], *, enveloped: bool = False
+) -> Chunks:
+    """What stands around the choices of a chat completion."""
+    kinds = "chat.completion", "chat.completion.chunk"
+    return Chunks(prompt, kinds, f"chatcmpl-{id}", taken, model, paddings, enveloped=enveloped)
 
 
 class Reply:
-    """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where asked for.
+    """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where asked for."""
 
-    `enveloped` is for `/ai/run`: the completion is the envelope's result, and the native dialect's usage ends a stream.
-    """
-
-    def __init__(
-        self,
-        prompt: Prompt,
-        model: str,
-        request_id: str,
-        created: int,
-        paddings: Iterator[bytes],
-        *,
-        enveloped: bool = False,
-    ) -> None:
-        self._prompt = prompt
-        self._enveloped = enveloped
-        self._id = f"chatcmpl-{request_id}"
-        self._created = created
-        self._model = model
-        self._paddings = paddings
-        head = {"id": self._id, "object": "chat.completion.chunk", "created": created, "model": model}
-        self._head = b"data: " + _encode(head)[:-1] + b","
-        self._usage = b',"usage":null' if prompt.include_usage else b""
-        contents = [b'"choices":[{"index":%d,"delta":{"content":' % choice for choice in range(prompt.n)]
-        self._contents = [self._head + content for content in contents]
+    def __init__(self, prompt: Prompt, chunks: Chunks) -> None:
+        self._choices = prompt.n
+        self._chunks = chunks
+        self._contents = [chunks.head + b'{"index":%d,"delta":{"content":' % choice for choice in range(prompt.n)]
 
     def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         role = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(choice, role, None) for choice in range(self._prompt.n))
+        return b"".join(self._chunk(choice, role, None) for choice in range(self._choices))
 
     def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
         beside = b"" if not logprobs else b',"logprobs":' + _encode({"content": [_chosen(one) for one in logprobs]})
-        content = self._contents[choice] + _encode(text) + b"}" + beside + b',"finish_reason":null}]'
-        return content + self._tail()
+        return self._contents[choice] + _encode(text) + b"}" + beside + b',"finish_reason":null}' + self._chunks.tail()
 
     def thought(self, choice: int, text: str) -> bytes:
         return self._chunk(choice, {"reasoning_content": text}, None)
@@ -219,35 +185,16 @@ class Reply:
         return self._chunk(choice, {}, reason)
 
     def end(self, usage: Usage) -> bytes:
-        last = _encode(usage.last_fields())
-        events = self._head + b'"choices":[],"usage":' + last + b"}\n\n" if self._prompt.include_usage else b""
-        if self._enveloped:
-            events += b'data: {"response":"","usage":' + last + b"}\n\n"
-        return events + sse.DONE
+        return self._chunks.end(usage)
 
     def fail(self, refusal: Refusal, request_id: str) -> bytes:
-        error = envelope(refusal, request_id) if self._enveloped else openai_envelope(refusal, request_id)
-        return sse.event(error) + sse.DONE
+        return self._chunks.fail(refusal, request_id)
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
-        result = {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": [_choice(i, completion) for i, completion in enumerate(completions)],
-            "usage": usage.fields(),
-        }
-        return _encode(enveloped(result) if self._enveloped else result)
+        return self._chunks.whole([_choice(i, completion) for i, completion in enumerate(completions)], usage)
 
     def _chunk(self, choice: int, delta: dict[str, Any], finish: str | None) -> bytes:
-        choices = [{"index": choice, "delta": delta, "finish_reason": finish}]
-        return self._head + b'"choices":' + _encode(choices) + self._tail()
-
-    def _tail(self) -> bytes:
-        if not self._prompt.padded:
-            return self._usage + b"}\n\n"
-        return self._usage + b',"obfuscation":"' + next(self._paddings) + b'"}\n\n'
+        return self._chunks.event(_encode({"index": choice, "delta": delta, "finish_reason": finish}))
 
 
 def _choice(index: int, completion: Completion) -> dict[str, Any]:
@@ -284,20 +231,9 @@ class Chat:
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
         assert model is None, "the body names the model"
         asked = decode(body, _decoder)
-        prompt = parse(asked, drawn_seed)
-        return Asked(asked.model, prompt, lambda model, id, taken: Reply(prompt, model, id, taken, self._paddings))
+        prompt = prompt_of(asked, Given(messages=chat(asked.messages)), drawn_seed)
 
+        def reply(model: str, id: str, taken: int) -> Reply:
+            return Reply(prompt, chunks_of(prompt, model, id, taken, self._paddings))
 
-class Enveloped:
-    """The dialect of `/ai/run` for models whose bodies are chat completions."""
-
-    def __init__(self) -> None:
-        self._paddings = sse.paddings()
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
-        assert model is not None, "the path names the model"
-        asked = decode(body, _body_decoder)
-        same_model(asked.model, model)
-        prompt = parse(asked, drawn_seed)
-        paddings = self._paddings
-        return Asked(model, prompt, lambda model, id, taken: Reply(prompt, model, id, taken, paddings, enveloped=True))
+        return Asked(asked.model, prompt, reply)

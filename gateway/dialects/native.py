@@ -10,68 +10,55 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from engine.wire import Sampling
 from gateway import sse
-from gateway.body import decode, options
+from gateway.body import decode
+from gateway.dialects.running import given, refuse_lora, refuse_options
+from gateway.dialects.sampled import Sampled, constraint_of, sampling
 from gateway.errors import Refusal, bad_input, envelope
 from gateway.options import Within
 from gateway.prompt import (
-    LogitBias,
     MaxTokens,
     Messages,
-    Metadata,
-    Penalty,
-    Probability,
     Prompt,
-    RepetitionPenalty,
+    ReasoningEffort,
     ShortText,
-    Stop,
+    TemplateOptions,
     Tools,
-    TopK,
-    chat,
     max_tokens_of,
     refuse,
     same_model,
-    seed_of,
     stops,
+    template_options,
     toolbox,
 )
 from gateway.reply import Asked, Chosen, Completion, ToolUse, Usage, enveloped
+from gateway.tool_choice import ToolChoiceField, offered
 
 TEMPERATURE_DEFAULT: Final = 0.6
+MAX_TOKENS_DEFAULT: Final = 256
 _encode = msgspec.json.encode
 
 
-class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every field of the native schema. Those below `user` are refused by name where they ask for something."""
+class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every field of the native schema. Those below `options` are refused by name where they ask for something."""
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     messages: Messages | None = None
     model: ShortText | None = None
     raw: bool | None = None
-    stream: bool | None = None
-    max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
     top_p: Annotated[float, Meta(ge=0.001, le=1)] | None = None
-    top_k: TopK | None = None
-    min_p: Probability | None = None
     seed: Annotated[int, Meta(ge=1, le=9_999_999_999)] | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
-    stop: Stop | None = None
-    n: int | None = None
     tools: Tools | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     options: Within | None = None
-    metadata: Metadata | None = None
-    user: ShortText | None = None
-    tool_choice: Any = None
+    n: int | None = None
     functions: Any = None
     lora: Any = None
-    response_format: Any = None
-    guided_json: Any = None
     requests: Any = None
     logprobs: Any = None
     top_logprobs: Any = None
@@ -80,77 +67,61 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder: Final = msgspec.json.Decoder(Input)
 
 
-def parse(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> tuple[str, Prompt]:
-    """The body of `/ai/run/{model}` as a Prompt. Raises Refusal."""
-    asked = decode(body, _decoder)
-    assert model is not None, "the path names the model"
-    same_model(asked.model, model)
+def prompt_of(asked: Input, query: bytes, drawn_seed: int) -> Prompt:
+    """What a body of `/ai/run` asks for. Raises Refusal."""
     _refuse_unserved(asked)
-    if (asked.prompt is None) == (asked.messages is None):
-        matches = 0 if asked.prompt is None else 2
-        raise bad_input(f"oneOf at '/' not met, {matches} matches: send either 'prompt' or 'messages'")
-    if asked.raw and asked.messages is not None:
-        raise bad_input("'raw' skips the chat template and goes with 'prompt' only; leave it out", "raw")
+    refuse_options(query)
+    found = given(asked.prompt, asked.messages, asked.raw)
     if asked.tools and asked.messages is None:
         raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
-    _refuse_options(query)
-    prompt = Prompt(
-        text=asked.prompt,
-        messages=None if asked.messages is None else chat(asked.messages),
-        raw=bool(asked.raw),
-        tools=toolbox(asked.tools),
-        sampling=_sampling(asked, drawn_seed),
-        max_tokens=max_tokens_of(asked.max_tokens, asked.max_completion_tokens),
+    tools, choice = offered(toolbox(asked.tools), asked.tool_choice)
+    held = constraint_of(asked)
+    return Prompt(
+        text=found.text,
+        messages=found.messages,
+        raw=found.raw,
+        tools=tools,
+        tool_choice=choice,
+        parallel_calls=asked.parallel_tool_calls is not False,
+        template_options=template_options(asked.chat_template_kwargs, asked.reasoning_effort),
+        grammar=held.grammar,
+        grammar_field=held.field,
+        json=held.json,
+        sampling=sampling(
+            asked,
+            temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            drawn_seed=drawn_seed,
+        ),
+        max_tokens=max_tokens_of(asked.max_tokens, asked.max_completion_tokens) or MAX_TOKENS_DEFAULT,
         stop=stops(asked.stop),
         stream=bool(asked.stream),
         include_usage=True,
-        user=asked.user,
         options=asked.options,
+        user=asked.user,
     )
-    return model, prompt
 
 
 def _refuse_unserved(asked: Input) -> None:
     choices = "use /ai/v1/chat/completions"
-    refuse("n", None if asked.n in (None, 1) else asked.n, f"the native answer has one choice; {choices}")
+    refuse("n", None if asked.n in (None, 1) else asked.n, f"the native answer has one choice; send 1, or {choices}")
     refuse("logprobs", asked.logprobs or None, f"the native answer has no place for them; {choices}")
     refuse("top_logprobs", asked.top_logprobs or None, f"the native answer has no place for them; {choices}")
-    refuse("tool_choice", None if asked.tool_choice in (None, "auto") else True, "leave it out, or send 'auto'")
-    plain = asked.response_format in (None, {"type": "text"})
-    refuse("response_format", None if plain else True, "ask for JSON in the prompt")
-    refuse("guided_json", asked.guided_json, "ask for JSON in the prompt")
-    refuse("functions", asked.functions, "describe the functions in 'tools'")
-    refuse("lora", asked.lora, "adapters are not served; leave it out")
+    refuse("functions", asked.functions, "no code is run here; describe the functions in 'tools'")
     refuse("requests", asked.requests, "send one request a call")
-
-
-def _sampling(asked: Input, drawn_seed: int) -> Sampling:
-    return Sampling(
-        temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
-        top_k=asked.top_k or 0,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        min_p=asked.min_p or 0.0,
-        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        presence_penalty=asked.presence_penalty or 0.0,
-        seed=seed_of(asked.seed, drawn_seed),
-        logit_bias=asked.logit_bias or {},
-    )
-
-
-def _refuse_options(query: bytes) -> None:
-    """Raises Refusal for run options that are not served."""
-    asked = options(query) if query else {}
-    for name in ("queueRequest", "websocket", "returnRawResponse"):
-        if asked.get(name, "") not in ("false", "0", ""):
-            raise bad_input(f"the option '{name}' is not supported here; leave it out", name)
+    refuse_lora(asked.lora)
 
 
 class Reply:
-    """The native answer: a `response` with `usage` in the envelope, or events of `response` and padding."""
+    """The native answer: a `response` with `usage` in the envelope, or events of `response` and padding.
 
-    def __init__(self, paddings: Iterator[bytes]) -> None:
+    A `document` that is not streamed is an object, not its text.
+    """
+
+    def __init__(self, paddings: Iterator[bytes], *, document: bool = False) -> None:
         self._paddings = paddings
+        self._document = document
 
     def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         return b""
@@ -161,7 +132,9 @@ class Reply:
         return b'data: {"response":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
 
     def thought(self, choice: int, text: str) -> bytes:
-        return b'data: {"response":"","reasoning":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
+        return (
+            b'data: {"response":"","reasoning_content":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
+        )
 
     def call(self, choice: int, number: int, use: ToolUse) -> bytes:
         return b""
@@ -185,12 +158,18 @@ class Reply:
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
         (completion,) = completions
         result = {
-            "response": completion.text,
+            "response": msgspec.Raw(completion.text.encode()) if self._is_document(completion) else completion.text,
             "tool_calls": _calls(completion.tool_uses),
             "usage": usage.fields(),
             **_cut(usage),
         }
+        if completion.thought:
+            result["reasoning_content"] = completion.thought
         return _encode(enveloped(result))
+
+    def _is_document(self, completion: Completion) -> bool:
+        """It was checked to be one where it ended; in place of a text there may be calls."""
+        return self._document and not completion.tool_uses
 
 
 def _cut(usage: Usage) -> dict[str, str]:
@@ -214,5 +193,8 @@ class Native:
         self._paddings = sse.paddings()
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
-        name, prompt = parse(body, query, model, drawn_seed)
-        return Asked(name, prompt, lambda *_: Reply(self._paddings))
+        assert model is not None, "the path names the model"
+        asked = decode(body, _decoder)
+        same_model(asked.model, model)
+        prompt = prompt_of(asked, query, drawn_seed)
+        return Asked(model, prompt, lambda *_: Reply(self._paddings, document=prompt.json))

@@ -31,6 +31,7 @@ BODIES: Final[dict[str, Any]] = {
     "TokenGiven": {"name": "made by the matrix", "policies": POLICIES},
     "gateway.dialects.native.Input": {"prompt": "hello", "max_tokens": 1},
     "gateway.dialects.chat.Input": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
+    "gateway.dialects.completions.Input": {"model": MODEL, "prompt": "hello", "max_tokens": 1},
     "gateway.dialects.run.Input": {"model": MODEL, "input": {"prompt": "hello", "max_tokens": 1}},
 }
 

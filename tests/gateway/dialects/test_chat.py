@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.chat import Chat, Reply
+from gateway.dialects.chat import Chat, Reply, chunks_of
 from gateway.errors import Refusal
 from gateway.prompt import Prompt
 from gateway.reply import Chosen, Completion, ToolUse, Usage
@@ -27,7 +27,7 @@ def refusal(**fields: Any) -> Refusal:
 
 
 def reply(prompt: Prompt) -> Reply:
-    return Reply(prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc"))
+    return Reply(prompt, chunks_of(prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc")))
 
 
 def events(raw: bytes) -> list[Any]:
@@ -39,7 +39,7 @@ def events(raw: bytes) -> list[Any]:
 def test_defaults_are_those_of_the_api() -> None:
     prompt = parsed()
     assert (prompt.max_tokens, prompt.n, prompt.stream, prompt.include_usage, prompt.padded) == (
-        256,
+        None,
         1,
         False,
         False,
@@ -101,7 +101,7 @@ def test_tool_choice_none_leaves_the_tools_out() -> None:
         ("model", 5),
         ("temperature", 2.1),
         ("top_p", 1.1),
-        ("n", 5),
+        ("n", 129),
         ("n", 0),
         ("top_logprobs", 21),
         ("top_logprobs", 2),
@@ -110,19 +110,17 @@ def test_tool_choice_none_leaves_the_tools_out() -> None:
         ("stop", ["x"] * 5),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("parallel_tool_calls", False),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("store", True),
         ("service_tier", "flex"),
         ("modalities", ["audio"]),
-        ("reasoning_effort", "high"),
+        ("reasoning_effort", "huge"),
         ("verbosity", "low"),
         ("audio", {}),
         ("prediction", {}),
         ("web_search_options", {}),
         ("function_call", "auto"),
         ("functions", []),
-        ("chat_template_kwargs", {"enable_thinking": True}),
         ("moderation", {}),
         ("prompt", "x"),
         ("max_tokens", 1.5),
@@ -131,7 +129,7 @@ def test_tool_choice_none_leaves_the_tools_out() -> None:
 def test_a_wrong_or_unserved_field_is_refused_by_name(field: str, value: Any) -> None:
     refused = refusal(**{field: value})
     assert f"'{field}" in refused.message, refused.message
-    assert refused.param == field
+    assert (refused.param or "").startswith(field)
 
 
 def test_both_limits_on_tokens_are_one_too_many() -> None:
