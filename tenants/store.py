@@ -6,6 +6,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from tenants.batches import Batches
 from tenants.grants import Grant
 from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan, Settings, overlay, tighter
 from tenants.usage import Balance, Totals, UsageRecord
@@ -93,7 +94,7 @@ class Refusal(enum.StrEnum):
     REVOKED = "revoked"  # the token, since it was verified
     NO_ACCOUNT = "no_account"
     SUSPENDED = "suspended"  # the account, by its operator
-    RECORDED = "recorded"  # this request id has its usage record already
+    RECORDED = "recorded"  # this request id has its final usage record already
 
 
 BUDGETS: Final = (Refusal.NEURONS_PER_MONTH, Refusal.NEURONS_PER_DAY)
@@ -204,6 +205,8 @@ class Store(Protocol):
     test: tests/tenants/test_store.py.
     """
 
+    batches: Batches
+
     async def ping(self) -> None:
         """Returns when the store can take a write."""
         ...
@@ -262,7 +265,7 @@ class Store(Protocol):
         """One decision: everything is compared before anything is added, by the store's own clock.
 
         Expired holds of the account are charged first, at their checkpoints. A request id that is held already is
-        granted again and counted once.
+        granted again and counted once; one whose hold expired may ask anew, and what it uses replaces that charge.
         """
         ...
 

@@ -19,6 +19,7 @@ All that a decision touches shares one hash tag, `{account id}`:
     hearth:plans, :revisions      hashes: name → document, revision
     hearth:notices, :bodies       sorted set: notices' ids by due_at; hash: id → Notice
     hearth:notice:ID              that there was one
+    …:batch…, :line:, :leases:    see batches_redis.py, and hearth:lines:MODEL
     hearth:version                of all this, VERSION, once a gateway or `hearth doctor` has looked
 
 Redis must run with `maxmemory-policy noeviction`, or it forgets accounts under pressure, and with `appendonly yes` and
@@ -37,6 +38,8 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
 from tenants import store_redis_scripts as scripts
+from tenants.batches import Batches
+from tenants.batches_redis import Database, RedisBatches
 from tenants.documents import account_document, plan_document, read_account, read_plan
 from tenants.store import (
     KEPT_DAYS,
@@ -84,6 +87,7 @@ class RedisStore:
         self._line = Line(url)
         self._reads: Any = Redis.from_pool(connect(url))
         self._clock = clock
+        self.batches: Batches = RedisBatches(Database(self._call, self._asked, self._read, self._now_us, _key))
 
     async def ping(self) -> None:
         """Writes, because a full Redis and a replica answer a PING. Also raises where a newer Hearth has written."""

@@ -234,7 +234,8 @@ if hold then
     for _, cap in ipairs(caps) do granted[#granted + 1] = left(cap) end
     return granted
 end
-if redis.call('HEXISTS', account .. ':ledger:' .. today, request) == 1 then return {{{CODE[Refusal.RECORDED]}}} end
+local recorded = redis.call('HGET', account .. ':ledger:' .. today, request)
+if recorded and cmsgpack.unpack(recorded)[8] ~= '{EXPIRED}' then return {{{CODE[Refusal.RECORDED]}}} end
 
 local granted, after = held, {{}}
 for i, cap in ipairs(caps) do

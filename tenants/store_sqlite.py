@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import structs
 
+from tenants.batches import Batches
+from tenants.batches_sqlite import File, SqliteBatches
 from tenants.decision import Used, decide, lasts_us, left
 from tenants.documents import account_document, plan_document, read_account, read_plan
 from tenants.grants import Grant
@@ -65,12 +67,13 @@ _ADD_TOKEN: Final = f"INSERT INTO tokens ({_TOKEN}) VALUES (?, ?, ?, ?, ?, ?, ?,
 _RECORD: Final = ", ".join(UsageRecord.__struct_fields__)
 _DAY: Final = "requests, micro_neurons, prompt_tokens, cached_tokens, completion_tokens, held, open"
 
-_ASK: Final = """
+_ASK: Final = f"""
 SELECT suspended_at, sweep_us,
     (SELECT revoked_at FROM tokens WHERE id = :token),
     (SELECT day FROM holds WHERE account_id = :account AND request_id = :request),
     (SELECT held FROM holds WHERE account_id = :account AND request_id = :request),
-    EXISTS (SELECT 1 FROM ledger WHERE account_id = :account AND day = :day AND request_id = :request)
+    EXISTS (SELECT 1 FROM ledger WHERE account_id = :account AND day = :day AND request_id = :request
+        AND outcome <> '{EXPIRED}')
 FROM accounts WHERE id = :account
 """
 _USED: Final = """
@@ -176,6 +179,7 @@ class SqliteStore:
         except (sqlite3.Error, OSError) as error:
             raise self._unavailable(error) from error
         self._prepare()
+        self.batches: Batches = SqliteBatches(File(self._run, self._rows, self._transaction, self._settle, self._clock))
 
     def _prepare(self) -> None:
         with self._transaction():

@@ -102,6 +102,30 @@ ALTER TABLE ledger ADD COLUMN tags TEXT NOT NULL DEFAULT '';
 ALTER TABLE ledger ADD COLUMN metadata TEXT NOT NULL DEFAULT ''
 """
 
+# What tenants/batches_sqlite.py keeps. Items are claimed in the order of their numbers; `until` is the end of a lease.
+_BATCHES: Final = """
+CREATE TABLE batches (
+    id TEXT PRIMARY KEY, account_id TEXT NOT NULL, token_id TEXT NOT NULL, model TEXT NOT NULL, items INTEGER NOT NULL,
+    keep_s INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, status TEXT NOT NULL,
+    ended_at INTEGER, succeeded INTEGER NOT NULL, failed INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE INDEX batches_of_account ON batches (account_id, created_at);
+CREATE INDEX batches_expiring ON batches (expires_at);
+CREATE INDEX batches_open ON batches (model) WHERE ended_at IS NULL;
+CREATE TABLE batch_items (
+    number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL, place INTEGER NOT NULL, account_id TEXT NOT NULL,
+    model TEXT NOT NULL, body BLOB NOT NULL, state INTEGER NOT NULL, until REAL NOT NULL, tries INTEGER NOT NULL,
+    result BLOB
+) STRICT;
+CREATE UNIQUE INDEX batch_items_of_batch ON batch_items (batch_id, place);
+CREATE INDEX batch_items_waiting ON batch_items (model, account_id) WHERE state = 0;
+CREATE INDEX batch_items_leased ON batch_items (until) WHERE state = 1;
+CREATE TABLE batch_lines (
+    model TEXT NOT NULL, account_id TEXT NOT NULL, turn REAL NOT NULL, PRIMARY KEY (model, account_id)
+) STRICT, WITHOUT ROWID
+"""
+
 # From version i + 1 to i + 2. A new file goes through all of them as well: there is one way to every version.
-MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS)
+MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS, _BATCHES)
 SCHEMA_VERSION: Final = 1 + len(MIGRATIONS)

@@ -464,7 +464,7 @@ class Oracle:
             return Refused(Refusal.REVOKED)
         if request in self.holds:
             return Granted(self.holds[request][0])
-        if (day, request) in self.ledger:
+        if (day, request) in self.ledger and self.ledger[day, request].outcome != EXPIRED:
             return Refused(Refusal.RECORDED)
         totals = self.totals(day)
         allowed, used = round(self.limits.neurons_per_day * MICRO), totals.micro_neurons + totals.held
