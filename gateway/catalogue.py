@@ -13,6 +13,7 @@ from typing import Any, Final
 from engine import wire
 from gateway.config import Config, ConfigError, ModelConfig, PriceConfig
 from gateway.published import public_prefixes
+from gateway.tasks import Task, Vectors, context_of, read_vectors, task_of
 from gateway.text import FolderError, Text
 from tenants.quota import Price
 
@@ -20,6 +21,7 @@ BUILT_IN: Final = "@cf/hearth/ember"
 _BUILT_IN_DESCRIPTION: Final = (
     "The built-in model: a small Llama that answers from the facts in its system prompt, calls tools and writes JSON."
 )
+_WAITING, _TEXTS_WAITING = 1024, 8192  # a request for vectors has many texts
 _NAMESPACE: Final = uuid.UUID("5b0d6e1c-6f3e-4f0b-9d3a-1f5f3c1f9a10")
 
 
@@ -30,7 +32,8 @@ class Model:
 
     name: str
     description: str
-    task: str
+    task: Task
+    vectors: Vectors | None
     folder: Path
     price: Price
     limits_class: str
@@ -64,6 +67,11 @@ class Model:
 
     def ended(self, today: date) -> bool:
         return self.ends_on is not None and today >= self.ends_on
+
+    @property
+    def family(self) -> str:
+        """In which family its bodies are at `/ai/run`."""
+        return {Task.EMBEDDINGS: "embeddings", Task.CLASSIFICATION: "rerank"}.get(self.task, self.dialect)
 
     @property
     def stop_ids(self) -> list[int]:
@@ -136,6 +144,7 @@ def pulled(config: Config) -> list[str]:
 def spec_of(config: Config, entry: ModelConfig) -> wire.ModelSpec:
     """What a machine is told about an entry. Reads the model's tokenizer only where prefixes are published."""
     folder, paths = folder_of(config, entry), entry.public_prefixes
+    task = _task(folder, entry)
     return wire.ModelSpec(
         name=entry.name,
         folder=str(folder),
@@ -149,11 +158,20 @@ def spec_of(config: Config, entry: ModelConfig) -> wire.ModelSpec:
         step_tokens=entry.step_tokens,
         gap_ms=entry.gap_ms,
         sequences=entry.sequences,
-        waiting=entry.waiting,
+        waiting=entry.waiting or (_WAITING if task is Task.GENERATION else _TEXTS_WAITING),
+        vectors=task is Task.EMBEDDINGS,
         scope_floor_blocks=entry.scope_floor_blocks,
         scope_cap_blocks=entry.scope_cap_blocks,
         public_prefixes=_published(folder, paths, entry.name) if paths else [],
     )
+
+
+def _task(folder: Path, entry: ModelConfig) -> Task:
+    """Text generation where the folder cannot be read: its replica says what is wrong."""
+    try:
+        return task_of(folder, _config_json(folder), entry)
+    except FolderError:
+        return Task.GENERATION
 
 
 def _published(folder: Path, paths: list[str], model: str) -> list[list[int]]:
@@ -180,11 +198,12 @@ def _bare(name: str) -> ModelConfig:
 def _open(config: Config, entry: ModelConfig) -> Model:
     folder = folder_of(config, entry)
     document = _config_json(folder)
-    context = int(document.get("max_position_embeddings") or 2048)
+    context, task = context_of(document), task_of(folder, document, entry)
     return Model(
         name=entry.name,
         description=entry.description,
-        task=entry.task,
+        task=task,
+        vectors=read_vectors(folder, document, entry, task),
         folder=folder,
         price=price_of(entry),
         limits_class=entry.limits_class,

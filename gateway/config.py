@@ -12,7 +12,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ _Positive = Annotated[int, Meta(ge=1)]
 _NotNegative = Annotated[float, Meta(ge=0)]
 _Context = Annotated[int, Meta(ge=16)]
 _StepTokens = Annotated[int, Meta(ge=16, le=65536)]
+_Waiting = Annotated[int, Meta(ge=1, le=65536)]
 _Sequences = Annotated[int, Meta(ge=1, le=4096)]
 _Section = TypeVar("_Section", bound=msgspec.Struct)
 
@@ -164,9 +165,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="what callers say, @cf/… or @hf/…", pattern=_NAME),
     ]
     folder: Annotated[str | None, Meta(description="Hugging Face folder; default: the built-in or pulled one")] = None
-    task: Annotated[str, Meta(description="what it does; text generation is served", pattern="^Text Generation$")] = (
-        "Text Generation"
-    )
+    task: Annotated[
+        Literal["Text Generation", "Text Embeddings", "Text Classification"] | None,
+        Meta(description="what it does; default: what its folder shows it to be made for"),
+    ] = None
+    pooling: Annotated[
+        Literal["mean", "cls", "last"] | None,
+        Meta(description="how it gives vectors where callers do not say; default: as its folder says"),
+    ] = None
+    matryoshka: Annotated[
+        bool | None, Meta(description="callers may have its vectors cut; default: as its config.json says")
+    ] = None
     description: Annotated[str, Meta(description="shown by /ai/models/search", max_length=1000)] = ""
     aliases: Annotated[
         list[_Alias], Meta(description="other names that callers may say for it, such as gpt-4o-mini", max_length=16)
@@ -214,7 +223,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sequences: Annotated[
         _Sequences | None, Meta(description="sequences that run at once; default: 64 on a CPU, 512 on a GPU")
     ] = None
-    waiting: Annotated[int, Meta(description="sequences that wait at once; above it 429", ge=1, le=65536)] = 1024
+    waiting: Annotated[
+        _Waiting | None,
+        Meta(description="sequences that wait at once, above it 429; default: 1024, of texts for vectors 8192"),
+    ] = None
     scope_floor_blocks: Annotated[int, Meta(description="cached blocks that others leave a tenant", ge=0)] = 0
     scope_cap_blocks: Annotated[
         _Positive | None, Meta(description="cached blocks that a tenant keeps unused at most; default: no cap")

@@ -57,6 +57,7 @@ class Step(msgspec.Struct, frozen=True):
     started: wire.Started | None = None
     finish: wire.Finish | None = None
     logprobs: list[wire.TokenLogprobs] = []
+    vector: bytes | None = None  # what a prompt with `pooling` became; its only step has it
 
 
 class Stream:
@@ -361,6 +362,7 @@ class _Replica(_Connection):
             start += count
         started = {item.id: item for item in frame.started}
         finished = {item.id: item for item in frame.finished}
+        vectors = {item.id: item.values for item in frame.vectors}
         logprobs: dict[int, list[wire.TokenLogprobs]] = {}
         for item in frame.logprobs:
             logprobs.setdefault(item.id, []).append(item)
@@ -372,7 +374,8 @@ class _Replica(_Connection):
                 del self._streams[id]
                 stream._open -= 1
             new = gained.get(id, [])
-            stream._push(Step(id - stream._first, new, started.get(id), finished.get(id), logprobs.get(id, [])))
+            more = started.get(id), finished.get(id), logprobs.get(id, []), vectors.get(id)
+            stream._push(Step(id - stream._first, new, *more))
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)

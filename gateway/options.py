@@ -54,6 +54,10 @@ class RunOptions:
     metadata: str = ""
     session: bytes = b""
 
+    def limit_s(self, most_s: float) -> float:
+        """How long the call may take, where none may take more than `most_s`."""
+        return most_s if self.timeout_ms is None else min(most_s, self.timeout_ms / 1000)
+
     def joined(self, within: Within | None) -> "RunOptions":
         """With what the body says of it. Raises Refusal where tags are then too many."""
         if within is None:

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from gateway.control import JSON, Control, Edges, Escape, Plain, ids_of
 from gateway.decoder import Decoder, Pieces, table_of
+from gateway.frame import Frame
 from gateway.template import Template, TemplateError
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
@@ -62,6 +63,7 @@ class Text:
         self._special = {name: text for name in _SPECIAL if (text := _spelled(settings.get(name))) is not None}
         lead = self._tokenizer.encode("a").ids
         self._lead = lead[: lead.index(first)] if (first := self._plain.encode("a", True)[0]) in lead else []
+        self.frame = Frame.of(self._tokenizer)
         self.stop_ids = _stop_ids(folder, self._tokenizer, self._special.get("eos_token"))
         table = table_of(document, self._tokenizer, _vocabulary(folder))
         if table is None:
@@ -94,6 +96,14 @@ class Text:
         except (UnicodeEncodeError, TypeError) as error:
             raise TextError("the prompt holds a lone surrogate, which is no text") from error
         return self._lead + ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """A text without what `frame` puts around it. Raises TextError."""
+        try:
+            ids = ids_of(self._tokenizer, text)
+            return ids if self._control.ids.isdisjoint(ids) else self._plain.encode(text, True)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise TextError("a lone surrogate is no text") from error
 
     def encode_chat(
         self,

@@ -12,7 +12,8 @@ from msgspec import Meta
 from gateway import errors
 from gateway.body import decode
 from gateway.catalogue import Catalogue
-from gateway.reply import Asked, Dialect
+from gateway.reply import Asked, Count, Dialect
+from gateway.texts import AskedVectors
 
 
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,11 +33,11 @@ class Run:
         self._catalogue = catalogue
         self._families = families
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked | Count | AskedVectors:
         if model is None:
             asked = decode(body, _decoder)
             model, body = asked.model, bytes(asked.input)
         found = self._catalogue.find(model)
         if found is None:
             raise errors.no_such_model(model)
-        return self._families[found.dialect].read(body, query, model, drawn_seed)
+        return self._families[found.family].read(body, query, model, drawn_seed)

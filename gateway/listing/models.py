@@ -171,6 +171,8 @@ def _properties(gateway: Gateway, model: Model) -> dict[str, str | list[Price]]:
     """By id; those that are empty are left out."""
     return {
         "context_window": str(gateway.context_tokens(model)),
+        "max_input_tokens": "" if model.vectors is None else str(model.vectors.tokens_max),
+        "output_dimensions": str(model.vectors.dimensions or "") if model.vectors is not None else "",
         "price": _prices(model),
         "function_calling": "true" if model.function_calling else "",
         "beta": "true" if model.beta else "",
@@ -181,8 +183,8 @@ def _properties(gateway: Gateway, model: Model) -> dict[str, str | list[Price]]:
 
 
 def _prices(model: Model) -> list[Price]:
-    return [
+    read = [
         Price("per M input tokens", model.price.input),
         Price("per M cached input tokens", model.price.cached_input),
-        Price("per M output tokens", model.price.output),
     ]
+    return read if model.vectors is not None else [*read, Price("per M output tokens", model.price.output)]

@@ -10,10 +10,15 @@ import msgspec
 from gateway import errors
 from gateway.body import asked_in
 from gateway.catalogue import Model
-from gateway.dialects import chat, native
+from gateway.dialects import chat, embeddings, native, rerank
 from gateway.request import Gateway
 
-_INPUTS: Final = {"native": native.Input, "chat": chat.Input}
+_INPUTS: Final = {
+    "native": native.Input,
+    "chat": chat.Input,
+    "embeddings": embeddings.Input,
+    "rerank": rerank.Input,
+}
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -40,7 +45,7 @@ def one(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
     model = next((model for model in models if name in (model.name, *model.aliases)), None)
     if model is None:
         raise errors.no_such_model(name)
-    return msgspec.json.encode(Schemas(Pair(whole(_INPUTS[model.dialect]), {})))
+    return msgspec.json.encode(Schemas(Pair(whole(_INPUTS[model.family]), {})))
 
 
 def whole(kind: Any) -> dict[str, Any]:

@@ -1,0 +1,101 @@
+"""What requests for text and for vectors do alike on their way: hold neurons, find a replica, and say why one refused.
+
+It does not know what is asked of the replica.
+"""
+
+import asyncio
+import logging
+import math
+from typing import Final, Protocol
+
+from engine.wire import RejectReason, Scope
+from gateway import errors, ratelimit
+from gateway.catalogue import Model
+from gateway.errors import Refusal
+from gateway.exchange import Exchange
+from gateway.fleet import Link, Rejected, Unavailable
+from gateway.options import RunOptions
+from gateway.request import Gateway
+from tenants.accounts import Caller, Suspended, UnknownToken
+from tenants.quota import Demand, QuotaExceeded, Reservation
+from tenants.store import BUDGETS, StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
+TRIES_MAX: Final = 2
+
+
+class Underway(Protocol):
+    """A request of either kind."""
+
+    gateway: Gateway
+    exchange: Exchange
+    caller: Caller
+    model: Model
+    options: RunOptions
+
+    def left_s(self) -> float: ...
+
+
+async def reserve(request: Underway, demand: Demand) -> Reservation:
+    """Holds the most that the request can cost. Raises Refusal; nothing is held then.
+
+    Its id is this exchange's own and new, so that AlreadyRecorded would be a fault of ours: it ends as one.
+    """
+    gateway = request.gateway
+    try:
+        reservation = await gateway.quota.reserve(request.caller, request.exchange.request_id, demand)
+    except QuotaExceeded as exceeded:
+        request.exchange.beside = ratelimit.headers([exceeded.left])
+        gateway.thresholds.consider(request.caller.account, [exceeded.left])
+        account = request.caller.account
+        gateway.metrics.shares.refused(account.id, account.plan.name, exceeded.limit)
+        if exceeded.limit in BUDGETS:
+            raise errors.allocation_used(exceeded.message, exceeded.retry_after_s) from None
+        raise errors.too_many_requests(exceeded.message, exceeded.retry_after_s) from None
+    except StoreUnavailable as problem:
+        gateway.outage.begin(problem)
+        raise errors.store_unavailable() from None
+    except UnknownToken:
+        raise errors.unauthenticated() from None
+    except Suspended:
+        raise errors.suspended() from None
+    gateway.outage.end()
+    return reservation
+
+
+async def link(request: Underway, scope: Scope, tokens: bytes) -> Link:
+    """Waits for a replica that can serve these tokens. Raises Refusal."""
+    gateway, model, options = request.gateway, request.model, request.options
+    if options.reject_if_busy and gateway.fleet.busy(model.name):
+        raise errors.busy()
+    wait_s = 0.0 if options.reject_if_busy else gateway.limits.wait_s
+    deadline = asyncio.get_running_loop().time() + wait_s
+    # A session is its account's, whatever its calls share; else those come together that can share a prefix.
+    whose = scope.account if options.session else scope.id or scope.account
+    try:
+        return await gateway.fleet.link(model.name, whose, tokens, deadline, options.session)
+    except Unavailable as unavailable:
+        raise errors.no_replica(model.name, loading=unavailable.loading) from None
+
+
+def wait_ms(request: Underway) -> int:
+    """For how long it may wait at the replica; 0 for ever."""
+    plan_s, asked_ms = request.caller.account.plan.wait_s, request.options.timeout_ms
+    limits_s = [plan_s] if plan_s else []
+    if asked_ms is not None:
+        limits_s.append(request.left_s())
+    return max(1, int(1000 * min(limits_s))) if limits_s else 0
+
+
+def rejection(rejected: Rejected) -> Refusal:
+    """What the caller is told where a replica did not take the request."""
+    match rejected.reason:
+        case RejectReason.TOO_LONG:
+            return errors.never_fits(rejected.message)
+        case RejectReason.INVALID:
+            log.error("a replica refused a frame of ours: %s", rejected.message)
+            return errors.internal()
+        case _:
+            return errors.busy(max(1, math.ceil(rejected.retry_after_ms / 1000)))
