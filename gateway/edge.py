@@ -17,7 +17,7 @@ from gateway.config import ServerConfig
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Headers = Iterable[tuple[bytes, bytes]]
 
-_ONCE: Final = (b"host", b"authorization", b"content-type")
+_ONCE: Final = (b"host", b"authorization", b"x-api-key", b"content-type")
 _FORWARDING: Final = frozenset((b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"))
 _HOST: Final = re.compile(rb"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _BRACKETED: Final = re.compile(r"\[([0-9a-fA-F:.]+)\](?::[0-9]{1,5})?")

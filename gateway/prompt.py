@@ -228,7 +228,7 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
     if message.tool_calls:
         if role != "assistant":
             raise bad_input(f"'{place}.tool_calls' belongs to an assistant's turn; leave it out", f"{place}.tool_calls")
-        turn["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        turn["tool_calls"] = [tool_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     elif message.content is None:
         raise bad_input(f"'{place}.content' is missing; give the turn a text", f"{place}.content")
     if message.reasoning_content is not None:
@@ -251,7 +251,8 @@ def _text(content: str | list[Part] | None, place: str) -> str:
     return "".join(part.text for part in content if part.text is not None)
 
 
-def _tool_call(call: ToolCall, place: str) -> dict[str, Any]:
+def tool_call(call: ToolCall, place: str) -> dict[str, Any]:
+    """A call as chat templates read it, its arguments an object. Raises Refusal."""
     name, arguments = (
         (call.name, call.arguments) if call.function is None else (call.function.name, call.function.arguments)
     )
