@@ -3,8 +3,9 @@ from itertools import repeat
 from typing import Any
 
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from gateway.dialects.chat import Chat, Reply, chunks_of
+from gateway.dialects.chat import Chat, Input, Reply, chunks_of
 from gateway.errors import Refusal
 from gateway.prompt import Prompt
 from gateway.reply import Chosen, Completion, ToolUse, Usage
@@ -34,6 +35,10 @@ def events(raw: bytes) -> list[Any]:
     blocks = raw.split(b"\n\n")
     assert blocks.pop() == b""
     return [block[6:].decode() if block.endswith(b"[DONE]") else json.loads(block[6:]) for block in blocks]
+
+
+def test_every_field_of_the_sdk_is_known() -> None:
+    assert set(CompletionCreateParamsBase.__annotations__) <= set(Input.__struct_fields__)
 
 
 def test_defaults_are_those_of_the_api() -> None:
