@@ -18,8 +18,8 @@ from gateway.listing.schemas import SchemaQuery, Schemas
 from tenants.accounts import Permission
 
 INFERENCE: Final = (Permission.INFERENCE,)
-# 429: a limit of the caller's, or capacity taken for the moment. 422: it was running in two crashes of its model.
-_GENERATING: Final = (410, 413, 422, 429)
+# 405: an adapter is asked for. 422: it was running in two crashes of its model. 429: a limit, or capacity taken for now.
+_GENERATING: Final = (405, 410, 413, 422, 429)
 
 
 class RunQuery(msgspec.Struct):
