@@ -19,7 +19,7 @@ from engine.wire import Pooling, RejectReason, Sampling, Scope, ScopeKind, Submi
 from prefixcache.names import Keep, Namespace, Share
 from prefixcache.tree import Lease
 
-CHOICES_MAX: Final = 4
+CHOICES_MAX: Final = 128
 STOP_IDS_MAX: Final = 64
 BIASES_MAX: Final = 300
 LOGPROBS_MAX: Final = 20
