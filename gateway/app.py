@@ -19,7 +19,6 @@ import msgspec
 from gateway import errors
 from gateway.admin.api import ACCOUNT_ID, Api
 from gateway.admin.inference import ROUTES
-from gateway.admin.once import Once
 from gateway.admin.openapi import document
 from gateway.admin.operation import Office
 from gateway.admin.table import OPERATIONS
@@ -32,7 +31,9 @@ from gateway.fleet import Fleet
 from gateway.generate import generate
 from gateway.listing import table as lists
 from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.once import Once
 from gateway.outage import Outage
+from gateway.repeat import Repeats
 from gateway.request import Gateway
 from gateway.residue import Residue
 from gateway.routes import Route, routes
@@ -48,6 +49,7 @@ from tenants.quota import Quota
 from tenants.reconciler import Reconciler
 from tenants.store import Store, StoreUnavailable, open_store
 
+KEY_MARGIN_S: Final = 60  # beyond a request's longest life, for which its Idempotency-Key is taken
 REVOKED_S: Final = 2.0  # how often running requests' tokens are asked for again
 ACCOUNT_PATH: Final = re.compile(r"/client/v4/accounts/([^/]+)/ai(/.+)")
 
@@ -307,8 +309,12 @@ def _failure(exchange: Exchange, error: Exception) -> dict[str, object]:
 
 
 def _credential(exchange: Exchange) -> str:
-    """The bearer token of the request. Raises Refusal where there is none."""
-    scheme, _, credential = exchange.headers.get(b"authorization", b"").partition(b" ")
+    """The bearer token of the request; where it has no Authorization, its x-api-key, under every path. Raises Refusal
+    where there is neither."""
+    said = exchange.headers.get(b"authorization")
+    if said is None and (key := exchange.headers.get(b"x-api-key")):
+        return key.strip().decode("latin-1")
+    scheme, _, credential = (said or b"").partition(b" ")
     if scheme.lower() != b"bearer":
         raise errors.unauthenticated()
     return credential.strip().decode("latin-1")
@@ -335,6 +341,7 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         outage=Outage(),
         turns=Turns(),
         residue=residue,
+        repeats=Repeats(Once(store, secret), time.time, int(config.server.request_s) + KEY_MARGIN_S),
         metrics=Metrics(config.telemetry.metrics_accounts),
         traces=traces or open_traces(config.telemetry),
         clock=time.monotonic,

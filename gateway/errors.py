@@ -116,6 +116,21 @@ def too_long(prompt_tokens: int, context_tokens: int) -> Refusal:
     return Refusal(400, 3030, message, kind="context_length_exceeded")
 
 
+def wrong_task(name: str, task: str) -> Refusal:
+    """The model is there, and does something else than the path asks for."""
+    paths = {"Text Embeddings": "/v1/embeddings", "Text Classification": "/v1/rerank"}
+    path = paths.get(task, "/v1/chat/completions")
+    message = f"AiError: No such model {name} or task: it is for {task}; call /ai/run/{name} or {path}"
+    return Refusal(400, 5007, message, kind="model_not_found", param="model")
+
+
+def text_too_long(place: str, tokens: int, most: int, *, cut: bool) -> Refusal:
+    """One of a request's texts, at this place in its body; `cut` is whether it could be shortened here."""
+    advice = "shorten it, or set 'truncate_inputs'" if cut else "shorten it"
+    message = f"AiError: Sequence too long: {tokens} > {most}: '{place}'; {advice}"
+    return Refusal(400, 3030, message, kind="context_length_exceeded", param=place)
+
+
 def unauthenticated() -> Refusal:
     message = "Authentication error: send 'Authorization: Bearer <token>' with a token that is in force"
     return Refusal(401, 10000, message, kind="invalid_api_key", routed=False)
@@ -191,6 +206,14 @@ def key_in_use() -> Refusal:
 def key_reused() -> Refusal:
     message = "This Idempotency-Key belongs to another request of the last 24 hours; take a new one for each"
     return Refusal(422, 1011, message, kind="idempotency_key_reused", routed=False)
+
+
+def answer_not_kept() -> Refusal:
+    message = (
+        "AiError: The call with this Idempotency-Key was answered and charged, but its answer was too large to keep; "
+        "send the request with another key to make it again"
+    )
+    return Refusal(409, 1010, message, kind="idempotency_key_in_use")
 
 
 def foreign_account() -> Refusal:

@@ -74,6 +74,8 @@ class Exchange:
         self._asked_at = self.began
         self._group: asyncio.TaskGroup | None = None
         self._watches: list[asyncio.Task[None]] = []
+        self._copy: Callable[[bytes], None] | None = None
+        self._left = False
         self._fail: Callable[[Refusal, str], bytes] | None = None
 
     async def body(self, limit_bytes: int) -> bytes:
@@ -117,9 +119,21 @@ class Exchange:
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
+    def copy_to(self, take: Callable[[bytes], None]) -> None:
+        """Gives away each piece of the answer as it is sent. An answer in one piece is worked on to its end then, also
+        where its client leaves."""
+        self._copy = take
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is events."""
+        return self._fail is not None
+
     def stream(self, fail: Callable[[Refusal, str], bytes]) -> None:
         """The answer will be events: from now on the head leaves in time and silence is broken by comments. `fail`
-        writes their end where they end with a refusal of the request with this id."""
+        writes their end where they end with a refusal of the request with this id. Raises ClientGone."""
+        if self._left:
+            raise ClientGone
         self._fail = fail
         self._watch(self._break_silence())
 
@@ -183,10 +197,13 @@ class Exchange:
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.status = status
-        named = [*headers, *self.beside, (b"x-request-id", self.request_id.encode())]
+        id_ = self.request_id.encode()
+        named = [*headers, *self.beside, (b"x-request-id", id_), (b"request-id", id_)]
         await self._push({"type": "http.response.start", "status": status, "headers": named})
 
     async def _push(self, message: Message) -> None:
+        if self._copy is not None:
+            self._copy(message.get("body", b""))
         self._blocked_since = self._wrote_at = self._clock()
         await self._send(message)
         self._blocked_since = None
@@ -198,7 +215,9 @@ class Exchange:
     async def _notice_leaving(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        raise ClientGone
+        self._left = True
+        if self._copy is None or self.streams:
+            raise ClientGone
 
     async def _break_silence(self) -> None:
         """Sends the head in time, comments into silence, and drops a client that does not read."""

@@ -6,7 +6,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from engine.wire import FinishReason
 from gateway import errors, ratelimit
@@ -21,6 +21,7 @@ from gateway.metrics import Metrics
 from gateway.options import RunOptions
 from gateway.outage import Outage
 from gateway.prompt import Prompt
+from gateway.repeat import Repeats
 from gateway.reply import Chosen, Usage
 from gateway.residue import Residue
 from gateway.suspects import Suspects
@@ -49,6 +50,7 @@ class Gateway:
     outage: Outage
     turns: Turns
     residue: Residue
+    repeats: Repeats
     metrics: Metrics
     traces: Traces
     clock: Callable[[], float]  # monotonic seconds
@@ -107,8 +109,7 @@ class Request:
     @property
     def limit_s(self) -> float:
         """How long it may take, from its first byte on."""
-        asked_ms, most_s = self.options.timeout_ms, self.gateway.limits.request_s
-        return most_s if asked_ms is None else min(most_s, asked_ms / 1000)
+        return self.options.limit_s(self.gateway.limits.request_s)
 
     def left_s(self) -> float:
         return self.limit_s - (self.gateway.clock() - self.exchange.began)

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from gateway.admin.once import Once
 from gateway.errors import bad_input
 from gateway.listing.pages import PAGE_MAX, PageItem
+from gateway.once import Once
 from gateway.request import Gateway
 from tenants.accounts import NAME_MAX, Caller, Permission
 from tenants.audit import Audit, fitting
