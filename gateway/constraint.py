@@ -15,14 +15,11 @@ from gateway import ebnf
 from gateway.body import check_depth
 from gateway.errors import bad_input
 
-SOURCE_BYTES_MAX: Final = 64 << 10
+SOURCE_BYTES_MAX: Final = 32 << 10
 REGEX_CHARS_MAX: Final = 4096
 GRAMMAR_CHARS_MAX: Final = 8192
 CHOICES_MAX: Final = 1024
 DEPTH_MAX: Final = 48
-# As json.dumps writes it, which models have seen most; with free white space a model may write nothing else. A caller's
-# own "x-guidance" is overwritten: it could make the library overlook keywords.
-_SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _WRAPPER: Final = frozenset({"name", "description", "schema", "strict"})
 
 Schema = dict[str, Any] | bool
@@ -84,8 +81,7 @@ def constraint(
 def of_schema(schema: Schema, field: str) -> Constraint:
     """Any document that the schema describes. Raises Refusal where it is too deep or too large."""
     check_depth(schema, field, DEPTH_MAX)
-    spaced = {**schema, "x-guidance": _SPACING} if isinstance(schema, dict) else schema
-    return _sized(GrammarKind.JSON_SCHEMA, msgspec.json.encode(spaced).decode(), field)
+    return _sized(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode(), field)
 
 
 def wrapped(wrapper: dict[str, Any], field: str) -> Schema:
