@@ -49,9 +49,12 @@ class MistralNamed:
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
         mark = lark.marker(CALLS, self.tokens)
-        separator = lark.marker(ARGUMENTS, self.tokens)
-        write = functools.partial(_write_named, separator=separator)
-        return lark.grammar(tools, choice, parallel, lark.Frame(mark=mark, between=mark), write)
+        return lark.grammar(tools, choice, parallel, lark.Frame(mark=mark, between=mark), self._write)
+
+    def _write(self, rule: str, function: Function) -> list[str]:
+        name, separator = lark.quoted(lark.bare_name(function)), lark.marker(ARGUMENTS, self.tokens)
+        id = f"({lark.marker(CALL_ID, self.tokens)} /[0-9A-Za-z]{{9}}/)?" if CALL_ID in self.tokens else ""
+        return [f"{rule}: {name} {id} {separator} {lark.schema(arguments(function))}"]
 
 
 def _read(tape: Tape, names: Collection[str]) -> Reading[None]:
@@ -83,8 +86,3 @@ def _named(tape: Tape, names: Collection[str]) -> Reading[None]:
             yield from tape.word(_WORD)
         yield from tape.follows(ARGUMENTS)
         yield from objects.named(tape, name, names)
-
-
-def _write_named(rule: str, function: Function, separator: str) -> list[str]:
-    name = lark.quoted(lark.bare_name(function))
-    return [f"{rule}: {name} {separator} {lark.schema(arguments(function))}"]

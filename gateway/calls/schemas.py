@@ -17,7 +17,9 @@ TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "arr
 # As json.dumps writes it, and so chat templates: what models have seen. Looser white space would let a model write
 # nothing else. A caller's own "x-guidance" is overwritten: it could make the library overlook keywords.
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-ANNOTATIONS: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema"})
+ANNOTATIONS: Final = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"}
+)
 _DEFINITIONS: Final = frozenset({"$defs", "definitions"})
 _PLAIN: Final = ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
 _REFERENCES_MAX: Final = 8
@@ -77,11 +79,7 @@ def properties(function: Function) -> list[Property]:
     said = {name: inner for name, inner in schema.get("properties", {}).items() if inner is not False}
     if not required <= set(said):
         raise refusal(function, f"'required' names {min(required - set(said))!r}, which is not in 'properties'")
-    shared = {key: schema[key] for key in _DEFINITIONS & schema.keys()}
-    return [
-        Property(name, {**shared, **inner} if inner is not True else {}, name in required)
-        for name, inner in said.items()
-    ]
+    return [Property(name, _alone(inner, schema), name in required) for name, inner in said.items()]
 
 
 def types(schema: Schema) -> frozenset[str]:
@@ -128,14 +126,19 @@ def types_by_name(function: Function) -> dict[str, frozenset[str]]:
     said = schema.get("properties")
     if not isinstance(said, dict):
         return {}
-    shared = {key: schema[key] for key in _DEFINITIONS & schema.keys()}
-    inner = {name: {**shared, **one} for name, one in said.items() if isinstance(one, dict)}
-    return {name: types(one) for name, one in inner.items()}
+    return {name: types(_alone(one, schema)) for name, one in said.items()}
 
 
 def refusal(function: Function, problem: str) -> Refusal:
     name = str(function["name"])
     return bad_input(f"'tools': the parameters of {name!r} are not supported here: {problem}", "tools")
+
+
+def _alone(inner: Any, root: Schema) -> Schema:
+    """One of the schemas in a schema, with the definitions that it may refer to."""
+    if not isinstance(inner, dict):
+        return {}
+    return {**{key: root[key] for key in _DEFINITIONS & root.keys()}, **inner} if "$ref" in str(inner) else inner
 
 
 def _types_of(said: Any, default: str | None = None) -> frozenset[str]:

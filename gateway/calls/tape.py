@@ -20,15 +20,19 @@ Reading = Generator[None, None, T]
 
 
 class Tape:
-    """`text[kept:at]` was read but is not given out yet: it may be text, or the beginning of a call."""
+    """`text[kept:at]` was read but is not given out yet: it may be text, or the beginning of a call.
 
-    __slots__ = ("_calls", "_fresh", "_parts", "_quiet", "at", "ended", "kept", "text")
+    While `idle` is set, nothing is held, and what comes without one of these characters is just text.
+    """
+
+    __slots__ = ("_calls", "_fresh", "_parts", "at", "ended", "idle", "kept", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.kept = 0
         self.at = 0
         self.ended = False
+        self.idle: frozenset[str] | None = None
         self._parts: list[Part] = []
         self._calls = 0
         self._fresh = True  # nothing but blank came since the beginning or since the last call
@@ -127,6 +131,7 @@ class Tape:
         self.overflow()
         if not self._fresh or self.held.strip():
             self.say()
+        firsts = frozenset(marker[0] for marker in markers)
         while True:
             if self._fresh:
                 yield from self.blank()
@@ -143,7 +148,10 @@ class Tape:
             if whole > self.at:
                 self.at = whole
                 self.say()
-            if not (yield from self.more()):
+            self.idle = firsts if self.kept == len(self.text) and not self._fresh else None
+            more = yield from self.more()
+            self.idle = None
+            if not more:
                 self.at = len(self.text)
                 if self._calls and self.held.isspace():
                     self.drop()
@@ -197,11 +205,12 @@ class Reader:
         self._reading = read(self._tape)
 
     def push(self, text: str) -> list[Part]:
-        if not text:
-            return []
-        self._tape.append(text)
+        tape = self._tape
+        if tape.idle is not None and tape.idle.isdisjoint(text):
+            return [Text(text)] if text else []
+        tape.append(text)
         next(self._reading)
-        return self._tape.take()
+        return tape.take()
 
     def finish(self) -> list[Part]:
         """What was held back as text. A call that is not whole gets the rest of its arguments, and no end."""
