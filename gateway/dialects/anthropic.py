@@ -97,7 +97,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn, or a part of one: messages of the same role in a row are one turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Meta(min_length=1)]
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -231,7 +231,8 @@ def reading(asked: Asking) -> Prompt:
 def turns(asked: Asking) -> list[dict[str, Any]]:
     """The conversation as a chat template reads it. Raises Refusal."""
     if asked.messages[-1].role == "assistant":
-        raise bad_input("'messages' end with an assistant's turn, which is not continued here; end with a user's")
+        advice = "an assistant's turn is not continued here; end with a user's"
+        raise bad_input(f"'messages' end with the role 'assistant'; {advice}", "messages")
     conversation = Conversation()
     if asked.system is not None:
         conversation.say("system", _text(asked.system))

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,11 +66,12 @@ def test_thoughts_that_nothing_follows_are_left_out() -> None:
 def test_results_answer_calls_and_calls_have_their_own_ids() -> None:
     talk = Conversation()
     talk.call("c", "f", {}, "place")
-    for wrong in (
+    wrongs: list[Callable[[], None]] = [
         lambda: talk.result("a", "x", "place"),
         lambda: talk.call("b", "f", "no json", "place"),
         lambda: talk.call("c", "f", {}, "place"),
-    ):
+    ]
+    for wrong in wrongs:
         with pytest.raises(Refusal, match="'place'") as refused:
             wrong()
         assert refused.value.param == "place"

@@ -46,6 +46,10 @@ def said(**fields: Any) -> dict[str, Any]:
     return found
 
 
+def parts(kind: str, *texts: str) -> list[dict[str, str]]:
+    return [{"type": kind, "text": text} for text in texts]
+
+
 def refusal(**fields: Any) -> Refusal:
     with pytest.raises(Refusal) as raised:
         parsed(**fields)
@@ -237,13 +241,13 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 def test_items_are_the_conversation() -> None:
     items = [
         {"role": "developer", "content": "be brief"},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text} for text in ("ra", "in?")]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "look"}]},
+        {"type": "message", "role": "user", "content": parts("input_text", "ra", "in?")},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": parts("reasoning_text", "look")},
         {"type": "function_call", "call_id": "a", "name": "rain", "arguments": '{"in": "Rome"}'},
-        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "no"}]},
-        {"id": "msg_1", "role": "assistant", "status": "completed", "content": [{"type": "output_text", "text": "Dry."}]},
+        {"type": "function_call_output", "call_id": "a", "output": parts("input_text", "no")},
+        {"id": "msg_1", "role": "assistant", "status": "completed", "content": parts("output_text", "Dry.")},
         {"role": "user", "content": "and Oslo?"},
-    ]  # fmt: skip
+    ]
     assert parsed(instructions="be kind", input=items).messages == [
         {"role": "system", "content": "be kind"},
         {"role": "system", "content": "be brief"},
