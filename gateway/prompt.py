@@ -62,7 +62,8 @@ class Prompt:
     Exactly one of `text`, `messages` and `ids` is set. `raw` text skips the chat template; `ids` are tokens.
     `user` is the caller's own word for whom it asks; it may keep cached prefixes apart, and is kept nowhere.
     `messages` and `tools` are what a chat template reads: role, content (str), tool_calls, tool_call_id, name; so are
-    `template_options`, its further variables. `parallel_calls` allows several calls in one answer.
+    `template_options`, its further variables. `parallel_calls` allows several calls in one answer; with `strict_calls`
+    their arguments are held to the tools' schemas even where the model need not call any.
     `grammar` is what the answer's text must be, and `grammar_field` the field that says so; `json`: it is a document.
     `max_tokens` None is as many as the model's catalogue entry gives.
     `options` are what the body says of how the call is run, where it has a place for that.
@@ -75,6 +76,7 @@ class Prompt:
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice = AUTO
     parallel_calls: bool = True
+    strict_calls: bool = False
     template_options: dict[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
     grammar_field: str = "response_format"
@@ -176,6 +178,11 @@ def toolbox(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     if len(msgspec.json.encode(whole)) > TOOLS_BYTES_MAX:
         raise bad_input(f"'tools' has more than {TOOLS_BYTES_MAX} bytes; shorten the schemas", "tools")
     return whole
+
+
+def strict(tools: Sequence[Tool] | None) -> bool:
+    """Whether one of them asks that its arguments be held to its schema."""
+    return any(tool.strict or (tool.function is not None and tool.function.strict) for tool in tools or ())
 
 
 def template_options(kwargs: dict[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from gateway.prompt import (
     max_tokens_of,
     refuse,
     stops,
+    strict,
     template_options,
     toolbox,
 )
@@ -105,6 +106,7 @@ def prompt_of(asked: Fields, given: Given, drawn_seed: int, within: Within | Non
         tools=tools,
         tool_choice=choice,
         parallel_calls=asked.parallel_tool_calls is not False,
+        strict_calls=strict(asked.tools),
         template_options=template_options(asked.chat_template_kwargs, asked.reasoning_effort),
         grammar=held.grammar,
         grammar_field=held.field,

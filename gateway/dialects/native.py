@@ -28,6 +28,7 @@ from gateway.prompt import (
     refuse,
     same_model,
     stops,
+    strict,
     template_options,
     toolbox,
 )
@@ -83,6 +84,7 @@ def prompt_of(asked: Input, query: bytes, drawn_seed: int) -> Prompt:
         tools=tools,
         tool_choice=choice,
         parallel_calls=asked.parallel_tool_calls is not False,
+        strict_calls=strict(asked.tools),
         template_options=template_options(asked.chat_template_kwargs, asked.reasoning_effort),
         grammar=held.grammar,
         grammar_field=held.field,
