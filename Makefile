@@ -6,13 +6,17 @@ PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3 python; d
 	$$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
 
-.PHONY: serve test check test-gpu sanitize-gpu bench bench-gpu clean
+.PHONY: serve test conformance check test-gpu sanitize-gpu bench bench-gpu clean
 
 serve: .venv/.serve
 	@exec $(BIN)/hearth serve --host $(HOST) --port $(PORT)
 
 test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup -m 'not gpu' tests
+
+# What works with the official SDKs of Cloudflare, OpenAI and Anthropic for Python and Node, operation by operation.
+conformance: .venv/.dev .venv/.conformance
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.conformance
 
 check: .venv/.dev
 	$(BIN)/ruff check .
@@ -56,6 +60,11 @@ clean:
 .venv/.dev: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ .venv/.serve
+
+.venv/.conformance: pyproject.toml tests/conformance/node/package-lock.json | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[conformance]'
+	$(BIN)/python -m tests.conformance.node_sdks
+	@touch $@
 
 .venv/.bench: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'

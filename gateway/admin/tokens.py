@@ -34,7 +34,8 @@ from tenants.terms import NO_LIMITS, Limits
 
 GRACE_S_MAX: Final = 7 * 86400
 TOKENS_MAX: Final = 1_000  # of one account, revoked ones left out
-_RESOURCE: Final = "com.cloudflare.api.account."
+_SCOPE: Final = "com.cloudflare.api.account"
+_RESOURCE: Final = f"{_SCOPE}."
 # What an account's administrator may hand on; the operator's tokens are minted on the server alone.
 _OFFERED: Final = (Permission.INFERENCE, Permission.USAGE_READ, Permission.ACCOUNT_ADMIN)
 
@@ -45,6 +46,11 @@ class TokensQuery(Struct, frozen=True, forbid_unknown_fields=True):
     page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
     per_page: Annotated[int, Meta(ge=1, le=50)] = 20
     direction: Literal["asc", "desc"] = "asc"
+
+
+class GroupsQuery(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str = ""
+    scope: str = ""
 
 
 class GroupGiven(Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +95,14 @@ class GroupItem(Struct, frozen=True):
     name: str
 
 
+class GroupOffered(Struct, frozen=True):
+    """What a policy's `permission_groups` can name."""
+
+    id: str
+    name: str
+    scopes: tuple[str, ...] = (_SCOPE,)
+
+
 class PolicyItem(Struct, frozen=True):
     effect: str
     resources: dict[str, str]
@@ -125,6 +139,13 @@ async def verify(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[VerifiedI
     told = Told(10000, "This API Token is valid and active")
     expires_on = _time(ask.caller.expires_at)
     return Answer(VerifiedItem(ask.caller.token_id, "active", expires_on), messages=(told,))
+
+
+async def offered(office: Office, ask: Ask[GroupsQuery, Nothing]) -> Answer[list[GroupOffered]]:
+    """`name` and `scope` leave out all others."""
+    groups = [GroupOffered(permission.value, permission.value) for permission in _OFFERED]
+    name, scope = ask.query.name, ask.query.scope
+    return Answer([group for group in groups if name in ("", group.name) and scope in ("", *group.scopes)])
 
 
 async def listed(office: Office, ask: Ask[TokensQuery, Nothing]) -> Answer[list[TokenItem]]:
@@ -273,6 +294,16 @@ OPERATIONS: Final = (
         query=Nothing,
         body=Nothing,
         result=VerifiedItem,
+    ),
+    Operation(
+        method="GET",
+        path=f"{_TOKENS}/permission_groups",
+        summary="What a token of the account may be permitted",
+        permissions=_ADMIN,
+        serve=offered,
+        query=GroupsQuery,
+        body=Nothing,
+        result=list[GroupOffered],
     ),
     Operation(
         method="GET",

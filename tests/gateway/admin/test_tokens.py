@@ -265,3 +265,16 @@ async def test_an_account_has_so_many_tokens_at_most(tmp_path: Path, monkeypatch
         assert (full.status, full.code) == (409, 1009)
         await house.ask("DELETE", f"{house.account}/tokens/{made.json['result']['id']}")
         assert (await house.ask("POST", f"{house.account}/tokens", body, idempotency_key="k")).status == 200
+
+
+@looped
+async def test_what_policies_can_name_is_what_creations_take(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        found = (await house.ask("GET", f"{house.account}/tokens/permission_groups")).json["result"]
+        for group in found:
+            body = {"name": "one", "policies": [{"permission_groups": [{"id": group["id"]}]}]}
+            assert (await house.ask("POST", f"{house.account}/tokens", body)).status == 200
+        assert Permission.OPERATOR not in {group["id"] for group in found}
+        for query, ids in (("name=inference", ["inference"]), ("scope=com.cloudflare.api.user", []), ("name=x", [])):
+            shown = await house.ask("GET", f"{house.account}/tokens/permission_groups?{query}")
+            assert [group["id"] for group in shown.json["result"]] == ids
