@@ -42,6 +42,11 @@ from gateway.reply import Asked, Count
 from gateway.tool_choice import ChosenTool, ToolChoiceField, offered
 
 TEMPERATURE_DEFAULT: Final = 1.0
+WORDS: Final = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs.enable_thinking": "thinking",
+}
 BETWEEN_MESSAGES: Final = "\n\n"
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -225,6 +230,7 @@ def reading(asked: Asking) -> Prompt:
         json=constraint.json,
         sampling=Sampling(),
         stop=[],
+        words=WORDS,
     )
 
 

@@ -40,6 +40,7 @@ from gateway.reply import Asked, Count
 from gateway.tool_choice import Allowed, AllowedTool, ChosenTool, ToolChoiceField, offered
 
 TEMPERATURE_DEFAULT: Final = 1.0
+WORDS: Final = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
 STORED: Final = "nothing is stored here; send the whole conversation in 'input'"
 WHOLE: Final = "reasoning is answered whole; leave it out"
 Id = Annotated[str, Meta(max_length=256)]
@@ -300,6 +301,7 @@ def reading(asked: Asking) -> Prompt:
         json=constraint.json,
         sampling=Sampling(),
         stop=[],
+        words=WORDS,
     )
 
 
