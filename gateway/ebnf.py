@@ -1,6 +1,7 @@
 """Grammars as llama.cpp and vLLM know them (GBNF: `root ::= "yes" | "no"`), in the Lark that the grammar library reads.
 
-It reads each character once, and leaves it to the library whether what comes out makes sense.
+It reads each character once, and leaves it to the library whether what comes out makes sense. One thing differs there:
+a rule without recursion takes as much text as it can, and leaves nothing of it to what follows.
 """
 
 import json
@@ -33,28 +34,69 @@ def is_ebnf(source: str) -> bool:
 
 def to_lark(source: str) -> str:
     """Raises Refusal, saying where it is no grammar, or which rule is not there."""
-    rules = {"root": "start"}
-    begun: set[str] = set()
-    written: list[str] = []
+    rules: dict[str, list[_Piece]] = {}
     for kind, found, line in _tokens(source):
-        match kind:
-            case "begin":
-                if found in begun:
-                    raise _fault(line, f"the rule {found[:64]!r} is there twice")
-                begun.add(found)
-                written.append(f"\n{_rule(rules, found)}:")
-            case "name":
-                written.append(_rule(rules, found))
-            case "text":
-                text = "".join(character for character, _ in _characters(found, line))
-                written.append(json.dumps(text, ensure_ascii=False))
-            case "set":
-                written.append(_set(found, line))
-            case _:
-                written.append(_ANY if found == "." else "".join(found.split()))
-    if missing := rules.keys() - begun:
-        raise _fault(1 + source.count("\n"), f"there is no rule {min(missing)[:64]!r}")
-    return " ".join(written).strip() + "\n"
+        if kind == "begin":
+            if found in rules:
+                raise _fault(line, f"the rule {found[:64]!r} is there twice")
+            pieces = rules[found] = []
+        elif not rules:
+            raise _fault(line, "a rule begins with its name and ::=")
+        else:
+            pieces.append(_piece(kind, found, line))
+    _check_names(rules, line=1 + source.count("\n"))
+    names = _lark_names(rules)
+    written = [
+        f"{names[rule]}: {' '.join(names[one] if isinstance(one, _Rule) else one for one in pieces)}"
+        for rule, pieces in rules.items()
+    ]
+    return "\n".join([f"start: {names['root']}", *written]) + "\n"
+
+
+class _Rule(str):
+    """A rule by its name, among pieces that are Lark already."""
+
+
+_Piece = _Rule | str
+
+
+def _piece(kind: str, found: str, line: int) -> _Piece:
+    match kind:
+        case "name":
+            return _Rule(found)
+        case "text":
+            return json.dumps("".join(character for character, _ in _characters(found, line)), ensure_ascii=False)
+        case "set":
+            return _set(found, line)
+        case _:
+            return _ANY if found == "." else "".join(found.split())
+
+
+def _check_names(rules: dict[str, list[_Piece]], line: int) -> None:
+    named = {one for pieces in rules.values() for one in pieces if isinstance(one, _Rule)} | {"root"}
+    if missing := named - rules.keys():
+        raise _fault(line, f"there is no rule {min(missing)[:64]!r}")
+
+
+def _lark_names(rules: dict[str, list[_Piece]]) -> dict[str, str]:
+    """What Lark calls each. Rules that lead back to none are terminals, in capitals: the library makes one automaton of
+    each and takes as much by it as it can. Character by character a mask would cost milliseconds, and not microseconds.
+    """
+    needs = {rule: {one for one in pieces if isinstance(one, _Rule)} for rule, pieces in rules.items()}
+    needed_by: dict[str, list[str]] = {rule: [] for rule in rules}
+    for rule, needed in needs.items():
+        for one in needed:
+            needed_by[one].append(rule)
+    terminals, ready = set(), [rule for rule, needed in needs.items() if not needed]
+    while ready:
+        rule = ready.pop()
+        terminals.add(rule)
+        for other in needed_by[rule]:
+            needs[other].discard(rule)
+            if not needs[other]:
+                ready.append(other)
+    spelled = {rule: f"r{i}_{rule.lower().replace('-', '_')}" for i, rule in enumerate(rules)}
+    return {rule: name.upper() if rule in terminals else name for rule, name in spelled.items()}
 
 
 def _tokens(source: str) -> Iterator[tuple[str, str, int]]:
@@ -67,13 +109,6 @@ def _tokens(source: str) -> Iterator[tuple[str, str, int]]:
         if found.lastgroup != "blank":
             yield found.lastgroup, found[found.lastgroup], line
         at, line = found.end(), line + found[0].count("\n")
-
-
-def _rule(rules: dict[str, str], name: str) -> str:
-    """Lark's name for a rule: lower case, and another one for each."""
-    if name not in rules:
-        rules[name] = f"{name.lower().replace('-', '_')}_{len(rules)}"
-    return rules[name]
 
 
 def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:

@@ -14,7 +14,7 @@ expr  ::= term ([-+*/] term)*
 term  ::= ident | num | "(" ws expr ")" ws
 ident ::= [a-z] [a-z0-9_]* ws
 num   ::= [0-9]{1,3} ws
-ws    ::= [ \t\n]*
+ws    ::= [ \t]*
 """
 
 
@@ -36,6 +36,7 @@ def accepts(source: str, text: str) -> bool:
         ("root ::= . . \n\n", ["a\n", "éé"], ["a"]),
         ('root ::= one-Two "!"? # a comment\none-Two ::=\n  "1" |\n  "2"', ["1", "2!"], ["3"]),
         ('root ::= "" | "x" root', ["", "xxx"], ["y"]),
+        ('root ::= [a-z]+ | "end" | "{" | "{\\"name"', ["enx", "{"], ["end{", '{"']),
     ],
 )
 def test_the_same_texts_match(source: str, good: list[str], bad: list[str]) -> None:
