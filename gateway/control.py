@@ -153,6 +153,17 @@ class Plain:
         """`first`: the text stands at the very beginning, where some tokenizers put a space before it."""
         return ids_of(self._first if first else self._later, text) if text else []
 
+    def encode_runs(self, runs: list[str], spread: bool) -> list[list[int]]:
+        """Each run's ids; `spread` over the library's threads, which keep words that they met."""
+        first, *later = runs
+        distinct = list(dict.fromkeys(run for run in later if run))  # roles and line breaks are there again and again
+        if spread:
+            encoded = [one.ids for one in self._later.encode_batch_fast(distinct, add_special_tokens=False)]
+        else:
+            encoded = [ids_of(self._later, run) for run in distinct]
+        ids: dict[str, list[int]] = {"": [], **dict(zip(distinct, encoded, strict=True))}
+        return [self.encode(first, True), *(ids[run] for run in later)]
+
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """By the batch call: it alone lets other threads run meanwhile, and it leaves out offsets, which nobody reads."""

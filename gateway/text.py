@@ -1,13 +1,10 @@
 """Text to token ids for one model folder: chat template, tokenizer, control tokens; and what its way back to text is.
 
 It knows no requests, tenants or sockets. What it promises: **text from a request never becomes a control token.**
-What a template writes and what a request says are told apart by stand-ins (control.py). They are put back, and the text
-is encoded:
-
-    as a whole, as the model's own tokenizer does it (bit-equal to `transformers`), where that gives exactly the
-    control tokens that the template wrote, which is so for every text that spells none;
-    else cut at the template's control tokens, the runs between them encoded by a copy of the tokenizer that knows no
-    added tokens. The only cuts are at control tokens, across which a tokenizer never merges either.
+What a template writes and what a request says are told apart by stand-ins (control.py). The rendered text is cut at the
+template's control tokens, the stand-ins are put back, and the runs between are encoded by a copy of the tokenizer that
+knows no added tokens. A tokenizer never merges across a control token, so that the ids are those that the model's own
+tokenizer gives the whole text (bit-equal to `transformers`) wherever the request spells no control token.
 
 A template that looks for an edge character in a message (say, whether it starts with "<tool_response>") does not see
 it: text stays text, for the template as well.
@@ -112,11 +109,13 @@ class Text:
         *,
         options: Mapping[str, JSON] | None = None,
         generate: bool = True,
+        spread: bool = False,
     ) -> list[int]:
         """Messages in the Hugging Face form (role, content, name, tool_calls, …) as the model's template lays them out.
 
         `options` are further template variables (enable_thinking, …). `generate` opens the assistant's turn.
-        Tool arguments that are a JSON text are given to the template as the object. Raises TextError.
+        Tool arguments that are a JSON text are given to the template as the object. `spread` lets other threads take a
+        part in it, in whose caches words of the text stay then. Raises TextError.
         """
         template = self._template(tools)
         plain = [_with_parsed_arguments(message) for message in messages]
@@ -133,7 +132,7 @@ class Text:
         }
         try:
             rendered = template.render(variables)
-            return self._encode_rendered(rendered, escape)
+            return self._encode_rendered(rendered, escape, spread)
         except TemplateError as error:
             raise TextError(escape.restore(str(error))) from error
         except (UnicodeEncodeError, TypeError) as error:
@@ -144,25 +143,21 @@ class Text:
             raise TextError("this model has no chat template: send `prompt` instead of `messages`")
         return (self._templates.get("tool_use") if tools else None) or self._templates["default"]
 
-    def _encode_rendered(self, rendered: str, escape: Escape) -> list[int]:
+    def _encode_rendered(self, rendered: str, escape: Escape, spread: bool) -> list[int]:
+        """What the template wrote, cut at its control tokens: run, control token, run, …, run."""
         parts = self._control.pattern.split(rendered) if self._control.pattern else [rendered]
-        written = [self._control.by_text[text].id for text in parts[1::2]]
-        ids = ids_of(self._tokenizer, escape.restore(rendered))
-        if written == [id for id in ids if id in self._control.ids]:
-            return ids
-        return self._encode_cut([escape.restore(part) for part in parts])
-
-    def _encode_cut(self, parts: list[str]) -> list[int]:
-        """`parts` alternate: run, control token, run, …, run."""
-        ids: list[int] = []
-        tokens = [None, *(self._control.by_text[text] for text in parts[1::2]), None]
-        for index, run in enumerate(parts[::2]):
-            before, after = tokens[index], tokens[index + 1]
-            if before is not None:
-                ids.append(before.id)
-            run = run.lstrip() if before is not None and before.strips_right else run
-            run = run.rstrip() if after is not None and after.strips_left else run
-            ids += self._plain.encode(run, index == 0)
+        runs = [escape.restore(part) for part in parts[::2]]
+        tokens = [self._control.by_text[text] for text in parts[1::2]]
+        for index, token in enumerate(tokens):
+            if token.strips_left:
+                runs[index] = runs[index].rstrip()
+            if token.strips_right:
+                runs[index + 1] = runs[index + 1].lstrip()
+        first, *later = self._plain.encode_runs(runs, spread)
+        ids = list(first)
+        for token, run_ids in zip(tokens, later, strict=True):
+            ids.append(token.id)
+            ids += run_ids
         return ids
 
     def decoder(self, stop: Sequence[str] = ()) -> "Decoder":

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from gateway.control import ids_of
 from gateway.template import Template, TemplateError
 from gateway.text import FolderError, Text, TextError
 from tests.gateway.folders import EMBER, byte_level, sentence_piece, shapes, special, write
@@ -75,16 +76,13 @@ def test_tools_and_tool_turns_encode_as_transformers_does(folders: dict[str, Pat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cut_encoding_equals_whole_encoding(folders: dict[str, Path], name: str) -> None:
-    """The slow way for hostile text is no other tokenization: forced for harmless text, it gives the same ids."""
+    """Cut at control tokens, in one thread or in several, the ids are those of the tokenizer for the whole text."""
     text = Text(folders[name])
-    for talk in TALKS:
-        whole = text.encode_chat(talk)
-        escape = text._edges.escape_for(talk)
+    for talk in [*TALKS, [*TALKS[2], *TALKS[1], *TALKS[2]] * 20]:
         variables = {**text._special, "messages": talk, "tools": None, "add_generation_prompt": True}
         written = text._template(None).render(variables)
-        assert text._control.pattern is not None
-        parts = [escape.restore(part) for part in text._control.pattern.split(written)]
-        assert text._encode_cut(parts) == whole
+        whole = ids_of(text._tokenizer, written)
+        assert text.encode_chat(talk) == text.encode_chat(talk, spread=True) == whole
 
 
 def _fields(hostile: str) -> Iterator[tuple[list[dict[str, Any]], list[Any] | None]]:
