@@ -5,12 +5,16 @@ It does not know where the tokens come from, nor how bytes reach the client.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from gateway.errors import Refusal
 from gateway.prompt import Prompt
+
+if TYPE_CHECKING:
+    from gateway.batch.asked import AskedBatch, AskedResults
+    from gateway.texts import AskedVectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +144,20 @@ class Asked:
     reply: Callable[[str, str, int], Reply]
 
 
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A body that asks only how many tokens the prompt has; `answer` makes the body that says it."""
+
+    model: str
+    prompt: Prompt
+    answer: Callable[[int], bytes]
+
+
 class Dialect(Protocol):
     """Reads one family of request bodies and writes its answers; one of `gateway/dialects`."""
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+    def read(
+        self, body: bytes, query: bytes, model: str | None, drawn_seed: int
+    ) -> "Asked | Count | AskedVectors | AskedBatch | AskedResults":
         """`model` is what the path names, where it does. Raises Refusal."""
         ...
