@@ -52,12 +52,13 @@ def grammar(
         f"call: {' | '.join(rules)}",
     ]
     for rule, function in zip(rules, functions.values(), strict=True):
-        lines += [f"// {json.dumps(function['name'])}", *write(rule, function)]
+        lines += [f"// {json.dumps(function['name'])}", *write(rule, function), ""]
     return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
 
 
 def tool_at_fault(source: str, message: str) -> str | None:
-    """The tool whose schema the library refuses by this message, which says the line."""
+    """The tool whose schema the library refuses by this message, which says the line. That may be one too high, where
+    a replica put its options before the source: what stands behind a tool's rules is an empty line."""
     fault = _FAULT.search(message)
     lines = source.split("\n")[: int(fault[1])] if fault else []
     said = next((line for line in reversed(lines) if line.startswith("// ")), None)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 from engine.wire import Grammar
 from gateway.calls import lark, literals, objects
-from gateway.calls.schemas import Function, Property, constraint, offered, properties, refusal, types
+from gateway.calls.schemas import Function, Property, offered, properties, refusal, types
 from gateway.calls.tape import Reader, Reading, Tape
 from gateway.prompt import ToolChoice
 
@@ -116,5 +116,5 @@ def _member(rule: str, number: int, said: Property, function: Function) -> str:
     if _KEY.fullmatch(said.name) is None:
         raise refusal(function, f"{said.name!r} cannot be written as a parameter in this model's format of calls")
     plain = types(said.schema) == {"boolean"} and "enum" not in said.schema and "const" not in said.schema
-    value = '("True" | "False")' if plain else lark.schema(constraint(said.schema))
+    value = '("True" | "False")' if plain else lark.schema(said.schema)
     return f"{rule}_a{number}: {lark.quoted(said.name + '=')} {value}"

@@ -15,7 +15,6 @@ from gateway.calls.schemas import (
     TYPES,
     Function,
     Property,
-    constraint,
     offered,
     properties,
     refusal,
@@ -102,6 +101,9 @@ def _value(tape: Tape, kinds: frozenset[str]) -> Reading[bool]:
         whole = yield from _raw(tape, lambda piece: tape.give(literals.escaped(piece)), sys.maxsize)
         tape.give('"' if whole else "")
         return whole
+    if "string" not in kinds:
+        yield from tape.blank()
+        tape.drop()
     if "string" not in kinds and (yield from tape.next()) in ("[", "{"):
         if not (yield from literals.value(tape)):
             return False
@@ -172,7 +174,7 @@ def _write_member(rule: str, said: Property, function: Function) -> list[str]:
     close = lark.quoted(f"\n{PARAMETER_END}\n")
     kinds = types(said.schema)
     if "string" not in kinds:
-        return [f"{rule}: {head} {lark.schema(constraint(said.schema))} {close}"]
+        return [f"{rule}: {head} {lark.schema(said.schema)} {close}"]
     beyond = said.schema.keys() - ANNOTATIONS - {"type", "format"}
     values = said.schema.get("enum", [said.schema.get("const")])
     if beyond in ({"enum"}, {"const"}) and all(isinstance(v, str) and PARAMETER_END not in v for v in values):

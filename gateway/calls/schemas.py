@@ -14,9 +14,6 @@ Function = Mapping[str, Any]  # `function` of a tool in OpenAI's shape: name, de
 Schema = Mapping[str, Any]
 
 TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
-# As json.dumps writes it, and so chat templates: what models have seen. Looser white space would let a model write
-# nothing else. A caller's own "x-guidance" is overwritten: it could make the library overlook keywords.
-_SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANNOTATIONS: Final = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"}
 )
@@ -42,13 +39,8 @@ def offered(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> dict[str,
     return {f["name"]: f for f in functions if choice.mode != "named" or f["name"] == choice.name}
 
 
-def constraint(schema: Schema) -> dict[str, Any]:
-    """The schema as the grammar library gets it."""
-    return {**schema, "x-guidance": _SPACING}
-
-
-def arguments(function: Function) -> dict[str, Any]:
-    """The schema of all arguments, for the grammar library. Raises Refusal where they could be no object.
+def arguments(function: Function) -> Schema:
+    """The schema of all arguments, as a grammar has it. Raises Refusal where they could be no object.
 
     Where only named properties are described, only these may be written: an answer would be as valid with others, but a
     small model would not stop to invent some.
@@ -64,14 +56,13 @@ def arguments(function: Function) -> dict[str, Any]:
         raise refusal(function, "'required' must be a list of names")
     if said and schema.keys() <= _PLAIN and set(required) <= said.keys():
         schema = {"additionalProperties": False, **schema}
-    return constraint(schema)
+    return schema
 
 
 def properties(function: Function) -> list[Property]:
     """The parameters one by one, for formats that write them so. Raises Refusal where a schema says more of them than
     that, which such a format cannot hold to."""
     schema = arguments(function)
-    del schema["x-guidance"]
     unknown = sorted(schema.keys() - _PLAIN)
     if unknown:
         raise refusal(function, f"{unknown[0]!r} beside 'properties' cannot be kept in this model's format of calls")

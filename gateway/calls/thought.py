@@ -16,7 +16,9 @@ BEGIN: Final = "<think>"
 END: Final = "</think>"
 MARKERS: Final = frozenset({BEGIN, END})  # a decoder must show them even where they are control tokens
 
-_SLASH: Final = re.compile(r"(\\.)|/", re.DOTALL)
+_ESCAPED: Final = re.compile(r"\\.|/", re.DOTALL)
+# What a regex has to spell differently in Lark, where a class is one of Unicode.
+_SPELLED: Final = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
 
 
 class _Parser(Protocol):
@@ -119,11 +121,8 @@ def after_thought(grammar: Grammar, tokens: Mapping[str, int], opened: bool) -> 
         case GrammarKind.JSON_SCHEMA:
             lines.append(f"answer: %json {grammar.source}")
         case GrammarKind.REGEX:
-            lines.append(f"answer: /{_SLASH.sub(_escaped_slash, grammar.source)}/")
+            source = grammar.source.removeprefix("^").removesuffix("$")
+            lines.append(f"answer: /{_ESCAPED.sub(lambda found: _SPELLED.get(found[0], found[0]), source)}/")
         case GrammarKind.LARK:
             lines.append(grammar.source.removeprefix("start: answer\n"))
     return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
-
-
-def _escaped_slash(found: re.Match[str]) -> str:
-    return found[1] or "\\/"

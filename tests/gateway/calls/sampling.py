@@ -1,4 +1,4 @@
-"""Draws completions that a grammar allows, with the library that replicas use, from tokenizers of many kinds."""
+"""Draws completions that a grammar allows, as replicas hold them to it, from tokenizers of many kinds."""
 
 import json
 import random
@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from engine.grammar.library import open_matcher
+from engine.grammar.source import lark_of
 from engine.wire import Grammar
 
 EMBER = Path(__file__).parents[3] / "engine" / "ember" / "model" / "tokenizer.json"
@@ -36,15 +38,15 @@ class Vocabulary:
 
     def fits(self, grammar: Grammar, text: str) -> bool:
         """Whether the text may be a whole completion."""
-        matcher = LLMatcher(self.library, LLMatcher.grammar_from_lark(grammar.source), log_level=0)
+        matcher = open_matcher(self.library, lark_of(grammar))
         assert not matcher.is_error(), matcher.get_error()
         ids = list(self._parts(text))
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    def draw(self, grammar: Grammar, draw: random.Random, begun: str = "", tokens_max: int = 300) -> str | None:
+    def draw(self, grammar: Grammar, draw: random.Random, begun: str = "", tokens_max: int = 600) -> str | None:
         """A completion that begins with `begun`; None where it got too long. What closes something is drawn more often
         than chance would have it, or few would ever end."""
-        matcher = LLMatcher(self.library, LLMatcher.grammar_from_lark(grammar.source), log_level=0)
+        matcher = open_matcher(self.library, lark_of(grammar))
         ids = list(self._parts(begun))
         assert not matcher.is_error(), matcher.get_error()
         assert matcher.consume_tokens(ids), matcher.get_error()

@@ -6,6 +6,8 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
+from engine.grammar.library import open_matcher
+from engine.grammar.source import lark_of
 from engine.wire import Grammar, GrammarKind
 from gateway.calls import lark
 from gateway.calls.format import FORMATS
@@ -118,7 +120,7 @@ def test_text_stays_free_where_calls_may_come(format: str) -> None:
     for vocabulary in vocabularies(format):
         grammar = FORMATS[format](vocabulary.added).grammar(ALL, AUTO, True)
         assert grammar is not None
-        matcher = LLMatcher(vocabulary.library, LLMatcher.grammar_from_lark(grammar.source))
+        matcher = open_matcher(vocabulary.library, lark_of(grammar))
         assert matcher.consume_tokens(vocabulary.library.tokenize_str('{"a": <tool 🙂 [TOOL] \n\n```json'))
         assert matcher.is_accepting()
 
@@ -136,9 +138,10 @@ def test_a_schema_that_the_library_refuses_is_traced_to_its_tool(format: str) ->
     bad = tool("bad_one", {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
     grammar = FORMATS[format]({}).grammar([*ALL, bad, tool("last")], REQUIRED, True)
     assert grammar is not None
-    message = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.source), built_in().library)
-    assert "uniqueItems" in message
-    assert lark.tool_at_fault(grammar.source, message) == "bad_one"
+    for source in (lark_of(grammar), grammar.source):  # a replica's, and ours
+        message = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(source), built_in().library)
+        assert "uniqueItems" in message
+        assert lark.tool_at_fault(grammar.source, message) == "bad_one"
 
 
 def test_a_message_without_a_line_is_no_tools_fault() -> None:
@@ -158,19 +161,6 @@ def test_names_cannot_break_out_of_a_grammar(format: str) -> None:
     assert grammar is not None
     text = next(text for seed in range(9) if (text := built_in().draw(grammar, random.Random(seed))))
     assert {name for name, _ in read(model.parser([tool(nasty)], REQUIRED), [text]).values} == {nasty}
-
-
-def test_a_caller_cannot_loosen_how_the_library_reads_a_schema() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"x": {"type": "integer"}},
-        "uniqueItems": 1,
-        "x-guidance": {"lenient": True},
-    }
-    grammar = FORMATS["ember"]({}).grammar([tool("f", schema)], REQUIRED, False)
-    assert grammar is not None
-    assert "lenient" not in grammar.source
-    assert "uniqueItems" in LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.source))
 
 
 def test_members_come_in_order_with_commas_between_only() -> None:
