@@ -24,6 +24,12 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_imports.py
 
+FUZZ_S ?= 60
+fuzz: .venv/.dev # each fuzzer for FUZZ_S seconds; what breaks one is kept in a file, whose name it says
+	@for name in $$(ls tests/fuzz/fuzz_*.py); do module=$$(basename $$name .py); echo "== $$module"; \
+		$(BIN)/python -m tests.fuzz.$$module -max_total_time=$(FUZZ_S) -timeout=20 -max_len=512 \
+			-artifact_prefix=$${TMPDIR:-/tmp}/$$module- || exit 1; done
+
 test-gpu: .venv/.dev
 	$(BIN)/pytest -m gpu tests || [ $$? -eq 5 ] # 5: none are marked
 

@@ -39,9 +39,11 @@ def value(tape: Tape) -> Reading[bool]:
     while True:
         tape.at = _BLANK.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
         tape.drop()
-        char = yield from tape.next()
-        if char.isspace():
+        if tape.at == len(tape.text):
+            if not (yield from tape.more()):
+                return False
             continue
+        char = tape.text[tape.at]
         if ends and char == ends[-1] and expected not in (_Next.VALUE, _Next.COLON):
             tape.at += 1
             tape.give("}" if ends.pop() == "}" else "]")

@@ -13,7 +13,8 @@ from gateway.calls.parts import CallArguments, CallBegan, CallEnded, Part, Text,
 CALLS_MAX: Final = 16  # of one completion; what looks like a further one stays text
 HELD_MAX: Final = 4096  # characters that may wait for the decision whether they begin a call
 
-_BLANK: Final = re.compile(r"[ \t\r\n]*")
+_BLANKS: Final = " \t\r\n"
+_BLANK: Final = re.compile(f"[{_BLANKS}]*")
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -129,7 +130,7 @@ class Tape:
         Blank between a call and the next, or before the first, is no text.
         """
         self.overflow()
-        if not self._fresh or self.held.strip():
+        if not self._fresh or self.held.strip(_BLANKS):
             self.say()
         firsts = frozenset(marker[0] for marker in markers)
         while True:
@@ -153,7 +154,7 @@ class Tape:
             self.idle = None
             if not more:
                 self.at = len(self.text)
-                if self._calls and self.held.isspace():
+                if self._calls and not self.held.strip(_BLANKS):
                     self.drop()
                 self.say()
                 return None

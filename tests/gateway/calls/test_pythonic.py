@@ -33,6 +33,7 @@ from tests.gateway.calls.test_format import arguments
         ("01", None),
         ("1_000", None),
         ("f()", None),
+        ("\x1e1", None),  # white space for Python's isspace alone
         ("", None),
         ("'open", None),
         ("[" * 70, None),
