@@ -162,14 +162,20 @@ class Reply:
         self._choices = prompt.n
         self._chunks = chunks
         self._contents = [chunks.head + b'{"index":%d,"delta":{"content":' % choice for choice in range(prompt.n)]
+        self._rest = b'},"finish_reason":null}' + chunks.tail
+        self._paddings = chunks.paddings
+        self._last = chunks.last
 
     def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(choice, role, None) for choice in range(self._choices))
 
     def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
-        beside = b"" if not logprobs else b',"logprobs":' + _encode({"content": [_chosen(one) for one in logprobs]})
-        return self._contents[choice] + _encode(text) + b"}" + beside + b',"finish_reason":null}' + self._chunks.tail()
+        if logprobs:
+            scored = {"content": [_chosen(one) for one in logprobs]}
+            said = {"index": choice, "delta": {"content": text}, "logprobs": scored, "finish_reason": None}
+            return self._chunks.event(_encode(said))
+        return self._contents[choice] + _encode(text) + self._rest + next(self._paddings) + self._last
 
     def thought(self, choice: int, text: str) -> bytes:
         return self._chunk(choice, {"reasoning_content": text}, None)

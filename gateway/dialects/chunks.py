@@ -4,6 +4,7 @@ It does not know what a choice looks like, nor where its text comes from.
 """
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, Final
 
 import msgspec
@@ -40,26 +41,23 @@ class Chunks:
         *,
         enveloped: bool = False,
     ) -> None:
-        self._prompt = prompt
-        self._paddings = paddings
+        self._include_usage = prompt.include_usage
         self._enveloped = enveloped
         self._said = {"id": id, "object": kinds[0], "created": created, "model": model}
         self.head = b"data: " + _encode({**self._said, "object": kinds[1]})[:-1] + b',"choices":['
-        self._usage = b'],"usage":null' if prompt.include_usage else b"]"
+        # What stands around a choice and its padding, which replies that write many pieces put together themselves.
+        usage = b'],"usage":null' if prompt.include_usage else b"]"
+        self.tail = usage + (b',"obfuscation":"' if prompt.padded else b"}\n\n")
+        self.paddings: Iterator[bytes] = paddings if prompt.padded else repeat(b"")
+        self.last = b'"}\n\n' if prompt.padded else b""
 
     def event(self, choice: bytes) -> bytes:
         """A chunk with this one choice."""
-        return self.head + choice + self.tail()
-
-    def tail(self) -> bytes:
-        """What follows the choices of a chunk."""
-        if not self._prompt.padded:
-            return self._usage + b"}\n\n"
-        return self._usage + b',"obfuscation":"' + next(self._paddings) + b'"}\n\n'
+        return self.head + choice + self.tail + next(self.paddings) + self.last
 
     def end(self, usage: Usage) -> bytes:
         last = _encode(usage.last_fields())
-        events = self.head + b'],"usage":' + last + b"}\n\n" if self._prompt.include_usage else b""
+        events = self.head + b'],"usage":' + last + b"}\n\n" if self._include_usage else b""
         if self._enveloped:
             events += b'data: {"response":"","usage":' + last + b"}\n\n"
         return events + sse.DONE
