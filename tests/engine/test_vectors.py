@@ -26,8 +26,8 @@ TENANT = Scope(ScopeKind.TENANT, b"t" * 16)
 class Served:
     """A runner with its scheduler and loop."""
 
-    def __init__(self, model: ModelSpec) -> None:
-        opened = open_model(model, "cpu", 1, lambda: None)
+    def __init__(self, model: ModelSpec, device: str = "cpu") -> None:
+        opened = open_model(model, device, 1, lambda: None)
         assert isinstance(opened, Runner)
         self.runner = opened
         self.scheduler = open_scheduler(opened, model, lambda: 0.0)
@@ -179,3 +179,13 @@ def test_the_head_is_not_loaded(tmp_path: Path) -> None:
         for vectors in (False, True)
     }
     assert bytes_of[False] - bytes_of[True] == model.lm_head.weight.nbytes
+
+
+@pytest.mark.gpu
+def test_a_gpus_vectors_are_those_of_a_cpu(tmp_path: Path) -> None:
+    folder = saved(reference_model("qwen3"), tmp_path)
+    texts = _texts([1, 17, 100, 300])
+    expected = Served(spec(folder, vectors=True)).vectors(texts)
+    found = Served(spec(folder, vectors=True), device="cuda").vectors(texts)
+    for one, other in zip(found, expected, strict=True):
+        assert np.abs(one - other).max() < 2e-3

@@ -40,6 +40,7 @@ class Behaviour:
     stop_at: int | None = None  # the sequence ends here with its first stop id
     fail_at: int | None = None  # the sequence ends here with an error
     script: list[int] | None = None  # these tokens, then a stop
+    numbers: Callable[[list[int]], list[float]] = lambda ids: spread(ids)  # what a prompt with pooling becomes
 
 
 @dataclass
@@ -143,6 +144,7 @@ class StubConnection(asyncio.Protocol):
         started: list[wire.Started] = []
         finished: list[wire.Finish] = []
         logprobs: list[wire.TokenLogprobs] = []
+        vectors: list[wire.Vector] = []
         for running in list(self._running.values()):
             if running.due > now + 0.0005:
                 continue
@@ -152,6 +154,12 @@ class StubConnection(asyncio.Protocol):
             if running.waiting:
                 running.waiting = False
                 started.append(wire.Started(running.id, behaviour.cached_tokens, 0.0))
+            if running.submit.pooling is not None and behaviour.fail_at is None:
+                numbers = behaviour.numbers(array("I", running.submit.tokens).tolist())
+                vectors.append(wire.Vector(running.id, array("f", numbers).tobytes()))
+                finished.append(wire.Finish(running.id, wire.FinishReason.STOP, 0))
+                del self._running[running.id]
+                continue
             new, finish = self._next(running, behaviour)
             running.due = ((now + 0.001) // behaviour.step_s + 1) * behaviour.step_s if behaviour.step_s else now
             ids.append(running.id)
@@ -162,8 +170,8 @@ class StubConnection(asyncio.Protocol):
             if finish is not None:
                 finished.append(finish)
                 del self._running[running.id]
-        if ids:
-            self.send(wire.Progress(ids, counts, array("I", tokens).tobytes(), started, finished, logprobs))
+        if ids or finished:
+            self.send(wire.Progress(ids, counts, array("I", tokens).tobytes(), started, finished, logprobs, vectors))
         if self._running:
             self._step_soon(max(0.0, min(running.due for running in self._running.values()) - self._loop.time()))
 
@@ -194,6 +202,11 @@ def _scored(running: Running, token: int) -> wire.TokenLogprobs:
     alternatives = running.submit.sampling.logprobs or 0
     top = [token, *(token + 1 + i for i in range(alternatives - 1))] if alternatives else []
     return wire.TokenLogprobs(running.id, -0.25, top, [-0.25 - i for i in range(len(top))])
+
+
+def spread(ids: list[int], width: int = 384) -> list[float]:
+    """A vector that tells a prompt from every other: its length, then its ids again and again."""
+    return [float(len(ids)), *(float(ids[i % len(ids)]) for i in range(width - 1))]
 
 
 class StubReplica:
