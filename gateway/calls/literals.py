@@ -1,9 +1,10 @@
 """Turns literals of Python, of which JSON's are almost all a part, into JSON text as they come. It knows no calls."""
 
-import json
 import re
 from enum import Enum, auto
 from typing import Final
+
+import msgspec
 
 from gateway.calls.jsontext import ATOM_MAX, DEPTH_MAX, SCALAR
 from gateway.calls.tape import Reading, Tape
@@ -85,7 +86,7 @@ def value(tape: Tape) -> Reading[bool]:
 
 def escaped(text: str) -> str:
     """The text as it stands between the quotation marks of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return msgspec.json.encode(text)[1:-1].decode()
 
 
 def _string(tape: Tape) -> Reading[bool]:

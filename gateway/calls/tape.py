@@ -23,7 +23,7 @@ Reading = Generator[None, None, T]
 class Tape:
     """`text[kept:at]` was read but is not given out yet: it may be text, or the beginning of a call.
 
-    While `idle` is set, nothing is held, and what comes without one of these characters is just text.
+    While `idle` is set, nothing is held, and what comes without one of these characters goes on what came before.
     """
 
     __slots__ = ("_calls", "_fresh", "_parts", "at", "ended", "idle", "kept", "text")

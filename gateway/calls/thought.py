@@ -9,13 +9,14 @@ from typing import Final, Protocol
 
 from engine.wire import Grammar, GrammarKind
 from gateway.calls import lark
-from gateway.calls.parts import Part
+from gateway.calls.parts import Part, Thought
 from gateway.calls.tape import Reading, Tape, overlap
 
 BEGIN: Final = "<think>"
 END: Final = "</think>"
 MARKERS: Final = frozenset({BEGIN, END})  # a decoder must show them even where they are control tokens
 
+_FIRSTS: Final = frozenset("\n<")  # with which the end of a thought may begin
 _ESCAPED: Final = re.compile(r"\\.|/", re.DOTALL)
 # What a regex has to spell differently in Lark, where a class is one of Unicode.
 _SPELLED: Final = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
@@ -55,6 +56,9 @@ class Thinking:
     def push(self, text: str) -> list[Part]:
         if self._answering or not text:
             return self._inner.push(text)
+        idle = self._tape.idle
+        if idle is not None and idle.isdisjoint(text):
+            return [Thought(text)]
         self._tape.append(text)
         return self._advance()
 
@@ -95,7 +99,10 @@ def _thought(tape: Tape) -> Reading[None]:
         if end >= 0:
             tape.at = end + len(END)
             return
-        if not (yield from tape.more()):
+        tape.idle = _FIRSTS if tape.kept == len(tape.text) else None
+        more = yield from tape.more()
+        tape.idle = None
+        if not more:
             tape.at = len(tape.text)
             tape.think()
             return
