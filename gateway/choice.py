@@ -30,16 +30,6 @@ class Parser(Protocol):
         ...
 
 
-class Plain:
-    """All is text."""
-
-    def push(self, text: str) -> list[Part]:
-        return [Said(text)] if text else []
-
-    def finish(self) -> list[Part]:
-        return []
-
-
 class _Call:
     """A call of a tool in the making."""
 
@@ -75,7 +65,9 @@ class Choice:
     def __init__(self, model: Model, prompt: Prompt) -> None:
         self._text = model.text
         self._decoder: Decoder = model.text.decoder(prompt.stop)
-        self._parser: Parser = Lines([tool["function"]["name"] for tool in prompt.tools]) if prompt.tools else Plain()
+        self._parser: Parser | None = None  # where all is text
+        if prompt.tools:
+            self._parser = Lines([tool["function"]["name"] for tool in prompt.tools])
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[_Call] = []
@@ -105,17 +97,14 @@ class Choice:
         elif step.finish is not None:
             text += self._decoder.finish()
             self.finish = "length" if step.finish.reason is FinishReason.LENGTH else "stop"
-        parts = self._parser.push(text)
         if self.finish is not None:
             self.last = step
-            parts += self._parser.finish()
-        self._tokens += len(step.tokens)
-        if parts and isinstance(parts[-1], Thought):
-            self.thought_tokens = self._tokens
-        self._keep(parts)
-        if self.finish == "stop" and self._calls:
-            self.finish = "tool_calls"
-        return parts
+        if self._parser is None:
+            if not text:
+                return []
+            self._pieces.append(text)
+            return [Said(text)]
+        return self._parse(text, len(step.tokens))
 
     def score(self, step: Step) -> list[Chosen]:
         """The step's log probabilities, without that of a stop token."""
@@ -127,8 +116,10 @@ class Choice:
 
     def render(self, reply: Reply, index: int, parts: list[Part], scored: list[Chosen]) -> bytes:
         """The parts as a dialect's events. Log probabilities go with the first text, or with an empty one."""
+        if len(parts) == 1 and type(parts[0]) is Said:  # as nearly all are
+            return reply.text(index, parts[0].text, scored)
         events = []
-        if scored and not any(isinstance(part, Said) for part in parts):
+        if scored and not any(type(part) is Said for part in parts):
             parts = [Said(""), *parts]
         for part in parts:
             match part:
@@ -156,6 +147,22 @@ class Choice:
             thought="".join(self._thoughts),
             stopped_by=self.stopped_by,
         )
+
+    def _parse(self, text: str, tokens: int) -> list[Part]:
+        assert self._parser is not None
+        parts = self._parser.push(text)
+        self._tokens += tokens
+        if self.finish is not None:
+            parts += self._parser.finish()
+        elif len(parts) == 1 and type(parts[0]) is Said:  # as nearly all are
+            self._pieces.append(parts[0].text)
+            return parts
+        if parts and type(parts[-1]) is Thought:
+            self.thought_tokens = self._tokens
+        self._keep(parts)
+        if self.finish == "stop" and self._calls:
+            self.finish = "tool_calls"
+        return parts
 
     def _keep(self, parts: list[Part]) -> None:
         for part in parts:
