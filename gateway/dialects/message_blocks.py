@@ -20,6 +20,7 @@ DELTAS: Final[dict[Kind, tuple[str, str]]] = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "quota": "quota"}
+TIER: Final = {"service_tier": "standard"}
 _encode = msgspec.json.encode
 
 
@@ -39,8 +40,14 @@ class Reply:
         self._ending: dict[str, Any] = {}
 
     def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
-        usage = {**_read(prompt_tokens, cached_tokens), "output_tokens": 0}
-        message: dict[str, Any] = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        usage = {**_read(prompt_tokens, cached_tokens), "output_tokens": 0, **TIER}
+        message: dict[str, Any] = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
         return _event("message_start", message=message)
 
     def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
@@ -79,11 +86,11 @@ class Reply:
         if completion.thought and self._shows_thoughts:
             content.append(_thinking(completion.thought))
         if completion.text:
-            content.append({"type": "text", "text": completion.text, "citations": None})
+            content.append({"type": "text", "text": completion.text})
         uses = [(use, use.input) for use in completion.tool_uses]
         content += [_tool_use(use, input) for use, input in uses if input is not None]
         ending = _ending(completion.finish, completion.stopped_by)
-        return _encode({**self._head, "content": content, **ending, "usage": _usage(usage)})
+        return _encode({**self._head, "content": content, **ending, "usage": {**_usage(usage), **TIER}})
 
     def _begin(self, kind: Kind, block: dict[str, Any]) -> bytes:
         """The block that the next piece belongs to: the open one where it is of this kind, else a new one."""
@@ -140,6 +147,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
         **_read(usage.prompt_tokens, usage.cached_tokens),
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.thought_tokens},
-        "service_tier": "standard",
         "neurons": usage.neurons,
     }

@@ -66,7 +66,8 @@ def test_a_stream_builds_its_blocks_up_one_by_one() -> None:
         **{"id": "msg_the-id", "type": "message", "role": "assistant", "model": "@cf/test/stub", "content": []},
         **{"stop_reason": None, "stop_sequence": None},
         "usage": {
-            **{"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0, "output_tokens": 0}
+            **{"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0},
+            **{"output_tokens": 0, "service_tier": "standard"},
         },
     }
     assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
@@ -80,7 +81,8 @@ def test_the_whole_answer_has_what_a_stream_has() -> None:
     assert whole["content"][2] == {"type": "tool_use", "id": "call_1", "name": "rain", "input": {"in": "Rome"}}
     assert (read.id, read.stop_reason, read.stop_sequence) == ("msg_the-id", "tool_use", None)
     last = events(streamed(reply()))[-2]["usage"]
-    assert {**whole["usage"], "neurons_left": {"day": 2.0}} == last
+    assert last.pop("neurons_left") == {"day": 2.0}
+    assert whole["usage"] == {**last, "service_tier": "standard"}
     usage = read.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (3, 4, 0)
     assert usage.output_tokens_details is not None
