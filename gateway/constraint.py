@@ -66,7 +66,9 @@ def constraint(
     if guided_regex is not None:
         found.append(_sized(GrammarKind.REGEX, guided_regex, "guided_regex"))
     if guided_choice is not None:
-        source = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in guided_choice)
+        source = "start: answer\nanswer: " + " | ".join(
+            json.dumps(choice, ensure_ascii=False) for choice in guided_choice
+        )
         found.append(_sized(GrammarKind.LARK, source, "guided_choice"))
     if guided_grammar is not None:
         source = ebnf.to_lark(guided_grammar) if ebnf.is_ebnf(guided_grammar) else guided_grammar

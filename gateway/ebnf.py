@@ -50,7 +50,7 @@ def to_lark(source: str) -> str:
         f"{names[rule]}: {' '.join(names[one] if isinstance(one, _Rule) else one for one in pieces)}"
         for rule, pieces in rules.items()
     ]
-    return "\n".join([f"start: {names['root']}", *written]) + "\n"
+    return "\n".join(["start: answer", f"answer: {names['root']}", *written]) + "\n"
 
 
 class _Rule(str):

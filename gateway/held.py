@@ -13,7 +13,7 @@ from gateway.calls.format import Format
 from gateway.errors import Refusal, bad_grammar, bad_input
 from gateway.prompt import AUTO, Prompt, ToolChoice
 
-_START: Final = "start: answer\n"
+_ANSWER: Final = "start: answer\nanswer: "  # with which grammars of calls begin
 _REQUIRED: Final = ToolChoice("required")
 
 
@@ -43,9 +43,9 @@ def _either(tools: list[dict[str, Any]], document: Grammar, prompt: Prompt, form
         raise bad_input(f"'{prompt.grammar_field}' {problem}", prompt.grammar_field)
     calls = format.grammar(tools, _REQUIRED, prompt.parallel_calls)
     assert calls is not None
-    assert calls.source.startswith(_START)
-    head = f"start: answer | document\ndocument: %json {document.source}\n"
-    return msgspec.structs.replace(calls, source=head + calls.source.removeprefix(_START))
+    assert calls.source.startswith(_ANSWER)
+    head = f"{_ANSWER}document | called\ndocument: %json {document.source}\ncalled: "
+    return msgspec.structs.replace(calls, source=head + calls.source.removeprefix(_ANSWER))
 
 
 def refusal(prompt: Prompt, grammar: Grammar | None, message: str) -> Refusal:

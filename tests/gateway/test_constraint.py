@@ -68,9 +68,9 @@ def test_other_guides_are_no_json() -> None:
     found = constraint(guided_regex="[a-z]+")
     assert (found.grammar.kind, found.grammar.source, found.json) == (GrammarKind.REGEX, "[a-z]+", False)  # type: ignore[union-attr]
     found = constraint(guided_choice=["a", 'b"', "c\n|"])
-    assert found.grammar.source == 'start: "a" | "b\\"" | "c\\n|"'  # type: ignore[union-attr]
+    assert found.grammar.source == 'start: answer\nanswer: "a" | "b\\"" | "c\\n|"'  # type: ignore[union-attr]
     assert constraint(guided_grammar='start: "x"').grammar.source == 'start: "x"'  # type: ignore[union-attr]
-    assert constraint(guided_grammar='root ::= "x"').grammar.source.startswith("start: R0_ROOT\n")  # type: ignore[union-attr]
+    assert constraint(guided_grammar='root ::= "x"').grammar.source.startswith("start: answer\nanswer: R0_ROOT\n")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
