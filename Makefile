@@ -25,7 +25,7 @@ check: .venv/.dev
 	$(BIN)/pytest -q tests/test_imports.py
 
 FUZZ_S ?= 60
-fuzz: .venv/.dev # each fuzzer for FUZZ_S seconds; what breaks one is kept in a file, whose name it says
+fuzz: .venv/.dev .venv/.fuzz # each fuzzer for FUZZ_S seconds; what breaks one is kept in a file, whose name it says
 	@for name in $$(ls tests/fuzz/fuzz_*.py); do module=$$(basename $$name .py); echo "== $$module"; \
 		$(BIN)/python -m tests.fuzz.$$module -max_total_time=$(FUZZ_S) -timeout=20 -max_len=512 \
 			-artifact_prefix=$${TMPDIR:-/tmp}/$$module- || exit 1; done
@@ -70,6 +70,10 @@ clean:
 .venv/.conformance: pyproject.toml tests/conformance/node/package-lock.json | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[conformance]'
 	$(BIN)/python -m tests.conformance.node_sdks
+	@touch $@
+
+.venv/.fuzz: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	@touch $@
 
 .venv/.bench: pyproject.toml | .venv/bin/python
