@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gateway.catalogue import entries, folder_of
-from gateway.commands.models import Sizes, sizes_of
+from gateway.commands.models import Sizes, read_config, sizes_of
 from gateway.commands.serve import answers
 from gateway.commands.words import add_command, in_bytes, print_json, read_settings
 from gateway.config import Config, ConfigError, ModelConfig, ServerConfig, describe
 from gateway.state import read_credentials
+from gateway.tasks import Vectors, read_vectors, task_of
 from gateway.text import FolderError, Text
 from gateway.tls import expiry, open_certificate
 from tenants.issuers import keys_of
@@ -261,12 +262,13 @@ def _models(config: Config, usable: list[Gpu]) -> Iterator[Finding]:
             advice = "`hearth pull` it again, or correct [[models]]"
             yield Finding("model", Verdict.WRONG, f"{entry.name}: {folder} has no {missing} that can be read", advice)
             continue
+        document = read_config(folder)
         try:
-            text = Text(folder)
+            text, vectors = Text(folder), read_vectors(folder, document, entry, task_of(folder, document, entry))
         except FolderError as error:
             yield Finding("model", Verdict.WRONG, f"{entry.name}: {error}", "its folder is not complete: get it again")
             continue
-        yield _fits(entry, sizes, smallest) or _serves(entry, sizes, text)
+        yield _fits(entry, sizes, smallest) or _serves(entry, sizes, text, vectors)
 
 
 def _fits(entry: ModelConfig, sizes: Sizes, gpu: Gpu | None) -> Finding | None:
@@ -282,7 +284,11 @@ def _fits(entry: ModelConfig, sizes: Sizes, gpu: Gpu | None) -> Finding | None:
     return Finding("model", Verdict.WRONG, found, 'set a smaller context_tokens, or kv_dtype = "fp8"')
 
 
-def _serves(entry: ModelConfig, sizes: Sizes, text: Text) -> Finding:
+def _serves(entry: ModelConfig, sizes: Sizes, text: Text, vectors: Vectors | None) -> Finding:
+    if vectors is not None:
+        gives = f"vectors of {vectors.dimensions} numbers" if vectors.dimensions else "scores"
+        found = f"{entry.name}: {in_bytes(sizes.weights_bytes)}, {gives}, texts of {vectors.tokens_max:,} tokens"
+        return Finding("model", Verdict.GOOD, found)
     chats = "" if text.chats else ", no chat template: callers must send `prompt`"
     found = f"{entry.name}: {in_bytes(sizes.weights_bytes)}, context {sizes.context_tokens:,}{chats}"
     return Finding("model", Verdict.GOOD if text.chats else Verdict.NOTE, found)

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from engine.wire import MEMORY_SUFFIX, Memory
 from gateway.catalogue import entries, folder_of, price_of
 from gateway.commands.words import add_action, add_command, fail, in_bytes, print_json, print_table, read_settings
 from gateway.config import Config, ModelConfig
+from gateway.tasks import Task, context_of, is_encoder, read_vectors, task_of
+from gateway.text import FolderError
 
 _TEACHING = """\
 examples:
@@ -66,24 +69,33 @@ def run(options: argparse.Namespace) -> int:
 def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
     """None where the entry's folder is no model."""
     folder = folder_of(config, entry)
+    said = read_config(folder)
     try:
-        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         heads = int(said["num_attention_heads"])
         width = int(said.get("head_dim") or said["hidden_size"] // heads)
         layers = int(said["num_hidden_layers"])
         kv_heads = int(said.get("num_key_value_heads") or heads)
         made_up = _made_up_bytes(said, layers, width * heads, width * kv_heads) if entry.random_weights else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    context = int(said.get("max_position_embeddings") or 2048)
+    context, keeps = context_of(said), not is_encoder(said)
     return Sizes(
         weights_bytes=stored if made_up is None else made_up,
         parameters_type="" if entry.random_weights else str(said.get("torch_dtype") or said.get("dtype") or "float32"),
         context_tokens=min(context, entry.context_tokens or context),
         layers=layers,
-        kv_bytes_per_token=2 * layers * kv_heads * width * (1 if entry.kv_dtype == "fp8" else 2),
+        kv_bytes_per_token=keeps * 2 * layers * kv_heads * width * (1 if entry.kv_dtype == "fp8" else 2),
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; empty where there is none that can be read."""
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _made_up_bytes(said: dict[str, Any], layers: int, q: int, kv: int) -> int:
@@ -182,7 +194,7 @@ def _document(config: Config, entry: ModelConfig) -> dict[str, Any]:
     document: dict[str, Any] = {
         "name": entry.name,
         "description": entry.description,
-        "task": entry.task,
+        "task": task_of(folder, said, entry) if (said := read_config(folder)) else entry.task,
         "folder": str(folder),
         "replicas": entry.replicas,
         "neurons_per_million_tokens": {
@@ -197,6 +209,13 @@ def _document(config: Config, entry: ModelConfig) -> dict[str, Any]:
         return {**document, "problem": "its folder has no config.json that can be read"}
     if sizes.weights_bytes == 0:
         return {**document, "problem": "its folder has no *.safetensors"}
+    try:
+        vectors = read_vectors(folder, said, entry, Task(document["task"]))
+    except FolderError as error:
+        return {**document, "problem": str(error)}
+    if vectors is not None:
+        document |= {"pooling": vectors.poolings[0], "max_input_tokens": vectors.tokens_max}
+        document |= {"dimensions": vectors.dimensions} if vectors.dimensions else {}
     return {
         **document,
         "context_tokens": sizes.context_tokens,

@@ -26,18 +26,21 @@ _TEACHING = """\
 examples:
   hearth pull Qwen/Qwen3-0.6B                          then call @hf/Qwen/Qwen3-0.6B
   hearth pull meta-llama/Llama-3.2-1B-Instruct         gated: accept its terms on the hub and set HF_TOKEN
+  hearth pull BAAI/bge-m3                              vectors; bge rerankers score pairs of texts
   hearth pull org/model --revision v2
 
-Served are Llama 2/3, Mistral, Qwen2 and Qwen3 (dense) with weights as safetensors. Run it again after an interruption:
-it goes on where it stopped. A running server serves the new model after its next start. HF_ENDPOINT names a mirror.
+Served are Llama 2/3, Mistral, Qwen2 and Qwen3 (dense), and for vectors BERT, RoBERTa and XLM-RoBERTa, with weights as
+safetensors. Run it again after an interruption: it goes on where it stopped. A running server serves the new model after
+its next start. HF_ENDPOINT names a mirror.
 """
-SERVED_TYPES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+SERVED_TYPES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "bert", "roberta", "xlm-roberta"})
 _SMALL: Final = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"),
 )
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX: Final = "model.safetensors.index.json"
@@ -97,12 +100,16 @@ def pull(config: Config, hub_id: str, revision: str) -> str:
 
 
 def _listing(hub_id: str, revision: str) -> tuple[str, dict[str, int]]:
-    """(commit, size of each file at the top of the repository)."""
+    """(commit, size of each file at the top of the repository, and of those below it that are known)."""
     from huggingface_hub import HfApi  # only here: it takes a while to import
 
     seen = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in seen.siblings or [] if "/" not in file.rfilename}
+    sizes = {file.rfilename: file.size or 0 for file in seen.siblings or [] if _is_wanted(file.rfilename)}
     return seen.sha or revision, sizes
+
+
+def _is_wanted(name: str) -> bool:
+    return "/" not in name or name in _SMALL
 
 
 def _refuse_unserved(hub_id: str, sizes: dict[str, int]) -> None:
@@ -167,6 +174,7 @@ class _Source:
         from tqdm import tqdm
 
         done = self._folder / file.name
+        done.parent.mkdir(exist_ok=True)
         url = hf_hub_url(self._hub_id, file.name, revision=self._commit)
         seen = get_hf_file_metadata(url)
         etag = re.sub(r"[^A-Za-z0-9]", "", seen.etag or self._commit)
@@ -210,6 +218,7 @@ def _publish(partial: Path, folder: Path, names: list[str], commit: str) -> None
     shutil.rmtree(complete, ignore_errors=True)
     complete.mkdir()
     for name in names:
+        (complete / name).parent.mkdir(exist_ok=True)
         os.replace(partial / name, complete / name)
     (complete / "revision").write_text(commit + "\n")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             hub.tokens.append((path, self.headers.get("Authorization")))
             if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
                 self._listing(match[1], match[2] or "main")
-            elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/([^/]+)", path):
+            elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
                 self._file(match[1], match[3], body)
             else:
                 self._error(404, "RepoNotFound")

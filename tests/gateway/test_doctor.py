@@ -11,6 +11,7 @@ from gateway.catalogue import BUILT_IN, folder_of
 from gateway.cli import main
 from gateway.commands import doctor
 from gateway.config import Config, ModelConfig, settings
+from tests import minilm
 from tests.gateway.certificates import write_certificate
 from tests.tenants.issuing import jwk
 
@@ -92,6 +93,27 @@ def test_an_incomplete_model_is_wrong(here: Path, capsys: pytest.CaptureFixture[
     wrong = [finding for finding in examine(capsys, 1)["model"] if finding["verdict"] == "wrong"]
     assert len(wrong) == 1
     assert missing.removeprefix("model") in wrong[0]["found"]
+
+
+def test_a_model_that_gives_vectors_is_told_as_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (here / "hearth.toml").open("a") as file:
+        file.write(f'[[models]]\nname = "@cf/mine/vectors"\nfolder = "{minilm.folder()}"\n')
+    told = [finding for finding in examine(capsys, 0)["model"] if "@cf/mine/vectors" in finding["found"]]
+    assert [finding["verdict"] for finding in told] == ["ok"]
+    assert "vectors of 384 numbers, texts of 256 tokens" in told[0]["found"]
+    assert main(["models", "show", "@cf/mine/vectors", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["task"], shown["pooling"], shown["dimensions"]) == ("Text Embeddings", "mean", 384)
+    assert (shown["max_input_tokens"], shown["kv_of_a_context_bytes"]) == (256, 0)
+
+
+def test_a_pooling_that_is_not_served_is_wrong(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(minilm.folder(), here / "broken")
+    (here / "broken" / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with (here / "hearth.toml").open("a") as file:
+        file.write('[[models]]\nname = "@cf/mine/broken"\nfolder = "broken"\n')
+    wrong = [finding for finding in examine(capsys, 1)["model"] if finding["verdict"] == "wrong"]
+    assert "pooling max is not served" in wrong[0]["found"]
 
 
 def test_models_that_do_not_fit_into_memory_are_wrong(

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.wire import Pooling
 from gateway.catalogue import BUILT_IN, folder_of, open_catalogue
 from gateway.config import Config, ModelConfig, load_config
+from gateway.tasks import Task
+from tests import minilm
 from tests.gateway.hub import COMMIT, Hub, serving
 
 EMBER = folder_of(Config(), ModelConfig(name=BUILT_IN))
@@ -177,3 +180,18 @@ def test_a_hub_that_is_away_is_told_in_words(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "again" in done.stderr
+
+
+def test_an_encoder_comes_with_what_says_how_it_gives_vectors(tmp_path: Path, hub: Hub) -> None:
+    folder = minilm.folder()
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "modules.json", "sentence_bert_config.json")
+    files = {name: (folder / name).read_bytes() for name in (*names, "1_Pooling/config.json")}
+    hub.repositories["org/encoder"] = {**files, "model.safetensors": WEIGHTS, "onnx/model.onnx": b"no"}
+    done = pull(tmp_path, hub, "org/encoder")
+    assert done.returncode == 0, done.stderr
+    model = open_catalogue(load_config(state_folder=tmp_path / ".hearth")).find("@hf/org/encoder")
+    assert model is not None
+    assert model.task is Task.EMBEDDINGS
+    assert model.vectors is not None
+    assert (model.vectors.poolings[0], model.vectors.normalized, model.vectors.tokens_max) == (Pooling.MEAN, True, 256)
+    assert not (model.folder / "onnx").exists()
