@@ -30,8 +30,8 @@ examples:
   hearth pull org/model --revision v2
 
 Served are Llama 2/3, Mistral, Qwen2 and Qwen3 (dense), and for vectors BERT, RoBERTa and XLM-RoBERTa, with weights as
-safetensors. Run it again after an interruption: it goes on where it stopped. A running server serves the new model after
-its next start. HF_ENDPOINT names a mirror.
+safetensors. Run it again after an interruption: it goes on where it stopped. A running server serves the new model
+after its next start. HF_ENDPOINT names a mirror.
 """
 SERVED_TYPES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "bert", "roberta", "xlm-roberta"})
 _SMALL: Final = (
