@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway.admin.operation import ACCOUNT, BASE
-from gateway.dialects import chat, completions, native, run
+from gateway.dialects import anthropic, chat, completions, embeddings, native, rerank, responses, run
 from gateway.listing.marketplace import Offers
 from gateway.listing.models import Author, ModelItem, NoQuery, SearchQuery, Task
 from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
@@ -18,8 +18,9 @@ from gateway.listing.schemas import SchemaQuery, Schemas
 from tenants.accounts import Permission
 
 INFERENCE: Final = (Permission.INFERENCE,)
-# 405: an adapter is asked for. 422: it was running in two crashes of its model. 429: a limit, or capacity taken for now.
+# 405: an adapter is asked for. 422: it was running in two crashes of its model. 429: a limit, or capacity taken.
 _GENERATING: Final = (405, 410, 413, 422, 429)
+_COUNTING: Final = (410, 413, 429)
 
 
 class RunQuery(msgspec.Struct):
@@ -36,13 +37,63 @@ class Generated(msgspec.Struct):
 
 
 class Completed(msgspec.Struct):
-    """OpenAI's `chat.completion`."""
+    """OpenAI's `chat.completion`, or a `text_completion`."""
 
     id: str
     object: str
     created: int
     model: str
     choices: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class Responded(msgspec.Struct):
+    """OpenAI's `response`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class Said(msgspec.Struct):
+    """Anthropic's `message`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "quota"]
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class Counted(msgspec.Struct):
+    """How many tokens a prompt has; on OpenAI's path the `object` is `response.input_tokens`."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] | None = None
+
+
+class Embedded(msgspec.Struct):
+    """OpenAI's list of embeddings."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    model: str
+    usage: dict[str, Any]
+
+
+class Reranked(msgspec.Struct):
+    """Documents by their index, the best first."""
+
+    id: str
+    model: str
+    results: list[dict[str, Any]]
     usage: dict[str, Any]
 
 
@@ -127,6 +178,68 @@ ROUTES: Final = (
         body=completions.Input,
         statuses=_GENERATING,
         streams=True,
+    ),
+    *_below(
+        "POST",
+        (*_AI, ""),
+        "/v1/embeddings",
+        summary="OpenAI's embeddings: a vector for each text",
+        permissions=INFERENCE,
+        result=Embedded,
+        body=embeddings.OpenAIInput,
+        statuses=_GENERATING,
+    ),
+    *_below(
+        "POST",
+        (*_AI, ""),
+        "/v1/rerank",
+        summary="How well documents answer a query, as Jina and Cohere ask for it",
+        permissions=INFERENCE,
+        result=Reranked,
+        body=rerank.Documents,
+        statuses=_GENERATING,
+    ),
+    *_below(
+        "POST",
+        (*_AI, ""),
+        "/v1/responses",
+        summary="OpenAI's Responses, of which nothing is stored",
+        permissions=INFERENCE,
+        result=Responded,
+        body=responses.Input,
+        statuses=_GENERATING,
+        streams=True,
+    ),
+    *_below(
+        "POST",
+        (*_AI, ""),
+        "/v1/responses/input_tokens",
+        summary="How many tokens a response's input has; a request for the limits, and no tokens",
+        permissions=INFERENCE,
+        result=Counted,
+        body=responses.CountInput,
+        statuses=_COUNTING,
+    ),
+    *_below(
+        "POST",
+        (*_AI, ""),
+        "/v1/messages",
+        summary="Anthropic's Messages",
+        permissions=INFERENCE,
+        result=Said,
+        body=anthropic.Input,
+        statuses=_GENERATING,
+        streams=True,
+    ),
+    *_below(
+        "POST",
+        (*_AI, ""),
+        "/v1/messages/count_tokens",
+        summary="How many tokens the messages have; a request for the limits, and no tokens",
+        permissions=INFERENCE,
+        result=Counted,
+        body=anthropic.Asking,
+        statuses=_COUNTING,
     ),
     *_below(
         "GET",

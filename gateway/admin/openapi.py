@@ -23,6 +23,7 @@ _STATUSES: Final = {
     401: "No token, or one that is not in force",
     403: "Another account's path, a missing permission, another network, or a suspended account",
     404: "There is nothing of this name that the caller may see",
+    405: "An adapter is asked for, and the model takes none",
     408: "The request did not arrive in time, or took too long",
     409: "In use, changed by others all the time, or a creation with this Idempotency-Key is in progress",
     410: "The model is deprecated, and served no more",
@@ -52,9 +53,10 @@ _HEADERS: Final[dict[str, Json]] = {
         "description": "One effect and one answer for all requests of this key and body within 24 hours.",
     },
 }
+_CREDENTIAL: Final = "An ApiToken, or a JWT of a known issuer; without Authorization, in the header x-api-key"
 ERROR: Final[Json] = {
     "type": "object",
-    "description": "The envelope of every error; on OpenAI's paths `error` is beside it.",
+    "description": "The envelope of every error; on OpenAI's and Anthropic's paths theirs is beside it.",
     "properties": {
         "result": {"type": ["object", "null"], "maxProperties": 0},
         "success": {"const": False},
@@ -74,12 +76,14 @@ ERROR: Final[Json] = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "OpenAI's"},
+                "code": {"type": "string", "description": "OpenAI's"},
             },
-            "required": ["message", "type", "param", "code"],
+            "required": ["message", "type"],
             "additionalProperties": False,
         },
+        "type": {"const": "error", "description": "Anthropic's"},
+        "request_id": {"type": "string", "description": "Anthropic's"},
     },
     "required": ["result", "success", "errors", "messages"],
     "additionalProperties": False,
@@ -107,9 +111,7 @@ def document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[Ro
             "schemas": {**schemas.components, "Error": ERROR},
             "responses": {str(status): _error(status) for status in _STATUSES},
             "headers": {"ETag": {"schema": {"type": "string"}, "description": "The revision, for If-Match"}},
-            "securitySchemes": {
-                _TOKEN: {"type": "http", "scheme": "bearer", "description": "An ApiToken, or a JWT of a known issuer"}
-            },
+            "securitySchemes": {_TOKEN: {"type": "http", "scheme": "bearer", "description": _CREDENTIAL}},
         },
     }
 
