@@ -29,9 +29,12 @@ LOGPROBS_MAX: Final = 20
 SEED_BITS: Final = 62  # choice i samples with seed + i, and the sum stays below 2**63
 
 StopString = Annotated[str, Meta(min_length=1, max_length=64)]
+_IDS: Final = {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}}  # which JSON Schema cannot tell from a type
 Stop = StopString | Annotated[list[StopString], Meta(max_length=STOPS_MAX)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
-LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX)]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX, extra_json_schema=_IDS)
+]
 MaxTokens = Annotated[int, Meta(ge=1, le=1 << 24)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
@@ -42,6 +45,11 @@ ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
 TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=TEMPLATE_OPTIONS_MAX)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(max_length=16)]
+
+
+def only(*served: object) -> Meta:
+    """Says in schemas of a field that it takes these alone; the dialect refuses all others by name."""
+    return Meta(extra_json_schema={"enum": list(served)})
 
 
 @dataclass(frozen=True, slots=True)

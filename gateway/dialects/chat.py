@@ -29,6 +29,7 @@ from gateway.prompt import (
     Tools,
     chat,
     max_tokens_of,
+    only,
     refuse,
     stops,
     strict,
@@ -64,10 +65,10 @@ class Fields(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: TemplateOptions | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    modalities: list[str] | None = None
-    verbosity: str | None = None
+    store: Annotated[bool, only(False)] | None = None
+    service_tier: Annotated[str, only("auto", "default")] | None = None
+    modalities: Annotated[list[str], only(["text"])] | None = None
+    verbosity: Annotated[str, only("medium")] | None = None
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None

@@ -25,6 +25,7 @@ from gateway.prompt import (
     TemplateOptions,
     Tools,
     max_tokens_of,
+    only,
     refuse,
     same_model,
     stops,
@@ -57,7 +58,7 @@ class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: TemplateOptions | None = None
     options: Within | None = None
-    n: int | None = None
+    n: Annotated[int, only(1)] | None = None
     functions: Any = None
     lora: Any = None
     requests: Any = None

@@ -9,6 +9,7 @@ import msgspec
 
 from gateway.catalogue import Model
 from gateway.request import Gateway
+from gateway.tasks import Task
 
 _SAMPLING: Final = (
     "temperature",
@@ -23,6 +24,7 @@ _SAMPLING: Final = (
     "max_tokens",
     "logit_bias",
 )
+_OUTPUTS: Final = {Task.GENERATION: "text", Task.EMBEDDINGS: "embeddings", Task.CLASSIFICATION: "rerank"}
 _QUANTIZATIONS: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -54,7 +56,7 @@ def listed(gateway: Gateway, models: Sequence[Model]) -> bytes:
 
 
 def _offer(gateway: Gateway, model: Model) -> Offer:
-    tokens = gateway.context_tokens(model)
+    writes, tokens = model.vectors is None, gateway.context_tokens(model)
     return Offer(
         id=model.name,
         hugging_face_id=model.name.removeprefix("@hf/") if model.name.startswith("@hf/") else "",
@@ -62,15 +64,19 @@ def _offer(gateway: Gateway, model: Model) -> Offer:
         description=model.description,
         created=int(model.created_at),
         input_modalities=["text"],
-        output_modalities=["text"],
+        output_modalities=[_OUTPUTS[model.task]],
         quantization=_QUANTIZATIONS.get(model.spec.dtype, "unknown"),
         context_length=tokens,
-        max_output_length=tokens,
+        max_output_length=tokens if writes else 0,
         pricing=_pricing(model, gateway.limits.neuron_usd),
-        supported_sampling_parameters=_SAMPLING,
-        supported_features=["logprobs", *(["tools"] if model.function_calling else [])],
+        supported_sampling_parameters=_SAMPLING if writes else (),
+        supported_features=_features(model) if writes else [],
         deprecation_date=model.ends_on,
     )
+
+
+def _features(model: Model) -> list[str]:
+    return ["json_mode", "structured_outputs", "logprobs", *(["tools"] if model.function_calling else [])]
 
 
 def _pricing(model: Model, neuron_usd: float) -> dict[str, str]:

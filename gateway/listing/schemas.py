@@ -1,8 +1,12 @@
-"""What a model takes and answers at `/ai/run`, as JSON Schemas: made from the types that read its bodies, so that they
-cannot differ from what is accepted.
+"""What a model takes and answers at `/ai/run`, as JSON Schemas. They are made from the types that read its bodies, so
+that what is accepted and what is said of it cannot differ.
+
+Beside these types stand only the rules on fields that exclude each other, which a type cannot say.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import cleandoc
 from typing import Any, Final, Literal
 
 import msgspec
@@ -10,22 +14,48 @@ import msgspec
 from gateway import errors
 from gateway.body import asked_in
 from gateway.catalogue import Model
-from gateway.dialects import chat, embeddings, native, rerank
+from gateway.dialects import chat_run, embeddings, native, rerank
+from gateway.listing.answers import OF_FAMILY
 from gateway.request import Gateway
 
-_INPUTS: Final = {
-    "native": native.Input,
-    "chat": chat.Input,
-    "embeddings": embeddings.Input,
-    "rerank": rerank.Input,
+Json = dict[str, Any]
+
+_NULL: Final[Json] = {"type": "null"}
+_NOTHING: Final[Json] = {"enum": [None, False, []]}
+_UNSERVED: Final[Json] = {**_NULL, "description": "Not served here: any other value is refused."}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One of the forms that a body can have: at least one of `fields`, and none of the other forms'. Those of `never`
+    ask for nothing."""
+
+    title: str
+    fields: tuple[str, ...]
+    never: tuple[str, ...] = ()
+
+
+_PROMPTED: Final = (Form("Prompt", ("prompt",), never=("tools",)), Form("Messages", ("messages",), never=("raw",)))
+_BODIES: Final[dict[str, tuple[Any, tuple[Form, ...]]]] = {
+    "native": (native.Input, _PROMPTED),
+    "chat": (chat_run.Input, _PROMPTED),
+    "embeddings": (
+        embeddings.Input,
+        (
+            Form("Texts", ("text",), never=("query", "instruction")),
+            Form("Contexts", ("contexts",), never=("instruction",)),
+            Form("Queries and documents", ("queries", "documents"), never=("query",)),
+        ),
+    ),
+    "rerank": (rerank.Input, ()),
 }
 
 
 class Pair(msgspec.Struct, frozen=True):
     """JSON Schemas of what a model takes, and of what it answers."""
 
-    input: dict[str, Any]
-    output: dict[str, Any]
+    input: Json
+    output: Json
 
 
 class Schemas(msgspec.Struct, frozen=True):
@@ -45,12 +75,53 @@ def one(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
     model = next((model for model in models if name in (model.name, *model.aliases)), None)
     if model is None:
         raise errors.no_such_model(name)
-    return msgspec.json.encode(Schemas(Pair(whole(_INPUTS[model.family]), {})))
+    return msgspec.json.encode(Schemas(Pair(taken(model.family), given(model.family))))
 
 
-def whole(kind: Any) -> dict[str, Any]:
+def taken(family: str) -> Json:
+    """What the bodies of a family of models may be."""
+    kind, forms = _BODIES[family]
+    schema = _whole(kind)
+    if forms:
+        schema["oneOf"] = [_form(form, forms) for form in forms]
+    return schema
+
+
+def given(family: str) -> Json:
+    """What models of a family answer, where it is not streamed."""
+    first, *others = map(_whole, OF_FAMILY[family])
+    if not others:
+        return first
+    definitions = {name: schema for one in (first, *others) for name, schema in one.pop("$defs").items()}
+    described = {"description": "One of these", "additionalProperties": True}
+    return {"type": "object", **described, "anyOf": [first, *others], "$defs": definitions}
+
+
+def _whole(kind: Any) -> Json:
     """The JSON Schema of a type, with the type itself at its top."""
-    schema = msgspec.json.schema(kind)
-    name = schema.pop("$ref").rpartition("/")[2]
-    definitions = schema.pop("$defs")
-    return {**definitions.pop(name), "$defs": definitions}
+    said = msgspec.json.schema(kind)
+    definitions = said.pop("$defs")
+    top = definitions.pop(said["$ref"].rpartition("/")[2])
+    for schema in (top, *definitions.values()):
+        told(schema)
+    return {**top, "$defs": definitions}
+
+
+def told(schema: Json) -> None:
+    """Tidies what is said of a type: its description as text, and fields that any value would do for as unserved, for
+    they are there to be refused by name."""
+    if "description" in schema:
+        schema["description"] = cleandoc(schema["description"])
+    for name, field in schema.get("properties", {}).items():
+        if field == {"default": None}:
+            schema["properties"][name] = _UNSERVED
+
+
+def _form(form: Form, forms: tuple[Form, ...]) -> Json:
+    others = [name for other in forms if other is not form for name in other.fields]
+    needed = [{"required": [name], "properties": {name: {"not": _NULL}}} for name in form.fields]
+    return {
+        "title": form.title,
+        "anyOf": needed,
+        "properties": {**dict.fromkeys(others, _NULL), **dict.fromkeys(form.never, _NOTHING)},
+    }

@@ -1,0 +1,63 @@
+"""Bodies and results of batches at rest: encrypted under keys that are made of the server's secret, one for each batch.
+
+Whoever has the store alone opens nothing. It knows neither what is sealed nor where it is kept.
+"""
+
+import hmac
+import secrets
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import msgspec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+_NONCE_BYTES: Final = 12
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """A request of a batch: its body, and what the caller said beside it."""
+
+    body: bytes
+    reference: str | None
+    tags: tuple[str, ...]
+    metadata: str
+
+
+class Safe(NamedTuple):
+    """One batch's. What is sealed for a place and a purpose opens for no other."""
+
+    cipher: AESGCM
+
+    def seal_request(self, place: int, kept: Kept) -> bytes:
+        return self._seal(b"request", place, msgspec.msgpack.encode(kept))
+
+    def open_request(self, place: int, sealed: bytes) -> Kept:
+        return msgspec.msgpack.decode(self._open(b"request", place, sealed), type=Kept)
+
+    def seal_result(self, place: int, result: bytes) -> bytes:
+        return self._seal(b"result", place, result)
+
+    def open_result(self, place: int, sealed: bytes) -> bytes:
+        return self._open(b"result", place, sealed)
+
+    def _seal(self, purpose: bytes, place: int, plain: bytes) -> bytes:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return nonce + self.cipher.encrypt(nonce, plain, b"%b %d" % (purpose, place))
+
+    def _open(self, purpose: bytes, place: int, sealed: bytes) -> bytes:
+        return self.cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], b"%b %d" % (purpose, place))
+
+
+class Vault:
+    """`secret` is the server's."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = hmac.digest(secret, b"hearth batches", "sha256")
+
+    def safe(self, account_id: str, batch_id: str) -> Safe:
+        return Safe(AESGCM(hmac.digest(self._secret, f"{account_id}\n{batch_id}".encode(), "sha256")))
+
+
+def responses(results: Iterable[tuple[int, bytes]]) -> bytes:
+    """The JSON list of opened results, each with its place as `id`."""
+    return b"[" + b",".join(b'{"id":%d,' % place + result[1:] for place, result in results) + b"]"
