@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from benchmarks.record import record
-from gateway.calls.format import FORMATS, Parser
+from gateway.calls.format import FORMATS
+from gateway.calls.parts import Parser
 from gateway.calls.thought import Thinking
 from gateway.prompt import AUTO
 

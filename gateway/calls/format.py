@@ -14,26 +14,10 @@ from gateway.calls.hermes import Hermes
 from gateway.calls.kimi import Kimi
 from gateway.calls.llama import LlamaJson
 from gateway.calls.mistral import MistralList, MistralNamed
-from gateway.calls.parts import Part
+from gateway.calls.parts import Parser
 from gateway.calls.pythonic import Pythonic
 from gateway.calls.qwen_coder import QwenCoder
 from gateway.prompt import ToolChoice
-
-
-class Parser(Protocol):
-    """Finds the parts of one completion's text, which comes in pieces: the same whatever the pieces are.
-
-    A call is announced once it cannot be anything else, and only if its name is that of an offered tool. What only
-    looks like a call is text. Nothing that was given is taken back. The fragments of a call that ends by CallEnded are
-    the text of a JSON object. A call without is the last part: the text ended in it, or broke its JSON, in which case
-    all the rest of the text went into its fragments.
-    """
-
-    def push(self, text: str) -> list[Part]: ...
-
-    def finish(self) -> list[Part]:
-        """The rest, now that no more text comes."""
-        ...
 
 
 class Format(Protocol):

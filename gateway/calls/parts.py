@@ -1,4 +1,9 @@
-"""What a completion's text is made of, piece by piece: plain text, thought, and calls of tools."""
+"""What a completion's text is made of, piece by piece: plain text, thought, and calls of tools.
+
+It does not know how they are told apart.
+"""
+
+from typing import Protocol
 
 import msgspec
 
@@ -30,3 +35,19 @@ class CallEnded(msgspec.Struct, frozen=True):
 
 
 Part = Text | Thought | CallBegan | CallArguments | CallEnded
+
+
+class Parser(Protocol):
+    """Finds the parts of one completion's text, which comes in pieces: the same whatever the pieces are.
+
+    A call is announced once it cannot be anything else, and only if its name is that of an offered tool. What only
+    looks like a call is text. Nothing that was given is taken back. The fragments of a call that ends by CallEnded are
+    the text of a JSON object. A call without is the last part: the text ended in it, or broke its JSON, in which case
+    all the rest of the text went into its fragments.
+    """
+
+    def push(self, text: str) -> list[Part]: ...
+
+    def finish(self) -> list[Part]:
+        """The rest, now that no more text comes."""
+        ...

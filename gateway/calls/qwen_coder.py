@@ -104,11 +104,11 @@ def _value(tape: Tape, kinds: frozenset[str]) -> Reading[bool]:
     if "string" not in kinds:
         yield from tape.blank()
         tape.drop()
-    if "string" not in kinds and (yield from tape.next()) in ("[", "{"):
-        if not (yield from literals.value(tape)):
-            return False
-        yield from tape.blank()
-        return (yield from tape.follows(PARAMETER_END)) is not None
+        if (yield from tape.next()) in ("[", "{"):
+            if not (yield from literals.value(tape)):
+                return False
+            yield from tape.blank()
+            return (yield from tape.follows(PARAMETER_END)) is not None
     pieces: list[str] = []
     whole = yield from _raw(tape, pieces.append, VALUE_MAX)
     text = "".join(pieces)

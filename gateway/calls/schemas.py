@@ -54,7 +54,7 @@ def arguments(function: Function) -> Schema:
         raise refusal(function, "'properties' must be schemas by name")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise refusal(function, "'required' must be a list of names")
-    if said and schema.keys() <= _PLAIN and set(required) <= said.keys():
+    if "properties" in schema and schema.keys() <= _PLAIN and set(required) <= said.keys():
         schema = {"additionalProperties": False, **schema}
     return schema
 
@@ -81,7 +81,7 @@ def types(schema: Schema) -> frozenset[str]:
             return _types_of(schema["type"])
         if "const" in schema or isinstance(schema.get("enum"), list):
             values = [schema["const"]] if "const" in schema else schema["enum"]
-            return frozenset(type_of(value) for value in values)
+            return _types_of([type_of(value) for value in values])
         branches = schema.get("anyOf", schema.get("oneOf"))
         if isinstance(branches, list):
             return _union(branches)

@@ -5,11 +5,11 @@ It is a layer before a format's parser, and around a grammar. It knows no format
 
 import re
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 
 from engine.wire import Grammar, GrammarKind
 from gateway.calls import lark
-from gateway.calls.parts import Part, Thought
+from gateway.calls.parts import Parser, Part, Thought
 from gateway.calls.tape import Reading, Tape, overlap
 
 BEGIN: Final = "<think>"
@@ -17,15 +17,13 @@ END: Final = "</think>"
 MARKERS: Final = frozenset({BEGIN, END})  # a decoder must show them even where they are control tokens
 
 _FIRSTS: Final = frozenset("\n<")  # with which the end of a thought may begin
-_ESCAPED: Final = re.compile(r"\\.|/", re.DOTALL)
+_ESCAPED: Final = re.compile(r"\\.|/|\n", re.DOTALL)
 # What a regex has to spell differently in Lark, where a class is one of Unicode.
-_SPELLED: Final = {"/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
-
-
-class _Parser(Protocol):
-    def push(self, text: str) -> list[Part]: ...
-
-    def finish(self) -> list[Part]: ...
+_SPELLED: Final = {
+    **{"/": r"\/", "\n": r"\n", r"\d": "[0-9]", r"\D": "[^0-9]"},
+    **{r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"},
+}
+_START: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?P<name>\bstart\b)')
 
 
 def thinks(template: str) -> bool:
@@ -47,7 +45,7 @@ class Thinking:
 
     __slots__ = ("_answering", "_inner", "_reading", "_tape")
 
-    def __init__(self, inner: _Parser, opened: bool) -> None:
+    def __init__(self, inner: Parser, opened: bool) -> None:
         self._inner = inner
         self._tape = Tape()
         self._reading = _read(self._tape, opened)
@@ -116,20 +114,23 @@ def _blank(tape: Tape) -> Reading[None]:
 
 
 def after_thought(grammar: Grammar, tokens: Mapping[str, int], opened: bool) -> Grammar:
-    """The grammar of an answer that may come behind a thought, which is free. `opened`: the thought has begun."""
+    """The grammar of an answer that may come behind a thought, which is free. `opened`: the thought has begun.
+
+    `tokens` are the added tokens of the model's tokenizer, their ids by their spellings.
+    """
     begin, end = lark.marker(BEGIN, tokens), lark.marker(END, tokens)
     lazy = "" if end.startswith("<[") else "[lazy]"
-    thought = 'thought (/\\n{1,2}/ | "")'
+    thought = 'free_thought (/\\n{1,2}/ | "")'
     lines = [
-        f"start: {thought} answer" if opened else f"start: ({begin} {thought})? answer",
-        f"thought{lazy}: /(.|\\n)*/ {end}",
+        f"start: {thought} behind_thought" if opened else f"start: ({begin} {thought})? behind_thought",
+        f"free_thought{lazy}: /(.|\\n)*/ {end}",
     ]
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            lines.append(f"answer: %json {grammar.source}")
+            lines.append(f"behind_thought: %json {grammar.source}")
         case GrammarKind.REGEX:
             source = grammar.source.removeprefix("^").removesuffix("$")
-            lines.append(f"answer: /{_ESCAPED.sub(lambda found: _SPELLED.get(found[0], found[0]), source)}/")
+            lines.append(f"behind_thought: /{_ESCAPED.sub(lambda found: _SPELLED.get(found[0], found[0]), source)}/")
         case GrammarKind.LARK:
-            lines.append(grammar.source.removeprefix("start: answer\n"))
+            lines.append(_START.sub(lambda found: "behind_thought" if found["name"] else found[0], grammar.source))
     return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.calls.format import FORMATS, Parser
-from gateway.calls.parts import CallArguments, CallBegan, CallEnded, Part, Text, Thought
+from gateway.calls.format import FORMATS
+from gateway.calls.parts import CallArguments, CallBegan, CallEnded, Parser, Part, Text, Thought
 from gateway.calls.tape import CALLS_MAX
 from gateway.prompt import AUTO, ToolChoice
 

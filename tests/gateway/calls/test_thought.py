@@ -84,6 +84,7 @@ def test_a_grammar_may_come_behind_a_thought(opened: bool, special: bool | None)
     for grammar, answer, wrong in [
         (required, CALL, "It rains."),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer"}'), "12", "x"),
+        (Grammar(GrammarKind.LARK, 'start: "start" | "(" start ")"'), "((start))", "(behind_thought)"),
         (Grammar(GrammarKind.REGEX, r"^[ab/]+\/c[\d_]\w$"), "a/b/c1x", "a/c٣x"),
     ]:
         whole = after_thought(grammar, vocabulary.added, opened)
