@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 import msgspec
 from msgspec import inspect
 
+from gateway.allowed import alternatives, ranges, words
 from gateway.errors import Refusal, bad_input, body_missing
 
 DEPTH_MAX: Final = 64
@@ -21,7 +22,6 @@ _PLACE: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
 _NONE_OF: Final = re.compile(r"Invalid (?:enum )?value '")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
-_STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
 _NAME_MAX: Final = 64
 _WHOLE: Final = re.compile("[0-9]{1,18}")
 
@@ -102,7 +102,7 @@ def _fields(wanted: Any) -> Sequence[inspect.Field]:
 
 
 def _is_whole(kind: inspect.Type) -> bool:
-    return any(isinstance(one, inspect.IntType) for one in _alternatives([kind]))
+    return any(isinstance(one, inspect.IntType) for one in alternatives([kind]))
 
 
 def check_depth(value: Any, name: str, left: int) -> None:
@@ -144,28 +144,8 @@ def _invalid(message: str, wanted: Any) -> Refusal:
             return bad_input(f"'{field}' is missing; give it", field)
         return bad_input(f"'{field}' is not a field of this request; leave it out", field)
     if _NONE_OF.match(message):
-        return bad_input(f"'{field}': send one of {', '.join(_words(wanted, field))}", field)
+        return bad_input(f"'{field}': send one of {', '.join(words(wanted, field))}", field)
     if not field:
         return bad_input(f"{problem}; send one JSON object")
-    return bad_input(f"'{field}': {problem[0].lower()}{problem[1:]}", field)
-
-
-def _words(wanted: Any, place: str) -> list[str]:
-    """The words that may stand at a place like `messages[0].role` of this type."""
-    kinds = _alternatives([inspect.type_info(wanted)])
-    for step in _STEP.findall(place):
-        kinds = _alternatives([inner for kind in kinds for inner in _inside(kind, step)])
-    return sorted(str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values)
-
-
-def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
-    if isinstance(kind, inspect.StructType):
-        if kind.tag_field == step:
-            return [inspect.LiteralType((kind.tag,))]
-        return [field.type for field in kind.fields if field.encode_name == step]
-    return [kind.item_type] if isinstance(kind, inspect.ListType) and step.startswith("[") else []
-
-
-def _alternatives(kinds: list[inspect.Type]) -> list[inspect.Type]:
-    plain = [kind.type if isinstance(kind, inspect.Metadata) else kind for kind in kinds]
-    return [one for kind in plain for one in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))]
+    allowed = f"; send {said}" if (said := ranges(wanted, field)) else ""
+    return bad_input(f"'{field}': {problem[0].lower()}{problem[1:]}{allowed}", field)

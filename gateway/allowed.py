@@ -1,0 +1,72 @@
+"""What may stand at a place of a typed body, in words: for messages that say what to send.
+
+It reads types, and knows no requests.
+"""
+
+import re
+from typing import Any, Final
+
+from msgspec import inspect
+
+_STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
+
+
+def words(wanted: Any, place: str) -> list[str]:
+    """The words that may stand at a place like `messages[0].role` of this type."""
+    kinds = _at(wanted, place)
+    return sorted(str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values)
+
+
+def ranges(wanted: Any, place: str) -> str:
+    """Of the numbers, lengths and sizes that may stand there, like `a number from 0 to 2`; empty where all may."""
+    said = [one for kind in _at(wanted, place) if (one := _range(kind))]
+    return " or ".join(dict.fromkeys(said))
+
+
+def alternatives(kinds: list[inspect.Type]) -> list[inspect.Type]:
+    plain = [kind.type if isinstance(kind, inspect.Metadata) else kind for kind in kinds]
+    return [one for kind in plain for one in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))]
+
+
+def _at(wanted: Any, place: str) -> list[inspect.Type]:
+    kinds = alternatives([inspect.type_info(wanted)])
+    for step in _STEP.findall(place):
+        kinds = alternatives([inner for kind in kinds for inner in _inside(kind, step)])
+    return kinds
+
+
+def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
+    if isinstance(kind, inspect.StructType):
+        if kind.tag_field == step:
+            return [inspect.LiteralType((kind.tag,))]
+        return [field.type for field in kind.fields if field.encode_name == step]
+    if isinstance(kind, inspect.ListType) and step.startswith("["):
+        return [kind.item_type]
+    return [kind.value_type] if isinstance(kind, inspect.DictType) and step.startswith("[") else []
+
+
+def _range(kind: inspect.Type) -> str:
+    match kind:
+        case inspect.IntType() | inspect.FloatType():
+            name = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
+            return _bounded(name, kind)
+        case inspect.StrType(min_length=low, max_length=high) if high is not None:
+            return f"a text of {_upto(low, high)} characters"
+        case inspect.StrType(min_length=low) if low:
+            return "a text that is not empty"
+        case inspect.ListType(min_length=low, max_length=high) if high is not None:
+            return f"a list of {_upto(low, high)}"
+        case inspect.DictType(max_length=high) if high is not None:
+            return f"an object of at most {high} entries"
+        case _:
+            return ""
+
+
+def _upto(low: int | None, high: int) -> str:
+    return f"{low} to {high}" if low else f"at most {high}"
+
+
+def _bounded(name: str, kind: inspect.IntType | inspect.FloatType) -> str:
+    bounds = (("from", kind.ge), ("above", kind.gt), ("to", kind.le), ("below", kind.lt))
+    said = [f"{word} {int(bound) if bound == int(bound) else bound}" for word, bound in bounds if bound is not None]
+    return " ".join([name, *said]) if said else ""
