@@ -49,7 +49,7 @@ def can_be_sent(text: str) -> bool:
 
 def unnamed(answer: Answer) -> tuple[int, bytes, dict[str, str]]:
     """All of an answer but what names the request and the time."""
-    return answer.status, answer.content, {**answer.headers, "x-request-id": "", "date": ""}
+    return answer.status, answer.content, {**answer.headers, "x-request-id": "", "request-id": "", "date": ""}
 
 
 @looped
