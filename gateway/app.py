@@ -22,6 +22,9 @@ from gateway.admin.inference import ROUTES
 from gateway.admin.openapi import document
 from gateway.admin.operation import Office
 from gateway.admin.table import OPERATIONS
+from gateway.batch.desk import Desk
+from gateway.batch.drain import Drain
+from gateway.batch.vault import Vault
 from gateway.catalogue import open_catalogue
 from gateway.config import Config
 from gateway.edge import Edge
@@ -67,6 +70,7 @@ class App:
         self._store = store
         self._errands = errands
         self._inference = routes(gateway.catalogue)
+        self._drain = Drain(gateway, store.batches, Vault(secret), self._inference["/run"].dialect)
         audit, once = Audit(store, secret), Once(store, secret)
         office = Office(gateway, store, audit, once, signer(secret), lambda: self.open_requests)
         self._api = Api(OPERATIONS, office, self._asking)
@@ -85,6 +89,7 @@ class App:
     def drain(self) -> None:
         """From now on readiness is false and new work is refused; what runs goes on."""
         self.draining = True
+        self._drain.stop()
 
     def interrupt(self) -> None:
         """Ends what still runs, each with an error that says why."""
@@ -102,7 +107,8 @@ class App:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "lifespan.startup"
         async with asyncio.TaskGroup() as group:
-            parts = (self._gateway.fleet.run, self._gateway.quota.run, self._end_revoked, *self._errands)
+            gateway = self._gateway
+            parts = (gateway.fleet.run, gateway.quota.run, self._drain.run, self._end_revoked, *self._errands)
             running = [group.create_task(part()) for part in parts]
             await send({"type": "lifespan.startup.complete"})
             assert (await receive())["type"] == "lifespan.shutdown"
@@ -180,9 +186,20 @@ class App:
         model = resource.removeprefix("/run/") if resource.startswith("/run/") else None
         if model != "" and (route := self._inference.get("/run" if model else resource)):
             return self._only("POST", exchange, route.name, lambda x: self._generate(x, account_id, route, model))
+        if resource == "/batches":
+            return self._only("GET", exchange, "batches", lambda x: self._batches(x, account_id))
+        if resource.startswith("/batches/"):
+            return self._one_batch(exchange, account_id, resource.removeprefix("/batches/"))
         if render := lists.find(resource):
             return self._only("GET", exchange, "models", lambda x: self._list(x, account_id, render))
         raise errors.no_route(exchange.path)
+
+    def _one_batch(
+        self, exchange: Exchange, account_id: str | None, batch_id: str
+    ) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
+        if exchange.method not in ("GET", "HEAD", "DELETE"):
+            raise errors.method_not_supported(exchange.method, "GET, HEAD, DELETE")
+        return "batch", lambda x: self._batches(x, account_id, batch_id)
 
     def _only(
         self, method: str, exchange: Exchange, name: str, serve: Callable[[Exchange], Awaitable[None]]
@@ -261,6 +278,12 @@ class App:
         caller = await self._authenticate(exchange, _credential(exchange), account_id, (Permission.INFERENCE,))
         found = [model for model in self._gateway.catalogue if caller.grant.serves(model.name)]
         await exchange.answer(200, render(self._gateway, found, exchange.query), [JSON])
+
+    async def _batches(self, exchange: Exchange, account_id: str | None, batch_id: str | None = None) -> None:
+        """All of the account's batches, or one."""
+        caller = await self._authenticate(exchange, _credential(exchange), account_id, (Permission.INFERENCE,))
+        desk = self._gateway.desk
+        await (desk.list(exchange, caller) if batch_id is None else desk.one(exchange, caller, batch_id))
 
     async def _describe(self, exchange: Exchange) -> None:
         """What is served; there is nothing of any tenant in it."""
@@ -342,6 +365,7 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         turns=Turns(),
         residue=residue,
         repeats=Repeats(Once(store, secret), time.time, int(config.server.request_s) + KEY_MARGIN_S),
+        desk=Desk(store.batches, Vault(secret), config.server.batch_keep_s, time.time),
         metrics=Metrics(config.telemetry.metrics_accounts),
         traces=traces or open_traces(config.telemetry),
         clock=time.monotonic,

@@ -36,6 +36,7 @@ class Model:
     vectors: Vectors | None
     folder: Path
     price: Price
+    batch_factor: float
     limits_class: str
     dialect: str
     default_tokens: int
@@ -72,6 +73,11 @@ class Model:
     def family(self) -> str:
         """In which family its bodies are at `/ai/run`."""
         return {Task.EMBEDDINGS: "embeddings", Task.CLASSIFICATION: "rerank"}.get(self.task, self.dialect)
+
+    @property
+    def batch_price(self) -> Price:
+        """Of what runs on capacity that nobody else wants."""
+        return self.price.times(self.batch_factor)
 
     @property
     def stop_ids(self) -> list[int]:
@@ -206,6 +212,7 @@ def _open(config: Config, entry: ModelConfig) -> Model:
         vectors=read_vectors(folder, document, entry, task),
         folder=folder,
         price=price_of(entry),
+        batch_factor=entry.price.batch,
         limits_class=entry.limits_class,
         dialect=entry.dialect,
         default_tokens=entry.default_tokens,

@@ -89,6 +89,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             pattern="^(x-forwarded-for|forwarded)$",
         ),
     ] = "x-forwarded-for"
+    batch_keep_s: Annotated[
+        float, Meta(description="a batch's results are kept for so long after its end", ge=60, le=2_592_000)
+    ] = 86_400.0
     neuron_usd: Annotated[
         float, Meta(description="US dollars for a neuron, where a marketplace's list of models is in dollars", ge=0)
     ] = 0.000011
@@ -148,6 +151,7 @@ class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _NotNegative | None, Meta(description="neurons per million cached prompt tokens; default: a fifth of input")
     ] = None
     output: Annotated[float, Meta(description="neurons per million completion tokens", ge=0)] = 4000.0
+    batch: Annotated[float, Meta(description="what queued requests cost of these prices", ge=0, le=1)] = 0.5
 
 
 _NAME = r"^@[a-z]{2,8}(/[A-Za-z0-9][A-Za-z0-9._-]*){1,3}$"

@@ -10,6 +10,8 @@ from typing import Final
 
 import msgspec
 
+from tenants.batches import OPEN_BATCHES_MAX, OPEN_ITEMS_MAX
+
 _encode = msgspec.json.encode
 
 RETRY_SOON_S: Final = 1
@@ -43,6 +45,7 @@ class Refusal(Exception):
     retry_after_s  whole seconds; set on every 429 and 503.
     closes       the rest of the request is not read: the connection ends with the answer.
     allowed      the methods that the path has; set on every 405.
+    lasting      of a 429: it stays so however long one waits, until a limit or the request is changed.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Refusal(Exception):
         routed: bool = True,
         closes: bool = False,
         allowed: str | None = None,
+        lasting: bool = False,
     ) -> None:
         super().__init__(message)
         assert (retry_after_s is not None) == (status in (429, 503)), "every 429 and 503 says when to come back"
@@ -69,6 +73,7 @@ class Refusal(Exception):
         self.routed = routed
         self.closes = closes
         self.allowed = allowed
+        self.lasting = lasting
 
 
 def bad_input(message: str, param: str | None = None) -> Refusal:
@@ -236,12 +241,43 @@ def method_not_supported(method: str, allowed: str) -> Refusal:
     return Refusal(405, 7001, message, kind="method_not_allowed", routed=False, allowed=allowed)
 
 
-def too_many_requests(message: str, retry_after_s: int) -> Refusal:
-    return Refusal(429, 3021, f"AiError: {message}", kind="rate_limit_exceeded", retry_after_s=retry_after_s)
+def too_many_requests(message: str, retry_after_s: int, *, lasting: bool = False) -> Refusal:
+    message = f"AiError: {message}"
+    return Refusal(429, 3021, message, kind="rate_limit_exceeded", retry_after_s=retry_after_s, lasting=lasting)
 
 
-def allocation_used(message: str, retry_after_s: int) -> Refusal:
-    return Refusal(429, 4006, f"AiError: {message}", kind="insufficient_quota", retry_after_s=retry_after_s)
+def allocation_used(message: str, retry_after_s: int, *, lasting: bool = False) -> Refusal:
+    message = f"AiError: {message}"
+    return Refusal(429, 4006, message, kind="insufficient_quota", retry_after_s=retry_after_s, lasting=lasting)
+
+
+def no_such_batch() -> Refusal:
+    """The same for another account's batch and one that does not exist, or no more."""
+    return Refusal(404, 1003, "No such batch in this account", kind="not_found", routed=False)
+
+
+def not_kept() -> Refusal:
+    """What is queued has to be kept."""
+    message = "a queued request is kept until its result is fetched, which zero retention forbids: send it by itself"
+    return bad_input(f"the option 'queueRequest': {message}", "queueRequest")
+
+
+def batch_ended() -> Refusal:
+    """What ends a request of a batch that was cancelled while it ran; nobody is told."""
+    return Refusal(409, 1009, "AiError: its batch was cancelled", kind="cancelled")
+
+
+def tried_in_vain(tries: int) -> Refusal:
+    message = f"AiError: AiError: Internal server error: it broke off {tries} times; send it again, or change it"
+    return Refusal(500, 5000, message, kind="failed")
+
+
+def too_many_batches() -> Refusal:
+    message = (
+        f"AiError: an account has at most {OPEN_BATCHES_MAX} batches that have not ended, of {OPEN_ITEMS_MAX} requests "
+        "in all; wait for one to end, or cancel one"
+    )
+    return Refusal(429, 3021, message, kind="rate_limit_exceeded", retry_after_s=RETRY_LATER_S)
 
 
 def busy(retry_after_s: int = RETRY_SOON_S) -> Refusal:

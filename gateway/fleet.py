@@ -209,6 +209,7 @@ class Link:
                 pooling=pooling,
             ),
             n,
+            background=terms.background,
         )
 
 
@@ -278,7 +279,7 @@ class _Replica(_Connection):
         self._changed = changed
         self._streams: dict[int, Stream] = {}
         self._next = 1
-        self._since_load = 0
+        self._since_load = [0, 0]  # of live sequences, and of those in the background
 
     @property
     def ready(self) -> bool:
@@ -286,11 +287,16 @@ class _Replica(_Connection):
 
     @property
     def sequences(self) -> int:
-        """Running and waiting there, as far as known here: the last Load and what was submitted since."""
+        """Live ones, running and waiting there, as far as known here: the last Load and what was submitted since."""
         load = self.load
-        return self._since_load + (load.running + load.waiting if load else 0)
+        return self._since_load[False] + (load.running + load.waiting if load else 0)
 
-    def submit(self, frame_for: Callable[[int], wire.Submit], n: int) -> Stream:
+    @property
+    def background(self) -> int:
+        """The same of those in the background."""
+        return self._since_load[True] + (self.load.background if self.load else 0)
+
+    def submit(self, frame_for: Callable[[int], wire.Submit], n: int, *, background: bool) -> Stream:
         transport = self._transport
         if transport is None:
             raise ReplicaLost(f"the replica at {self.address} was lost: {self.why}")
@@ -301,7 +307,7 @@ class _Replica(_Connection):
         stream = Stream(self, first, n)
         for id in range(first, first + n):
             self._streams[id] = stream
-        self._since_load += n
+        self._since_load[background] += n
         return stream
 
     def forget(self, stream: Stream, *, cancel: bool) -> None:
@@ -322,7 +328,7 @@ class _Replica(_Connection):
             self._progress(frame)
         elif isinstance(frame, wire.Load):
             was = self.ready
-            self.load, self._since_load = frame, 0
+            self.load, self._since_load = frame, [0, 0]
             if self.hello is not None:
                 self._tally.take(self.address, self.hello, frame)
             if was != self.ready:
@@ -453,14 +459,30 @@ class Fleet:
         ready = self._ready(model)
         return bool(ready) and all(replica.load is not None and replica.load.waiting > 0 for replica in ready)
 
+    def spare(self, model: str, most: int) -> int:
+        """How many more sequences may go into the background, where each replica of this model without live ones that
+        wait has so many."""
+        calm = [each for each in self._ready(model) if not (each.load and each.load.waiting)]
+        return sum(max(0, most - each.background) for each in calm)
+
     def hello(self, model: str) -> wire.Hello | None:
         """What a replica of this model that can serve said of itself; None while there is none."""
         ready = self._ready(model)
         return ready[0].hello if ready else None
 
-    async def link(self, model: str, scope: bytes, tokens: bytes, deadline: float, session: bytes = b"") -> Link:
+    async def link(
+        self,
+        model: str,
+        scope: bytes,
+        tokens: bytes,
+        deadline: float,
+        session: bytes = b"",
+        *,
+        background: bool = False,
+    ) -> Link:
         """A replica for this prompt (packed u32), waiting until the loop's clock shows `deadline` at the latest. The
-        same one for all calls of a scope's session, as long as it lives and has no more than its share of the load.
+        same one for all calls of a scope's session, as long as it lives and has no more than its share of the load. For
+        live calls what is in the background there is no load.
 
         Raises Unavailable.
         """
@@ -475,7 +497,10 @@ class Fleet:
                 await asyncio.wait([waiter], timeout=remaining)
             finally:
                 self._waiters.discard(waiter)
-        candidates = [route.Candidate(replica.address, replica.sequences) for replica in ready]
+        candidates = [
+            route.Candidate(replica.address, replica.sequences + (replica.background if background else 0))
+            for replica in ready
+        ]
         return Link(ready[route.pick(candidates, scope, tokens, session)])
 
     def _ready(self, model: str) -> list[_Replica]:

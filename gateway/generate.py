@@ -4,36 +4,33 @@ It does not know JSON fields, sockets, stores or how a replica is chosen.
 """
 
 import asyncio
-import logging
-import math
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from engine.wire import RejectReason, Scope, Terms
 from gateway import errors, ratelimit
+from gateway.batch.asked import AskedBatch, AskedResults
 from gateway.catalogue import Model
+from gateway.embed import Embedding, embed
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange
-from gateway.fleet import Rejected, ReplicaLost, Step, Stream, Unavailable, pack
+from gateway.fleet import Rejected, ReplicaLost, Step, Stream, pack
 from gateway.options import run_options
 from gateway.privacy import scope_of, terms_of, zero_retention
 from gateway.prompt import SEED_BITS, Prompt
-from gateway.reply import Dialect, Reply
+from gateway.reply import Asked, Count, Dialect, Reply
 from gateway.request import Gateway, Request
 from gateway.suspects import REMEMBERED_S, fingerprint
+from gateway.tasks import Task
 from gateway.text import TextError
-from tenants.accounts import Caller, Suspended, UnknownToken
-from tenants.quota import Demand, QuotaExceeded, Reservation
-from tenants.store import BUDGETS, StoreUnavailable
-
-log = logging.getLogger(__name__)
-
-LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
-TRIES_MAX: Final = 2
+from gateway.texts import AskedVectors
+from gateway.underway import LONG_TEXT_CHARS, TRIES_MAX, link, rejection, reserve, wait_ms
+from tenants.accounts import Caller
+from tenants.quota import Demand
 
 
 async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect: Dialect, named: str | None) -> None:
@@ -41,19 +38,22 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
 
     Raises Refusal, which may come after a part of the answer was sent, and ClientGone.
     """
-    zero = zero_retention(exchange, caller)
+    zero, key = zero_retention(exchange, caller), exchange.headers.get(b"idempotency-key")
+    if zero and key is not None:
+        raise errors.bad_input("the header 'Idempotency-Key' asks to keep what may not be kept; leave it out")
     try:
-        await answer(gateway, exchange, caller, dialect, named, zero)
+        body = await exchange.body(gateway.limits.body_bytes_max)
+        work = partial(answer, gateway, exchange, caller, dialect, named, body, zero)
+        await (work() if key is None else gateway.repeats.answer(exchange, caller, key, body, work))
     finally:
         if zero:
             gateway.residue.leave()
 
 
 async def answer(
-    gateway: Gateway, exchange: Exchange, caller: Caller, dialect: Dialect, named: str | None, zero: bool
+    gateway: Gateway, exchange: Exchange, caller: Caller, dialect: Dialect, named: str | None, body: bytes, zero: bool
 ) -> None:
-    """The same; `zero` says that nothing of it may be kept."""
-    body = await exchange.body(gateway.limits.body_bytes_max)
+    """The same from its body on; `zero` says that nothing of it may be kept."""
     asked = dialect.read(body, exchange.query, named, secrets.randbits(SEED_BITS))
     model = gateway.catalogue.find(asked.model)
     if model is None:
@@ -65,12 +65,26 @@ async def answer(
     regions = caller.account.settings.regions
     if regions and gateway.limits.region not in regions:
         raise errors.wrong_region(gateway.limits.region, regions)
-    options = run_options(exchange.headers, exchange.query).joined(asked.prompt.options)
-    request = Request(gateway, exchange, caller, model, asked.prompt, options)
+    if not fits(model, asked):
+        raise errors.wrong_task(model.name, model.task)
+    if isinstance(asked, AskedBatch | AskedResults):
+        await gateway.desk.answer(exchange, caller, model, asked, zero)
+        return
+    options = run_options(exchange.headers, exchange.query)
+    request: Request | Embedding
+    if isinstance(asked, AskedVectors):
+        request = Embedding(gateway, exchange, caller, model, asked, options.joined(asked.texts.options))
+    else:
+        request = Request(gateway, exchange, caller, model, asked.prompt, options.joined(asked.prompt.options))
     try:
         async with exchange.attended(), asyncio.timeout(request.left_s()):
-            reply = asked.reply(asked.model, exchange.request_id, int(gateway.calendar()))
-            await serve(request, reply, zero)
+            if isinstance(request, Embedding):
+                await embed(request, zero)
+            elif isinstance(asked, Count):
+                await count(request, asked, zero)
+            elif isinstance(asked, Asked):
+                reply = asked.reply(asked.model, exchange.request_id, int(gateway.calendar()))
+                await serve(request, reply, zero)
             request.outcome = "done"
     except TimeoutError:
         request.outcome = "timeout"
@@ -88,6 +102,13 @@ async def answer(
         request.close()
 
 
+def fits(model: Model, asked: Asked | Count | AskedVectors | AskedBatch | AskedResults) -> bool:
+    """Whether the model does what is asked."""
+    if not isinstance(asked, AskedVectors):
+        return model.task is Task.GENERATION
+    return model.task is Task.EMBEDDINGS or (model.task is Task.CLASSIFICATION and asked.texts.scored)
+
+
 async def serve(request: Request, reply: Reply, zero: bool) -> None:
     """Everything between the checked prompt and the last byte of the answer."""
     gateway, model, prompt = request.gateway, request.model, request.prompt
@@ -100,17 +121,25 @@ async def serve(request: Request, reply: Reply, zero: bool) -> None:
     if gateway.suspects.refused(suspect):
         raise errors.crashes(int(REMEMBERED_S / 60))
     max_tokens = min(prompt.max_tokens or model.default_tokens, room)
-    request.reservation = reservation = await reserve(request, max_tokens, zero)
+    request.reservation = reservation = await reserve(request, demand(request, max_tokens, zero))
     request.exchange.beside = ratelimit.headers(reservation.left)
     affordable = reservation.output_tokens // prompt.n
     request.cut = affordable < max_tokens
     if prompt.stream:
         request.exchange.stream(reply.fail)
-    scope, terms = scope_of(caller, prompt.user, zero), terms_of(caller, zero)
+    scope, terms = scope_of(caller, prompt.user, zero), terms_of(caller, zero, background=request.options.background)
     order = Order(tokens, scope, terms, min(max_tokens, affordable), suspect)
     sink: Sink = Events(request, reply) if prompt.stream else Whole(request, reply)
     await follow(request, order, sink)
     await sink.end()
+
+
+async def count(request: Request, asked: Count, zero: bool) -> None:
+    """Answers how many tokens the prompt has. It counts as one request for the limits, and costs no tokens."""
+    request.reservation = reservation = await reserve(request, demand(request, 0, zero))
+    request.exchange.beside = ratelimit.headers(reservation.left)
+    ids = await encode(request, zero)
+    await request.exchange.answer(200, asked.answer(len(ids)), [JSON, (b"cache-control", b"no-store")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +168,7 @@ async def encode(request: Request, zero: bool) -> list[int]:
     if most is not None and prompt.length > context_tokens * most:
         raise errors.too_long(prompt.length // most, context_tokens)
     async with gateway.turns.take(request.caller.account.id):
-        return await (_encode_alone(model, prompt) if zero else asyncio.to_thread(_encode, model, prompt))
+        return await (_encode_alone(model, prompt) if zero else asyncio.to_thread(_encode, model, prompt, True))
 
 
 async def _encode_alone(model: Model, prompt: Prompt) -> list[int]:
@@ -150,7 +179,8 @@ async def _encode_alone(model: Model, prompt: Prompt) -> list[int]:
         thread.shutdown(wait=False)
 
 
-def _encode(model: Model, prompt: Prompt) -> list[int]:
+def _encode(model: Model, prompt: Prompt, spread: bool = False) -> list[int]:
+    """`spread`: by several threads."""
     text = model.text
     if prompt.ids is not None:
         return prompt.ids
@@ -159,25 +189,25 @@ def _encode(model: Model, prompt: Prompt) -> list[int]:
         if prompt.messages is not None:
             if prompt.tools and not text.takes_tools:
                 raise errors.bad_input(f"'tools' are not known to {model.name}; leave them out", "tools")
-            return text.encode_chat(prompt.messages, prompt.tools, options=prompt.template_options)
+            return text.encode_chat(prompt.messages, prompt.tools, options=options, spread=spread)
         assert prompt.text is not None
         if prompt.raw or not text.chats:
             return text.encode_prompt(prompt.text)
-        return text.encode_chat([{"role": "user", "content": prompt.text}])
+        return text.encode_chat([{"role": "user", "content": prompt.text}], options=options)
     except TextError as error:
-        field = "prompt" if prompt.messages is None else "messages"
+        field = prompt.word("prompt" if prompt.messages is None else "messages")
         raise errors.bad_input(str(error), field) from None
 
 
 def _template_options(model: Model, prompt: Prompt) -> dict[str, Any]:
-    """Raises Refusal for those that the chat template does not know. A model that knows no effort makes none."""
+    """Raises Refusal for those that the chat template does not know. Without thinking there is none to turn off."""
     known = frozenset() if prompt.raw else model.text.options
     options: dict[str, Any] = {}
     for name, value in prompt.template_options.items():
         if name in known:
             options[name] = value
-        elif (name, value) != ("reasoning_effort", "none"):
-            field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+        elif (name, value) not in (("reasoning_effort", "none"), ("enable_thinking", False)):
+            field = prompt.word(name if name == "reasoning_effort" else f"chat_template_kwargs.{name}")
             said = ", ".join(sorted(known)) or "none"
             raise errors.bad_input(f"'{field}' is not known to the template of {model.name}, which has {said}", field)
     return options
@@ -200,44 +230,19 @@ def check(gateway: Gateway, model: Model, prompt: Prompt, prompt_tokens: int) ->
     return context_tokens - prompt_tokens
 
 
-async def reserve(request: Request, max_tokens: int, zero: bool) -> Reservation:
-    """Holds the most that the request can cost. Raises Refusal; nothing is held then.
-
-    Its id is this exchange's own and new, so that AlreadyRecorded would be a fault of ours: it ends as one.
-    """
-    gateway, model, prompt, options = request.gateway, request.model, request.prompt, request.options
-    try:
-        reservation = await gateway.quota.reserve(
-            request.caller,
-            request.exchange.request_id,
-            Demand(
-                model=model.name,
-                price=model.price,
-                prompt_tokens=request.prompt_tokens,
-                output_tokens=max_tokens * prompt.n,
-                least_tokens=prompt.n,
-                model_class=model.limits_class,
-                tags=() if zero else options.tags,
-                metadata="" if zero else options.metadata,
-            ),
-        )
-    except QuotaExceeded as exceeded:
-        request.exchange.beside = ratelimit.headers([exceeded.left])
-        gateway.thresholds.consider(request.caller.account, [exceeded.left])
-        account = request.caller.account
-        gateway.metrics.shares.refused(account.id, account.plan.name, exceeded.limit)
-        if exceeded.limit in BUDGETS:
-            raise errors.allocation_used(exceeded.message, exceeded.retry_after_s) from None
-        raise errors.too_many_requests(exceeded.message, exceeded.retry_after_s) from None
-    except StoreUnavailable as problem:
-        gateway.outage.begin(problem)
-        raise errors.store_unavailable() from None
-    except UnknownToken:
-        raise errors.unauthenticated() from None
-    except Suspended:
-        raise errors.suspended() from None
-    gateway.outage.end()
-    return reservation
+def demand(request: Request, max_tokens: int, zero: bool) -> Demand:
+    """The most that the request can cost. One in the background waits until there is all of it."""
+    model, prompt, options = request.model, request.prompt, request.options
+    return Demand(
+        model=model.name,
+        price=model.batch_price if options.background else model.price,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=max_tokens * prompt.n,
+        least_tokens=None if options.background else prompt.n,
+        model_class=model.limits_class,
+        tags=() if zero else options.tags,
+        metadata="" if zero else options.metadata,
+    )
 
 
 class Sink(Protocol):
@@ -282,38 +287,19 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
 
 async def submit(request: Request, order: Order) -> Stream:
     """Waits for a replica that can serve, and sends it the order. Raises Refusal, Rejected, ReplicaLost."""
-    gateway, model, prompt, options = request.gateway, request.model, request.prompt, request.options
-    if options.reject_if_busy and gateway.fleet.busy(model.name):
-        raise errors.busy()
-    wait_s = 0.0 if options.reject_if_busy else gateway.limits.wait_s
-    deadline = asyncio.get_running_loop().time() + wait_s
-    # A session is its account's, whatever its calls share; else those come together that can share a prefix.
-    whose = order.scope.account if options.session else order.scope.id or order.scope.account
-    try:
-        link = await gateway.fleet.link(model.name, whose, order.tokens, deadline, options.session)
-    except Unavailable as unavailable:
-        raise errors.no_replica(model.name, loading=unavailable.loading) from None
-    return link.submit(
+    prompt, chosen = request.prompt, await link(request, order.scope, order.tokens)
+    return chosen.submit(
         tokens=order.tokens,
         scope=order.scope,
         sampling=prompt.sampling,
         max_tokens=order.max_tokens,
         grammar=prompt.grammar,
-        stop_ids=model.stop_ids,
+        stop_ids=request.model.stop_ids,
         n=prompt.n,
         traceparent=request.span.traceparent,
         terms=order.terms,
-        deadline_ms=_wait_ms(request),
+        deadline_ms=wait_ms(request),
     )
-
-
-def _wait_ms(request: Request) -> int:
-    """For how long it may wait at the replica; 0 for ever."""
-    plan_s, asked_ms = request.caller.account.plan.wait_s, request.options.timeout_ms
-    limits_s = [plan_s] if plan_s else []
-    if asked_ms is not None:
-        limits_s.append(request.left_s())
-    return max(1, int(1000 * min(limits_s))) if limits_s else 0
 
 
 class Events:
@@ -365,17 +351,3 @@ class Whole:
         body = self._reply.whole([choice.completion() for choice in self._request.choices], usage)
         neurons = (b"cf-ai-neurons", f"{usage.neurons:.6f}".encode())
         await self._request.exchange.answer(200, body, [JSON, neurons, (b"cache-control", b"no-store")])
-
-
-def _rejection(rejected: Rejected) -> Refusal:
-    retry_after_s = max(1, math.ceil(rejected.retry_after_ms / 1000))
-    match rejected.reason:
-        case RejectReason.TOO_LONG:
-            return errors.never_fits(rejected.message)
-        case RejectReason.GRAMMAR:
-            return errors.bad_grammar(rejected.message)
-        case RejectReason.INVALID:
-            log.error("a replica refused a frame of ours: %s", rejected.message)
-            return errors.internal()
-        case _:
-            return errors.busy(retry_after_s)

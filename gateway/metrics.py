@@ -74,15 +74,19 @@ class Metrics:
 
     def finished(self, model: str, spent: Spent, own_s: float | None) -> None:
         """One request ended; `model` is a name of the catalogue, `own_s` the gateway's part of the first token."""
-        self._requests.labels(model, self._capped(spent.outcome)).inc()
-        self._tokens.labels(model, "prompt").inc(spent.prompt_tokens)
-        self._tokens.labels(model, "cached").inc(spent.cached_tokens)
-        self._tokens.labels(model, "completion").inc(spent.completion_tokens)
+        self.counted(model, spent)
         self._total.labels(model).observe(spent.total_ms / 1000)
         if spent.first_token_ms is not None:
             self._first_token.labels(model).observe(spent.first_token_ms / 1000)
         if own_s is not None:
             self._own.labels(model).observe(own_s)
+
+    def counted(self, model: str, spent: Spent) -> None:
+        """The same of one for which nobody waited: its times say nothing."""
+        self._requests.labels(model, self._capped(spent.outcome)).inc()
+        self._tokens.labels(model, "prompt").inc(spent.prompt_tokens)
+        self._tokens.labels(model, "cached").inc(spent.cached_tokens)
+        self._tokens.labels(model, "completion").inc(spent.completion_tokens)
 
     def answered(self, route: str, status: int | None) -> None:
         """One HTTP exchange ended; None where the client left before anything was sent."""

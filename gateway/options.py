@@ -17,14 +17,16 @@ TAGS_MAX: Final = 5
 TIMEOUT_MS_MAX: Final = 3_600_000
 METADATA_MAX: Final = 5
 METADATA_BYTES_MAX: Final = 2048
+METADATA_NAME_MAX: Final = 64  # characters
+METADATA_TEXT_MAX: Final = 512
 SESSION_BYTES_MAX: Final = 256
 
 Tag = Annotated[str, Meta(min_length=1, max_length=50, pattern=r"^[A-Za-z0-9:\-./@]+\Z")]
 Tags = Annotated[list[Tag], Meta(max_length=TAGS_MAX)]
 TimeoutMs = Annotated[int, Meta(ge=1, le=TIMEOUT_MS_MAX)]
 Truth = Literal["true", "false", "1", "0", ""]
-_Key = Annotated[str, Meta(max_length=64)]
-_Value = Annotated[str, Meta(max_length=512)] | int | float | bool
+_Key = Annotated[str, Meta(max_length=METADATA_NAME_MAX)]
+_Value = Annotated[str, Meta(max_length=METADATA_TEXT_MAX)] | int | float | bool
 
 
 class RunQuery(msgspec.Struct, frozen=True):
@@ -32,7 +34,7 @@ class RunQuery(msgspec.Struct, frozen=True):
 
     rejectIfBusy: Truth = ""
     requestTimeoutMs: TimeoutMs | None = None
-    tags: str = ""
+    tags: Annotated[str, Meta(extra_json_schema={"pattern": r"^[A-Za-z0-9:\-./@,]*$"})] = ""
 
 
 class Within(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,13 +48,15 @@ class Within(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """`timeout_ms` bounds the whole call. `tags` and `metadata`, a JSON object, go into its usage record. Calls of one
-    account with the same `session` go to the same replica, while they can."""
+    account with the same `session` go to the same replica, while they can. What runs in the `background` is a batch's.
+    """
 
     reject_if_busy: bool = False
     timeout_ms: int | None = None
     tags: tuple[str, ...] = ()
     metadata: str = ""
     session: bytes = b""
+    background: bool = False
 
     def limit_s(self, most_s: float) -> float:
         """How long the call may take, where none may take more than `most_s`."""
@@ -127,6 +131,6 @@ def _metadata(said: bytes | None) -> str:
     if found is None or len(found) > METADATA_MAX:
         raise bad_input(
             f"the header 'cf-aig-metadata' is a JSON object of at most {METADATA_MAX} texts, numbers and truths, in at "
-            f"most {METADATA_BYTES_MAX} bytes; names have at most 64 characters, texts 512"
+            f"most {METADATA_BYTES_MAX} bytes; names have at most {METADATA_NAME_MAX} characters, texts {METADATA_TEXT_MAX}"
         )
     return msgspec.json.encode(found).decode() if found else ""

@@ -38,7 +38,7 @@ def scope_of(caller: Caller, user: str | None, zero: bool) -> Scope:
     return Scope(ScopeKind.TENANT, caller.scope, account.epoch, account=caller.own_scope)
 
 
-def terms_of(caller: Caller, zero: bool) -> Terms:
+def terms_of(caller: Caller, zero: bool, *, background: bool = False) -> Terms:
     plan, settings = caller.account.plan, caller.account.settings
     return Terms(
         weight=plan.weight,
@@ -48,4 +48,5 @@ def terms_of(caller: Caller, zero: bool) -> Terms:
         cap_blocks=plan.cap_blocks,
         keep_s=kept_s(settings),
         erase=zero,
+        background=background,
     )

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 
 from engine.wire import FinishReason
 from gateway import errors, ratelimit
+from gateway.batch.desk import Desk
 from gateway.body import is_json
 from gateway.calls.parts import Part
 from gateway.catalogue import Catalogue, Model
@@ -51,6 +52,7 @@ class Gateway:
     turns: Turns
     residue: Residue
     repeats: Repeats
+    desk: Desk
     metrics: Metrics
     traces: Traces
     clock: Callable[[], float]  # monotonic seconds
@@ -121,9 +123,10 @@ class Request:
         return max(0.0, self.first_token_at - self.exchange.began - self.stream.taken_s)
 
     def checkpoint(self) -> None:
-        """Lets the store know, now and then, what a long request has used."""
+        """Lets the store know, now and then, what a long request has used. Of one in the background nothing is charged
+        before its end: it would run again."""
         now = self.gateway.clock()
-        if now >= self._checkpoint_at and self.reservation is not None:
+        if now >= self._checkpoint_at and self.reservation is not None and not self.options.background:
             self._checkpoint_at = now + CHECKPOINT_S
             self.gateway.quota.checkpoint(self.reservation, self.spent(now))
 
@@ -193,13 +196,19 @@ class Concluded(Protocol):
 
 def conclude(request: Concluded, spent: Spent, own_s: float | None) -> None:
     """Settles what it reserved, and counts it. `own_s` is the gateway's part of the time to its first token."""
+    if request.reservation is not None:
+        request.gateway.quota.settle(request.reservation, spent)
+    request.gateway.metrics.finished(request.model.name, spent, own_s)
+    report(request, spent)
+
+
+def report(request: Concluded, spent: Spent) -> None:
+    """Tells of the end of a request: those whom its account wants to know it, its share, its trace and the journal."""
     gateway, account, reservation = request.gateway, request.caller.account, request.reservation
     neurons = 0.0
     if reservation is not None:
-        gateway.quota.settle(reservation, spent)
         gateway.thresholds.consider(account, reservation.after(spent))
         neurons = reservation.neurons(spent)
-    gateway.metrics.finished(request.model.name, spent, own_s)
     gateway.metrics.shares.finished(account.id, account.plan.name, spent, neurons)
     request.span.end(spent)
     log.info("request_ended", extra={"fields": _fields(request, spent)})

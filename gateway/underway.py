@@ -51,9 +51,8 @@ async def reserve(request: Underway, demand: Demand) -> Reservation:
         gateway.thresholds.consider(request.caller.account, [exceeded.left])
         account = request.caller.account
         gateway.metrics.shares.refused(account.id, account.plan.name, exceeded.limit)
-        if exceeded.limit in BUDGETS:
-            raise errors.allocation_used(exceeded.message, exceeded.retry_after_s) from None
-        raise errors.too_many_requests(exceeded.message, exceeded.retry_after_s) from None
+        refuse = errors.allocation_used if exceeded.limit in BUDGETS else errors.too_many_requests
+        raise refuse(exceeded.message, exceeded.retry_after_s, lasting=exceeded.lasting) from None
     except StoreUnavailable as problem:
         gateway.outage.begin(problem)
         raise errors.store_unavailable() from None
@@ -74,8 +73,9 @@ async def link(request: Underway, scope: Scope, tokens: bytes) -> Link:
     deadline = asyncio.get_running_loop().time() + wait_s
     # A session is its account's, whatever its calls share; else those come together that can share a prefix.
     whose = scope.account if options.session else scope.id or scope.account
+    background = options.background
     try:
-        return await gateway.fleet.link(model.name, whose, tokens, deadline, options.session)
+        return await gateway.fleet.link(model.name, whose, tokens, deadline, options.session, background=background)
     except Unavailable as unavailable:
         raise errors.no_replica(model.name, loading=unavailable.loading) from None
 

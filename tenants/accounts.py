@@ -151,6 +151,21 @@ class Accounts:
             raise Suspended(f"account {seen.caller.account.id} is suspended")
         return seen.caller
 
+    async def absent(self, account_id: str, token_id: str) -> Caller:
+        """The caller who asked for something that runs now. Raises UnknownToken where the account is gone or the
+        ApiToken was revoked or has expired since, and Suspended. Whoever came with a JWT needs none any more."""
+        found, account = await self._store.token(token_id), await self._store.account(account_id)
+        if account is None:
+            raise UnknownToken(f"there is no account {account_id}")
+        if account.suspended_at is not None:
+            raise Suspended(f"account {account.id} is suspended")
+        if found is None:
+            return await self._caller(account, ApiToken(token_id, account.id, token_id, account.created_at))
+        token = found[0]
+        if token.revoked_at is not None or (token.expires_at is not None and self._clock() >= token.expires_at):
+            raise UnknownToken(f"ApiToken {token_id} was revoked or has expired")
+        return await self._caller(account, token)
+
     async def _look_up(self, credential: str, seen: _Verified | None) -> _Verified:
         token_id, asked_at = parse_token(credential), self._clock()
         try:
@@ -246,6 +261,8 @@ class Accounts:
             if changed.settings.zero_retention and not account.settings.zero_retention:
                 changed = structs.replace(changed, epoch=changed.epoch + 1)  # what was cached before is to go too
             if await self._store.change_account(changed):
+                if changed.settings.zero_retention:
+                    await self._store.batches.drop(account_id)
                 return changed
         raise Conflict("the account is being changed by others all the time; try again")
 

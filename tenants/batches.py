@@ -120,7 +120,7 @@ class Batches(Protocol):
         ...
 
     async def put_back(self, items: Sequence[BatchItem], delay_s: float) -> None:
-        """They were not tried. Of one account and model, which has its next turn after so long."""
+        """They were not tried. Their accounts have their next turns for these models after so long."""
         ...
 
     async def end(self, item: BatchItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:

@@ -49,6 +49,9 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 <= self.cached_input <= self.input <= 1e9 or not 0 <= self.output <= 1e9:
             raise ValueError(f"{self}: prices are 0 to 1e9, and a cached token costs at most what a fresh one does")
 
+    def times(self, factor: float) -> "Price":
+        return Price(self.input * factor, self.cached_input * factor, self.output * factor)
+
     def micro_neurons(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
         """Rounded up; never falls when a count rises and `cached_tokens` does not."""
         fresh_tokens = max(prompt_tokens - cached_tokens, 0)
@@ -158,15 +161,16 @@ class Reservation(msgspec.Struct, frozen=True):
 class QuotaExceeded(Exception):
     """Over a limit; nothing was kept or counted. `message` is for the caller, `retry_after_s` ≥ 1.
 
-    `limit` is the name of the limit as in Limits, `left` what there is of it.
+    `limit` is the name of the limit as in Limits, `left` what there is of it. `lasting`: no waiting makes it enough.
     """
 
-    def __init__(self, left: Left, retry_after_s: int, message: str) -> None:
+    def __init__(self, left: Left, retry_after_s: int, message: str, *, lasting: bool) -> None:
         super().__init__(message)
         self.limit = left.measure.value
         self.left = left
         self.retry_after_s = retry_after_s
         self.message = message
+        self.lasting = lasting
 
 
 class AlreadyRecorded(Exception):
@@ -275,6 +279,10 @@ class Quota:
     def _write_later(self, record: UsageRecord) -> None:
         self._settled.append(record)
         self._woken.set()
+
+    def forget(self, reservation: Reservation) -> None:
+        """Somebody else settles it: whoever wrote its record in another way, or runs it again under the same id."""
+        self._open.pop((reservation.account_id, reservation.request_id), None)
 
     async def run(self) -> None:
         """Until cancelled: writes settlements as they come, renews holds, sweeps expired ones, replays the outbox."""
@@ -410,7 +418,8 @@ def _refusal(refused: Refused, caller: Caller, hold: Hold) -> Exception:
     (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (refused.subject, reason)]
     message = _explained(refused, cap, _whose(refused.subject, caller), retry_after_s)
     allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
-    return QuotaExceeded(Left(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message)
+    lasting = cap.least > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
+    return QuotaExceeded(Left(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message, lasting=lasting)
 
 
 def _whose(subject: str, caller: Caller) -> str:

@@ -112,7 +112,7 @@ def _refuse_unserved(asked: Input) -> None:
     refuse("logprobs", asked.logprobs or None, f"the native answer has no place for them; {choices}")
     refuse("top_logprobs", asked.top_logprobs or None, f"the native answer has no place for them; {choices}")
     refuse("functions", asked.functions, "no code is run here; describe the functions in 'tools'")
-    refuse("requests", asked.requests, "send one request a call")
+    refuse("requests", asked.requests, "send one request a call, or many with the option queueRequest=true")
     refuse_lora(asked.lora)
 
 

@@ -10,6 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from gateway import errors
+from gateway.batch import asked as batch
+from gateway.batch.asked import AskedBatch, AskedResults
 from gateway.body import decode
 from gateway.catalogue import Catalogue
 from gateway.reply import Asked, Count, Dialect
@@ -33,11 +35,14 @@ class Run:
         self._catalogue = catalogue
         self._families = families
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked | Count | AskedVectors:
+    def read(
+        self, body: bytes, query: bytes, model: str | None, drawn_seed: int
+    ) -> Asked | Count | AskedVectors | AskedBatch | AskedResults:
         if model is None:
             asked = decode(body, _decoder)
             model, body = asked.model, bytes(asked.input)
         found = self._catalogue.find(model)
         if found is None:
             raise errors.no_such_model(model)
-        return self._families[found.family].read(body, query, model, drawn_seed)
+        family = self._families[found.family]
+        return batch.read(body, query, model, family) or family.read(body, query, model, drawn_seed)

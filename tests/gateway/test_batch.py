@@ -57,7 +57,7 @@ async def poll(world: Served, request_id: str, query: str = "") -> Any:
 
 async def ended(world: Served, request_id: str, seconds: float = 10.0) -> Any:
     async with asyncio.timeout(seconds):
-        while (result := await poll(world, request_id)).get("status") in ("queued", "running"):
+        while (result := await poll(world, request_id)).get("status") in ("queued", "running"):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return result
 
@@ -177,7 +177,7 @@ async def test_tags_and_metadata_go_into_every_record(tmp_path: Path) -> None:
         answer = await world.call(world.run_path + QUEUE + "&tags=x,y", {"requests": requests(2)}, **headers)
         await ended(world, answer.json["result"]["request_id"])
         for record in await world.records():
-            assert (record.tags, json.loads(record.metadata)) == ("x,y", {"team": "a"})
+            assert (record.tags, json.loads(record.metadata)) == ("x\ny", {"team": "a"})
 
 
 # Whose it is
@@ -315,6 +315,18 @@ async def test_a_replica_that_goes_away_costs_nothing_but_time(tmp_path: Path) -
 @looped
 async def test_nothing_is_claimed_while_live_requests_wait_at_the_replica(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
+        world.fleet.replicas[0].load(waiting=3)
+        await until(lambda: not world.app._gateway.fleet.spare(MODEL, 100))
+        request_id = await submit(world, 2)
+        await asyncio.sleep(0.3)
+        assert (await state(world, request_id))["status"] == "queued"
+        world.fleet.replicas[0].load(waiting=0)
+        await ended(world, request_id)
+
+
+@looped
+async def test_what_a_replica_has_no_place_for_is_tried_again(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
         world.behaviour.reject = wire.RejectReason.BUSY
         request_id = await submit(world, 2)
         await asyncio.sleep(0.3)
@@ -349,7 +361,7 @@ async def test_what_is_kept_is_not_to_be_read_and_zero_retention_keeps_nothing(t
         request_id = await submit(world, 2, prompt=canary, external_reference=canary)
         result = await ended(world, request_id)
         answer = result["responses"][0]["result"]["response"].encode()
-        kept = b"".join(path.read_bytes() for path in tmp_path.glob("hearth.db*"))
+        kept = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("hearth.db*")))  # noqa: ASYNC240
         assert request_id.encode() in kept
         assert canary.encode() not in kept
         assert answer not in kept
