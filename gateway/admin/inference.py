@@ -15,16 +15,16 @@ from gateway.listing.models import Author, ModelItem, NoQuery, SearchQuery, Task
 from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
 from gateway.listing.pages import Listed
 from gateway.listing.schemas import SchemaQuery, Schemas
+from gateway.options import RunQuery
 from tenants.accounts import Permission
 
 INFERENCE: Final = (Permission.INFERENCE,)
-# 405: an adapter is asked for. 422: it was running in two crashes of its model. 429: a limit, or capacity taken.
-_GENERATING: Final = (405, 410, 413, 422, 429)
-_COUNTING: Final = (410, 413, 429)
-
-
-class RunQuery(msgspec.Struct):
-    rejectIfBusy: Literal["true", "false", "1", "0"] = "false"
+# 405: an adapter is asked for. 409 and 422: the Idempotency-Key is in use; 422 also: it was running in two crashes of its
+# model. 429: a limit, or capacity taken.
+_GENERATING: Final = (405, 409, 410, 413, 422, 429)
+_COUNTING: Final = (409, 410, 413, 422, 429)
+# What may be said beside the body of whatever asks a model something.
+_BESIDE: Final = ("Idempotency-Key", "x-session-affinity", "cf-aig-metadata", "cf-aig-request-timeout", "cf-aig-zdr")
 
 
 class Generated(msgspec.Struct):
@@ -118,6 +118,7 @@ class Route:
     permissions: tuple[Permission, ...]
     result: Any
     query: type[msgspec.Struct] = NoQuery
+    headers: tuple[str, ...] = ()
     body: Any = None
     statuses: tuple[int, ...] = ()
     streams: bool = False
@@ -126,7 +127,9 @@ class Route:
 
 
 def _below(method: Literal["GET", "POST"], places: tuple[str, ...], resource: str, **said: Any) -> tuple[Route, ...]:
-    """The same under several paths."""
+    """The same under several paths. What is posted asks a model something."""
+    if method == "POST":
+        said = {"query": RunQuery, "headers": _BESIDE, **said}
     return tuple(Route(method, f"{place}{resource}", **said) for place in places)
 
 
@@ -140,7 +143,6 @@ ROUTES: Final = (
         summary="Generate text, natively",
         permissions=INFERENCE,
         result=Generated,
-        query=RunQuery,
         body=native.Input,
         statuses=_GENERATING,
         streams=True,
@@ -152,7 +154,6 @@ ROUTES: Final = (
         summary="The same, with the model in the body",
         permissions=INFERENCE,
         result=Generated,
-        query=RunQuery,
         body=run.Input,
         statuses=_GENERATING,
         streams=True,

@@ -25,7 +25,7 @@ from tenants.accounts import Accounts
 from tenants.issuers import Issuer
 from tenants.terms import Limits
 from tenants.usage import day_of
-from tests.gateway.stub_replica import MODEL, Behaviour, StubFleet
+from tests.gateway.stub_replica import MODEL, Behaviour, StubFleet, StubReplica
 
 SECRET = bytes(range(32))
 PRICE = PriceConfig(input=1000.0, cached_input=100.0, output=4000.0)
@@ -153,11 +153,13 @@ async def served(
     issuers: Sequence[Issuer] = (),
     store_url: str | None = None,
     models: Sequence[ModelConfig] = (),
+    stubs: Sequence[str] = (),
     **server: Any,
 ) -> AsyncIterator[Served]:
-    """`server` are settings of [server]; `models` are entries of the catalogue beside its own, or in place of them.
-    Without a store's url it is an SQLite file of its own."""
+    """`server` are settings of [server]; `models` are entries of the catalogue beside its own, or in place of them;
+    `stubs` those beside MODEL that have a replica. Without a store's url it is an SQLite file of its own."""
     fleet = StubFleet(folder, replicas)
+    fleet.replicas += [StubReplica(folder / f"stub-{i}.sock", fleet.behaviour, name) for i, name in enumerate(stubs)]
     config = config_for(folder, fleet, server)
     entries = {entry.name: entry for entry in (*config.models, *models)}
     config = msgspec.structs.replace(config, issuers=list(issuers), models=list(entries.values()))
@@ -173,7 +175,7 @@ async def served(
     async with fleet.serving():
         task = asyncio.create_task(running._serve([listener]))
         try:
-            await until(lambda: app._gateway.fleet.hello(MODEL) is not None)
+            await until(lambda: all(app._gateway.fleet.hello(name) is not None for name in (MODEL, *stubs)))
             yield Served(app, running, port, fleet, accounts, account.id, token)
         finally:
             running.should_exit = True

@@ -21,6 +21,7 @@ EVERYTHING: Final = tuple(Permission)
 HELLO: Final = [{"role": "user", "content": "hello"}]
 POLICIES: Final = [{"permission_groups": [{"id": "inference"}]}]
 # A body of each kind that does as little as can be.
+VECTORS: Final = "@cf/test/vectors"
 BODIES: Final[dict[str, Any]] = {
     "AccountChange": {},
     "Limits": {},
@@ -29,6 +30,8 @@ BODIES: Final[dict[str, Any]] = {
     "Rolled": {},
     "TermsChange": {},
     "TokenGiven": {"name": "made by the matrix", "policies": POLICIES},
+    "Documents": {"model": VECTORS, "query": "hello", "documents": ["hello"]},
+    "OpenAIInput": {"model": VECTORS, "input": "hello"},
     "gateway.dialects.native.Input": {"prompt": "hello", "max_tokens": 1},
     "gateway.dialects.chat.Input": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
     "gateway.dialects.completions.Input": {"model": MODEL, "prompt": "hello", "max_tokens": 1},
