@@ -131,6 +131,7 @@ def _metadata(said: bytes | None) -> str:
     if found is None or len(found) > METADATA_MAX:
         raise bad_input(
             f"the header 'cf-aig-metadata' is a JSON object of at most {METADATA_MAX} texts, numbers and truths, in at "
-            f"most {METADATA_BYTES_MAX} bytes; names have at most {METADATA_NAME_MAX} characters, texts {METADATA_TEXT_MAX}"
+            f"most {METADATA_BYTES_MAX} bytes; "
+            f"names have at most {METADATA_NAME_MAX} characters, texts {METADATA_TEXT_MAX}"
         )
     return msgspec.json.encode(found).decode() if found else ""

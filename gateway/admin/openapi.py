@@ -9,6 +9,14 @@ import msgspec
 from gateway.admin.inference import Ready, Route
 from gateway.admin.operation import PLACES, CursorItem, Operation, Told
 from gateway.listing.pages import PageItem
+from gateway.options import (
+    METADATA_BYTES_MAX,
+    METADATA_MAX,
+    METADATA_NAME_MAX,
+    METADATA_TEXT_MAX,
+    SESSION_BYTES_MAX,
+    TIMEOUT_MS_MAX,
+)
 from tenants.terms import RANGES
 
 Json = dict[str, Any]
@@ -50,7 +58,36 @@ _HEADERS: Final[dict[str, Json]] = {
     "If-None-Match": {"schema": {"const": "*"}, "description": "Only what there is not yet, or 412."},
     "Idempotency-Key": {
         "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
-        "description": "One effect and one answer for all requests of this key and body within 24 hours.",
+        "description": "One effect and one answer for all requests of this key and body within 24 hours. A call of a "
+        "model is charged once; where its answer comes again it has the header idempotent-replayed.",
+    },
+    "x-session-affinity": {
+        "schema": {"type": "string", "maxLength": SESSION_BYTES_MAX},
+        "description": "Calls of one account with the same value go to the same replica, while they can.",
+    },
+    "cf-aig-metadata": {
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "maxProperties": METADATA_MAX,
+                    "propertyNames": {"maxLength": METADATA_NAME_MAX},
+                    "additionalProperties": {
+                        "type": ["string", "number", "boolean"],
+                        "maxLength": METADATA_TEXT_MAX,
+                    },
+                }
+            }
+        },
+        "description": f"Goes into the usage record, in at most {METADATA_BYTES_MAX} bytes.",
+    },
+    "cf-aig-request-timeout": {
+        "schema": {"type": "integer", "minimum": 1, "maximum": TIMEOUT_MS_MAX},
+        "description": "Milliseconds that the whole call may take, waiting included; then it ends with 408, code 3046.",
+    },
+    "cf-aig-zdr": {
+        "schema": {"enum": ["true", "false"]},
+        "description": "Whether nothing of this call may be kept.",
     },
 }
 _CREDENTIAL: Final = "An ApiToken, or a JWT of a known issuer; without Authorization, in the header x-api-key"
@@ -78,6 +115,7 @@ ERROR: Final[Json] = {
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"], "description": "OpenAI's"},
                 "code": {"type": "string", "description": "OpenAI's"},
+                "details": {"type": "object", "description": "Anthropic's: `error_code` says more than the status"},
             },
             "required": ["message", "type"],
             "additionalProperties": False,
@@ -104,7 +142,9 @@ def document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[Ro
             "title": "Hearth",
             "version": "1",
             "description": "Another method than those named here is answered with 405, another path with 404. A "
-            "tenant's token is told of the operator's paths what it is told of paths that are not.",
+            "tenant's token is told of the operator's paths what it is told of paths that are not. Every answer has "
+            "its request's id in x-request-id, always a new one; a model's that is not streamed has in cf-ai-neurons "
+            "what it cost.",
         },
         "paths": paths,
         "components": {
@@ -202,7 +242,7 @@ def _route(route: Route, schemas: _Schemas) -> Json:
         "summary": route.summary,
         "tags": ["gateway" if route.open else "inference"],
         "security": [*([{}] if route.open else []), *({_TOKEN: [one.value]} for one in route.permissions)],
-        "parameters": _parameters(route.path, route.query, []),
+        "parameters": _parameters(route.path, route.query, route.headers),
         "responses": {"200": {"description": "Done", "content": content}, **_errors(statuses)},
     }
     if route.result is Ready:
