@@ -24,6 +24,7 @@ COPIES_BYTES = 400 << 20
 DEMANDS = {
     "greedy": Sampling(),
     "temperature": Sampling(temperature=0.8),
+    "temperature, masked": Sampling(temperature=0.8),
     "top-p": Sampling(temperature=0.8, top_p=0.9),
     "top-k": Sampling(temperature=0.8, top_k=50),
     "top-k, top-p, min-p": Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.02),
@@ -50,21 +51,23 @@ def microseconds(call: Callable[[Tensor], None], copies: list[Tensor]) -> float:
     return statistics.median(took[1:])
 
 
-def measure(rows: int, asked: Sampling) -> float:
-    slices = [Slice([5], 3, [0], asked) for _ in range(rows)]
+def measure(rows: int, asked: Sampling, masked: bool) -> float:
+    slices = [Slice([5], 3, [0], asked, masked=masked) for _ in range(rows)]
     packed = pack(slices, 16)
     words, wants = torch.from_numpy(packed).cuda(), Wants.of(unpack(packed))
     count = min(64, -(-COPIES_BYTES // (rows * VOCABULARY * 2)))
     copies = [(torch.randn(rows, VOCABULARY, device="cuda") * 2).bfloat16() for _ in range(count)]
     sampled_R = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    return microseconds(lambda logits_RV: draw_tokens(words, logits_RV, sampled_R, wants), copies)
+    masks_RW = torch.full((rows, VOCABULARY // 32), 0x55555555, dtype=torch.int32, device="cuda")
+    return microseconds(lambda logits_RV: draw_tokens(words, logits_RV, sampled_R, masks_RW, wants), copies)
 
 
 def main() -> None:
     for name, asked in DEMANDS.items():
         for rows in ROWS:
             bound_us = rows * VOCABULARY * 2 / BYTES_PER_S * 1e6
-            record("sampling", f"{name}, {rows} rows", measure(rows, asked), "µs", bound=bound_us)
+            took_us = measure(rows, asked, masked=name.endswith("masked"))
+            record("sampling", f"{name}, {rows} rows", took_us, "µs", bound=bound_us)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ address alone. Floats travel as their bits.
     own_starts_S | segments_Gx4 | members_M
 
 A token −1−r, among the tokens and in the history, is the one that row r of the flight before this one sampled: a step
-may be packed and launched while that is still being computed.
+may be packed and launched while that is still being computed. What a masked row may become is told by a bit mask that
+comes later, when the tokens before it are known: bit (id % 32) of word (id ÷ 32) is 1 where a token is allowed.
 
 Segments are what prefix groups are made of: keys that several slices of one namespace have in common, each a range of
 keys in the blocks of one of them. The segments of a slice and its keys from own_starts on are its whole context.
@@ -42,9 +43,10 @@ OFFSET_WORD = 8  # where the header keeps the first word of Section 0
 SPARE_WORD = 24
 SAMPLING_WORDS = 12
 SEGMENTS_MAX: Final = 4  # of one slice
-# temperature, top_k, top_p, min_p, the three penalties, seed low and high, position, logprobs, spare
+# temperature, top_k, top_p, min_p, the three penalties, seed low and high, position, logprobs, mask
 _SAMPLING: Final = struct.Struct("<fifffffIIiii")
-_POSITION: Final = 9  # the column of sampling_R12 that pack fills in itself
+_POSITION: Final = 9  # the columns of sampling_R12 that pack fills in itself
+_MASK: Final = 11
 
 
 class Section(enum.IntEnum):
@@ -77,6 +79,7 @@ class Slice(msgspec.Struct, frozen=True):
     sampling    None while the prompt is not finished; else how to sample the token after the last one.
     history     (ids of prompt and output so far, number of them that are prompt) where penalties need them; a token
                 that is not known yet is added by `pack`.
+    masked      a mask says which tokens may be sampled.
     """
 
     tokens: Items[int]
@@ -84,6 +87,7 @@ class Slice(msgspec.Struct, frozen=True):
     blocks: Items[int] | Int32s
     sampling: Sampling | None = None
     history: tuple[Items[int], int] | None = None
+    masked: bool = False
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -162,6 +166,16 @@ class Batch:
         """How many alternatives to report; −1 where none were asked for."""
         return self.sampling_R12[:, 10]
 
+    @property
+    def masks_R(self) -> Int32s:
+        """Which of the step's masks holds for the row, they are in the order of their rows; −1 where none does."""
+        return self.sampling_R12[:, _MASK]
+
+    @property
+    def masked(self) -> bool:
+        """Whether a row has a mask."""
+        return bool((self.masks_R >= 0).any())
+
     def _float_column(self, column: int) -> NDArray[np.float32]:
         return np.ascontiguousarray(self.sampling_R12[:, column]).view(np.float32)
 
@@ -212,7 +226,13 @@ class Runs(Protocol):
     sequences: int
 
     def launch(self, packed: Int32s) -> Flight:
-        """Begins a step, after those launched before. May raise OutOfDeviceMemory."""
+        """Begins a step, after those launched before. One with masked rows computes them, and waits for their masks.
+        May raise OutOfDeviceMemory."""
+        ...
+
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        """Gives a flight its masks: before it is waited for, unless nobody wants what it computes any more, and before
+        the next launch. May raise OutOfDeviceMemory."""
         ...
 
     def erase(self, blocks: Items[int]) -> None:
@@ -221,7 +241,7 @@ class Runs(Protocol):
 
 
 def _sampling_words(sampling: Sampling) -> bytes:
-    """A row of `sampling_R12` with the position left at 0; it depends on `sampling` alone."""
+    """A row of `sampling_R12` without its position and its mask; it depends on `sampling` alone."""
     return _SAMPLING.pack(
         sampling.temperature,
         sampling.top_k,
@@ -234,7 +254,7 @@ def _sampling_words(sampling: Sampling) -> bytes:
         sampling.seed >> 32,
         0,
         -1 if sampling.logprobs is None else sampling.logprobs,
-        0,
+        -1,
     )
 
 
@@ -280,6 +300,8 @@ def pack(slices: Items[Slice], block_tokens: int, segments: Items[Segment] = ())
         words = b"".join([_sampling_words(item.sampling) for item in sampled if item.sampling is not None])
         batch.sampling_R12[:] = np.frombuffer(words, "<i4").reshape(r, SAMPLING_WORDS)
         batch.sampling_R12[:, _POSITION] = contexts_S[picked_S]
+        masked = [row for row, item in enumerate(sampled) if item.masked]
+        batch.masks_R[masked] = np.arange(len(masked))
     np.cumsum(history_lengths, out=batch.history_starts_R1[1:])
     np.cumsum(bias_lengths, out=batch.bias_starts_R1[1:])
     if counts[4]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import HEADER_WORDS, Batch, Int32s, OutOfDeviceMemory, Sampled, Slice, pack, unpack
+from engine.batch import HEADER_WORDS, Batch, Flight, Int32s, OutOfDeviceMemory, Sampled, Slice, pack, unpack
 from engine.calibrate import Room, measure
 from engine.costs import Costs
 from engine.drawing import PLAIN, Reports, Wants, draw_tokens
@@ -76,7 +76,8 @@ class Most:
 
 
 class Landing:
-    """A flight, and the host memory that its step goes up from and its tokens come down to. `wait` frees it."""
+    """A flight, and the host memory that its step goes up from and its tokens come down to. `wait` frees it. `batch` is
+    the step while it lacks its masks."""
 
     def __init__(self, stream: Stream, most: Most, vector_width: int) -> None:
         """`vector_width` is 0 for a model that gives text."""
@@ -89,6 +90,7 @@ class Landing:
         )
         self.vectors_RH = stream.staging(most.sequences, vector_width, dtype=torch.float32)
         self.mark = stream.mark()
+        self.batch: Batch | None = None
         self.rows = 0
         self.asked: dict[int, int] = {}
         self._tokens_R = self.tokens_R.numpy()
@@ -128,6 +130,7 @@ class Device:
         self._space = space
         self._stream = stream
         vector_width = config.hidden if config.vectors else 0
+        self._masks_RW = stream.staging(*space.masks_RW.shape, dtype=torch.int32)
         self._landings = [Landing(stream, most, vector_width) for _ in range(DEPTH + 1)]
         self._launches = 0
         self._rows_before = 0
@@ -197,9 +200,12 @@ class Device:
         length = 1 if rows <= self.sequences else context_tokens
         table = [0] * -(-length // block_tokens)
         lengths = [min(length, rows - start) for start in range(0, rows, length)]
-        history = ([0], 1) if sampling is _DEMANDING else None
-        packed = pack([Slice([0] * count, 0, table, sampling, history) for count in lengths], block_tokens)
-        self.launch(packed, unpack(packed)).wait()
+        history, masked = (([0], 1), not self._config.vectors) if sampling is _DEMANDING else (None, False)
+        packed = pack([Slice([0] * count, 0, table, sampling, history, masked) for count in lengths], block_tokens)
+        flight = self.launch(packed, unpack(packed))
+        if masked:
+            self.sample(flight, np.full((len(lengths), self._masks_RW.shape[1]), -1, np.int32))
+        flight.wait()
 
     def capture(self, beat: Callable[[], None]) -> None:
         """The graphs of the hot sizes."""
@@ -215,7 +221,8 @@ class Device:
             return any(graphs.capture_next() for graphs in self._graphs)
 
     def launch(self, packed: Int32s, batch: Batch) -> Landing:
-        """May raise OutOfDeviceMemory. Writes the spare words of the packed step's header."""
+        """May raise OutOfDeviceMemory. Writes the spare words of the packed step's header. The host works out masks
+        while the device computes what does not need them."""
         rows, wanted = len(batch.tokens_T), len(batch.rows_R)
         assert batch.tokens_T.min() >= -self._rows_before, "a token of a row that the flight before did not sample"
         landing = self._landings[self._launches % len(self._landings)]
@@ -228,12 +235,27 @@ class Device:
                 bodies = self._wide_bodies if wide else self._bodies
                 self._capture_now_and_then(bodies, rows)
                 bodies.launch(rows)
-                if wanted:
+                landing.batch = batch if batch.masked else None
+                if wanted and landing.batch is None:
                     self._sample(batch, landing)
                 landing.mark.set()
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(str(error)) from error
         return landing
+
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        """May raise OutOfDeviceMemory. The step before has landed, so that nobody reads the masks of that one."""
+        assert isinstance(flight, Landing)
+        assert flight.batch is not None, "a step without masked rows, or with its masks already"
+        batch, flight.batch, count = flight.batch, None, len(masks_MW)
+        self._masks_RW.numpy()[:count] = masks_MW
+        try:
+            with self._stream.entered():
+                self._space.masks_RW[:count].copy_(self._masks_RW[:count], non_blocking=True)
+                self._sample(batch, flight)
+                flight.mark.set()
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(str(error)) from error
 
     def erase(self, blocks_B: Tensor) -> None:
         """Queued behind the steps launched before; it does not wait for them, as a copy from other memory would."""
@@ -293,7 +315,7 @@ class Device:
         logits_RV = self._decoder.head(self._step(rows))
         if self._config.vectors:
             return self._space.vectors_RH[:rows].copy_(logits_RV)
-        draw_tokens(self._space.words, logits_RV, self._space.sampled_R[:rows], wants)
+        draw_tokens(self._space.words, logits_RV, self._space.sampled_R[:rows], self._space.masks_RW, wants)
         return logits_RV
 
     def _step(self, rows: int, wide: bool = False) -> DeviceStep:

@@ -2,7 +2,7 @@
 
 The meaning is engine/sampler.py's. It knows no sequences and no text.
 
-R rows, V vocabulary, K alternatives.
+R rows, V vocabulary, K alternatives, M masked rows, W words of a bit mask.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.kernels.sampling import add_biases, cut, draw, penalise
+from engine.kernels.sampling import add_biases, cut, draw, forbid, penalise
 from engine.sequence import LOGPROBS_MAX
 
 
@@ -23,6 +23,7 @@ class Wants:
 
     biases: bool
     penalties: bool
+    masks: bool
     filters: bool
     logprobs: bool
 
@@ -32,26 +33,29 @@ class Wants:
         return cls(
             biases=len(batch.bias_ids_B) > 0,
             penalties=len(batch.history_H) > 0,
+            masks=batch.masked,
             filters=bool((filtered_R & (batch.temperature_R > 0)).any()),
             logprobs=bool((batch.logprobs_R >= 0).any()),
         )
 
     @property
     def plain(self) -> bool:
-        return not (self.biases or self.penalties or self.filters or self.logprobs)
+        return not (self.biases or self.penalties or self.masks or self.filters or self.logprobs)
 
 
-PLAIN: Final = Wants(biases=False, penalties=False, filters=False, logprobs=False)
+PLAIN: Final = Wants(biases=False, penalties=False, masks=False, filters=False, logprobs=False)
 
 
-def draw_tokens(words: Tensor, logits_RV: Tensor, sampled_R: Tensor, wants: Wants) -> None:
+def draw_tokens(words: Tensor, logits_RV: Tensor, sampled_R: Tensor, masks_MW: Tensor, wants: Wants) -> None:
     """Chooses a token for each row. Until then `sampled_R` holds those of the step before, which histories may name."""
-    if wants.biases or wants.penalties:
+    if wants.biases or wants.penalties or wants.masks:
         logits_RV = logits_RV.to(torch.float32, copy=True)
     if wants.biases:
         add_biases(words, logits_RV)
     if wants.penalties:
         penalise(words, logits_RV, sampled_R)
+    if wants.masks:
+        forbid(words, logits_RV, masks_MW)
     draw(words, logits_RV, sampled_R, cut(words, logits_RV) if wants.filters else None)
 
 

@@ -34,14 +34,15 @@ _KV_SHARE: Final = 0.25  # of the memory that is available after the weights are
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Landed:
-    """A flight whose step is already done, since launching computes."""
+    """A flight whose step is already done, since launching computes; or all but its sampling, until there are masks."""
 
-    sampled: Sampled
+    outcome: Sampled | tuple[Tensor, Batch]
 
     def wait(self) -> Sampled:
-        return self.sampled
+        assert isinstance(self.outcome, Sampled), "masked rows without their masks"
+        return self.outcome
 
 
 class Host:
@@ -88,7 +89,14 @@ class Host:
         logits_RV = self.logits(batch)
         if logits_RV is None:
             return Landed(Sampled(np.empty(0, np.int32), {}))
+        if batch.masked:
+            return Landed((logits_RV, batch))
         return Landed(given(logits_RV) if self._config.vectors else sample(logits_RV, batch))
+
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        assert isinstance(flight, Landed)
+        assert isinstance(flight.outcome, tuple)
+        flight.outcome = sample(*flight.outcome, masks_MW)
 
     def erase(self, blocks_B: Tensor) -> None:
         self.pool.erase(blocks_B)

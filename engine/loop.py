@@ -1,7 +1,8 @@
 """Keeps a runner's device at work: plans, launches, waits for the oldest flight, commits. It knows no sockets.
 
 With two flights in the air the host plans and packs a step while the device computes the one before it; the only thing
-that waits for the device is the landing of a flight.
+that waits for the device is the landing of a flight. What a masked row may become depends on the token before it: such
+a flight gets its masks when the one before it has landed, while the device computes its layers.
 """
 
 import traceback
@@ -10,16 +11,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from engine.batch import Flight, OutOfDeviceMemory, Runs, Sampled
+from engine.batch import Flight, Int32s, OutOfDeviceMemory, Runs, Sampled
 from engine.blocks import Blocks
 from engine.budget import Limits
 from engine.encoder.scheduler import TextScheduler
 from engine.log import log
 from engine.published import Unpublishable
 from engine.scheduler import FLIGHTS_MAX, Plan, Scheduler
-from engine.sequence import Sequence
+from engine.sequence import Matcher, Sequence, Stage
 from engine.wire import ModelSpec
 from prefixcache.tree import Tree
+
+Masks = Callable[[list[Matcher | None]], Int32s]
 
 
 class Lost:
@@ -55,12 +58,15 @@ class Loop:
     """`turn` after turn; between two of them sequences may come and go. `failures` is how many steps failed in a row,
     those that found too little memory not counted."""
 
-    def __init__(self, runner: Runs, scheduler: Schedules) -> None:
+    def __init__(self, runner: Runs, scheduler: Schedules, masks: Masks | None = None) -> None:
+        """`masks` makes those of masked rows, whose sequences have matchers; without it there may be none."""
         assert 1 <= runner.depth <= FLIGHTS_MAX
         self.failures = 0
         self._runner = runner
         self._scheduler = scheduler
+        self._masks = masks
         self._flights: deque[tuple[Plan, Flight]] = deque()
+        self._unmasked: Plan | None = None  # the newest flight's, while it waits for its masks
 
     @property
     def idle(self) -> bool:
@@ -80,9 +86,14 @@ class Loop:
                 while self._flights:
                     self._land()
                 return True
+            self._unmasked = plan if plan.masked else None
+            self._give_masks()
+            if not self._flights:
+                return True
         if not self._flights:
             return False
         self._land()
+        self._give_masks()
         return True
 
     def sweep(self) -> bool:
@@ -104,6 +115,22 @@ class Loop:
         except Exception as error:
             return Lost(error)
 
+    def _give_masks(self) -> None:
+        """To the only flight in the air, if it waits for them: all tokens before its own are known."""
+        if self._unmasked is None or len(self._flights) != 1:
+            return
+        plan, flight = self._flights[0]
+        assert plan is self._unmasked
+        assert self._masks is not None
+        self._unmasked = None
+        ended = Stage.ENDED
+        matchers = [None if sequence.stage == ended else sequence.matcher for sequence in plan.masked]
+        try:
+            self._runner.sample(flight, self._masks(matchers))
+        except Exception as error:
+            self._flights[0] = (plan, Lost(error))
+            self._land()
+
     def _land(self) -> None:
         plan, flight = self._flights.popleft()
         try:
@@ -122,6 +149,7 @@ class Loop:
             with suppress(Exception):
                 younger.wait()
         self._flights.clear()
+        self._unmasked = None
         rows_max = self._scheduler.retry_smaller(plan)
         log(
             "step_out_of_memory",

@@ -19,24 +19,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from engine import residue
 from engine.batch import Runs
+from engine.grammar.grammars import Grammars
 from engine.log import log
 from engine.loop import Loop, open_scheduler, publish
 from engine.published import whole_blocks
 from engine.pulse import Phase, Pulse
 from engine.scheduler import Scheduler
-from engine.sequence import Door, Refused
+from engine.sequence import Door, Refused, Sequence
 from engine.wire import (
     PROTOCOL,
     Cancel,
     Frame,
     FrameError,
     FrameReader,
+    Grammar,
     Hello,
     Memory,
     ModelSpec,
@@ -44,6 +47,7 @@ from engine.wire import (
     Reject,
     RejectReason,
     ReplicaSpec,
+    ScopeKind,
     Submit,
     encode,
     memory_path,
@@ -59,6 +63,7 @@ _OVERWRITE_S: Final = 1.0  # at most so often
 _RECEIVE_BYTES: Final = 1 << 18
 _FAILURES_MAX: Final = 2  # in a row; then the process ends and its machine starts another
 _PR_SET_PDEATHSIG: Final = 1
+_BELL_BYTES: Final = 4096
 
 
 class Served(Runs, Protocol):
@@ -150,6 +155,7 @@ class Replica:
         self,
         spec: ReplicaSpec,
         runner: Served,
+        grammars: Grammars,
         pulse: Pulse,
         listener: socket.socket,
         bounds: Bounds,
@@ -162,6 +168,7 @@ class Replica:
         if runner.blocks:
             tokens_max = min(tokens_max, runner.blocks * runner.block_tokens - sum(map(len, prefixes)))
         self._runner = runner
+        self._grammars = grammars
         self._pulse = pulse
         self._listener = listener
         self._bounds = bounds
@@ -178,10 +185,11 @@ class Replica:
             poolings=runner.poolings,
         )
         self._scheduler = open_scheduler(runner, model, clock)
-        self._loop = Loop(runner, self._scheduler)
+        self._loop = Loop(runner, self._scheduler, grammars.masks)
         if isinstance(self._scheduler, Scheduler):
             publish(self._loop, self._scheduler, [self._door.public(prefix) for prefix in prefixes])
         self._sweeping = False
+        self._resting = True  # the last turn found nothing to do, though something may wait for its grammar
         self._hello = Hello(
             protocol=PROTOCOL,
             model=model.name,
@@ -208,6 +216,7 @@ class Replica:
 
     def run(self) -> int:
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._grammars.bell, selectors.EVENT_READ)
         try:
             while self._loop.failures < _FAILURES_MAX and not self._drained() and not self._orphaned():
                 self._poll()
@@ -231,13 +240,16 @@ class Replica:
     def _poll(self) -> None:
         """Takes what the sockets have; waits for them only when there is nothing to compute."""
         wait_s = 0.0
-        if self._loop.idle:
+        if self._loop.idle or self._resting:
             self._pulse.enter(Phase.IDLE)
             if not self._runner.idle() and not self._sweeping:
                 wait_s = max(0.0, self._tick_at - self._clock())
         for key, events in self._selector.select(wait_s):
-            if key.data is None:
+            if key.fileobj is self._listener:
                 self._accept()
+                continue
+            if key.fileobj is self._grammars.bell:
+                self._grammars.bell.recv(_BELL_BYTES)
                 continue
             if events & selectors.EVENT_READ:
                 self._receive(key.data)
@@ -251,7 +263,7 @@ class Replica:
     def _step(self) -> None:
         if not self._loop.idle:
             self._pulse.enter(Phase.STEP)
-            self._loop.turn()
+            self._resting = not self._loop.turn()
         self._sweeping = self._loop.sweep()
         now = self._clock()
         if now >= self._overwrite_at and self._scheduler.secret_left():
@@ -321,13 +333,23 @@ class Replica:
             self._send(connection, encode(Reject(frame.id, RejectReason.DRAINING, "the replica is shutting down")))
         else:
             try:
-                self._scheduler.add(self._door.sequences(frame, connection.number, self._clock()))
+                sequences = self._door.sequences(frame, connection.number, self._clock())
+                if frame.grammar is not None:
+                    self._compile(frame.grammar, frame, sequences)
+                self._scheduler.add(sequences)
             except Refused as refused:
                 reject = Reject(frame.id, refused.reason, refused.message, refused.retry_after_ms)
                 self._send(connection, encode(reject))
                 return
             if self._traces is not None:
                 self._traces.accepted(connection.number, frame)
+
+    def _compile(self, grammar: Grammar, submit: Submit, sequences: list[Sequence]) -> None:
+        """Nothing of a grammar outlives a request that shares nothing or keeps nothing."""
+        keep = submit.scope.kind != ScopeKind.REQUEST and not submit.terms.erase
+        compilation = self._grammars.compile(grammar, sequences[0].account, keep)
+        for sequence in sequences:
+            sequence.compilation = compilation
 
     def _send(self, connection: Connection, encoded: bytes) -> None:
         if connection.number not in self._connections:
@@ -388,21 +410,25 @@ def run(spec: ReplicaSpec, open_runner: Open, bounds: Bounds | None = None) -> i
     pulse = Pulse.create(spec.pulse)
     pulse.enter(Phase.LOADING)
     began = time.monotonic()
-    runner = open_runner(spec.model, spec.device, spec.threads, pulse.beat)
-    gc.collect()
-    gc.freeze()  # what loading made stays: collections during steps need not walk it
-    log("loaded", model=spec.model.name, seconds=round(time.monotonic() - began, 3), blocks=runner.blocks)
-    try:
-        return serve(spec, runner, pulse, bounds or Bounds(), orphaned=lambda: os.getppid() != parent)
-    finally:
-        pulse.enter(Phase.STOPPING)
+    with contextlib.closing(Grammars(Path(spec.model.folder), spec.threads)) as grammars:
+        runner = open_runner(spec.model, spec.device, spec.threads, pulse.beat)
+        grammars.wait()
+        gc.collect()
+        gc.freeze()  # what loading made stays: collections during steps need not walk it
+        log("loaded", model=spec.model.name, seconds=round(time.monotonic() - began, 3), blocks=runner.blocks)
+        try:
+            return serve(spec, runner, grammars, pulse, bounds or Bounds(), orphaned=lambda: os.getppid() != parent)
+        finally:
+            pulse.enter(Phase.STOPPING)
 
 
-def serve(spec: ReplicaSpec, runner: Served, pulse: Pulse, bounds: Bounds, orphaned: Callable[[], bool]) -> int:
+def serve(
+    spec: ReplicaSpec, runner: Served, grammars: Grammars, pulse: Pulse, bounds: Bounds, orphaned: Callable[[], bool]
+) -> int:
     """Serves an open runner on the spec's address. SIGTERM and SIGINT drain. Call it from the main thread."""
     listener = _listen(spec.address)
     try:
-        replica = Replica(spec, runner, pulse, listener, bounds, orphaned, time.monotonic)
+        replica = Replica(spec, runner, grammars, pulse, listener, bounds, orphaned, time.monotonic)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: replica.drain())
         log("serving", model=spec.model.name, address=spec.address)

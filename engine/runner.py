@@ -102,6 +102,12 @@ class Runner:
         assert 0 <= batch.tables_SW.min() <= batch.tables_SW.max() < self.blocks, "a block past the pool"
         return self.place.launch(packed, batch)
 
+    @torch.inference_mode()
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        """Gives a step with masked rows their masks, of `vocabulary` bits."""
+        assert masks_MW.shape[1] == -(-self.vocabulary // 32)
+        self.place.sample(flight, masks_MW)
+
 
 def open_model(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> Runner | EncoderRunner:
     """What the folder's config.json says: a decoder, or an encoder. Raises as their `open`."""

@@ -2,12 +2,13 @@
 
 A row's token does not depend on the rows beside it. It knows no sequences and no text.
 
-Per row and in this order: logit biases and penalties on the raw logits, temperature, min_p (against the most likely
-token), top_k, top_p (of what top_k left), then the draw: the greatest log-probability plus Gumbel noise, where the
-noise of a token is a hash of (seed, position, token id). Temperature 0 takes the greatest logit, the lowest id where
-several are equal. Reported log probabilities are those of the raw logits, before any of this, as OpenAI means them.
+Per row and in this order: logit biases and penalties on the raw logits, the row's mask, temperature, min_p (against
+the most likely token), top_k, top_p (of what top_k left), then the draw: the greatest log-probability plus Gumbel
+noise, where the noise of a token is a hash of (seed, position, token id). Temperature 0 takes the greatest logit, the
+lowest id where several are equal. Reported log probabilities are those of the raw logits, before any of this, as OpenAI
+means them.
 
-R rows, V vocabulary, C candidates.
+R rows, V vocabulary, C candidates, M masked rows, W words of a bit mask.
 """
 
 import math
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch, Sampled
+from engine.batch import Batch, Int32s, Sampled
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -32,8 +33,9 @@ _NOISE_MOST: Final = 23.0  # −log(−log(1 − 2⁻³³)) is 22.9: no token's 
 _SORTED_FIRST: Final = 1024  # how many the search for top_p's set puts in order before it takes them all
 
 
-def sample(logits_RV: Tensor, batch: Batch) -> Sampled:
-    """Chooses a token for each of the batch's rows from their float32 logits, which it changes in place."""
+def sample(logits_RV: Tensor, batch: Batch, masks_MW: Int32s | None = None) -> Sampled:
+    """Chooses a token for each of the batch's rows from their float32 logits, which it changes in place. A batch with
+    masked rows needs their masks."""
     assert logits_RV.dtype == torch.float32
     logits = logits_RV.numpy()
     asked = np.flatnonzero(batch.logprobs_R >= 0).tolist()
@@ -42,6 +44,8 @@ def sample(logits_RV: Tensor, batch: Batch) -> Sampled:
     for row in np.flatnonzero(touched).tolist():
         _add_biases(logits[row], batch, row)
         _penalise(logits[row], batch, row)
+    if masks_MW is not None:
+        _forbid(logits, batch, masks_MW)
     tokens_R = logits_RV.argmax(-1).to(torch.int32).numpy()
     for row in np.flatnonzero(batch.temperature_R > 0).tolist():
         tokens_R[row] = _draw(logits[row], batch, row)
@@ -66,6 +70,15 @@ def _penalise(logits_V: Floats, batch: Batch, row: int) -> None:
     logits_V[seen] = np.where(values > 0, values / repetition, values * repetition)
     written, counts = np.unique(ids[prompt_tokens:], return_counts=True)
     logits_V[written] -= batch.frequency_penalty_R[row] * counts.astype(np.float32) + batch.presence_penalty_R[row]
+
+
+def _forbid(logits_RV: Floats, batch: Batch, masks_MW: Int32s) -> None:
+    """−∞ for what a row's mask does not allow."""
+    rows = np.flatnonzero(batch.masks_R >= 0)
+    assert len(rows) == len(masks_MW), "as many masks as masked rows"
+    for row, mask_W in zip(rows.tolist(), masks_MW, strict=True):
+        allowed = np.unpackbits(mask_W.view(np.uint8), count=logits_RV.shape[1], bitorder="little")
+        logits_RV[row, allowed == 0] = -np.inf
 
 
 def _draw(logits_V: Floats, batch: Batch, row: int) -> int:

@@ -59,7 +59,7 @@ OUT_OF_MEMORY: Final = "the device has too little memory left for this request; 
 class Plan:
     """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; rows[i] of what is sampled is its
     next token, or none where that is −1. planned_us is what it is to take, 0 where nobody needs to know; planned_s when
-    it was planned."""
+    it was planned. The rows of `masked` are sampled by their masks, in this order."""
 
     packed: Int32s
     sequences: list[Sequence]
@@ -67,6 +67,7 @@ class Plan:
     rows: list[int]
     planned_us: float
     planned_s: float
+    masked: list[Sequence] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -145,6 +146,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by ticket
         self._background_runs = 0  # how many of them are in the background
         self._yielding: Sequence | None = None  # it is not launched, to be preempted when it has landed
+        self._compiling: dict[Sequence, None] = {}  # those that wait for their grammar
         self._deadlines: list[tuple[float, int, int]] = []  # a heap of the owners and ids of choices 0 that have one
         self._secret_left = False
         self._pace = Pace()
@@ -187,6 +189,8 @@ class Scheduler:
             self._live[sequence.owner, sequence.id] = sequence
             queue.push(standing, sequence, _work(sequence))
             self._waiting_tokens[sequence.background] += sequence.pending
+        if first.compilation is not None:
+            self._compiling |= dict.fromkeys(sequences)
         if first.deadline_s < math.inf:
             heappush(self._deadlines, (first.deadline_s, first.owner, first.id))
 
@@ -213,6 +217,8 @@ class Scheduler:
         """The next step's work, or None when nothing can run before what is in the air has landed."""
         assert len(self._flights) < FLIGHTS_MAX
         self._expire()
+        if self._compiling:
+            self._take_matchers()
         if not self._make_room():
             return None
         self._end_outdated()
@@ -240,7 +246,8 @@ class Scheduler:
                 sampled += 1
         packed = pack(slices, self._block_tokens, self._segments(sequences, chunks))
         planned_us = 0.0 if sequences[-1].background else self._budget.planned_us
-        plan = Plan(packed, sequences, chunks, rows, planned_us, self._clock())
+        masked = [sequence for sequence, each in zip(sequences, slices, strict=True) if each.masked]
+        plan = Plan(packed, sequences, chunks, rows, planned_us, self._clock(), masked)
         self._flights.append(plan)
         return plan
 
@@ -271,7 +278,7 @@ class Scheduler:
                 self._emit(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
         if self._pressed and took_s < math.inf:
             self._pace.observe(self._served + GENERATED_TOKEN * len(tokens_R), took_s)
-        self._pressed = bool(self._queue.line)
+        self._pressed = self._live_wait
         self._steps += 1
         self._counters["computed_tokens"] += int(plan.packed[0])
         self._budget.recover()
@@ -396,7 +403,29 @@ class Scheduler:
     @property
     def _paused(self) -> bool:
         """Whether background sequences may not run now, and are not let in."""
-        return bool(self._queue.line) or (self._limits.costs is None and any(self._queue.running))
+        return self._live_wait or (self._limits.costs is None and any(self._queue.running))
+
+    @property
+    def _live_wait(self) -> bool:
+        """Whether live sequences wait for their turn, and not for a grammar alone."""
+        compiling = sum(not sequence.background for sequence in self._compiling) if self._compiling else 0
+        return bool(self._queue.line) and len(self._queue) > compiling
+
+    def _take_matchers(self) -> None:
+        """Those whose grammar is compiled may start; the requests of which it is none are rejected."""
+        for sequence in list(self._compiling):
+            compilation = sequence.compilation
+            if compilation is None or not compilation.done:  # None: it was rejected with a choice before it
+                continue
+            try:
+                sequence.matcher = compilation.matcher(sequence.stop_ids)
+                sequence.compilation = None
+                del self._compiling[sequence]
+            except Refused as refused:
+                if choices := self._untouched(sequence):
+                    self._reject(choices, refused.message, refused.reason)
+                else:
+                    self._end(sequence, FinishReason.ERROR, refused.message)
 
     def _add_background(self, behind: list[Sequence], sequences: list[Sequence], chunks: list[int]) -> None:
         """Adds those of them to a step that it has room for."""
@@ -481,11 +510,12 @@ class Scheduler:
         choices = [each for each in live if each is not None and each.ticket < 0]
         return choices if len(choices) == sequence.choices else []
 
-    def _reject(self, choices: list[Sequence], message: str) -> None:
+    def _reject(self, choices: list[Sequence], message: str, reason: RejectReason = RejectReason.BUSY) -> None:
         first = choices[0]
         for sequence in choices:
             self._leave(sequence)
-        self._rejects.append((first, Reject(first.id, RejectReason.BUSY, message, self._retry_ms(first.standing))))
+        retry_ms = self._retry_ms(first.standing) if reason == RejectReason.BUSY else 0
+        self._rejects.append((first, Reject(first.id, reason, message, retry_ms)))
 
     def _make_room(self) -> bool:
         """Gives every running sequence the block that it writes next, and lets others in where that is easy.
@@ -561,7 +591,8 @@ class Scheduler:
                 return None
             if standing.resuming:
                 return next(iter(standing.resuming))
-            return next((each for each in islice(standing.waiting, LOOK_AHEAD) if not self._held(each, prompts)), None)
+            ready = (each for each in standing.waiting if each.compilation is None)
+            return next((each for each in islice(ready, LOOK_AHEAD) if not self._held(each, prompts)), None)
 
         while (sequence := queue.first(choose)) is not None:
             if len(self._running) < self._running_max and self._start(sequence):
@@ -751,7 +782,11 @@ class Scheduler:
         news.tokens.append(token)
         if chosen is not None:
             news.logprobs.append(TokenLogprobs(sequence.id, *chosen))
-        if token in sequence.stop_ids:
+        matcher = sequence.matcher
+        problem = "" if matcher is None else matcher.accept(token)
+        if problem:
+            self._end(sequence, FinishReason.ERROR, problem)
+        elif token in sequence.stop_ids or (matcher is not None and matcher.over):
             self._end(sequence, FinishReason.STOP)
         elif len(sequence.tokens) >= sequence.tokens_max:
             self._end(sequence, FinishReason.LENGTH)
@@ -816,6 +851,9 @@ class Scheduler:
         else:
             self._waiting_tokens[sequence.background] -= sequence.pending
             self._queue_of(sequence).remove(sequence.standing, sequence)
+        if sequence.compilation is not None:
+            sequence.compilation = None
+            del self._compiling[sequence]
         sequence.stage = Stage.ENDED
         self._secret_left |= sequence.terms.erase
         if self._stuck is not None and self._stuck[0] is sequence:
@@ -888,6 +926,7 @@ class Scheduler:
             assert sum(each.pending for each in waiting if each.background == background) == tokens
         assert all(not sequence.blocks and sequence.lease is None for sequence in waiting), "a waiting one holds blocks"
         assert len(self._live) == len(waiting) + len(self._running)
+        assert self._compiling.keys() == {sequence for sequence in waiting if sequence.compilation is not None}
 
     def _check_standings(self, holding: list[Sequence]) -> None:
         """What accounts are said to hold is what their sequences do, and no cap is passed by several of one."""
@@ -942,4 +981,4 @@ def _slice(sequence: Sequence, chunk: int) -> Slice:
         return Slice(tokens[start:end], start, table)
     history = (tokens, sequence.prompt_tokens) if sequence.penalized else None
     computed = tokens[start:end] if start < len(tokens) else (-1 - sequence.row,)
-    return Slice(computed, start, table, sequence.sampling, history)
+    return Slice(computed, start, table, sequence.sampling, history, sequence.matcher is not None)

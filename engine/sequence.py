@@ -281,6 +281,8 @@ class Door:
             raise _invalid("deadline_ms must be at least 0")
         if submit.pooling not in (self.poolings or {None}):
             raise _invalid(f"pooling must be one of {sorted(self.poolings)}, of a model without any it must be unset")
+        if submit.pooling is not None and submit.grammar is not None:
+            raise _invalid("with pooling there is no grammar")
         if submit.pooling is not None and (submit.n, submit.max_tokens) != (1, 1):
             raise _invalid("with pooling, n and max_tokens are 1")
         problem = _terms_problem(submit.terms) or _sampling_problem(submit.sampling, self.vocabulary)

@@ -120,6 +120,9 @@ class EncoderRunner:
         """There are none."""
         assert not blocks
 
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        raise AssertionError("no row of a text has a mask")
+
 
 def _dtype(model: ModelSpec, config: EncoderConfig, device: torch.device) -> torch.dtype:
     """`auto` is float32 on a CPU, and on a GPU the checkpoint's own: vectors are kept and compared by their owners."""

@@ -4,7 +4,8 @@
 only some rows need comes before it: `add_biases`, `penalise` and `forbid`, on a float32 copy, and `cut`, which finds
 the least logit that top_k, top_p and min_p leave without sorting. A row's token depends on that row alone.
 
-R rows, V vocabulary, W words of a bit mask, C chunks of the vocabulary, H history, L listed values, E edges.
+R rows, V vocabulary, M masked rows, W words of a bit mask, C chunks of the vocabulary, H history, L listed values,
+E edges.
 """
 
 import torch
@@ -40,6 +41,7 @@ _PRESENCE = tl.constexpr(6)
 _SEED_LOW = tl.constexpr(7)
 _SEED_HIGH = tl.constexpr(8)
 _POSITION = tl.constexpr(9)
+_MASK = tl.constexpr(11)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # splitmix64's
 _FACTOR_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
@@ -428,12 +430,15 @@ def _penalise(step, logits, counts, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _forbid(step, logits, allowed, V, W, BLOCK: tl.constexpr):
+def _forbid(step, logits, masks, V, W, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     if row < tl.load(step + SAMPLED):
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        bits = tl.load(allowed + row * W + at // 32, mask=at < V, other=0)
-        tl.store(logits + row.to(tl.int64) * V + at, float("-inf"), mask=(at < V) & (((bits >> (at % 32)) & 1) == 0))
+        mask = _column(step, row, _MASK)
+        if mask >= 0:
+            at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+            bits = tl.load(masks + mask * W + at // 32, mask=at < V, other=0)
+            forbidden = ((bits >> (at % 32)) & 1) == 0
+            tl.store(logits + row.to(tl.int64) * V + at, float("-inf"), mask=(at < V) & forbidden)
 
 
 def draw(step: Tensor, logits_RV: Tensor, tokens_R: Tensor, cut: tuple[Tensor, Tensor] | None = None) -> None:
@@ -495,17 +500,17 @@ def penalise(step: Tensor, logits_RV: Tensor, sampled_R: Tensor) -> None:
     _penalise[rows, triton.cdiv(vocabulary, block)](step, logits_RV, counts_RV, vocabulary, BLOCK=block)
 
 
-def forbid(step: Tensor, logits_RV: Tensor, allowed_RW: Tensor) -> None:
-    """−inf where bit (id % 32) of int32 word (id ÷ 32) is 0, on float32 logits in place."""
+def forbid(step: Tensor, logits_RV: Tensor, masks_MW: Tensor) -> None:
+    """−inf where bit (id % 32) of int32 word (id ÷ 32) of the row's mask is 0, on float32 logits in place."""
     rows, vocabulary = logits_RV.shape
     _check(step, logits_RV)
     assert logits_RV.dtype == torch.float32
-    assert allowed_RW.dtype == torch.int32
-    assert allowed_RW.is_contiguous()
-    assert allowed_RW.shape[1] * 32 >= vocabulary
+    assert masks_MW.dtype == torch.int32
+    assert masks_MW.is_contiguous()
+    assert masks_MW.shape[1] * 32 >= vocabulary
     block = min(2048, triton.next_power_of_2(vocabulary))
     grid = (rows, triton.cdiv(vocabulary, block))
-    _forbid[grid](step, logits_RV, allowed_RW, vocabulary, allowed_RW.shape[1], BLOCK=block)
+    _forbid[grid](step, logits_RV, masks_MW, vocabulary, masks_MW.shape[1], BLOCK=block)
 
 
 def _check(step: Tensor, logits_RV: Tensor) -> None:

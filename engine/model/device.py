@@ -5,7 +5,8 @@ captured once in a CUDA graph computes any step of that size. What comes after a
 
 A linear layer's result comes in parts, [P, T, N], which whoever takes it adds up.
 
-T rows of the bucket, R wanted rows, H hidden size, W width of all heads, P positions, D head size, V vocabulary.
+T rows of the bucket, R wanted rows, H hidden size, W width of all heads or words of a bit mask, P positions, D head
+size, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -27,12 +28,14 @@ from engine.tiles import Layout
 @dataclass(frozen=True, slots=True)
 class Space:
     """What outlives a graph: the packed step with its tiles, the sum of its rows and their last attention, and the
-    tokens sampled from them, to which those of the next step may point; or the vectors that they became."""
+    tokens sampled from them, to which those of the next step may point, with the masks that say which may be; or the
+    vectors that they became."""
 
     words: Tensor  # int32
     sum_TH: Tensor  # float32
     attended_TW: Tensor  # in the last layer
     sampled_R: Tensor  # int32
+    masks_RW: Tensor  # int32: of the masked rows, in their order
     vectors_RH: Tensor  # float32, of no width where the model gives text
     cos_PD: Tensor
     sin_PD: Tensor
@@ -51,6 +54,7 @@ class Space:
             torch.zeros(rows, config.hidden, device=device),
             torch.zeros(rows, config.heads * config.head_dim, dtype=dtype, device=device),
             torch.zeros(wanted, dtype=torch.int32, device=device),
+            torch.zeros(wanted, -(-config.vocabulary // 32), dtype=torch.int32, device=device),
             torch.zeros(wanted, config.hidden if config.vectors else 0, device=device),
             cos_PD.to(device),
             sin_PD.to(device),

@@ -178,3 +178,30 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_alternatives_with_equal_logits_come_lowest_id_first() -> None:
     done = run([([1.0, 2.0, 2.0, 2.0, 0.0], Sampling(logprobs=2), 1, None)])
     assert done.logprobs[0][1] == [1, 2]
+
+
+def test_a_mask_leaves_only_what_it_allows_and_reported_logprobs_are_of_all() -> None:
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=5, logprobs=2)
+    slices = [Slice([0], 8, [0], sampling, masked=masked) for masked in (False, True, True)]
+    allowed_MV = np.zeros((2, len(LOGITS)), np.bool_)
+    allowed_MV[0, 6], allowed_MV[1, [1, 6]] = True, True
+    masks_MW = np.packbits(np.pad(allowed_MV, ((0, 0), (0, 22))), axis=1, bitorder="little").view(np.int32)
+    done = sample(torch.tensor([LOGITS] * 3), unpack(pack(slices, BLOCK_TOKENS)), masks_MW)
+    assert done.tokens_R[0] == run([(LOGITS, sampling, 9, None)]).tokens_R[0]
+    assert done.tokens_R[1:].tolist() == [6, 1]
+    whole = torch.log_softmax(torch.tensor(LOGITS, dtype=torch.float64), -1)
+    assert done.logprobs[1] == (
+        pytest.approx(float(whole[6]), abs=1e-6), [4, 7], pytest.approx(whole[[4, 7]].tolist(), abs=1e-6)
+    )  # fmt: skip
+
+
+def test_a_mask_comes_behind_a_bias() -> None:
+    packed = pack([Slice([0], 8, [0], Sampling(logit_bias={4: 100.0, 1: 50.0}), masked=True)], BLOCK_TOKENS)
+    masks_MW = np.array([[1 << 1 | 1 << 7]], np.int32)
+    assert sample(torch.tensor([LOGITS]), unpack(packed), masks_MW).tokens_R.tolist() == [1]
+
+
+def test_masks_that_are_not_as_many_as_their_rows_are_a_mistake() -> None:
+    packed = pack([Slice([0], 8, [0], Sampling(), masked=True)] * 2, BLOCK_TOKENS)
+    with pytest.raises(AssertionError, match="as many masks"):
+        sample(torch.tensor([LOGITS] * 2), unpack(packed), np.ones((1, 1), np.int32))

@@ -350,6 +350,8 @@ LOOK = """
 import sys, time
 from array import array
 from engine import replica
+from pathlib import Path
+from engine.grammar.grammars import Grammars
 from engine.pulse import Pulse
 from tests.engine.stamp import Stamps
 
@@ -359,7 +361,7 @@ spec = replica.parse_spec(
     % (folder, telemetry)
 )
 stamps = Stamps(64, 16, 512, 1000, [])
-assert replica.serve(spec, stamps, Pulse.create(folder + "/p"), replica.Bounds(), orphaned=lambda: True) == 0
+assert replica.serve(spec, stamps, Grammars(Path(folder), 1), Pulse.create(folder + "/p"), replica.Bounds(), orphaned=lambda: True) == 0
 print(sorted({name.split(".")[0] for name in sys.modules} & {"opentelemetry", "requests", "google"}))
 """
 

@@ -1,5 +1,7 @@
 """engine/kernels/sampling.py against the CPU's sampler: the same logits give the same tokens."""
 
+from collections.abc import Collection
+
 import numpy as np
 import pytest
 import torch
@@ -12,19 +14,29 @@ from engine.wire import Sampling
 from tests.engine.kernels.steps import DEVICE, random
 
 
-def step_of(samplings: list[Sampling], histories: list[tuple[list[int], int] | None]) -> np.ndarray:
+def step_of(
+    samplings: list[Sampling], histories: list[tuple[list[int], int] | None], masked: Collection[int] = ()
+) -> np.ndarray:
     slices = [
-        Slice([5], 3, [index], settings, history)
+        Slice([5], 3, [index], settings, history, index in masked)
         for index, (settings, history) in enumerate(zip(samplings, histories, strict=True))
     ]
     return pack(slices, 16)
 
 
-def on_device(packed: np.ndarray, logits_RV: Tensor) -> list[int]:
+def bits_of(allowed_MV: np.ndarray) -> np.ndarray:
+    """The bit masks of what is allowed."""
+    padded = np.pad(allowed_MV, ((0, 0), (0, -allowed_MV.shape[1] % 32)))
+    return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+
+
+def on_device(packed: np.ndarray, logits_RV: Tensor, masks_MW: np.ndarray | None = None) -> list[int]:
     step, x_RV = torch.from_numpy(packed.copy()).to(DEVICE), logits_RV.to(DEVICE).float().clone()
     sampled_R = torch.zeros(len(x_RV) + 1, dtype=torch.int32, device=DEVICE)
     sampling.add_biases(step, x_RV)
     sampling.penalise(step, x_RV, sampled_R)
+    if masks_MW is not None:
+        sampling.forbid(step, x_RV, torch.from_numpy(masks_MW).to(DEVICE))
     tokens_R = torch.full((len(x_RV),), 77, dtype=torch.int32, device=DEVICE)
     sampling.draw(step, x_RV, tokens_R, sampling.cut(step, x_RV))
     return tokens_R.tolist()
@@ -97,17 +109,25 @@ def test_a_token_that_the_flight_before_sampled_is_penalised() -> None:
     assert tokens_R.tolist() == [9]
 
 
-def test_what_a_mask_forbids_is_never_drawn() -> None:
-    allowed_RW = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
-    allowed_RW[:, 1] = 1 << 5
-    allowed_RW[1:, 0] = 1 << 3
-    packed = step_of([Sampling(), *(Sampling(temperature=1.0, seed=seed) for seed in range(3))], [None] * 4)
-    step, x_RV = torch.from_numpy(packed).to(DEVICE), random(4, 60)
-    sampling.forbid(step, x_RV, allowed_RW)
-    tokens_R = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    sampling.draw(step, x_RV, tokens_R)
-    assert tokens_R.tolist()[0] == 37
-    assert set(tokens_R.tolist()) <= {3, 37}
+@pytest.mark.parametrize("vocabulary", [60, 300])
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_come_before_filters_and_are_of_their_rows_alone(seed: int, vocabulary: int) -> None:
+    """Few tokens are allowed, fewer than top_k leaves, and none that is likely."""
+    rng = np.random.default_rng(seed)
+    masked = sorted(rng.choice(12, 7, replace=False).tolist())
+    allowed_MV = rng.random((7, vocabulary)) < rng.choice([0.05, 0.5], (7, 1))
+    allowed_MV[:, vocabulary - 1 - seed] = True
+    allowed_MV[0] = np.arange(vocabulary) == vocabulary - 1
+    logits_RV = random(12, vocabulary, seed=seed).cpu() * 3
+    logits_RV[masked, :] += torch.from_numpy(~allowed_MV) * 5.0
+    settings = [drawn(rng, vocabulary) for _ in range(12)]
+    packed, masks_MW = step_of(settings, [None] * 12, masked), bits_of(allowed_MV)
+    wanted = sample(logits_RV.float().clone(), unpack(packed.copy()), masks_MW).tokens_R.tolist()
+    assert on_device(packed, logits_RV, masks_MW) == wanted
+    assert all(allowed_V[wanted[row]] for row, allowed_V in zip(masked, allowed_MV, strict=True))
+    free = sample(logits_RV.float().clone(), unpack(step_of(settings, [None] * 12))).tokens_R.tolist()
+    assert [row for row in range(12) if free[row] != wanted[row]] == [row for row in masked if free[row] != wanted[row]]
+    assert free != wanted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -257,7 +277,7 @@ def test_biases_penalties_and_masks_at_true_shapes() -> None:
         settings.append(Sampling(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1, logit_bias=bias))
         ids = rng.integers(0, 200 if row % 3 else VOCABULARY, 1 + 20 * row).tolist()
         histories.append((ids, int(rng.integers(0, len(ids)))) if row % 2 else None)
-    step = torch.from_numpy(step_of(settings, histories)).to(DEVICE)
+    step = torch.from_numpy(step_of(settings, histories, range(ROWS))).to(DEVICE)
     allowed_RV = torch.from_numpy(rng.random((ROWS, VOCABULARY)) < 0.5).to(DEVICE)
     bits_32 = 1 << torch.arange(32, device=DEVICE)
     allowed_RW = (allowed_RV.view(ROWS, -1, 32) * bits_32).sum(-1).to(torch.int32)
