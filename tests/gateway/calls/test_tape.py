@@ -23,6 +23,7 @@ ENDLESS = [
     ("[now(a=", "1"),
     ("[now(a", " "),
     ("<tool_call>", "\n"),
+    ('<tool_call>{"id": "', "x"),
     ("<tool_call><function=", "now"),
     ("<function=get_weather><parameter=", "x"),
     ("<function=get_weather><parameter=city>", "\n"),
@@ -48,7 +49,7 @@ def test_what_is_held_back_has_a_limit(format: str) -> None:
 @pytest.mark.parametrize("format", sorted(FORMATS))
 def test_at_the_limit_too_cuts_change_nothing(format: str) -> None:
     for begun, endless in ENDLESS:
-        for rest in ('"}}', "</tool_call> <tool_call>", "\n", '{"name": "now", "arguments": {}}'):
+        for rest in ('"}}', "</tool_call> <tool_call>", "\n", '<tool_call>{"name": "now", "arguments": {}}'):
             text = begun + endless * ((HELD_MAX + 10 - len(begun)) // len(endless)) + rest
             check(format, text, cut(text, 97))
 
