@@ -71,6 +71,7 @@ class App:
         self._errands = errands
         self._inference = routes(gateway.catalogue)
         self._drain = Drain(gateway, store.batches, Vault(secret), self._inference["/run"].dialect)
+        gateway.metrics.watch_batches(self._drain, gateway.calendar)
         audit, once = Audit(store, secret), Once(store, secret)
         office = Office(gateway, store, audit, once, signer(secret), lambda: self.open_requests)
         self._api = Api(OPERATIONS, office, self._asking)

@@ -5,9 +5,9 @@ operator may read names accounts by their ids and says how full replicas are.
 
 import contextlib
 from collections import Counter as Count
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -20,6 +20,7 @@ from gateway.outage import Outage
 from gateway.shares import Shares
 from gateway.tally import CAUSES, TURNED_AWAY, Tally
 from tenants import outbox
+from tenants.batches import Waiting
 from tenants.quota import Quota, Spent
 from tenants.reconciler import Reconciler
 
@@ -67,6 +68,9 @@ class Metrics:
         self.registry.register(_Replicas(models, fleet))
         self.registry.register(_Store(outage, quota, reconciler, outbox_folder))
         self.operators.register(_Queues(models, fleet))
+
+    def watch_batches(self, queue: "Queued", now: Callable[[], float]) -> None:
+        self.operators.register(_Batches(queue, now))
 
     def watch_certificate(self, path: str) -> None:
         """The file is read anew for each text, for some 20 µs."""
@@ -246,6 +250,33 @@ class _Queues(Collector):
             preempted.add_metric([model], counted["preemptions"])
             stale.add_metric([model], counted["stale_pages"])
         yield from (away, preempted, stale)
+
+
+class Queued(Protocol):
+    """What is known of batches: all that waits, and what this gateway runs, by model."""
+
+    waiting: Mapping[str, Waiting]
+    running: Count[str]
+
+
+class _Batches(Collector):
+    """Queued requests, by model. What waits is the same at every gateway."""
+
+    def __init__(self, queue: Queued, now: Callable[[], float]) -> None:
+        self._queue = queue
+        self._now = now
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        waiting, now = self._queue.waiting, self._now()
+        for name, says, counts in (
+            ("items_waiting", "Queued requests that have not ended", {of: one.items for of, one in waiting.items()}),
+            ("items_running", "Those of them that this gateway has given to replicas", dict(self._queue.running)),
+            ("oldest_seconds", "Age of the oldest batch", {of: now - one.oldest_at for of, one in waiting.items()}),
+        ):
+            gauge = GaugeMetricFamily(f"hearth_batch_{name}", says, labels=["model"])
+            for model in self._queue.running:
+                gauge.add_metric([model], counts.get(model, 0))
+            yield gauge
 
 
 class _Certificate(Collector):

@@ -9,6 +9,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway.admin.operation import ACCOUNT, BASE
+from gateway.batch.asked import BatchInput, ResultsInput
+from gateway.batch.desk import BatchesQuery, BatchItem
 from gateway.dialects import anthropic, chat, completions, embeddings, native, rerank, responses, run
 from gateway.listing.marketplace import Offers
 from gateway.listing.models import Author, ModelItem, NoQuery, SearchQuery, Task
@@ -19,12 +21,18 @@ from gateway.options import RunQuery
 from tenants.accounts import Permission
 
 INFERENCE: Final = (Permission.INFERENCE,)
-# 405: an adapter is asked for. 409, 422: the Idempotency-Key is taken, or another request's; 422 also: it was running in
+# 405: an adapter is asked for. 409, 422: the Idempotency-Key is taken, or of another request; 422 also: it was running in
 # two crashes of its model. 429: a limit, or capacity taken.
 _GENERATING: Final = (405, 409, 410, 413, 422, 429)
 _COUNTING: Final = (409, 410, 413, 422, 429)
 # What may be said beside the body of whatever asks a model something.
 _BESIDE: Final = ("Idempotency-Key", "x-session-affinity", "cf-aig-metadata", "cf-aig-request-timeout", "cf-aig-zdr")
+
+
+class RunQueued(RunQuery, frozen=True):
+    """With queueRequest the body is a batch, and the answer comes when there is capacity that nobody else wants."""
+
+    queueRequest: Literal["true", "false", "1", "0"] = "false"
 
 
 class Generated(msgspec.Struct):
@@ -97,6 +105,20 @@ class Reranked(msgspec.Struct):
     usage: dict[str, Any]
 
 
+class Batches(msgspec.Struct):
+    result: list[BatchItem]
+    success: Literal[True]
+    errors: list[Any]
+    messages: list[Any]
+
+
+class OneBatch(msgspec.Struct):
+    result: BatchItem
+    success: Literal[True]
+    errors: list[Any]
+    messages: list[Any]
+
+
 class Alive(msgspec.Struct):
     alive: bool
 
@@ -108,11 +130,11 @@ class Ready(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`result` is one type, or several of which any answer is one. `streams`: it answers with events where the body
-    asks for `stream`. `open`: anybody may ask, and sees more with the permissions where there are any. `plain` is the
-    media type of an answer that is no JSON."""
+    """`result` and `body` are one type, or several of which any answer, or request, is one. `streams`: it answers with
+    events where the body asks for `stream`. `open`: anybody may ask, and sees more with the permissions where there are
+    any. `plain` is the media type of an answer that is no JSON."""
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     summary: str
     permissions: tuple[Permission, ...]
@@ -126,7 +148,9 @@ class Route:
     plain: str | None = None
 
 
-def _below(method: Literal["GET", "POST"], places: tuple[str, ...], resource: str, **said: Any) -> tuple[Route, ...]:
+def _below(
+    method: Literal["GET", "POST", "DELETE"], places: tuple[str, ...], resource: str, **said: Any
+) -> tuple[Route, ...]:
     """The same under several paths. What is posted asks a model something."""
     if method == "POST":
         said = {"query": RunQuery, "headers": _BESIDE, **said}
@@ -140,10 +164,11 @@ ROUTES: Final = (
         "POST",
         _AI,
         "/run/{model}",
-        summary="Generate text, natively",
+        summary="Generate text, natively; with queueRequest many at leisure, and a batch's results by its request_id",
         permissions=INFERENCE,
         result=Generated,
-        body=native.Input,
+        query=RunQueued,
+        body=(native.Input, BatchInput, ResultsInput),
         statuses=_GENERATING,
         streams=True,
     ),
@@ -241,6 +266,31 @@ ROUTES: Final = (
         result=Counted,
         body=anthropic.Asking,
         statuses=_COUNTING,
+    ),
+    *_below(
+        "GET",
+        _AI,
+        "/batches",
+        summary="The account's batches, the newest first, until their results are deleted",
+        permissions=INFERENCE,
+        result=Batches,
+        query=BatchesQuery,
+    ),
+    *_below(
+        "GET",
+        _AI,
+        "/batches/{request_id}",
+        summary="How far a batch is",
+        permissions=INFERENCE,
+        result=OneBatch,
+    ),
+    *_below(
+        "DELETE",
+        _AI,
+        "/batches/{request_id}",
+        summary="Cancel what has not ended of a batch; what has stays",
+        permissions=INFERENCE,
+        result=OneBatch,
     ),
     *_below(
         "GET",

@@ -48,6 +48,7 @@ _PLACED: Final[dict[str, Json]] = {
     "account_id": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
     "token_id": {"type": "string", "pattern": f"^{PLACES['token_id']}$"},
     "plan": {"type": "string", "pattern": f"^{PLACES['plan']}$"},
+    "request_id": {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[^/]+$"},
     "model": {"type": "string", "minLength": 1, "description": "A name of the catalogue, percent-encoded"},
 }
 _HEADERS: Final[dict[str, Json]] = {
@@ -164,7 +165,7 @@ class _Schemas:
         for operation in operations:
             types += [operation.result, *([operation.body] if operation.takes_body else [])]
         for route in routes:
-            types += [*_results(route), *([] if route.body is None else [route.body])]
+            types += [*_several(route.result), *_several(route.body)]
         found, self.components = msgspec.json.schema_components(types, ref_template=_REF)
         self._of = list(zip(types, found, strict=True))
         for component in self.components.values():
@@ -233,7 +234,7 @@ def _route(route: Route, schemas: _Schemas) -> Json:
     statuses = [*_ALWAYS, *route.statuses, *(() if route.open else _WITH_TOKEN)]
     statuses += [404] if "{" in route.path else []
     content: Json = {
-        route.plain or "application/json": {"schema": _any_of([schemas.of(one) for one in _results(route)])}
+        route.plain or "application/json": {"schema": _any_of([schemas.of(one) for one in _several(route.result)])}
     }
     if route.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -252,8 +253,9 @@ def _route(route: Route, schemas: _Schemas) -> Json:
     return said
 
 
-def _results(route: Route) -> tuple[Any, ...]:
-    return route.result if isinstance(route.result, tuple) else (route.result,)
+def _several(kinds: Any) -> tuple[Any, ...]:
+    """None is no kind."""
+    return kinds if isinstance(kinds, tuple) else () if kinds is None else (kinds,)
 
 
 def _any_of(schemas: list[Json]) -> Json:
@@ -261,7 +263,8 @@ def _any_of(schemas: list[Json]) -> Json:
 
 
 def _body(kind: Any, schemas: _Schemas, *, required: bool) -> Json:
-    return {"required": required, "content": {"application/json": {"schema": schemas.of(kind)}}}
+    schema = _any_of([schemas.of(one) for one in _several(kind)])
+    return {"required": required, "content": {"application/json": {"schema": schema}}}
 
 
 def _parameters(path: str, query: Any, headers: Iterable[str]) -> list[Json]:

@@ -82,7 +82,7 @@ class Drain:
         self._models = [model for model in gateway.catalogue if model.task is Task.GENERATION]
         self._claimed: dict[str, tuple[BatchItem, _Unattended]] = {}
         self._stopped = False
-        self.running: Counter[str] = Counter()
+        self.running = Counter({model.name: 0 for model in self._models})
         self.waiting: Mapping[str, Waiting] = {}
 
     def stop(self) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import Any, Final
 from jsonschema import Draft202012Validator, FormatChecker
 
 from tenants.accounts import Grant, Permission
+from tenants.batches import Batch
 from tests.gateway.served import Answer, Served, served
 from tests.gateway.stub_replica import MODEL
 
@@ -22,6 +24,7 @@ HELLO: Final = [{"role": "user", "content": "hello"}]
 POLICIES: Final = [{"permission_groups": [{"id": "inference"}]}]
 # A body of each kind that does as little as can be.
 VECTORS: Final = "@cf/test/vectors"
+BATCH: Final = "00000000-0000-4000-8000-000000000000"  # ann's
 BODIES: Final[dict[str, Any]] = {
     "AccountChange": {},
     "Limits": {},
@@ -156,6 +159,9 @@ async def kept(folder: Path, **options: Any) -> AsyncIterator[House]:
                 (gateway.account_id, Permission.ACCOUNT_ADMIN),
             )
         ]
+        batches, now = gateway.app._store.batches, int(time.time())
+        await batches.begin(Batch(BATCH, gateway.account_id, "key", MODEL, 1, 600, now, now + 600))
+        await batches.open(gateway.account_id, BATCH)
         yield House(gateway, Document(told.json), landlord.id, texts[0], bob.id, texts[1], texts[2])
 
 
@@ -174,6 +180,7 @@ def filled(path: str, account_id: str, token_id: str = "A" * 11, plan: str = "sp
         path.replace("{account_id}", account_id)
         .replace("{token_id}", token_id)
         .replace("{plan}", plan)
+        .replace("{request_id}", BATCH)
         .replace("{model}", MODEL)
     ) + asked
 
@@ -181,4 +188,5 @@ def filled(path: str, account_id: str, token_id: str = "A" * 11, plan: str = "sp
 def body_of(operation: dict[str, Any]) -> Any:
     if "requestBody" not in operation:
         return b""
-    return BODIES[operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    return BODIES[schema.get("anyOf", [schema])[0]["$ref"].rpartition("/")[2]]
