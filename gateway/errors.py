@@ -80,6 +80,12 @@ def bad_input(message: str, param: str | None = None) -> Refusal:
     return Refusal(400, 5006, f"AiError: Bad input: Error: {message}", kind="invalid_request", param=param)
 
 
+def no_threads() -> Refusal:
+    """Anthropic's SDK knows the kind, and sends the whole conversation then."""
+    message = "AiError: Bad input: Error: 'thread' is not supported here; nothing is stored; send all messages"
+    return Refusal(400, 5006, message, kind="thread_unsupported_request", param="thread")
+
+
 def body_missing() -> Refusal:
     message = "AiError: Request is missing headers or body: body; send a JSON object"
     return Refusal(400, 3003, message, kind="body_missing")
@@ -407,8 +413,12 @@ def body(shape: Shape, refusal: Refusal, request_id: str) -> bytes:
 
 
 def anthropic_envelope(refusal: Refusal, request_id: str) -> bytes:
-    """Anthropic's error body, with the envelope's keys behind its own."""
-    error = {"type": ANTHROPIC_TYPES.get(refusal.status, "api_error"), "message": named(refusal, request_id)}
+    """Anthropic's error body, with the envelope's keys behind its own. Its SDK has classes for some `error_code`s."""
+    error = {
+        "type": ANTHROPIC_TYPES.get(refusal.status, "api_error"),
+        "message": named(refusal, request_id),
+        "details": {"error_code": refusal.kind},
+    }
     head = _encode({"type": "error", "error": error, "request_id": request_id})
     return head[:-1] + b"," + envelope(refusal, request_id)[1:]
 

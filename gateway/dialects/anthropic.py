@@ -18,7 +18,7 @@ from gateway.constraint import FREE, of_schema
 from gateway.dialects.conversation import Conversation
 from gateway.dialects.message_blocks import Reply
 from gateway.dialects.sampled import TOP_P_MIN
-from gateway.errors import bad_input
+from gateway.errors import bad_input, no_threads
 from gateway.prompt import (
     MESSAGES_MAX,
     STOPS_MAX,
@@ -168,6 +168,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache_control: CacheControl | None = None
     thinking: Thinking | None = None
     speed: str | None = None
+    thread: Any = None
 
 
 class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -216,6 +217,8 @@ def parse(asked: Input, drawn_seed: int) -> Prompt:
 def reading(asked: Asking) -> Prompt:
     """What the model reads, and what it may answer, with nothing said of how it is sampled. Raises Refusal."""
     refuse("speed", None if asked.speed == "standard" else asked.speed, "there is one speed; leave it out")
+    if asked.thread is not None:
+        raise no_threads()
     output = asked.output_config or OutputConfig()
     constraint = FREE if output.format is None else of_schema(output.format.schema, "output_config.format.schema")
     tools, choice = offered(_toolbox(asked.tools or ()), _choice(asked.tool_choice))

@@ -9,6 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
+from anthropic.types import ThreadUnsupportedRequestError
 from pydantic import BaseModel
 
 from tenants.terms import Limits
@@ -176,6 +177,26 @@ async def test_refusals_raise_the_classes_of_the_sdk(tmp_path: Path) -> None:
         gateway.behaviour.fail_at = 1
         with pytest.raises(anthropic.InternalServerError):
             await client.messages.create(**ASKED)
+
+
+@looped
+async def test_the_sdks_threads_go_on_without_the_servers_help(tmp_path: Path) -> None:
+    async with talking(tmp_path) as (gateway, client):
+        with pytest.raises(ThreadUnsupportedRequestError):
+            await client.beta.messages.create(**ASKED, thread={"type": "create"})
+
+        @anthropic.beta_async_tool
+        async def rain(city: str) -> str:
+            """Whether it rains there."""
+            script(gateway, f"Dry in {city}.")
+            return "no"
+
+        script(gateway, CALL)
+        runner = client.beta.messages.tool_runner(**ASKED, tools=[rain])
+        called, said = [message async for message in runner]
+        assert called.stop_reason == "tool_use"
+        assert said.content[0].type == "text"
+        assert said.content[0].text == "Dry in Rome."
 
 
 @looped

@@ -15,6 +15,7 @@ from anthropic.types import (
     ToolResultBlockParam,
     ToolUseBlockParam,
 )
+from anthropic.types.beta.message_create_params import MessageCreateParamsStreaming as BetaStreaming
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
 from engine.wire import GrammarKind
@@ -30,8 +31,8 @@ CACHED: dict[str, Any] = {"type": "ephemeral", "ttl": "1h"}
 CALL: dict[str, Any] = {"type": "tool_use", "id": "a", "name": "rain", "input": {"in": "Rome"}}
 RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "content": "no"}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
-# These two are headers, which name what is not here: the credential says whose the request is.
-HEADERS = {"user_profile_id", "workspace_id"}
+# These are headers: what is asked for is in the body, and whose the request is says the credential.
+HEADERS = {"betas", "user_profile_id", "workspace_id"}
 
 
 def parsed(**fields: Any) -> Prompt:
@@ -75,27 +76,25 @@ SERVED_ANYWAY: dict[str, Any] = {
 }
 REFUSED: dict[str, Any] = {
     "container": "c",
+    "billing_policy": {},
+    "compaction": {},
     "context_management": {},
     "diagnostics": {},
+    "fallback_credit_token": "t",
+    "fallbacks": [],
     "inference_geo": "eu",
     "mcp_servers": [],
     "output_format": {},
     "service_tier": "priority",
     "speed": "fast",
+    "thread": {"type": "create"},
 }
 
 
 def test_every_field_of_the_sdk_is_honoured_or_refused_by_name() -> None:
     known = HONOURED.keys() | SERVED_ANYWAY.keys() | REFUSED.keys() | {"tool_choice"} | HEADERS
-    elsewhere = {
-        "temperature",
-        "top_k",
-        "top_p",
-        "context_management",
-        "mcp_servers",
-        "output_format",
-    }  # older, or beta
-    assert known - elsewhere == MessageCreateParamsStreaming.__annotations__.keys()
+    older = {"temperature", "top_k", "top_p", "output_format"}
+    assert known - older == (MessageCreateParamsStreaming.__annotations__ | BetaStreaming.__annotations__).keys()
     for field, value in HONOURED.items():
         assert parsed(**{field: value}) != parsed(), field
     assert parsed(tools=[RAIN], tool_choice={"type": "any"}) != parsed(tools=[RAIN])
