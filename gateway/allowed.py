@@ -24,8 +24,17 @@ def ranges(wanted: Any, place: str) -> str:
 
 
 def alternatives(kinds: list[inspect.Type]) -> list[inspect.Type]:
-    plain = [kind.type if isinstance(kind, inspect.Metadata) else kind for kind in kinds]
-    return [one for kind in plain for one in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))]
+    """The kinds without what is said about them, of a union each."""
+    plain: list[inspect.Type] = []
+    for kind in kinds:
+        match kind:
+            case inspect.Metadata(type=inner):
+                plain += alternatives([inner])
+            case inspect.UnionType(types=several):
+                plain += alternatives(list(several))
+            case _:
+                plain.append(kind)
+    return plain
 
 
 def _at(wanted: Any, place: str) -> list[inspect.Type]:

@@ -22,6 +22,7 @@ class Body(msgspec.Struct):
     name: Annotated[str, Meta(min_length=1)] = ""
     free: str | dict[str, Any] | int = ""
     inner: Annotated[list[Inner], Meta(min_length=1, max_length=9)] = []
+    described: Annotated[Annotated[int, Meta(ge=1, le=2)] | None, Meta(description="said twice over")] = None
     biases: Annotated[dict[str, Annotated[float, Meta(ge=-1, le=1)]], Meta(max_length=3)] = {}
 
 
@@ -36,6 +37,7 @@ class Body(msgspec.Struct):
         ("free", ""),
         ("inner", "a list of 1 to 9"),
         ("inner[0].share", "a number above 0 below 0.5"),
+        ("described", "a whole number from 1 to 2"),
         ("biases", "an object of at most 3 entries"),
         ("biases[...]", "a number from -1 to 1"),
         ("nowhere.at[1].all", ""),

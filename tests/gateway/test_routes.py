@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import pytest
-
-from gateway.config import Config
-from tests.gateway import served as stage
+from gateway.config import ModelConfig
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL
 
+EMBER = Path(__file__).parents[2] / "engine" / "ember" / "model"
+CHAT = [
+    ModelConfig(name=MODEL, folder=str(EMBER), dialect="chat")
+]  # in place of the entry that is of the native family
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -48,23 +48,9 @@ async def test_a_wrong_body_of_run_is_refused_by_name(tmp_path: Path) -> None:
             assert "error" not in answer.json
 
 
-@pytest.fixture
-def chat_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every model of the catalogue takes chat completions at `/ai/run`."""
-    plain = stage.config_for
-
-    def config_for(*arguments: Any) -> Config:
-        config = plain(*arguments)
-        models = [msgspec.structs.replace(model, dialect="chat") for model in config.models]
-        return msgspec.structs.replace(config, models=models)
-
-    monkeypatch.setattr(stage, "config_for", config_for)
-
-
-@pytest.mark.usefixtures("chat_models")
 @looped
 async def test_a_model_of_the_chat_family_answers_run_with_a_completion_in_the_envelope(tmp_path: Path) -> None:
-    async with served(tmp_path) as gateway:
+    async with served(tmp_path, models=CHAT) as gateway:
         for path in forms(gateway, f"/run/{MODEL}"):
             answer = await gateway.call(path, {"messages": MESSAGES, "max_tokens": 2, "n": 2})
             assert answer.json["success"] is True
@@ -76,13 +62,33 @@ async def test_a_model_of_the_chat_family_answers_run_with_a_completion_in_the_e
         assert (await gateway.run(messages=MESSAGES, model="@cf/an/other")).status == 400
 
 
-@pytest.mark.usefixtures("chat_models")
 @looped
 async def test_its_stream_ends_with_the_native_usage(tmp_path: Path) -> None:
-    async with served(tmp_path) as gateway:
+    async with served(tmp_path, models=CHAT) as gateway:
         body = {"messages": MESSAGES, "max_tokens": 2, "stream": True}
         answer = await gateway.call(gateway.run_path, body)
         *chunks, last, done = answer.events
         assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
         assert (last["response"], last["usage"]["completion_tokens"], done) == ("", 2, "[DONE]")
         assert last["usage"]["neurons"] > 0
+
+
+@looped
+async def test_a_prompt_to_it_is_answered_with_a_text_completion(tmp_path: Path) -> None:
+    async with served(tmp_path, models=CHAT) as gateway:
+        whole = await gateway.run(prompt="hello", max_tokens=2)
+        assert (whole.json["result"]["object"], whole.json["success"]) == ("text_completion", True)
+        raw = await gateway.run(prompt="hello", raw=True, max_tokens=2)
+        tokens = [answer.json["result"]["usage"]["prompt_tokens"] for answer in (whole, raw)]
+        assert tokens[1] < tokens[0], "raw skips the chat template"
+        streamed = await gateway.run(prompt="hello", max_tokens=2, stream=True)
+        text = "".join(event["choices"][0]["text"] for event in streamed.events[:-2])
+        assert text == whole.json["result"]["choices"][0]["text"]
+
+
+@looped
+async def test_completions_are_in_all_forms_of_the_path(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        for path in forms(gateway, "/v1/completions"):
+            answer = await gateway.call(path, {"model": MODEL, "prompt": "hello"})
+            assert (answer.json["object"], answer.json["usage"]["completion_tokens"]) == ("text_completion", 16), path
