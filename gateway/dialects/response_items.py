@@ -95,6 +95,8 @@ class Reply:
         return created + self._event("response.in_progress", response=response)
 
     def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+        if self._item is not None and self._item.kind == "message" and not logprobs:
+            return self._piece(text, b',"logprobs":[]')  # most events of most streams
         self._waiting += [_chosen(one) for one in logprobs]
         if not text and (self._item is None or self._item.kind != "message"):
             return b""
@@ -102,7 +104,7 @@ class Reply:
         scores, self._waiting = self._waiting, []
         assert self._item is not None
         self._item.scores += scores
-        return opened + self._piece(text, b',"logprobs":' + (_encode(scores) if scores else b"[]"))
+        return opened + self._piece(text, b',"logprobs":' + _encode(scores))
 
     def thought(self, choice: int, text: str) -> bytes:
         return self._begin("reasoning") + self._piece(text)
@@ -165,10 +167,10 @@ class Reply:
     def _piece(self, text: str, beside: bytes = b"") -> bytes:
         assert self._item is not None
         self._item.pieces.append(text)
-        number = b',"sequence_number":%d' % self._sequence
-        self._sequence += 1
         padding = b"" if self._paddings is None else b',"obfuscation":"' + next(self._paddings) + b'"'
-        return self._delta + _encode(text) + beside + number + padding + b"}\n\n"
+        event = b'%b%b%b,"sequence_number":%d%b}\n\n' % (self._delta, _encode(text), beside, self._sequence, padding)
+        self._sequence += 1
+        return event
 
     def _end(self, status: str) -> bytes:
         """Closes the open item, where there is one."""
