@@ -1,11 +1,13 @@
-"""A model's chat template: from its folder, in jinja2's immutable sandbox, under a time limit.
+"""A model's chat template: from its folder, in jinja2's immutable sandbox, under limits of time and of what it builds.
 
 It knows jinja and nothing of tokens. What a request says is only ever data here, never a template.
 """
 
+import functools
 import json
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -16,9 +18,24 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 RENDER_S_MAX = 1.0
+TEXT_CHARS_MAX = 32 << 20  # of one text that a template builds
 _OPERAND_MAX = 100_000
+_WIDTH_MAX = 999  # that a text is filled up to, or shifted by
+_INDENT_MAX = 16
+_ITEMS_MAX = 1 << 20
+# Fields of more digits than that, or whose width is an argument.
+_WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
+_WIDE_FIELD = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")
+
+
+# What a template's own code can raise.
+_FAILURES = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, MemoryError, RecursionError),
+)
 
 
 class TemplateError(ValueError):
@@ -36,15 +53,92 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, with `*` and `**` refused where they would build something huge."""
+    """The sandbox, with what would build something huge refused before it does: one operation has no time limit."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.filters = {name: _bounded_filter(name, filter) for name, filter in self.filters.items()}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) if isinstance(side, str | list | tuple) else abs(side) for side in (left, right)]
-        if max(sizes) > _OPERAND_MAX or (operator == "**" and right > 64):
-            raise SecurityError(f"{operator} of operands over {_OPERAND_MAX}")
+        match operator:
+            case "+" if isinstance(left, str):
+                _check_join("", (left, right))
+            case "+" if isinstance(left, list | tuple) and len(left) + len(right) > _ITEMS_MAX:
+                raise SecurityError(f"a list of over {_ITEMS_MAX} items")
+            case "%" if isinstance(left, str):
+                _check_form(_WIDE_PERCENT, left)
+            case "*" | "**":
+                sizes = [len(side) if isinstance(side, str | list | tuple) else abs(side) for side in (left, right)]
+                if max(sizes) > _OPERAND_MAX or (operator == "**" and right > 64):
+                    raise SecurityError(f"{operator} of operands over {_OPERAND_MAX}")
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, obj: Any, *args: Any, **named: Any) -> Any:
+        """Of any method, macro or function."""
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps `format`
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            _check_text(method.__name__, owner, args, named)
+        return super().call(context, obj, *args, **named)
+
+
+def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(filter)  # and so what jinja wants to be passed
+    def bounded(*args: Any, **named: Any) -> Any:
+        given = args[1:] if hasattr(filter, "jinja_pass_arg") else args
+        match given:
+            case [str(text), *rest]:
+                _check_text(name, text, rest, named)
+            case [_, int(count), *_] if name in ("batch", "slice") and count > _ITEMS_MAX:
+                raise SecurityError(f"a list of over {_ITEMS_MAX} items")
+            case [list(items) | tuple(items), *rest] if name == "join" and "attribute" not in named:
+                _check_join(str(rest[0] if rest else named.get("d", "")), items)
+        return filter(*args, **named)
+
+    return bounded
+
+
+def _check_text(name: str, text: str, args: Iterable[Any], named: Mapping[str, Any]) -> None:
+    """Of a method or filter of this text. Raises SecurityError where it would make a huge one of it."""
+    values = [*args, *named.values()]
+    match name, values:
+        case "format" | "format_map", _:
+            _check_form(_WIDE_FIELD, text)
+            _check_form(_WIDE_PERCENT, text)
+        case "replace", [str(old), str(new), *_] if len(text) + text.count(old) * len(new) > TEXT_CHARS_MAX:
+            raise SecurityError(f"a text of over {TEXT_CHARS_MAX} characters")
+        case "join", [list(items) | tuple(items)]:
+            _check_join(text, items)
+        case "center" | "ljust" | "rjust" | "zfill" | "expandtabs" | "indent" | "wordwrap", _:
+            if any(isinstance(value, int) and value > _WIDTH_MAX for value in values):
+                raise SecurityError(f"a width of over {_WIDTH_MAX}")
+
+
+def _check_form(wide: re.Pattern[str], form: str) -> None:
+    if wide.search(form):
+        raise SecurityError(f"a width of over {_WIDTH_MAX}")
+
+
+def _check_join(between: str, items: Iterable[Any]) -> None:
+    size = sum(len(between) + (len(item) if isinstance(item, str) else 0) for item in items)
+    if size > TEXT_CHARS_MAX:
+        raise SecurityError(f"a text of over {TEXT_CHARS_MAX} characters")
+
+
+def _concatenated(*items: Any) -> str:
+    """`a ~ b`."""
+    texts = [str(item) for item in items]
+    _check_join("", texts)
+    return "".join(texts)
+
+
+class _Concatenations(NodeTransformer):
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        concatenated = nodes.Name("__concatenated__", "load")
+        return nodes.Call(concatenated, node.nodes, [], None, None).set_lineno(node.lineno)
 
 
 class Template:
@@ -62,6 +156,7 @@ class Template:
         try:
             tree = sandbox.parse(source)
             self.names = meta.find_undeclared_variables(tree) - sandbox.globals.keys()  # what a request may fill
+            _Concatenations().visit(tree)
             _tick_in_loops(tree)
             self._template = sandbox.from_string(tree)
         except jinja2.TemplateError as error:
@@ -79,10 +174,10 @@ class Template:
             return ""
 
         try:
-            return self._template.render({**variables, "__tick__": tick})
+            return self._template.render({**variables, "__tick__": tick, "__concatenated__": _concatenated})
         except _Refused as refused:
             raise TemplateError(f"the model's chat template refuses these messages: {refused.message}") from refused
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        except _FAILURES as error:
             raise TemplateError(f"the model's chat template cannot render these messages: {error}") from error
 
 
@@ -102,6 +197,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as model folders expect it: no HTML escapes. Never ASCII only, so that escaped characters can be found."""
+    if isinstance(indent, int) and indent > _INDENT_MAX:
+        raise SecurityError(f"an indent of over {_INDENT_MAX}")
     return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

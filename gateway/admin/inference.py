@@ -21,8 +21,8 @@ from gateway.options import RunQuery
 from tenants.accounts import Permission
 
 INFERENCE: Final = (Permission.INFERENCE,)
-# 405: an adapter is asked for. 409, 422: the Idempotency-Key is taken, or of another request; 422 also: it was running in
-# two crashes of its model. 429: a limit, or capacity taken.
+# 405: an adapter is asked for. 409: the Idempotency-Key is taken. 422: it is another request's; or this one was running
+# in two crashes of its model. 429: a limit, or capacity taken.
 _GENERATING: Final = (405, 409, 410, 413, 422, 429)
 _COUNTING: Final = (409, 410, 413, 422, 429)
 # What may be said beside the body of whatever asks a model something.
