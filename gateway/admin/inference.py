@@ -11,7 +11,27 @@ import msgspec
 from gateway.admin.operation import ACCOUNT, BASE
 from gateway.batch.asked import BatchInput, ResultsInput
 from gateway.batch.desk import BatchesQuery, BatchItem
-from gateway.dialects import anthropic, chat, completions, embeddings, native, rerank, responses, run
+from gateway.dialects import anthropic, chat, chat_run, completions, embeddings, native, rerank, responses, run
+from gateway.listing.answers import (
+    BatchResults,
+    BatchState,
+    ChatChunk,
+    ChatCompletion,
+    ClaudeEvent,
+    ClaudeMessage,
+    ClaudeTokens,
+    Embeddings,
+    Enveloped,
+    Generated,
+    NativeEvent,
+    Ranking,
+    Response,
+    ResponseEvent,
+    ResponseTokens,
+    Scores,
+    TextCompletion,
+    Vectors,
+)
 from gateway.listing.marketplace import Offers
 from gateway.listing.models import Author, ModelItem, NoQuery, SearchQuery, Task
 from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
@@ -35,90 +55,6 @@ class RunQueued(RunQuery, frozen=True):
     queueRequest: Literal["true", "false", "1", "0"] = "false"
 
 
-class Generated(msgspec.Struct):
-    """A native answer that is not streamed."""
-
-    result: dict[str, Any]
-    success: Literal[True]
-    errors: list[Any]
-    messages: list[Any]
-
-
-class Completed(msgspec.Struct):
-    """OpenAI's `chat.completion`, or a `text_completion`."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[dict[str, Any]]
-    usage: dict[str, Any]
-
-
-class Responded(msgspec.Struct):
-    """OpenAI's `response`."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["completed", "incomplete"]
-    model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any]
-
-
-class Said(msgspec.Struct):
-    """Anthropic's `message`."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "quota"]
-    stop_sequence: str | None
-    usage: dict[str, Any]
-
-
-class Counted(msgspec.Struct):
-    """How many tokens a prompt has; on OpenAI's path the `object` is `response.input_tokens`."""
-
-    input_tokens: int
-    object: Literal["response.input_tokens"] | None = None
-
-
-class Embedded(msgspec.Struct):
-    """OpenAI's list of embeddings."""
-
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    model: str
-    usage: dict[str, Any]
-
-
-class Reranked(msgspec.Struct):
-    """Documents by their index, the best first."""
-
-    id: str
-    model: str
-    results: list[dict[str, Any]]
-    usage: dict[str, Any]
-
-
-class Batches(msgspec.Struct):
-    result: list[BatchItem]
-    success: Literal[True]
-    errors: list[Any]
-    messages: list[Any]
-
-
-class OneBatch(msgspec.Struct):
-    result: BatchItem
-    success: Literal[True]
-    errors: list[Any]
-    messages: list[Any]
-
-
 class Alive(msgspec.Struct):
     alive: bool
 
@@ -130,8 +66,8 @@ class Ready(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`result` and `body` are one type, or several of which any answer, or request, is one. `streams`: it answers with
-    events where the body asks for `stream`. `open`: anybody may ask, and sees more with the permissions where there are
+    """`body`, `result` and `events` are one type, or several, one of which it is. Events come where the body asks for
+    `stream`. `open`: anybody may ask, and sees more with the permissions where there are
     any. `plain` is the media type of an answer that is no JSON."""
 
     method: Literal["GET", "POST", "DELETE"]
@@ -143,7 +79,7 @@ class Route:
     headers: tuple[str, ...] = ()
     body: Any = None
     statuses: tuple[int, ...] = ()
-    streams: bool = False
+    events: Any = None
     open: bool = False
     plain: str | None = None
 
@@ -157,6 +93,16 @@ def _below(
     return tuple(Route(method, f"{place}{resource}", **said) for place in places)
 
 
+_RUN: Final = (
+    Enveloped[Generated],
+    Enveloped[ChatCompletion],
+    Enveloped[TextCompletion],
+    Enveloped[Vectors],
+    Enveloped[Scores],
+    Enveloped[BatchState],
+    Enveloped[BatchResults],
+)
+_RUN_EVENTS: Final = (NativeEvent, ChatChunk, TextCompletion)
 _AI: Final = (f"{ACCOUNT}/ai", "/ai")
 
 ROUTES: Final = (
@@ -166,11 +112,11 @@ ROUTES: Final = (
         "/run/{model}",
         summary="Generate text, natively; with queueRequest many at leisure, and a batch's results by its request_id",
         permissions=INFERENCE,
-        result=Generated,
+        result=_RUN,
         query=RunQueued,
-        body=(native.Input, BatchInput, ResultsInput),
+        body=(native.Input, chat_run.Input, embeddings.Input, rerank.Input, BatchInput, ResultsInput),
         statuses=_GENERATING,
-        streams=True,
+        events=_RUN_EVENTS,
     ),
     *_below(
         "POST",
@@ -178,10 +124,10 @@ ROUTES: Final = (
         "/run",
         summary="The same, with the model in the body",
         permissions=INFERENCE,
-        result=Generated,
+        result=_RUN,
         body=run.Input,
         statuses=_GENERATING,
-        streams=True,
+        events=_RUN_EVENTS,
     ),
     *_below(
         "POST",
@@ -189,10 +135,10 @@ ROUTES: Final = (
         "/v1/chat/completions",
         summary="OpenAI's chat completions",
         permissions=INFERENCE,
-        result=Completed,
+        result=ChatCompletion,
         body=chat.Input,
         statuses=_GENERATING,
-        streams=True,
+        events=ChatChunk,
     ),
     *_below(
         "POST",
@@ -200,10 +146,10 @@ ROUTES: Final = (
         "/v1/completions",
         summary="OpenAI's completions of a text",
         permissions=INFERENCE,
-        result=Completed,
+        result=TextCompletion,
         body=completions.Input,
         statuses=_GENERATING,
-        streams=True,
+        events=TextCompletion,
     ),
     *_below(
         "POST",
@@ -211,7 +157,7 @@ ROUTES: Final = (
         "/v1/embeddings",
         summary="OpenAI's embeddings: a vector for each text",
         permissions=INFERENCE,
-        result=Embedded,
+        result=Embeddings,
         body=embeddings.OpenAIInput,
         statuses=_GENERATING,
     ),
@@ -221,7 +167,7 @@ ROUTES: Final = (
         "/v1/rerank",
         summary="How well documents answer a query, as Jina and Cohere ask for it",
         permissions=INFERENCE,
-        result=Reranked,
+        result=Ranking,
         body=rerank.Documents,
         statuses=_GENERATING,
     ),
@@ -231,10 +177,10 @@ ROUTES: Final = (
         "/v1/responses",
         summary="OpenAI's Responses, of which nothing is stored",
         permissions=INFERENCE,
-        result=Responded,
+        result=Response,
         body=responses.Input,
         statuses=_GENERATING,
-        streams=True,
+        events=ResponseEvent,
     ),
     *_below(
         "POST",
@@ -242,7 +188,7 @@ ROUTES: Final = (
         "/v1/responses/input_tokens",
         summary="How many tokens a response's input has; a request for the limits, and no tokens",
         permissions=INFERENCE,
-        result=Counted,
+        result=ResponseTokens,
         body=responses.CountInput,
         statuses=_COUNTING,
     ),
@@ -252,10 +198,10 @@ ROUTES: Final = (
         "/v1/messages",
         summary="Anthropic's Messages",
         permissions=INFERENCE,
-        result=Said,
+        result=ClaudeMessage,
         body=anthropic.Input,
         statuses=_GENERATING,
-        streams=True,
+        events=ClaudeEvent,
     ),
     *_below(
         "POST",
@@ -263,7 +209,7 @@ ROUTES: Final = (
         "/v1/messages/count_tokens",
         summary="How many tokens the messages have; a request for the limits, and no tokens",
         permissions=INFERENCE,
-        result=Counted,
+        result=ClaudeTokens,
         body=anthropic.Asking,
         statuses=_COUNTING,
     ),
@@ -273,7 +219,7 @@ ROUTES: Final = (
         "/batches",
         summary="The account's batches, the newest first, until their results are deleted",
         permissions=INFERENCE,
-        result=Batches,
+        result=Enveloped[list[BatchItem]],
         query=BatchesQuery,
     ),
     *_below(
@@ -282,7 +228,7 @@ ROUTES: Final = (
         "/batches/{request_id}",
         summary="How far a batch is",
         permissions=INFERENCE,
-        result=OneBatch,
+        result=Enveloped[BatchItem],
     ),
     *_below(
         "DELETE",
@@ -290,7 +236,7 @@ ROUTES: Final = (
         "/batches/{request_id}",
         summary="Cancel what has not ended of a batch; what has stays",
         permissions=INFERENCE,
-        result=OneBatch,
+        result=Enveloped[BatchItem],
     ),
     *_below(
         "GET",

@@ -1,6 +1,5 @@
 """The OpenAPI 3.1 document, made from the table of operations and the list of all other routes. It serves nothing."""
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -9,6 +8,7 @@ import msgspec
 from gateway.admin.inference import Ready, Route
 from gateway.admin.operation import PLACES, CursorItem, Operation, Told
 from gateway.listing.pages import PageItem
+from gateway.listing.schemas import told
 from gateway.options import (
     METADATA_BYTES_MAX,
     METADATA_MAX,
@@ -165,16 +165,20 @@ class _Schemas:
         for operation in operations:
             types += [operation.result, *([operation.body] if operation.takes_body else [])]
         for route in routes:
-            types += [*_several(route.result), *_several(route.body)]
+            types += [*_several(route.result), *_several(route.body), *_several(route.events)]
         found, self.components = msgspec.json.schema_components(types, ref_template=_REF)
         self._of = list(zip(types, found, strict=True))
         for component in self.components.values():
-            if "description" in component:
-                component["description"] = inspect.cleandoc(component["description"])
+            told(component)
         _bound(self.components["Limits"]["properties"])
 
     def of(self, kind: Any) -> Json:
         return next(schema for known, schema in self._of if known == kind)
+
+    def any_of(self, kinds: Any) -> Json:
+        """Of one type, or of several."""
+        found = [self.of(one) for one in _several(kinds)]
+        return found[0] if len(found) == 1 else {"anyOf": found}
 
 
 def _bound(limits: dict[str, Json]) -> None:
@@ -233,11 +237,9 @@ def _envelope(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
 def _route(route: Route, schemas: _Schemas) -> Json:
     statuses = [*_ALWAYS, *route.statuses, *(() if route.open else _WITH_TOKEN)]
     statuses += [404] if "{" in route.path else []
-    content: Json = {
-        route.plain or "application/json": {"schema": _any_of([schemas.of(one) for one in _several(route.result)])}
-    }
-    if route.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+    content: Json = {route.plain or "application/json": {"schema": schemas.any_of(route.result)}}
+    if route.events is not None:
+        content["text/event-stream"] = _stream(schemas.any_of(route.events))
     said: Json = {
         "operationId": _operation_id(route.method, route.path),
         "summary": route.summary,
@@ -258,13 +260,14 @@ def _several(kinds: Any) -> tuple[Any, ...]:
     return kinds if isinstance(kinds, tuple) else () if kinds is None else (kinds,)
 
 
-def _any_of(schemas: list[Json]) -> Json:
-    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+def _stream(event: Json) -> Json:
+    """OpenAPI 3.1 has no words for streams of events: `x-event` is what stands behind each `data:`."""
+    said = "Server-sent events: `data:` with a JSON document each, at last `data: [DONE]` where the dialect has that."
+    return {"schema": {"type": "string", "description": said}, "x-event": event}
 
 
 def _body(kind: Any, schemas: _Schemas, *, required: bool) -> Json:
-    schema = _any_of([schemas.of(one) for one in _several(kind)])
-    return {"required": required, "content": {"application/json": {"schema": schema}}}
+    return {"required": required, "content": {"application/json": {"schema": schemas.any_of(kind)}}}
 
 
 def _parameters(path: str, query: Any, headers: Iterable[str]) -> list[Json]:

@@ -22,10 +22,16 @@ _POLL_BYTES_MAX: Final = 256
 _ASKS_RESULTS: Final = re.compile(rb'\s*\{\s*"request_id"\s*:')
 
 
+_Request = Annotated[
+    msgspec.Raw,
+    Meta(extra_json_schema={"type": "object", "properties": {"external_reference": {"type": ["string", "null"]}}}),
+]
+
+
 class BatchInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of a batch; each of `requests` is what the model takes, and may have an `external_reference`."""
 
-    requests: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=BATCH_ITEMS_MAX)]
+    requests: Annotated[list[_Request], Meta(min_length=1, max_length=BATCH_ITEMS_MAX)]
 
 
 class ResultsInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -89,6 +89,38 @@ class Scores(Struct, frozen=True, forbid_unknown_fields=True):
     usage: Spent
 
 
+class BatchState(Struct, frozen=True, forbid_unknown_fields=True):
+    """Of many requests that were sent at once."""
+
+    status: Literal["queued", "running"]
+    request_id: str
+    model: str
+
+
+class BatchTokens(Struct, frozen=True, forbid_unknown_fields=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class BatchResult(Struct, frozen=True):
+    """`id` is the request's place, `result` what the model answers to such a request, or there are `errors`."""
+
+    id: int
+    success: bool
+    external_reference: str | None
+
+
+class BatchResults(Struct, frozen=True, forbid_unknown_fields=True):
+    """Of those that ended; where the batch was not done, `status` says how it ended."""
+
+    responses: list[BatchResult]
+    usage: BatchTokens
+    status: Literal["cancelled", "failed"] | UnsetType = UNSET
+    request_id: str | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+
+
 # ---- OpenAI's --------------------------------------------------------------------------------------------------------
 
 Finish = Literal["stop", "length", "tool_calls", "quota"]
