@@ -185,7 +185,8 @@ class Reply:
         return self._chunk(choice, {"tool_calls": [{"index": number, **_call(use)}]}, None)
 
     def arguments(self, choice: int, number: int, fragment: str) -> bytes:
-        return self._chunk(choice, {"tool_calls": [{"index": number, "function": {"arguments": fragment}}]}, None)
+        said = b'{"index":%d,"delta":{"tool_calls":[{"index":%d,"function":{"arguments":' % (choice, number)
+        return self._chunks.event(said + _encode(fragment) + b'}}]},"finish_reason":null}')
 
     def called(self, choice: int, number: int, use: ToolUse) -> bytes:
         return b""
