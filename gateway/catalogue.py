@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine import wire
+from gateway.calls.format import FORMATS, Format, format_of
+from gateway.calls.thought import thinks
 from gateway.config import Config, ConfigError, ModelConfig, PriceConfig
 from gateway.published import public_prefixes
 from gateway.tasks import Task, Vectors, context_of, read_vectors, task_of
@@ -28,7 +30,8 @@ _NAMESPACE: Final = uuid.UUID("5b0d6e1c-6f3e-4f0b-9d3a-1f5f3c1f9a10")
 @dataclass(frozen=True, slots=True)
 class Model:
     """One catalogue entry. `context_tokens` is what its folder says: a replica's Hello has the last word. From the day
-    `ends_on` on, in UTC, it is not served."""
+    `ends_on` on, in UTC, it is not served. `calls` is how it writes calls of tools, None where that is not known;
+    `thinks`: it may reason before it answers a chat."""
 
     name: str
     description: str
@@ -50,6 +53,8 @@ class Model:
     terms: str
     info: str
     text: Text
+    calls: Format | None
+    thinks: bool
     spec: wire.ModelSpec
 
     @property
@@ -85,7 +90,7 @@ class Model:
 
     @property
     def function_calling(self) -> bool:
-        return self.text.takes_tools
+        return self.calls is not None and self.text.takes_tools
 
 
 class Catalogue:
@@ -205,6 +210,7 @@ def _open(config: Config, entry: ModelConfig) -> Model:
     folder = folder_of(config, entry)
     document = _config_json(folder)
     context, task = context_of(document), task_of(folder, document, entry)
+    text = Text(folder)
     return Model(
         name=entry.name,
         description=entry.description,
@@ -225,9 +231,17 @@ def _open(config: Config, entry: ModelConfig) -> Model:
         ends_on=entry.planned_deprecation_date,
         terms=entry.terms,
         info=entry.info,
-        text=Text(folder),
+        text=text,
+        calls=_calls(entry, text),
+        thinks=thinks(text.template),
         spec=spec_of(config, entry),
     )
+
+
+def _calls(entry: ModelConfig, text: Text) -> Format | None:
+    if entry.tool_format is not None:
+        return FORMATS[entry.tool_format](text.added)
+    return format_of(text.template, text.added)
 
 
 def _config_json(folder: Path) -> dict[str, Any]:

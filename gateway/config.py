@@ -154,6 +154,12 @@ class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch: Annotated[float, Meta(description="what queued requests cost of these prices", ge=0, le=1)] = 0.5
 
 
+_ToolFormat = Annotated[
+    str,
+    Meta(
+        pattern="^(deepseek|deepseek_fenced|ember|hermes|kimi|llama3_json|mistral|mistral_named|pythonic|qwen_coder)$"
+    ),
+]
 _NAME = r"^@[a-z]{2,8}(/[A-Za-z0-9][A-Za-z0-9._-]*){1,3}$"
 _Alias = Annotated[
     str, Meta(pattern=r"^@?[A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9][A-Za-z0-9._:-]*){0,3}$", max_length=200)
@@ -199,6 +205,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             pattern="^(native|chat)$",
         ),
     ] = "native"
+    tool_format: Annotated[
+        _ToolFormat | None,
+        Meta(
+            description="how it writes calls of tools, one of gateway/calls by name; default: what its template shows"
+        ),
+    ] = None
     default_tokens: Annotated[
         int, Meta(description="output tokens where a chat completion names no max_tokens", ge=1, le=1 << 24)
     ] = 4096

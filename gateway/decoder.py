@@ -6,7 +6,7 @@ the same bytes wherever it stands, but for the space that some tokenizers leave 
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,17 @@ class Table:
     def token_bytes_max(self) -> int | None:
         """No token stands for more bytes of text; None where text is more than the bytes of its tokens."""
         return max(map(len, self.later)) if self.first is self.later else None
+
+    def showing(self, spelled: Mapping[int, str]) -> "Table":
+        """The same, but of special tokens these show, as they are spelled."""
+        spelled = {id: text for id, text in spelled.items() if id in self.skipped}
+        if not spelled:
+            return self
+        later = self.later.copy()
+        first = later if self.first is self.later else self.first.copy()
+        for id, text in spelled.items():
+            later[id] = first[id] = text.encode()
+        return Table(later, first, self.skipped - spelled.keys(), self.strips)
 
 
 def table_of(document: dict[str, Any], tokenizer: Tokenizer, size: int) -> Table | None:

@@ -9,16 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from engine.wire import RejectReason, Scope, Terms
+from engine.wire import Grammar, RejectReason, Scope, Terms
 from gateway import errors, ratelimit
 from gateway.batch.asked import AskedBatch, AskedResults
+from gateway.calls.thought import MARKERS, after_thought, opens_thought
 from gateway.catalogue import Model
+from gateway.choice import thinks
 from gateway.embed import Embedding, embed
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange
 from gateway.fleet import Rejected, ReplicaLost, Step, Stream, pack
+from gateway.held import held, refusal
 from gateway.options import run_options
 from gateway.privacy import scope_of, terms_of, zero_retention
 from gateway.prompt import SEED_BITS, Prompt
@@ -31,6 +34,8 @@ from gateway.texts import AskedVectors
 from gateway.underway import LONG_TEXT_CHARS, TRIES_MAX, link, rejection, reserve, wait_ms
 from tenants.accounts import Caller
 from tenants.quota import Demand
+
+THOUGHT_TOKENS_MAX: Final = 16  # of a prompt, in which "<think>" and some line breaks behind it are
 
 
 async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect: Dialect, named: str | None) -> None:
@@ -114,8 +119,10 @@ async def serve(request: Request, reply: Reply, zero: bool) -> None:
     gateway, model, prompt = request.gateway, request.model, request.prompt
     ids = await encode(request, zero)
     room = check(gateway, model, prompt, len(ids))
+    opened = thinks(model, prompt) and opens_thought(model.text.decoder(shown=MARKERS).push(ids[-THOUGHT_TOKENS_MAX:]))
+    grammar = hold(model, prompt, opened)
     tokens = pack(ids)
-    request.prompt_tokens = len(ids)
+    request.begin(len(ids), opened)
     caller = request.caller
     suspect = fingerprint(model.name, caller.own_scope, tokens)
     if gateway.suspects.refused(suspect):
@@ -128,7 +135,7 @@ async def serve(request: Request, reply: Reply, zero: bool) -> None:
     if prompt.stream:
         request.exchange.stream(reply.fail)
     scope, terms = scope_of(caller, prompt.user, zero), terms_of(caller, zero, background=request.options.background)
-    order = Order(tokens, scope, terms, min(max_tokens, affordable), suspect)
+    order = Order(tokens, scope, terms, min(max_tokens, affordable), grammar, suspect)
     sink: Sink = Events(request, reply) if prompt.stream else Whole(request, reply)
     await follow(request, order, sink)
     await sink.end()
@@ -150,6 +157,7 @@ class Order:
     scope: Scope
     terms: Terms
     max_tokens: int
+    grammar: Grammar | None
     suspect: bytes
 
 
@@ -230,6 +238,14 @@ def check(gateway: Gateway, model: Model, prompt: Prompt, prompt_tokens: int) ->
     return context_tokens - prompt_tokens
 
 
+def hold(model: Model, prompt: Prompt, opened: bool) -> Grammar | None:
+    """What the answer is held to; a thought before it is free. Raises Refusal."""
+    grammar = held(prompt, model.calls, model.name)
+    if grammar is None or not thinks(model, prompt):
+        return grammar
+    return after_thought(grammar, model.text.added, opened)
+
+
 def demand(request: Request, max_tokens: int, zero: bool) -> Demand:
     """The most that the request can cost. One in the background waits until there is all of it."""
     model, prompt, options = request.model, request.prompt, request.options
@@ -281,7 +297,7 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
         except Rejected as rejected:
             if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
                 if rejected.reason is RejectReason.GRAMMAR:
-                    raise errors.bad_grammar(request.prompt.grammar_field, rejected.message) from None
+                    raise refusal(request.prompt, order.grammar, rejected.message) from None
                 raise rejection(rejected) from None
 
 
@@ -293,7 +309,7 @@ async def submit(request: Request, order: Order) -> Stream:
         scope=order.scope,
         sampling=prompt.sampling,
         max_tokens=order.max_tokens,
-        grammar=prompt.grammar,
+        grammar=order.grammar,
         stop_ids=request.model.stop_ids,
         n=prompt.n,
         traceparent=request.span.traceparent,

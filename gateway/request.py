@@ -85,7 +85,7 @@ class Request:
         self.span: Span = gateway.traces.begin(model.name, exchange.headers)
         self.reservation: Reservation | None = None
         self.stream: Stream | None = None
-        self.choices = [Choice(model, prompt) for _ in range(prompt.n)]
+        self.choices: list[Choice] = []  # from the time on when the prompt is encoded
         self.unfinished = prompt.n
         self.prompt_tokens = 0
         self.computed = False  # a replica has begun with the prompt
@@ -95,6 +95,11 @@ class Request:
         self.outcome = "cancelled"
         self.cut = False  # a limit of neurons lets it generate less than it asked for
         self._checkpoint_at = exchange.began + CHECKPOINT_S
+
+    def begin(self, prompt_tokens: int, opened: bool) -> None:
+        """The prompt is encoded; `opened`: it ends within a thought."""
+        self.prompt_tokens = prompt_tokens
+        self.choices = [Choice(self.model, self.prompt, opened) for _ in range(self.prompt.n)]
 
     def spent(self, now: float) -> Spent:
         began = self.exchange.began
@@ -236,11 +241,12 @@ def check_met(choice: Choice, prompt: Prompt) -> None:
 
     The replica holds the answer to the grammar until something cuts it; that a document is one is looked at again here.
     """
+    limit, stop = prompt.word("max_tokens"), prompt.word("stop")
     if choice.finish == "length":
-        raise errors.grammar_not_met("the answer was not whole within its tokens; raise 'max_tokens'", "max_tokens")
+        raise errors.grammar_not_met(f"the answer was not whole within its tokens; raise '{limit}'", limit)
     if choice.finish == "quota":
-        raise errors.grammar_not_met("a limit of neurons ended the answer; ask again when it has more", "max_tokens")
+        raise errors.grammar_not_met("a limit of neurons ended the answer; ask again when it has more", limit)
     if choice.stopped_by is not None:
-        raise errors.grammar_not_met("a stop string ended the answer; leave 'stop' out", "stop")
+        raise errors.grammar_not_met(f"a stop string ended the answer; leave '{stop}' out", stop)
     if prompt.json and choice.finish != "tool_calls" and not is_json(choice.text):
         raise errors.grammar_not_met("the answer is no JSON document; ask again", prompt.grammar_field)

@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gateway.control import JSON, Control, Edges, Escape, Plain, ids_of
-from gateway.decoder import Decoder, Pieces, table_of
+from gateway.decoder import Decoder, Pieces, Table, table_of
 from gateway.frame import Frame
 from gateway.template import Template, TemplateError
 
@@ -50,9 +50,10 @@ class Text:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._templates = _templates(folder, settings, today)
-        sources = "".join(template.source for template in self._templates.values())
-        self._control = Control(document["added_tokens"], sources)
-        self._edges = Edges(self._control)
+        self.template = "".join(template.source for template in self._templates.values())
+        self.added = {entry["content"]: int(entry["id"]) for entry in document["added_tokens"]}
+        self._control = Control(document["added_tokens"], self.template)
+        self._edges = Edges(self._control, frozenset[str]().union(*(one.keys for one in self._templates.values())))
         self._plain = Plain(document, self._control)
         for token in self._control.by_text:
             if not self._control.ids.isdisjoint(self._plain.encode(token, True)):
@@ -66,6 +67,7 @@ class Text:
         if table is None:
             raise FolderError("tokenizer.json: its decoder is of a kind whose text cannot be shown token by token")
         self._table = table
+        self._tables: dict[frozenset[str], Table] = {}  # by what they show: as many as there are kinds of parsers
         self.token_bytes_max = table.token_bytes_max
 
     @property
@@ -160,9 +162,13 @@ class Text:
             ids += run_ids
         return ids
 
-    def decoder(self, stop: Sequence[str] = ()) -> "Decoder":
-        """For one sequence's completion."""
-        return Decoder(Pieces(self._table), stop)
+    def decoder(self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset()) -> "Decoder":
+        """For one sequence's completion. Of control tokens those in `shown` show their spelling, the others nothing."""
+        table = self._tables.get(shown)
+        if table is None:
+            spelled = {self.added[text]: text for text in shown & self.added.keys()}
+            table = self._tables[shown] = self._table.showing(spelled)
+        return Decoder(Pieces(table), stop)
 
     def token_bytes(self, id: int) -> bytes:
         """One token alone, as logprobs report it. Control tokens show their spelling; unknown ids are empty."""

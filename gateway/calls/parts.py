@@ -51,3 +51,13 @@ class Parser(Protocol):
     def finish(self) -> list[Part]:
         """The rest, now that no more text comes."""
         ...
+
+
+class Plain:
+    """A parser for which all is text."""
+
+    def push(self, text: str) -> list[Part]:
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []

@@ -222,7 +222,7 @@ async def test_tool_calls_are_found_whole_and_streamed_in_both_dialects(tmp_path
         assert [event["tool_calls"] for event in events[:-2]] == [[{"name": "rain", "arguments": {"city": "Rome"}}]]
         (choice,) = (await gateway.chat(**asked)).json["choices"]
         assert choice["finish_reason"] == "tool_calls"
-        assert choice["message"]["tool_calls"][0]["function"] == {"name": "rain", "arguments": '{"city":"Rome"}'}
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "rain", "arguments": '{"city": "Rome"}'}
         chunks = (await gateway.chat(**asked, stream=True)).events
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]][-1] == "tool_calls"
         (unasked,) = (await gateway.chat(messages=asked["messages"])).json["choices"]
