@@ -56,15 +56,18 @@ def _is_word(text: str) -> bool:
 
 
 class Edges:
-    """The characters with which control tokens begin and end, and the words that stand between them."""
+    """The characters with which control tokens begin and end, and what stands between them. `keys` are those of objects
+    that the template looks for, which must find them."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, keys: frozenset[str]) -> None:
         texts = list(control.by_text)
         edges = {text[0] for text in texts} | {text[-1] for text in texts}
         self._edges = sorted(edge for edge in edges if not edge.isalnum() and not edge.isspace())
         # Tokens that begin and end with letters cannot be escaped by their edges: their inside is broken instead.
         self._words = [text for text in texts if _is_word(text)]
-        self._inner = {re.sub(r"^\W+|\W+$", "", text) for text in texts}
+        # A template may write a word of the request between its own edges: `<{{ key }}>`, where the key is "|end|".
+        self._insides = "\n".join(text[1:-1].lower() for text in texts)
+        self._keys = keys
 
     def escape_for(self, request: JSON) -> "Escape | None":
         """Stand-ins that occur nowhere in the request; None where there are none left."""
@@ -73,17 +76,21 @@ class Edges:
         stand_ins = list(islice(free, 1 + len(self._edges)))
         if len(stand_ins) <= len(self._edges):
             return None
-        return Escape(list(zip(self._edges, stand_ins[1:], strict=True)), stand_ins[0], self._words, self._inner)
+        pairs = list(zip(self._edges, stand_ins[1:], strict=True))
+        return Escape(pairs, stand_ins[0], self._words, self._insides, self._keys)
 
 
 class Escape:
     """Replaces what could become part of a control token by stand-ins, and back."""
 
-    def __init__(self, pairs: list[tuple[str, str]], split: str, words: list[str], inner: set[str]) -> None:
+    def __init__(
+        self, pairs: list[tuple[str, str]], split: str, words: list[str], insides: str, keys: frozenset[str]
+    ) -> None:
         self._pairs = pairs
         self._split = split
         self._words = words
-        self._inner = inner
+        self._insides = insides
+        self._keys = keys
 
     def message(self, message: Mapping[str, JSON]) -> dict[str, JSON]:
         """One message; a role that we know stays as it is, for templates write it between control characters."""
@@ -95,9 +102,9 @@ class Escape:
     def value(self, value: JSON) -> Any:
         """Any JSON value, keys included; a new one."""
         if isinstance(value, str):
-            return self._text(value)
+            return self._text(value, _KINDS)
         if isinstance(value, Mapping):
-            return {self._edged(key): self.value(inner) for key, inner in value.items()}
+            return {self._text(key, self._keys): self.value(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return [self.value(inner) for inner in value]
         return value
@@ -107,9 +114,11 @@ class Escape:
             text = text.replace(stand_in, edge)
         return text.replace(self._split, "")
 
-    def _text(self, text: str) -> str:
-        word = text.strip() if len(text) < 100 else ""
-        if word in self._inner and word not in _STRUCTURE:
+    def _text(self, text: str, known: frozenset[str]) -> str:
+        """What may stand inside of a control token is split, for a template to write it between its edges; but for
+        what is known to be looked for."""
+        word = text.strip() if len(text) < _INSIDE_CHARS_MAX else ""
+        if word and word not in known and word.lower() in self._insides:
             text = text.replace(word, self._split + word, 1)
         return self._edged(text)
 
@@ -122,8 +131,9 @@ class Escape:
         return text
 
 
+_INSIDE_CHARS_MAX = 100
 # Values that templates compare with: they name kinds and stand in no template between control characters.
-_STRUCTURE = frozenset({"function", "object", "array", "string", "number", "integer", "boolean", "null", "text", ""})
+_KINDS = frozenset({"function", "object", "array", "string", "number", "integer", "boolean", "null", "text"})
 
 
 def _strings(value: JSON) -> Iterator[str]:

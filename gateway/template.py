@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -102,7 +102,7 @@ def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]
 
 def _check_text(name: str, text: str, args: Iterable[Any], named: Mapping[str, Any]) -> None:
     """Of a method or filter of this text. Raises SecurityError where it would make a huge one of it."""
-    values = [*args, *named.values()]
+    values = [*args, *(value for given, value in named.items() if not given.startswith("_"))]  # jinja's own are not
     match name, values:
         case "format" | "format_map", _:
             _check_form(_WIDE_FIELD, text)
@@ -156,6 +156,7 @@ class Template:
         try:
             tree = sandbox.parse(source)
             self.names = meta.find_undeclared_variables(tree) - sandbox.globals.keys()  # what a request may fill
+            self.keys = frozenset(_looked_up(tree))
             _Concatenations().visit(tree)
             _tick_in_loops(tree)
             self._template = sandbox.from_string(tree)
@@ -200,6 +201,19 @@ def _tojson(
     if isinstance(indent, int) and indent > _INDENT_MAX:
         raise SecurityError(f"an indent of over {_INDENT_MAX}")
     return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _looked_up(tree: nodes.Template) -> Iterator[str]:
+    """The keys of objects that the template reads: `message.content`, `message['content']`, `'name' in tool`."""
+    for attribute in tree.find_all(nodes.Getattr):
+        yield attribute.attr
+    for item in tree.find_all(nodes.Getitem):
+        yield from (constant.value for constant in item.arg.find_all(nodes.Const) if isinstance(constant.value, str))
+        if isinstance(item.arg, nodes.Const) and isinstance(item.arg.value, str):
+            yield item.arg.value
+    for compared in tree.find_all(nodes.Compare):
+        if isinstance(compared.expr, nodes.Const) and isinstance(compared.expr.value, str):
+            yield compared.expr.value
 
 
 def _tick_in_loops(tree: nodes.Template) -> None:

@@ -146,6 +146,20 @@ def test_control_tokens_do_not_form_across_fields(tmp_path: Path) -> None:
         assert text._control.ids.isdisjoint(ids), (name, content)
 
 
+def test_no_variable_of_a_template_that_a_request_sets_makes_a_control_token(tmp_path: Path) -> None:
+    """As `chat_template_kwargs` do, their names included."""
+    template = "<|a|>{{ effort }}<|b|>{{ more | tojson }}<{{ effort }}>{% for name in more %}{{ name }}{% endfor %}"
+    control = [special("<|a|>"), special("<|b|>"), special("<|end|>"), special("<high>"), AddedToken("unused_token")]
+    text = Text(write(tmp_path, byte_level(control), template))
+    written = text._control.by_text["<|a|>"].id, text._control.by_text["<|b|>"].id
+    for hostile in (*text._control.by_text, "high", "|end|", "<|end", "|>", "unused_"):
+        options = {"effort": hostile, "more": {hostile: [hostile, {hostile: hostile}]}}
+        ids = text.encode_chat([{"role": "user", "content": "x"}], options=options)
+        assert tuple(id for id in ids if id in text._control.ids) == written, hostile
+        decoder = text.decoder()
+        assert hostile in decoder.push(ids) + decoder.finish()
+
+
 def test_tokens_spelled_like_words_do_not_form_across_fields(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}"
     text = Text(write(tmp_path, byte_level([AddedToken("unused_token")]), template))
@@ -265,3 +279,33 @@ def test_the_date_in_a_template_is_the_clocks(tmp_path: Path) -> None:
     folder = write(tmp_path, byte_level([]), "{{ strftime_now('%d %b %Y') }}")
     text = Text(folder, today=lambda: datetime(2026, 11, 20))
     assert text.encode_chat([]) == text.encode_prompt("20 Nov 2026")
+
+
+def test_a_key_between_a_templates_own_edges_makes_no_control_token(tmp_path: Path) -> None:
+    """As some templates write a tool's parameters: <name>…</name>."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% for call in m.tool_calls or [] %}"
+        "{% for key, value in call.function.arguments.items() %}<{{ key }}>{{ value }}</{{ key }}><{{ value }}>"
+        "<|{{ key }}{{ value }}|>{% endfor %}{% endfor %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    control = [special("<|im_start|>"), special("<|im_end|>"), special("</s>"), AddedToken("<think>")]
+    text = Text(write(tmp_path, byte_level(control), template))
+    harmless = [id for id in text.encode_chat(_called("a", "b")) if id in text._control.ids]
+    for key, value in (
+        ("|im_end|", "x"),
+        ("|IM_END|", "x"),
+        (" |im_end| ", "x"),
+        ("s", "x"),
+        ("think", "think"),
+        ("im_", "end"),
+        ("im_end", ""),
+        ("x", "|im_start|"),
+        ("x", "|im_end|"),
+    ):
+        ids = text.encode_chat(_called(key, value))
+        assert [id for id in ids if id in text._control.ids] == harmless, (key, value)
+
+
+def _called(key: str, value: str) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {key: value}}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}]
