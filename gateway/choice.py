@@ -7,7 +7,7 @@ import secrets
 from typing import Final
 
 from engine.wire import FinishReason, TokenLogprobs
-from gateway.calls.parts import CallArguments, CallBegan, Parser, Part, Plain, Thought
+from gateway.calls.parts import CallArguments, CallBegan, CallEnded, Parser, Part, Plain, Thought
 from gateway.calls.parts import Text as Said
 from gateway.calls.thought import MARKERS, Thinking
 from gateway.catalogue import Model
@@ -49,7 +49,7 @@ class Choice:
 
     __slots__ = (
         *("_calls", "_decoder", "_parser", "_pieces", "_scored", "_scores", "_shown", "_text", "_thoughts"),
-        *("_tokens", "finish", "last", "thought_tokens"),
+        *("_several", "_tokens", "finish", "last", "thought_tokens"),
     )
 
     def __init__(self, model: Model, prompt: Prompt, opened: bool) -> None:
@@ -60,6 +60,7 @@ class Choice:
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[_Call] = []
+        self._several = prompt.parallel_calls
         self._shown = -1  # the number of the call that was rendered last
         self._scores = prompt.sampling.logprobs is not None
         self._scored: list[Chosen] = []
@@ -93,7 +94,7 @@ class Choice:
                 return []
             self._pieces.append(text)
             return [Said(text)]
-        return self._parse(text, len(step.tokens))
+        return self._parse(text, step)
 
     def score(self, step: Step) -> list[Chosen]:
         """The step's log probabilities, without that of a stop token."""
@@ -136,15 +137,17 @@ class Choice:
             stopped_by=self.stopped_by,
         )
 
-    def _parse(self, text: str, tokens: int) -> list[Part]:
+    def _parse(self, text: str, step: Step) -> list[Part]:
         assert self._parser is not None
         parts = self._parser.push(text)
-        self._tokens += tokens
+        self._tokens += len(step.tokens)
         if self.finish is not None:
             parts += self._parser.finish()
         elif len(parts) == 1 and type(parts[0]) is Said:  # as nearly always
             self._pieces.append(parts[0].text)
             return parts
+        if not self._several:
+            parts = self._first_call(parts, step)
         for part in parts:
             if type(part) is Said:
                 self._pieces.append(part.text)
@@ -158,6 +161,14 @@ class Choice:
         if self._calls and self.finish == "stop":
             self.finish = "tool_calls"
         return parts
+
+    def _first_call(self, parts: list[Part], step: Step) -> list[Part]:
+        """The parts up to the end of a call, which ends the answer where it may hold one alone."""
+        end = next((i for i, part in enumerate(parts) if type(part) is CallEnded), None)
+        if end is None:
+            return parts
+        self.finish, self.last = "tool_calls", step
+        return parts[: end + 1]
 
     def _visible(self, step: Step) -> list[int]:
         """The step's tokens without the stop token that ended it."""
