@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
 TRIES_MAX: Final = 2
+AT_ONCE_S: Final = 1.0  # what a call that is not to wait may: others' steps, but nobody's turn
 
 
 class Underway(Protocol):
@@ -84,6 +85,8 @@ def wait_ms(request: Underway) -> int:
     """For how long it may wait at the replica; 0 for ever."""
     plan_s, asked_ms = request.caller.account.plan.wait_s, request.options.timeout_ms
     limits_s = [plan_s] if plan_s else []
+    if request.options.reject_if_busy:
+        limits_s.append(AT_ONCE_S)
     if asked_ms is not None:
         limits_s.append(request.left_s())
     return max(1, int(1000 * min(limits_s))) if limits_s else 0

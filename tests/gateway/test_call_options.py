@@ -250,6 +250,7 @@ def test_reject_if_busy_is_refused_at_once_where_it_would_wait(tmp_path: Path, d
     async def call() -> None:
         async with served(tmp_path) as gateway:
             assert (await called(gateway, dialect, "?rejectIfBusy=true")).status == 200
+            assert gateway.fleet.submits[0].deadline_ms == 1000, "others may have filled it since it last said"
             gateway.fleet.replicas[0].load(waiting=1)
             known = gateway.app._gateway.fleet
             await until(lambda: known.busy(MODEL))
