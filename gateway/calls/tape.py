@@ -149,7 +149,7 @@ class Tape:
             if whole > self.at:
                 self.at = whole
                 self.say()
-            self.idle = firsts if self.kept == len(self.text) and not self._fresh else None
+            self.idle = firsts if self.kept == len(self.text) else None
             more = yield from self.more()
             self.idle = None
             if not more:
@@ -191,7 +191,7 @@ class Tape:
         while True:
             self.at = pattern.match(self.text, self.at).end()  # type: ignore[union-attr]  # it may match nothing
             if self.at < len(self.text):
-                return self.text[self.kept + start : self.at]
+                return None if self._full else self.text[self.kept + start : self.at]
             if not (yield from self.more_held()):
                 return None
 

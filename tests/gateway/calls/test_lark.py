@@ -185,6 +185,14 @@ def test_what_a_format_cannot_hold_to_is_refused_with_the_tools_name() -> None:
         assert one["function"]["name"] in refused.value.message
 
 
+def test_parameters_that_are_not_described_are_not_written() -> None:
+    for schema, more in [(WEATHER, False), ({"type": "object", "properties": {}}, False), ({}, True)]:
+        grammar = FORMATS["ember"]({}).grammar([tool("f", {**schema, "required": []})], REQUIRED, False)
+        assert grammar is not None
+        assert built_in().fits(grammar, '{"name": "f", "arguments": {}}')
+        assert built_in().fits(grammar, '{"name": "f", "arguments": {"more": 1}}') == more
+
+
 def test_the_same_tools_make_the_same_grammar() -> None:
     grammars = [FORMATS["kimi"]({}).grammar(json.loads(json.dumps(ALL)), REQUIRED, True) for _ in range(2)]
     assert grammars[0] == grammars[1]

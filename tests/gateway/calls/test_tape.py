@@ -16,6 +16,8 @@ ENDLESS = [
     ('{"arguments": {"a": "', "x"),
     ('{"name": "now", "arguments": {"a": "', "x"),
     ('{"name": "now", "arguments": {"a": "', "\\"),
+    ('{"name": "now", "arguments": {"a": "\\x', "x"),
+    ('{"id": "', "x"),
     ('{"name": "now", "parameters": {"a": ', "1"),
     ('{"name": "now", "arguments": {}, "id": "', "x"),
     ("[", "now"),
@@ -49,8 +51,14 @@ def test_what_is_held_back_has_a_limit(format: str) -> None:
 @pytest.mark.parametrize("format", sorted(FORMATS))
 def test_at_the_limit_too_cuts_change_nothing(format: str) -> None:
     for begun, endless in ENDLESS:
-        for rest in ('"}}', "</tool_call> <tool_call>", "\n", '<tool_call>{"name": "now", "arguments": {}}'):
-            text = begun + endless * ((HELD_MAX + 10 - len(begun)) // len(endless)) + rest
+        for rest in (
+            '"}}',
+            '", "name": "now", "arguments": {}}',
+            "</tool_call> <tool_call>",
+            "\n",
+            '<tool_call>{"name": "now", "arguments": {}}',
+        ):
+            text = begun + endless * (HELD_MAX // len(endless) + 40) + rest
             check(format, text, cut(text, 97))
 
 
