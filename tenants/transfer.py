@@ -3,7 +3,7 @@
 A header, the plans, then account by account itself, its tokens, its usage records by day and request id, its audit log;
 an end. Secrets of tokens are in no store, so here are their seals alone, which open under the same server's secret and
 no other. The end is an HMAC under that secret of all lines before it: a file that was cut or altered is not imported.
-What is not in it: open requests, rates of the running minute, notices on their way, idempotency keys.
+What is not in it: open requests, rates of the running minute, notices on their way, idempotency keys, batches.
 """
 
 import hmac

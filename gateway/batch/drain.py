@@ -34,8 +34,8 @@ from tenants.quota import AlreadyRecorded
 from tenants.store import StoreUnavailable
 from tenants.usage import UsageRecord
 
-LEASE_S: Final = 20.0  # shorter than a hold lasts, so that whoever takes over finds it
-RENEW_S: Final = 5.0
+LEASE_S: Final = 10.0  # shorter than a hold lasts, so that whoever takes over finds it
+RENEW_S: Final = 2.0
 LOOK_S: Final = 1.0  # for what came through other gateways
 TIDY_S: Final = 10.0
 IN_FLIGHT_MAX: Final = 128  # of one model, at this gateway,
@@ -206,7 +206,6 @@ class Drain:
         if item.tries > TRIES_MAX:
             raise errors.tried_in_vain(TRIES_MAX)
         asked = self._dialect.read(kept.body, b"", model.name, secrets.randbits(SEED_BITS))
-        assert isinstance(asked, Asked), "a batch is of requests for text"
         options = RunOptions(tags=kept.tags, metadata=kept.metadata, background=True)
         request = Request(self._gateway, exchange, caller, model, asked.prompt, options)
         return request, asked.reply(model.name, item.request_id, int(self._gateway.calendar()))

@@ -3,11 +3,14 @@
 import asyncio
 import json
 import sqlite3
+import time
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine import wire
 from gateway.batch import drain
@@ -369,7 +372,7 @@ async def test_what_is_kept_is_not_to_be_read_and_zero_retention_keeps_nothing(t
         assert (refusal.status, refusal.code) == (400, 5006)
         assert "zero retention" in refusal.message
         settings = Settings(zero_retention=True)
-        await world.accounts.amend(world.account_id, lambda one: replace(one, settings=settings))
+        await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=settings))
         with closing(sqlite3.connect(tmp_path / "hearth.db")) as file:
             assert file.execute("SELECT count(*) FROM batch_items").fetchone() == (0,)
         await asyncio.sleep(0.6)
@@ -377,10 +380,22 @@ async def test_what_is_kept_is_not_to_be_read_and_zero_retention_keeps_nothing(t
         assert "zero retention" in (await refused(world, {"requests": requests(1)})).message
 
 
-def replace(account: Any, **changes: Any) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(account, **changes)
+@looped
+async def test_results_are_kept_for_their_time_and_then_deleted(tmp_path: Path) -> None:
+    async with served(tmp_path, batch_keep_s=60) as world:
+        request_id = await submit(world)
+        await ended(world, request_id)
+        times = await state(world, request_id)
+        kept = datetime.fromisoformat(times["expires_at"]) - datetime.fromisoformat(times["ended_at"])
+        assert kept.total_seconds() == 60
+        world.app._store.batches._clock = lambda: time.time() + 50  # type: ignore[attr-defined]
+        await asyncio.sleep(0.3)
+        assert (await poll(world, request_id))["usage"]
+        world.app._store.batches._clock = lambda: time.time() + 61  # type: ignore[attr-defined]
+        await asyncio.sleep(0.3)
+        assert (await world.call(world.run_path, {"request_id": request_id})).status == 404
+        with closing(sqlite3.connect(tmp_path / "hearth.db")) as file:
+            assert file.execute("SELECT count(*) FROM batch_items").fetchone() == (0,)
 
 
 @looped

@@ -355,3 +355,28 @@ def test_a_cancellation_beside_a_machines_word_ends_the_watch_of_a_replica(turns
         assert watch.cancelled()
 
     asyncio.run(run())
+
+
+def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_where_these_wait(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, replicas=2) as (stub, fleet):
+            assert fleet.spare(MODEL, 10) == 20
+            stub.behaviour.first_s = 60.0
+            live = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
+            for _ in range(8):
+                behind = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time(), background=True)
+                behind.submit(
+                    tokens=PROMPT,
+                    scope=wire.Scope(),
+                    sampling=wire.Sampling(),
+                    max_tokens=8,
+                    terms=wire.Terms(background=True),
+                )
+            assert fleet.spare(MODEL, 10) == 12
+            again = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
+            assert again._replica is live._replica, "live calls go where they went"
+            assert sorted(replica.background for replica in fleet._ready(MODEL)) != [0, 8], "the background is spread"
+            stub.replicas[0].load(waiting=1)
+            await until(lambda: fleet.spare(MODEL, 10) <= 10)
+
+    asyncio.run(scenario())

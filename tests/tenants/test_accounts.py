@@ -8,6 +8,7 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as some
+from msgspec import structs
 
 from tenants import accounts as module
 from tenants.accounts import (
@@ -16,12 +17,14 @@ from tenants.accounts import (
     Limits,
     MalformedToken,
     NotFound,
+    Suspended,
     Unauthenticated,
     UnknownToken,
     parse_token,
 )
+from tenants.batches import Batch
 from tenants.store import Store, StoreUnavailable, open_store
-from tenants.terms import DEFAULT_PLAN
+from tenants.terms import DEFAULT_PLAN, Settings
 
 pytestmark = pytest.mark.anyio
 SECRET = b"the server's secret, 32 bytes up"
@@ -387,3 +390,40 @@ async def test_a_changed_grant_is_in_force_within_a_second(store: Store) -> None
     assert (await accounts.verify(text)).grant == Grant(models=("@hf/*",))
     with pytest.raises(NotFound):
         await accounts.change("nobody", "n", None, Grant())
+
+
+async def test_who_asked_earlier_is_a_caller_until_its_token_or_account_ends(accounts: Accounts, clock: Any) -> None:
+    account_id, text = await minted(accounts, expires_at=clock.now_s + 60, limits=Limits(requests_per_minute=7))
+    token_id = parse_token(text)
+    assert await accounts.absent(account_id, token_id) == await accounts.verify(text)
+    await accounts.suspend(account_id)
+    with pytest.raises(Suspended):
+        await accounts.absent(account_id, token_id)
+    await accounts.resume(account_id)
+    clock.now_s += 61
+    with pytest.raises(UnknownToken):
+        await accounts.absent(account_id, token_id)
+    _, other = await accounts.mint(account_id, "phone")
+    await accounts.revoke(parse_token(other))
+    with pytest.raises(UnknownToken):
+        await accounts.absent(account_id, parse_token(other))
+    with pytest.raises(UnknownToken):
+        await accounts.absent("0" * 32, token_id)
+
+
+async def test_who_came_with_a_jwt_needs_none_any_more(accounts: Accounts) -> None:
+    account_id, _ = await minted(accounts)
+    caller = await accounts.absent(account_id, "jwt:acme:robot")
+    assert (caller.account.id, caller.token_id) == (account_id, "jwt:acme:robot")
+
+
+async def test_turning_zero_retention_on_deletes_the_accounts_batches(
+    accounts: Accounts, store: Store, clock: Any
+) -> None:
+    account_id, _ = await minted(accounts)
+    await store.batches.begin(Batch("one", account_id, "key", "@cf/a/b", 1, 60, int(clock()), 1 << 31))
+    await store.batches.open(account_id, "one")
+    await accounts.amend(account_id, lambda account: structs.replace(account, settings=Settings(cache_keep_s=5)))
+    assert await store.batches.get(account_id, "one") is not None
+    await accounts.amend(account_id, lambda account: structs.replace(account, settings=Settings(zero_retention=True)))
+    assert await store.batches.get(account_id, "one") is None

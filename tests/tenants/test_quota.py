@@ -22,7 +22,7 @@ from tenants.accounts import Accounts, Caller, UnknownToken
 from tenants.outbox import Outbox
 from tenants.quota import AlreadyRecorded, Demand, Price, Quota, QuotaExceeded, Reservation, Spent
 from tenants.store import Store, StoreUnavailable, open_store
-from tenants.terms import DEFAULT_PLAN
+from tenants.terms import DEFAULT_PLAN, Limits
 from tenants.usage import EXPIRED, MICRO, Totals
 from tests.tenants.conftest import SECRET
 
@@ -725,3 +725,34 @@ async def caller_of(store: Store) -> Caller:
     account = await accounts.create("ann")
     _, text = await accounts.mint(account.id, "laptop")
     return await accounts.verify(text)
+
+
+async def test_a_refusal_that_no_waiting_helps_says_so(accounts: Accounts, store: Store, tmp_path: Path) -> None:
+    quota = Quota(store, tmp_path / "outbox")
+    cases: list[tuple[Limits, int, bool]] = [
+        (Limits(neurons_per_day=0.001), 100, True),
+        (Limits(neurons_per_day=0.5), 100, False),
+        (Limits(input_tokens_per_minute=10), 100, True),
+        (Limits(requests_per_minute=1), 0, False),
+    ]
+    for limits, tokens, lasting in cases:
+        account = await accounts.create("bob", limits)
+        _, text = await accounts.mint(account.id, "laptop")
+        caller, demand = await accounts.verify(text), Demand("@cf/a/b", Price(0, 0, 4000), tokens, tokens)
+        if not lasting:
+            await quota.reserve(caller, "first", demand)
+        with pytest.raises(QuotaExceeded) as refused:
+            await quota.reserve(caller, "second", demand)
+        assert refused.value.lasting is lasting, limits
+
+
+async def test_a_forgotten_reservation_is_neither_renewed_nor_settled_here(
+    store: Store, quota: Quota, new_caller: Any, clock: Any
+) -> None:
+    caller = await new_caller()
+    reservation = await quota.reserve(caller, "a", Demand("@cf/a/b", Price(0, 0, 4000), 1, 1))
+    quota.forget(reservation)
+    quota.settle(reservation, Spent(outcome="done"))
+    await quota.flush()
+    assert (quota.open, quota.unwritten) == (0, 0)
+    assert (await store.totals(caller.account.id, clock.day)).open == 1
