@@ -58,7 +58,7 @@ def test_at_the_limit_too_cuts_change_nothing(format: str) -> None:
             "\n",
             '<tool_call>{"name": "now", "arguments": {}}',
         ):
-            text = begun + endless * (HELD_MAX // len(endless) + 40) + rest
+            text = begun + endless * (HELD_MAX // len(endless) + 300) + rest
             check(format, text, cut(text, 97))
 
 
