@@ -38,7 +38,8 @@ from tenants.usage import MICRO, UsageRecord
 _COUNTS: Final = ("succeeded", "failed", "prompt_tokens", "completion_tokens")
 _FIELDS: Final = ("document", "status", "ended_at", "expires_at", *_COUNTS)
 _PARTS: Final = ("", ":bodies", ":tries", ":results")
-_TURNS: Final = 4  # accounts with nothing to claim that one call passes over
+_TURNS: Final = 4  # accounts with nothing to claim that one call passes over,
+_PASSED_MAX: Final = 2_000  # and items of batches that have ended
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(Batch).decode
@@ -65,7 +66,7 @@ local function close(id, status)
     local key = batch_key(id)
     local at = math.floor(now_s)
     redis.call('HSET', key, 'status', status, 'ended_at', string.format('%.0f', at))
-    redis.call('DEL', key .. ':bodies', key .. ':tries')
+    redis.call('UNLINK', key .. ':bodies', key .. ':tries')
     redis.call('HDEL', account .. ':batches:open', id)
     end_at(key, at + tonumber(redis.call('HGET', key, 'keep_s')))
 end
@@ -116,12 +117,12 @@ _OPEN: Final = Script(
     + """
 local key = batch_key(ARGV[2])
 if redis.call('HGET', key, 'status') ~= 'arriving' then return 0 end
-redis.call('HSET', key, 'status', 'queued')
-end_at(key, ARGV[3])
 local line = account .. ':line:' .. redis.call('HGET', key, 'model')
 for place = 0, tonumber(redis.call('HGET', key, 'items')) - 1 do
     redis.call('RPUSH', line, ARGV[2] .. ' ' .. place)
 end
+redis.call('HSET', key, 'status', 'queued')
+end_at(key, ARGV[3])
 return 1
 """
 )
@@ -139,6 +140,7 @@ return found
 # is left at all; then batch, place, body, tries, document of each.
 _CLAIM: Final = Script(
     _BATCHES
+    + f"local looks = {_PASSED_MAX}\n"
     + """
 local line, leases = account .. ':line:' .. ARGV[2], account .. ':leases:' .. ARGV[2]
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now_s)) do
@@ -146,7 +148,8 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now_s)) do
     redis.call('ZREM', leases, name)
 end
 local found, most = {''}, tonumber(ARGV[4])
-while most > 0 do
+while most > 0 and looks > 0 do
+    looks = looks - 1
     local name = redis.call('LPOP', line)
     if not name then break end
     local id, place = string.match(name, '^(%S+) (%d+)$')

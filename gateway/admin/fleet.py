@@ -11,12 +11,15 @@ from tenants.accounts import Permission
 
 
 class LoadItem(msgspec.Struct, frozen=True):
+    """`background` are queued requests there, which the others leave out."""
+
     running: int
     waiting: int
     waiting_tokens: int
     free_blocks: int
     cached_blocks: int
     draining: bool
+    background: int
 
 
 class ReplicaItem(msgspec.Struct, frozen=True):
@@ -66,6 +69,7 @@ def _load(load: Load) -> LoadItem:
         free_blocks=load.free_blocks,
         cached_blocks=load.cached_blocks,
         draining=load.draining,
+        background=load.background,
     )
 
 
