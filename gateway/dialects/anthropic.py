@@ -3,7 +3,6 @@
 It does not know accounts, replicas or sockets.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal
@@ -34,6 +33,7 @@ from gateway.prompt import (
     TopK,
     refuse,
     seed_of,
+    strict,
     template_options,
     toolbox,
 )
@@ -47,6 +47,7 @@ WORDS: Final = {
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs.enable_thinking": "thinking",
 }
+BUDGET: Final = "thinking.budget_tokens"
 BETWEEN_MESSAGES: Final = "\n\n"
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -157,7 +158,7 @@ class Labels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a model reads: the fields of a count. Those below `thinking` are refused where they ask for something."""
+    """What a model reads: the fields of a count. From `speed` on they are refused where they ask for something."""
 
     model: ShortText
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -172,7 +173,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every field of Messages. Those below `metadata` are refused where they ask for something."""
+    """Every field of Messages. From `service_tier` on they are refused where they ask for something."""
 
     max_tokens: MaxTokens
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -195,8 +196,7 @@ def parse(asked: Input, drawn_seed: int) -> Prompt:
     """The body as a Prompt. Raises Refusal."""
     _refuse_unserved(asked)
     if asked.thinking is not None and (asked.thinking.budget_tokens or 0) >= asked.max_tokens:
-        field = "thinking.budget_tokens"
-        raise bad_input(f"'{field}' is not below 'max_tokens', which bounds thoughts and text together", field)
+        raise bad_input(f"'{BUDGET}' is not below 'max_tokens', which bounds thoughts and text together", BUDGET)
     prompt = reading(asked)
     sampling = Sampling(
         temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
@@ -221,12 +221,14 @@ def reading(asked: Asking) -> Prompt:
         raise no_threads()
     output = asked.output_config or OutputConfig()
     constraint = FREE if output.format is None else of_schema(output.format.schema, "output_config.format.schema")
-    tools, choice = offered(_toolbox(asked.tools or ()), _choice(asked.tool_choice))
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or ())]
+    told, choice = offered(toolbox(tools), _choice(asked.tool_choice))
     return Prompt(
         messages=turns(asked),
-        tools=tools,
+        tools=told,
         tool_choice=choice,
         parallel_calls=asked.tool_choice is None or not asked.tool_choice.disable_parallel_tool_use,
+        strict_calls=strict(tools),
         template_options=template_options(_thinking(asked.thinking), output.effort),
         grammar=constraint.grammar,
         grammar_field=constraint.field,
@@ -243,25 +245,21 @@ def turns(asked: Asking) -> list[dict[str, Any]]:
         advice = "an assistant's turn is not continued here; end with a user's"
         raise bad_input(f"'messages' end with the role 'assistant'; {advice}", "messages")
     conversation = Conversation()
-    if asked.system is not None:
+    if asked.system:
         conversation.say("system", _text(asked.system))
-    numbered = enumerate(asked.messages)
-    for role, messages in groupby(numbered, key=lambda one: one[1].role):
-        said: list[str] = []  # texts in a row are one text
+    for role, messages in groupby(enumerate(asked.messages), key=lambda one: one[1].role):
+        texts: dict[int, str] = {}  # by message: those in a row are one text
         for i, message in messages:
-            if said:
-                said.append(BETWEEN_MESSAGES)
             for j, block in enumerate(_blocks(message)):
-                place = f"messages[{i}].content[{j}]"
                 if isinstance(block, TextBlock):
-                    said.append(block.text)
+                    texts[i] = texts.get(i, "") + block.text
                     continue
-                if said:
-                    conversation.say(role, "".join(said))
-                    said = []
-                _add(conversation, role, block, place)
-        if said:
-            conversation.say(role, "".join(said))
+                if texts:
+                    conversation.say(role, BETWEEN_MESSAGES.join(texts.values()))
+                    texts = {}
+                _add(conversation, role, block, f"messages[{i}].content[{j}]")
+        if texts:
+            conversation.say(role, BETWEEN_MESSAGES.join(texts.values()))
     return conversation.turns
 
 
@@ -289,14 +287,10 @@ def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-def _toolbox(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    for i, tool in enumerate(tools):
-        place = f"tools[{i}]"
-        refuse(f"{place}.defer_loading", tool.defer_loading or None, "all tools are loaded; leave it out")
-        refuse(f"{place}.input_examples", tool.input_examples or None, "give examples in 'description'")
-    return toolbox(
-        [AnyTool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools]
-    )
+def _tool(tool: Tool, place: str) -> AnyTool:
+    refuse(f"{place}.defer_loading", tool.defer_loading or None, "all tools are loaded; leave it out")
+    refuse(f"{place}.input_examples", tool.input_examples or None, "give examples in 'description'")
+    return AnyTool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
 def _choice(asked: ToolChoice | None) -> ToolChoiceField | None:
@@ -314,11 +308,11 @@ def _choice(asked: ToolChoice | None) -> ToolChoiceField | None:
 
 
 def _thinking(asked: Thinking | None) -> dict[str, Any]:
-    if asked is None or asked.type == "adaptive":
+    if asked is None:
         return {}
-    if asked.type == "enabled" and asked.budget_tokens is None:
-        raise bad_input("'thinking.budget_tokens' is missing; give it", "thinking.budget_tokens")
-    return {"enable_thinking": asked.type == "enabled"}
+    if (asked.budget_tokens is None) == (asked.type == "enabled"):
+        raise bad_input(f"'{BUDGET}' goes with the type 'enabled', and the type with it", BUDGET)
+    return {} if asked.type == "adaptive" else {"enable_thinking": asked.type == "enabled"}
 
 
 def _refuse_unserved(asked: Input) -> None:

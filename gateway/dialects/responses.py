@@ -28,10 +28,10 @@ from gateway.prompt import (
     Prompt,
     ReasoningEffort,
     ShortText,
-    ToolChoice,
     ToolName,
     refuse,
     seed_of,
+    strict,
     template_options,
     toolbox,
 )
@@ -218,7 +218,7 @@ class CountInput(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every field of Responses. Those below `store` are refused where they ask for something.
+    """Every field of Responses. From `store` on they are refused where they ask for something.
 
     `metadata`, `safety_identifier` and `prompt_cache_key` are labels: they are in the answer, change nothing and are
     not kept. The cache is always the account's own, so that a key of the caller's is not needed. Reasoning needs no
@@ -288,13 +288,15 @@ def reading(asked: Asking) -> Prompt:
     _unless("reasoning.generate_summary", reasoning.generate_summary, (None, "auto"), WHOLE)
     _unless("reasoning.context", reasoning.context, (None, "auto"), "the chat template decides; leave it out")
     _unless("reasoning.mode", reasoning.mode, (None, "standard"), "leave it out")
-    tools, choice = _tools(asked)
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or ())]
+    told, choice = offered(toolbox(tools), _choice(asked.tool_choice))
     constraint = _constraint(text.format)
     return Prompt(
         messages=turns(asked),
-        tools=tools,
+        tools=told,
         tool_choice=choice,
         parallel_calls=asked.parallel_tool_calls is not False,
+        strict_calls=strict(tools),
         template_options=template_options(None, reasoning.effort),
         grammar=constraint.grammar,
         grammar_field=constraint.field,
@@ -326,7 +328,7 @@ def _unless(field: str, value: object, served: tuple[object, ...], advice: str) 
 def turns(asked: Asking) -> list[dict[str, Any]]:
     """The conversation as a chat template reads it. Raises Refusal."""
     conversation = Conversation()
-    if asked.instructions is not None:
+    if asked.instructions:
         conversation.say("system", asked.instructions)
     if isinstance(asked.input, str):
         conversation.say("user", asked.input)
@@ -368,14 +370,11 @@ def _text(content: str | list[Part] | list[InputText] | list[SummaryText] | None
     return "".join(part.text for part in content)
 
 
-def _tools(asked: Asking) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
-    """What the model is offered, and whether it calls. Raises Refusal."""
-    for i, tool in enumerate(asked.tools or ()):
-        place = f"tools[{i}]"
-        refuse(f"{place}.defer_loading", tool.defer_loading or None, "all tools are loaded; leave it out")
-        refuse(f"{place}.output_schema", tool.output_schema, "say in 'description' what the function gives")
-        refuse(f"{place}.async", tool.async_ or None, "leave it out")
-    return offered(toolbox([_tool(tool) for tool in asked.tools or ()]), _choice(asked.tool_choice))
+def _tool(tool: Tool, place: str) -> AnyTool:
+    refuse(f"{place}.defer_loading", tool.defer_loading or None, "all tools are loaded; leave it out")
+    refuse(f"{place}.output_schema", tool.output_schema, "say in 'description' what the function gives")
+    refuse(f"{place}.async", tool.async_ or None, "leave it out")
+    return AnyTool("function", Function(tool.name, tool.description, tool.parameters, tool.strict))
 
 
 def _choice(asked: Choice | None) -> ToolChoiceField | None:
@@ -397,10 +396,6 @@ def _constraint(format: PlainText | JsonObject | JsonSchema | None) -> Constrain
             return of_schema(format.schema, "text.format.schema")
         case _:
             return FREE
-
-
-def _tool(tool: Tool) -> AnyTool:
-    return AnyTool("function", Function(tool.name, tool.description, tool.parameters, tool.strict))
 
 
 class Responses:

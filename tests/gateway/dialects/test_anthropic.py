@@ -198,6 +198,7 @@ def test_blocks_are_the_conversation() -> None:
     messages = [
         {"role": "user", "content": [{**text("ra"), "cache_control": CACHED}, text("in?")]},
         {"role": "assistant", "content": [thinking, {**text("Let me see."), "citations": None}, CALL]},
+        {"role": "user", "content": "one moment"},
         {"role": "user", "content": [RESULT, text("well?")]},
         {"role": "assistant", "content": "Dry."},
         {"role": "system", "content": "be kind"},
@@ -213,6 +214,7 @@ def test_blocks_are_the_conversation() -> None:
             "reasoning_content": "look",
             "tool_calls": [{"id": "a", "type": "function", "function": {"name": "rain", "arguments": {"in": "Rome"}}}],
         },
+        {"role": "user", "content": "one moment"},
         {"role": "tool", "content": "no", "tool_call_id": "a", "name": "rain"},
         {"role": "user", "content": "well?"},
         {"role": "assistant", "content": "Dry."},
@@ -268,6 +270,11 @@ def test_a_choice_of_tools_is_what_the_model_gets() -> None:
     assert refusal(tool_choice={"type": "any"}).param == "tool_choice"
 
 
+def test_a_strict_tool_holds_its_calls() -> None:
+    assert parsed(tools=[RAIN, {**SNOW, "strict": True}]).strict_calls
+    assert not parsed(tools=[RAIN, SNOW]).strict_calls
+
+
 def test_server_tools_are_refused_with_what_is_served() -> None:
     for kind in ("web_search_20250305", "bash_20250124", "text_editor_20250728", "code_execution_20250825"):
         refused = refusal(tools=[{"type": kind, "name": "x"}])
@@ -286,7 +293,9 @@ def test_thinking_is_an_option_of_the_template() -> None:
     assert parsed(thinking={"type": "disabled"}).template_options == {"enable_thinking": False}
     assert parsed(thinking={"type": "adaptive"}).template_options == {}
     assert parsed(output_config={"effort": "high"}).template_options == {"reasoning_effort": "high"}
-    for wrong in ({"type": "enabled"}, {"type": "enabled", "budget_tokens": 2000}):
+    budgets: list[dict[str, Any]] = [{"type": "disabled", "budget_tokens": 1024}]
+    budgets += [{"type": "enabled", "budget_tokens": 2000}, {"type": "enabled"}]
+    for wrong in budgets:
         assert refusal(thinking=wrong).param == "thinking.budget_tokens"
     assert refusal(thinking={"type": "between_tools"}).param == "thinking.type"
 

@@ -302,6 +302,11 @@ def test_a_choice_of_tools_is_what_the_model_gets() -> None:
     assert refusal(tool_choice="required").param == "tool_choice"
 
 
+def test_a_strict_tool_holds_its_calls() -> None:
+    assert parsed(tools=[RAIN, {**SNOW, "strict": True}]).strict_calls
+    assert not parsed(tools=[RAIN, SNOW]).strict_calls
+
+
 def test_built_in_tools_are_refused_with_what_is_served() -> None:
     for kind in ("web_search", "file_search", "code_interpreter", "mcp", "custom", "image_generation", "local_shell"):
         refused = refusal(tools=[{"type": kind, "server_label": "x"}])
