@@ -27,7 +27,7 @@ from engine.grammar.source import lark_of
 from engine.grammar.trial import Trial, Unavailable
 from engine.log import log
 from engine.sequence import Matcher, Refused
-from engine.wire import Grammar, RejectReason
+from engine.wire import Grammar, GrammarKind, RejectReason
 
 COMPILERS: Final = 2
 PENDING_MAX: Final = 64  # of one account
@@ -116,7 +116,7 @@ class LarkCompilation:
             first = open_matcher(self.tokenizer, lark)
             problem = first.get_error()
         if problem:
-            raise Refused(RejectReason.GRAMMAR, _detail(problem))
+            raise Refused(RejectReason.GRAMMAR, _detail(problem, placed=self.grammar.kind is GrammarKind.LARK))
         self._first, self.done = first, True
 
 
@@ -155,6 +155,7 @@ class Grammars:
 
     def compile(self, grammar: Grammar, account: bytes, keep: bool) -> LarkCompilation:
         """A compilation that is done, if it is kept, or will be. What `keep` forbids is found by nobody later."""
+        self.wait()
         kept = self._kept.setdefault(account, OrderedDict()) if keep and account else OrderedDict()
         compilation = kept.get(grammar)
         if compilation is not None and not compilation.worn and compilation.tokens < WORN_TOKENS:
@@ -245,6 +246,9 @@ class Grammars:
                 compilation.refuse(RejectReason.BUSY, _UNAVAILABLE)
                 trial.end()
                 trial = self._open_trial(folder)
+            except BaseException as error:  # also what the library's own panics are
+                log("grammar_failed", error=type(error).__name__)
+                compilation.refuse(RejectReason.BUSY, _UNAVAILABLE)
             with self._turn:
                 self._compiling.discard(compilation.account)
                 self._turn.notify()
@@ -282,11 +286,14 @@ def _bits(tokens: Iterable[int]) -> tuple[NDArray[np.int64], Int32s]:
     return words, np.left_shift(np.uint32(1), bits.astype(np.uint32)).view(np.int32)
 
 
-def _detail(problem: str) -> str:
-    """What the library says is wrong, without the place in a text that nobody wrote, and without its own options."""
+def _detail(problem: str, *, placed: bool = False) -> str:
+    """What the library says is wrong, without its own options; `placed`: with the line of a text that a caller wrote,
+    before which we put one of ours."""
     regex_error = re.search(r"^error: (.*)$", problem, re.MULTILINE)
     line = regex_error[1] if regex_error else re.sub(r"^at \d+\(\d+\): ", "", problem.partition("\n")[0])
     line = line.partition("failed to compile JSON schema: ")[2] or line
     line = re.sub(r"^Unimplemented keys: \[(.*)\]$", r"these keywords are not supported: \1", line)
     line = re.sub(r"^oneOf constraints are.*", "oneOf is supported only where its schemas exclude each other", line)
+    if placed and (place := re.match(r"at (\d+)(\(\d+\)): ", problem)):
+        line = f"at {int(place[1]) - 1}{place[2]}: {line}"
     return line[:_DETAIL_MAX]

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from engine.background import ALONE_ROWS, SLACK
 from engine.batch import Flight, Int32s, OutOfDeviceMemory, Sampled, unpack
@@ -18,12 +19,13 @@ from engine.budget import Limits
 from engine.costs import Costs
 from engine.loop import Loop, publish
 from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY, Plan, Scheduler
-from engine.sequence import PLAIN, Door, Refused, Sequence, Stage
+from engine.sequence import PLAIN, Door, Matcher, Refused, Sequence, Stage
 from engine.wire import (
     Finish,
     FinishReason,
     Progress,
     Reject,
+    RejectReason,
     Sampling,
     Scope,
     ScopeKind,
@@ -34,7 +36,7 @@ from engine.wire import (
 )
 from prefixcache.names import Share
 from prefixcache.tree import Tree
-from tests.engine.stamp import PUBLIC, Claim, Stamps, logprobs_of, solo
+from tests.engine.stamp import PUBLIC, Claim, Rule, StampFlight, Stamps, logprobs_of, solo
 
 
 @dataclass(slots=True)
@@ -64,13 +66,59 @@ class SimulatedFlight:
     """Lets things happen while it is in the air."""
 
     meanwhile: Callable[[], None]
-    outcome: Sampled | Exception
+    outcome: StampFlight | Exception
 
     def wait(self) -> Sampled:
         self.meanwhile()
         if isinstance(self.outcome, Exception):
             raise self.outcome
-        return self.outcome
+        return self.outcome.wait()
+
+
+@dataclass(slots=True)
+class RuleMatcher:
+    """As sequence.Matcher, by a rule of the stamps: a token that was sampled by another mask than its own shows."""
+
+    rule: Rule
+    vocabulary: int
+    written: list[int] = field(default_factory=list)
+    over: bool = False
+
+    def accept(self, token: int) -> str:
+        assert self.rule.allowed(self.written, self.vocabulary)[token], "it was sampled by another mask"
+        self.written.append(token)
+        self.over = len(self.written) >= self.rule.length
+        return ""
+
+
+@dataclass(slots=True, eq=False)
+class RuleCompilation:
+    """As sequence.Compilation: done at a time of the simulation, for naught where there is no rule."""
+
+    rule: Rule | None
+    vocabulary: int
+    done_s: float
+    clock: Callable[[], float]
+
+    @property
+    def done(self) -> bool:
+        return self.clock() >= self.done_s
+
+    def matcher(self, stop_ids: frozenset[int]) -> RuleMatcher:
+        assert self.done
+        if self.rule is None:
+            raise Refused(RejectReason.GRAMMAR, "told to")
+        return RuleMatcher(self.rule, self.vocabulary)
+
+
+def masks_of(matchers: Items[Matcher | None]) -> Int32s:
+    """As Grammars.masks."""
+    width = max((each.vocabulary for each in matchers if isinstance(each, RuleMatcher)), default=1)
+    allowed_MV = np.ones((len(matchers), -(-width // 32) * 32), np.uint8)
+    for row, matcher in enumerate(matchers):
+        if isinstance(matcher, RuleMatcher):
+            allowed_MV[row, : matcher.vocabulary] = matcher.rule.allowed(matcher.written, matcher.vocabulary)
+    return np.packbits(allowed_MV, axis=1, bitorder="little").view(np.int32)
 
 
 class Simulation:
@@ -109,7 +157,7 @@ class Simulation:
         self.limits = Limits(step_tokens, self.prompt_step_tokens, sequences, waiting, gap_ms, costs)
         self.seconds = 0.0
         self.scheduler = Scheduler(self.tree, self.account, self.limits, lambda: self.seconds)
-        self.loop = Loop(self, self.scheduler)
+        self.loop = Loop(self, self.scheduler, masks_of)
         self.door = Door(
             self.stamps.revision,
             self.stamps.kv_layout,
@@ -122,6 +170,7 @@ class Simulation:
         self.heard: dict[tuple[int, int], Heard] = {}
         self.gone: set[int] = set()
         self._asked: dict[Sequence, Submit] = {}
+        self._rules: dict[Sequence, Rule] = {}
         self._numbers: dict[object, int] = {}
         self._lost: set[Sequence] = set()  # what is launched for them builds on a step that is never done
         self._not_finite: dict[Sequence, set[int]] = {}  # what was read of that kind
@@ -141,8 +190,11 @@ class Simulation:
         stop_ids: Items[int] = (),
         terms: Terms = PLAIN,
         deadline_ms: int = 0,
+        rule: Rule | None = None,
+        compiles: bool = True,
+        compiling_s: float = 0.0,
     ) -> list[Heard]:
-        """Raises Refused, with nothing changed."""
+        """Raises Refused, with nothing changed. A rule is its grammar, which takes so long, and may not compile."""
         submit = Submit(
             id=id,
             tokens=array("I", tokens).tobytes(),
@@ -155,6 +207,12 @@ class Simulation:
             deadline_ms=deadline_ms,
         )
         sequences = self.door.sequences(submit, owner, self.seconds)
+        if rule is not None:
+            done_s, vocabulary = self.seconds + compiling_s, self.door.vocabulary
+            compilation = RuleCompilation(rule if compiles else None, vocabulary, done_s, lambda: self.seconds)
+            for sequence in sequences:
+                sequence.compilation = compilation
+                self._rules[sequence] = rule
         self.scheduler.add(sequences)
         entries = [Heard(sequence, submit) for sequence in sequences]
         self._asked |= {sequence: submit for sequence in sequences}
@@ -167,6 +225,36 @@ class Simulation:
     def fly(self, plan: Plan) -> Sampled:
         """Launches what was planned last, and lands it."""
         return self.launch(plan.packed).wait()
+
+    @property
+    def kept_to_rules(self) -> int:
+        """How many texts ended where their grammar does."""
+        matchers = [sequence.matcher for sequence in self._rules]
+        return sum(matcher is not None and matcher.over for matcher in matchers)
+
+    @property
+    def compiling(self) -> bool:
+        """Whether something waits for its grammar."""
+        return bool(self.scheduler._compiling)
+
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        """Masks come when nothing else is in the air, and may find too little memory too."""
+        assert isinstance(flight, SimulatedFlight)
+        plan, fault = self.scheduler._flights[0], self.misfortune()
+        if isinstance(flight.outcome, Exception):
+            return
+        if fault.error is not None:
+            if isinstance(fault.error, OutOfDeviceMemory) and sum(plan.chunks) == 1:
+                self._smallest.add(plan.sequences[0])
+            raise fault.error
+        try:
+            assert len(self.scheduler._flights) == 1, "tokens before its own are not known yet"
+            assert len(masks_MW) == len(plan.masked)
+            self.stamps.sample(flight.outcome, masks_MW)
+        except Exception as error:
+            self._wrong.append(error)
+            raise
+        self._note_not_finite(plan, flight.outcome.wait())
 
     def launch(self, packed: Int32s) -> Flight:
         """Runs the step on the stamps, which check every slot against the plan's sequences."""
@@ -192,7 +280,7 @@ class Simulation:
     def erase(self, blocks: Items[int]) -> None:
         self.stamps.erase(blocks)
 
-    def _compute(self, plan: Plan, glitch: int | None) -> Sampled:
+    def _compute(self, plan: Plan, glitch: int | None) -> StampFlight:
         self._assert_within_limits(plan)
         self._assert_scopes_disjoint(plan)
         self._assert_caps_kept(plan)
@@ -200,12 +288,16 @@ class Simulation:
         self._assert_flights_apart()
         self.stamps.claims = [self._claim(sequence) for sequence in plan.sequences]
         self.stamps.glitch, self._lost = glitch, set()
-        sampled = self.stamps.launch(plan.packed).wait()
+        flight = self.stamps.launch(plan.packed)
+        if flight.lacking is None:
+            self._note_not_finite(plan, flight.wait())
+        return flight
+
+    def _note_not_finite(self, plan: Plan, sampled: Sampled) -> None:
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             if row >= 0 and sampled.tokens_R[row] < 0:
                 slots = (~self.stamps.finite_K).nonzero()[0]
                 self._not_finite.setdefault(sequence, set()).update((slots // self.block_tokens).tolist())
-        return sampled
 
     def step(self) -> bool:
         """One turn of the loop; False when nothing could run."""
@@ -233,13 +325,14 @@ class Simulation:
             self._hear_reject(sequence, reject)
         self.scheduler.check()
         self._assert_erased()
+        self._assert_kept_to_rules()
 
     def run(self, steps: int = 10_000) -> None:
         """Until nothing is left to do."""
         for _ in range(steps):
             if self.loop.idle:
                 return
-            assert self.step(), "sequences wait and nothing can run"
+            assert self.step() or self.compiling, "sequences wait and nothing can run"
         raise AssertionError(f"not done after {steps} steps")
 
     def drop(self, owner: int) -> None:
@@ -271,7 +364,8 @@ class Simulation:
         seed = (submit.sampling.seed + entry.sequence.id - submit.id) % 2**63
         longest = min(self.door.tokens_max, len(prompt) + submit.max_tokens)
         sampling = msgspec.structs.replace(submit.sampling, seed=seed)
-        return solo(prompt, sampling, longest, [*submit.stop_ids, *stamps.stop_ids], stamps.vocabulary)
+        rule = self._rules.get(entry.sequence)
+        return solo(prompt, sampling, longest, [*submit.stop_ids, *stamps.stop_ids], stamps.vocabulary, rule)
 
     def _hear(self, owner: int, progress: Progress) -> None:
         tokens = array("I", progress.tokens)
@@ -305,7 +399,8 @@ class Simulation:
     def _hear_reject(self, sequence: Sequence, reject: Reject) -> None:
         """It is of a whole request, of which nothing was told before and nothing will be."""
         assert reject.id == sequence.first
-        assert not sequence.background or "needed the place in the queue" in reject.message
+        by_grammar = reject.reason == RejectReason.GRAMMAR
+        assert not sequence.background or by_grammar or "needed the place in the queue" in reject.message
         for id in range(reject.id, reject.id + sequence.choices):
             entry = self.heard[sequence.owner, id]
             assert entry.started is None, "rejected after its start"
@@ -355,7 +450,7 @@ class Simulation:
         if not behind:
             return
         live = [sequence for sequence in plan.sequences if not sequence.background]
-        assert not self.scheduler._queue.line, "a live one waits"
+        assert not self.scheduler._live_wait, "a live one waits, and not for its grammar alone"
         if self.costs is None:
             assert not any(self.scheduler._queue.running), "it is launched beside live ones"
             assert sum(plan.chunks) <= ALONE_ROWS
@@ -377,6 +472,13 @@ class Simulation:
             for at, block in enumerate(sequence.table[: sequence.blocks].tolist()):
                 whose = PUBLIC if at < sequence.public else owner
                 assert owner_of.setdefault(block, whose) == whose, f"block {block} is in two scopes"
+
+    def _assert_kept_to_rules(self) -> None:
+        """A matcher has taken all that was written and nothing more, through preemptions too."""
+        for sequence in self._rules:
+            if sequence.stage != Stage.ENDED and isinstance(sequence.matcher, RuleMatcher):
+                assert sequence.matcher.written == sequence.tokens[sequence.prompt_tokens :].tolist()
+            assert sequence.ticket < 0 or sequence.matcher is not None, "it started without its grammar"
 
     def _assert_erased(self) -> None:
         """No secret is in a free block, nor in one that somebody else holds."""
@@ -454,9 +556,10 @@ class Chaos:
         self.deadlines_ms = pick.choice([[0], [0], [0, 3000, 20_000]])
         self.background = pick.choice([0.0, 0.3, 0.5])
         self.scopes = pick.sample(SCOPES, pick.randint(1, 4))
-        self.arrivals = pick.randint(2, 10)
+        self.arrivals = pick.randint(4, 12)
         self.unrest = pick.choice([0.0, 0.1, 0.3])
         self.poverty = pick.choice([0.0, 0.0, 0.2, 0.7])
+        self.ruled = pick.choice([0.0, 0.0, 0.5, 1.0])
         simulation.misfortune, simulation.meanwhile = self._fault, self._meanwhile
         self.refused = 0
         self._id = 0
@@ -469,7 +572,8 @@ class Chaos:
                 self._arrive()
             if pick.random() < self.unrest:
                 self._disturb()
-            assert simulation.step() or simulation.scheduler.idle, "sequences wait and nothing can run"
+            rests = simulation.scheduler.idle or simulation.compiling
+            assert simulation.step() or rests or simulation.scheduler.idle, "sequences wait and nothing can run"
             assert simulation.seconds < 5000, "no end in sight"
         simulation.assert_all_finished()
         return simulation
@@ -481,7 +585,7 @@ class Chaos:
             return Fault(OutOfDeviceMemory("told to"), late)
         if pick.random() < self.unrest / 10:
             return Fault(RuntimeError("told to"), late)
-        return Fault(glitch=pick.randrange(1000) if pick.random() < self.unrest / 5 else None)
+        return Fault(glitch=pick.randrange(1000) if pick.random() < self.unrest / 4 else None)
 
     def _meanwhile(self) -> None:
         if self.random.random() < self.unrest:
@@ -512,6 +616,9 @@ class Chaos:
                 stop_ids=[1] if pick.random() < 0.2 else [],
                 terms=terms,
                 deadline_ms=pick.choice(self.deadlines_ms),
+                rule=Rule(pick.randint(1, 14)) if pick.random() < self.ruled else None,
+                compiles=pick.random() < 0.95,
+                compiling_s=pick.choice([0, 0, 1, 5, 30]),
             )
         except Refused:
             self.refused += 1

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import Batch, Int32s, Sampled, unpack
+from engine.batch import Batch, Flight, Int32s, Sampled, unpack
 from engine.log import log
 from engine.wire import ModelSpec, Pooling, Sampling
 
@@ -52,11 +52,15 @@ class IllegalRead(AssertionError):
 
 
 class StampFlight:
-    def __init__(self, sampled: Sampled) -> None:
-        self._sampled = sampled
+    """`lacking` is what it samples from, while it has no masks."""
+
+    def __init__(self, sampled: Sampled | None, lacking: "tuple[Batch, list[NDArray[np.int64] | None]] | None") -> None:
+        self.sampled = sampled
+        self.lacking = lacking
 
     def wait(self) -> Sampled:
-        return self._sampled
+        assert self.sampled is not None, "masked rows without their masks"
+        return self.sampled
 
 
 class Stamps:
@@ -116,9 +120,18 @@ class Stamps:
             self.finite_K[batch.slots_T[self.glitch % len(batch.slots_T)]] = False
             self.glitch = None
         read = [self._read(batch, index, claims[index] if claims else None) for index in range(slices)]
-        sampled = self._sample(batch, read)
+        if batch.masked:
+            self.sampled_R = np.empty(0, np.int32)  # nobody can build on what is not sampled
+            return StampFlight(None, (batch, read))
+        sampled = self._sample(batch, read, None)
         self.sampled_R = sampled.tokens_R
-        return StampFlight(sampled)
+        return StampFlight(sampled, None)
+
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        assert isinstance(flight, StampFlight)
+        assert flight.lacking is not None, "masks for nobody, or for the second time"
+        flight.sampled, flight.lacking = self._sample(*flight.lacking, masks_MW), None
+        self.sampled_R = flight.sampled.tokens_R
 
     def erase(self, blocks: Items[int]) -> None:
         slots = (np.array(blocks)[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
@@ -216,7 +229,7 @@ class Stamps:
             raise IllegalRead(f"slice {index} has other blocks than its group: {table.tolist()}, {own.tolist()}")
         return table
 
-    def _sample(self, batch: Batch, read: list[NDArray[np.int64] | None]) -> Sampled:
+    def _sample(self, batch: Batch, read: list[NDArray[np.int64] | None], masks_MW: Int32s | None) -> Sampled:
         ends = {end - 1: index for index, (_, end) in enumerate(_spans(batch))}
         tokens, logprobs = [], {}
         for row, last in enumerate(batch.rows_R.tolist()):
@@ -232,6 +245,10 @@ class Stamps:
             bias = dict(zip(batch.bias_ids_B[start:end].tolist(), batch.bias_values_B[start:end].tolist(), strict=True))
             seed = int(batch.seed_R[row]) if batch.temperature_R[row] > 0 else None
             token = next_token(seen, seed, self.vocabulary, bias)
+            if batch.masks_R[row] >= 0:
+                assert masks_MW is not None
+                bits = np.unpackbits(masks_MW[batch.masks_R[row]].view(np.uint8), bitorder="little")
+                token = next_allowed(token, bits[: self.vocabulary])
             tokens.append(token)
             if batch.logprobs_R[row] >= 0:
                 logprobs[row] = logprobs_of(token, int(batch.logprobs_R[row]))
@@ -250,6 +267,17 @@ def _spans(batch: Batch) -> list[tuple[int, int]]:
     return list(pairwise(starts))
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A grammar of the simulation: a text ends after so many tokens, and what may be next depends on all before it."""
+
+    length: int
+
+    def allowed(self, written: Items[int], vocabulary: int) -> NDArray[np.uint8]:
+        """Two of any three tokens that follow each other."""
+        return ((np.arange(vocabulary) + sum(written) * 5 + len(written) + self.length) % 3 > 0).astype(np.uint8)
+
+
 def next_token(seen: NDArray[np.int64], seed: int | None, vocabulary: int, bias: dict[int, float]) -> int:
     """A digest of the tokens in their order, and of the seed where there is one; a bias of 100 forces its token."""
     for token, value in bias.items():
@@ -261,21 +289,29 @@ def next_token(seen: NDArray[np.int64], seed: int | None, vocabulary: int, bias:
     return (digest >> 17) % vocabulary
 
 
+def next_allowed(token: int, allowed_V: NDArray[np.integer]) -> int:
+    """The token, or the first behind it that is allowed, counted round."""
+    return token + int(np.roll(allowed_V, -token).argmax()) - (0 if allowed_V[token:].any() else len(allowed_V))
+
+
 def logprobs_of(token: int, top: int) -> tuple[float, list[int], list[float]]:
     """What the stamp engine reports beside a token."""
     return -1.0 - token, [token + rank for rank in range(top)], [-1.0 - token - rank for rank in range(top)]
 
 
 def solo(
-    prompt: Items[int], sampling: Sampling, tokens_max: int, stop_ids: Items[int], vocabulary: int
-) -> tuple[list[int], str]:
+    prompt: Items[int], sampling: Sampling, tokens_max: int, stop_ids: Items[int], vocabulary: int,
+    rule: Rule | None = None,
+) -> tuple[list[int], str]:  # fmt: skip
     """What this prompt gives when it runs alone: the output tokens and how it finishes."""
     tokens = list(prompt)
     seed = sampling.seed if sampling.temperature > 0 else None
     while True:
         token = next_token(np.array(tokens), seed, vocabulary, sampling.logit_bias)
+        if rule is not None:
+            token = next_allowed(token, rule.allowed(tokens[len(prompt) :], vocabulary))
         tokens.append(token)
-        if token in stop_ids:
+        if token in stop_ids or (rule is not None and len(tokens) - len(prompt) >= rule.length):
             return tokens[len(prompt) :], "stop"
         if len(tokens) >= tokens_max:
             return tokens[len(prompt) :], "length"

@@ -26,6 +26,7 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
             print(f"seed {seed}")
             raise
         seen += Counter(simulation.scheduler.load(draining=False).counters)
+        seen["kept_to_rules"] += simulation.kept_to_rules
     # What the lives went through, so that a simulation that lost its bite does not pass.
     for what in (
         "preemptions",
@@ -39,6 +40,7 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
         "spared_keys",
         "erased_blocks",
         "evicted_age_blocks",
+        "kept_to_rules",
         "background_rows",
         "preemptions_background",
     ):
@@ -136,6 +138,21 @@ BREAKS = {
     ),
     "the background does not make way": ("scheduler", "if behind and not self._paused:", "if behind:"),
     "the background expires": ("sequence", "submit.deadline_ms and not submit.terms.background", "submit.deadline_ms"),
+    "a text is not told to its matcher": ("scheduler", "else matcher.accept(token)", 'else ""'),
+    "a sequence starts without its grammar": ("scheduler", "if each.compilation is None)", "if True)"),
+    "a text goes on behind its grammar's end": ("scheduler", " or (matcher is not None and matcher.over)", ""),
+    "masks are given to others' rows": ("loop", "for sequence in plan.masked]", "for sequence in plan.masked[::-1]]"),
+    "masks are made of what was known at the launch": ("loop", "or len(self._flights) != 1:", "or False:"),
+    "an ended row's mask is taken for another's": (
+        "loop",
+        "matchers = [None if sequence.stage == ended else sequence.matcher for sequence in plan.masked]",
+        "matchers = [sequence.matcher for sequence in plan.masked if sequence.stage != ended]",
+    ),
+    "a grammar that does not compile is waited for": (
+        "scheduler",
+        "self._reject(choices, refused.message, refused.reason)",
+        "pass",
+    ),
     "the budget is overrun": ("budget", "shares.append(min(count, left))", "shares.append(count)"),
 }
 
