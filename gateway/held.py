@@ -49,8 +49,11 @@ def _either(tools: list[dict[str, Any]], document: Grammar, prompt: Prompt, form
 
 
 def refusal(prompt: Prompt, grammar: Grammar | None, message: str) -> Refusal:
-    """A replica's, in the caller's words: it names the tool at fault, or the field."""
-    tool = lark.tool_at_fault(grammar.source, message) if grammar is not None and prompt.tools else None
-    if tool is not None:
-        return bad_input(f"'tools': the parameters of {tool!r} cannot be held to: {message}", "tools")
-    return bad_grammar(prompt.grammar_field, message)
+    """A replica's, in the caller's words: it names the field, and the tool at fault where that is known."""
+    if not prompt.tools or grammar is None:
+        return bad_grammar(prompt.grammar_field, message)
+    tool = lark.tool_at_fault(grammar.source, message)
+    if tool is None and prompt.grammar is not None and prompt.tool_choice.mode == "auto":
+        return bad_grammar(prompt.grammar_field, message)
+    whose = "" if tool is None else f"the parameters of {tool!r}: "
+    return bad_grammar(prompt.word("tools"), whose + message)

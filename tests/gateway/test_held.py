@@ -90,10 +90,13 @@ def test_tools_for_a_model_whose_calls_nobody_knows_are_refused() -> None:
 
 
 def test_a_refusal_names_the_tool_or_the_field() -> None:
-    asked = prompt(tool_choice=ToolChoice("required"), grammar_field="guided_json")
+    asked = prompt(tool_choice=ToolChoice("required"))
     grammar = held(asked, Ember({}), "m")
     assert grammar is not None
     line = 1 + next(i for i, text in enumerate(grammar.source.split("\n")) if text.startswith("t1"))
-    assert "'sun'" in refusal(asked, grammar, f"no such thing at {line}(3)").message
-    assert refusal(asked, grammar, "it is too large").param == "guided_json"
-    assert refusal(prompt(tools=None), PERSON, "no such thing at 9(3)").param == "response_format"
+    said = refusal(asked, grammar, f"at {line}(5): no such thing")
+    assert (said.param, "the parameters of 'sun'" in said.message) == ("tools", True)
+    assert refusal(asked, grammar, "it is too large").param == "tools"
+    either = prompt(grammar=PERSON, grammar_field="guided_json")
+    assert refusal(either, held(either, Hermes({}), "m"), "at 3(5): no such thing").param == "guided_json"
+    assert refusal(prompt(tools=None), PERSON, "at 9(5): no such thing").param == "response_format"
