@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from engine.wire import FinishReason, Pooling, RejectReason, Sampling
@@ -30,6 +31,7 @@ from tenants.accounts import Caller
 from tenants.quota import Demand, Reservation, Spent
 
 AT_ONCE_MAX: Final = 256  # texts of one request that are at replicas: others' have places there too
+_WRITTEN: Final = 16  # vectors that are written before other requests have their turn: a millisecond or two
 
 
 class Embedding:
@@ -55,7 +57,9 @@ class Embedding:
         self.vectors: Vectors = model.vectors
         self.span: Span = gateway.traces.begin(model.name, exchange.headers)
         self.reservation: Reservation | None = None
-        self.streams: dict[int, Stream] = {}  # by the index of the sequence that is at a replica
+        self.streams: dict[int, Stream] = {}  # by the index of the sequence that is at a replica,
+        self.submitted: dict[int, int] = {}  # and after how many lost replicas it was sent there
+        self.losses = 0
         self.sequences: list[list[int]] = []
         self.cached: dict[int, int] = {}  # of the sequences that a replica has begun with, how many tokens it had
         self.outcome = "cancelled"
@@ -82,9 +86,9 @@ class Embedding:
         return self.limit_s - (self.gateway.clock() - self.exchange.began)
 
     def checkpoint(self) -> None:
-        """Lets the store know, now and then, what a long request has used."""
+        """Lets the store know, now and then, what a long request has used; of one in the background as Request does."""
         now = self.gateway.clock()
-        if now >= self._checkpoint_at and self.reservation is not None:
+        if now >= self._checkpoint_at and self.reservation is not None and not self.options.background:
             self._checkpoint_at = now + CHECKPOINT_S
             self.gateway.quota.checkpoint(self.reservation, self.spent(now))
 
@@ -94,10 +98,14 @@ class Embedding:
         left = ratelimit.fields(self.reservation.after(spent))
         return Usage(spent.prompt_tokens, 0, spent.cached_tokens, self.reservation.neurons(spent), left)
 
-    def close(self) -> None:
-        """Whatever happened: the replicas stop, the reservation is settled, the request is counted. Awaits nothing."""
+    def stop(self) -> None:
+        """Its replicas go no further."""
         for stream in self.streams.values():
             stream.cancel()
+
+    def close(self) -> None:
+        """Whatever happened: the replicas stop, the reservation is settled, the request is counted. Awaits nothing."""
+        self.stop()
         conclude(self, self.spent(self.gateway.clock()), None)
 
 
@@ -113,7 +121,7 @@ async def embed(request: Embedding, zero: bool) -> None:
         request,
         Demand(
             model=model.name,
-            price=model.price,
+            price=model.batch_price if request.options.background else model.price,
             prompt_tokens=request.prompt_tokens,
             output_tokens=0,
             model_class=model.limits_class,
@@ -123,7 +131,7 @@ async def embed(request: Embedding, zero: bool) -> None:
     )
     request.exchange.beside = ratelimit.headers(request.reservation.left)
     vectors_NH = await follow(request, pooling, suspect, zero)
-    answer = _answer(request, vectors_NH, pooling)
+    answer = await _answer(request, vectors_NH, pooling)
     neurons = (b"cf-ai-neurons", f"{answer.usage.neurons:.6f}".encode())
     headers = [JSON, neurons, (b"cache-control", b"no-store")]
     await request.exchange.answer(200, request.asked.render(answer), headers)
@@ -174,16 +182,16 @@ def _encode(model: Model, vectors: Vectors, texts: Texts, most: int) -> list[lis
         room = most - frame.pair_tokens - len(query)
         if room < 1:
             raise errors.text_too_long("query", len(query) + frame.pair_tokens, most, cut=False)
-        cut = [_fitting(item, ids, room, texts) for item, ids in zip(items[1:], others, strict=True)]
+        cut = [_fitting(item, ids, room, most, texts) for item, ids in zip(items[1:], others, strict=True)]
         return [frame.pair(query, ids) for ids in cut]
     before = {Kind.TEXT: "", Kind.QUERY: vectors.prompt(texts.instruction), Kind.DOCUMENT: vectors.document}
     sequences = []
     for item in items:
         if isinstance(item.content, str):
-            ids = _fitting(item, _ids(model, item, before[item.kind]), most - frame.tokens, texts)
+            ids = _fitting(item, _ids(model, item, before[item.kind]), most - frame.tokens, most, texts)
             sequences.append(frame.single(ids))
         else:
-            sequences.append(_known(model, item, _fitting(item, item.content, most, texts)))
+            sequences.append(_known(model, item, _fitting(item, item.content, most, most, texts)))
     return sequences
 
 
@@ -204,12 +212,13 @@ def _known(model: Model, item: Item, ids: list[int]) -> list[int]:
     return ids
 
 
-def _fitting(item: Item, ids: list[int], room: int, texts: Texts) -> list[int]:
-    """Its ids, or the first of them where there is no room for all and they may be cut. Raises Refusal."""
+def _fitting(item: Item, ids: list[int], room: int, most: int, texts: Texts) -> list[int]:
+    """Its ids, or the first of them where there is no room for all and they may be cut: what is not theirs of `most`
+    is taken. Raises Refusal."""
     if len(ids) <= room:
         return ids
     if not texts.truncate:
-        raise errors.text_too_long(item.place, len(ids), room, cut=True)
+        raise errors.text_too_long(item.place, len(ids) + most - room, most, cut=True)
     return ids[:room]
 
 
@@ -231,14 +240,17 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
                 rows.append(await _row(request, index))
                 break
             except ReplicaLost:
-                request.gateway.suspects.note(suspect)
+                if request.submitted.get(index, request.losses) == request.losses:  # not one that was known to be gone
+                    request.losses += 1
+                    request.gateway.suspects.note(suspect)
                 if tries == TRIES_MAX:
                     raise errors.replica_lost() from None
             except Rejected as rejected:
                 if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
                     raise rejection(rejected) from None
-            request.streams.pop(index, None)
             request.cached.pop(index, None)  # nothing of what it did reached the client, or is charged
+            if (stream := request.streams.pop(index, None)) is not None:
+                stream.cancel()
         request.checkpoint()
     return np.frombuffer(b"".join(rows), "<f4").reshape(len(rows), -1)
 
@@ -248,6 +260,7 @@ async def submit(request: Embedding, index: int, pooling: Pooling, zero: bool) -
     caller, tokens = request.caller, pack(request.sequences[index])
     scope = scope_of(caller, request.texts.user, zero)
     chosen = await link(request, scope, tokens)
+    request.submitted[index] = request.losses
     request.streams[index] = chosen.submit(
         tokens=tokens,
         scope=scope,
@@ -255,7 +268,7 @@ async def submit(request: Embedding, index: int, pooling: Pooling, zero: bool) -
         max_tokens=1,
         pooling=pooling,
         traceparent=request.span.traceparent,
-        terms=terms_of(caller, zero),
+        terms=terms_of(caller, zero, background=request.options.background),
         deadline_ms=wait_ms(request),
     )
 
@@ -274,7 +287,7 @@ async def _row(request: Embedding, index: int) -> bytes:
     return vector
 
 
-def _answer(request: Embedding, vectors_NH: Floats, pooling: Pooling) -> Answer:
+async def _answer(request: Embedding, vectors_NH: Floats, pooling: Pooling) -> Answer:
     texts, vectors = request.texts, request.vectors
     scores: list[Score] = []
     if pooling is Pooling.SCORE:
@@ -286,7 +299,20 @@ def _answer(request: Embedding, vectors_NH: Floats, pooling: Pooling) -> Answer:
         vectors_NH = _unit(vectors_NH[:, : texts.dimensions])
     elif vectors.normalized:
         vectors_NH = _unit(vectors_NH)
-    return Answer(request.asked.model, request.exchange.request_id, vectors_NH, scores, pooling, request.usage())
+    rows = [] if scores else await _rows(request.asked, vectors_NH)
+    shape = (len(vectors_NH), vectors_NH.shape[1])
+    name, request_id = request.asked.model, request.exchange.request_id
+    return Answer(name, request_id, shape, rows, scores, pooling, request.usage())
+
+
+async def _rows(asked: AskedVectors, vectors_NH: Floats) -> list[msgspec.Raw]:
+    """Each vector as the answer has it, while other requests go on."""
+    rows = []
+    for index, row_H in enumerate(vectors_NH):
+        rows.append(msgspec.Raw(asked.row(row_H)))
+        if index % _WRITTEN == _WRITTEN - 1:
+            await asyncio.sleep(0)
+    return rows
 
 
 def _ordered(values: Sequence[float], best: int | None) -> list[Score]:

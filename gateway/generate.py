@@ -109,6 +109,8 @@ async def answer(
 
 def fits(model: Model, asked: Asked | Count | AskedVectors | AskedBatch | AskedResults) -> bool:
     """Whether the model does what is asked."""
+    if isinstance(asked, AskedBatch | AskedResults):
+        return True  # each request of a batch is read as the model's own bodies are
     if not isinstance(asked, AskedVectors):
         return model.task is Task.GENERATION
     return model.task is Task.EMBEDDINGS or (model.task is Task.CLASSIFICATION and asked.texts.scored)

@@ -181,10 +181,14 @@ class Request:
             thought_tokens=sum(choice.thought_tokens for choice in self.choices),
         )
 
-    def close(self) -> None:
-        """Whatever happened: the replica stops, the reservation is settled, the request is counted. Awaits nothing."""
+    def stop(self) -> None:
+        """Its replica goes no further."""
         if self.stream is not None:
             self.stream.cancel()
+
+    def close(self) -> None:
+        """Whatever happened: the replica stops, the reservation is settled, the request is counted. Awaits nothing."""
+        self.stop()
         conclude(self, self.spent(self.gateway.clock()), self.own_s())
 
 

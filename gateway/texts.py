@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,20 +69,27 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of it: scores, in the order in which they were asked for, or vectors, of which there are none then."""
+    """What came of it: scores, in the order in which they were asked for, or vectors, each in JSON, and their shape."""
 
     model: str  # as the caller named it
     request_id: str
-    vectors_NH: Floats
+    shape: tuple[int, int]
+    rows: list[msgspec.Raw]
     scores: Sequence[Score]
     pooling: Pooling
     usage: Usage
 
 
+def written(row_H: Floats) -> bytes:
+    """A list of numbers, which read as exactly these float32."""
+    return msgspec.json.encode(row_H.tolist())
+
+
 @dataclass(frozen=True, slots=True)
 class AskedVectors:
-    """A request's body, read: which model is asked what, and what writes the answer's body."""
+    """A request's body, read: which model is asked what, what writes the answer's body, and what one vector in it."""
 
     model: str
     texts: Texts
     render: Callable[[Answer], bytes]
+    row: Callable[[Floats], bytes] = written

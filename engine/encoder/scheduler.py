@@ -114,7 +114,7 @@ class TextScheduler:
         assert len(self._flights) < FLIGHTS_MAX
         self._expire()
         chosen = self._choose(self._queue, self._rows_max)
-        if not chosen and not any(self._queue.running):
+        if not chosen:
             chosen = self._choose(self._behind, max(1, self._rows_max // BACKGROUND_PART))
         if not chosen:
             return None

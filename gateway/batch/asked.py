@@ -12,10 +12,11 @@ from msgspec import Meta
 
 from gateway.body import decode, options
 from gateway.errors import Refusal, bad_input
+from gateway.texts import AskedVectors
 from tenants.batches import BATCH_BYTES_MAX, BATCH_ITEMS_MAX
 
 if TYPE_CHECKING:
-    from gateway.reply import Asked, Dialect
+    from gateway.reply import Dialect
 
 REFERENCE_MAX: Final = 512
 _POLL_BYTES_MAX: Final = 256
@@ -109,16 +110,14 @@ def _reference(said: msgspec.Raw | None) -> str | None:
     return reference
 
 
-def _refuse_unqueued(asked: Any) -> "Asked":
+def _refuse_unqueued(asked: Any) -> None:
     """What only has a sense where somebody waits for the answer."""
-    prompt = asked.prompt
-    if prompt.stream:
+    vectors = isinstance(asked, AskedVectors)
+    if not vectors and asked.prompt.stream:
         raise bad_input("'stream' needs somebody who listens; leave it out of a queued request", "stream")
-    within = prompt.options
+    within = asked.texts.options if vectors else asked.prompt.options
     if within is not None and (within.rejectIfBusy or within.requestTimeoutMs is not None):
         raise bad_input("'options': a queued request waits for its turn; leave its time limits out", "options")
-    found: Asked = asked
-    return found
 
 
 def _placed(refusal: Refusal, place: str) -> Refusal:

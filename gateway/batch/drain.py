@@ -11,7 +11,8 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import msgspec
 from cryptography.exceptions import InvalidTag
@@ -20,6 +21,7 @@ from gateway import errors
 from gateway.batch.vault import Kept, Vault
 from gateway.catalogue import Model
 from gateway.edge import Origin
+from gateway.embed import Embedding, embed
 from gateway.errors import Refusal
 from gateway.exchange import Exchange, Message, Patience
 from gateway.generate import serve
@@ -27,7 +29,7 @@ from gateway.options import RunOptions
 from gateway.prompt import SEED_BITS
 from gateway.reply import Asked, Dialect
 from gateway.request import Gateway, Request, report
-from gateway.tasks import Task
+from gateway.texts import AskedVectors
 from tenants.accounts import Caller, Suspended, UnknownToken
 from tenants.batches import Batches, BatchItem, BatchStatus, Waiting
 from tenants.quota import AlreadyRecorded
@@ -44,6 +46,8 @@ CLAIM: Final = 16  # at once, all of one account: then others have their turn
 TRIES_MAX: Final = 5
 AGAIN_S: Final = 1.0
 SUSPENDED_S: Final = 60.0
+
+Work = Callable[[], Awaitable[None]]
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +83,7 @@ class Drain:
         self._batches = batches
         self._vault = vault
         self._dialect = dialect  # of `/ai/run`
-        self._models = [model for model in gateway.catalogue if model.task is Task.GENERATION]
+        self._models = list(gateway.catalogue)
         self._claimed: dict[str, tuple[BatchItem, _Unattended]] = {}
         self._stopped = False
         self.running = Counter({model.name: 0 for model in self._models})
@@ -182,11 +186,11 @@ class Drain:
             await self._batches.close(item.account_id, item.batch_id, BatchStatus.FAILED)
             return
         try:
-            request, reply = self._request(item, model, caller, kept, exchange)
+            request, work = self._request(item, model, caller, kept, exchange)
         except Refusal as refusal:
             await self._batches.end(item, False, safe.seal_result(item.place, _failed(kept, refusal)), None)
             return
-        refusal_met = await self._serve(request, reply)
+        refusal_met = await self._serve(request, work)
         if refusal_met is not None and _passing(refusal_met):
             self._let_go(request)
             await self._batches.put_back([item], float(refusal_met.retry_after_s or AGAIN_S))
@@ -196,8 +200,8 @@ class Drain:
 
     def _request(
         self, item: BatchItem, model: Model, caller: Caller, kept: Kept, exchange: _Unattended
-    ) -> tuple[Request, Any]:
-        """Raises Refusal where it may not run, or not any more."""
+    ) -> tuple[Request | Embedding, Work]:
+        """The request and what serves it. Raises Refusal where it may not run, or not any more."""
         regions, region = caller.account.settings.regions, self._gateway.limits.region
         if not caller.grant.serves(model.name):
             raise errors.model_not_permitted(model.name)
@@ -207,14 +211,19 @@ class Drain:
             raise errors.tried_in_vain(TRIES_MAX)
         asked = self._dialect.read(kept.body, b"", model.name, secrets.randbits(SEED_BITS))
         options = RunOptions(tags=kept.tags, metadata=kept.metadata, background=True)
+        if isinstance(asked, AskedVectors):
+            embedding = Embedding(self._gateway, exchange, caller, model, asked, options)
+            return embedding, partial(embed, embedding, zero=False)
+        assert isinstance(asked, Asked), "a batch is of requests for text or vectors"
         request = Request(self._gateway, exchange, caller, model, asked.prompt, options)
-        return request, asked.reply(model.name, item.request_id, int(self._gateway.calendar()))
+        reply = asked.reply(model.name, item.request_id, int(self._gateway.calendar()))
+        return request, partial(serve, request, reply, zero=False)
 
-    async def _serve(self, request: Request, reply: Any) -> Refusal | None:
+    async def _serve(self, request: Request | Embedding, work: Work) -> Refusal | None:
         """What it was refused for, or what ended it."""
         try:
             async with request.exchange.attended():
-                await serve(request, reply, zero=False)
+                await work()
             request.outcome = "done"
         except Refusal as refusal:
             request.outcome = refusal.kind
@@ -231,17 +240,15 @@ class Drain:
             return errors.internal()
         return None
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: Request | Embedding) -> None:
         """It will run again, under the same id: its hold is for that."""
-        if request.stream is not None:
-            request.stream.cancel()
+        request.stop()
         if request.reservation is not None:
             self._gateway.quota.forget(request.reservation)
 
-    async def _end(self, item: BatchItem, request: Request, succeeded: bool, sealed: bytes) -> None:
+    async def _end(self, item: BatchItem, request: Request | Embedding, succeeded: bool, sealed: bytes) -> None:
         """Until the store has it: nobody else would know that it was done."""
-        if request.stream is not None:
-            request.stream.cancel()
+        request.stop()
         spent = request.spent(self._gateway.clock())
         record: UsageRecord | None = None
         if request.reservation is not None:

@@ -13,7 +13,7 @@ from gateway.errors import bad_input
 from gateway.options import Within
 from gateway.prompt import ShortText, TokenId
 from gateway.reply import enveloped
-from gateway.texts import Answer, AskedVectors, Floats, Item, Kind, Texts
+from gateway.texts import Answer, AskedVectors, Floats, Item, Kind, Texts, written
 
 TEXTS_MAX: Final = 100
 INPUTS_MAX: Final = 2048  # of OpenAI's, whose libraries send so many at once
@@ -127,8 +127,7 @@ def _response(answer: Answer) -> bytes:
 
 
 def _shown(name: str, answer: Answer) -> dict[str, Any]:
-    vectors_NH = answer.vectors_NH
-    shown = {"shape": list(vectors_NH.shape), name: vectors_NH.tolist(), "pooling": answer.pooling}
+    shown = {"shape": answer.shape, name: answer.rows, "pooling": answer.pooling}
     return {**shown, "usage": answer.usage.fields()}
 
 
@@ -151,8 +150,7 @@ class OpenAI:
         """Raises Refusal."""
         asked = decode(body, _openai_decoder)
         texts = Texts(items=_inputs(asked.input), dimensions=asked.dimensions, user=asked.user)
-        packed = asked.encoding_format == "base64"
-        return AskedVectors(asked.model, texts, lambda answer: _listed(answer, packed))
+        return AskedVectors(asked.model, texts, _listed, _packed if asked.encoding_format == "base64" else written)
 
 
 def _inputs(said: str | Sequence[str | int | list[int]]) -> list[Item]:
@@ -169,10 +167,9 @@ def _inputs(said: str | Sequence[str | int | list[int]]) -> list[Item]:
     return found
 
 
-def _listed(answer: Answer, packed: bool) -> bytes:
+def _listed(answer: Answer) -> bytes:
     """OpenAI's list of embeddings."""
-    rows = [_packed(row) for row in answer.vectors_NH] if packed else answer.vectors_NH.tolist()
-    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(answer.rows)]
     return _encode({"object": "list", "data": data, "model": answer.model, "usage": input_usage(answer)})
 
 
@@ -183,6 +180,6 @@ def input_usage(answer: Answer) -> dict[str, Any]:
     return told
 
 
-def _packed(row_H: Floats) -> str:
-    """float32, little-endian, as OpenAI's libraries unpack it."""
-    return base64.b64encode(row_H.astype("<f4").tobytes()).decode()
+def _packed(row_H: Floats) -> bytes:
+    """A text that holds float32, little-endian, as OpenAI's libraries unpack it."""
+    return b'"' + base64.b64encode(row_H.astype("<f4").tobytes()) + b'"'

@@ -44,8 +44,9 @@ def test_a_steps_texts_come_by_length() -> None:
     assert [len(text) for text in sim.steps[0]] == [2, 4, 7, 9]
 
 
-def test_accounts_share_steps_by_their_weight() -> None:
-    sim = Simulation(step_tokens=30, sequences=100, waiting=1000)
+@pytest.mark.parametrize("sequences", [1, 100])
+def test_accounts_share_steps_by_their_weight(sequences: int) -> None:
+    sim = Simulation(step_tokens=30, sequences=sequences, waiting=1000)
     for id in range(60):
         sim.submit(id, [1] * 10, ACCOUNTS[0])
         sim.submit(100 + id, [2] * 10, ACCOUNTS[1], terms=Terms(weight=2.0))

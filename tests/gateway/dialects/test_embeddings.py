@@ -346,6 +346,7 @@ async def test_a_lost_replicas_texts_go_to_another_one_and_are_charged_once(tmp_
         await gateway.settled()
         (record,) = await gateway.records()
         assert record.prompt_tokens == sum(len(ids_of(text)) for text in texts)
+        assert (await gateway.run(text=texts)).status == 200, "one crash is one, however many texts it lost"
 
 
 @looped
@@ -397,3 +398,43 @@ async def test_the_catalogue_says_what_the_model_takes_and_gives(tmp_path: Path)
         assert {price["unit"] for price in properties["price"]} == {"per M input tokens", "per M cached input tokens"}
         schema = (await gateway.call(f"/ai/models/schema?model={MODEL}", b"", "GET")).json["result"]
         assert "contexts" in schema["input"]["properties"]
+
+
+@looped
+async def test_queued_texts_run_in_the_background_and_are_charged_at_the_batch_price(tmp_path: Path) -> None:
+    async with vectors(tmp_path) as gateway:
+        requests = [{"text": "one"}, {"text": ["two", "three"], "external_reference": "mine"}, {"text": LONG}]
+        queued = await gateway.call(f"{gateway.run_path}?queueRequest=true", {"requests": requests})
+        request_id = result(queued)["request_id"]
+
+        async def ended() -> dict[str, Any]:
+            while True:
+                found: dict[str, Any] = result(await gateway.call(gateway.run_path, {"request_id": request_id}))
+                if "responses" in found:
+                    return found
+                await asyncio.sleep(0.05)
+
+        async with asyncio.timeout(10):
+            found = await ended()
+        one, two, long = found["responses"]
+        assert np.allclose(one["result"]["data"][0], expected("one"), atol=1e-6)
+        assert two["result"]["shape"] == [2, WIDTH]
+        assert two["external_reference"] == "mine"
+        assert (long["success"], long["errors"][0]["code"]) == (False, 3030)
+        assert all(submit.terms.background for submit in gateway.fleet.submits)
+        done = [record for record in await gateway.records() if record.outcome == "done"]
+        assert sum(record.prompt_tokens for record in done) == found["usage"]["prompt_tokens"]
+        price = next(iter(gateway.app._gateway.catalogue)).batch_price
+        assert sum(record.neurons for record in done) == pytest.approx(
+            sum(record.prompt_tokens for record in done) * price.input / 1e6
+        )
+
+
+@looped
+async def test_a_queued_request_that_is_wrong_is_named_with_its_place(tmp_path: Path) -> None:
+    async with vectors(tmp_path) as gateway:
+        for wrong, said in (({"text": []}, "requests[1].text"), ({"text": "a", "options": {"rejectIfBusy": True}}, "")):
+            body = {"requests": [{"text": "fine"}, wrong]}
+            refused = await gateway.call(f"{gateway.run_path}?queueRequest=true", body)
+            assert (refused.status, refused.code) == (400, 5006)
+            assert said in refused.message
