@@ -151,6 +151,7 @@ async def test_a_session_id_of_another_account_is_another_session(tmp_path: Path
             said = {"authorization": f"Bearer {token}", "x_session_affinity": "ses_1"}
             assert (await called(gateway, "native", **said)).status == 200
             homes.add(next(i for i, count in enumerate(_homes(gateway)) if count > before[i]))
+            await _idle(gateway)
         assert len(homes) > 1
         assert (await called(gateway, "native", x_session_affinity="s" * 257)).status == 400
 
