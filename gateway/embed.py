@@ -55,7 +55,7 @@ class Embedding:
         self.texts = asked.texts
         self.options = options
         self.vectors: Vectors = model.vectors
-        self.span: Span = gateway.traces.begin(model.name, exchange.headers)
+        self.span: Span = gateway.traces.begin(model.name, exchange.headers, "embeddings")
         self.reservation: Reservation | None = None
         self.streams: dict[int, Stream] = {}  # by the index of the sequence that is at a replica,
         self.submitted: dict[int, int] = {}  # and after how many lost replicas it was sent there

@@ -62,18 +62,18 @@ class Traces:
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
             self._tracer = self._provider.get_tracer("hearth.gateway")
 
-    def begin(self, model: str, headers: Mapping[bytes, bytes]) -> Span:
-        """A request's span, below the caller's where its headers name one."""
+    def begin(self, model: str, headers: Mapping[bytes, bytes], operation: str = "chat") -> Span:
+        """A request's span, below the caller's where its headers name one; the operation is a GenAI convention's."""
         given = headers.get(b"traceparent", b"").decode("latin-1")
         parent = given if _TRACEPARENT.fullmatch(given) else ""
         if self._provider is None:
             return Span(None, parent)
         span = self._tracer.start_span(
-            f"chat {model}",
+            f"{operation} {model}",
             context=_propagator.extract({"traceparent": parent}),
             kind=trace.SpanKind.SERVER,
             attributes={
-                "gen_ai.operation.name": "chat",
+                "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "hearth",
                 "gen_ai.request.model": model,
                 "gen_ai.response.model": model,

@@ -10,8 +10,10 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from gateway import traces as module
+from gateway.config import ModelConfig
 from gateway.traces import Traces
 from tenants.quota import Spent
+from tests import minilm
 from tests.gateway.served import looped, served
 from tests.gateway.stub_replica import MODEL
 
@@ -46,6 +48,22 @@ async def test_a_request_is_one_span_with_genai_names_and_no_content(tmp_path: P
     assert "secret" not in span.to_json()
     assert span.context is not None
     assert seen == f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01"
+
+
+@looped
+async def test_a_request_for_vectors_is_one_span_whatever_its_texts(tmp_path: Path) -> None:
+    exporter = InMemorySpanExporter()
+    entry = ModelConfig(name=MODEL, folder=str(minilm.folder()))
+    async with served(tmp_path, traces=Traces(exporter), models=[entry]) as gateway:
+        await gateway.call(gateway.run_path, {"text": ["one", "two"]}, traceparent=PARENT)
+        await gateway.settled()
+        seen = {submit.traceparent for submit in gateway.fleet.submits}
+    (span,) = exporter.get_finished_spans()
+    assert span.name == f"embeddings {MODEL}"
+    assert attributes(span)["gen_ai.operation.name"] == "embeddings"
+    assert attributes(span)["gen_ai.usage.input_tokens"] == 6
+    assert span.context is not None
+    assert seen == {f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01"}
 
 
 @looped
