@@ -10,6 +10,7 @@ from typing import Any
 from tests.conformance.row import Row
 
 UNSERVED = {(404, 7000), (404, 7003), (405, 7001)}
+FILE = ("file.txt", b"text")
 _HELPERS = re.compile("^(_|with_)")
 # Opens a WebSocket later; reads a webhook; works on files or answers first; or breaks within the SDK.
 _LOCAL = re.compile(
@@ -83,9 +84,8 @@ def _ask(call: Callable[..., Any], known: dict[str, Any]) -> None:
     except TypeError as error:
         if (choices := _ONE_OF.search(str(error))) is None:
             raise
-        called = call(
-            **arguments, **{name: "x" for name in re.findall(r"'(\w+)'", choices[1]) if name not in arguments}
-        )
+        missing = set(re.findall(r"'(\w+)'", choices[1])) - arguments.keys()
+        called = call(**arguments, **{name: FILE if name == "audio_sample" else "x" for name in missing})
     if hasattr(called, "__enter__"):
         called.__enter__()
     elif hasattr(called, "__next__"):
@@ -118,8 +118,8 @@ def _arguments(call: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any
 
 def _sample(annotation: str) -> Any:
     """Something of the kind, for no argument is looked at before the path is."""
-    if re.search("FileTypes|FileContent|PathLike|params.Video$|Video$", annotation):
-        return ("file.txt", b"text")
+    if re.search("FileTypes|FileContent|PathLike|Video$", annotation):
+        return [FILE] if annotation.startswith("Iterable") else FILE
     if re.match(r"(SequenceNotStr|Iterable|List|list|Sequence)\[", annotation):
         return []
     if re.match(r"(Dict|dict|Mapping)\[", annotation) or "TypedDict" in annotation or annotation.endswith("Param"):

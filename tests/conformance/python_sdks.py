@@ -155,6 +155,12 @@ def responded_parsed(client: openai.OpenAI, at: Target) -> None:
     assert isinstance(said.output_parsed, Weather)
 
 
+def response_counted(client: openai.OpenAI, at: Target) -> None:
+    said = client.responses.input_tokens.count(model=at.model, input="Hello!")
+    whole = client.responses.create(model=at.model, input="Hello!", max_output_tokens=16)
+    assert said.input_tokens == whole.usage.input_tokens
+
+
 def embedded(client: openai.OpenAI, at: Target) -> None:
     """The SDK asks for base64 and decodes it, unless told otherwise."""
     texts = ["a cat", "a kitten", "a tax form"]
@@ -192,7 +198,9 @@ OPENAI: list[tuple[str, str, Case]] = [
     ("responses.create", "tools, two turns", responded_tools),
     ("responses.stream", "", responded_helper),
     ("responses.parse", "", responded_parsed),
+    ("responses.input_tokens.count", "", response_counted),
     ("beta.responses.create", "", responded),
+    ("beta.responses.input_tokens.count", "", lambda client, at: response_counted(client.beta, at)),
     ("embeddings.create", "", embedded),
     ("models.list", "", models_listed),
     ("models.retrieve", "", model_retrieved),

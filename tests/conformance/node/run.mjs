@@ -159,6 +159,14 @@ const OPENAI = [
   ["responses.create", "tools, two turns", responses.tools],
   ["responses.stream", "", responses.helper],
   ["responses.parse", "", responses.parsed],
+  ...["", "beta."].map((prefix) => [
+    `${prefix}responses.inputTokens.count`,
+    "",
+    async () => {
+      const { inputTokens } = (prefix ? openai.beta : openai).responses;
+      assert.ok((await inputTokens.count({ model: MODEL, input: "Hello!" })).input_tokens > 0);
+    },
+  ]),
   [
     "beta.responses.create",
     "",
