@@ -34,6 +34,7 @@ from gateway.texts import AskedVectors
 from gateway.underway import LONG_TEXT_CHARS, TRIES_MAX, link, rejection, reserve, wait_ms
 from tenants.accounts import Caller
 from tenants.quota import Demand
+from tenants.store import StoreUnavailable
 
 THOUGHT_TOKENS_MAX: Final = 16  # of a prompt, in which "<think>" and some line breaks behind it are
 
@@ -50,6 +51,9 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
         body = await exchange.body(gateway.limits.body_bytes_max)
         work = partial(answer, gateway, exchange, caller, dialect, named, body, zero)
         await (work() if key is None else gateway.repeats.answer(exchange, caller, key, body, work))
+    except StoreUnavailable as problem:
+        gateway.outage.begin(problem)
+        raise errors.store_unavailable() from None
     finally:
         if zero:
             gateway.residue.leave()
@@ -63,13 +67,7 @@ async def answer(
     model = gateway.catalogue.find(asked.model)
     if model is None:
         raise errors.no_such_model(asked.model)
-    if not caller.grant.serves(model.name):
-        raise errors.model_not_permitted(model.name)
-    if model.ends_on is not None and model.ended(datetime.fromtimestamp(gateway.calendar(), UTC).date()):
-        raise errors.deprecated(asked.model, model.ends_on)
-    regions = caller.account.settings.regions
-    if regions and gateway.limits.region not in regions:
-        raise errors.wrong_region(gateway.limits.region, regions)
+    admit(gateway, caller, model, asked.model)
     if not fits(model, asked):
         raise errors.wrong_task(model.name, model.task)
     if isinstance(asked, AskedBatch | AskedResults):
@@ -105,6 +103,17 @@ async def answer(
         raise
     finally:
         request.close()
+
+
+def admit(gateway: Gateway, caller: Caller, model: Model, named: str) -> None:
+    """Raises Refusal where the caller may not have this model, by this name, served here and now."""
+    if not caller.grant.serves(model.name):
+        raise errors.model_not_permitted(model.name)
+    if model.ends_on is not None and model.ended(datetime.fromtimestamp(gateway.calendar(), UTC).date()):
+        raise errors.deprecated(named, model.ends_on)
+    regions = caller.account.settings.regions
+    if regions and gateway.limits.region not in regions:
+        raise errors.wrong_region(gateway.limits.region, regions)
 
 
 def fits(model: Model, asked: Asked | Count | AskedVectors | AskedBatch | AskedResults) -> bool:

@@ -68,14 +68,11 @@ class Repeats:
     async def answer(
         self, exchange: Exchange, caller: Caller, key: bytes, body: bytes, serve: Callable[[], Awaitable[None]]
     ) -> None:
-        """Lets `serve` answer, or answers as it did before. Raises Refusal, also for a key with another request, and
-        ClientGone."""
+        """Lets `serve` answer, or answers as it did before. Raises Refusal, also for a key with another request,
+        ClientGone, and StoreUnavailable before anything is served."""
         asker, account_id = f"{caller.token_id} {exchange.path}", caller.account.id
         asked = exchange.query + b"\n" + body
-        try:
-            claimed = await self._once.claim(account_id, asker, key.decode("latin-1"), asked, self._lifetime_s)
-        except StoreUnavailable:
-            raise errors.store_unavailable() from None
+        claimed = await self._once.claim(account_id, asker, key.decode("latin-1"), asked, self._lifetime_s)
         if isinstance(claimed, bytes):
             await _replay(exchange, msgspec.msgpack.decode(claimed, type=_Answer))
             return
