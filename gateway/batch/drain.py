@@ -24,7 +24,7 @@ from gateway.edge import Origin
 from gateway.embed import Embedding, embed
 from gateway.errors import Refusal
 from gateway.exchange import Exchange, Message, Patience
-from gateway.generate import serve
+from gateway.generate import admit, serve
 from gateway.options import RunOptions
 from gateway.prompt import SEED_BITS
 from gateway.reply import Asked, Dialect
@@ -45,6 +45,7 @@ BACKGROUND_MAX: Final = 128  # and at one replica, of all gateways together
 CLAIM: Final = 16  # at once, all of one account: then others have their turn
 TRIES_MAX: Final = 5
 AGAIN_S: Final = 1.0
+ELSEWHERE: Final = "wrong_region"  # a gateway that may serve it took the batch in, and will take it up
 SUSPENDED_S: Final = 60.0
 
 Work = Callable[[], Awaitable[None]]
@@ -188,7 +189,10 @@ class Drain:
         try:
             request, work = self._request(item, model, caller, kept, exchange)
         except Refusal as refusal:
-            await self._batches.end(item, False, safe.seal_result(item.place, _failed(kept, refusal)), None)
+            if refusal.kind == ELSEWHERE:
+                await self._batches.put_back([item], AGAIN_S)
+            else:
+                await self._batches.end(item, False, safe.seal_result(item.place, _failed(kept, refusal)), None)
             return
         refusal_met = await self._serve(request, work)
         if refusal_met is not None and _passing(refusal_met):
@@ -202,11 +206,7 @@ class Drain:
         self, item: BatchItem, model: Model, caller: Caller, kept: Kept, exchange: _Unattended
     ) -> tuple[Request | Embedding, Work]:
         """The request and what serves it. Raises Refusal where it may not run, or not any more."""
-        regions, region = caller.account.settings.regions, self._gateway.limits.region
-        if not caller.grant.serves(model.name):
-            raise errors.model_not_permitted(model.name)
-        if regions and region not in regions:
-            raise errors.wrong_region(region, regions)
+        admit(self._gateway, caller, model, model.name)
         if item.tries > TRIES_MAX:
             raise errors.tried_in_vain(TRIES_MAX)
         asked = self._dialect.read(kept.body, b"", model.name, secrets.randbits(SEED_BITS))

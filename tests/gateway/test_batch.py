@@ -5,7 +5,7 @@ import json
 import sqlite3
 import time
 from contextlib import closing
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +351,37 @@ async def test_a_revoked_token_ends_its_batches(tmp_path: Path) -> None:
         world.app._drain._stopped = False
         result = await ended(world, request_id)
         assert (result["status"], result["responses"]) == (BatchStatus.FAILED, [])
+        assert await world.records() == []
+
+
+@looped
+async def test_a_gateway_of_another_region_leaves_it_to_those_that_may_serve_it(tmp_path: Path) -> None:
+    async with served(tmp_path, region="eu") as world:
+        world.app._drain.stop()
+        request_id = await submit(world, 2)
+        settings = Settings(regions=("us",))
+        await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=settings))
+        world.app._drain._stopped = False
+        await asyncio.sleep(0.3)
+        await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=Settings()))
+        result = await ended(world, request_id)
+        assert all(one["success"] for one in result["responses"])
+
+
+@looped
+async def test_a_model_that_ends_meanwhile_fails_what_is_left(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        world.app._drain.stop()
+        request_id = await submit(world, 2)
+        model = world.app._gateway.catalogue.find(MODEL)
+        assert model is not None
+        object.__setattr__(model, "ends_on", date(2020, 1, 1))
+        world.app._drain._stopped = False
+        async with asyncio.timeout(5):
+            while (await state(world, request_id))["status"] != "done":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        found = (await state(world, request_id))["requests"]
+        assert (found["succeeded"], found["failed"]) == (0, 2)
         assert await world.records() == []
 
 
