@@ -189,6 +189,10 @@ def toolbox(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     whole = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    names = [tool["function"]["name"] for tool in whole]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise bad_input(f"'tools[{i}]': {name!r} is there twice; give each tool a name of its own", f"tools[{i}]")
     if len(msgspec.json.encode(whole)) > TOOLS_BYTES_MAX:
         raise bad_input(f"'tools' has more than {TOOLS_BYTES_MAX} bytes; shorten the schemas", "tools")
     return whole

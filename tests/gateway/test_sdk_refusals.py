@@ -50,6 +50,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": [RAIN] * 129}, "tools", "at most 128"),
     ({"tools": [{"name": "a b"}]}, "tools[0].name", "A-Za-z0-9"),
+    ({"tools": [RAIN, {"name": "rain"}]}, "tools[1]", "'rain' is there twice"),
     ({"tools": [{"type": "function"}]}, "tools[0]", "either 'function' or 'name'"),
     ({"tools": [{"name": "f", "parameters": DEEP}]}, "tools[0].parameters", "flatten"),
     ({"tool_choice": "perhaps"}, "tool_choice", "auto, none, required"),
