@@ -125,7 +125,7 @@ def events_us(model: Model, dialect: Dialect, named: str | None, body: dict[str,
     steps = [Step(0, [id]) for id in model.text.encode_prompt(prose)[:EVENTS]]
     best = float("inf")
     for _ in range(9):
-        choice, reply = Choice(model, asked.prompt), asked.reply(model.name, "0" * 36, 1_800_000_000)
+        choice, reply = Choice(model, asked.prompt, False), asked.reply(model.name, "0" * 36, 1_800_000_000)
         reply.begin(5, 0)
         began = time.process_time()
         for step in steps:
@@ -141,7 +141,7 @@ def events() -> None:
     prose = "The quick brown fox jumps over the lazy dog, again and again: größer, 東京. " * 400
     document = json.dumps([{"name": "fox", "over": ["dog", "lazy"], "times": 7}] * 400)
     chat = {"model": model.name, "messages": USER}
-    forms = {
+    forms: dict[str, tuple[Dialect, str | None, dict[str, Any]]] = {
         "native": (Native(), model.name, {"messages": USER}),
         "chat": (Chat(), None, chat),
         "responses": (Responses(), None, {"model": model.name, "input": "hi"}),
