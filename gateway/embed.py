@@ -178,7 +178,7 @@ async def encode(request: Embedding, zero: bool) -> list[list[int]]:
 def _encode(model: Model, vectors: Vectors, texts: Texts, most: int) -> list[list[int]]:
     frame, items = model.text.frame, texts.items
     if Pooling.SCORE in vectors.poolings:
-        query, *others = [_ids(model, item, "") for item in items]
+        query, *others = [_ids(model, item, "", most, texts) for item in items]
         room = most - frame.pair_tokens - len(query)
         if room < 1:
             raise errors.text_too_long("query", len(query) + frame.pair_tokens, most, cut=False)
@@ -188,15 +188,19 @@ def _encode(model: Model, vectors: Vectors, texts: Texts, most: int) -> list[lis
     sequences = []
     for item in items:
         if isinstance(item.content, str):
-            ids = _fitting(item, _ids(model, item, before[item.kind]), most - frame.tokens, most, texts)
+            ids = _fitting(item, _ids(model, item, before[item.kind], most, texts), most - frame.tokens, most, texts)
             sequences.append(frame.single(ids))
         else:
             sequences.append(_known(model, item, _fitting(item, item.content, most, most, texts)))
     return sequences
 
 
-def _ids(model: Model, item: Item, before: str) -> list[int]:
+def _ids(model: Model, item: Item, before: str, most: int, texts: Texts) -> list[int]:
+    """What cannot fit, and may not be cut, is not encoded at all."""
     assert isinstance(item.content, str)
+    longest = model.text.token_bytes_max
+    if longest and not texts.truncate and len(item.content) > most * longest:
+        raise errors.text_too_long(item.place, len(item.content) // longest, most, cut=True)
     try:
         return model.text.encode_text(before + item.content)
     except TextError as error:

@@ -92,6 +92,8 @@ def context_of(document: Mapping[str, Any]) -> int:
 def read_vectors(folder: Path, document: Mapping[str, Any], entry: ModelConfig, task: Task) -> Vectors | None:
     """How the folder's model gives vectors; None where it writes text. Raises FolderError."""
     if task is Task.GENERATION:
+        if is_encoder(document):
+            raise FolderError(f"{folder} reads whole texts and writes none: its task is {Task.EMBEDDINGS}")
         return None
     tokens_max = min(context_of(document), entry.context_tokens or context_of(document))
     if task is Task.CLASSIFICATION:

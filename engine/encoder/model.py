@@ -15,8 +15,10 @@ from typing import Final, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.batch import Int32s
 from engine.encoder.config import EncoderConfig
 from engine.encoder.packed import POOLINGS, Texts
 from engine.weights.storage import Activation, Dense
@@ -189,7 +191,7 @@ class Encoder:
         weight_H, bias_H = norm_2H
         return torch.nn.functional.layer_norm(x_TH, weight_H.shape, weight_H, bias_H, self._config.norm_epsilon)
 
-    def _there(self, index: "np.typing.NDArray[np.integer]") -> Tensor:
+    def _there(self, index: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(index.astype(np.int64)).to(self._device, non_blocking=True)
 
 
@@ -224,7 +226,7 @@ def _groups(lengths: list[int], dtype: torch.dtype, device: torch.device) -> Ite
         yield _Group(len(lengths_S), length, rows_F, kept_T, mask_S1LL)
 
 
-def _types(texts: Texts) -> "np.typing.NDArray[np.int32]":
+def _types(texts: Texts) -> Int32s:
     """1 for tokens of a text's second part. Its two parts end with the same control token, which is in neither."""
     types_T = np.zeros_like(texts.tokens_T)
     for first, last in pairwise(texts.starts_S1.tolist()):

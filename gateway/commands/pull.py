@@ -26,7 +26,7 @@ _TEACHING = """\
 examples:
   hearth pull Qwen/Qwen3-0.6B                          then call @hf/Qwen/Qwen3-0.6B
   hearth pull meta-llama/Llama-3.2-1B-Instruct         gated: accept its terms on the hub and set HF_TOKEN
-  hearth pull BAAI/bge-m3                              vectors; bge rerankers score pairs of texts
+  hearth pull BAAI/bge-base-en-v1.5                    vectors; bge's rerankers score pairs of texts
   hearth pull org/model --revision v2
 
 Served are Llama 2/3, Mistral, Qwen2 and Qwen3 (dense), and for vectors BERT, RoBERTa and XLM-RoBERTa, with weights as

@@ -69,8 +69,10 @@ def test_the_operators_word_has_precedence(tmp_path: Path) -> None:
     assert vectors.tokens_max == 100
 
 
-def test_models_of_text_give_no_vectors(tmp_path: Path) -> None:
+def test_models_of_text_give_no_vectors_and_encoders_no_text(tmp_path: Path) -> None:
     assert read_vectors(tmp_path, QWEN, entry(), Task.GENERATION) is None
+    with pytest.raises(FolderError, match="its task is Text Embeddings"):
+        read_vectors(tmp_path, BERT, entry(task="Text Generation"), Task.GENERATION)
 
 
 def test_minilm_is_read_as_it_is() -> None:
