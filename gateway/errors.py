@@ -28,6 +28,8 @@ ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
     413: "request_too_large",
     422: "invalid_request_error",
     429: "rate_limit_error",

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from gateway import errors
-from gateway.errors import Refusal, envelope, openai_envelope
+from gateway.errors import Refusal, anthropic_envelope, envelope, openai_envelope
 
 ID = "00000000-0000-4000-8000-000000000000"
 
@@ -46,6 +46,25 @@ def test_types_follow_the_status() -> None:
     }
     for refusal, kind in kinds.items():
         assert json.loads(openai_envelope(refusal, ID))["error"]["type"] == kind
+
+
+def test_anthropics_paths_have_its_types_and_say_more_in_the_details() -> None:
+    kinds = {
+        errors.bad_input("x"): "invalid_request_error",
+        errors.unauthenticated(): "authentication_error",
+        errors.foreign_account(): "permission_error",
+        errors.no_route("/v1/x"): "not_found_error",
+        errors.timed_out(1): "timeout_error",
+        errors.busy(): "rate_limit_error",
+        errors.crashes(10): "invalid_request_error",
+        errors.internal(): "api_error",
+        errors.draining(): "overloaded_error",
+    }
+    for refusal, kind in kinds.items():
+        body = json.loads(anthropic_envelope(refusal, ID))
+        assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", kind, ID)
+        assert body["error"]["details"] == {"error_code": refusal.kind}
+        assert body["errors"][0]["code"] == refusal.code
 
 
 def test_every_429_and_503_says_when_to_come_back() -> None:
