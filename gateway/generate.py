@@ -22,7 +22,7 @@ from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange
 from gateway.fleet import Rejected, ReplicaLost, Step, Stream, pack
 from gateway.held import held, refusal
-from gateway.options import run_options
+from gateway.options import refuse_options, run_options
 from gateway.privacy import scope_of, terms_of, zero_retention
 from gateway.prompt import SEED_BITS, Prompt
 from gateway.reply import Asked, Count, Dialect, Reply
@@ -73,6 +73,7 @@ async def answer(
     if isinstance(asked, AskedBatch | AskedResults):
         await gateway.desk.answer(exchange, caller, model, asked, zero)
         return
+    refuse_options(exchange.query)
     options = run_options(exchange.headers, exchange.query)
     request: Request | Embedding
     if isinstance(asked, AskedVectors):

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.body import asked_in, fields
+from gateway.body import asked_in, fields, options
 from gateway.errors import bad_input
 
 TAGS_MAX: Final = 5
@@ -88,6 +88,14 @@ def run_options(headers: Mapping[bytes, bytes], query: bytes) -> RunOptions:
         metadata=_metadata(headers.get(b"cf-aig-metadata")),
         session=_session(headers.get(b"x-session-affinity", b"")),
     )
+
+
+def refuse_options(query: bytes) -> None:
+    """Raises Refusal for run options that a call which is answered at once cannot have."""
+    said = options(query) if query else {}
+    for name in ("queueRequest", "websocket", "returnRawResponse"):
+        if said.get(name, "") not in ("false", "0", ""):
+            raise bad_input(f"the option '{name}' is not supported here; leave it out", name)
 
 
 def _least(one: int | None, other: int | None) -> int | None:

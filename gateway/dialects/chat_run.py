@@ -11,7 +11,7 @@ from msgspec import Meta
 from gateway import reply, sse
 from gateway.body import decode
 from gateway.dialects import chat, completions
-from gateway.dialects.running import given, refuse_options
+from gateway.dialects.running import given
 from gateway.errors import bad_input
 from gateway.options import Within
 from gateway.prompt import Messages, ShortText, same_model
@@ -43,7 +43,6 @@ class ChatRun:
         found = given(asked.prompt, asked.messages, asked.raw)
         if asked.tools and asked.prompt is not None:
             raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
-        refuse_options(query)
         prompt = chat.prompt_of(asked, found, drawn_seed, asked.options)
 
         def answer(model: str, id: str, taken: int) -> reply.Reply:

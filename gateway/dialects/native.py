@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from gateway import sse
 from gateway.body import decode
-from gateway.dialects.running import given, refuse_lora, refuse_options
+from gateway.dialects.running import given, refuse_lora
 from gateway.dialects.sampled import Sampled, constraint_of, sampling
 from gateway.errors import Refusal, bad_input, envelope
 from gateway.options import Within
@@ -69,10 +69,9 @@ class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
 _decoder: Final = msgspec.json.Decoder(Input)
 
 
-def prompt_of(asked: Input, query: bytes, drawn_seed: int) -> Prompt:
+def prompt_of(asked: Input, drawn_seed: int) -> Prompt:
     """What a body of `/ai/run` asks for. Raises Refusal."""
     _refuse_unserved(asked)
-    refuse_options(query)
     found = given(asked.prompt, asked.messages, asked.raw)
     if asked.tools and asked.messages is None:
         raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
@@ -199,5 +198,5 @@ class Native:
         assert model is not None, "the path names the model"
         asked = decode(body, _decoder)
         same_model(asked.model, model)
-        prompt = prompt_of(asked, query, drawn_seed)
+        prompt = prompt_of(asked, drawn_seed)
         return Asked(model, prompt, lambda *_: Reply(self._paddings, document=prompt.json))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway import errors
-from gateway.body import options
 from gateway.errors import bad_input
 from gateway.prompt import Message, chat
 
@@ -29,14 +28,6 @@ def given(prompt: str | None, messages: list[Message] | None, raw: bool | None) 
     if raw and messages is not None:
         raise bad_input("'raw' skips the chat template and goes with 'prompt' only; leave it out", "raw")
     return Given(prompt, None if messages is None else chat(messages), bool(raw))
-
-
-def refuse_options(query: bytes) -> None:
-    """Raises Refusal for run options that are not served."""
-    said = options(query) if query else {}
-    for name in ("queueRequest", "websocket", "returnRawResponse"):
-        if said.get(name, "") not in ("false", "0", ""):
-            raise bad_input(f"the option '{name}' is not supported here; leave it out", name)
 
 
 def refuse_lora(lora: object) -> None:

@@ -37,6 +37,20 @@ def failed(answer: Answer) -> tuple[int, str]:
     return answer.status, answer.content.decode()
 
 
+@every_dialect
+def test_options_that_are_not_served_are_refused_by_name(tmp_path: Path, dialect: str) -> None:
+    @looped
+    async def call() -> None:
+        async with served(tmp_path) as gateway:
+            for option in ("websocket=1", "returnRawResponse=true", *["queueRequest=true"] * (dialect != "native")):
+                status, text = failed(await called(gateway, dialect, f"?{option}"))
+                assert status == 400
+                assert option.partition("=")[0] in text
+            assert (await called(gateway, dialect, "?queueRequest=false&websocket=0&returnRawResponse=")).status == 200
+
+    call()
+
+
 # ---- tags and metadata ------------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,6 @@ def test_defaults_are_those_of_chat_completions() -> None:
         ({"messages": MESSAGES, "model": "@cf/an/other"}, "model"),
         ({"messages": MESSAGES, "functions": [{"name": "f", "code": "1"}]}, "functions"),
         ({"messages": MESSAGES, "temperature": 2.5}, "temperature"),
-        ({"messages": MESSAGES, "query": b"queueRequest=true"}, "queueRequest"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(fields: dict[str, Any], field: str) -> None:

@@ -179,11 +179,6 @@ def test_tools_have_limits() -> None:
     assert refusal({**asked({}), "tools": [{"name": "f", "function": {"name": "g"}}]}).param == "tools[0]"
 
 
-@pytest.mark.parametrize("option", [b"queueRequest=true", b"websocket=1", b"returnRawResponse=true"])
-def test_run_options_that_are_not_served_are_refused(option: bytes) -> None:
-    assert refusal(HELLO, option).param == option.split(b"=")[0].decode()
-
-
 def test_raw_goes_with_a_prompt_only() -> None:
     assert refusal({"messages": [{"role": "user", "content": "x"}], "raw": True}).param == "raw"
 
