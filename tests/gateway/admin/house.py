@@ -83,6 +83,10 @@ class Document:
         assert kind in said["content"], (method, path, kind)
         if kind == "application/json":
             self.validate(said["content"][kind]["schema"], answer.json)
+        elif kind == "text/event-stream":
+            for line in answer.content.splitlines():
+                if line.startswith(b"data: {"):
+                    self.validate(said["content"][kind]["x-event"], json.loads(line[6:]))
         for name in said.get("headers", {}):
             assert name.lower() in answer.headers, (method, path, name)
 
