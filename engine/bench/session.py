@@ -3,16 +3,19 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
 
 from engine.batch import Flight, Int32s, Runs, Sampled
+from engine.bench.vocabulary import write_tokenizer
 from engine.costs import Costs
+from engine.grammar.grammars import Grammars
 from engine.loop import Loop, open_scheduler
 from engine.runner import Runner
 from engine.sequence import Door
-from engine.wire import ModelSpec, Sampling, Scope, ScopeKind, Submit
+from engine.wire import Grammar, ModelSpec, Sampling, Scope, ScopeKind, Submit
 
 
 @dataclass(slots=True)
@@ -37,16 +40,20 @@ class _Watched:
     def launch(self, packed: Int32s) -> Flight:
         return _WatchedFlight(self, self._runner.launch(packed))
 
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        assert isinstance(flight, _WatchedFlight)
+        self._runner.sample(flight.flight, masks_MW)
+
 
 class _WatchedFlight:
     def __init__(self, watched: _Watched, flight: Flight) -> None:
         self._watched = watched
-        self._flight = flight
+        self.flight = flight
 
     def wait(self) -> Sampled:
         began = time.perf_counter()
         try:
-            return self._flight.wait()
+            return self.flight.wait()
         finally:
             self._watched.waited_s += time.perf_counter() - began
 
@@ -63,11 +70,21 @@ class Engine:
         while self.runner.idle():
             pass
 
+    def grammars(self) -> Grammars:
+        """To be closed. Where the model's folder has no tokenizer, a made-up one of its size is written there."""
+        folder = Path(self.model.folder)
+        if not (folder / "tokenizer.json").exists():
+            write_tokenizer(folder, self.runner.vocabulary)
+        return Grammars(folder, None)
+
 
 class Session:
-    """An empty cache and a scheduler of its own on an engine. `grouped` switches prefix groups."""
+    """An empty cache and a scheduler of its own on an engine. `grouped` switches prefix groups; `grammars` are for
+    requests that have one."""
 
-    def __init__(self, engine: Engine, gap_ms: float | None = None, grouped: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, gap_ms: float | None = None, grouped: bool = True, grammars: Grammars | None = None
+    ) -> None:
         runner, model = engine.runner, engine.model
         self._runner = runner
         self._costs: Costs | None = runner.costs
@@ -77,7 +94,8 @@ class Session:
         spec = ModelSpec(**{**changed, "gap_ms": gap_ms or model.gap_ms, "waiting": 4096})
         self._scheduler = open_scheduler(runner, spec, time.perf_counter)
         self._watched = _Watched(runner)
-        self._loop = Loop(cast(Runs, self._watched), self._scheduler)
+        self._grammars = grammars
+        self._loop = Loop(cast(Runs, self._watched), self._scheduler, grammars.masks if grammars else None)
         self._door = Door(
             model_revision=runner.revision, kv_layout=runner.kv_layout, block_tokens=runner.block_tokens,
             tokens_max=runner.context_tokens, vocabulary=runner.vocabulary, stop_ids=frozenset(),
@@ -100,15 +118,26 @@ class Session:
         return self._watched.waited_s
 
     def submit(
-        self, tokens: Sequence[int], max_tokens: int, scope: int | None = None, temperature: float = 0.0
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        scope: int | None = None,
+        temperature: float = 0.0,
+        grammar: Grammar | None = None,
     ) -> Stream:
-        """A request; those of one `scope` share cached prefixes."""
+        """A request; those of one `scope` share cached prefixes. Waits until its grammar is compiled."""
         number = len(self.streams)
         self.streams[number] = Stream(time.perf_counter())
         sharing = Scope() if scope is None else Scope(ScopeKind.TENANT, scope.to_bytes(16, "big"))
         packed = np.asarray(tokens, "<u4").tobytes()
         submit = Submit(number, packed, sharing, Sampling(temperature=temperature, seed=number), max_tokens)
-        self._scheduler.add(self._door.sequences(submit, 0, time.perf_counter()))
+        sequences = self._door.sequences(submit, 0, time.perf_counter())
+        if grammar is not None:
+            assert self._grammars is not None
+            sequences[0].compilation = compilation = self._grammars.compile(grammar, bytes(16), keep=True)
+            while not compilation.done:
+                time.sleep(1e-3)
+        self._scheduler.add(sequences)
         return self.streams[number]
 
     def turn(self) -> bool:

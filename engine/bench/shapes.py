@@ -1,5 +1,7 @@
 """The shapes that are measured, each with the least it can take, and what vLLM takes for it on the same machine."""
 
+import contextlib
+import json
 import os
 import random
 import socket
@@ -18,7 +20,7 @@ import msgspec
 from engine.bench.breakdown import break_down
 from engine.bench.geometries import Bound
 from engine.bench.session import Engine, Session
-from engine.wire import FrameReader, Hello, ModelSpec, ReplicaSpec
+from engine.wire import FrameReader, Grammar, GrammarKind, Hello, ModelSpec, ReplicaSpec
 
 _SEED: Final = 1
 _GROUP_PROMPT: Final = 64  # own tokens of a request behind a shared prefix
@@ -79,6 +81,47 @@ def _decode(count: int) -> Measure:
                 took.append(session.steps_ms(sizes.steps))
         keys = count * (sizes.prompt + sizes.steps / 2)
         return [Figure(f"decode-{count}", statistics.median(took), "ms", bound.step_ms(count, keys))]
+
+    return measure
+
+
+def grammar_source(items: int) -> str:
+    """A schema of 4 KB whose text has at least so many items, each of a dozen objects."""
+    person = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
+            "kind": {"enum": ["a", "bb", "ccc"]},
+        },
+        "required": ["name", "age", "tags", "kind"],
+        "additionalProperties": False,
+    }
+    fields = {f"field_{number}": person for number in range(12)}
+    item = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    return json.dumps({"type": "array", "items": item, "minItems": items})
+
+
+def _grammar(count: int) -> Measure:
+    """What masks cost: the same sampled steps with a grammar in every row, and without."""
+
+    def measure(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, grammar_source(100_000))
+        sequences = sizes.scaled(count)
+        took_ms: dict[Grammar | None, list[float]] = {grammar: [], None: []}
+        with contextlib.closing(engine.grammars()) as grammars:
+            for asked in (grammar, None) * sizes.repeats:
+                with Session(engine, gap_ms=60_000, grammars=grammars) as session:
+                    for index in range(sequences):
+                        prompt = _prompt(engine, sizes.prompt, index)
+                        session.submit(prompt, sizes.steps * 4 + 64, temperature=1.0, grammar=asked)
+                    session.run_until_all_stream()
+                    took_ms[asked].append(session.steps_ms(sizes.steps))
+        on_ms, off_ms = statistics.median(took_ms[grammar]), statistics.median(took_ms[None])
+        name, least_ms = f"grammar-{count}", bound.step_ms(sequences, sequences * (sizes.prompt + sizes.steps / 2))
+        cost = Figure(f"{name} cost", max(0.0, 100 * (1 - off_ms / on_ms)), "%")
+        return [Figure(name, on_ms, "ms", least_ms), Figure(f"{name} off", off_ms, "ms"), cost]
 
     return measure
 
@@ -262,6 +305,7 @@ SHAPES: Final[dict[str, Shape]] = {
             for length, peer in ((1024, 35.0), (4096, 101.0), (8192, 210.0), (16000, 464.0))
         ),
         Shape("itl-p99-under-prefill", "gaps of 32 streams while prompts of 8,192 come", _gaps_under_prefill),
+        Shape("grammar-32", "32 sampled sequences kept to a schema of 4 KB: a step, and what that costs", _grammar(32)),
         Shape("host", "64 sequences: the host's work in a step, and the share in which the device is idle", _host),
     )
 }  # fmt: skip

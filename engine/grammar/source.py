@@ -23,7 +23,8 @@ SCHEMA_DEPTH_MAX: Final = 16
 # Without forcing the mask allows each of its tokenizations, and the model takes the one that it knows.
 _OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 _SCHEMA_OPTIONS: Final = {
-    "whitespace_pattern": r"[ \t\n\r]{1,40}",  # between two tokens of JSON; without an end some models never leave it
+    # Between two tokens of JSON a space, or a line's end and an indent: small models do not leave more, once begun.
+    "whitespace_pattern": r" |\n {0,32}|\n\t{0,8}",
     "json_allow_general_unicode_escapes": True,
 }
 _OURS: Final = "x-guidance"  # where a schema would set the library's options, such as to ignore what it cannot do

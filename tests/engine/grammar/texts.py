@@ -1,18 +1,25 @@
 """Texts as a model without any sense would write them: random logits, and what the grammar's masks leave of them."""
 
+import enum
+import json
 import select
 import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
 from numpy.typing import NDArray
 
-from engine.batch import Slice, pack, unpack
+from engine.batch import Int32s, Slice, pack, unpack
 from engine.grammar.grammars import Grammars, LarkCompilation
 from engine.grammar.library import open_tokenizer
 from engine.sampler import sample
-from engine.sequence import Matcher
+from engine.sequence import Compilation, Matcher, Refused
 from engine.wire import Grammar, GrammarKind, Sampling
 
 EMBER = Path(__file__).parents[3] / "engine" / "ember" / "model"
@@ -36,11 +43,16 @@ def compiled(
     return compilation
 
 
+class Masking(Protocol):
+    """What makes masks: ours, or another library's."""
+
+    def masks(self, matchers: Items[Matcher | None]) -> Int32s: ...
+
+
 class Scribe:
     """Writes texts under grammars with the sampler of a CPU; what closes a text grows likelier from token to token."""
 
-    def __init__(self, grammars: Grammars, stop_id: int) -> None:
-        grammars.wait()
+    def __init__(self, grammars: Masking, stop_id: int) -> None:
         self.grammars = grammars
         self.stop_id = stop_id
         self._tokenizer = open_tokenizer(EMBER)
@@ -87,3 +99,39 @@ class Scribe:
         masks_MW = self.grammars.masks([matcher for matcher in matchers if matcher is not None])
         tokens: list[int] = sample(logits_RV, unpack(pack(slices, 16)), masks_MW).tokens_R.tolist()
         return tokens
+
+
+class Judgement(enum.StrEnum):
+    """Of what was written under a schema. CUT: no text of it came to its end."""
+
+    ACCEPTED = "accepted"
+    WRONG = "wrong"
+    CUT = "cut"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    judgement: Judgement
+    told: str
+
+
+def judge(scribe: Scribe, schema: Any, compilation: Compilation, seeds: int) -> Judged:
+    """What jsonschema says of so many texts under a schema that was compiled."""
+    try:
+        texts = scribe.write([compilation.matcher(frozenset({scribe.stop_id})) for _ in range(seeds)], seed=1)
+    except Refused as refused:
+        return Judged(Judgement.REFUSED, refused.message)
+    validator = validator_for(schema, Draft202012Validator)(schema)
+    whole = [text for text, end in texts if end == "stop"]
+    for _, end in texts:
+        if end not in ("stop", "length"):
+            return Judged(Judgement.WRONG, end)
+    for text in whole:
+        try:
+            problem = next((error.message for error in validator.iter_errors(json.loads(text))), None)
+        except Exception as error:  # no JSON, or a pattern that the validator cannot read
+            problem = repr(error)
+        if problem is not None:
+            return Judged(Judgement.WRONG, f"{text}: {problem}")
+    return Judged(Judgement.ACCEPTED if whole else Judgement.CUT, "")
