@@ -61,7 +61,7 @@ class Embedding:
         self.submitted: dict[int, int] = {}  # and after how many lost replicas it was sent there
         self.losses = 0
         self.sequences: list[list[int]] = []
-        self.cached: dict[int, int] = {}  # of the sequences that a replica has begun with, how many tokens it had
+        self.cached: dict[int, int] = {}  # of the sequences whose vector came, how many tokens their replica had
         self.outcome = "cancelled"
         self._checkpoint_at = exchange.began + CHECKPOINT_S
 
@@ -70,9 +70,12 @@ class Embedding:
         return sum(map(len, self.sequences))
 
     def spent(self, now: float) -> Spent:
+        """What replicas have begun with counts."""
+        begun = {index: stream.started for index, stream in self.streams.items()}
+        cached = self.cached | {index: each.cached_tokens for index, each in begun.items() if each is not None}
         return Spent(
-            prompt_tokens=sum(len(self.sequences[index]) for index in self.cached),
-            cached_tokens=sum(self.cached.values()),
+            prompt_tokens=sum(len(self.sequences[index]) for index in cached),
+            cached_tokens=sum(cached.values()),
             outcome=self.outcome,
             total_ms=(now - self.exchange.began) * 1000,
         )
@@ -190,6 +193,8 @@ def _encode(model: Model, vectors: Vectors, texts: Texts, most: int) -> list[lis
         if isinstance(item.content, str):
             ids = _fitting(item, _ids(model, item, before[item.kind], most, texts), most - frame.tokens, most, texts)
             sequences.append(frame.single(ids))
+            if not sequences[-1]:
+                raise errors.bad_input(f"'{item.place}' has no tokens; send some text", item.place)
         else:
             sequences.append(_known(model, item, _fitting(item, item.content, most, most, texts)))
     return sequences
@@ -252,9 +257,8 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
             except Rejected as rejected:
                 if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
                     raise rejection(rejected) from None
-            request.cached.pop(index, None)  # nothing of what it did reached the client, or is charged
             if (stream := request.streams.pop(index, None)) is not None:
-                stream.cancel()
+                stream.cancel()  # nothing of what it did reaches the client, or is charged
         request.checkpoint()
     return np.frombuffer(b"".join(rows), "<f4").reshape(len(rows), -1)
 
@@ -279,14 +283,14 @@ async def submit(request: Embedding, index: int, pooling: Pooling, zero: bool) -
 
 async def _row(request: Embedding, index: int) -> bytes:
     """The sequence's vector. Raises Refusal where it failed, ReplicaLost and Rejected."""
-    vector = None
-    async for step in request.streams[index]:
-        if step.started is not None:
-            request.cached[index] = step.started.cached_tokens
+    vector, stream = None, request.streams[index]
+    async for step in stream:
         if step.finish is not None and step.finish.reason is not FinishReason.STOP:
             raise errors.failed(step.finish.message)
         vector = step.vector if step.vector is not None else vector
     assert vector is not None, "a text ended well without a vector"
+    assert stream.started is not None
+    request.cached[index] = stream.started.cached_tokens
     del request.streams[index]
     return vector
 

@@ -77,6 +77,7 @@ class Stream:
         "_steps",
         "_submitted_s",
         "_waiter",
+        "started",
         "taken_s",
     )
 
@@ -90,6 +91,7 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._lost: Exception | None = None
         self._submitted_s = time.monotonic()
+        self.started: wire.Started | None = None  # of the choice that started last, whoever took that step
         self.taken_s: float | None = None  # from the order's writing to the arrival of its first token
 
     def __aiter__(self) -> Self:
@@ -131,6 +133,7 @@ class Stream:
     def _push(self, step: Step) -> None:
         if self.taken_s is None and step.tokens:
             self.taken_s = self._connection.received_s - self._submitted_s
+        self.started = step.started or self.started
         steps = self._steps
         if len(steps) >= STEPS_MAX and self._join(step):
             return

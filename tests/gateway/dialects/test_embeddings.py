@@ -319,6 +319,21 @@ async def test_a_client_that_leaves_ends_all_of_its_texts(tmp_path: Path) -> Non
 
 
 @looped
+async def test_a_client_that_leaves_pays_for_every_text_that_was_begun(tmp_path: Path) -> None:
+    async with vectors(tmp_path) as gateway:
+        gateway.behaviour.first_s, gateway.behaviour.announce = 30.0, True
+        texts = ["one", "two words", "three more words"]
+        client = await gateway.client()
+        await client.post(gateway.run_path, {"text": texts}, gateway.headers)
+        await until(lambda: gateway.fleet.running == 3)
+        await asyncio.sleep(0.1)
+        client.leave()
+        await gateway.settled()
+        (record,) = await gateway.records()
+        assert (record.outcome, record.prompt_tokens) == ("client_gone", sum(len(ids_of(text)) for text in texts))
+
+
+@looped
 async def test_no_more_texts_of_a_request_are_at_replicas_than_may_be(tmp_path: Path) -> None:
     async with vectors(tmp_path) as gateway:
         gateway.behaviour.first_s = 0.3
