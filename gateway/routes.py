@@ -6,6 +6,7 @@ It serves nothing, and does not know how accounts stand in paths.
 from dataclasses import dataclass
 
 from gateway.catalogue import Catalogue
+from gateway.dialects import embeddings, rerank
 from gateway.dialects.anthropic import CountTokens, Messages
 from gateway.dialects.chat import Chat
 from gateway.dialects.chat_run import ChatRun
@@ -28,11 +29,18 @@ class Route:
 
 def routes(catalogue: Catalogue) -> dict[str, Route]:
     """By the path behind the account. `/run` is also that of `/run/{model}`."""
-    families: dict[str, Dialect] = {"native": Native(), "chat": ChatRun()}
+    families: dict[str, Dialect] = {
+        "native": Native(),
+        "chat": ChatRun(),
+        "embeddings": embeddings.Native(),
+        "rerank": rerank.Native(),
+    }
     return {
         "/run": Route("run", Run(catalogue, families), Shape.ENVELOPE),
         "/v1/chat/completions": Route("chat", Chat()),
         "/v1/completions": Route("completions", Completions()),
+        "/v1/embeddings": Route("embeddings", embeddings.OpenAI()),
+        "/v1/rerank": Route("rerank", rerank.Rerank()),
         "/v1/responses": Route("responses", Responses()),
         "/v1/responses/input_tokens": Route("response_tokens", InputTokens()),
         "/v1/messages": Route("messages", Messages(), Shape.ANTHROPIC),
