@@ -181,7 +181,7 @@ async def encode(request: Request, zero: bool) -> list[int]:
     it ends.
     """
     gateway, model, prompt = request.gateway, request.model, request.prompt
-    if prompt.length <= LONG_TEXT_CHARS and not zero:
+    if prompt.bulk <= LONG_TEXT_CHARS and not zero:
         return _encode(model, prompt)
     most = model.text.token_bytes_max
     context_tokens = gateway.context_tokens(model)

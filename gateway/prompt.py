@@ -20,7 +20,7 @@ STOPS_MAX: Final = 4
 BIASES_MAX: Final = 300
 MESSAGES_MAX: Final = 4096
 TOOLS_MAX: Final = 128
-TOOLS_BYTES_MAX: Final = 32 << 10
+TOOLS_BYTES_MAX: Final = 128 << 10
 SCHEMA_DEPTH_MAX: Final = 16
 TEMPLATE_OPTIONS_MAX: Final = 16
 TEMPLATE_OPTIONS_BYTES_MAX: Final = 4096
@@ -111,6 +111,11 @@ class Prompt:
         if self.messages is None:
             return len(self.text or "")
         return sum(len(message["content"]) for message in self.messages)
+
+    @property
+    def bulk(self) -> int:
+        """Characters that the template may lay out: of text, and of tools as JSON."""
+        return self.length + (len(msgspec.json.encode(self.tools)) if self.tools else 0)
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

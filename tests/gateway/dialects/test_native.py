@@ -174,7 +174,7 @@ def test_tools_have_limits() -> None:
     for _ in range(17):
         deep = {"properties": deep}
     assert refusal(asked(deep)).param == "tools[0].parameters"
-    assert refusal(asked({"description": "x" * 33_000})).param == "tools"
+    assert refusal(asked({"description": "x" * 133_000})).param == "tools"
     assert refusal({**HELLO, "tools": [{"name": "f"}]}).param == "tools"
     assert refusal({**asked({}), "tools": [{"name": "f", "function": {"name": "g"}}]}).param == "tools[0]"
 
