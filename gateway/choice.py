@@ -106,8 +106,12 @@ class Choice:
 
     def render(self, reply: Reply, index: int, parts: list[Part], scored: list[Chosen]) -> bytes:
         """The parts as a dialect's events. Log probabilities go with the first text, or with an empty one."""
-        if len(parts) == 1 and type(parts[0]) is Said:  # as nearly always
-            return reply.text(index, parts[0].text, scored)
+        if len(parts) == 1:  # as nearly always
+            part = parts[0]
+            if type(part) is Said:
+                return reply.text(index, part.text, scored)
+            if type(part) is CallArguments and not scored:
+                return reply.arguments(index, self._shown, part.fragment)
         if scored and not any(type(part) is Said for part in parts):
             parts = [Said(""), *parts]
         events = []
@@ -143,9 +147,14 @@ class Choice:
         self._tokens += len(step.tokens)
         if self.finish is not None:
             parts += self._parser.finish()
-        elif len(parts) == 1 and type(parts[0]) is Said:  # as nearly always
-            self._pieces.append(parts[0].text)
-            return parts
+        elif len(parts) == 1:  # as nearly always
+            part = parts[0]
+            if type(part) is Said:
+                self._pieces.append(part.text)
+                return parts
+            if type(part) is CallArguments:
+                self._calls[-1].add(part.fragment)
+                return parts
         if not self._several:
             parts = self._first_call(parts, step)
         for part in parts:

@@ -12,6 +12,7 @@ ATOM_MAX: Final = 256  # characters of a number
 
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')
+_NOT_PLAIN: Final = frozenset('"\\' + "".join(map(chr, range(0x20))))
 _ATOM: Final = re.compile(r"[-+.0-9A-Za-z]*")
 SCALAR: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 # A surrogate is no character: only a pair is.
@@ -108,7 +109,11 @@ def _string(tape: Tape, streamed: bool) -> Reading[bool]:
     while True:
         tape.at = _PLAIN.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
         if tape.at == len(tape.text):
-            if not (yield from _wait(tape, streamed)):
+            if streamed:
+                tape.idle, tape.arguing = _NOT_PLAIN, True
+            more = yield from _wait(tape, streamed)
+            tape.idle, tape.arguing = None, False
+            if not more:
                 return False
             continue
         char = tape.text[tape.at]

@@ -26,7 +26,7 @@ class Tape:
     While `idle` is set, nothing is held, and what comes without one of these characters goes on what came before.
     """
 
-    __slots__ = ("_calls", "_fresh", "_parts", "at", "ended", "idle", "kept", "text")
+    __slots__ = ("_calls", "_fresh", "_parts", "arguing", "at", "ended", "idle", "kept", "text")
 
     def __init__(self) -> None:
         self.text = ""
@@ -34,6 +34,7 @@ class Tape:
         self.at = 0
         self.ended = False
         self.idle: frozenset[str] | None = None
+        self.arguing = False  # while idle: what came before were arguments
         self._parts: list[Part] = []
         self._calls = 0
         self._fresh = True  # nothing but blank came since the beginning or since the last call
@@ -208,7 +209,7 @@ class Reader:
     def push(self, text: str) -> list[Part]:
         tape = self._tape
         if tape.idle is not None and tape.idle.isdisjoint(text):
-            return [Text(text)] if text else []
+            return [CallArguments(text) if tape.arguing else Text(text)] if text else []
         tape.append(text)
         next(self._reading)
         return tape.take()

@@ -164,6 +164,8 @@ class Reply:
         self._chunks = chunks
         self._contents = [chunks.head + b'{"index":%d,"delta":{"content":' % choice for choice in range(prompt.n)]
         self._rest = b'},"finish_reason":null}' + chunks.tail
+        self._arguments: dict[int, bytes] = {}  # by choice, of the call that is being written
+        self._called = b'}}]},"finish_reason":null}' + chunks.tail
         self._paddings = chunks.paddings
         self._last = chunks.last
 
@@ -182,11 +184,12 @@ class Reply:
         return self._chunk(choice, {"reasoning_content": text}, None)
 
     def call(self, choice: int, number: int, use: ToolUse) -> bytes:
+        said = b'{"index":%d,"delta":{"tool_calls":[{"index":%d,"function":{"arguments":' % (choice, number)
+        self._arguments[choice] = self._chunks.head + said
         return self._chunk(choice, {"tool_calls": [{"index": number, **_call(use)}]}, None)
 
     def arguments(self, choice: int, number: int, fragment: str) -> bytes:
-        said = b'{"index":%d,"delta":{"tool_calls":[{"index":%d,"function":{"arguments":' % (choice, number)
-        return self._chunks.event(said + _encode(fragment) + b'}}]},"finish_reason":null}')
+        return self._arguments[choice] + _encode(fragment) + self._called + next(self._paddings) + self._last
 
     def called(self, choice: int, number: int, use: ToolUse) -> bytes:
         return b""
