@@ -44,6 +44,25 @@ _STATUSES: Final = {
     500: "The gateway or a replica failed; x-request-id finds it in the log",
     503: "The store does not answer, nothing can serve, or the gateway is full; Retry-After says when to come back",
 }
+# The codes of the envelope by which callers tell apart what a status leaves open.
+CODES: Final[dict[int, tuple[int, ...]]] = {
+    400: (3003, 3030, 5006, 5007, 5024, 6003, 9106),
+    401: (10000,),
+    403: (3041, 9109, 10000),
+    404: (1003, 3042, 7000, 7003),
+    405: (5005, 7001),
+    408: (3007, 3046),
+    409: (1009, 1010),
+    410: (5028,),
+    412: (1012,),
+    413: (3006,),
+    421: (7000,),
+    422: (1011, 5012),
+    429: (3021, 3040, 4006),
+    431: (6003,),
+    500: (5000,),
+    503: (3040,),
+}
 _PLACED: Final[dict[str, Json]] = {
     "account_id": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
     "token_id": {"type": "string", "pattern": f"^{PLACES['token_id']}$"},
@@ -291,9 +310,14 @@ def _errors(statuses: Iterable[int]) -> Json:
 
 
 def _error(status: int) -> Json:
+    coded = {"items": {"properties": {"code": {"enum": list(CODES[status])}}}}
     said: Json = {
         "description": _STATUSES[status],
-        "content": {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}},
+        "content": {
+            "application/json": {
+                "schema": {"$ref": _REF.format(name="Error"), "properties": {"errors": coded}},
+            }
+        },
     }
     if status in (429, 503):
         said["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds"}}

@@ -175,6 +175,8 @@ def _properties(gateway: Gateway, model: Model) -> dict[str, str | list[Price]]:
         "output_dimensions": str(model.vectors.dimensions or "") if model.vectors is not None else "",
         "price": _prices(model),
         "function_calling": "true" if model.function_calling else "",
+        "reasoning": "true" if model.thinks else "",
+        "async_queue": "true",
         "beta": "true" if model.beta else "",
         "planned_deprecation_date": "" if model.ends_on is None else model.ends_on.isoformat(),
         "terms": model.terms,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gateway import errors
+from gateway.admin.openapi import CODES
 from gateway.errors import Refusal, anthropic_envelope, envelope, openai_envelope
 
 ID = "00000000-0000-4000-8000-000000000000"
@@ -94,6 +95,7 @@ def test_the_api_page_has_every_code_with_a_test_that_provokes_it() -> None:
     rows = ROW.findall((GATEWAY / "API.md").read_text())
     raised = {found for path in GATEWAY.rglob("*.py") for found in RAISED.findall(path.read_text())}
     assert {(status, code) for status, code, _, _ in rows} == raised
+    assert {(str(status), str(code)) for status, codes in CODES.items() for code in codes} == raised
     assert len(rows) == len(raised)
     for status, code, module, name in rows:
         source = (TESTS / f"{module}.py").read_text()

@@ -118,6 +118,7 @@ async def test_an_item_says_what_the_settings_and_the_folder_say(tmp_path: Path)
             >= {
                 "context_window": "8192",
                 "function_calling": "true",
+                "async_queue": "true",
                 "beta": "true",
                 "planned_deprecation_date": (TODAY + timedelta(days=1)).isoformat(),
                 "terms": "https://acme.example/terms",
