@@ -21,7 +21,7 @@ HELLO = {"role": "user", "content": "Hello"}
         ({"prompt": "x", "max_tokens": True}, 400, 5006, "max_tokens"),
         ({"prompt": "x", "temperature": 9}, 400, 5006, "temperature"),
         ({"prompt": "x", "colour": "red"}, 400, 5006, "colour"),
-        ({"prompt": "x", "lora": "mine"}, 400, 5006, "lora"),
+        ({"prompt": "x", "lora": "mine"}, 405, 5005, "lora"),
         ({"messages": []}, 400, 5006, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, 5006, "role"),
         ({"prompt": "word " * 12000}, 400, 3030, "8192"),

@@ -77,6 +77,21 @@ def test_every_field_is_honoured() -> None:
     assert parsed(logprobs=True).sampling.logprobs == 0
 
 
+def test_what_an_answer_is_to_be_is_honoured() -> None:
+    prompt = parsed(
+        tools=[{"type": "function", "function": {"name": "f", "strict": True}}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        reasoning_effort="none",
+        response_format={"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": {}}},
+    )
+    assert (prompt.tool_choice.mode, prompt.parallel_calls, prompt.strict_calls) == ("required", False, True)
+    assert prompt.template_options == {"reasoning_effort": "none"}
+    assert prompt.grammar is not None
+    assert (prompt.grammar.source, prompt.json, prompt.grammar_field) == ("{}", True, "response_format")
+    assert parsed(max_tokens=7).max_tokens == 7
+
+
 def test_what_asks_for_nothing_is_accepted() -> None:
     assert parsed(
         user="u",

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from engine.wire import Grammar, GrammarKind
 from gateway.dialects.native import Native, Reply
 from gateway.errors import Refusal
 from gateway.options import Within
-from gateway.prompt import Prompt
+from gateway.prompt import Prompt, ToolChoice
 from gateway.reply import Completion, ToolUse, Usage
 
 MODEL = "@cf/test/stub"
@@ -90,6 +91,38 @@ def test_tools_come_flat_or_as_functions() -> None:
     messages = [{"role": "user", "content": "?"}]
     for tool in (flat, {"type": "function", "function": flat}):
         assert parsed({"messages": messages, "tools": [tool]}).tools == [{"type": "function", "function": flat}]
+
+
+def test_tools_are_chosen_as_in_chat_completions() -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "tools": [{"name": "f"}, {"name": "g"}]}
+    assert parsed(asked).tool_choice == ToolChoice()
+    assert parsed({**asked, "tool_choice": "required"}).tool_choice == ToolChoice("required")
+    named = parsed({**asked, "tool_choice": {"type": "function", "function": {"name": "g"}}})
+    assert named.tool_choice == ToolChoice("named", "g")
+    assert parsed({**asked, "tool_choice": "none"}).tools is None
+    assert parsed(asked).parallel_calls
+    assert not parsed({**asked, "parallel_tool_calls": False}).parallel_calls
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    assert [parsed({**asked, "tools": [one]}).strict_calls for one in ({"name": "f"}, strict)] == [False, True]
+
+
+def test_an_answer_may_be_held_to_a_form() -> None:
+    schema = {"type": "object"}
+    for form in ({"response_format": {"type": "json_schema", "json_schema": schema}}, {"guided_json": schema}):
+        prompt = parsed({**HELLO, **form})
+        assert prompt.grammar == Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
+        assert (prompt.json, prompt.grammar_field) == (True, next(iter(form)))
+    free = parsed({**HELLO, "response_format": {"type": "text"}})
+    assert (free.grammar, free.json) == (None, False)
+
+
+def test_a_template_may_be_given_variables() -> None:
+    asked = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+    assert parsed({**HELLO, **asked}).template_options == {"enable_thinking": False, "reasoning_effort": "low"}
+    twice = {"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "low"}
+    assert refusal({**HELLO, **twice}).param == "reasoning_effort"
+    assert refusal({**HELLO, "chat_template_kwargs": {"a": "x" * 4096}}).param == "chat_template_kwargs"
+    assert refusal({**HELLO, "chat_template_kwargs": {str(i): 1 for i in range(17)}}).param == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +236,21 @@ def test_the_envelope_is_that_of_the_wire() -> None:
         "errors": [],
         "messages": [],
     }
+
+
+def test_a_document_is_the_object_and_calls_take_its_place() -> None:
+    reply = Reply(repeat(b"abc"), document=True)
+    whole = json.loads(reply.whole([Completion('{"a": 1.50}', "stop", [], None)], USAGE))
+    assert whole["result"]["response"] == {"a": 1.5}
+    called = json.loads(reply.whole([Completion("", "tool_calls", [ToolUse("c", "f", "{}")], None)], USAGE))
+    assert (called["result"]["response"], called["result"]["tool_calls"]) == ("", [{"name": "f", "arguments": {}}])
+
+
+def test_thought_is_beside_the_response() -> None:
+    reply = Reply(repeat(b"abc"))
+    whole = json.loads(reply.whole([Completion("yes", "stop", [], None, thought="hm")], USAGE))
+    assert (whole["result"]["response"], whole["result"]["reasoning_content"]) == ("yes", "hm")
+    assert json.loads(reply.thought(0, "hm")[6:])["reasoning_content"] == "hm"
 
 
 def test_the_stream_is_responses_with_padding_then_usage_then_done() -> None:
