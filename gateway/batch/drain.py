@@ -18,6 +18,7 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 
 from gateway import errors
+from gateway.batch.pace import Pace
 from gateway.batch.vault import Kept, Vault
 from gateway.catalogue import Model
 from gateway.edge import Origin
@@ -40,9 +41,9 @@ LEASE_S: Final = 10.0  # shorter than a hold lasts, so that whoever takes over f
 RENEW_S: Final = 2.0
 LOOK_S: Final = 1.0  # for what came through other gateways
 TIDY_S: Final = 10.0
-IN_FLIGHT_MAX: Final = 128  # of one model, at this gateway,
-BACKGROUND_MAX: Final = 128  # and at one replica, of all gateways together
-CLAIM: Final = 16  # at once, all of one account: then others have their turn
+PACE_S: Final = 0.1
+BACKGROUND_MAX: Final = 128  # at one replica, of all gateways together
+CLAIM: Final = 16  # at once at most, all of one account: then others have their turn
 TRIES_MAX: Final = 5
 AGAIN_S: Final = 1.0
 ELSEWHERE: Final = "wrong_region"  # a gateway that may serve it took the batch in, and will take it up
@@ -87,6 +88,7 @@ class Drain:
         self._models = list(gateway.catalogue)
         self._claimed: dict[str, tuple[BatchItem, _Unattended]] = {}
         self._stopped = False
+        self._pace = Pace()
         self.running = Counter({model.name: 0 for model in self._models})
         self.waiting: Mapping[str, Waiting] = {}
 
@@ -100,6 +102,7 @@ class Drain:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._every(RENEW_S, self._renew))
                 group.create_task(self._every(TIDY_S, self._tidy))
+                group.create_task(self._every(PACE_S, self._adjust))
                 group.create_task(self._every(0.0, lambda: self._claim(group)))
         except asyncio.CancelledError:
             await self._leave()
@@ -120,15 +123,19 @@ class Drain:
         found = False
         for model in self._models:
             spare = self._gateway.fleet.spare(model.name, BACKGROUND_MAX)
-            if self._stopped or min(spare, IN_FLIGHT_MAX - self.running[model.name]) < CLAIM:
+            wanted = min(CLAIM, max(1, self._pace.most // 4))
+            if self._stopped or min(spare, self._pace.most - self.running.total()) < wanted:
                 continue
-            for item in await self._batches.claim(model.name, LEASE_S, CLAIM):
+            for item in await self._batches.claim(model.name, LEASE_S, wanted):
                 found = True
                 self.running[model.name] += 1
-                group.create_task(self._run(item, model))
+                group.create_task(self._timed(item, model))
                 await asyncio.sleep(0)  # each begins in a turn of the loop of its own, between those of live requests
         if not found:
             await self._wait()
+
+    async def _timed(self, item: BatchItem, model: Model) -> None:
+        await self._pace.timed(self._run(item, model))
 
     async def _wait(self) -> None:
         came = self._gateway.desk.came
@@ -145,6 +152,9 @@ class Drain:
         for item in ended:
             if (found := self._claimed.get(item.request_id)) is not None:
                 found[1].interrupt(errors.batch_ended())
+
+    async def _adjust(self) -> None:
+        self._pace.adjust()
 
     async def _tidy(self) -> None:
         await self._batches.sweep()

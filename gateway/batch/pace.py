@@ -1,0 +1,51 @@
+"""How many queued requests a gateway has on their way: as many as take SHARE of its loop's time, for live streams go
+through the same loop. It does not know what they do.
+"""
+
+import time
+from collections.abc import Callable, Coroutine, Generator
+from types import coroutine
+from typing import Any, Final
+
+SHARE: Final = 0.08
+MOST: Final = 128
+_FIRST: Final = 8.0
+_RISE, _FALL = 1.0, 0.8
+
+
+class Pace:
+    """`most` at once. Call `adjust` every so often."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._most = _FIRST
+        self._taken_s = 0.0
+        self._since = clock()
+
+    @property
+    def most(self) -> int:
+        return int(self._most)
+
+    def adjust(self) -> None:
+        """By what was taken of the loop's time since the last call: slowly more, quickly less."""
+        now = self._clock()
+        share, self._taken_s, self._since = self._taken_s / max(now - self._since, 1e-9), 0.0, now
+        self._most = max(1.0, self._most * _FALL) if share > SHARE else min(MOST, self._most + _RISE)
+
+    @coroutine
+    def timed(self, work: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
+        """Awaits it, and counts the time for which it runs between its waits."""
+        thrown: BaseException | None = None
+        while True:
+            began = self._clock()
+            try:
+                waits_for = work.send(None) if thrown is None else work.throw(thrown)
+            except StopIteration:
+                return
+            finally:
+                self._taken_s += self._clock() - began
+            thrown = None
+            try:
+                yield waits_for
+            except BaseException as error:  # a cancellation: the work is told, and may still wait for something
+                thrown = error
