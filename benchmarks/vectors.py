@@ -24,7 +24,7 @@ from engine.wire import ModelSpec, Pooling
 from gateway.text import Text
 from tests import minilm
 
-WORDS = ["the", "a", "small", "house", "stands", "by", "river", "and", "people", "walk", "to", "old", "market", "when", "sun"]
+WORDS = ["the", "small", "house", "stands", "by", "river", "people", "walk", "market", "when", "sun", "quiet"]
 Encode = Callable[[list[str]], NDArray[np.float32]]
 
 
