@@ -110,7 +110,7 @@ def no_such_model(name: str) -> Refusal:
 
 def no_model_of_name(name: str) -> Refusal:
     """Where a model is asked for itself, and not for an answer."""
-    message = f"AiError: Model name invalid: there is no {name[:200]} for this token; GET /v1/models lists what is"
+    message = f"AiError: Model name invalid: there is no '{name[:200]}' for this token; GET /v1/models lists what is"
     return Refusal(404, 3042, message, kind="model_not_found", param="model")
 
 

@@ -115,6 +115,8 @@ def told(schema: Json) -> None:
     for name, field in schema.get("properties", {}).items():
         if field == {"default": None}:
             schema["properties"][name] = _UNSERVED
+        elif field.get("default", "") is None:
+            del field["default"]  # what is left out is null to its reader, and that says nothing of what is done then
 
 
 def _form(form: Form, forms: tuple[Form, ...]) -> Json:
