@@ -15,7 +15,7 @@ test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup -m 'not gpu' tests
 
 # What works with the official SDKs of Cloudflare, OpenAI and Anthropic for Python and Node, operation by operation.
-conformance: .venv/.dev .venv/.conformance
+conformance: .venv/.conformance
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.conformance
 
 check: .venv/.dev
@@ -67,7 +67,7 @@ clean:
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ .venv/.serve
 
-.venv/.conformance: pyproject.toml tests/conformance/node/package-lock.json | .venv/bin/python
+.venv/.conformance: tests/conformance/node/package-lock.json .venv/.dev
 	$(BIN)/python -m pip install --quiet --editable '.[conformance]'
 	$(BIN)/python -m tests.conformance.node_sdks
 	@touch $@
