@@ -209,6 +209,7 @@ async def test_a_template_gets_the_variables_that_it_knows(tmp_path: Path) -> No
     for name in ("config.json", "tokenizer.json"):
         (folder / name).symlink_to(ember / name)
     (folder / "chat_template.jinja").write_text(
+        "{% if not messages %}{{ raise_exception('x') }}{% endif %}"
         "{% if not enable_thinking %}quiet {% endif %}{{ reasoning_effort }} {{ messages[0].content }}"
     )
     async with talking(tmp_path, models=[ModelConfig(name=MODEL, folder=str(folder))]) as (gateway, client):
