@@ -13,6 +13,7 @@ from engine.budget import Limits
 from engine.sequence import Sequence
 
 SLACK: Final = 0.04  # of a step's time
+HOST_US: Final = 10.0  # of one sequence in a step, on the host, which small models wait for; no costs tell of it
 ALONE: Final = 2.0  # times what a step of one row takes
 ALONE_ROWS: Final = 16  # where no costs are known: about what the weights are read for in any case
 
@@ -50,7 +51,7 @@ class Background:
         def added_us(more: int) -> float:
             chunks = _shared_out(waiting, more)
             reads_us = sum(costs.reads_us(each.launched, chunk) for each, chunk in zip(waiting, chunks, strict=False))
-            return costs.rows_us(rows + sum(chunks)) - costs.rows_us(rows) + reads_us
+            return costs.rows_us(rows + sum(chunks)) - costs.rows_us(rows) + reads_us + HOST_US * len(chunks)
 
         fitting = bisect_right(range(1, most + 1), left_us, key=added_us)
         return _shared_out(waiting, max(least, fitting))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Generator
 from types import coroutine
 from typing import Any, Final
 
-SHARE: Final = 0.08
+SHARE: Final = 0.05
 MOST: Final = 128
 _FIRST: Final = 8.0
 _RISE, _FALL = 1.0, 0.8
