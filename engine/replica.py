@@ -1,4 +1,5 @@
-"""One loaded model as a process: polls its sockets, lets the scheduler choose, launches, commits, tells. One thread.
+"""One loaded model as a process: polls its sockets, lets the scheduler choose, launches, commits, tells. One thread,
+beside those that compile grammars.
 
 It never waits for a peer: a connection that does not read is dropped, one that sends rubbish is closed, and one that
 ends takes its sequences with it. It knows nothing of kernels, shapes, tenants or HTTP, and logs no prompts.

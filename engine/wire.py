@@ -37,7 +37,7 @@ class ScopeKind(enum.IntEnum):
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"  # a stop token
+    STOP = "stop"  # a stop token, or nothing more that its grammar allows
     LENGTH = "length"  # max_tokens or the end of the context
     CANCELLED = "cancelled"
     ERROR = "error"

@@ -76,7 +76,10 @@ def _receive(stream: IO[bytes]) -> str | None:
 
 def main(folder: str, time_s: float, memory_bytes: int) -> int:
     tokenizer = open_tokenizer(Path(folder))
-    address_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory_bytes
+    try:
+        address_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory_bytes
+    except OSError:  # only Linux tells, and only there it is a limit
+        address_bytes = resource.RLIM_INFINITY
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its replica
     while True:

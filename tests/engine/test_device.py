@@ -150,6 +150,34 @@ def test_tokens_and_their_logprobs_are_those_of_the_cpus_sampler(tmp_path: Path)
         assert found.logprobs[row] == (pytest.approx(chosen, abs=1e-4), ids, pytest.approx(best, abs=1e-4))
 
 
+def test_masked_rows_wait_for_their_masks_and_the_next_step_for_their_tokens(tmp_path: Path) -> None:
+    """Launched while the flight before is in the air, sampled by masks that come when it has landed."""
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    one, other = texts([5, 9], 160)
+    before = launch(device, [one.slice(5, GREEDY), other.slice(9, GREEDY)])
+    slices = [Slice([-1], 5, one.blocks, DEMANDS[1], masked=True), Slice([-2], 9, other.blocks, GREEDY)]
+    flight = launch(device, slices)
+    first = before.wait().tokens_R.tolist()
+    mask_1W = np.array([[0, 1 << 9, 0, 0, 1 << 3]], np.int32)
+    with torch.inference_mode():
+        device.sample(flight, mask_1W)
+    following = launch(device, [Slice([-1], 6, one.blocks, GREEDY)])
+    found = flight.wait().tokens_R.tolist()
+    known = [Slice([first[0]], 5, one.blocks, DEMANDS[1], masked=True), Slice([first[1]], 9, other.blocks, GREEDY)]
+    wanted = sample(logits(device, known), unpack(pack(known, BLOCK_TOKENS)), mask_1W)
+    assert found == wanted.tokens_R.tolist()
+    assert found[0] in (41, 131)
+    alone = launch(device, [Slice([found[0]], 6, one.blocks, GREEDY)])
+    assert following.wait().tokens_R.tolist() == alone.wait().tokens_R.tolist()
+
+
+def test_a_masked_flight_that_nobody_wants_any_more_lands_without_its_masks(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    (one,) = texts([5], 160)
+    launch(device, [Slice(one.ids, 0, one.blocks, GREEDY, masked=True)]).wait()
+    assert len(launch(device, [Slice(one.ids, 0, one.blocks, GREEDY)]).wait().tokens_R) == 1
+
+
 def test_a_row_that_is_not_finite_samples_nothing_and_harms_nobody(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     one, other = texts([3, 3], 160)

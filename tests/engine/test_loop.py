@@ -8,6 +8,7 @@ import pytest
 from engine.batch import OutOfDeviceMemory
 from engine.wire import FinishReason
 from tests.engine.simulation import Fault, Simulation
+from tests.engine.stamp import Rule
 
 PROMPT = list(range(1, 9))
 
@@ -28,6 +29,18 @@ def test_it_launches_until_depth_and_then_lands_the_oldest(depth: int) -> None:
         simulation.step()
     assert in_the_air == [depth] * 10
     assert len(simulation.heard[1, 1].tokens) == 10
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_constrained_sequences_keep_as_many_flights_in_the_air(depth: int) -> None:
+    simulation = Simulation(depth=depth)
+    in_the_air: list[int] = []
+    simulation.meanwhile = lambda: in_the_air.append(len(simulation.scheduler._flights))
+    (entry,) = simulation.submit(1, PROMPT, max_tokens=20, rule=Rule(20))
+    for _ in range(10):
+        simulation.step()
+    assert in_the_air == [depth] * 10
+    assert len(entry.tokens) == 10
 
 
 def test_without_work_a_turn_does_nothing() -> None:
