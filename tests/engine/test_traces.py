@@ -361,7 +361,8 @@ spec = replica.parse_spec(
     % (folder, telemetry)
 )
 stamps = Stamps(64, 16, 512, 1000, [])
-assert replica.serve(spec, stamps, Grammars(Path(folder), 1), Pulse.create(folder + "/p"), replica.Bounds(), orphaned=lambda: True) == 0
+grammars, pulse = Grammars(Path(folder), 1), Pulse.create(folder + "/p")
+assert replica.serve(spec, stamps, grammars, pulse, replica.Bounds(), orphaned=lambda: True) == 0
 print(sorted({name.split(".")[0] for name in sys.modules} & {"opentelemetry", "requests", "google"}))
 """
 
