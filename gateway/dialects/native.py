@@ -61,7 +61,9 @@ class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
     n: Annotated[int, only(1)] | None = None
     functions: Any = None
     lora: Any = None
-    requests: Any = None
+    requests: Annotated[Any, Meta(description="Of a batch, which has nothing beside them and ?queueRequest=true.")] = (
+        None
+    )
     logprobs: Any = None
     top_logprobs: Any = None
 

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 _NULL: Final[Json] = {"type": "null"}
 _NOTHING: Final[Json] = {"enum": [None, False, []]}
-_UNSERVED: Final[Json] = {**_NULL, "description": "Not served here: any other value is refused."}
+_UNSERVED: Final = "Not served here: any other value is refused."
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,11 @@ def told(schema: Json) -> None:
     if "description" in schema:
         schema["description"] = cleandoc(schema["description"])
     for name, field in schema.get("properties", {}).items():
-        if field == {"default": None}:
-            schema["properties"][name] = _UNSERVED
-        elif field.get("default", "") is None:
-            del field["default"]  # what is left out is null to its reader, and that says nothing of what is done then
+        if field.get("default", "") is not None:
+            continue
+        del field["default"]  # what is left out is null to its reader, and that says nothing of what is done then
+        if field.keys() <= {"description"}:
+            schema["properties"][name] = {**_NULL, "description": field.get("description", _UNSERVED)}
 
 
 def _form(form: Form, forms: tuple[Form, ...]) -> Json:
