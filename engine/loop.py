@@ -16,8 +16,9 @@ from engine.blocks import Blocks
 from engine.budget import Limits
 from engine.encoder.scheduler import TextScheduler
 from engine.log import log
+from engine.plan import FLIGHTS_MAX, Plan
 from engine.published import Unpublishable
-from engine.scheduler import FLIGHTS_MAX, Plan, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Matcher, Sequence, Stage
 from engine.wire import ModelSpec
 from prefixcache.tree import Tree

@@ -18,7 +18,8 @@ from engine.blocks import Blocks, blocks_of
 from engine.budget import Limits
 from engine.costs import Costs
 from engine.loop import Loop, publish
-from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY, Plan, Scheduler
+from engine.plan import Plan
+from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY, Scheduler
 from engine.sequence import PLAIN, Door, Matcher, Refused, Sequence, Stage
 from engine.wire import (
     Finish,
@@ -235,7 +236,7 @@ class Simulation:
     @property
     def compiling(self) -> bool:
         """Whether something waits for its grammar."""
-        return bool(self.scheduler._compiling)
+        return bool(self.scheduler._waiting._compiling)
 
     def sample(self, flight: Flight, masks_MW: Int32s) -> None:
         """Masks come when nothing else is in the air, and may find too little memory too."""
@@ -355,7 +356,7 @@ class Simulation:
                 assert (entry.tokens, entry.finish.reason) == (expected, reason)
         assert self.account.free + self.tree.cached == self.account.total
         pinned = self.tree.cached - self.tree.unused
-        assert pinned == len(self.scheduler._published.pages), "a block is pinned by nobody that lives"
+        assert pinned == len(self.scheduler._holdings.published.pages), "a block is pinned by nobody that lives"
 
     def expected(self, entry: Heard) -> tuple[list[int], str]:
         """Text and finish of a solo run, from what was submitted alone."""
@@ -450,9 +451,9 @@ class Simulation:
         if not behind:
             return
         live = [sequence for sequence in plan.sequences if not sequence.background]
-        assert not self.scheduler._live_wait, "a live one waits, and not for its grammar alone"
+        assert not self.scheduler._waiting.live_wait, "a live one waits, and not for its grammar alone"
         if self.costs is None:
-            assert not any(self.scheduler._queue.running), "it is launched beside live ones"
+            assert not any(self.scheduler._waiting.queue.running), "it is launched beside live ones"
             assert sum(plan.chunks) <= ALONE_ROWS
         elif live:
             with_us, live_us = self._predicted_us(plan, len(plan.sequences)), self._predicted_us(plan, len(live))
@@ -502,7 +503,7 @@ class Simulation:
 
     def _assert_not_matched_again(self, sequence: Sequence) -> None:
         if sequence.namespace is not None:
-            public = self.scheduler._published.find(sequence.tokens[:-1])
+            public = self.scheduler._holdings.published.find(sequence.tokens[:-1])
             namespace = sequence.namespace._replace(behind=public[-1] if public else 0)
             tokens = sequence.tokens[len(public) * self.block_tokens : -1]
             lease = self.tree.match(namespace, tokens, sequence.keep)

@@ -167,7 +167,7 @@ def test_accounts_take_turns_in_the_background_too_and_owe_nothing_for_it_afterw
         order += [id for (_, id), entry in simulation.heard.items() if entry.finish and id not in order]
     last = max(order.index(id) for id in range(20, 24))
     assert last < 10, "the account with few had to wait for the other's many"
-    live = simulation.scheduler._queue
+    live = simulation.scheduler._waiting.queue
     assert live.standing(A.id, Terms()).level == 0
 
 

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from engine.blocks import blocks_of
+from engine.holdings import SWEEP_MAX
 from engine.published import Unpublishable, whole_blocks
-from engine.scheduler import STALE, SWEEP_MAX
+from engine.scheduler import STALE
 from engine.wire import FinishReason, Sampling, Scope, ScopeKind, Submit, Terms
 from tests.engine.simulation import GROUPING, Heard, Simulation
 from tests.engine.test_scheduler import words
@@ -331,7 +332,7 @@ def test_what_lies_behind_one_published_prefix_is_not_found_behind_another() -> 
 def test_what_lies_behind_published_prefixes_is_seen_to_mix_where_it_is_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install_broken("scheduler", "behind=public[-1]", "behind=1", monkeypatch)
+    install_broken("holdings", "behind=public[-1]", "behind=1", monkeypatch)
     with pytest.raises(AssertionError):
         test_what_lies_behind_one_published_prefix_is_not_found_behind_another()
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine import scheduler as module
+from engine import admission
 from engine.batch import OutOfDeviceMemory, Sampled, unpack
-from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY, Plan
+from engine.plan import Plan
+from engine.scheduler import NOT_FINITE, OUT_OF_MEMORY
 from engine.sequence import Refused, Sequence, Stage
 from engine.wire import FinishReason, RejectReason, Sampling, Scope, ScopeKind, Terms
 from tests.engine.simulation import GROUPING, Fault, Simulation
@@ -256,13 +257,13 @@ def test_who_shares_a_prefix_with_a_running_prompt_waits_for_it_and_blocks_no_ot
 def test_those_who_wait_for_a_prefix_are_compared_with_it_once_and_not_in_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compared, common = [], module._common
+    compared, common = [], admission.common_length
 
     def counted(*prompts: Any) -> int:
         compared.append(len(prompts[0]))
         return common(*prompts)
 
-    monkeypatch.setattr(module, "_common", counted)
+    monkeypatch.setattr(admission, "common_length", counted)
     simulation = Simulation(blocks=256, step_tokens=16, waiting=100)
     shared = [Scope(ScopeKind.PUBLIC, b"p" * 16, account=bytes([number]) * 16) for number in range(50)]
     for id, scope in enumerate(shared):
@@ -587,7 +588,7 @@ def test_deadlines_of_what_is_gone_are_forgotten() -> None:
     for id in range(500):
         simulation.submit(id, words(3, id), max_tokens=1, deadline_ms=10**9)
         simulation.run()
-    assert len(simulation.scheduler._deadlines) <= 64 + 2
+    assert len(simulation.scheduler._waiting._deadlines) <= 64 + 2
 
 
 def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:

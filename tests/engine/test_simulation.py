@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import scheduler
+from engine import scheduler, waiting
 from tests.engine import simulation as simulated
 from tests.engine.simulation import Chaos
 
@@ -54,29 +54,29 @@ BREAKS = {
     "a raised epoch wipes nothing": ("sequence", "epoch=scope.epoch", "epoch=0"),
     "requests without a scope share": ("sequence", "scope.kind == ScopeKind.REQUEST or not scope.id", "False"),
     "choices have the same seed": ("sequence", "sampling.seed + choice", "sampling.seed"),
-    "the prompt's last token is not computed": ("scheduler", "sequence.tokens[:-1])", "sequence.tokens)"),
+    "the prompt's last token is not computed": ("holdings", "sequence.tokens[:-1])", "sequence.tokens)"),
     "a block that is not full is shared": (
-        "scheduler",
+        "holdings",
         "sequence.computed // self._block_tokens\n        assert",
         "-(-sequence.computed // self._block_tokens)\n        assert",
     ),
     "a duplicate is freed and still read": (
-        "scheduler",
+        "holdings",
         "sequence.pages[sequence.public : full] = sequence.lease.blocks",
         "pass",
     ),
-    "duplicates leak": ("scheduler", "self._blocks.give(spare)", "pass"),
-    "private blocks leak": ("scheduler", "self._blocks.give(sequence.private())", "pass"),
-    "a lease is never released": ("scheduler", "self._blocks.give(self._tree.release(sequence.lease))", "pass"),
+    "duplicates leak": ("holdings", "self.blocks.give(spare)", "pass"),
+    "private blocks leak": ("holdings", "self.blocks.give(sequence.private())", "pass"),
+    "a lease is never released": ("holdings", "self.blocks.give(self.tree.release(sequence.lease))", "pass"),
     "one token of the prefix is skipped": (
-        "scheduler",
+        "holdings",
         "sequence.launched = len(cached) * self._block_tokens",
         "sequence.launched = len(cached) * self._block_tokens + 1",
     ),
     "blocks are freed while they are read": ("scheduler", "if sequence.flying:", "if False:"),
     "preemption keeps its blocks": ("sequence", "self.shared = self.blocks = 0", "self.shared = 0"),
     "penalties miss the last token": (
-        "scheduler",
+        "plan",
         "(tokens, sequence.prompt_tokens)",
         "(tokens[:-1], sequence.prompt_tokens)",
     ),
@@ -85,14 +85,14 @@ BREAKS = {
         "if sequence.ticket < 0:\n            self._first",
         "if 1:\n            self._first",
     ),
-    "a token that is coming is read from another row": ("scheduler", "(-1 - sequence.row,)", "(-1,)"),
+    "a token that is coming is read from another row": ("plan", "(-1 - sequence.row,)", "(-1,)"),
     "the last token is computed as well": ("sequence", "self.launched + 1 < self.tokens_max", "True"),
     "a duplicate is free while a flight reads it": (
-        "scheduler",
-        "if self._flights:\n                self._spare",
+        "holdings",
+        "if in_the_air:\n                self._spare",
         "if False:\n                self._spare",
     ),
-    "spare blocks leak": ("scheduler", "self._blocks.give(self._spare)", "pass"),
+    "spare blocks leak": ("holdings", "self.blocks.give(self._spare)", "pass"),
     "what is sampled for an ended sequence is told": (
         "scheduler",
         "if sequence.stage == Stage.ENDED:\n                continue",
@@ -101,7 +101,7 @@ BREAKS = {
     "a step that is taken back is not computed again": ("scheduler", "sequence.launched = sequence.computed", "pass"),
     "what is not finite is matched again": (
         "scheduler",
-        "self._tree.forget(sequence.lease, max(0, self._proven(sequence) - sequence.public))",
+        "self._holdings.tree.forget(sequence.lease, max(0, self._proven(sequence) - sequence.public))",
         "pass",
     ),
     "a step without memory ends a sequence at once": ("scheduler", "if rows == 1 and", "if"),
@@ -113,7 +113,7 @@ BREAKS = {
     "caps of running sequences are forgotten": ("fairness", "self.running < self.terms.sequences", "True"),
     "what an account holds is never let go": ("scheduler", "if sequence.blocks:", "if False:"),
     "a request that expired goes on": (
-        "scheduler",
+        "waiting",
         'self._reject(choices, "it waited for as long as it may; try again later")',
         'self._rejects.append((first, Reject(id, RejectReason.BUSY, "")))',
     ),
@@ -122,24 +122,24 @@ BREAKS = {
     "erasing waits until blocks are used again": ("loop", "self._erase()\n            flight", "flight"),
     "nothing is erased between turns": ("loop", "sweep()\n        self._erase()", "sweep()"),
     "erasing is done for some of the blocks": ("blocks", "list(dict.fromkeys(blocks))", "blocks[1:]"),
-    "what is swept is lost": ("scheduler", "        self._blocks.give(swept)\n", ""),
-    "what lies behind a published prefix is found without it": ("scheduler", "behind=public[-1]", "behind=0"),
+    "what is swept is lost": ("holdings", "        self.blocks.give(swept)\n", ""),
+    "what lies behind a published prefix is found without it": ("holdings", "behind=public[-1]", "behind=0"),
     "published blocks are freed by their readers": (
         "sequence",
         "self.held()[self.shared :]",
         "self.held()[self.shared - self.public :]",
     ),
-    "published blocks are not kept": ("scheduler", "self._pins.append(lease)", "self._tree.release(lease)"),
-    "others' blocks are put over published ones": ("scheduler", "pages[sequence.public : full] =", "pages[:full] ="),
+    "published blocks are not kept": ("holdings", "self._pins.append(lease)", "self.tree.release(lease)"),
+    "others' blocks are put over published ones": ("holdings", "pages[sequence.public : full] =", "pages[:full] ="),
     "the background runs beside live ones": (
         "scheduler",
-        "self._limits.costs is None and any(self._queue.running)",
+        "self._limits.costs is None and any(self._waiting.queue.running)",
         "False",
     ),
     "the background does not make way": ("scheduler", "if behind and not self._paused:", "if behind:"),
     "the background expires": ("sequence", "submit.deadline_ms and not submit.terms.background", "submit.deadline_ms"),
     "a text is not told to its matcher": ("scheduler", "else matcher.accept(token)", 'else ""'),
-    "a sequence starts without its grammar": ("scheduler", "if each.compilation is None)", "if True)"),
+    "a sequence starts without its grammar": ("admission", "if each.compilation is None)", "if True)"),
     "a text goes on behind its grammar's end": ("scheduler", " or (matcher is not None and matcher.over)", ""),
     "masks are given to others' rows": ("loop", "for sequence in plan.masked]", "for sequence in plan.masked[::-1]]"),
     "masks are made of what was known at the launch": ("loop", "or len(self._flights) != 1:", "or False:"),
@@ -149,7 +149,7 @@ BREAKS = {
         "matchers = [sequence.matcher for sequence in plan.masked if sequence.stage != ended]",
     ),
     "a grammar that does not compile is waited for": (
-        "scheduler",
+        "waiting",
         "self._reject(choices, refused.message, refused.reason)",
         "pass",
     ),
@@ -186,7 +186,11 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
         (simulated, "Door"),
         (scheduler, "Budget"),
         (scheduler, "Groups"),
-        (scheduler, "FairQueue"),
+        (scheduler, "Holdings"),
+        (scheduler, "Prompts"),
+        (scheduler, "Waiting"),
+        (scheduler, "plan_step"),
+        (waiting, "FairQueue"),
     ):
         if replaced in broken.__dict__:
             monkeypatch.setattr(user, replaced, broken.__dict__[replaced])
