@@ -383,7 +383,7 @@ def test_rubbish_closes_its_own_connection_only(calm: Stamped, rubbish: bytes) -
     [
         ({"tokens": [1000]}, RejectReason.INVALID),
         ({"tokens": []}, RejectReason.INVALID),
-        ({"n": 9}, RejectReason.INVALID),
+        ({"n": 129}, RejectReason.INVALID),
         ({"sampling": Sampling(temperature=-1)}, RejectReason.INVALID),
         ({"tokens": [1] * 4096}, RejectReason.TOO_LONG),
     ],
