@@ -176,6 +176,10 @@ class Drain:
             pass  # another gateway was faster
         except StoreUnavailable as problem:
             self._gateway.outage.begin(problem)  # its lease runs out, and somebody takes it up again
+        except Exception as error:  # a fault of ours ends no other request: its lease runs out, and its tries do
+            log.error(
+                "batch_item_failed", extra={"fields": {"request": item.request_id, "error": type(error).__name__}}
+            )
         self.running[model.name] -= 1
         del self._claimed[item.request_id]
         self._gateway.desk.came.set()

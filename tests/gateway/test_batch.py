@@ -328,6 +328,25 @@ async def test_nothing_is_claimed_while_live_requests_wait_at_the_replica(tmp_pa
 
 
 @looped
+async def test_a_fault_with_one_request_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "LEASE_S", 0.3)
+    async with served(tmp_path) as world:
+        faults = []
+
+        def faulty(*_: Any) -> None:
+            if not faults:
+                faults.append("not foreseen")
+                raise RuntimeError(faults[0])
+
+        monkeypatch.setattr(drain, "admit", faulty)
+        request_id = await submit(world, 3)
+        result = await ended(world, request_id)
+        assert faults
+        assert [one["success"] for one in result["responses"]] == [True] * 3
+        assert running(world) == 0
+
+
+@looped
 async def test_what_a_replica_has_no_place_for_is_tried_again(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
         world.behaviour.reject = wire.RejectReason.BUSY
