@@ -50,11 +50,14 @@ local now_s = now / 1e6
 
 local function batch_key(id) return account .. ':batch:' .. id end
 
+-- By the caller's clock: the server's may differ.
+local function expire(key, at)
+    redis.call('PEXPIRE', key, string.format('%.0f', math.max(1, 1e3 * (tonumber(at) - now_s))))
+end
+
 local function end_at(key, at)
     redis.call('HSET', key, 'expires_at', string.format('%.0f', at))
-    for _, part in ipairs({'', ':bodies', ':tries', ':results'}) do
-        redis.call('EXPIREAT', key .. part, string.format('%.0f', at))
-    end
+    for _, part in ipairs({'', ':bodies', ':tries', ':results'}) do expire(key .. part, at) end
 end
 
 local function is_open(key)
@@ -159,7 +162,7 @@ while most > 0 and looks > 0 do
         redis.call('HSET', key, 'status', 'running')
         redis.call('ZADD', leases, now_s + tonumber(ARGV[3]), name)
         local tries = redis.call('HINCRBY', key .. ':tries', place, 1)
-        if tries == 1 then redis.call('EXPIREAT', key .. ':tries', redis.call('HGET', key, 'expires_at')) end
+        if tries == 1 then expire(key .. ':tries', redis.call('HGET', key, 'expires_at')) end
         for _, part in ipairs({id, place, body, tries, redis.call('HGET', key, 'document')}) do
             found[#found + 1] = part
         end
@@ -212,7 +215,7 @@ if ARGV[7] then
 end
 redis.call('ZREM', account .. ':leases:' .. ARGV[2], id .. ' ' .. place)
 if not is_open(key) or redis.call('HSETNX', key .. ':results', place, ARGV[5] .. ARGV[6]) == 0 then return 0 end
-redis.call('EXPIREAT', key .. ':results', redis.call('HGET', key, 'expires_at'))
+expire(key .. ':results', redis.call('HGET', key, 'expires_at'))
 redis.call('HDEL', key .. ':bodies', place)
 local succeeded, failed = tonumber(ARGV[5]), 1 - tonumber(ARGV[5])
 succeeded = redis.call('HINCRBY', key, 'succeeded', succeeded)

@@ -241,6 +241,7 @@ class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
     background: bool | None = None
+    background_options: Any = None
     prompt: Any = None
     max_tool_calls: Any = None
     moderation: Any = None
@@ -313,6 +314,7 @@ def _refuse_unserved(asked: Input) -> None:
     _unless("prompt_cache_retention", asked.prompt_cache_retention, (None, "in_memory"), "leave it out")
     _unless("prompt_cache_options", asked.prompt_cache_options, (None, {"mode": "implicit"}), "leave it out")
     _unless("background", asked.background, (None, False), "wait for the answer, or stream it")
+    _unless("background_options", asked.background_options, (None,), "wait for the answer, or stream it")
     _unless("prompt", asked.prompt, (None,), "send its text in 'instructions' or 'input'")
     _unless("max_tool_calls", asked.max_tool_calls, (None,), "there are no built-in tools; leave it out")
     _unless("context_management", asked.context_management, (None, []), "shorten 'input' yourself")

@@ -122,7 +122,7 @@ def test_turns_are_taken_by_account_whatever_the_scope_shares(scope: Scope, acco
         {"terms": Terms(keep_s=-1.0)},
         {"terms": Terms(keep_s=float("nan"))},
         {"n": 0},
-        {"n": 5},
+        {"n": 129},
         {"max_tokens": 0},
         {"stop_ids": [1] * 65},
         {"deadline_ms": -1},

@@ -86,6 +86,7 @@ WITH_ANOTHER: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, Any] = {
     "access_programs": {"cyber": "standard"},
     "background": True,
+    "background_options": {"completion_window": "2h"},
     "context_management": [{"type": "compaction"}],
     "conversation": "conv_1",
     "image": {"context_compression": "auto"},
