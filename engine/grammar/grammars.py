@@ -236,19 +236,21 @@ class Grammars:
             return
         trial = self._open_trial(folder)
         while (compilation := self._next()) is not None:
-            try:
-                compilation.compile(trial)
-            except Refused as refused:
-                compilation.refuse(refused.reason, refused.message)
-            except Unavailable as error:
-                log("grammar_trial_ended", error=str(error))
-                compilation.worn = True
-                compilation.refuse(RejectReason.BUSY, _UNAVAILABLE)
-                trial.end()
-                trial = self._open_trial(folder)
-            except BaseException as error:  # also what the library's own panics are
-                log("grammar_failed", error=type(error).__name__)
-                compilation.refuse(RejectReason.BUSY, _UNAVAILABLE)
+            for tries_left in (1, 0):  # it may be the one before that ended the process
+                try:
+                    compilation.compile(trial)
+                except Refused as refused:
+                    compilation.refuse(refused.reason, refused.message)
+                except Unavailable as error:
+                    log("grammar_trial_ended", error=str(error))
+                    trial.end()
+                    self._trials.remove(trial)
+                    trial = self._open_trial(folder)
+                    if tries_left:
+                        continue
+                    compilation.worn = True
+                    compilation.refuse(RejectReason.BUSY, _UNAVAILABLE)
+                break
             with self._turn:
                 self._compiling.discard(compilation.account)
                 self._turn.notify()

@@ -1,6 +1,5 @@
 """engine/grammar/grammars.py: whose grammars are kept, whose turn it is, and what matchers let through."""
 
-import contextlib
 import json
 import re
 import time
@@ -233,15 +232,29 @@ def test_accounts_take_turns_and_none_may_have_many_pending(grammars: Grammars) 
         grammars._pending.clear()
 
 
-def test_a_trial_that_ends_costs_one_grammar_and_is_replaced() -> None:
+def test_a_trial_that_ends_is_replaced_and_costs_no_grammar() -> None:
     with closing(Grammars(EMBER, 1)) as grammars:
         compiled(grammars, '{"const": 1}')
         for trial in grammars._trials:
             trial._process.kill()
         for number in range(4):
-            with contextlib.suppress(Refused):
-                compiled(grammars, json.dumps({"const": number}), account=bytes([number]) * 16).matcher(STOPS)
-        compiled(grammars, '{"const": 9}').matcher(STOPS)
+            compiled(grammars, json.dumps({"const": number}), account=bytes([number]) * 16).matcher(STOPS)
+
+
+def test_a_grammar_that_ends_every_trial_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = module.Trial.problem
+
+    def problem(trial: module.Trial, lark: str) -> str:
+        if "deadly" in lark:
+            trial._process.kill()
+        return asked(trial, lark)
+
+    monkeypatch.setattr(module.Trial, "problem", problem)
+    with closing(Grammars(EMBER, 1)) as grammars:
+        with pytest.raises(Refused) as refused:
+            compiled(grammars, '{"const": "deadly"}').matcher(STOPS)
+        assert refused.value.reason is RejectReason.BUSY
+        compiled(grammars, '{"const": 1}').matcher(STOPS)
 
 
 @pytest.mark.parametrize("content", [None, "{}", "nonsense"])
