@@ -13,13 +13,13 @@ from gateway.batch.asked import BatchInput, ResultsInput
 from gateway.batch.desk import BatchesQuery, BatchItem
 from gateway.dialects import anthropic, chat, chat_run, completions, embeddings, native, rerank, responses, run
 from gateway.listing.answers import (
+    AnthropicEvent,
+    AnthropicMessage,
+    AnthropicTokens,
     BatchResults,
     BatchState,
     ChatChunk,
     ChatCompletion,
-    ClaudeEvent,
-    ClaudeMessage,
-    ClaudeTokens,
     Embeddings,
     Enveloped,
     Generated,
@@ -198,10 +198,10 @@ ROUTES: Final = (
         "/v1/messages",
         summary="Anthropic's Messages",
         permissions=INFERENCE,
-        result=ClaudeMessage,
+        result=AnthropicMessage,
         body=anthropic.Input,
         statuses=_GENERATING,
-        events=ClaudeEvent,
+        events=AnthropicEvent,
     ),
     *_below(
         "POST",
@@ -209,7 +209,7 @@ ROUTES: Final = (
         "/v1/messages/count_tokens",
         summary="How many tokens the messages have; a request for the limits, and no tokens",
         permissions=INFERENCE,
-        result=ClaudeTokens,
+        result=AnthropicTokens,
         body=anthropic.Asking,
         statuses=_COUNTING,
     ),

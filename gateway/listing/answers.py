@@ -311,7 +311,7 @@ class Block(Struct, frozen=True):
     type: Literal["text", "thinking", "tool_use"]
 
 
-class ClaudeSpent(Struct, frozen=True):
+class AnthropicSpent(Struct, frozen=True):
     """`input_tokens` are those that were not read from the cache."""
 
     input_tokens: int
@@ -320,7 +320,7 @@ class ClaudeSpent(Struct, frozen=True):
     output_tokens: int
 
 
-class ClaudeMessage(Struct, frozen=True, forbid_unknown_fields=True):
+class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -328,10 +328,10 @@ class ClaudeMessage(Struct, frozen=True, forbid_unknown_fields=True):
     content: list[Block]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "quota"] | None
     stop_sequence: str | None
-    usage: ClaudeSpent
+    usage: AnthropicSpent
 
 
-class ClaudeEvent(Struct, frozen=True):
+class AnthropicEvent(Struct, frozen=True):
     """`type` is also the event's name, and says which fields are beside it, as Anthropic's SDKs know them."""
 
     type: Literal[
@@ -344,7 +344,7 @@ class ClaudeEvent(Struct, frozen=True):
     ]
 
 
-class ClaudeTokens(Struct, frozen=True, forbid_unknown_fields=True):
+class AnthropicTokens(Struct, frozen=True, forbid_unknown_fields=True):
     input_tokens: int
 
 
