@@ -207,9 +207,33 @@ class Flight(Protocol):
         ...
 
 
+class OutOfHostMemory(RuntimeError):
+    """The host has too little memory left for what a replica is to keep while it sleeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a runner holds and needs, in bytes, as in wire.Placed. `extent_bytes` is one extent of its KV; asleep it
+    holds asleep_bytes of the device, and awake at the least least_bytes, with `extents_least` extents of KV."""
+
+    device_bytes: int
+    asleep_bytes: int
+    least_bytes: int
+    most_bytes: int
+    memory_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    kept_bytes: int
+    extent_bytes: int
+    extents_least: int
+
+
 class Runs(Protocol):
     """What the loop asks of a runner; the stamp engine of the tests is another one.
 
+    blocks              tables may name 0 … blocks−1, of those whose extent is mapped: a run of extent_blocks of them,
+                        the last may be shorter, that gets memory or gives it back as a whole.
+    mapped              the extents that have memory, ascending.
     depth               launches that may be in the air at once: 1, or 2 where launching does not wait for the step.
     costs               what steps take, where that was measured.
     step_tokens         the most rows of a step in which some sequence decodes,
@@ -218,6 +242,7 @@ class Runs(Protocol):
     """
 
     blocks: int
+    extent_blocks: int
     block_tokens: int
     depth: int
     costs: Costs | None
@@ -235,8 +260,25 @@ class Runs(Protocol):
         the next launch. May raise OutOfDeviceMemory."""
         ...
 
+    @property
+    def mapped(self) -> list[int]: ...
+
     def erase(self, blocks: Items[int]) -> None:
-        """Zeroes these blocks in all layers: after the steps launched before, and before those launched later."""
+        """Zeroes these blocks in all layers: after the steps launched before, and before those launched later. Asleep,
+        what is kept of them in host memory."""
+        ...
+
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        """Copies whole blocks in all layers, in the order of launches like `erase`. No target is a source."""
+        ...
+
+    def map(self, extents: Items[int]) -> None:
+        """Gives these extents memory: what is in it is anything. Steps in the air go on. Raises OutOfDeviceMemory, and
+        then none of them has got any."""
+        ...
+
+    def unmap(self, extents: Items[int]) -> None:
+        """Gives their memory back, to whomever wants it. No step in the air reads or writes them."""
         ...
 
 

@@ -19,6 +19,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from engine import residue
-from engine.batch import Runs
+from engine.batch import Runs, Sizes
 from engine.grammar.grammars import Grammars
 from engine.log import log
 from engine.loop import Loop, open_scheduler, publish
@@ -79,6 +80,29 @@ class Served(Runs, Protocol):
 
     def idle(self) -> bool:
         """Called while there is nothing to compute: prepares a little. False when nothing is left to prepare."""
+        ...
+
+    def sleep(self, kept: Items[int]) -> int:
+        """Gives back all of the device that can be given back, once the steps launched before are done. The contents of
+        these blocks are kept in host memory, of all others lost. Gives how many bytes were copied.
+
+        Nothing may be launched until `wake`. Raises OutOfHostMemory, and then it is awake as before.
+        """
+        ...
+
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
+        """Takes the device again with these extents mapped, and puts what was kept into these blocks, in the order in
+        which `sleep` was told to keep it; gives how many bytes that copies. Steps may be launched at once, they wait
+        where they have to; `arrived` says when all is there.
+
+        Raises OutOfDeviceMemory, and then it sleeps as before; CheckpointError where it reads files again.
+        """
+        ...
+
+    def arrived(self) -> bool: ...
+
+    def sizes(self) -> Sizes:
+        """What it holds now, awake or asleep."""
         ...
 
 

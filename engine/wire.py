@@ -20,7 +20,13 @@ _LENGTH: Final = struct.Struct(">I")
 
 
 class Residency(enum.IntEnum):
-    """Where a replica's weights are."""
+    """Where a replica's weights are. It serves on DEVICE alone.
+
+    DISK      there is no process; on the way up they may come from the page cache.
+    MEMORY    its process lives and holds them in host memory, or, on a CPU, leaves them to the page cache. It takes
+              requests, which wait there.
+    DEVICE    they are in a GPU's memory, or, on a CPU, as its matmuls read them.
+    """
 
     DISK = 0
     MEMORY = 1
@@ -241,7 +247,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
     `counters` only grow within one boot (prefix hit tokens, evictions by cause, preemptions, …). `shared_blocks` of the
     cached ones are read by two sequences or more at this moment. `background` sequences run or wait beside the others,
-    which alone are counted in the first three.
+    which alone are counted in the first three. `blocks` are those of the pool that have memory now: it may change.
     """
 
     running: int
@@ -254,26 +260,111 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     counters: dict[str, int] = {}
     shared_blocks: int = 0
     background: int = 0
+    blocks: int = 0
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
+    """machine → replica: where its weights are to be, MEMORY or DEVICE, and how much of the device it may hold there,
+    weights, workspace and KV together. A newer one takes an older one's place.
+
+    On the way to MEMORY what runs has `drain_ms` to end; then it is preempted, and goes on when the replica is back.
+    Within DEVICE only its KV grows or shrinks. None: as it is.
+    """
+
+    residency: Residency
+    device_bytes: int | None = None
+    drain_ms: int = 0
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+    """replica → whoever sent it a Place: where it is, each time that a move ended or failed; where it failed `problem`
+    says why, and the rest where it is instead. The first answer to the first Place comes at once.
+
+    device_bytes    it holds now; asleep_bytes of them it holds in MEMORY too (what the driver keeps for a process).
+    least_bytes     it holds at the least on the device: weights, workspace, KV of one context.
+    most_bytes      it could use: the KV of all sequences that it may run.
+    memory_bytes    of host memory it holds: weights and kept KV.
+    kv_bytes        of device_bytes are KV; kept_bytes of memory_bytes are.
+    weights_bytes   its weights take on the device.
+    moved_bytes     the move copied, in `seconds`, from the order to its end.
+    """
+
+    residency: Residency
+    device_bytes: int = 0
+    asleep_bytes: int = 0
+    least_bytes: int = 0
+    most_bytes: int = 0
+    memory_bytes: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    kept_bytes: int = 0
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    problem: str = ""
+
+
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
+    """gateway → machine: how many of its requests for a model wait for a replica, at each change and at least once a
+    second while there are any; 0 ends it. What a connection said ends with it.
+
+    weight         of the heaviest account among them, as its plan says.
+    patience_ms    until the first of them gives up.
+    """
+
+    model: str
+    requests: int
+    weight: float = 1.0
+    patience_ms: int = 0
 
 
 class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
-    """One replica as its machine sees it. `boot` changes with every start; `problem` says why it is not serving."""
+    """One replica as its machine sees it. `boot` changes with every start; `problem` says why it is not serving.
+
+    toward         where it is moving; equal to `residency` where it is not. Whoever finds it moving toward DEVICE with
+                   an open connection may submit: it begins as soon as it can.
+    ready_ms       until it could serve, as far as the machine can tell, where its model were asked for now; 0 where it
+                   serves, −1 where it cannot be: `problem` says why.
+    device         index of its device among the machine's, −1: none yet.
+    memory         where its bytes are, as it said last.
+    quarantined    it has died so often that it is not started for a while.
+    """
 
     model: str
     address: str
     residency: Residency
     boot: int
     problem: str = ""
+    toward: Residency = Residency.DISK
+    ready_ms: int = 0
+    device: int = -1
+    memory: Placed | None = None
+    quarantined: bool = False
+
+
+class DeviceState(msgspec.Struct, frozen=True, array_like=True):
+    """A GPU, or the memory of a machine without one. `budget_bytes` of its `total_bytes` are for replicas, who hold
+    `held_bytes` now."""
+
+    name: str
+    total_bytes: int
+    budget_bytes: int
+    held_bytes: int
 
 
 class Fleet(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
-    """machine → gateway, on connection and on every change: all replicas of this machine."""
+    """machine → gateway, on connection and on every change: all replicas of this machine, its devices, and its host
+    memory: `memory_bytes` of `memory_budget_bytes` are held by what sleeps or may. `moves` counts by kind, `wake` and
+    `sleep`, `start`, `end`, `grow` and `shrink`, and those that failed with `_failed` behind."""
 
     machine: str
     replicas: list[ReplicaState]
+    devices: list[DeviceState] = []
+    memory_bytes: int = 0
+    memory_budget_bytes: int = 0
+    moves: dict[str, int] = {}
 
 
-Frame = Submit | Cancel | Hello | Progress | Reject | Load | Fleet
+Frame = Submit | Cancel | Hello | Progress | Reject | Load | Place | Placed | Wake | Fleet
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -295,6 +386,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     vectors: bool = False  # of a decoder, what its prompts become, and no text; its head is not loaded
     scope_floor_blocks: int = 0  # cached blocks that an account keeps while another has more above its own floor
     scope_cap_blocks: int | None = None  # cached blocks that an account keeps unused at most; None: no cap
+    weights_bytes: int = 0  # about what its weights take, before a replica has said so itself; 0: not known
+    pinned: bool = False  # it is on the device for good
+    priority: float = 1.0  # its requests count so much beside other models' where there is no room for both
+    resident_s: float = 1.0  # after a wake it stays at least so long, even where others wait and it has nothing to do
+    wake_s: float = 2.0  # its requests wait so long at most while others run; then what is to make room is preempted
+    kept_kv_bytes: int = 1 << 30  # of host memory, for the KV of system prompts while it sleeps; 0: none is kept
     public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read
 
 
@@ -334,7 +431,9 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     folder: str  # sockets, pulses and logs of this machine
     models: list[ModelSpec]
     cache: str | None = None  # compiled kernels are kept here from start to start; None: below `folder`
-    device: str = "auto"  # auto, cpu, cuda: one GPU for each replica in turn, or cuda:N for all
+    device: str = "auto"  # auto, cpu, cuda: the GPU with the most room for each replica, or cuda:N for all
+    device_bytes: int | None = None  # of each GPU, or of a CPU's memory, for replicas; None: all that is there
+    memory_bytes: int | None = None  # of host memory, for models that sleep; None: a share of what is there
     threads: int | None = None  # CPU threads per replica; None: shared evenly
     telemetry: Telemetry | None = None  # None: no traces
 
@@ -347,6 +446,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pulse: str  # the file of engine/pulse.py that the machine watches
     boot: int
     device: str = "auto"  # auto, cpu, cuda: the first that the process sees
+    device_bytes: int | None = None  # of the device, in all, that it may hold at first; None: all that is free
+    standby: bool = False  # it will be sent to sleep: its weights are copied to host memory ahead
     threads: int | None = None
     telemetry: Telemetry | None = None
 

@@ -173,8 +173,19 @@ def spec_of(config: Config, entry: ModelConfig) -> wire.ModelSpec:
         vectors=task is Task.EMBEDDINGS,
         scope_floor_blocks=entry.scope_floor_blocks,
         scope_cap_blocks=entry.scope_cap_blocks,
+        weights_bytes=_weights_bytes(folder),
+        pinned=entry.pinned,
+        priority=entry.priority,
+        resident_s=entry.resident_s,
+        wake_s=entry.wake_s,
+        kept_kv_bytes=entry.kept_kv_bytes,
         public_prefixes=_published(folder, paths, entry.name) if paths else [],
     )
+
+
+def _weights_bytes(folder: Path) -> int:
+    """What its files take: about what its weights do, until its replica says it exactly."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _task(folder: Path, entry: ModelConfig) -> Task:

@@ -141,6 +141,14 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "auto"
     threads: Annotated[_Positive | None, Meta(description="CPU threads per replica; default: shared evenly")] = None
+    device_bytes: Annotated[
+        _Positive | None,
+        Meta(description="memory of each GPU, or of the CPU's, that replicas share; default: all that is there"),
+    ] = None
+    memory_bytes: Annotated[
+        _Positive | None,
+        Meta(description="host memory for models that sleep; default: 70 % of what is free at the start"),
+    ] = None
 
 
 class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,6 +255,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     scope_cap_blocks: Annotated[
         _Positive | None, Meta(description="cached blocks that a tenant keeps unused at most; default: no cap")
     ] = None
+    pinned: Annotated[bool, Meta(description="never leaves the device, whoever else wants its room")] = False
+    priority: Annotated[
+        float,
+        Meta(
+            description="what its waiting calls count beside other models' where there is no room for both",
+            gt=0,
+            le=1e6,
+        ),
+    ] = 1.0
+    resident_s: Annotated[
+        float, Meta(description="once woken it stays on the device for so long, even with nothing to do", ge=0, le=3600)
+    ] = 1.0
+    wake_s: Annotated[
+        float,
+        Meta(
+            description="its calls wait so long at most for others' to end; then those are interrupted", ge=0, le=3600
+        ),
+    ] = 2.0
+    kept_kv_bytes: Annotated[
+        int, Meta(description="host memory for the KV of system prompts while it sleeps; 0: none is kept", ge=0)
+    ] = 1 << 30
     public_prefixes: Annotated[
         list[str],
         Meta(description="files of system prompts that every tenant's calls may read from the cache", max_length=64),

@@ -51,6 +51,8 @@ def machine_command(config: Config) -> list[str]:
         models=[spec_of(config, entry) for entry in entries(config)],
         cache=str(config.kernels_folder),
         device=config.machine.device,
+        device_bytes=config.machine.device_bytes,
+        memory_bytes=config.machine.memory_bytes,
         threads=config.machine.threads,
         telemetry=wire.Telemetry(otlp_url=url, service=config.telemetry.service) if url is not None else None,
     )
