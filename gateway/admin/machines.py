@@ -1,0 +1,147 @@
+"""Machines, their devices and where each model is, for the operator. There are no prompts in it, and no accounts."""
+
+from typing import Final
+
+import msgspec
+
+from engine import wire
+from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
+from gateway.fleet import Fleet, MachineSeen, Seen
+from gateway.tally import Lately
+from tenants.accounts import Permission
+
+
+class DeviceItem(msgspec.Struct, frozen=True):
+    """A GPU, or the memory of a machine without one; replicas may hold `budget_bytes` of it."""
+
+    name: str
+    total_bytes: int
+    budget_bytes: int
+    held_bytes: int
+
+
+class MachineLoadItem(msgspec.Struct, frozen=True):
+    """How full a replica is. `blocks` have memory now. `hit_ratio` of the prompts' tokens that were looked up in the
+    last seconds were cached, null where none was; `tokens_per_s` were computed, of prompts and answers."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    blocks: int
+    free_blocks: int
+    cached_blocks: int
+    shared_blocks: int
+    background: int
+    hit_ratio: float | None
+    tokens_per_s: float
+    steps: int
+
+
+class MachineReplicaItem(msgspec.Struct, frozen=True):
+    """`residency` is where its weights are, DISK, MEMORY or DEVICE, and `toward` where they are going. `ready_ms` until
+    it could serve if it were asked for now, −1: it cannot. `device` is an index of the machine's devices, null: none.
+    Of its `device_bytes` are `weights_bytes` and `kv_bytes`; of its `memory_bytes`, on the host, `kept_bytes` are KV.
+    `waiting_here` are this gateway's requests that wait for the model; `load` is null while there is no connection."""
+
+    model: str
+    residency: str
+    toward: str
+    ready_ms: int
+    device: int | None
+    problem: str
+    quarantined: bool
+    weights_bytes: int
+    device_bytes: int
+    kv_bytes: int
+    kept_bytes: int
+    memory_bytes: int
+    waiting_here: int
+    load: MachineLoadItem | None
+
+
+class MachineItem(msgspec.Struct, frozen=True):
+    """`problem` says why there is no connection; the rest is then what it said last. `memory_bytes` of host memory are
+    held by models that sleep or may. `moves` counts them by kind, and as KIND_failed those that failed."""
+
+    name: str
+    address: str
+    problem: str
+    devices: list[DeviceItem]
+    memory_bytes: int
+    memory_budget_bytes: int
+    moves: dict[str, int]
+    replicas: list[MachineReplicaItem]
+
+
+class MachinesItem(msgspec.Struct, frozen=True):
+    machines: list[MachineItem]
+
+
+async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[MachinesItem]:
+    fleet = office.gateway.fleet
+    return Answer(MachinesItem([_machine(fleet, machine) for machine in fleet.machines()]))
+
+
+def _machine(fleet: Fleet, machine: MachineSeen) -> MachineItem:
+    said = machine.said
+    return MachineItem(
+        name=said.machine,
+        address=machine.address,
+        problem=machine.problem,
+        devices=[DeviceItem(one.name, one.total_bytes, one.budget_bytes, one.held_bytes) for one in said.devices],
+        memory_bytes=said.memory_bytes,
+        memory_budget_bytes=said.memory_budget_bytes,
+        moves=said.moves,
+        replicas=[_replica(seen, fleet.waiting(seen.model)) for seen in machine.replicas],
+    )
+
+
+def _replica(seen: Seen, waiting: int) -> MachineReplicaItem:
+    state = seen.state
+    held = state.memory or wire.Placed(state.residency)
+    return MachineReplicaItem(
+        model=state.model,
+        residency=state.residency.name,
+        toward=state.toward.name,
+        ready_ms=state.ready_ms,
+        device=None if state.device < 0 else state.device,
+        problem=seen.problem,
+        quarantined=state.quarantined,
+        weights_bytes=held.weights_bytes,
+        device_bytes=held.device_bytes,
+        kv_bytes=held.kv_bytes,
+        kept_bytes=held.kept_bytes,
+        memory_bytes=held.memory_bytes,
+        waiting_here=waiting,
+        load=None if seen.load is None else _load(seen.load, seen.lately),
+    )
+
+
+def _load(load: wire.Load, lately: Lately) -> MachineLoadItem:
+    return MachineLoadItem(
+        running=load.running,
+        waiting=load.waiting,
+        waiting_tokens=load.waiting_tokens,
+        blocks=load.blocks,
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        shared_blocks=load.shared_blocks,
+        background=load.background,
+        hit_ratio=lately.hit_ratio,
+        tokens_per_s=lately.tokens_per_s,
+        steps=load.steps,
+    )
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path=f"{OPERATOR}/machines",
+        summary="The machines, their memory, and where each model is",
+        permissions=(Permission.OPERATOR,),
+        serve=show,
+        query=Nothing,
+        body=Nothing,
+        result=MachinesItem,
+    ),
+)
