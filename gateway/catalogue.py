@@ -1,5 +1,5 @@
-"""The models that tenants may call: the built-in one, the pulled ones and those of hearth.toml, with their texts and
-prices. It reads folders, and knows nothing of replicas or requests."""
+"""The models that tenants may call: the built-in one, pulled and added ones and those of hearth.toml, with their texts
+and prices. It reads folders, and knows nothing of replicas or requests."""
 
 import importlib.resources
 import json
@@ -10,7 +10,10 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from engine import wire
+from gateway.added import added
 from gateway.calls.format import FORMATS, Format, format_of
 from gateway.calls.thought import thinks
 from gateway.config import Config, ConfigError, ModelConfig, PriceConfig
@@ -125,11 +128,21 @@ def open_catalogue(config: Config) -> Catalogue:
 
 
 def entries(config: Config) -> list[ModelConfig]:
-    """All entries without opening them: the built-in model, what was pulled, and what hearth.toml adds or changes."""
+    """All that are served, without opening them."""
+    return [entry for entry in known(config) if entry.serve]
+
+
+def known(config: Config) -> list[ModelConfig]:
+    """The built-in model, what was pulled, what `hearth models add` added, and what hearth.toml adds or changes; of an
+    added one it may leave the folder out. Raises ConfigError."""
     said = {entry.name: entry for entry in config.models}
-    found = [BUILT_IN, *pulled(config)]
-    known = [said.pop(name) if name in said else _bare(name) for name in found]
-    return [entry for entry in [*known, *said.values()] if entry.serve]
+    found = {name: _bare(name) for name in (BUILT_IN, *pulled(config))} | {entry.name: entry for entry in added(config)}
+    changed = [_over(entry, said.pop(name, entry)) for name, entry in found.items()]
+    return [*changed, *said.values()]
+
+
+def _over(entry: ModelConfig, said: ModelConfig) -> ModelConfig:
+    return said if said.folder is not None else msgspec.structs.replace(said, folder=entry.folder)
 
 
 def folder_of(config: Config, entry: ModelConfig) -> Path:

@@ -333,6 +333,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.state / "models"
 
     @property
+    def added_folder(self) -> Path:
+        """What `hearth models add` was told."""
+        return self.state / "added"
+
+    @property
     def kernels_folder(self) -> Path:
         """Compiled GPU kernels, kept from start to start."""
         return self.state / "kernels"

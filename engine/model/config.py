@@ -66,7 +66,7 @@ class ModelConfig:
 
 
 ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_HEADLESS: Final = {f"{family}Model": f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+HEADLESS: Final = {f"{family}Model": f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 ROPE_KINDS: Final = ("default", "linear", "llama3")
 _FAMILY_THETA: Final = 10_000.0
 
@@ -119,7 +119,7 @@ def parse_config(config: Mapping[str, Any], stop: int | list[int] | None = None)
         tied_head=bool(config.get("tie_word_embeddings", False)),
         stop_ids=_stop_ids(stop, vocabulary),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-        vectors=config["architectures"][0] in _HEADLESS,
+        vectors=config["architectures"][0] in HEADLESS,
     )
 
 
@@ -127,7 +127,7 @@ _WITHOUT_ATTENTION_BIAS: Final = ("MistralForCausalLM", "Qwen2ForCausalLM")
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    named = [_HEADLESS.get(name, name) for name in config.get("architectures") or []]
+    named = [HEADLESS.get(name, name) for name in config.get("architectures") or []]
     if len(named) != 1 or named[0] not in ARCHITECTURES:
         raise ConfigError(f"architectures {named!r} is not supported; one of {', '.join(ARCHITECTURES)} is")
     if config.get("quantization_config"):

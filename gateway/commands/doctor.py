@@ -5,13 +5,10 @@ import asyncio
 import datetime
 import enum
 import importlib.metadata
-import importlib.util
 import os
-import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -19,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gateway.catalogue import entries, folder_of
+from gateway.commands import hardware
 from gateway.commands.models import Sizes, read_config, sizes_of
 from gateway.commands.serve import answers
 from gateway.commands.words import add_command, in_bytes, print_json, read_settings
@@ -40,8 +38,6 @@ Exit status: 0 when Hearth can serve here, 1 when something is wrong.
 """
 _DISK_BYTES_LOW = 1 << 30
 _PYTHON = (3, 11)
-_GPU_FIELDS = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
-_ARCHITECTURE = (8, 0)  # the first with bfloat16
 _RENEW_DAYS = 14  # before its end, a certificate should have a successor
 _FREE_SHARE = 0.9  # of a GPU that nobody uses
 
@@ -59,16 +55,6 @@ class Finding(NamedTuple):
     verdict: Verdict
     found: str
     advice: str = ""
-
-
-class Gpu(NamedTuple):
-    """What the driver says of one."""
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-    driver: str
-    architecture: tuple[int, int]
 
 
 def add(commands: Any) -> None:
@@ -96,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
     """Every finding; without readable settings there are fewer."""
     yield _python()
-    gpus = _gpus()
+    gpus = hardware.gpus()
     yield from _engine(gpus)
     try:
         config = read_settings(options)
@@ -108,7 +94,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("settings", Verdict.GOOD, f"state in {config.state}")
     yield from _store(config)
     yield from _issuers(config)
-    usable = _usable(config, gpus)
+    usable = hardware.usable(config.machine, gpus)
     if usable:
         yield _kernels(config)
     yield from _models(config, usable)
@@ -126,13 +112,13 @@ def _python() -> Finding:
     return Finding("python", Verdict.GOOD, found)
 
 
-def _engine(gpus: list[Gpu]) -> Iterator[Finding]:
+def _engine(gpus: list[hardware.Gpu]) -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         yield Finding("engine", Verdict.WRONG, "torch is not installed", "pip install hearth again")
         return
-    cuda = _cuda_of_torch()
+    cuda = hardware.cuda_of_torch()
     yield Finding("engine", Verdict.GOOD, f"torch {version}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}")
     if not gpus:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -147,11 +133,11 @@ def _engine(gpus: list[Gpu]) -> Iterator[Finding]:
         yield from map(_gpu, gpus)
 
 
-def _gpu(gpu: Gpu) -> Finding:
+def _gpu(gpu: hardware.Gpu) -> Finding:
     total, free = in_bytes(gpu.total_bytes), in_bytes(gpu.free_bytes)
     found = f"{gpu.name}, {free} of {total} free, driver {gpu.driver}"
-    if gpu.architecture < _ARCHITECTURE:
-        said, least = (".".join(map(str, each)) for each in (gpu.architecture, _ARCHITECTURE))
+    if gpu.architecture < hardware.ARCHITECTURE:
+        said, least = (".".join(map(str, each)) for each in (gpu.architecture, hardware.ARCHITECTURE))
         advice = f"its compute capability is {said}, kernels need {least}: with device auto, models run on the CPU"
         return Finding("gpu", Verdict.NOTE, found, advice)
     if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes:
@@ -170,38 +156,6 @@ def _kernels(config: Config) -> Finding:
         return Finding("kernels", Verdict.WRONG, f"no Python.h in {headers}, which Triton needs", advice)
     kept = os.environ.get("TRITON_CACHE_DIR", str(config.kernels_folder))
     return Finding("kernels", Verdict.GOOD, f"compiled with {compiler}, kept in {kept}")
-
-
-def _cuda_of_torch() -> str | None:
-    """The CUDA version that the installed torch was built for, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        said = Path(spec.origin).with_name("version.py").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^cuda\b.*= *'([\d.]+)'", said, re.MULTILINE)
-    return found.group(1) if found else None
-
-
-def _gpus() -> list[Gpu]:
-    """As the driver describes them; empty without a driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        return [_parse_gpu(line) for line in asked.stdout.splitlines() if line.strip()]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
-
-
-def _parse_gpu(line: str) -> Gpu:
-    name, total, free, driver, architecture = (part.strip() for part in line.split(","))
-    major, minor = map(int, architecture.split("."))
-    return Gpu(name, int(total) << 20, int(free) << 20, driver, (major, minor))
 
 
 def _store(config: Config) -> Iterator[Finding]:
@@ -245,14 +199,7 @@ def _issuers(config: Config) -> Iterator[Finding]:
             yield Finding("issuer", Verdict.GOOD, found)
 
 
-def _usable(config: Config, gpus: list[Gpu]) -> list[Gpu]:
-    """The GPUs that models run on; none where the CPU does it."""
-    if config.machine.device == "cpu" or _cuda_of_torch() is None:
-        return []
-    return [gpu for gpu in gpus if gpu.architecture >= _ARCHITECTURE]
-
-
-def _models(config: Config, usable: list[Gpu]) -> Iterator[Finding]:
+def _models(config: Config, usable: list[hardware.Gpu]) -> Iterator[Finding]:
     smallest = min(usable, key=lambda gpu: gpu.total_bytes, default=None)
     for entry in entries(config):
         folder = folder_of(config, entry)
@@ -271,7 +218,7 @@ def _models(config: Config, usable: list[Gpu]) -> Iterator[Finding]:
         yield _fits(entry, sizes, smallest) or _serves(entry, sizes, text, vectors)
 
 
-def _fits(entry: ModelConfig, sizes: Sizes, gpu: Gpu | None) -> Finding | None:
+def _fits(entry: ModelConfig, sizes: Sizes, gpu: hardware.Gpu | None) -> Finding | None:
     """What is wrong where weights and one context are more than the GPU has."""
     if gpu is None or sizes.memory_bytes <= gpu.total_bytes:
         return None
@@ -294,7 +241,7 @@ def _serves(entry: ModelConfig, sizes: Sizes, text: Text, vectors: Vectors | Non
     return Finding("model", Verdict.GOOD if text.chats else Verdict.NOTE, found)
 
 
-def _memory(config: Config, usable: list[Gpu]) -> Finding:
+def _memory(config: Config, usable: list[hardware.Gpu]) -> Finding:
     import psutil  # only here: no other command asks
 
     sizes = [(entry, sizes_of(config, entry)) for entry in entries(config)]

@@ -1,7 +1,7 @@
 """`hearth pull`: a model from the Hugging Face hub into the state folder; safetensors only, no code, no pickle.
 
 A download that was cut goes on where it stopped: partial files are named by the hub's own hash of their content. The
-model appears in the catalogue in one piece, when all its files are there and checked.
+model appears in the catalogue in one piece, when all its files are there and checked; their sums stay beside them.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from gateway.catalogue import pulled_folder
+from gateway.checksums import SUMS_NAME, write_sums
 from gateway.commands.words import add_command, fail, in_bytes, read_settings
 from gateway.config import Config
 from gateway.state import open_state
@@ -44,6 +45,7 @@ _SMALL: Final = (
 )
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX: Final = "model.safetensors.index.json"
+_SUM_LENGTH: Final = 64  # of an etag that is a SHA-256, as large files have
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -95,7 +97,8 @@ def pull(config: Config, hub_id: str, revision: str) -> str:
         print(f"{hub_id} at {commit[:12]}: {len(files)} files, {in_bytes(sum(file.size for file in files))}")
         for file in files:
             source.fetch(file)
-    _publish(partial, folder, [file.name for file in files], commit)
+    write_sums(partial, {file.name: source.sums[file.name] for file in files})
+    _publish(partial, folder, [*(file.name for file in files), SUMS_NAME], commit)
     return name
 
 
@@ -159,12 +162,13 @@ def _refuse_full_disk(partial: Path, files: Iterable[Wanted]) -> None:
 
 
 class _Source:
-    """The files of one commit, downloaded into `folder`."""
+    """The files of one commit, downloaded into `folder`, and their SHA-256 `sums`."""
 
     def __init__(self, hub_id: str, commit: str, folder: Path) -> None:
         self._hub_id = hub_id
         self._commit = commit
         self._folder = folder
+        self.sums: dict[str, str] = {}
 
     def fetch(self, file: Wanted) -> Path:
         """The file's path, once it is complete and its content is what the hub says it is."""
@@ -180,6 +184,7 @@ class _Source:
         etag = re.sub(r"[^A-Za-z0-9]", "", seen.etag or self._commit)
         stamp = self._folder / f"{file.name}.{etag}.done"
         if done.exists() and stamp.exists():
+            self.sums[file.name] = etag if len(etag) == _SUM_LENGTH else _sum(done)
             return done
         headers = build_hf_headers()
         if urlsplit(seen.location).netloc != urlsplit(url).netloc:
@@ -195,21 +200,18 @@ class _Source:
                 displayed_filename=file.name,
                 tqdm_class=tqdm,
             )
-        _check(part, etag)
+        self.sums[file.name] = _sum(part)
+        if len(etag) == _SUM_LENGTH and self.sums[file.name] != etag:
+            part.unlink()
+            raise PullError(f"{file.name} arrived damaged and was removed: run the command again")
         os.replace(part, done)
         stamp.touch()
         return done
 
 
-def _check(part: Path, etag: str) -> None:
-    """Large files' etags are the SHA-256 of their content."""
-    if len(etag) != 64:
-        return
-    with open(part, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != etag:
-        part.unlink()
-        raise PullError(f"{part.name.split('.' + etag)[0]} arrived damaged and was removed: run the command again")
+def _sum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _publish(partial: Path, folder: Path, names: list[str], commit: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.catalogue import BUILT_IN, folder_of
 from gateway.cli import main
-from gateway.commands import doctor
+from gateway.commands import doctor, hardware
 from gateway.config import Config, ModelConfig, settings
 from tests import minilm
 from tests.gateway.certificates import write_certificate
@@ -123,7 +123,7 @@ def test_models_that_do_not_fit_into_memory_are_wrong(
 
     little = namedtuple("little", "available")(10 << 20)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
-    monkeypatch.setattr(doctor, "_gpus", list)
+    monkeypatch.setattr(hardware, "gpus", list)
     assert examine(capsys, 1)["memory"][0]["verdict"] == "wrong"
 
 
@@ -151,7 +151,7 @@ class Host:
     def found(self, status: int, *gpus: str, cuda: str | None = "13.0") -> dict[str, list[dict[str, Any]]]:
         self.program.write_text("#!/bin/sh\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
         self.program.chmod(0o755)
-        self._monkeypatch.setattr(doctor, "_cuda_of_torch", lambda: cuda)
+        self._monkeypatch.setattr(hardware, "cuda_of_torch", lambda: cuda)
         return examine(self._capsys, status)
 
 
@@ -220,7 +220,7 @@ def test_a_model_that_no_gpu_holds_is_wrong_and_says_what_is_too_much(host: Host
 def test_the_cuda_of_the_installed_torch_is_read_without_importing_it() -> None:
     import torch
 
-    assert doctor._cuda_of_torch() == torch.version.cuda
+    assert hardware.cuda_of_torch() == torch.version.cuda
 
 
 def test_wrong_settings_are_found_and_the_rest_is_still_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

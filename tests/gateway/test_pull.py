@@ -10,6 +10,7 @@ import pytest
 
 from engine.wire import Pooling
 from gateway.catalogue import BUILT_IN, folder_of, open_catalogue
+from gateway.checksums import SUMS_NAME, read_sums, require_sums
 from gateway.config import Config, ModelConfig, load_config
 from gateway.tasks import Task
 from tests import minilm
@@ -49,7 +50,10 @@ def test_a_pulled_model_is_in_the_catalogue_with_only_what_it_needs(tmp_path: Pa
     assert model is not None
     assert (model.folder / "model.safetensors").read_bytes() == WEIGHTS
     assert (model.folder / "revision").read_text().strip() == COMMIT
-    assert {path.name for path in model.folder.iterdir()} == {*NAMES, "model.safetensors", "revision"}
+    assert {path.name for path in model.folder.iterdir()} == {*NAMES, "model.safetensors", "revision", SUMS_NAME}
+    sums = read_sums(model.folder)
+    assert set(sums) == {*NAMES, "model.safetensors"}
+    require_sums(model.folder, sums)
     assert not list((config.models_folder / ".partial").iterdir())
 
 

@@ -1,0 +1,73 @@
+"""Whether a folder's weights are whole and are those of its config.json, found from headers alone. It moves no weights.
+
+    python -m engine.weights.inspection '<ModelSpec JSON>'
+
+It prints how many numbers a replica would load. What is wrong is its last line on stderr, with exit status 1. Nothing
+here needs torch, so that looking takes a tenth of a second.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import msgspec
+
+from engine.encoder.config import ARCHITECTURES as ENCODERS
+from engine.encoder.config import EncoderConfig, is_encoder, read_encoder_config
+from engine.encoder.names import encoder_entries, encoder_spare
+from engine.encoder.names import prefix_of as encoder_prefix_of
+from engine.model.config import ARCHITECTURES as DECODERS
+from engine.model.config import HEADLESS, ConfigError, ModelConfig, read_config, read_json
+from engine.weights.checkpoint import Checkpoint, CheckpointError
+from engine.weights.names import Entry, entries, ignored, prefix_of
+from engine.wire import ModelSpec
+
+
+def numbers_of(model: ModelSpec) -> int:
+    """How many are in the tensors that a replica would load. Raises ConfigError or CheckpointError."""
+    folder = Path(model.folder)
+    _require_known(folder)
+    config = read_encoder_config(folder) if is_encoder(folder) else read_config(folder, vectors=model.vectors)
+    if model.context_tokens is not None and model.context_tokens > config.context_tokens:
+        raise ConfigError(f"context_tokens {model.context_tokens} is more than the model's {config.context_tokens}")
+    checkpoint = Checkpoint(folder)
+    if config.layers > len(checkpoint.tensors):
+        raise CheckpointError(f"{folder} has {len(checkpoint.tensors)} tensors for the {config.layers} layers it names")
+    table, spare = _wanted(config, checkpoint.tensors)
+    sources = [source for entry in table for source in entry.sources]
+    checkpoint.require(sources, spare)
+    return sum(math.prod(source.shape) for source in sources)
+
+
+def _require_known(folder: Path) -> None:
+    """Raises ConfigError, which lists decoders and encoders alike."""
+    named = read_json(folder / "config.json").get("architectures")
+    known = (*DECODERS, *HEADLESS, *ENCODERS)
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
+        raise ConfigError(f"{folder}: architectures {named!r} is not supported; one of {', '.join(known)} is")
+
+
+def _wanted(config: ModelConfig | EncoderConfig, stored: Container[str]) -> tuple[list[Entry], Callable[[str], bool]]:
+    """Every parameter with its tensors, and what else may be stored."""
+    if isinstance(config, EncoderConfig):
+        prefix = encoder_prefix_of(stored)
+        return encoder_entries(config, prefix), lambda name: encoder_spare(config, prefix, name)
+    return entries(config, prefix_of(stored)), lambda name: ignored(config, name)
+
+
+def main() -> int:
+    model = msgspec.json.decode(sys.argv[1], type=ModelSpec)
+    try:
+        print(numbers_of(model))
+    except (ConfigError, CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # an entry of another kind than any model's
+        print(f"{model.folder}: config.json or a file's header cannot be understood: {error!r}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""What this host has for models: its GPUs as the driver describes them, and memory. It imports no torch and changes
+nothing."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from gateway.config import MachineConfig
+
+ARCHITECTURE: Final = (8, 0)  # the first with bfloat16
+_FIELDS: Final = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
+
+
+class Gpu(NamedTuple):
+    """What the driver says of one."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    driver: str
+    architecture: tuple[int, int]
+
+
+class Room(NamedTuple):
+    """Memory that replicas may hold of one device, and what the device has."""
+
+    device: str
+    budget_bytes: int
+    total_bytes: int
+
+
+def gpus() -> list[Gpu]:
+    """Empty without a driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return [_parse_gpu(line) for line in asked.stdout.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def _parse_gpu(line: str) -> Gpu:
+    name, total, free, driver, architecture = (part.strip() for part in line.split(","))
+    major, minor = map(int, architecture.split("."))
+    return Gpu(name, int(total) << 20, int(free) << 20, driver, (major, minor))
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version that the installed torch was built for, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        said = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b.*= *'([\d.]+)'", said, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def usable(machine: MachineConfig, found: list[Gpu]) -> list[Gpu]:
+    """The GPUs that models run on; none where the CPU does it."""
+    if machine.device == "cpu" or cuda_of_torch() is None:
+        return []
+    return [gpu for gpu in found if gpu.architecture >= ARCHITECTURE]
+
+
+def rooms(machine: MachineConfig, usable: list[Gpu]) -> list[Room]:
+    """One for each of these GPUs, else the host's memory."""
+    import psutil  # only here: most commands ask nothing of it
+
+    devices = [(gpu.name, gpu.total_bytes) for gpu in usable] or [("memory", int(psutil.virtual_memory().total))]
+    return [Room(name, min(total, machine.device_bytes or total), total) for name, total in devices]
