@@ -2,18 +2,19 @@
 know who runs next, nor what steps compute.
 
 A block is free, cached in the prefix tree, private to one sequence, or spare: a duplicate of what the tree had already,
-which a flight in the air still reads. What a sequence holds is counted where its account stands.
+which a flight in the air still reads. What a sequence holds is counted where its account stands. Where contents move to
+other blocks, as extents come and go, all who name them learn it here, at once, while nothing is in the air.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from engine.blocks import Blocks
+from engine.blocks import Blocks, Shrinking, Waking
 from engine.fairness import Standing
 from engine.published import Published
 from engine.sequence import Sequence, Stage
@@ -55,8 +56,9 @@ class Holdings:
 
     @property
     def total(self) -> int:
-        """Blocks that one sequence may have at most."""
-        return self.blocks.total - len(self.published.pages)
+        """Blocks that one sequence may have at most: of those that always have memory, so that who runs can end alone
+        whatever shrinks."""
+        return self.blocks.least - len(self.published.pages)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
@@ -84,6 +86,8 @@ class Holdings:
         self._frees = -1
         sequence.computed = sequence.launched = len(cached) * self._block_tokens
         sequence.grow(self._take(found.missing, sequence.terms.erase))
+        if sequence.lease is not None and sequence.ticket < 0 and sequence.id == sequence.first:
+            self.tree.read(sequence.lease)
         sequence.standing.hold(sequence.held())
 
     def grow(self, sequence: Sequence) -> None:
@@ -171,13 +175,59 @@ class Holdings:
         self.counters["erased_blocks"] += len(blocks)
         return blocks
 
+    # Extents
+
+    def shrink(self, count: int, running: Items[Sequence]) -> Shrinking:
+        """Takes up to so many extents out of use, those in which least is held. What fits nowhere else is evicted as
+        where blocks are short; of what these sequences hold, who are all that do, nothing, nor the block that each of
+        them may need next."""
+        extents = self.blocks.cheapest(count)
+        while extents and self.blocks.size(extents) > self.available - len(running):
+            extents.pop()
+        self._free_up(self.blocks.size(extents))
+        shrinking, renamed = self.blocks.shrink(extents)
+        self._rename(renamed, running)
+        return shrinking
+
+    def sleep(self, kept_most: int) -> list[int]:
+        """Nobody runs. Evicts all but what is published and, up to so many blocks with that, what is wanted soonest, of
+        which nothing has to be erased or is over. Gives the blocks of what is kept."""
+        while self.sweep():
+            pass
+        room = max(0, kept_most - len(self.published.pages))
+        self.blocks.give(self.tree.keep_hottest(room, self.blocks.secrets()))
+        return self.blocks.sleep()
+
+    def woken(self, waking: Waking) -> None:
+        """What is kept is where it was planned to be."""
+        self._rename(self.blocks.woken(waking), ())
+
+    def _rename(self, renamed: Mapping[int, int], running: Items[Sequence]) -> None:
+        """All who name pages that moved name them anew."""
+        self.tree.rename(renamed)
+        self.published.rename(renamed)
+        for lease in self._pins:
+            lease.rename(renamed)
+        for sequence in running:
+            held = sequence.held()
+            if renamed.keys().isdisjoint(held):
+                continue
+            sequence.standing.let_go(held)
+            sequence.pages[: sequence.blocks] = [renamed.get(page, page) for page in held]
+            sequence.standing.hold(sequence.held())
+            if sequence.lease is not None:
+                sequence.lease.rename(renamed)
+        self._frees = -1
+
     # Inside
 
     def _lease(self, sequence: Sequence, public: list[int]) -> list[int]:
         """The longest cached prefix of its own behind the published blocks; only behind these it was ever read."""
         if sequence.namespace is None:
             return []
-        namespace = sequence.namespace._replace(behind=public[-1]) if public else sequence.namespace
+        namespace = sequence.namespace
+        if public:
+            namespace = namespace._replace(behind=self.published.pages[public[-1]])
         tokens = sequence.tokens[len(public) * self._block_tokens : -1]
         sequence.lease = lease = self.tree.match(namespace, tokens, sequence.keep)
         if sequence.terms.erase:
@@ -186,21 +236,27 @@ class Holdings:
 
     def _take(self, count: int, secret: bool) -> list[int]:
         """So many pages, evicting from the tree what is missing. Only after asking `available`."""
+        self._free_up(count)
+        return self.blocks.take(count, secret)
+
+    def _free_up(self, count: int) -> None:
+        """So many blocks are free, at the cost of the tree. Only after asking `available`."""
         while self.blocks.free < count and self.sweep():
             pass
         if self.blocks.free < count:
             self.blocks.give(self.tree.evict(count - self.blocks.free))
-        return self.blocks.take(count, secret)
 
     def check(self, holding: Items[Sequence], in_the_air: bool) -> None:
         """Every block is free, cached, private to one of these sequences or spare, and accounts hold what those do."""
         private = [page for sequence in holding for page in sequence.private()]
-        self.blocks.check([*self.tree.check(), *private, *self._spare])
+        cached = self.tree.check()
+        self.blocks.check([*cached, *private, *self._spare])
+        assert self.published.pages.keys() == {page for lease in self._pins for page in lease.blocks} <= cached
         assert in_the_air or not self._spare, "blocks are kept for nothing in the air"
         for sequence in holding:
             if sequence.lease is not None:
                 assert sequence.lease.blocks == sequence.pages[sequence.public : sequence.shared].tolist()
-            assert self.published.pages >= set(sequence.held()[: sequence.public])
+            assert self.published.pages.keys() >= set(sequence.held()[: sequence.public])
 
 
 def passes_cap(standing: Standing[Sequence], missing: int, cached: Iterable[int]) -> bool:

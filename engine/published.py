@@ -4,6 +4,7 @@ It compares token ids exactly, and knows neither whose they are nor how their bl
 """
 
 from array import array
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +15,27 @@ class Unpublishable(ValueError):
 
 
 class Published:
-    """Token prefixes in whole blocks, and the pages that hold them for good."""
+    """Token prefixes in whole blocks, and the pages that hold them for good.
+
+    Each of the `pages` has a number from 1 on, which stays where its contents move: what is behind it is named so.
+    """
 
     def __init__(self, block_tokens: int) -> None:
-        self.pages: set[int] = set()
+        self.pages: dict[int, int] = {}
         self._block_tokens = block_tokens
         self._prefixes: list[tuple[NDArray[np.uint32], list[int]]] = []
 
     def add(self, tokens: "array[int]", pages: list[int]) -> None:
         assert len(tokens) == len(pages) * self._block_tokens
-        self._prefixes.append((np.array(tokens, np.uint32), pages))
-        self.pages.update(pages)
+        self._prefixes.append((np.array(tokens, np.uint32), list(pages)))
+        for page in pages:
+            self.pages.setdefault(page, len(self.pages) + 1)
+
+    def rename(self, renamed: Mapping[int, int]) -> None:
+        """Pages whose contents moved are other ones now."""
+        self.pages = {renamed.get(page, page): number for page, number in self.pages.items()}
+        for _, pages in self._prefixes:
+            pages[:] = [renamed.get(page, page) for page in pages]
 
     def find(self, tokens: "array[int]") -> list[int]:
         """The pages of the longest part of any of them that the tokens begin with. Costs a comparison with each."""

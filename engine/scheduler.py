@@ -14,6 +14,9 @@ A step may be planned while the one before it is still in the air, so that a dev
 one computes counts as computed, and a token that it samples is packed as the row that it will be in. What ends a
 sequence is found one step late; what was computed for it meanwhile is thrown away, and its blocks are freed when the
 last flight that reads them has landed.
+
+The pool's memory comes and goes by extents, and all of it goes while the model sleeps. What is admitted always fits the
+blocks that are there at the least, so that the oldest can end whatever was given away; the rest is for company.
 """
 
 import math
@@ -27,7 +30,7 @@ from typing import Final
 from engine.admission import Prompts, common_length
 from engine.background import Background
 from engine.batch import Sampled, Segment
-from engine.blocks import Blocks
+from engine.blocks import Blocks, Shrinking, Waking
 from engine.budget import Budget, Limits
 from engine.fairness import GENERATED_TOKEN, PROMPT_TOKEN, FairQueue, Standing
 from engine.grouping import Groups
@@ -53,10 +56,14 @@ class Scheduler:
 
     One more may be planned and launched before the one before it has landed. Flights land in the order of their launch.
     Between calls every block is accounted for.
+
+    Extents change, and the model sleeps and wakes, while nothing is in the air. Asleep, requests come and go and wait,
+    and `next_batch` finds nothing to run, as it does when nothing runs and `admitting` is False: then nothing starts.
     """
 
     def __init__(self, tree: Tree, blocks: Blocks, limits: Limits, clock: Callable[[], float]) -> None:
         assert limits.sequences > 0
+        self.admitting = True  # what waits may start
         self._holdings = Holdings(tree, blocks)
         self._block_tokens = tree.block_tokens
         self._limits = limits
@@ -204,6 +211,54 @@ class Scheduler:
         self._waiting.resume(sequence)
         self._counters["preemptions"] += 1
 
+    def preempt_all(self) -> None:
+        """Who runs waits again, with its tokens."""
+        for sequence in self._running[::-1]:
+            self.preempt(sequence)
+        self._yielding = None
+
+    # The pool's memory
+
+    def growing(self, count: int) -> list[int]:
+        """Which extents, up to so many, are to get memory next."""
+        return self._holdings.blocks.growing(count)
+
+    def grow(self, extents: Items[int]) -> None:
+        """They have it; who found too few blocks is tried again."""
+        self._holdings.blocks.grow(extents)
+        self._stuck = None
+
+    def shrink(self, count: int) -> Shrinking:
+        """Takes up to so many extents out of use, as many as what runs can spare; never below the least. To be done
+        next, in this order: erase `unerased`, copy the sources to the targets, erase what is `secret` of the sources,
+        and take the extents' memory."""
+        assert not self._flights
+        self._stuck = None
+        return self._holdings.shrink(count, self._running)
+
+    def sleep(self, kept_most: int) -> list[int]:
+        """Nobody runs: from now on no block has memory. What is kept, in the order in which it is to be restored:
+        published prefixes, always, and with them up to so many blocks of what is wanted soonest; never what has to be
+        erased. `unerased` is to be erased before their memory is gone.
+
+        What is kept and freed while it sleeps is told by `unerased` too, as the blocks that were given here.
+        """
+        assert not self._flights
+        assert not self._running
+        self._landed_s = -math.inf
+        return self._holdings.sleep(kept_most)
+
+    def waking(self, extents: int) -> Waking:
+        """What it takes to wake with so many extents, or more where what is kept needs them. Changes nothing; all that
+        is `unerased` is erased before. Holds until something that is kept is freed."""
+        return self._holdings.blocks.waking(extents)
+
+    def woken(self, waking: Waking) -> None:
+        """It is awake, as planned. Where the memory could not be given away after all: awake with the extents that it
+        had, and what is kept where it was."""
+        self._holdings.woken(waking)
+        self._stuck = None
+
     # What is kept
 
     def publish(self, sequence: Sequence) -> bool:
@@ -240,7 +295,8 @@ class Scheduler:
         preemptions those _cap (by a cap of the account), _share (for an account with less) and _background (of such
         sequences) too; waited_ms is the sum over the live ones that started; refused_… at once, where the queue was
         full or it would have waited for too long, expired_… and displaced_requests after they waited, for too long or
-        for an account with fewer in a full queue; background_rows were computed for those."""
+        for an account with fewer in a full queue; background_rows were computed for those; short_of_blocks are attempts
+        to start a sequence, and preemptions, that found too few blocks in the pool: more extents would help."""
         tree, blocks = self._holdings.tree, self._holdings.blocks
         counters = Counter(tree.counters)
         counters.update(self._holdings.counters)
@@ -256,6 +312,7 @@ class Scheduler:
             counters={**counters, **self._waiting.counters, **self._counters, "stale_pages": blocks.stale},
             shared_blocks=tree.shared,
             background=len(self._running) - live + len(self._waiting.behind),
+            blocks=blocks.mapped,
         )
 
     @property
@@ -341,6 +398,7 @@ class Scheduler:
         if self._holdings.available:
             self._counters["preemptions_cap"] += 1
             return next(each for each in reversed(self._running) if each.standing is lacking.standing)
+        self._counters["short_of_blocks"] += 1
         if self._background_runs:
             self._counters["preemptions_background"] += 1
             return next(each for each in reversed(self._running) if each.background)
@@ -357,6 +415,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Starts what waits while there are places, blocks, and rows that running prompts do not use up."""
+        if not self.admitting or self._holdings.blocks.asleep:
+            return
         if self._waiting.queue.line:
             live = [each for each in self._running if not each.background]
             self._let_in(self._waiting.queue, live, self._budget.rows(live))
@@ -419,6 +479,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Leases the longest cached prefix and takes blocks for the rest; False, and nothing taken, if too few."""
         if self._stuck is not None and self._stuck[0] is sequence and self._holdings.available <= self._stuck[1]:
+            self._counters["short_of_blocks"] += 1
             return False
         holdings, queue = self._holdings, self._waiting.queue_of(sequence)
         found = holdings.lease(sequence)
@@ -428,6 +489,7 @@ class Scheduler:
             if capped:
                 queue.pass_over(sequence.standing)
             else:
+                self._counters["short_of_blocks"] += 1
                 self._stuck = (sequence, holdings.available)
             return False
         self._stuck = sequence.behind = None

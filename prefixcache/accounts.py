@@ -82,6 +82,9 @@ class Accounts:
         self._known: dict[bytes, Account] = {}
         self._ranks: Lazy[Account] = Lazy(_rank)
 
+    def all(self) -> list[Account]:
+        return list(self._known.values())
+
     def find(self, name: bytes) -> Account | None:
         return self._known.get(name)
 

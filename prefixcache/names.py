@@ -8,7 +8,7 @@ ScopeName = tuple[int, bytes]
 class Namespace(NamedTuple):
     """All that must be equal before KV may be shared. A scope is (scope_kind, scope_id), over all its namespaces.
 
-    `behind` is the block after which its tokens begin, where such come first that everybody may read; 0: none do.
+    `behind` says which block its tokens begin after, where such come first that everybody may read; 0: none do.
     """
 
     model_revision: str

@@ -5,7 +5,7 @@ so that a cached system prompt of thousands of tokens is one node and one memory
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +24,7 @@ class Node:
     it has one block, and becomes a bytearray only when it is lengthened or shortened; leaves have one dict in common.
     """
 
-    __slots__ = ("blocks", "children", "label", "parent", "pins", "queued", "used")
+    __slots__ = ("blocks", "children", "label", "parent", "pins", "queued", "reads", "used")
 
     def __init__(
         self, parent: "Node | None", label: bytes | bytearray, blocks: "array[int]", pins: int, used: float
@@ -35,6 +35,7 @@ class Node:
         self.children = _CHILDLESS
         self.pins = pins
         self.used = used  # when a lease last began or ended here
+        self.reads = 0  # how many requests found it
         self.queued = 0.0  # what its root's `leaves` are ordered by; 0 outside of them
 
     def __lt__(self, other: "Node") -> bool:
@@ -131,6 +132,7 @@ class Root(Node):
         assert parent is not None
         parent.disown(self._key(lower))  # whose key must not outlive it beside an equal label
         upper = Node(parent, bytes(lower.label[:cut]), lower.blocks[:blocks], lower.pins, lower.used)
+        upper.reads = lower.reads
         lower.label, lower.blocks = bytes(lower.label[cut:]), lower.blocks[blocks:]
         lower.parent = upper
         parent.adopt(self._key(upper), upper)
@@ -138,9 +140,10 @@ class Root(Node):
         return upper
 
     def append(self, node: Node, label: bytes, blocks: list[int], used: float) -> Node:
-        """Puts new, pinned blocks below `node`: on its own edge where only one lease reaches it, else on a new one."""
+        """Puts new, pinned blocks below `node`: on its own edge where only one lease reaches it, which
+        was the first to, else on a new one."""
         self.count(cached=len(blocks), pinned=len(blocks))
-        if node is not self and node.pins == 1 and not node.children:
+        if node is not self and node.pins == 1 and not node.children and not node.reads:
             node.editable().extend(label)
             node.blocks.extend(blocks)
             return node
@@ -182,6 +185,16 @@ class Root(Node):
         self._hid += 1
         self._hidden[node] = self._key(node) + self._hid.to_bytes(8, "big")  # longer than any key that is looked up
         parent.adopt(self._key(node), node)
+
+    def found(self, node: Node) -> Iterator[Node]:
+        """Its children, without forgotten ones."""
+        return (child for child in node.children.values() if child not in self._hidden)
+
+    def rename(self, renamed: Mapping[int, int]) -> None:
+        """Calls some blocks by other ids, wherever they are."""
+        for node in _below(self):
+            if not renamed.keys().isdisjoint(node.blocks):
+                node.blocks = array("Q", (renamed.get(block, block) for block in node.blocks))
 
     def is_hidden(self, node: Node) -> bool:
         return any(above in self._hidden for above in node.path())
@@ -256,6 +269,7 @@ class Root(Node):
             assert (id(node) in queued) == (node.queued > 0)
             assert node.pins or node.children or 0 < node.queued <= node.used, "an unpinned leaf can never be evicted"
             blocks.update(node.blocks)
+            assert node.reads <= node.parent.reads, "a node was found without its parent"
             hidden.update({node} & self._hidden.keys())
             cached += size
             pinned += size if node.pins else 0

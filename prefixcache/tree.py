@@ -15,7 +15,9 @@ The method is that of SGLang's RadixAttention (Zheng et al., 2023), with a root 
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count as numbers
 from math import inf, nextafter
 from typing import Final, Literal
 
@@ -46,6 +48,10 @@ class Lease:
     def tokens(self) -> int:
         """Tokens whose KV is in `blocks`."""
         return len(self.blocks) * self.block_tokens
+
+    def rename(self, renamed: Mapping[int, int]) -> None:
+        """Calls some blocks by other ids, as the tree does that was told the same."""
+        self.blocks[:] = [renamed.get(block, block) for block in self.blocks]
 
 
 class Tree:
@@ -156,8 +162,7 @@ class Tree:
         now_s = self._act()
         for node in lease._node.path():
             root.unpin(node, now_s)
-        root.account.ages.put(root)
-        self._ends.put(root)
+        self._line_up(root)
         freed = self._keep_cap(root.account)
         self._remove_if_empty(root)
         return freed
@@ -206,6 +211,36 @@ class Tree:
         if start < blocks:
             root.split(node, blocks - start)
         root.hide(node)
+
+    def read(self, lease: Lease) -> None:
+        """One more request began with what the lease has: not the same again, nor another choice of it."""
+        for node in lease._node.path():
+            node.reads += 1
+
+    def keep_hottest(self, most: int, barred: Container[int]) -> list[int]:
+        """Evicts all that no lease pins but the `most` blocks that may be wanted soonest, and returns what it evicted.
+
+        Prefixes that most requests began with come first, which are system prompts, then those that were used last;
+        always from a root on, and up to the first `barred` block. What was read so often counts half from then on.
+        """
+        kept = self._hottest(most, barred)
+        for root, node in kept:
+            root.pin(node, node.used)
+        freed: list[int] = []
+        for account in self._accounts.all():
+            freed += self._evict_from(account, account.unpinned, "space")
+        for root, node in kept:
+            node.reads //= 2
+            root.unpin(node, node.used)
+        for root in dict.fromkeys(root for root, _ in kept):
+            self._line_up(root)
+            self._accounts.rank(root.account)
+        return freed
+
+    def rename(self, renamed: Mapping[int, int]) -> None:
+        """Calls some blocks by other ids, whose contents moved. Leases have to be told too. Walks over everything."""
+        for root in [*self._wiped.roots, *self._roots.values()]:
+            root.rename(renamed)
 
     def check(self) -> set[int]:
         """All cached blocks. Raises AssertionError where structure or sums are wrong. Costs a walk over everything."""
@@ -314,6 +349,38 @@ class Tree:
         freed = self._evict_from(account, account.over, "cap")
         self._accounts.rank(account)
         return freed
+
+    def _hottest(self, most: int, barred: Container[int]) -> list[tuple[Root, Node]]:
+        """The nodes that are kept, cut where they have too much; none that is pinned already. A node is never read more
+        often, nor later, than the one above it, so that the next one is always the best below those that are kept."""
+        kept: list[tuple[Root, Node]] = []
+        ranks: list[tuple[int, float, int, Root, Node]] = []
+        number = numbers()
+
+        def offer(root: Root, node: Node) -> None:
+            for child in root.found(node):
+                heappush(ranks, (-child.reads, -child.used, next(number), root, child))
+
+        for root in self._roots.values():
+            offer(root, root)
+        while ranks and most:
+            *_, root, node = heappop(ranks)
+            if not node.pins:
+                size = len(node.blocks)
+                clear = min(most, next((at for at, block in enumerate(node.blocks) if block in barred), size))
+                if 0 < clear < size:
+                    kept.append((root, root.split(node, clear)))
+                most -= clear
+                if clear < size:
+                    continue
+                kept.append((root, node))
+            offer(root, node)
+        return kept
+
+    def _line_up(self, root: Root) -> None:
+        """What of it became free may be the next to be evicted, or to be over."""
+        root.account.ages.put(root)
+        self._ends.put(root)
 
     def _evict_from(self, account: Account, count: int, cause: Cause) -> list[int]:
         freed: list[int] = []

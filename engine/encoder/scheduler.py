@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from engine.batch import Sampled
+from engine.blocks import Shrinking, Waking
 from engine.budget import Limits
 from engine.encoder.packed import pack
 from engine.fairness import PROMPT_TOKEN, FairQueue, Standing
@@ -33,6 +34,7 @@ class TextScheduler:
     may be planned before the one before it has landed; flights land in the order of their launch."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self.admitting = True  # what waits may start
         self._limits = limits
         self._rows_max = limits.step_tokens
         self._clock = clock
@@ -75,6 +77,8 @@ class TextScheduler:
         """The next step's texts, or None where nothing waits that may run."""
         assert len(self._flights) < FLIGHTS_MAX
         self._waiting.expire()
+        if not self.admitting:
+            return None
         chosen = self._choose(self._waiting.queue, self._rows_max)
         if not chosen:
             chosen = self._choose(self._waiting.behind, max(1, self._rows_max // BACKGROUND_PART))
@@ -142,6 +146,32 @@ class TextScheduler:
                 else:
                     self._waiting.resume(sequence)
         return self._rows_max
+
+    # The pool's memory: none
+
+    def preempt_all(self) -> None:
+        """Texts run only while they fly."""
+        assert not self._flights
+
+    def growing(self, count: int) -> list[int]:
+        return []
+
+    def grow(self, extents: Items[int]) -> None:
+        assert not extents
+
+    def shrink(self, count: int) -> Shrinking:
+        return Shrinking([], [], [], [])
+
+    def sleep(self, kept_most: int) -> list[int]:
+        assert not self._flights
+        self._landed_s = -math.inf
+        return []
+
+    def waking(self, extents: int) -> Waking:
+        return Waking([], [])
+
+    def woken(self, waking: Waking) -> None:
+        assert not waking.extents
 
     # What is kept: nothing
 

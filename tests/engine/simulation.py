@@ -503,8 +503,9 @@ class Simulation:
 
     def _assert_not_matched_again(self, sequence: Sequence) -> None:
         if sequence.namespace is not None:
-            public = self.scheduler._holdings.published.find(sequence.tokens[:-1])
-            namespace = sequence.namespace._replace(behind=public[-1] if public else 0)
+            published = self.scheduler._holdings.published
+            public = published.find(sequence.tokens[:-1])
+            namespace = sequence.namespace._replace(behind=published.pages[public[-1]] if public else 0)
             tokens = sequence.tokens[len(public) * self.block_tokens : -1]
             lease = self.tree.match(namespace, tokens, sequence.keep)
             assert self._not_finite[sequence].isdisjoint(blocks_of(lease.blocks)), "what is not finite can be found"

@@ -332,7 +332,7 @@ def test_what_lies_behind_one_published_prefix_is_not_found_behind_another() -> 
 def test_what_lies_behind_published_prefixes_is_seen_to_mix_where_it_is_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install_broken("holdings", "behind=public[-1]", "behind=1", monkeypatch)
+    install_broken("holdings", "behind=self.published.pages[public[-1]]", "behind=1", monkeypatch)
     with pytest.raises(AssertionError):
         test_what_lies_behind_one_published_prefix_is_not_found_behind_another()
 

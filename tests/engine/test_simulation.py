@@ -123,7 +123,11 @@ BREAKS = {
     "nothing is erased between turns": ("loop", "sweep()\n        self._erase()", "sweep()"),
     "erasing is done for some of the blocks": ("blocks", "list(dict.fromkeys(blocks))", "blocks[1:]"),
     "what is swept is lost": ("holdings", "        self.blocks.give(swept)\n", ""),
-    "what lies behind a published prefix is found without it": ("holdings", "behind=public[-1]", "behind=0"),
+    "what lies behind a published prefix is found without it": (
+        "holdings",
+        "behind=self.published.pages[public[-1]]",
+        "behind=0",
+    ),
     "published blocks are freed by their readers": (
         "sequence",
         "self.held()[self.shared :]",
