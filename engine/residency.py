@@ -10,11 +10,12 @@ from typing import Final
 
 from engine.wire import Residency
 
-MOVES_A_MINUTE: Final = 240  # of one device: 120 wakes, with one that leaves for each
+MOVES_A_MINUTE: Final = 360  # of one device: 180 wakes, with one that leaves for each
 RESIZES_A_MINUTE: Final = 120
 HEAD_START_S: Final = 1.0
 HEAD_STARTS: Final = 4
 _QUANTA: Final = 64  # KV moves between models by so small a part of a device at the least
+_SERVING: Final = 2.0  # a busy one stays for so many times what its moves take
 _CALM_S: Final = 5.0  # one that was not asked for so long makes room for others' first start
 _FULL: Final = 0.75  # of its KV: then one takes what is free
 
@@ -69,6 +70,7 @@ class Resident:
     asked_at: float | None = None  # the last request for it
     rate: float = 0.0  # requests per second lately
     arrived_at: float | None = None  # on the device, last
+    left_at: float | None = None  # the device, last: since then its requests wait for it to come back
     startable: bool = True  # False: quarantined, or backing off
 
 
@@ -317,24 +319,40 @@ def _wanted(plan: _Plan) -> list[Resident]:
     models: dict[str, list[Resident]] = {}
     for resident in plan.view.residents:
         models.setdefault(resident.model, []).append(resident)
-    chosen = [who for replicas in models.values() if (who := _called(replicas)) is not None and who not in pinned]
+    chosen = [
+        who
+        for replicas in models.values()
+        if (who := _called(replicas, plan.view.now)) is not None and who not in pinned
+    ]
     possible = [who for who in pinned + sorted(chosen, key=_turn) if not problem(plan.view, who.name)]
     return possible
 
 
-def _called(replicas: list[Resident]) -> Resident | None:
+def _called(replicas: list[Resident], now: float) -> Resident | None:
     """The replica of a model that requests wait for, where they do, and none is on a device or on its way; or where
     they have waited for wake_s with those that are. What sleeps comes before what must be started."""
     if any(who.toward is Residency.DEVICE and who.residency is not Residency.DEVICE for who in replicas):
         return None
     awake = any(_serves(who) for who in replicas)
-    waiting = [who for who in replicas if who.waiting and (not awake or who.waited_s >= who.wishes.wake_s)]
+    waiting = [
+        who
+        for who in (_asking(one, now) for one in replicas)
+        if who.waiting and (not awake or who.waited_s >= who.wishes.wake_s)
+    ]
     able = [who for who in replicas if _could_come(who)]
     if not waiting or not able:
         return None
     who = max(able, key=lambda one: one.residency)
     first = min(waiting, key=_turn)
     return replace(who, waiting=first.waiting, weight=first.weight, waited_s=first.waited_s)
+
+
+def _asking(who: Resident, now: float) -> Resident:
+    """With the time that its requests waited for the device: none of it from before it left. Else one that was to make
+    room would come back at once, for what had waited in its own queue."""
+    if who.left_at is None or _serves(who):
+        return who
+    return replace(who, waited_s=min(who.waited_s, now - who.left_at))
 
 
 def _could_come(who: Resident) -> bool:
@@ -480,7 +498,7 @@ def _leaves(plan: _Plan, who: Resident, device: int, preempt: bool, silent_s: fl
         one
         for one in plan.at_rest(device, Residency.DEVICE)
         if one.name != who.name and not one.wishes.pinned
-        and (one.arrived_at is None or now - one.arrived_at >= one.wishes.resident_s)
+        and (one.arrived_at is None or now - one.arrived_at >= _protected_s(one))
         and (preempt or not _busy(one))
         and (one.asked_at is None or now - one.asked_at >= silent_s)
     ]  # fmt: skip
@@ -491,6 +509,13 @@ def _leaves(plan: _Plan, who: Resident, device: int, preempt: bool, silent_s: fl
     leaves.sort(key=lambda leave: (_busy(leave.who), leave.cost / max(leave.bytes, 1)))
     ends = [_Leave(one, Residency.DISK, _leaving_cost(plan, one, Residency.DISK), _held(one)) for one in asleep]
     return leaves + sorted(ends, key=lambda leave: leave.cost / max(leave.bytes, 1))
+
+
+def _protected_s(who: Resident) -> float:
+    """It stays for so long: while it is busy at least for what its moves took, and as long again. So devices serve for
+    most of their time, however many contend for them."""
+    moves_s = who.times.wake_s + who.times.sleep_s
+    return max(who.wishes.resident_s, _SERVING * moves_s if _busy(who) else 0.0)
 
 
 def _leaving_cost(plan: _Plan, who: Resident, to: Residency) -> float:
@@ -678,4 +703,4 @@ def _stays_s(plan: _Plan, who: Resident, one: Resident) -> float:
     """How long this one stays on its device for all that `who` waits."""
     since_s = math.inf if one.arrived_at is None else plan.view.now - one.arrived_at
     patience_s = who.wishes.wake_s - who.waited_s if _busy(one) else 0.0
-    return max(0.0, one.wishes.resident_s - since_s, patience_s)
+    return max(0.0, _protected_s(one) - since_s, patience_s)
