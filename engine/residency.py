@@ -175,7 +175,8 @@ def ready_ms(view: View, name: str) -> int:
     if who.toward is not Residency.DEVICE:
         plan = _Plan(view, Allowance())
         leaving_s = who.times.sleep_s if who.toward is not who.residency else 0.0
-        seconds += leaving_s + min(_room_s(plan, who, device) for device in _devices(plan, who))
+        every = range(len(view.devices))  # another one starts on each
+        seconds += leaving_s + min(_room_s(plan, who, device) for device in _devices(plan, who) or every)
     return max(1, math.ceil(1000 * seconds))
 
 
