@@ -1,0 +1,95 @@
+"""What was found out about a model on one kind of device, kept beside its weights so that no later start has to find it
+out again. It knows files and what they depend on, and neither models nor devices.
+
+    MODEL/.hearth/KEY.json      what was measured, for one key
+    MODEL/.hearth/kernels/      compiled kernels, which have keys of their own (kernels/compiled.py)
+
+Where the model's folder cannot be written they are in the cache of compiled kernels alone, which all models share;
+there a model also finds what was measured for another of the same sizes. A key says everything that what is kept
+depends on. Whatever else is found under its name is as nothing.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+FOLDER: Final = ".hearth"
+_CACHE_NAME: Final = "TRITON_CACHE_DIR"
+_KEYS_MOST: Final = 16  # in a folder; the oldest go
+Found = TypeVar("Found", bound=msgspec.Struct)
+
+
+Key = Mapping[str, str | int | None]
+
+
+class Artefacts:
+    """Those of one model under one key."""
+
+    def __init__(self, folder: Path, key: Key) -> None:
+        """`folder` is the model's."""
+        self._key = dict(key)
+        name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16] + ".json"
+        shared = os.environ.get(_CACHE_NAME)
+        self.files = [place / name for place in (folder / FOLDER, *([Path(shared)] if shared else []))]
+
+    def read(self, kind: type[Found]) -> Found | None:
+        """What was written of this kind. Whatever is odd about a file, it is as if there were none."""
+        for file in self.files:
+            with suppress(OSError, ValueError, TypeError, KeyError):  # msgspec's errors are ValueErrors
+                document = json.loads(file.read_bytes())
+                if document["key"] == self._key:
+                    found = msgspec.convert(document["found"], kind)
+                    log.info("found by an earlier start: %s", file)
+                    return found
+        return None
+
+    def write(self, found: msgspec.Struct) -> list[Path]:
+        """Keeps it in every place that can be written; gives these. It never fails: what is lost is time."""
+        # JSON of the standard library, because what never pays costs infinitely much.
+        document = json.dumps({"key": self._key, "found": msgspec.to_builtins(found)}, indent=1).encode()
+        return [file for file in self.files if _written(file, document)]
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """Of their names and contents."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _written(file: Path, content: bytes) -> bool:
+    """At once or not at all."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as unfinished:
+            try:
+                unfinished.write(content)
+                unfinished.flush()
+                os.fsync(unfinished.fileno())
+                os.replace(unfinished.name, file)
+            except BaseException:
+                os.unlink(unfinished.name)
+                raise
+        _forget_oldest(file.parent)
+    except OSError as error:
+        log.info("not kept for the next start in %s: %s", file.parent, error)
+        return False
+    return True
+
+
+def _forget_oldest(folder: Path) -> None:
+    kept = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    for file in kept[:-_KEYS_MOST]:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""Compiled kernels beside the model that uses them: what Triton's cache lacks is brought from there, and what a model
+uses of it is kept there. Then a model that was prepared elsewhere compiles nothing here.
+
+Each entry of the cache is a folder of small files, named by everything that they depend on.
+"""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import triton
+from triton.runtime.cache import FileCacheManager
+
+log = logging.getLogger(__name__)
+
+_GROUP: Final = "__grp__"  # begins the names of files that tell where the others of an entry are
+_ENTRIES_MOST: Final = 1024  # beside one model, some 100 MB; an upgrade leaves its predecessors' behind
+
+
+def keep_beside(folder: Path) -> None:
+    """From now on, for all kernels that this process uses. Whatever cannot be read or written there is done without."""
+    # Triton makes an object of this for each entry, with the entry's name.
+    triton.knobs.cache.manager_class = type("Beside", (_Beside,), {"beside": folder})
+
+
+class _Beside(FileCacheManager):  # type: ignore[misc]  # Triton has no types
+    beside: Path
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        super().__init__(key, override, dump)
+        self._entry = None if override or dump else Path(self.cache_dir)
+        if self._entry is not None and not any(self._entry.iterdir()):
+            _copy(self.beside / key, self._entry)
+
+    def get_file(self, filename: str) -> str | None:
+        found: str | None = super().get_file(filename)
+        self._keep(found)
+        return found
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        found: dict[str, str] | None = super().get_group(filename)
+        self._keep(found)
+        return found
+
+    def put_group(self, filename: str, group: dict[str, str]) -> str:
+        path: str = super().put_group(filename, group)
+        self._keep(path)
+        return path
+
+    def _keep(self, found: Any) -> None:
+        """An entry that is used is whole."""
+        if found and self._entry is not None and not (self.beside / self.key).exists():
+            _copy(self._entry, self.beside / self.key)
+
+
+def forget_oldest(folder: Path, most: int = _ENTRIES_MOST) -> None:
+    """Leaves at most so many entries beside a model."""
+    try:
+        entries = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime)
+    except OSError:
+        return
+    for entry in entries[:-most]:
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A whole entry or none: where two processes do it at once, the first to be done has done it."""
+    if not source.is_dir():
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".copying-") as scratch:
+            made = Path(scratch) / target.name
+            made.mkdir()
+            for file in source.iterdir():
+                if file.is_file() and file.name != "lock":
+                    (made / file.name).write_bytes(_moved(file, target))
+            os.replace(made, target)  # where the target is a folder, it must be empty
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        log.info("a compiled kernel was not copied to %s: %s", target, error)
+
+
+def _moved(file: Path, target: Path) -> bytes:
+    """The file's content; where it tells paths, those of the copy."""
+    content = file.read_bytes()
+    if not file.name.startswith(_GROUP):
+        return content
+    names = json.loads(content)["child_paths"]
+    return json.dumps({"child_paths": {name: str(target / Path(path).name) for name, path in names.items()}}).encode()
