@@ -48,6 +48,14 @@ class Room:
         """As many as the largest group has that is worth a measurement, or as fit."""
         return min(_MEMBERS, self.sequences, self.blocks // 8)
 
+    @property
+    def used_blocks(self) -> int:
+        """As many as make a difference: with more of them the same steps are measured."""
+        size = self.block_tokens
+        decodes = min(_DECODES, self.sequences) * -(-_DECODE_KEYS // size)
+        groups = max(8 * _MEMBERS, _SEGMENT_KEYS // size + (_MEMBERS + 1) * _OWN_BLOCKS)
+        return min(self.blocks, max(decodes, groups, _PROMPT_KEYS // size, 2 * self.sequences))
+
     def keys(self, wanted: int, sequences: int) -> int:
         """As many keys as wanted, or as fit for each of so many sequences; in whole blocks."""
         size = self.block_tokens

@@ -1,6 +1,7 @@
 """Costs measured on devices whose costs are known."""
 
 import random
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -91,3 +92,22 @@ def test_a_device_without_any_order_still_gives_positive_ascending_costs() -> No
     assert took == sorted(took)
     assert took[0] > 0
     assert min(found.key_us, found.shared_key_us, found.pair_us, found.prompt_pair_us, found.segment_us) > 0
+
+
+@pytest.mark.parametrize(("sequences", "block_tokens"), [(512, 16), (512, 64), (8, 8), (64, 16)])
+def test_blocks_that_are_not_used_change_no_measurement(sequences: int, block_tokens: int) -> None:
+    large = replace(LARGE, sequences=sequences, block_tokens=block_tokens)
+
+    def steps(room: Room) -> list[bytes]:
+        seen: list[bytes] = []
+
+        def launch_ms(packed: Int32s, launches: int) -> float:
+            seen.append(packed.tobytes())
+            return 1.0
+
+        measure(launch_ms, ROWS, room)
+        return seen
+
+    assert large.used_blocks < large.blocks
+    assert steps(replace(large, blocks=large.used_blocks)) == steps(large)
+    assert steps(replace(large, blocks=large.used_blocks // 4)) != steps(large)
