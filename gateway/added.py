@@ -17,16 +17,14 @@ def added(config: Config) -> list[ModelConfig]:
     return [_read(path) for path in sorted(config.added_folder.glob("**/*.toml"))]
 
 
-def keep(config: Config, settings: dict[str, Any]) -> ModelConfig:
-    """The entry of these settings, `name` and `folder` among them; it appears in one piece. Raises ConfigError."""
-    entry = parse(settings, settings["name"])
-    path = _path(config, entry.name)
+def keep(config: Config, settings: dict[str, Any]) -> None:
+    """These settings of an entry, `name` and `folder` among them, which `parse` takes. They appear in one piece."""
+    path = _path(config, settings["name"])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items()]
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text("".join(lines), encoding="utf-8")
     os.replace(temporary, path)
-    return entry
 
 
 def forget(config: Config, entry: ModelConfig) -> None:

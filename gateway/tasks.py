@@ -115,8 +115,8 @@ def read_vectors(folder: Path, document: Mapping[str, Any], entry: ModelConfig, 
 
 
 def _architecture(document: Mapping[str, Any]) -> str:
-    named = document.get("architectures") or [""]
-    return str(named[0])
+    named = document.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def _family(document: Mapping[str, Any]) -> str:

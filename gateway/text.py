@@ -46,7 +46,7 @@ class Text:
         if document is None:
             raise FolderError(f"{folder} has no tokenizer.json")
         settings = _json(folder / "tokenizer_config.json") or {}
-        self._tokenizer = Tokenizer.from_str(json.dumps(document))
+        self._tokenizer = _tokenizer(folder, document)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._templates = _templates(folder, settings, today)
@@ -69,6 +69,11 @@ class Text:
         self._table = table
         self._tables: dict[frozenset[str], Table] = {}  # by what they show: as many as there are kinds of parsers
         self.token_bytes_max = table.token_bytes_max
+
+    @property
+    def plain_ids(self) -> int:
+        """One more than the largest id that plain text becomes."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
 
     @property
     def chats(self) -> bool:
@@ -203,6 +208,14 @@ def _json(path: Path) -> Any:
         return None
     except (ValueError, OSError) as error:
         raise FolderError(f"{path} is not readable as JSON: {error}") from error
+
+
+def _tokenizer(folder: Path, document: Any) -> Tokenizer:
+    try:
+        document["added_tokens"]  # which the library does without, and we do not
+        return Tokenizer.from_str(json.dumps(document))
+    except Exception as error:  # the library raises nothing narrower
+        raise FolderError(f"{folder}/tokenizer.json is no tokenizer: {error!r}") from error
 
 
 def _spelled(token: JSON) -> str | None:

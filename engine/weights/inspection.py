@@ -2,8 +2,8 @@
 
     python -m engine.weights.inspection '<ModelSpec JSON>'
 
-It prints how many numbers a replica would load. What is wrong is its last line on stderr, with exit status 1. Nothing
-here needs torch, so that looking takes a tenth of a second.
+It prints how many numbers a replica would load. What is wrong is its last line on stderr, with exit status 1 where it
+is the weights, and 2 where it is config.json. Nothing here needs torch, so that looking takes a tenth of a second.
 """
 
 import math
@@ -60,12 +60,15 @@ def main() -> int:
     model = msgspec.json.decode(sys.argv[1], type=ModelSpec)
     try:
         print(numbers_of(model))
-    except (ConfigError, CheckpointError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # an entry of another kind than any model's
-        print(f"{model.folder}: config.json or a file's header cannot be understood: {error!r}", file=sys.stderr)
-        return 1
+        print(f"{model.folder}/config.json cannot be understood: {error!r}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -15,15 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gateway.catalogue import entries, folder_of
+from gateway.catalogue import entries
 from gateway.commands import hardware
-from gateway.commands.models import Sizes, read_config, sizes_of
+from gateway.commands.folders import Unserved, look
+from gateway.commands.residencies import fleets, in_words, replicas_of
 from gateway.commands.serve import answers
+from gateway.commands.sizes import Sizes, sizes_of
+from gateway.commands.standby import Sized, beyond, placed
 from gateway.commands.words import add_command, in_bytes, print_json, read_settings
 from gateway.config import Config, ConfigError, ModelConfig, ServerConfig, describe
 from gateway.state import read_credentials
-from gateway.tasks import Vectors, read_vectors, task_of
-from gateway.text import FolderError, Text
+from gateway.tasks import Vectors
+from gateway.text import Text
 from gateway.tls import expiry, open_certificate
 from tenants.issuers import keys_of
 from tenants.store import StoreUnavailable, open_store
@@ -40,6 +43,7 @@ _DISK_BYTES_LOW = 1 << 30
 _PYTHON = (3, 11)
 _RENEW_DAYS = 14  # before its end, a certificate should have a successor
 _FREE_SHARE = 0.9  # of a GPU that nobody uses
+_STANDBY_SHARE = 0.7  # of free host memory that a machine takes for models that sleep, where nothing is set
 
 
 class Verdict(enum.StrEnum):
@@ -97,8 +101,10 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     usable = hardware.usable(config.machine, gpus)
     if usable:
         yield _kernels(config)
-    yield from _models(config, usable)
-    yield _memory(config, usable)
+    rooms = hardware.rooms(config.machine, usable)
+    yield from _models(config, rooms)
+    yield from _memory(config, rooms)
+    yield from _machines(config)
     yield _disk(config)
     yield from _certificate(config.server)
     yield from _descriptors(config.server)
@@ -199,36 +205,15 @@ def _issuers(config: Config) -> Iterator[Finding]:
             yield Finding("issuer", Verdict.GOOD, found)
 
 
-def _models(config: Config, usable: list[hardware.Gpu]) -> Iterator[Finding]:
-    smallest = min(usable, key=lambda gpu: gpu.total_bytes, default=None)
+def _models(config: Config, rooms: list[hardware.Room]) -> Iterator[Finding]:
     for entry in entries(config):
-        folder = folder_of(config, entry)
-        sizes = sizes_of(config, entry)
-        if sizes is None or not sizes.weights_bytes:
-            missing = "config.json" if sizes is None else "*.safetensors"
-            advice = "`hearth pull` it again, or correct [[models]]"
-            yield Finding("model", Verdict.WRONG, f"{entry.name}: {folder} has no {missing} that can be read", advice)
-            continue
-        document = read_config(folder)
         try:
-            text, vectors = Text(folder), read_vectors(folder, document, entry, task_of(folder, document, entry))
-        except FolderError as error:
-            yield Finding("model", Verdict.WRONG, f"{entry.name}: {error}", "its folder is not complete: get it again")
+            found = look(config, entry, rooms)
+        except Unserved as unserved:
+            advice = f"{unserved.advice}; `serve = false` in its [[models]] leaves it out"
+            yield Finding("model", Verdict.WRONG, f"{entry.name}: {unserved.found}", advice)
             continue
-        yield _fits(entry, sizes, smallest) or _serves(entry, sizes, text, vectors)
-
-
-def _fits(entry: ModelConfig, sizes: Sizes, gpu: hardware.Gpu | None) -> Finding | None:
-    """What is wrong where weights and one context are more than the GPU has."""
-    if gpu is None or sizes.memory_bytes <= gpu.total_bytes:
-        return None
-    found = (
-        f"{entry.name}: {in_bytes(sizes.weights_bytes)} of weights and {in_bytes(sizes.kv_bytes_of_a_context)} "
-        f"for a context of {sizes.context_tokens:,} tokens are more than the {in_bytes(gpu.total_bytes)} of the GPU"
-    )
-    if sizes.weights_bytes >= gpu.total_bytes:
-        return Finding("model", Verdict.WRONG, found, "leave it out (`serve = false`), or use a larger GPU")
-    return Finding("model", Verdict.WRONG, found, 'set a smaller context_tokens, or kv_dtype = "fp8"')
+        yield _serves(entry, found.sizes, found.text, found.vectors)
 
 
 def _serves(entry: ModelConfig, sizes: Sizes, text: Text, vectors: Vectors | None) -> Finding:
@@ -241,17 +226,66 @@ def _serves(entry: ModelConfig, sizes: Sizes, text: Text, vectors: Vectors | Non
     return Finding("model", Verdict.GOOD if text.chats else Verdict.NOTE, found)
 
 
-def _memory(config: Config, usable: list[hardware.Gpu]) -> Finding:
-    import psutil  # only here: no other command asks
+def _memory(config: Config, rooms: list[hardware.Room]) -> Iterator[Finding]:
+    """Whether the models can be on the devices together; where not, whether they can take turns."""
+    models = [Sized(entry, sizes) for entry in entries(config) if (sizes := sizes_of(config, entry)) is not None]
+    pinned, others = [one for one in models if one.entry.pinned], [one for one in models if not one.entry.pinned]
+    room, needed = sum(room.budget_bytes for room in rooms), sum(map(_device_bytes, models))
+    on_gpus = rooms[0].device != hardware.MEMORY
+    where = f"{len(rooms)} GPU{'s' * (len(rooms) > 1)}" if on_gpus else "memory"
+    found = f"{in_bytes(room)} of {where} for models, which take at least about {in_bytes(needed)}"
+    left, largest = placed(rooms, pinned), max(others, key=_device_bytes, default=None)
+    if left is None:
+        advice = "pin fewer, set smaller contexts, or use more GPUs: what is pinned makes room for nothing"
+        yield Finding("memory", Verdict.WRONG, f"{found}; those that are pinned do not fit together", advice)
+    elif pinned and largest is not None and largest.sizes.memory_bytes > max(left):
+        advice = "pin fewer, or set smaller contexts: it can never be on a device"
+        yield Finding("memory", Verdict.WRONG, f"{found}; what is pinned leaves none to {largest.entry.name}", advice)
+    elif placed(rooms, models) is not None:
+        yield _free(found, needed, rooms)
+    else:
+        yield Finding("memory", Verdict.GOOD, f"{found}: they take turns")
+        if on_gpus:
+            yield _standby(config, others)
 
-    sizes = [(entry, sizes_of(config, entry)) for entry in entries(config)]
-    needed = sum(entry.replicas * known.memory_bytes for entry, known in sizes if known is not None)
-    free = sum(gpu.total_bytes for gpu in usable) if usable else psutil.virtual_memory().available
-    where = f"of {len(usable)} GPU{'s' * (len(usable) > 1)}" if usable else "available"
-    found = f"{in_bytes(free)} {where}, the models take at least about {in_bytes(needed)}"
-    if needed > free:
-        return Finding("memory", Verdict.WRONG, found, "serve fewer models (`serve = false`), or smaller contexts")
-    return Finding("memory", Verdict.GOOD, found)
+
+def _device_bytes(model: Sized) -> int:
+    return model.entry.replicas * model.sizes.memory_bytes
+
+
+def _free(found: str, needed: int, rooms: list[hardware.Room]) -> Finding:
+    """GPUs have lines of their own for what others use of them."""
+    if rooms[0].device == hardware.MEMORY and needed > rooms[0].free_bytes:
+        found += f"; {in_bytes(rooms[0].free_bytes)} are free now"
+        return Finding("memory", Verdict.NOTE, found, "the rest is in use, by Hearth or others")
+    return Finding("memory", Verdict.GOOD, f"{found}: all at once")
+
+
+def _standby(config: Config, others: list[Sized]) -> Finding:
+    """Whether all that is not pinned can sleep in host memory, from where it is back soonest."""
+    memory = config.machine.memory_bytes or int(_STANDBY_SHARE * hardware.memory()[1])
+    needed = sum(model.standby_bytes for model in others)
+    found = f"{in_bytes(memory)} of host memory for models that sleep, which take up to {in_bytes(needed)}"
+    names = beyond(memory, others)
+    if not names:
+        return Finding("standby", Verdict.GOOD, found)
+    advice = f"raise machine.memory_bytes, or expect {', '.join(names)} to start from disk, which takes seconds"
+    return Finding("standby", Verdict.NOTE, found, advice)
+
+
+def _machines(config: Config) -> Iterator[Finding]:
+    """Where models are, as the machines that run say; nothing where none does."""
+    for fleet in fleets(config):
+        for device in fleet.devices:
+            held = f"{in_bytes(device.held_bytes)} of {in_bytes(device.budget_bytes)} held"
+            yield Finding("machine", Verdict.GOOD, f"{fleet.machine}: {device.name}, {held}")
+        for name in dict.fromkeys(replica.model for replica in fleet.replicas):
+            replicas = list(replicas_of(name, [fleet]))
+            problem = next((replica.problem for replica in replicas if replica.quarantined), "")
+            advice = f"machine.log in {config.state} says more" if problem else ""
+            verdict = Verdict.WRONG if problem else Verdict.GOOD
+            found = f"{fleet.machine}: {name}: {in_words(replicas)}{': ' * bool(problem)}{problem}"
+            yield Finding("machine", verdict, found, advice)
 
 
 def _disk(config: Config) -> Finding:

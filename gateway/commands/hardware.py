@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from gateway.config import MachineConfig
 
+MEMORY: Final = "memory"
 ARCHITECTURE: Final = (8, 0)  # the first with bfloat16
 _FIELDS: Final = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
 
@@ -25,11 +26,12 @@ class Gpu(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Memory that replicas may hold of one device, and what the device has."""
+    """A device: what replicas may hold of its memory, what there is of it, and what nobody uses now."""
 
     device: str
     budget_bytes: int
     total_bytes: int
+    free_bytes: int
 
 
 def gpus() -> list[Gpu]:
@@ -72,8 +74,14 @@ def usable(machine: MachineConfig, found: list[Gpu]) -> list[Gpu]:
 
 
 def rooms(machine: MachineConfig, usable: list[Gpu]) -> list[Room]:
-    """One for each of these GPUs, else the host's memory."""
+    """One for each of these GPUs, else the host's memory, whose device is `memory`."""
+    devices = [(gpu.name, gpu.total_bytes, gpu.free_bytes) for gpu in usable] or [(MEMORY, *memory())]
+    return [Room(name, min(total, machine.device_bytes or total), total, free) for name, total, free in devices]
+
+
+def memory() -> tuple[int, int]:
+    """Of the host, in all and free, in bytes."""
     import psutil  # only here: most commands ask nothing of it
 
-    devices = [(gpu.name, gpu.total_bytes) for gpu in usable] or [("memory", int(psutil.virtual_memory().total))]
-    return [Room(name, min(total, machine.device_bytes or total), total) for name, total in devices]
+    found = psutil.virtual_memory()
+    return int(found.total), int(found.available)

@@ -1,108 +1,50 @@
-"""`hearth models`: what is in the catalogue, the memory that it takes, and where a running replica's memory went."""
+"""`hearth models`: what is in the catalogue, what memory it takes, where it is, and where a running replica's memory
+went."""
 
 import argparse
-import json
 import os
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from engine.wire import MEMORY_SUFFIX, Memory
+from engine.wire import MEMORY_SUFFIX, Fleet, Memory
 from gateway.catalogue import entries, folder_of, price_of
+from gateway.commands import adding
+from gateway.commands.residencies import fleets, in_words, replicas_of
+from gateway.commands.sizes import read_config, sizes_of
 from gateway.commands.words import add_action, add_command, fail, in_bytes, print_json, print_table, read_settings
 from gateway.config import Config, ModelConfig
-from gateway.tasks import Task, context_of, is_encoder, read_vectors, task_of
+from gateway.tasks import Task, read_vectors, task_of
 from gateway.text import FolderError
 
 _TEACHING = """\
 examples:
-  hearth models list                                   every model of the catalogue
+  hearth models list                                   every model of the catalogue, and where it is
   hearth models show @cf/hearth/ember                  its folder, context, and where every GiB goes
-  hearth pull Qwen/Qwen3-0.6B                          one more
+  hearth models add @cf/acme/assistant models/assistant --pinned
+  hearth models add @cf/acme/notes models/notes --priority 2 --context-tokens 16384
+  hearth models remove @cf/acme/assistant              out of the catalogue; its folder stays
+  hearth pull Qwen/Qwen3-0.6B                          one more, from the hub
 
-[[models]] in hearth.toml adds folders of your own, sets prices and sizes, and leaves models out.
+`add` refuses a folder that could not be served: incomplete, of an architecture that is not known, larger than any
+device here, or other than its SHA256SUMS says, where it has them (sha256sum * > SHA256SUMS). [[models]] in hearth.toml
+adds folders too, sets prices and sizes, and leaves models out; what it says goes before what `add` was told.
 """
 
 
 def add(commands: Any) -> None:
-    parser = add_command(commands, "models", "list the models that are served", _TEACHING)
-    actions = parser.add_subparsers(dest="action", metavar="list | show", required=True)
+    parser = add_command(commands, "models", "list, show, add and remove the models that are served", _TEACHING)
+    actions = parser.add_subparsers(dest="action", metavar="list | show | add | remove", required=True)
     add_action(actions, "list", "every model of the catalogue")
     show = add_action(actions, "show", "one model in full")
     show.add_argument("name", help="its name, like @cf/hearth/ember")
+    adding.add(actions)
     parser.set_defaults(run=run)
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a folder's config.json and weights and the entry's settings say. `kv_bytes_per_token` is at 2 bytes a
-    number, with fp8 at one. Weights that are made up have no type that they are stored as."""
-
-    weights_bytes: int
-    parameters_type: str
-    context_tokens: int
-    layers: int
-    kv_bytes_per_token: int
-
-    @property
-    def kv_bytes_of_a_context(self) -> int:
-        return self.context_tokens * self.kv_bytes_per_token
-
-    @property
-    def memory_bytes(self) -> int:
-        """Weights, and the KV of one full context."""
-        return self.weights_bytes + self.kv_bytes_of_a_context
-
-
 def run(options: argparse.Namespace) -> int:
-    config = read_settings(options)
-    if options.action == "list":
-        return _list(config, options.json)
-    found = [entry for entry in entries(config) if entry.name == options.name]
-    if not found:
-        return fail(f"the catalogue has no {options.name}; `hearth models list` shows what it has")
-    return _show(config, found[0], options.json)
-
-
-def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
-    """None where the entry's folder is no model."""
-    folder = folder_of(config, entry)
-    said = read_config(folder)
-    try:
-        heads = int(said["num_attention_heads"])
-        width = int(said.get("head_dim") or said["hidden_size"] // heads)
-        layers = int(said["num_hidden_layers"])
-        kv_heads = int(said.get("num_key_value_heads") or heads)
-        made_up = _made_up_bytes(said, layers, width * heads, width * kv_heads) if entry.random_weights else None
-    except (ValueError, KeyError, TypeError):
-        return None
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    context, keeps = context_of(said), not is_encoder(said)
-    return Sizes(
-        weights_bytes=stored if made_up is None else made_up,
-        parameters_type="" if entry.random_weights else str(said.get("torch_dtype") or said.get("dtype") or "float32"),
-        context_tokens=min(context, entry.context_tokens or context),
-        layers=layers,
-        kv_bytes_per_token=keeps * 2 * layers * kv_heads * width * (1 if entry.kv_dtype == "fp8" else 2),
-    )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; empty where there is none that can be read."""
-    try:
-        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
-
-
-def _made_up_bytes(said: dict[str, Any], layers: int, q: int, kv: int) -> int:
-    """At 2 bytes a number: the layers' linear weights, the embedding, and a head of its own."""
-    hidden, inner = int(said["hidden_size"]), int(said["intermediate_size"])
-    tables = int(said["vocab_size"]) * hidden * (1 if said.get("tie_word_embeddings") else 2)
-    return 2 * (tables + layers * hidden * (2 * q + 2 * kv + 3 * inner))
+    actions = {"list": _list, "show": _show, "add": adding.add_model, "remove": adding.remove_model}
+    return actions[options.action](read_settings(options), options)
 
 
 def running(config: Config, name: str) -> list[Memory]:
@@ -128,9 +70,10 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _list(config: Config, as_json: bool) -> int:
-    documents = [_document(config, entry) for entry in entries(config)]
-    if as_json:
+def _list(config: Config, options: argparse.Namespace) -> int:
+    said = fleets(config)
+    documents = [{**_document(config, entry), "replicas": _places(entry.name, said)} for entry in entries(config)]
+    if options.json:
         print_json(documents)
         return 0
     rows = [
@@ -138,28 +81,48 @@ def _list(config: Config, as_json: bool) -> int:
             document["name"],
             document.get("context_tokens", "-"),
             in_bytes(document["weights_bytes"]) if "weights_bytes" in document else "-",
-            document["problem"] or "ok",
+            in_words(list(replicas_of(document["name"], said))),
+            document["problem"] or next((one["problem"] for one in document["replicas"] if one["problem"]), "ok"),
         )
         for document in documents
     ]
-    print_table(("MODEL", "CONTEXT", "WEIGHTS", "STATE"), rows)
+    print_table(("MODEL", "CONTEXT", "WEIGHTS", "WHERE", "STATE"), rows)
     return 0
 
 
-def _show(config: Config, entry: ModelConfig, as_json: bool) -> int:
-    document = {**_document(config, entry), "running": [_shares(memory) for memory in running(config, entry.name)]}
-    if as_json:
+def _places(name: str, said: list[Fleet]) -> list[dict[str, Any]]:
+    """Where each replica is, as its machine says; none while no machine runs."""
+    return [
+        {
+            "residency": replica.residency.name,
+            "toward": replica.toward.name,
+            "ready_ms": replica.ready_ms,
+            "quarantined": replica.quarantined,
+            "problem": replica.problem,
+        }
+        for replica in replicas_of(name, said)
+    ]
+
+
+def _show(config: Config, options: argparse.Namespace) -> int:
+    entry = next((entry for entry in entries(config) if entry.name == options.name), None)
+    if entry is None:
+        return fail(f"the catalogue has no {options.name}; `hearth models list` shows what it has")
+    said, here = fleets(config), [_shares(memory) for memory in running(config, entry.name)]
+    document = {**_document(config, entry), "replicas": _places(entry.name, said), "running": here}
+    if options.json:
         print_json(document)
         return 0
     for name, value in document.items():
         if name.endswith("_bytes") or name == "kv_bytes_per_token":
             _line(name.replace("_bytes", ""), in_bytes(value))
-        elif name != "running" and value not in ("", None):
+        elif name not in ("running", "replicas") and value not in ("", None):
             _line(name, value)
     if "memory_bytes" in document:
         print(f"{'':24} (weights and the KV of one context, the least there must be; `kv_bytes` sets the pool's size)")
-    for shares in document["running"]:
-        print(f"\nrunning as process {shares.pop('pid')} on {shares.pop('device')}:")
+    _line("where", in_words(list(replicas_of(entry.name, said))))
+    for shares in here:
+        print(f"\nrunning as process {shares.pop('pid')} on {shares.pop('device')}, as it was when it was loaded:")
         for name, value in shares.items():
             _line(name.replace("_bytes", ""), in_bytes(value) if name.endswith("_bytes") else f"{value:,}")
     return 0

@@ -28,6 +28,7 @@ import msgspec
 from engine import wire
 from gateway.catalogue import entries
 from gateway.commands.machine import machine_command
+from gateway.commands.residencies import MachineSide, at_rest
 from gateway.commands.tenantry import tenantry_of
 from gateway.commands.words import add_command, fail, read_settings
 from gateway.config import Config, ConfigError, ServerConfig
@@ -52,6 +53,7 @@ LOG_BYTES_MAX: Final = 8 << 20
 _BACKOFF_S: Final = (0.5, 30.0)
 _STABLE_S: Final = 60.0  # a child that lived this long starts again without a back-off
 _PROGRESS_S: Final = 5.0
+_REST_S: Final = 2.0  # who sleeps for so long is on standby
 _MACHINE_DRAIN_S: Final = 35.0
 _PR_SET_PDEATHSIG: Final = 1
 _LOADING: Final = re.compile(r"^loading \d+ %$")  # its percents are told with the time that has passed
@@ -221,7 +223,8 @@ class Household:
         self._out = out
         self._stops = 0
         self._answered = False  # the gateway has lived, so that another start is worth trying
-        self._ready: set[str] = set()
+        self._callable: set[str] = set()  # models that were told to be ready or on standby
+        self._resting_since: dict[str, float] = {}  # by address
         self._said = {""}
         self._progress_at = _PROGRESS_S
         self._machine_side = MachineSide(config.machine_address)
@@ -268,23 +271,38 @@ class Household:
         return True
 
     def _tell(self, elapsed_s: float) -> None:
-        """What changed: which models are ready, which are not and why; the first call once the gateway is ready."""
+        """What changed: which models can be called, which cannot and why; the first call once the gateway is ready."""
         self._answered = self._answered or self._answers("/healthz")
-        for replica in self._machine_side.look():
+        said = self._machine_side.look()
+        for replica in said.replicas if said is not None else []:
             if replica.residency is wire.Residency.DEVICE:
-                if replica.model not in self._ready and self._answers("/readyz"):
-                    if not self._ready:
-                        self._say(f"Hearth serves on {self._first.base_url}")
-                    self._ready.add(replica.model)
-                    self._say(f"{replica.model} is ready after {elapsed_s:.1f} s")
-                    if len(self._ready) == 1:
-                        self._say_first_call(replica.model)
+                self._welcome(replica.model, f"is ready after {elapsed_s:.1f} s")
+            elif self._rests(replica, elapsed_s):
+                self._welcome(replica.model, "is on standby: its first call wakes it")
             elif (news := _LOADING.sub("loading", replica.problem)) not in self._said:
                 self._said = {"", "loading", news}
                 self._say(f"{replica.model}: {replica.problem}")
             elif replica.problem and elapsed_s >= self._progress_at:
                 self._progress_at = elapsed_s + _PROGRESS_S
                 self._say(f"{replica.model}: {replica.problem}, {elapsed_s:.0f} s so far")
+
+    def _rests(self, replica: wire.ReplicaState, elapsed_s: float) -> bool:
+        """Whether it has slept for a while: before, its machine may not have decided yet where it is to be."""
+        if not at_rest(replica):
+            self._resting_since.pop(replica.address, None)
+            return False
+        return elapsed_s - self._resting_since.setdefault(replica.address, elapsed_s) >= _REST_S
+
+    def _welcome(self, model: str, how: str) -> None:
+        """Says once that a model can be called."""
+        if model in self._callable or not self._answers("/readyz"):
+            return
+        if not self._callable:
+            self._say(f"Hearth serves on {self._first.base_url}")
+        self._callable.add(model)
+        self._say(f"{model} {how}")
+        if len(self._callable) == 1:
+            self._say_first_call(model)
 
     def _say_first_call(self, model: str) -> None:
         self._say(
@@ -312,48 +330,6 @@ class Household:
         self._machine.send(signal.SIGTERM)
         self._machine.wait(_MACHINE_DRAIN_S, hurry)
         self._machine_side.close()
-
-
-class MachineSide:
-    """A watcher of the machine's word about its replicas. Never blocks."""
-
-    def __init__(self, address: str) -> None:
-        self._target = wire.parse_address(address)
-        self._socket: socket.socket | None = None
-        self._frames = wire.FrameReader()
-        self._replicas: list[wire.ReplicaState] = []
-
-    def look(self) -> list[wire.ReplicaState]:
-        """What it said last; empty while it cannot be reached."""
-        try:
-            if self._socket is None:
-                self._connect()
-            assert self._socket is not None
-            received = self._socket.recv(1 << 16)
-            for frame in self._frames.feed(received):
-                if isinstance(frame, wire.Fleet):
-                    self._replicas = frame.replicas
-            if not received:
-                self.close()
-        except BlockingIOError:
-            pass
-        except (OSError, wire.FrameError):
-            self.close()
-        return self._replicas
-
-    def _connect(self) -> None:
-        self._frames = wire.FrameReader()
-        kind = socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET
-        self._socket = socket.socket(kind)
-        self._socket.settimeout(0.5)
-        self._socket.connect(self._target)
-        self._socket.setblocking(False)
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        self._replicas = []
 
 
 def trim(log: Path) -> None:

@@ -231,7 +231,7 @@ def test_a_running_replicas_memory_is_shown_and_a_dead_ones_is_not(
     (running,) = said(capsys, "models", "show", "@cf/hearth/ember")["running"]
     assert (running["kv_pool_tokens"], running["driver_and_others_bytes"]) == (16000, 3 << 30)
     shown = run(capsys, "models", "show", "@cf/hearth/ember")
-    assert f"running as process {os.getpid()} on NVIDIA H200" in shown
+    assert f"running as process {os.getpid()} on NVIDIA H200, as" in shown
     assert "kv pool                  100.0 GiB" in shown
 
 

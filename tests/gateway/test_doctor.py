@@ -116,15 +116,20 @@ def test_a_pooling_that_is_not_served_is_wrong(here: Path, capsys: pytest.Captur
     assert "pooling max is not served" in wrong[0]["found"]
 
 
-def test_models_that_do_not_fit_into_memory_are_wrong(
+def test_a_model_that_does_not_fit_into_memory_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import psutil
-
-    little = namedtuple("little", "available")(10 << 20)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
+    monkeypatch.setattr(hardware, "memory", lambda: (10 << 20, 10 << 20))
     monkeypatch.setattr(hardware, "gpus", list)
-    assert examine(capsys, 1)["memory"][0]["verdict"] == "wrong"
+    (finding,) = examine(capsys, 1)["model"]
+    assert "of weights and 32.0 MiB for a context of 8,192 tokens are" in finding["found"]
+
+
+def test_memory_that_others_use_is_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "memory", lambda: (1 << 40, 10 << 20))
+    monkeypatch.setattr(hardware, "gpus", list)
+    (finding,) = examine(capsys, 0)["memory"]
+    assert (finding["verdict"], "10.0 MiB are free now" in finding["found"]) == ("note", True)
 
 
 def test_a_full_disk_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +220,50 @@ def test_a_model_that_no_gpu_holds_is_wrong_and_says_what_is_too_much(host: Host
     assert finding["verdict"] == "wrong"
     assert "27.0 MiB of weights and 32.0 MiB for a context of 8,192 tokens" in finding["found"]
     assert advice in finding["advice"]
+
+
+COPIES = "".join(
+    f'[[models]]\nname = "@cf/mine/{{name}}"\nfolder = "{EMBER}"\n{{settings}}\n'.format(name=name, settings=settings)
+    for name, settings in (("one", "{one}"), ("two", "{two}"))
+)
+
+
+def beside(here: Path, one: str = "", two: str = "", machine: str = "") -> None:
+    """The built-in model three times, some 59 MiB each, with these settings."""
+    with (here / "hearth.toml").open("a") as file:
+        file.write(COPIES.format(one=one, two=two) + machine)
+
+
+def test_models_that_do_not_fit_at_once_take_turns_and_host_memory_is_looked_at(
+    host: Host, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = "Small, 130, 130, 580.65.06, 9.0"
+    beside(here, one="priority = 2.0", two="kept_kv_bytes = 0", machine="[machine]\nmemory_bytes = 1200000000\n")
+    found = host.found(0, small)
+    assert "they take turns" in found["memory"][0]["found"]
+    (standby,) = found["standby"]
+    assert standby["verdict"] == "note"
+    assert "expect @cf/hearth/ember to start from disk" in standby["advice"]
+    monkeypatch.setattr(hardware, "memory", lambda: (8 << 30, 8 << 30))
+    settings = (here / "hearth.toml").read_text()
+    (here / "hearth.toml").write_text(settings.partition("[machine]")[0])
+    assert host.found(0, small)["standby"][0]["verdict"] == "ok"
+    assert "all at once" in host.found(0, small, small)["memory"][0]["found"]
+
+
+def test_pinned_models_that_do_not_fit_together_are_wrong(host: Host, here: Path) -> None:
+    beside(here, one="pinned = true", two="pinned = true\nreplicas = 2")
+    (finding,) = host.found(1, "Small, 130, 130, 580.65.06, 9.0")["memory"]
+    assert "those that are pinned do not fit together" in finding["found"]
+    two = ["Small, 90, 90, 580.65.06, 9.0"] * 2  # enough in all, and none of them holds two
+    (finding,) = host.found(1, *two)["memory"]
+    assert "do not fit together" in finding["found"]
+
+
+def test_a_model_that_what_is_pinned_never_leaves_room_for_is_wrong(host: Host, here: Path) -> None:
+    beside(here, one="pinned = true", two="context_tokens = 16")
+    (finding,) = host.found(1, "Small, 100, 100, 580.65.06, 9.0")["memory"]
+    assert "what is pinned leaves none to @cf/hearth/ember" in finding["found"]
 
 
 def test_the_cuda_of_the_installed_torch_is_read_without_importing_it() -> None:

@@ -1,0 +1,98 @@
+"""Where models are, as machines tell it to whoever connects: no gateway and no token are needed for it."""
+
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from engine import wire
+from gateway.config import Config
+
+_ASK_S = 1.0
+_LOOK_S = 0.01
+
+
+class MachineSide:
+    """A watcher of one machine's word about its replicas. Never blocks for long."""
+
+    def __init__(self, address: str) -> None:
+        self._target = wire.parse_address(address)
+        self._socket: socket.socket | None = None
+        self._frames = wire.FrameReader()
+        self._said: wire.Fleet | None = None
+
+    def look(self) -> wire.Fleet | None:
+        """What it said last; None while it cannot be reached."""
+        try:
+            if self._socket is None:
+                self._connect()
+            assert self._socket is not None
+            received = self._socket.recv(1 << 16)
+            for frame in self._frames.feed(received):
+                if isinstance(frame, wire.Fleet):
+                    self._said = frame
+            if not received:
+                self.close()
+        except BlockingIOError:
+            pass
+        except (OSError, wire.FrameError):
+            self.close()
+        return self._said
+
+    def _connect(self) -> None:
+        self._frames = wire.FrameReader()
+        kind = socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET
+        self._socket = socket.socket(kind)
+        self._socket.settimeout(0.5)
+        self._socket.connect(self._target)
+        self._socket.setblocking(False)
+
+    @property
+    def away(self) -> bool:
+        return self._socket is None
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._said = None
+
+
+def fleets(config: Config) -> list[wire.Fleet]:
+    """What those of the configured machines say that answer within a second in all."""
+    sides = [MachineSide(address) for address in config.machine_addresses]
+    try:
+        said = [side.look() for side in sides]
+        until = time.monotonic() + _ASK_S
+        while any(fleet is None and not side.away for fleet, side in zip(said, sides, strict=True)):
+            if time.monotonic() >= until:
+                break
+            time.sleep(_LOOK_S)
+            said = [None if side.away else side.look() for side in sides]
+        return [fleet for fleet in said if fleet is not None]
+    finally:
+        for side in sides:
+            side.close()
+
+
+def replicas_of(model: str, said: Iterable[wire.Fleet]) -> Iterator[wire.ReplicaState]:
+    for fleet in said:
+        yield from (replica for replica in fleet.replicas if replica.model == model)
+
+
+def at_rest(replica: wire.ReplicaState) -> bool:
+    """Whether it sleeps and would wake for a call; not while it moves, nor where it cannot be started."""
+    asleep = replica.residency is not wire.Residency.DEVICE and replica.toward is replica.residency
+    return asleep and not replica.problem and replica.ready_ms >= 0 and not replica.quarantined
+
+
+def in_words(replicas: Sequence[wire.ReplicaState]) -> str:
+    """`2 × device`, `memory → device`, …; `-` where there are none."""
+    told = [_words(replica) for replica in replicas]
+    counted = [f"{told.count(word)} × {word}" if told.count(word) > 1 else word for word in dict.fromkeys(told)]
+    return ", ".join(counted) or "-"
+
+
+def _words(replica: wire.ReplicaState) -> str:
+    where = replica.residency.name.lower()
+    moving = "" if replica.toward is replica.residency else f" → {replica.toward.name.lower()}"
+    return f"{where}{moving}{', quarantined' if replica.quarantined else ''}"

@@ -1,0 +1,70 @@
+"""How large a model is, from its folder's config.json, its files and the catalogue's settings. It opens no weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway.catalogue import folder_of
+from gateway.config import Config, ModelConfig
+from gateway.tasks import context_of, is_encoder
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a folder's config.json and weights and the entry's settings say. `kv_bytes_per_token` is at 2 bytes a
+    number, with fp8 at one. Weights that are made up have no type that they are stored as."""
+
+    weights_bytes: int
+    parameters_type: str
+    context_tokens: int
+    layers: int
+    kv_bytes_per_token: int
+
+    @property
+    def kv_bytes_of_a_context(self) -> int:
+        return self.context_tokens * self.kv_bytes_per_token
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights, and the KV of one full context."""
+        return self.weights_bytes + self.kv_bytes_of_a_context
+
+
+def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
+    """None where the entry's folder is no model."""
+    folder = folder_of(config, entry)
+    said = read_config(folder)
+    try:
+        heads = int(said["num_attention_heads"])
+        width = int(said.get("head_dim") or said["hidden_size"] // heads)
+        layers = int(said["num_hidden_layers"])
+        kv_heads = int(said.get("num_key_value_heads") or heads)
+        made_up = _made_up_bytes(said, layers, width * heads, width * kv_heads) if entry.random_weights else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    context, keeps = context_of(said), not is_encoder(said)
+    return Sizes(
+        weights_bytes=stored if made_up is None else made_up,
+        parameters_type="" if entry.random_weights else str(said.get("torch_dtype") or said.get("dtype") or "float32"),
+        context_tokens=min(context, entry.context_tokens or context),
+        layers=layers,
+        kv_bytes_per_token=keeps * 2 * layers * kv_heads * width * (1 if entry.kv_dtype == "fp8" else 2),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; empty where there is none that can be read."""
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _made_up_bytes(said: dict[str, Any], layers: int, q: int, kv: int) -> int:
+    """At 2 bytes a number: the layers' linear weights, the embedding, and a head of its own."""
+    hidden, inner = int(said["hidden_size"]), int(said["intermediate_size"])
+    tables = int(said["vocab_size"]) * hidden * (1 if said.get("tie_word_embeddings") else 2)
+    return 2 * (tables + layers * hidden * (2 * q + 2 * kv + 3 * inner))
