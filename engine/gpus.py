@@ -1,13 +1,17 @@
-"""Which GPUs this host's replicas may use, without torch and without waking the driver. It knows nothing of models."""
+"""Which GPUs this host's replicas may use and how large they are, without torch. It knows nothing of models."""
 
+import contextlib
 import re
-from collections.abc import Mapping
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
 ENVIRONMENT_NAME: Final = "CUDA_VISIBLE_DEVICES"
 _DEVICE: Final = re.compile(r"nvidia\d+")
+_ANSWER_S: Final = 20.0  # of nvidia-smi, where the driver has to be woken first
 _HIDDEN: Final = ("", "-1", "NoDevFiles")  # the list ends at the first of these
 
 
@@ -21,3 +25,24 @@ def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> lis
         return list(takewhile(lambda name: name not in _HIDDEN, (name.strip() for name in said.split(","))))
     count = sum(1 for path in devices.glob("nvidia*") if _DEVICE.fullmatch(path.name))
     return [str(index) for index in range(count)]
+
+
+def sizes(names: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """What the driver calls the GPUs of these names, and their bytes; without those that nvidia-smi does not know, as
+    parts of a GPU, or all where there is no nvidia-smi. It takes up to a second or two."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    command = [program, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found = {}
+    for line in asked.stdout.splitlines():
+        with contextlib.suppress(ValueError):
+            index, uuid, label, mebibytes = (part.strip() for part in line.split(","))
+            for name in names:
+                if name == index or (name.startswith("GPU-") and uuid.startswith(name)):
+                    found[name] = (label, int(mebibytes) << 20)
+    return found

@@ -1,22 +1,34 @@
-"""A replica without a model, for tests of its machine: it beats, and misbehaves as the file in its folder says.
+"""A replica without a model, for tests of its machine: it beats, moves where it is told, and misbehaves as the files in
+its folder say.
 
 As a program it is a machine whose replicas are this file:  python fake_replica.py machine MACHINE_SPEC PATIENCE
 or one such replica:                                        python fake_replica.py replica REPLICA_SPEC
 """
 
+import contextlib
 import json
 import os
+import selectors
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from engine import machine, wire
+from engine.child import Patience
 from engine.log import log
 from engine.pulse import Phase, Pulse
+from engine.wire import Residency
+
+MIB: Final = 1 << 20
+ASLEEP_BYTES: Final = 10 * MIB  # what a driver would keep
+BESIDE_BYTES: Final = 30 * MIB  # of a replica that serves, beside its weights
+KV_BYTES: Final = 500 * MIB  # that it could use
+GPU_BYTES: Final = 80_000 * MIB
 
 
 def command(spec: wire.ReplicaSpec) -> list[str]:
@@ -25,14 +37,117 @@ def command(spec: wire.ReplicaSpec) -> list[str]:
     return [sys.executable, "-P", __file__, "replica", msgspec.json.encode(spec).decode()]
 
 
+class Fake:
+    """Where a fake replica says that it is, and how it answers its peers.
+
+    The file `places` of its folder gets a line for each Place; `moves` says how it takes them: ok, problem (wakes, and
+    sleeps, fail), never (they are not answered), crash (in the middle); `load` what it tells of its load.
+    """
+
+    def __init__(self, spec: wire.ReplicaSpec, listener: socket.socket) -> None:
+        self.spec = spec
+        self.folder = Path(spec.model.folder)
+        self.residency = Residency.DEVICE
+        self.least = spec.model.weights_bytes + BESIDE_BYTES
+        self.held = self.fitting(spec.device_bytes)
+        self.peers: dict[socket.socket, wire.FrameReader] = {}
+        self.listener = listener
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ)
+
+    def fitting(self, device_bytes: int | None) -> int:
+        most = self.least + KV_BYTES
+        return most if device_bytes is None else max(self.least, min(most, device_bytes))
+
+    def serve(self, seconds: float) -> None:
+        """What peers sent; gives them Load."""
+        for key, _ in self.selector.select(seconds):
+            peer = key.fileobj
+            assert isinstance(peer, socket.socket)
+            if peer is self.listener:
+                self.greet(peer.accept()[0])
+            else:
+                self.hear(peer)
+        for peer in list(self.peers):
+            self.tell(peer, self.load())
+
+    def greet(self, peer: socket.socket) -> None:
+        self.peers[peer] = wire.FrameReader()
+        self.selector.register(peer, selectors.EVENT_READ)
+        self.tell(
+            peer, wire.Hello(wire.PROTOCOL, self.spec.model.name, "", str(self.spec.boot), os.getpid(), 1, 1, 1, 1)
+        )
+        self.tell(peer, self.load())
+
+    def hear(self, peer: socket.socket) -> None:
+        received = b""
+        with contextlib.suppress(OSError):
+            received = peer.recv(1 << 16)
+        if not received:
+            self.selector.unregister(peer)
+            del self.peers[peer]
+            peer.close()
+            return
+        for frame in self.peers[peer].feed(received):
+            assert isinstance(frame, wire.Place)
+            self.move(peer, frame)
+
+    def move(self, peer: socket.socket, place: wire.Place) -> None:
+        with Path(self.folder, "places").open("a") as file:
+            file.write(json.dumps([place.residency.name, place.device_bytes, os.getpid()]) + "\n")
+        how = Path(self.folder, "moves").read_text() if place.residency is not self.residency else "ok"
+        if how == "never":
+            return
+        if how == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "slow":
+            time.sleep(0.5)
+        if how == "problem":
+            self.tell(peer, self.placed("there is no memory left"))
+            return
+        self.residency = place.residency
+        if place.residency is Residency.MEMORY:
+            self.held = ASLEEP_BYTES
+        elif place.device_bytes is not None:
+            self.held = self.fitting(place.device_bytes)
+        self.tell(peer, self.placed(""))
+
+    def placed(self, problem: str) -> wire.Placed:
+        weights = self.spec.model.weights_bytes
+        return wire.Placed(
+            self.residency,
+            device_bytes=self.held,
+            asleep_bytes=ASLEEP_BYTES,
+            least_bytes=self.least,
+            most_bytes=self.least + KV_BYTES,
+            memory_bytes=weights if self.spec.standby or self.residency is Residency.MEMORY else 0,
+            weights_bytes=weights,
+            moved_bytes=weights,
+            problem=problem,
+        )
+
+    def load(self) -> wire.Load:
+        told = json.loads(Path(self.folder, "load").read_text() or "{}")
+        base = {"running": 0, "waiting": 0, "waiting_tokens": 0, "free_blocks": 10, "cached_blocks": 0, "steps": 0}
+        return wire.Load(**{**base, "blocks": 10, **told})
+
+    def tell(self, peer: socket.socket, frame: wire.Frame) -> None:
+        with contextlib.suppress(OSError):
+            peer.sendall(wire.encode(frame))
+
+
 def replica(spec: wire.ReplicaSpec) -> None:
-    """Behaviours: serve, busy, crash, slow-load, hang, stubborn, chatty, silent-load, half-loaded."""
-    behaviour = Path(spec.model.folder, "behaviour").read_text()
+    """Behaviours: serve, busy, crash, slow-load, hang, stubborn, chatty, silent-load, half-loaded, deaf."""
+    folder = Path(spec.model.folder)
+    behaviour = Path(folder, "behaviour").read_text()
     pulse = Pulse.open(spec.pulse)
-    Path(spec.model.folder, f"pid-{spec.boot}").write_text(str(os.getpid()))
+    Path(folder, f"pid-{spec.boot}").write_text(str(os.getpid()))
+    Path(folder, f"spec-{spec.boot}").write_bytes(msgspec.json.encode(spec))
     shown = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR")}
-    Path(spec.model.folder, "environment").write_text(json.dumps({**shown, "device": spec.device}))
-    wire.memory_path(spec.pulse).write_text("{}")
+    Path(folder, "environment").write_text(json.dumps({**shown, "device": spec.device}))
+    memory = wire.Memory(model=spec.model.name, pid=os.getpid(), device="fake", device_bytes=GPU_BYTES,
+                         weights_bytes=0, kv_blocks=0, kv_block_tokens=0, kv_bytes=0, free_bytes=0)  # fmt: skip
+    wire.memory_path(spec.pulse).write_bytes(msgspec.json.encode(memory))
     pulse.enter(Phase.LOADING)
     if behaviour == "crash":
         print("no such weights: shard 7", file=sys.stderr, flush=True)
@@ -60,11 +175,16 @@ def replica(spec: wire.ReplicaSpec) -> None:
     while behaviour == "busy":
         pulse.enter(Phase.STEP)
         time.sleep(0.05)
+    fake = Fake(spec, listener)
     pulse.enter(Phase.IDLE)
     while True:
-        time.sleep(0.05)
+        behaviour = Path(folder, "behaviour").read_text()
+        if behaviour == "deaf":
+            time.sleep(0.05)
+        else:
+            fake.serve(0.05)
         pulse.enter(Phase.STEP)
-        if Path(spec.model.folder, "behaviour").read_text() == "hang":
+        if behaviour == "hang":
             time.sleep(3600)
         pulse.enter(Phase.IDLE)
 
@@ -73,5 +193,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "replica":
         replica(msgspec.json.decode(sys.argv[2], type=wire.ReplicaSpec))
     else:
-        patience = machine.Patience(**msgspec.json.decode(sys.argv[3]))
+        patience = Patience(**msgspec.json.decode(sys.argv[3]))
         sys.exit(machine.main(sys.argv[2:3], command, patience))

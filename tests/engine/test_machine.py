@@ -1,4 +1,3 @@
-import contextlib
 import json
 import os
 import signal
@@ -6,137 +5,28 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
 from engine import wire
-from engine.machine import Patience
+from engine.child import Patience
 from engine.pulse import Phase
-
-FAKE = Path(__file__).with_name("fake_replica.py")
-QUICK = {"look_s": 0.05, "step_s": 2.0, "backoff_s": 0.1, "backoff_s_max": 0.4, "stable_s": 30.0, "drain_s": 1.0}
-
-
-class Host:
-    """A machine in a folder of its own, with one fake model per behaviour; a gateway's view of it."""
-
-    def __init__(
-        self, folder: Path, behaviours: dict[str, str], log_path: str = "log", device: str = "auto", **patience: float
-    ) -> None:
-        self.folder = folder
-        self.log_path = log_path
-        models = []
-        for name, behaviour in behaviours.items():
-            (folder / name).mkdir()
-            (folder / name / "behaviour").write_text(behaviour)
-            models.append(wire.ModelSpec(name=name, folder=str(folder / name)))
-        self.spec = wire.MachineSpec(
-            name="host", address=f"unix:{folder}/m.sock", folder=str(folder / "run"), models=models, threads=1,
-            device=device,
-        )  # fmt: skip
-        self.patience = {**QUICK, **patience}
-        self.machine = self.start()
-        self._frames = wire.FrameReader()
-        self._socket: socket.socket | None = None
-        self.seen: list[dict[str, wire.ReplicaState]] = []
-
-    def start(self) -> "subprocess.Popen[bytes]":
-        spec, patience = msgspec.json.encode(self.spec).decode(), json.dumps(self.patience)
-        log = (self.folder / self.log_path).open("ab")
-        return subprocess.Popen([sys.executable, str(FAKE), "machine", spec, patience], stderr=log)
-
-    @property
-    def log(self) -> str:
-        path = self.folder / self.log_path
-        return path.read_text() if path.is_file() else ""
-
-    def behave(self, name: str, behaviour: str) -> None:
-        (self.folder / name / "behaviour").write_text(behaviour)
-
-    def pid(self, name: str, boot: int) -> int:
-        path = self.folder / name / f"pid-{boot}"
-        wait_for(path.exists)
-        wait_for(path.read_text)
-        return int(path.read_text())
-
-    def fleet(self) -> dict[str, wire.ReplicaState]:
-        """What the machine said last."""
-        if self._socket is None:
-            self._socket = socket.socket(socket.AF_UNIX)
-            wait_for(lambda: self._socket is not None and self._socket.connect_ex(f"{self.folder}/m.sock") == 0)
-            self._socket.settimeout(0.02)
-        with contextlib.suppress(TimeoutError, BlockingIOError):
-            for frame in self._frames.feed(self._socket.recv(1 << 16)):
-                assert isinstance(frame, wire.Fleet)
-                assert frame.machine == "host"
-                self.seen.append({state.model: state for state in frame.replicas})
-        return self.seen[-1] if self.seen else {}
-
-    def until(self, name: str, fits: Callable[[wire.ReplicaState], bool], within_s: float = 20) -> wire.ReplicaState:
-        def now() -> wire.ReplicaState | None:
-            state = self.fleet().get(name)
-            return state if state is not None and fits(state) else None
-
-        found: wire.ReplicaState = wait_for(now, within_s)
-        return found
-
-    def until_serving(self, name: str, boot: int = 1) -> wire.ReplicaState:
-        return self.until(name, lambda state: state.residency is wire.Residency.DEVICE and state.boot >= boot)
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        if self.machine.poll() is None:
-            self.machine.kill()
-        self.machine.wait()
-
-
-def wait_for(seen: Callable[[], Any], within_s: float = 20.0) -> Any:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        with contextlib.suppress(FileNotFoundError):
-            if found := seen():
-                return found
-        time.sleep(0.01)
-    raise AssertionError(f"not within {within_s} s")
-
-
-def gone(pid: int) -> bool:
-    """Ended and collected: no zombie either."""
-    return not psutil.pid_exists(pid)
-
-
-@contextlib.contextmanager
-def hosting(
-    folder: Path, behaviours: dict[str, str], log_path: str = "log", device: str = "auto", **patience: float
-) -> Iterator[Host]:
-    host = Host(folder, behaviours, log_path, device, **patience)
-    try:
-        yield host
-    except BaseException:
-        print(host.log)
-        raise
-    finally:
-        host.close()
+from tests.engine.hosting import Host, gone, hosting, short_folder, wait_for
 
 
 @pytest.fixture
-def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder whose name is short enough for sockets."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="hm-") as folder:
-        yield Path(folder)
+def short() -> Iterator[Path]:
+    with short_folder() as folder:
+        yield folder
 
 
 def test_a_replica_is_told_of_when_it_serves(short: Path) -> None:
-    with hosting(short, {"a": "slow-load", "b": "serve"}) as host:
+    with hosting(short, {"b": "serve", "a": "slow-load"}) as host:
         host.until_serving("b")
+        host.until("a", lambda state: state.boot == 1)
         assert host.fleet()["a"].residency is wire.Residency.DISK
         assert host.fleet()["a"].problem == "loading"
         state = host.until_serving("a")
