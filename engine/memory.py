@@ -1,10 +1,10 @@
-"""How a replica's memory is shared out: what a context needs, how many KV blocks there is room for, what does not fit.
+"""How a replica's memory is shared out: what a context needs, how much of its KV there is room for, what does not fit.
 
 Arithmetic only: who measures what is free and what a step needs is host.py's and device.py's business.
 """
 
 from engine.kernels.reference import KEY_STEP
-from engine.kv import KvShape
+from engine.kv import KvPool, KvShape
 from engine.model.config import ModelConfig
 from engine.wire import ModelSpec
 
@@ -27,6 +27,12 @@ def context_tokens(model: ModelSpec, config: ModelConfig) -> int:
     if asked is not None and asked > config.context_tokens:
         raise DoesNotFit(f"context_tokens {asked} is more than the model's {config.context_tokens}")
     return asked or config.context_tokens
+
+
+def least_blocks(model: ModelSpec, tokens: int) -> int:
+    """What a replica has whenever it is awake: the blocks of one context, and those of its public prefixes."""
+    published = sum(len(prefix) // model.block_tokens for prefix in model.public_prefixes)
+    return published - (-tokens // model.block_tokens)
 
 
 def kv_blocks(model: ModelSpec, shape: KvShape, tokens: int, sequences: int, room: int, free: int) -> int:
@@ -53,3 +59,23 @@ def kv_blocks(model: ModelSpec, shape: KvShape, tokens: int, sequences: int, roo
             f"{max(0, free) / 1e9:.1f} GB are free: {advice}"
         )
     return blocks
+
+
+def first_extents(model: ModelSpec, pool: KvPool, tokens: int, room: int, free: int) -> int:
+    """How many extents of the pool get memory as it is opened: as many as `room` holds.
+
+    What least_blocks says it has where `free` bytes hold it, though there be less room. Raises DoesNotFit.
+    """
+    count = min(max(room // pool.extent_bytes, least_extents(model, pool, tokens)), pool.extents)
+    needed = count * pool.extent_bytes
+    if needed > free:
+        raise DoesNotFit(
+            f"one context of {tokens} tokens takes {needed / 1e9:.1f} GB of KV, {max(0, free) / 1e9:.1f} GB are free: "
+            f"set a smaller context_tokens, end what else uses the device, or give the machine more of it"
+        )
+    return count
+
+
+def least_extents(model: ModelSpec, pool: KvPool, tokens: int) -> int:
+    """The extents that hold least_blocks, or all where the pool is smaller."""
+    return min(-(-least_blocks(model, tokens) // pool.extent_blocks), pool.extents)

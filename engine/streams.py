@@ -3,6 +3,7 @@
 It is the one place that tells a GPU from a device that computes at once, as a CPU does when it tries the GPU's path.
 """
 
+from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -28,6 +29,17 @@ class Stream:
         """Host memory that the device reads and writes by itself."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=self.queues)
 
+    def sent(self, numbers: Items[int] | Tensor) -> Tensor:
+        """These on the device (int64), behind what is queued: a copy from memory that is not pinned would wait for
+        it."""
+        host = torch.as_tensor(numbers, dtype=torch.int64)
+        return (host.pin_memory() if self.queues else host).to(self.device, non_blocking=True)
+
+    def follow(self, mark: "Mark") -> None:
+        """What is queued from now on comes behind a mark of another stream."""
+        if self._stream is not None and mark.event is not None:
+            self._stream.wait_event(mark.event)
+
     def wait(self) -> None:
         """Until all that is queued is done."""
         if self._stream is not None:
@@ -39,19 +51,23 @@ class Mark:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
-        self._event = None if stream is None else torch.cuda.Event(enable_timing=True, blocking=True)
+        self.event = None if stream is None else torch.cuda.Event(enable_timing=True, blocking=True)
 
     def set(self) -> None:
-        if self._event is not None:
-            self._event.record(self._stream)
+        if self.event is not None:
+            self.event.record(self._stream)
 
     def wait(self) -> None:
         """Returns at once where it was never set."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
+
+    def passed(self) -> bool:
+        """Whether the device has come to it."""
+        return self.event is None or bool(self.event.query())
 
     def ms_since(self, earlier: "Mark") -> float:
         """What the device took from there to here; both must have been reached. 0 where nothing is queued."""
-        if self._event is None or earlier._event is None:
+        if self.event is None or earlier.event is None:
             return 0.0
-        return float(earlier._event.elapsed_time(self._event))
+        return float(earlier.event.elapsed_time(self.event))
