@@ -11,7 +11,7 @@ import msgspec
 from engine.child import Child, Patience
 from engine.demand import Wanted
 from engine.links import Link
-from engine.residency import Resident, Times, Wishes
+from engine.residents import Resident, Times, Wishes
 from engine.wire import Load, ModelSpec, Place, Placed, ReplicaState, Residency
 
 _RATE_S: Final = 30.0  # requests per second are those of about so long
@@ -67,6 +67,7 @@ class Lodger:
         self.failures = 0  # moves in a row
         self.sleepless_until = 0.0  # it found too little host memory to sleep
         self.arrived_at: float | None = None
+        self.left_at: float | None = None
         self.guess_bytes = model.weights_bytes + model.weights_bytes // 8 + (_BESIDE_CPU if on_cpu else _BESIDE_GPU)
         self._patience = patience
         self._copies = not on_cpu
@@ -149,6 +150,8 @@ class Lodger:
         if place.residency is Residency.DEVICE or kind == "start":
             assert place.device_bytes is not None
             self.granted_bytes = place.device_bytes
+        if kind in ("sleep", "end"):
+            self.left_at = now
         if kind == "end":
             self.child.end(now)
         elif kind != "start":
@@ -252,6 +255,7 @@ class Lodger:
             asked_at=self._asked_at,
             rate=self._rate * math.exp((self._rate_at - now) / _RATE_S),
             arrived_at=self.arrived_at if self.residency is Residency.DEVICE else None,
+            left_at=self.left_at,
             startable=self.child.process is not None or self.child.startable(now),
         )
 

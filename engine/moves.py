@@ -12,7 +12,8 @@ from engine.child import Patience
 from engine.demand import Demand
 from engine.lodger import Lodger, Order
 from engine.log import log
-from engine.residency import Allowance, Move, View, decide, problem, ready_ms
+from engine.residency import decide, problem, ready_ms
+from engine.residents import Allowance, Move, View
 from engine.wire import Fleet, MachineSpec, Place, Placed, ReplicaSpec, Residency
 
 _FAILURES_MAX: Final = 4  # wakes in a row that found no memory; then the process ends

@@ -13,18 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
-from engine.residency import (
-    MOVES_A_MINUTE,
-    RESIZES_A_MINUTE,
-    Allowance,
-    Move,
-    Resident,
-    Times,
-    View,
-    Wishes,
-    decide,
-    problem,
-)
+from engine.residency import decide
+from engine.residents import Allowance, Move, Resident, Times, View, Wishes
+from engine.rooms import MOVES_A_MINUTE, RESIZES_A_MINUTE
 from engine.wire import Residency
 
 DISK, MEMORY, DEVICE = Residency.DISK, Residency.MEMORY, Residency.DEVICE
@@ -47,7 +38,7 @@ class Model:
     name: str
     least_bytes: int = 18 * GB
     most_bytes: int = 26 * GB
-    wishes: Wishes = Wishes()
+    wishes: Wishes = field(default_factory=Wishes)
     start_s: float = 4.0
     asleep_bytes: int = GB * 7 // 10
 
