@@ -24,11 +24,11 @@ from benchmarks.record import record
 from gateway.catalogue import Model, open_catalogue
 from gateway.choice import Choice
 from gateway.config import load_config
+from gateway.connections import Step
 from gateway.control import ids_of
 from gateway.dialects.chat import Chat
 from gateway.dialects.native import Native
 from gateway.dialects.responses import Responses
-from gateway.fleet import Step
 from gateway.reply import Asked, Dialect
 from gateway.text import Text
 

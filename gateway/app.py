@@ -303,9 +303,11 @@ class App:
             await exchange.answer(200, body, [JSON])
 
     async def _problems(self) -> list[str]:
-        """Why this gateway should get no calls now. Words only: no addresses, and nothing that tells of load."""
+        """Why this gateway should get no calls now: a model that sleeps is no reason where calls wait long enough for
+        it. Words only: no addresses, and nothing that tells of load."""
         problems = ["draining"] if self.draining else []
-        if not any(replica.ready for replica in self._gateway.fleet.replicas()):
+        replicas, wait_s = self._gateway.fleet.replicas(), self._gateway.limits.wait_s
+        if not any(each.expected_s is not None and each.expected_s <= wait_s for each in replicas):
             problems.append("no replica is ready")
         try:
             await self._store.ping()
@@ -351,7 +353,8 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
     """
     store = open_store(config.store_url)
     issuers = Issuers(config.issuers)
-    fleet, residue = Fleet(config.machine_addresses), Residue()
+    metrics, residue = Metrics(config.telemetry.metrics_accounts), Residue()
+    fleet = Fleet(config.machine_addresses, waited=metrics.waited)
     thresholds = Thresholds(store, time.time)
     webhook = Webhook(store, signer(secret), time.time, private=config.server.private_notices)
     gateway = Gateway(
@@ -367,7 +370,7 @@ def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> Ap
         residue=residue,
         repeats=Repeats(Once(store, secret), time.time, int(config.server.request_s) + KEY_MARGIN_S),
         desk=Desk(store.batches, Vault(secret), config.server.batch_keep_s, time.time),
-        metrics=Metrics(config.telemetry.metrics_accounts),
+        metrics=metrics,
         traces=traces or open_traces(config.telemetry),
         clock=time.monotonic,
         calendar=time.time,

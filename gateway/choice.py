@@ -11,8 +11,8 @@ from gateway.calls.parts import CallArguments, CallBegan, CallEnded, Parser, Par
 from gateway.calls.parts import Text as Said
 from gateway.calls.thought import MARKERS, Thinking
 from gateway.catalogue import Model
+from gateway.connections import Step
 from gateway.decoder import Decoder
-from gateway.fleet import Step
 from gateway.prompt import Prompt
 from gateway.reply import Chosen, Completion, Reply, ToolUse
 from gateway.text import Text

@@ -15,8 +15,8 @@ import numpy as np
 from engine.wire import FinishReason, Pooling, RejectReason, Sampling
 from gateway import errors, ratelimit
 from gateway.catalogue import Model
+from gateway.connections import Asleep, Rejected, ReplicaLost, Stream, pack
 from gateway.exchange import JSON, Exchange
-from gateway.fleet import Rejected, ReplicaLost, Stream, pack
 from gateway.options import RunOptions
 from gateway.privacy import scope_of, terms_of
 from gateway.reply import Usage
@@ -26,7 +26,7 @@ from gateway.tasks import Vectors
 from gateway.text import TextError
 from gateway.texts import Answer, AskedVectors, Floats, Item, Kind, Score, Texts
 from gateway.traces import Span
-from gateway.underway import LONG_TEXT_CHARS, TRIES_MAX, link, rejection, reserve, wait_ms
+from gateway.underway import LONG_TEXT_CHARS, TRIES_MAX, link, link_deadline, rejection, reserve, wait_ms
 from tenants.accounts import Caller
 from tenants.quota import Demand, Reservation, Spent
 
@@ -237,9 +237,8 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
     rows: list[bytes] = []
     submitted = 0
     for index in range(len(request.sequences)):
-        tries = 0
+        tries = 1
         while True:
-            tries += 1
             try:
                 for later in range(submitted, min(len(request.sequences), index + AT_ONCE_MAX)):
                     await submit(request, later, pooling, zero)
@@ -248,6 +247,10 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
                     await submit(request, index, pooling, zero)
                 rows.append(await _row(request, index))
                 break
+            except Asleep:
+                for again in [one for one, stream in request.streams.items() if stream.asleep]:
+                    await submit(request, again, pooling, zero)
+                continue
             except ReplicaLost:
                 if request.submitted.get(index, request.losses) == request.losses:  # not one that was known to be gone
                     request.losses += 1
@@ -259,6 +262,7 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
                     raise rejection(rejected) from None
             if (stream := request.streams.pop(index, None)) is not None:
                 stream.cancel()  # nothing of what it did reaches the client, or is charged
+            tries += 1
         request.checkpoint()
     return np.frombuffer(b"".join(rows), "<f4").reshape(len(rows), -1)
 
@@ -267,7 +271,7 @@ async def submit(request: Embedding, index: int, pooling: Pooling, zero: bool) -
     """Waits for a replica that can serve, and sends it a sequence. Raises Refusal, Rejected, ReplicaLost."""
     caller, tokens = request.caller, pack(request.sequences[index])
     scope = scope_of(caller, request.texts.user, zero)
-    chosen = await link(request, scope, tokens)
+    chosen = await link(request, scope, tokens, link_deadline(request))
     request.submitted[index] = request.losses
     request.streams[index] = chosen.submit(
         tokens=tokens,
@@ -277,7 +281,7 @@ async def submit(request: Embedding, index: int, pooling: Pooling, zero: bool) -
         pooling=pooling,
         traceparent=request.span.traceparent,
         terms=terms_of(caller, zero, background=request.options.background),
-        deadline_ms=wait_ms(request),
+        deadline_ms=wait_ms(request, chosen.held_s),
     )
 
 

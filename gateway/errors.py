@@ -299,10 +299,11 @@ def unavailable(message: str, retry_after_s: int = 5, *, kind: str = "unavailabl
     return Refusal(503, 3040, f"AiError: {message}", kind=kind, retry_after_s=retry_after_s)
 
 
-def no_replica(model: str, *, loading: bool) -> Refusal:
+def no_replica(model: str, retry_after_s: int, *, loading: bool) -> Refusal:
+    """`loading`: it may come, in so many seconds; else its machines cannot serve it, and its operator is told why."""
     if loading:
-        return unavailable(f"{model} is being loaded; please try again.", kind="loading")
-    return unavailable(f"Nothing serves {model} now; please try again later.", RETRY_LATER_S)
+        return unavailable(f"{model} is being loaded; please try again.", retry_after_s, kind="loading")
+    return unavailable(f"Nothing can serve {model} now; please try again later.", retry_after_s)
 
 
 def store_unavailable() -> Refusal:

@@ -1,398 +1,42 @@
-"""Connections to machines and replicas: who can serve, and each request's own stream of steps.
+"""Who can serve: what machines say of their replicas, the connections to both, and requests that wait for a model.
 
-It knows frames and asyncio, and nothing of HTTP, text or tenants. Reading is done by protocols, not by tasks: a
-Progress costs one callback, and each token event a deque append and at most one wake-up.
+It knows asyncio, and nothing of HTTP, text or tenants. A model that is not on a device is asked for: its requests wait
+here, their machines are told how many there are, and all go on once a replica moves toward the device.
 """
 
 import asyncio
 import contextlib
+import logging
+import math
 import random
 import time
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self, TypeVar, cast
-
-import msgspec
+from typing import Final
 
 from engine import wire
+from engine.wire import Residency
 from gateway import route
-from gateway.tally import Tally
+from gateway.connections import Link, MachineConnection, ReplicaConnection, connect, said
+from gateway.tally import Lately, Tally
+from gateway.waiters import Waiters
 
-WRITE_BYTES_MAX = 32 << 20
-STEPS_MAX = 256
-CONNECT_S = 2.0
-BACKOFF_S = (0.05, 2.0)
+BACKOFF_S: Final = (0.05, 2.0)
+RETRY_SOON_S: Final = 5  # where no machine can tell when it serves
+RETRY_LATER_S: Final = 30  # where none can serve it
 
-
-class ReplicaLost(Exception):
-    """The replica's connection ended while this request ran. What was received until then stays valid."""
-
-
-class Rejected(Exception):
-    """The replica did not accept the request; nothing of it runs."""
-
-    def __init__(self, reason: wire.RejectReason, message: str, retry_after_ms: int) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
-        self.retry_after_ms = retry_after_ms
+log = logging.getLogger(__name__)
 
 
 class Unavailable(Exception):
-    """No replica could serve the model before the deadline. `loading`: one is on its way, or all are draining."""
+    """No replica could serve the model before the deadline. `loading`: one may come, in `retry_after_s` as far as that
+    can be told; else the model cannot be served here."""
 
-    def __init__(self, message: str, loading: bool) -> None:
+    def __init__(self, message: str, loading: bool, retry_after_s: int = RETRY_SOON_S) -> None:
         super().__init__(message)
         self.message = message
         self.loading = loading
-
-
-class Step(msgspec.Struct, frozen=True):
-    """What one choice of a request gained in one step. `logprobs`: one per token where asked for, else empty."""
-
-    index_in_n: int
-    tokens: list[int]
-    started: wire.Started | None = None
-    finish: wire.Finish | None = None
-    logprobs: list[wire.TokenLogprobs] = []
-    vector: bytes | None = None  # what a prompt with `pooling` became; its only step has it
-
-
-class Stream:
-    """One request's steps, in order. It ends after the last choice's finish.
-
-    Bounded: once STEPS_MAX steps wait for a slow reader, further tokens join the last waiting step of their choice,
-    so that what is held never passes the request's own max_tokens. The replica is never held up.
-    """
-
-    __slots__ = (
-        "_connection",
-        "_first",
-        "_loop",
-        "_lost",
-        "_n",
-        "_open",
-        "_steps",
-        "_submitted_s",
-        "_waiter",
-        "started",
-        "taken_s",
-    )
-
-    def __init__(self, connection: "_Replica", first: int, n: int) -> None:
-        self._connection = connection
-        self._first = first
-        self._n = n
-        self._open = n
-        self._steps: deque[Step] = deque()
-        self._loop = connection.loop
-        self._waiter: asyncio.Future[None] | None = None
-        self._lost: Exception | None = None
-        self._submitted_s = time.monotonic()
-        self.started: wire.Started | None = None  # of the choice that started last, whoever took that step
-        self.taken_s: float | None = None  # from the order's writing to the arrival of its first token
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Step:
-        """Raises ReplicaLost or Rejected, after the steps that came before."""
-        while not self._steps:
-            if self._lost is not None:
-                raise self._lost
-            if not self._open:
-                raise StopAsyncIteration
-            assert self._waiter is None, "a stream has one reader"
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._steps.popleft()
-
-    @property
-    def ready(self) -> int:
-        """How many steps can be taken without waiting."""
-        return len(self._steps)
-
-    def stop(self, index_in_n: int) -> None:
-        """Ends one choice early: the replica is told, nothing more of it is received. Idempotent."""
-        if self._connection.forget_one(self._first + index_in_n):
-            self._open -= 1
-
-    def cancel(self) -> None:
-        """The caller is gone: the replica is told, nothing more is received. Idempotent, also after the end."""
-        if self._open:
-            self._connection.forget(self, cancel=True)
-            self._open = 0
-            self._steps.clear()
-            self._wake()
-
-    def _push(self, step: Step) -> None:
-        if self.taken_s is None and step.tokens:
-            self.taken_s = self._connection.received_s - self._submitted_s
-        self.started = step.started or self.started
-        steps = self._steps
-        if len(steps) >= STEPS_MAX and self._join(step):
-            return
-        steps.append(step)
-        self._wake()
-
-    def _join(self, step: Step) -> bool:
-        """Adds the step's tokens to the last waiting one of its choice; false where there is none."""
-        for back in range(len(self._steps) - 1, max(-1, len(self._steps) - 1 - self._n), -1):
-            last = self._steps[back]
-            if last.index_in_n == step.index_in_n and last.finish is None:
-                self._steps[back] = msgspec.structs.replace(
-                    last,
-                    tokens=last.tokens + step.tokens,
-                    started=last.started or step.started,
-                    finish=step.finish,
-                    logprobs=last.logprobs + step.logprobs,
-                )
-                return True
-        return False
-
-    def _fail(self, error: Exception) -> None:
-        self._open = 0
-        self._lost = error
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-
-class Link:
-    """A replica chosen for one request."""
-
-    __slots__ = ("_replica",)
-
-    def __init__(self, replica: "_Replica") -> None:
-        self._replica = replica
-
-    @property
-    def hello(self) -> wire.Hello:
-        """What the replica said of itself: context, vocabulary, blocks."""
-        assert self._replica.hello is not None
-        return self._replica.hello
-
-    def submit(
-        self,
-        *,
-        tokens: bytes,
-        scope: wire.Scope,
-        sampling: wire.Sampling,
-        max_tokens: int,
-        stop_ids: list[int] | None = None,
-        n: int = 1,
-        traceparent: str = "",
-        terms: wire.Terms = wire.Terms(),  # noqa: B008 frozen
-        deadline_ms: int = 0,
-        grammar: wire.Grammar | None = None,
-        pooling: wire.Pooling | None = None,
-    ) -> Stream:
-        """Writes one frame. Raises ReplicaLost where the connection ended meanwhile, Rejected where it is congested."""
-        return self._replica.submit(
-            lambda id: wire.Submit(
-                id=id,
-                tokens=tokens,
-                scope=scope,
-                sampling=sampling,
-                max_tokens=max_tokens,
-                stop_ids=stop_ids or [],
-                n=n,
-                traceparent=traceparent,
-                terms=terms,
-                deadline_ms=deadline_ms,
-                grammar=grammar,
-                pooling=pooling,
-            ),
-            n,
-            background=terms.background,
-        )
-
-
-class _Connection(asyncio.Protocol):
-    """One socket that speaks frames. `lost` is set once it is closed, with the reason in `why`."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.lost: asyncio.Future[None] = self.loop.create_future()
-        self.why = "the connection was closed"
-        self.received_s = 0.0  # when the last bytes came
-        self._frames = wire.FrameReader()
-        self._transport: asyncio.WriteTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's says so only by its methods
-
-    def data_received(self, received: bytes) -> None:
-        self.received_s = time.monotonic()
-        try:
-            for frame in self._frames.feed(received):
-                self.receive(frame)
-        except wire.FrameError as error:
-            self.close(f"it sent {error}")
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        if not self.lost.done():
-            self.lost.set_result(None)
-
-    def receive(self, frame: wire.Frame) -> None:
-        raise NotImplementedError
-
-    def close(self, why: str) -> None:
-        self.why = why
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def until_lost(self) -> None:
-        """Closes the connection when its task is cancelled."""
-        try:
-            await self.lost
-        finally:
-            if self._transport is not None:
-                self.close("the gateway closed it")
-
-
-class _Machine(_Connection):
-    def __init__(self, changed: Callable[[wire.Fleet], None]) -> None:
-        super().__init__()
-        self._changed = changed
-
-    def receive(self, frame: wire.Frame) -> None:
-        if isinstance(frame, wire.Fleet):
-            self._changed(frame)
-
-
-class _Replica(_Connection):
-    """The connection to one replica, and the streams on it."""
-
-    def __init__(self, address: str, changed: Callable[[], None], tally: Tally) -> None:
-        super().__init__()
-        self._tally = tally
-        self.address = address
-        self.hello: wire.Hello | None = None
-        self.load: wire.Load | None = None
-        self._changed = changed
-        self._streams: dict[int, Stream] = {}
-        self._next = 1
-        self._since_load = [0, 0]  # of live sequences, and of those in the background
-
-    @property
-    def ready(self) -> bool:
-        return self.hello is not None and not (self.load and self.load.draining) and self._transport is not None
-
-    @property
-    def sequences(self) -> int:
-        """Live ones, running and waiting there, as far as known here: the last Load and what was submitted since."""
-        load = self.load
-        return self._since_load[False] + (load.running + load.waiting if load else 0)
-
-    @property
-    def background(self) -> int:
-        """The same of those in the background."""
-        return self._since_load[True] + (self.load.background if self.load else 0)
-
-    def submit(self, frame_for: Callable[[int], wire.Submit], n: int, *, background: bool) -> Stream:
-        transport = self._transport
-        if transport is None:
-            raise ReplicaLost(f"the replica at {self.address} was lost: {self.why}")
-        if transport.get_write_buffer_size() > WRITE_BYTES_MAX:
-            raise Rejected(wire.RejectReason.BUSY, "the replica reads too slowly, try again", 1000)
-        first, self._next = self._next, self._next + n
-        transport.write(wire.encode(frame_for(first)))
-        stream = Stream(self, first, n)
-        for id in range(first, first + n):
-            self._streams[id] = stream
-        self._since_load[background] += n
-        return stream
-
-    def forget(self, stream: Stream, *, cancel: bool) -> None:
-        ids = [id for id in range(stream._first, stream._first + stream._n) if self._streams.pop(id, None)]
-        if cancel and ids and self._transport is not None:
-            self._transport.write(wire.encode(wire.Cancel(ids)))
-
-    def forget_one(self, id: int) -> bool:
-        """False where that sequence has ended already."""
-        if self._streams.pop(id, None) is None:
-            return False
-        if self._transport is not None:
-            self._transport.write(wire.encode(wire.Cancel([id])))
-        return True
-
-    def receive(self, frame: wire.Frame) -> None:
-        if isinstance(frame, wire.Progress):
-            self._progress(frame)
-        elif isinstance(frame, wire.Load):
-            was = self.ready
-            self.load, self._since_load = frame, [0, 0]
-            if self.hello is not None:
-                self._tally.take(self.address, self.hello, frame)
-            if was != self.ready:
-                self._changed()
-        elif isinstance(frame, wire.Reject):
-            stream = self._streams.get(frame.id)
-            if stream is not None:
-                self.forget(stream, cancel=False)
-                stream._fail(Rejected(frame.reason, frame.message, frame.retry_after_ms))
-        elif isinstance(frame, wire.Hello):
-            if frame.protocol != wire.PROTOCOL:
-                self.close(
-                    f"it speaks protocol {frame.protocol}, this gateway {wire.PROTOCOL}: install the same hearth"
-                )
-                return
-            self.hello = frame
-            self._changed()
-
-    def _progress(self, frame: wire.Progress) -> None:
-        """What begins or ends goes first: a first token is written before the others' next ones."""
-        tokens = memoryview(frame.tokens).cast("I").tolist()
-        special = {item.id for column in (frame.started, frame.finished, frame.logprobs) for item in column}
-        if special:
-            self._progress_in_full(frame, tokens, special)
-        streams, start = self._streams, 0
-        for id, count in zip(frame.ids, frame.counts, strict=True):
-            if id not in special and (stream := streams.get(id)) is not None:
-                stream._push(Step(id - stream._first, tokens[start : start + count]))
-            start += count
-
-    def _progress_in_full(self, frame: wire.Progress, tokens: list[int], special: set[int]) -> None:
-        """Of the sequences of which the frame says more than their tokens, in the order started, going on, ended."""
-        gained, start = {item.id: list[int]() for item in frame.started}, 0
-        for id, count in zip(frame.ids, frame.counts, strict=True):
-            if id in special:
-                gained[id] = tokens[start : start + count]
-            start += count
-        started = {item.id: item for item in frame.started}
-        finished = {item.id: item for item in frame.finished}
-        vectors = {item.id: item.values for item in frame.vectors}
-        logprobs: dict[int, list[wire.TokenLogprobs]] = {}
-        for item in frame.logprobs:
-            logprobs.setdefault(item.id, []).append(item)
-        for id in {**gained, **finished}:
-            stream = self._streams.get(id)
-            if stream is None:
-                continue
-            if id in finished:
-                del self._streams[id]
-                stream._open -= 1
-            new = gained.get(id, [])
-            more = started.get(id), finished.get(id), logprobs.get(id, []), vectors.get(id)
-            stream._push(Step(id - stream._first, new, *more))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        streams, self._streams = set(self._streams.values()), {}
-        for stream in streams:
-            stream._fail(ReplicaLost(f"the replica at {self.address} was lost: {self.why}"))
-        self._tally.lost(self.address)
-        self._changed()
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(slots=True)
@@ -402,76 +46,176 @@ class _Known:
     state: wire.ReplicaState
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
-    connection: _Replica | None = None
+    connection: ReplicaConnection | None = None
     problem: str = ""
+
+    @property
+    def present(self) -> bool:
+        """Whether it is on the device, to stay."""
+        return self.state.residency is Residency.DEVICE and self.state.toward is not Residency.MEMORY
+
+    @property
+    def coming(self) -> bool:
+        """Whether it moves toward the device."""
+        return self.state.residency is not Residency.DEVICE and self.state.toward is Residency.DEVICE
+
+    @property
+    def starting(self) -> bool:
+        """Whether its process is about to listen."""
+        return self.state.residency is Residency.DISK and self.state.toward is not Residency.DISK
+
+    @property
+    def reachable(self) -> bool:
+        """Whether there is a process, or is to be."""
+        return self.state.residency is not Residency.DISK or self.starting
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be sent to it, wherever it is."""
+        return self.connection is not None and self.connection.ready
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One replica as this gateway sees it, for readiness, metrics and `hearth doctor`."""
+    """One replica as this gateway sees it, for readiness, metrics and operators.
+
+    machine     the address of its own.
+    ready       it serves.
+    expected_s  until it could serve if it were asked for now; None: it cannot, or nobody can tell.
+    load        None while there is no connection.
+    """
 
     machine: str
-    model: str
-    address: str
-    residency: wire.Residency
+    state: wire.ReplicaState
     ready: bool
+    expected_s: float | None
     problem: str
     load: wire.Load | None
+    lately: Lately
+
+    @property
+    def model(self) -> str:
+        return self.state.model
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSeen:
+    """What a machine said last, and why there is no connection to it, where there is none."""
+
+    address: str
+    said: wire.Fleet
+    problem: str
+    replicas: list[Seen]
 
 
 class Fleet:
-    """All machines' replicas. `run` keeps the connections; `link` chooses among those that can serve."""
+    """All machines' replicas. `run` keeps the connections; `link` chooses among those that can serve. `waited` is told
+    of each request that found its model asleep, and for how long it waited: until a replica began with it, or for ever.
+    """
 
-    def __init__(self, machine_addresses: Sequence[str], *, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        machine_addresses: Sequence[str],
+        *,
+        waited: Callable[[str, float], None] = lambda model, seconds: None,
+        rng: random.Random | None = None,
+    ) -> None:
         for address in machine_addresses:
             wire.parse_address(address)  # a wrong one is an error at the start, not a retry for ever
-        self._machines = list(machine_addresses)
+        self._addresses = list(dict.fromkeys(machine_addresses))
         self._rng = rng or random.Random()
         self.tally = Tally()
+        self._waited = waited
+        self._waiters = Waiters(self._tell)
         self._known: dict[tuple[str, str], _Known] = {}
+        self._machines: dict[str, MachineConnection] = {}
+        self._said: dict[str, wire.Fleet] = {}
         self._problems: dict[str, str] = {}
-        self._waiters: set[asyncio.Future[None]] = set()
 
     async def run(self) -> None:
         """Connects to the machines and to what they tell of, again and again, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for address in self._machines:
+            group.create_task(self._waiters.run())
+            for address in self._addresses:
                 group.create_task(self._keep_machine(address, group))
+
+    # What is known
 
     def replicas(self) -> list[Seen]:
         """What is known now, in the order in which it became known."""
+        return [self._seen(machine, known) for (machine, _), known in self._known.items()]
+
+    def _seen(self, machine: str, known: _Known) -> Seen:
+        state, connection = known.state, known.connection
+        serves = known.ready and known.present
+        can_wake = machine in self._machines and state.ready_ms > 0
+        return Seen(
+            machine=machine,
+            state=state,
+            ready=serves,
+            expected_s=0.0 if serves else state.ready_ms / 1000 if can_wake else None,
+            problem="" if serves else state.problem or (known.problem if known.reachable else ""),
+            load=connection.load if connection else None,
+            lately=connection.lately if connection else Lately(),
+        )
+
+    def machines(self) -> list[MachineSeen]:
+        """All of the configuration, in its order."""
+        seen = self.replicas()
         return [
-            Seen(
-                machine,
-                known.state.model,
-                known.state.address,
-                known.state.residency,
-                known.connection is not None and known.connection.ready,
-                "" if known.connection and known.connection.ready else known.state.problem or known.problem,
-                known.connection.load if known.connection else None,
+            MachineSeen(
+                address,
+                self._said.get(address, wire.Fleet("", [])),
+                self._problems.get(address, ""),
+                [replica for replica in seen if replica.machine == address],
             )
-            for (machine, _), known in self._known.items()
+            for address in self._addresses
         ]
 
     def problems(self) -> dict[str, str]:
         """Machines that cannot be reached, by address, in words."""
         return dict(self._problems)
 
-    def busy(self, model: str) -> bool:
-        """Whether every replica of this model that can serve has sequences waiting already."""
-        ready = self._ready(model)
-        return bool(ready) and all(replica.load is not None and replica.load.waiting > 0 for replica in ready)
-
-    def spare(self, model: str, most: int) -> int:
-        """How many more sequences may go into the background, where each replica of this model without live ones that
-        wait has so many."""
-        calm = [each for each in self._ready(model) if not (each.load and each.load.waiting)]
-        return sum(max(0, most - each.background) for each in calm)
+    def waiting(self, model: str) -> int:
+        """Requests that wait here for the model to come."""
+        return self._waiters.count(model)
 
     def hello(self, model: str) -> wire.Hello | None:
-        """What a replica of this model that can serve said of itself; None while there is none."""
-        ready = self._ready(model)
-        return ready[0].hello if ready else None
+        """What a replica of this model said of itself, on the device or asleep; None while none is connected."""
+        of = [known for known in self._of(model) if known.ready]
+        first = min(of, key=lambda known: not known.present, default=None)
+        return first.connection.hello if first and first.connection else None
+
+    def serves(self, model: str) -> bool:
+        """Whether a replica of the model is on a device, and connected."""
+        return bool(self._present(model))
+
+    def busy(self, model: str) -> int | None:
+        """In how many seconds one more request could begin, where it would have to wait for others or for the model
+        itself. None where it would not, and where nobody can say that it ever could."""
+        present = self._present(model)
+        if present:
+            waits = all(replica.load is not None and replica.load.waiting > 0 for replica in present)
+            return 1 if waits else None
+        return self.expected_s(model)
+
+    def expected_s(self, model: str) -> int | None:
+        """In how many whole seconds a model that sleeps could serve. None where it does, and where nobody can tell."""
+        waits_ms = [known.state.ready_ms for known in self._of(model) if known.state.ready_ms > 0]
+        return math.ceil(min(waits_ms) / 1000) if waits_ms and not self.serves(model) else None
+
+    def spare(self, model: str, most: int) -> int:
+        """How many more sequences may go into the background, where each replica of this model on the device without
+        live ones that wait has so many."""
+        calm = [each for each in self._present(model) if not (each.load and each.load.waiting)]
+        return sum(max(0, most - each.background) for each in calm)
+
+    def queue(self, model: str, requests: int, weight: float) -> None:
+        """So many requests of batches wait for a model that sleeps, until it is said otherwise: machines hear of them
+        while nobody else waits for it."""
+        self._waiters.queue(model, requests, weight)
+
+    # Choosing
 
     async def link(
         self,
@@ -481,101 +225,145 @@ class Fleet:
         deadline: float,
         session: bytes = b"",
         *,
+        weight: float = 1.0,
         background: bool = False,
     ) -> Link:
         """A replica for this prompt (packed u32), waiting until the loop's clock shows `deadline` at the latest. The
         same one for all calls of a scope's session, as long as it lives and has no more than its share of the load. For
-        live calls what is in the background there is no load.
+        live calls what is in the background there is no load, and what is in the background waits for no model: it
+        would wake it. Those of more `weight` go on first.
 
         Raises Unavailable.
         """
-        loop = asyncio.get_running_loop()
-        while not (ready := self._ready(model)):
-            remaining = deadline - loop.time()
-            if remaining <= 0:
+        began_s, waited = time.monotonic(), False
+        while not (able := self._able(model)):
+            if background or self._hopeless(model) or asyncio.get_running_loop().time() >= deadline:
+                if waited:
+                    self._waited(model, time.monotonic() - began_s)
                 raise self._unavailable(model)
-            waiter: asyncio.Future[None] = loop.create_future()
-            self._waiters.add(waiter)
-            try:
-                await asyncio.wait([waiter], timeout=remaining)
-            finally:
-                self._waiters.discard(waiter)
+            waited = True
+            with contextlib.suppress(TimeoutError):
+                await self._waiters.wait(model, weight, deadline)
         candidates = [
             route.Candidate(replica.address, replica.sequences + (replica.background if background else 0))
-            for replica in ready
+            for replica in able
         ]
-        return Link(ready[route.pick(candidates, scope, tokens, session)])
+        chosen = able[route.pick(candidates, scope, tokens, session)]
+        asleep = waited or not self._present(model)
+        return Link(chosen, time.monotonic() - began_s if waited else 0.0, began_s if asleep else None)
 
-    def _ready(self, model: str) -> list[_Replica]:
-        return [
-            known.connection
-            for known in self._known.values()
-            if known.connection is not None and known.state.model == model and known.connection.ready
-        ]
+    def _of(self, model: str) -> list[_Known]:
+        return [known for known in self._known.values() if known.state.model == model]
+
+    def _present(self, model: str) -> list[ReplicaConnection]:
+        """Those that serve it."""
+        return [known.connection for known in self._of(model) if known.connection and known.ready and known.present]
+
+    def _able(self, model: str) -> list[ReplicaConnection]:
+        """Those that serve it; where there are none, those that will in a moment: what they are sent waits there."""
+        coming = [known.connection for known in self._of(model) if known.connection and known.ready and known.coming]
+        return self._present(model) or coming
+
+    def _hopeless(self, model: str) -> bool:
+        """Whether its machines say that it cannot be served."""
+        of = self._of(model)
+        return bool(of) and all(known.state.ready_ms < 0 for known in of)
 
     def _unavailable(self, model: str) -> Unavailable:
-        states = [known for known in self._known.values() if known.state.model == model]
-        if not states:
-            said = "; ".join(self._problems.values()) or "no machine serves it"
-            return Unavailable(f"nothing serves {model} now: {said}", loading=False)
-        said = "; ".join(sorted({known.state.problem or known.problem or "loading" for known in states}))
-        return Unavailable(f"{model} is not ready: {said}", loading=True)
+        of = self._of(model)
+        if not of:
+            why = "; ".join(self._problems.values()) or "no machine serves it"
+            return Unavailable(f"nothing serves {model} now: {why}", False, RETRY_LATER_S)
+        why = "; ".join(sorted({known.state.problem or known.problem or "loading" for known in of}))
+        if self._hopeless(model):
+            return Unavailable(f"{model} cannot be served: {why}", False, RETRY_LATER_S)
+        return Unavailable(f"{model} is not ready: {why}", True, self.expected_s(model) or RETRY_SOON_S)
 
     def _changed(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        """Something can serve now, or not any more."""
+        for model in self._waiters.models:
+            if self._able(model) or self._hopeless(model):
+                self._waiters.release(model)
+
+    def _tell(self, wake: wire.Wake) -> None:
+        for machine in self._machines.values():
+            if wake.model in machine.models:
+                machine.tell(wake)
+
+    # Connections
 
     async def _keep_machine(self, address: str, group: asyncio.TaskGroup) -> None:
-        def told(fleet: wire.Fleet) -> None:
-            self._told(address, fleet, group)
+        def told(machine: MachineConnection, fleet: wire.Fleet) -> None:
+            self._machines[address] = machine
+            self._told(address, machine, fleet, group)
 
         waits = self._waits()
         while True:
             try:
-                machine = await _open(address, lambda: _Machine(told))
+                machine = await connect(address, lambda: MachineConnection(told))
             except (OSError, TimeoutError) as error:
-                self._problems[address] = f"the machine at {address} cannot be reached: {_said(error)}"
+                self._problems[address] = f"the machine at {address} cannot be reached: {said(error)}"
             else:
                 self._problems.pop(address, None)
                 await machine.until_lost()
+                self._machines.pop(address, None)
                 self._problems[address] = f"the machine at {address} was lost: {machine.why}"
                 waits = self._waits()
             await asyncio.sleep(next(waits))
 
-    def _told(self, machine: str, fleet: wire.Fleet, group: asyncio.TaskGroup) -> None:
+    def _told(self, address: str, machine: MachineConnection, fleet: wire.Fleet, group: asyncio.TaskGroup) -> None:
         """A machine's new word replaces its old one. Connections stay: they end by themselves when a replica does."""
+        self._said[address] = fleet
         told = {state.address: state for state in fleet.replicas}
-        for key in [key for key in self._known if key[0] == machine and key[1] not in told]:
+        for key in [key for key in self._known if key[0] == address and key[1] not in told]:
             known = self._known.pop(key)
             self.tally.forget(known.state.address)
             if known.task is not None:
                 known.task.cancel()
-        for address, state in told.items():
-            known = self._known.setdefault((machine, address), _Known(state))
+        for replica, state in told.items():
+            before = self._known.get((address, replica))
+            if state.ready_ms < 0 and (before is None or before.state.problem != state.problem):
+                _tell_operators(fleet.machine, state)
+            known = self._known.setdefault((address, replica), _Known(state))
             known.state = state
-            known.changed.set()
-            if known.task is None and state.residency is wire.Residency.DEVICE:
-                known.task = group.create_task(self._keep_replica(known))
+            self._follow(known, group)
+        models = frozenset(state.model for state in fleet.replicas)
+        unheard, machine.models = models - machine.models, models
+        for model in unheard.intersection(self._waiters.models):
+            machine.tell(self._waiters.wake(model))
         self._changed()
 
+    def _follow(self, known: _Known, group: asyncio.TaskGroup) -> None:
+        """What a machine's new word of a replica means for the connection to it."""
+        known.changed.set()
+        if known.task is None and known.reachable:
+            known.task = group.create_task(self._keep_replica(known))
+        if known.connection is not None and not (known.present or known.coming):
+            known.connection.take_back()
+
     async def _keep_replica(self, known: _Known) -> None:
-        address = known.state.address
+        address, model = known.state.address, known.state.model
         waits = self._waits()
+
+        def make() -> ReplicaConnection:
+            return ReplicaConnection(address, self._changed, self.tally, lambda seconds: self._waited(model, seconds))
+
         while True:
             known.changed.clear()
-            try:
-                known.connection = await _open(address, lambda: _Replica(address, self._changed, self.tally))
-            except (OSError, TimeoutError) as error:
-                known.problem = f"the replica at {address} cannot be reached: {_said(error)}"
-            else:
-                if await self._use(known, known.connection):
-                    waits = self._waits()
+            if known.reachable:
+                try:
+                    known.connection = await connect(address, make)
+                except (OSError, TimeoutError) as error:
+                    known.problem = f"the replica at {address} cannot be reached: {said(error)}"
+                else:
+                    if await self._use(known, known.connection):
+                        waits = self._waits()
+            wait_s = BACKOFF_S[0] if known.starting else next(waits) if known.reachable else None
             with contextlib.suppress(TimeoutError):  # a machine's new word ends the wait at once
-                async with asyncio.timeout(next(waits)):
+                async with asyncio.timeout(wait_s):
                     await known.changed.wait()
 
-    async def _use(self, known: _Known, replica: _Replica) -> bool:
+    async def _use(self, known: _Known, replica: ReplicaConnection) -> bool:
         """Until the connection ends; whether anything could be submitted on it."""
         try:
             await replica.until_lost()
@@ -592,23 +380,7 @@ class Fleet:
             wait = min(2 * wait, most)
 
 
-_C = TypeVar("_C", bound=_Connection)
-
-
-async def _open(address: str, make: Callable[[], _C]) -> _C:
-    """Raises OSError or TimeoutError."""
-    loop = asyncio.get_running_loop()
-    target = wire.parse_address(address)
-    async with asyncio.timeout(CONNECT_S):
-        if isinstance(target, str):
-            return (await loop.create_unix_connection(make, target))[1]
-        return (await loop.create_connection(make, *target))[1]
-
-
-def _said(error: Exception) -> str:
-    return str(error) or f"no answer within {CONNECT_S:g} s"
-
-
-def pack(tokens: Iterable[int]) -> bytes:
-    """Token ids as the frames carry them: u32 little-endian."""
-    return array("I", tokens).tobytes()
+def _tell_operators(machine: str, state: wire.ReplicaState) -> None:
+    """Why calls of the model are refused; its callers are told only that they are."""
+    fields = {"machine": machine, "model": state.model, "problem": state.problem, "quarantined": state.quarantined}
+    log.error("replica_cannot_serve", extra={"fields": fields})

@@ -17,10 +17,10 @@ from gateway.batch.asked import AskedBatch, AskedResults
 from gateway.calls.thought import MARKERS, after_thought, opens_thought
 from gateway.catalogue import Model
 from gateway.choice import thinks
+from gateway.connections import Asleep, Rejected, ReplicaLost, Step, Stream, pack
 from gateway.embed import Embedding, embed
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange
-from gateway.fleet import Rejected, ReplicaLost, Step, Stream, pack
 from gateway.held import held, refusal
 from gateway.options import refuse_options, run_options
 from gateway.privacy import scope_of, terms_of, zero_retention
@@ -31,7 +31,7 @@ from gateway.suspects import REMEMBERED_S, fingerprint
 from gateway.tasks import Task
 from gateway.text import TextError
 from gateway.texts import AskedVectors
-from gateway.underway import LONG_TEXT_CHARS, TRIES_MAX, link, rejection, reserve, wait_ms
+from gateway.underway import LONG_TEXT_CHARS, TRIES_MAX, link, link_deadline, rejection, reserve, wait_ms
 from tenants.accounts import Caller
 from tenants.quota import Demand
 from tenants.store import StoreUnavailable
@@ -286,10 +286,10 @@ class Sink(Protocol):
 
 
 async def follow(request: Request, order: Order, sink: Sink) -> None:
-    """Runs the order on a replica, and once more on another one where the first goes away before any token came."""
-    tries = 0
+    """Runs the order on a replica, and once more on another one where the first goes away before any token came. One
+    whose model goes to sleep before it has begun waits for it again."""
+    tries = 1
     while True:
-        tries += 1
         try:
             request.stream = await submit(request, order)
             async for step in request.stream:
@@ -299,6 +299,8 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
                 if not request.unfinished:
                     break
             return
+        except Asleep:
+            continue
         except ReplicaLost:
             request.gateway.suspects.note(order.suspect)
             if request.completion_tokens:
@@ -311,11 +313,12 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
                 if rejected.reason is RejectReason.GRAMMAR:
                     raise refusal(request.prompt, order.grammar, rejected.message) from None
                 raise rejection(rejected) from None
+        tries += 1
 
 
 async def submit(request: Request, order: Order) -> Stream:
     """Waits for a replica that can serve, and sends it the order. Raises Refusal, Rejected, ReplicaLost."""
-    prompt, chosen = request.prompt, await link(request, order.scope, order.tokens)
+    prompt, chosen = request.prompt, await link(request, order.scope, order.tokens, link_deadline(request))
     return chosen.submit(
         tokens=order.tokens,
         scope=order.scope,
@@ -326,7 +329,7 @@ async def submit(request: Request, order: Order) -> Stream:
         n=prompt.n,
         traceparent=request.span.traceparent,
         terms=order.terms,
-        deadline_ms=wait_ms(request),
+        deadline_ms=wait_ms(request, chosen.held_s),
     )
 
 

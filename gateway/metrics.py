@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from engine import wire
+from engine.wire import Residency
 from gateway import tls
 from gateway.config import ConfigError
 from gateway.fleet import Fleet
@@ -28,6 +30,8 @@ CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES_MAX: Final = 64
 _FIRST_TOKEN_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _OWN_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 1)
+_WAKE_S: Final = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1, 1.5, 2, 3, 5, 10, 20, 30, 60)
+_MOVES: Final = ("wake", "sleep", "start", "end", "grow", "shrink")
 _TOTAL_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
 
@@ -50,6 +54,9 @@ class Metrics:
             "hearth_gateway_seconds", "Request to first token, without what its replica took", _OWN_S
         )
         self._total = self._histogram("hearth_request_seconds", "Request to its end", _TOTAL_S)
+        self._wake = self._histogram(
+            "hearth_wake_wait_seconds", "Waiting of requests whose model was not on a device", _WAKE_S
+        )
         self._answers = self._counter("hearth_http_answers", "HTTP answers by route and status", ["route", "status"])
         self.open_requests = Gauge("hearth_open_requests", "Inference requests in progress", registry=self.registry)
         self._outcomes: set[str] = set()
@@ -68,6 +75,7 @@ class Metrics:
         self.registry.register(_Replicas(models, fleet))
         self.registry.register(_Store(outage, quota, reconciler, outbox_folder))
         self.operators.register(_Queues(models, fleet))
+        self.operators.register(_Machines(models, fleet))
 
     def watch_batches(self, queue: "Queued", now: Callable[[], float]) -> None:
         self.operators.register(_Batches(queue, now))
@@ -91,6 +99,10 @@ class Metrics:
         self._tokens.labels(model, "prompt").inc(spent.prompt_tokens)
         self._tokens.labels(model, "cached").inc(spent.cached_tokens)
         self._tokens.labels(model, "completion").inc(spent.completion_tokens)
+
+    def waited(self, model: str, seconds: float) -> None:
+        """One request found its model asleep: until a replica began with it, or it was refused."""
+        self._wake.labels(model).observe(seconds)
 
     def answered(self, route: str, status: int | None) -> None:
         """One HTTP exchange ended; None where the client left before anything was sent."""
@@ -149,7 +161,7 @@ class _Caches(Collector):
 
 
 class _Replicas(Collector):
-    """How many replicas there are of each model and how many can serve, as this gateway sees them."""
+    """How many replicas there are of each model, where, and how many can serve, as this gateway sees them."""
 
     def __init__(self, models: Sequence[str], fleet: Fleet) -> None:
         self._models = models
@@ -158,16 +170,22 @@ class _Replicas(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         seen = self._fleet.replicas()
         known = Count(replica.model for replica in seen)
-        ready = Count(replica.model for replica in seen if replica.ready)
+        ready = Count(replica.model for replica in seen if replica.expected_s is not None)
+        resident = Count((replica.model, replica.state.residency) for replica in seen)
         restarts = self._fleet.tally.restarts()
         for name, says, counts in (
             ("hearth_replicas", "Replicas that machines tell of", known),
-            ("hearth_replicas_ready", "Replicas that this gateway can send requests to", ready),
+            ("hearth_replicas_ready", "Replicas that serve, or do once they are asked for", ready),
         ):
             gauge = GaugeMetricFamily(name, says, labels=["model"])
             for model in self._models:
                 gauge.add_metric([model], counts[model])
             yield gauge
+        where = GaugeMetricFamily("hearth_replicas_resident", "Where their weights are", labels=["model", "residency"])
+        for model in self._models:
+            for residency in Residency:
+                where.add_metric([model, residency.name], resident[model, residency])
+        yield where
         counter = CounterMetricFamily(
             "hearth_replica_restarts", "Replicas' processes that ended and began anew", labels=["model"]
         )
@@ -233,6 +251,7 @@ class _Queues(Collector):
             ("waiting", "Sequences that wait for their turn", [(model, load.waiting) for model, load in loads]),
             ("free_blocks", "KV blocks that hold nothing", [(model, load.free_blocks) for model, load in loads]),
             ("cached_blocks", "KV blocks in the prefix cache", [(model, load.cached_blocks) for model, load in loads]),
+            ("mapped_blocks", "KV blocks that have memory", [(model, load.blocks) for model, load in loads]),
         ):
             gauge = GaugeMetricFamily(f"hearth_replica_{name}", says, labels=["model"])
             for model in self._models:
@@ -250,6 +269,53 @@ class _Queues(Collector):
             preempted.add_metric([model], counted["preemptions"])
             stale.add_metric([model], counted["stale_pages"])
         yield from (away, preempted, stale)
+
+
+class _Machines(Collector):
+    """What machines hold and move, by their addresses, and who waits for that."""
+
+    def __init__(self, models: Sequence[str], fleet: Fleet) -> None:
+        self._models = models
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        waiting = GaugeMetricFamily("hearth_model_waiting", "Requests that wait here for a model", labels=["model"])
+        quarantined = GaugeMetricFamily(
+            "hearth_replicas_quarantined", "Replicas that died too often to be started", labels=["model"]
+        )
+        kept_out = Count(replica.model for replica in self._fleet.replicas() if replica.state.quarantined)
+        for model in self._models:
+            waiting.add_metric([model], self._fleet.waiting(model))
+            quarantined.add_metric([model], kept_out[model])
+        yield from (waiting, quarantined)
+        said = {machine.address: machine.said for machine in self._fleet.machines()}
+        yield _moves(said)
+        yield from _memory(said)
+
+
+def _moves(said: Mapping[str, wire.Fleet]) -> CounterMetricFamily:
+    """A machine that starts again counts from zero."""
+    counter = CounterMetricFamily("hearth_machine_moves", "Moves of replicas", labels=["machine", "kind", "ending"])
+    for machine, fleet in said.items():
+        for kind in _MOVES:
+            counter.add_metric([machine, kind, "done"], fleet.moves.get(kind, 0))
+            counter.add_metric([machine, kind, "failed"], fleet.moves.get(f"{kind}_failed", 0))
+    return counter
+
+
+def _memory(said: Mapping[str, wire.Fleet]) -> Iterator[GaugeMetricFamily]:
+    """What replicas hold, and what of it they may: of each device, by its index, and of host memory."""
+    held = GaugeMetricFamily("hearth_device_held_bytes", "Held of a device's memory", labels=["machine", "device"])
+    budget = GaugeMetricFamily("hearth_device_budget_bytes", "Of it, for replicas", labels=["machine", "device"])
+    host_held = GaugeMetricFamily("hearth_host_held_bytes", "Held of host memory by models", labels=["machine"])
+    host_budget = GaugeMetricFamily("hearth_host_budget_bytes", "Of it, for models that sleep", labels=["machine"])
+    for machine, fleet in said.items():
+        for index, device in enumerate(fleet.devices):
+            held.add_metric([machine, str(index)], device.held_bytes)
+            budget.add_metric([machine, str(index)], device.budget_bytes)
+        host_held.add_metric([machine], fleet.memory_bytes)
+        host_budget.add_metric([machine], fleet.memory_budget_bytes)
+    yield from (held, budget, host_held, host_budget)
 
 
 class Queued(Protocol):

@@ -16,8 +16,9 @@ from gateway.calls.parts import Part
 from gateway.catalogue import Catalogue, Model
 from gateway.choice import Choice
 from gateway.config import ServerConfig
+from gateway.connections import Step, Stream
 from gateway.exchange import Exchange
-from gateway.fleet import Fleet, Step, Stream
+from gateway.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.options import RunOptions
 from gateway.outage import Outage

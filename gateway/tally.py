@@ -1,6 +1,7 @@
-"""What replicas' caches count, summed by model. It knows no connections, and nothing of any tenant."""
+"""What replicas' caches count, summed by model, and what one did lately. It knows no connections, and nothing of any
+tenant."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,42 @@ COUNTED: Final = (
     *TURNED_AWAY,
     *("preemptions", "stale_pages"),
 )
+
+
+LATELY_S: Final = 5.0
+
+
+class Lately:
+    """What one start of a replica counted in its last seconds."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int, int, int]] = deque()
+
+    def take(self, now: float, load: Load) -> None:
+        counted = load.counters.get
+        marks = self._marks
+        marks.append((now, counted("computed_tokens", 0), counted("lookup_tokens", 0), counted("hit_tokens", 0)))
+        while now - marks[0][0] > LATELY_S:
+            marks.popleft()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts and answers, that its steps computed."""
+        seconds, tokens, _, _ = self._gained()
+        return tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Of the prompts' tokens that were looked up, those found in the cache; None where there were none."""
+        _, _, looked_up, hit = self._gained()
+        return min(max(hit / looked_up, 0.0), 1.0) if looked_up > 0 else None
+
+    def _gained(self) -> tuple[float, int, int, int]:
+        if not self._marks:
+            return 0.0, 0, 0, 0
+        (began, *first), (ended, *last) = self._marks[0], self._marks[-1]
+        computed, looked_up, hit = (after - before for before, after in zip(first, last, strict=True))
+        return ended - began, computed, looked_up, hit
 
 
 @dataclass(slots=True)

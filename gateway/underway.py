@@ -11,9 +11,10 @@ from typing import Final, Protocol
 from engine.wire import RejectReason, Scope
 from gateway import errors, ratelimit
 from gateway.catalogue import Model
+from gateway.connections import Link, Rejected
 from gateway.errors import Refusal
 from gateway.exchange import Exchange
-from gateway.fleet import Link, Rejected, Unavailable
+from gateway.fleet import Unavailable
 from gateway.options import RunOptions
 from gateway.request import Gateway
 from tenants.accounts import Caller, Suspended, UnknownToken
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
 TRIES_MAX: Final = 2
 AT_ONCE_S: Final = 1.0  # what a call that is not to wait may: others' steps, but nobody's turn
+ANSWER_S: Final = 0.02  # what an answer to a call takes whose time is over
 
 
 class Underway(Protocol):
@@ -65,31 +67,48 @@ async def reserve(request: Underway, demand: Demand) -> Reservation:
     return reservation
 
 
-async def link(request: Underway, scope: Scope, tokens: bytes) -> Link:
-    """Waits for a replica that can serve these tokens. Raises Refusal."""
+async def link(request: Underway, scope: Scope, tokens: bytes, deadline: float) -> Link:
+    """Waits for a replica that can serve these tokens until the loop's clock shows `deadline`. A call that is not to
+    wait does not wake its model either. Raises Refusal."""
     gateway, model, options = request.gateway, request.model, request.options
-    if options.reject_if_busy and gateway.fleet.busy(model.name):
-        raise errors.busy()
-    wait_s = 0.0 if options.reject_if_busy else gateway.limits.wait_s
-    deadline = asyncio.get_running_loop().time() + wait_s
+    if options.reject_if_busy and (busy_s := gateway.fleet.busy(model.name)) is not None:
+        raise errors.busy(busy_s)
     # A session is its account's, whatever its calls share; else those come together that can share a prefix.
     whose = scope.account if options.session else scope.id or scope.account
-    background = options.background
+    weight, background = request.caller.account.plan.weight, options.background
     try:
-        return await gateway.fleet.link(model.name, whose, tokens, deadline, options.session, background=background)
+        return await gateway.fleet.link(
+            model.name, whose, tokens, deadline, options.session, weight=weight, background=background
+        )
     except Unavailable as unavailable:
-        raise errors.no_replica(model.name, loading=unavailable.loading) from None
+        retry_after_s = unavailable.retry_after_s
+        raise errors.no_replica(model.name, retry_after_s, loading=unavailable.loading) from None
 
 
-def wait_ms(request: Underway) -> int:
-    """For how long it may wait at the replica; 0 for ever."""
-    plan_s, asked_ms = request.caller.account.plan.wait_s, request.options.timeout_ms
-    limits_s = [plan_s] if plan_s else []
+def link_deadline(request: Underway) -> float:
+    """Until when a request waits for a replica from now on, on the loop's clock: as long as gateway, account and call
+    allow. Where its model sleeps, its own time ends a moment earlier, so that it is told when to come back."""
+    gateway, options = request.gateway, request.options
+    limits_s = [0.0 if options.reject_if_busy else gateway.limits.wait_s, *_limits_s(request)]
+    if options.timeout_ms is not None and gateway.fleet.expected_s(request.model.name) is not None:
+        limits_s.append(request.left_s() - ANSWER_S)
+    return asyncio.get_running_loop().time() + min(limits_s)
+
+
+def wait_ms(request: Underway, held_s: float) -> int:
+    """For how long it may wait at the replica, once it has waited for it; 0 for ever."""
+    limits_s = [limit_s - held_s for limit_s in _limits_s(request)]
     if request.options.reject_if_busy:
         limits_s.append(AT_ONCE_S)
-    if asked_ms is not None:
+    if request.options.timeout_ms is not None:
         limits_s.append(request.left_s())
     return max(1, int(1000 * min(limits_s))) if limits_s else 0
+
+
+def _limits_s(request: Underway) -> list[float]:
+    """What its account's plan says, where it does."""
+    wait_s = request.caller.account.plan.wait_s
+    return [] if wait_s is None else [wait_s]
 
 
 def rejection(rejected: Rejected) -> Refusal:

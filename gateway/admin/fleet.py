@@ -58,7 +58,7 @@ async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[FleetItem]:
 
 def _item(seen: Seen) -> ReplicaItem:
     load = None if seen.load is None else _load(seen.load)
-    return ReplicaItem(seen.machine, seen.model, seen.residency.name, seen.ready, seen.problem, load)
+    return ReplicaItem(seen.machine, seen.model, seen.state.residency.name, seen.ready, seen.problem, load)
 
 
 def _load(load: Load) -> LoadItem:

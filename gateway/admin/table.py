@@ -5,7 +5,7 @@ Of two that could match a path the first one counts.
 
 from typing import Any, Final
 
-from gateway.admin import account, accounts, audit, cache, fleet, limits, notices, plans, tokens, usage
+from gateway.admin import account, accounts, audit, cache, fleet, limits, machines, notices, plans, tokens, usage
 from gateway.admin.operation import Operation
 
 OPERATIONS: Final[tuple[Operation[Any, Any, Any], ...]] = (
@@ -19,4 +19,5 @@ OPERATIONS: Final[tuple[Operation[Any, Any, Any], ...]] = (
     *accounts.OPERATIONS,
     *plans.OPERATIONS,
     *fleet.OPERATIONS,
+    *machines.OPERATIONS,
 )

@@ -4,6 +4,10 @@ writes result and charge in one step. It does not know where batches are kept.
 Each gateway claims for itself, while a replica has nothing live that waits. What it cannot run now goes back into the
 queue: where a limit of the account is reached, until that gives way; where a replica or the store went away, for a
 moment. What a killed gateway had is claimed anew when its lease is over, under the same request id.
+
+Requests are claimed for models on a device alone. Where batches have waited for ASLEEP_S for one that sleeps, its
+machines are asked for it as by one live request, which is lighter than any plan's at first, and as heavy as a plain
+one's when the oldest of them is a day old: they take the room that nobody wants, and get some in the end.
 """
 
 import asyncio
@@ -48,6 +52,9 @@ TRIES_MAX: Final = 5
 AGAIN_S: Final = 1.0
 ELSEWHERE: Final = "wrong_region"  # a gateway that may serve it took the batch in, and will take it up
 SUSPENDED_S: Final = 60.0
+ASLEEP_S: Final = 60.0
+DAY_S: Final = 86400.0
+LIGHT: Final = 0.001
 
 Work = Callable[[], Awaitable[None]]
 
@@ -95,6 +102,8 @@ class Drain:
     def stop(self) -> None:
         """Claims nothing more."""
         self._stopped = True
+        for model in self._models:
+            self._gateway.fleet.queue(model.name, 0, 0.0)
 
     async def run(self) -> None:
         """Until cancelled; what has not ended then is put back."""
@@ -159,6 +168,16 @@ class Drain:
     async def _tidy(self) -> None:
         await self._batches.sweep()
         self.waiting = await self._batches.waiting([model.name for model in self._models])
+        self._wake()
+
+    def _wake(self) -> None:
+        """Asks for models that sleep while batches wait for them."""
+        fleet, now = self._gateway.fleet, self._gateway.calendar()
+        for model in self._models:
+            waiting = self.waiting.get(model.name)
+            waited_s = now - waiting.oldest_at if waiting is not None and waiting.items else 0.0
+            wanted = not self._stopped and waited_s >= ASLEEP_S and not fleet.serves(model.name)
+            fleet.queue(model.name, int(wanted), min(1.0, max(LIGHT, waited_s / DAY_S)))
 
     async def _leave(self) -> None:
         """Another gateway, or this one when it is back, goes on at once."""

@@ -13,7 +13,7 @@ from gateway.calls.thought import MARKERS, opens_thought
 from gateway.catalogue import Model, open_catalogue
 from gateway.choice import Choice, thinks
 from gateway.config import ConfigError, load_config
-from gateway.fleet import Step
+from gateway.connections import Step
 from gateway.prompt import Prompt
 from tests.gateway.folders import CHATML, EMBER, byte_level, special, write
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine import wire
-from gateway.fleet import STEPS_MAX, Fleet, Link, Rejected, ReplicaLost, Step, Stream, Unavailable, _Known, pack
+from gateway.connections import STEPS_MAX, Link, Rejected, ReplicaLost, Step, Stream, pack
+from gateway.fleet import Fleet, Unavailable, _Known
 from tests.gateway.stub_replica import MODEL, StubFleet
 
 PROMPT = pack(range(40))
@@ -375,7 +376,7 @@ def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_w
             assert fleet.spare(MODEL, 10) == 12
             again = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
             assert again._replica is live._replica, "live calls go where they went"
-            assert sorted(replica.background for replica in fleet._ready(MODEL)) != [0, 8], "the background is spread"
+            assert sorted(replica.background for replica in fleet._present(MODEL)) != [0, 8], "the background is spread"
             stub.replicas[0].load(waiting=1)
             await until(lambda: fleet.spare(MODEL, 10) <= 10)
 
