@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -32,28 +32,29 @@ Found = TypeVar("Found", bound=msgspec.Struct)
 Key = Mapping[str, str | int | None]
 
 
-class Artefacts:
-    """Those of one model under one key."""
+class Artefacts(Generic[Found]):
+    """Those of one model under one key, and of one kind."""
 
-    def __init__(self, folder: Path, key: Key) -> None:
+    def __init__(self, folder: Path, key: Key, kind: type[Found]) -> None:
         """`folder` is the model's."""
         self._key = dict(key)
+        self._kind = kind
         name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16] + ".json"
         shared = os.environ.get(_CACHE_NAME)
         self.files = [place / name for place in (folder / FOLDER, *([Path(shared)] if shared else []))]
 
-    def read(self, kind: type[Found]) -> Found | None:
-        """What was written of this kind. Whatever is odd about a file, it is as if there were none."""
+    def read(self) -> Found | None:
+        """What was written. Whatever is odd about a file, it is as if there were none."""
         for file in self.files:
             with suppress(OSError, ValueError, TypeError, KeyError):  # msgspec's errors are ValueErrors
                 document = json.loads(file.read_bytes())
                 if document["key"] == self._key:
-                    found = msgspec.convert(document["found"], kind)
+                    found = msgspec.convert(document["found"], self._kind)
                     log.info("found by an earlier start: %s", file)
                     return found
         return None
 
-    def write(self, found: msgspec.Struct) -> list[Path]:
+    def write(self, found: Found) -> list[Path]:
         """Keeps it in every place that can be written; gives these. It never fails: what is lost is time."""
         # JSON of the standard library, because what never pays costs infinitely much.
         document = json.dumps({"key": self._key, "found": msgspec.to_builtins(found)}, indent=1).encode()

@@ -90,6 +90,15 @@ class Starts(Protocol):
         is no program, no memory, no room on the disk."""
         ...
 
+    def ready(self, now: float) -> bool:
+        """Whether a replica that is started now serves as soon as one that is started a moment later. To be asked each
+        turn, whether or not there is one to start."""
+        ...
+
+    def close(self) -> None:
+        """Once all that was started has ended."""
+        ...
+
 
 Command = Callable[[ReplicaSpec], Sequence[str]]
 
@@ -111,6 +120,12 @@ class Programs:
                 preexec_fn=dies_with(os.getpid()),
             )
         )
+
+    def ready(self, now: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        """It has nothing of its own."""
 
 
 class _Program:

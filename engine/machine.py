@@ -33,6 +33,7 @@ from engine.lodger import Lodger
 from engine.log import log
 from engine.moves import Moves, Whereabouts
 from engine.premises import CACHE_NAME, MachineError, kernel_cache, listen, lock, places, remove_socket
+from engine.starts import Forks
 from engine.wire import Fleet, Frame, MachineSpec, ReplicaSpec, Wake, encode
 
 _CONNECTIONS_MAX: Final = 256
@@ -57,6 +58,7 @@ class Machine:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = lock(folder / "machine.lock")
         self._scratch = contextlib.ExitStack()
+        self._starts = starts
         self._selector = selectors.DefaultSelector()
         devices = _devices(spec, gpus.visible(os.environ), self._scratch)
         lodgers = list(self._lodgers(starts, on_cpu=not devices[0].name))
@@ -107,9 +109,10 @@ class Machine:
                 child.forgive(now)
         self._looked_at = now
         self._moves.look(now)
+        ready = self._starts.ready(now)
         if self._stops:
             self._end_replicas(now)
-        else:
+        elif ready:
             self._moves.decide(now)
         self._tell(now)
 
@@ -195,6 +198,7 @@ class Machine:
                 child.process.wait()
                 child.reap(self._clock())
             child.close()
+        self._starts.close()
         for gateway in self._gateways.values():
             gateway.close()
         self._selector.close()
@@ -225,15 +229,29 @@ def replica_command(spec: ReplicaSpec) -> Sequence[str]:
     return [sys.executable, "-P", "-m", "engine.replica", msgspec.json.encode(spec).decode()]
 
 
+def _forks(spec: MachineSpec) -> Starts:
+    """Forks of a process that has imported what this machine's replicas need; programs where forks cannot be ours."""
+    programs = Programs(replica_command)
+    if sys.platform != "linux":
+        return programs
+    modules = ["engine.replica", "engine.runner"]
+    if spec.telemetry is not None:
+        modules.append("engine.traces")
+    if spec.device != "cpu" and gpus.visible(os.environ):
+        modules += ["engine.device", "engine.kernels.compiled"]
+    return Forks(modules, programs, time.monotonic)
+
+
 def main(
     argv: Sequence[str],
-    command: Command = replica_command,
+    command: Command | None = None,
     patience: Patience | None = None,
 ) -> int:
     """Runs the machine that the JSON in argv[0] describes."""
     try:
         spec = msgspec.json.decode(argv[0], type=MachineSpec)
-        machine = Machine(spec, Programs(command), patience or Patience(), time.monotonic)
+        starts = _forks(spec) if command is None else Programs(command)
+        machine = Machine(spec, starts, patience or Patience(), time.monotonic)
     except (MachineError, ValueError) as error:
         print(f"hearth machine: {error}", file=sys.stderr)
         return 1

@@ -21,8 +21,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from engine import replica
+from engine.child import dies_with
 from engine.log import log
-from engine.starts import GO, HEAD, READY, Request, dies_with
+from engine.starts import GO, HEAD, READY, Request
 
 _NOT_OURS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # said to the whole group: the machine decides
 _TITLE: Final = "engine.replica "

@@ -1,8 +1,9 @@
-"""How a machine's replicas are started: forked from a warm parent that has imported all they need, or each by exec.
+"""Starts replicas as forks of a warm parent, which has imported all that they need. It knows processes and descriptors,
+no models and no torch.
 
-It knows processes and descriptors, no models and no torch. The warm parent (parent.py) forks twice, so that what it
-forks becomes this process's own child: signals, exit statuses and who dies with whom are as for any child, and replicas
-outlive a warm parent that dies. While there is none they are started by exec.
+The warm parent (parent.py) forks twice, so that what it forks becomes this process's own child: signals, exit statuses
+and who dies with whom are as for any child, and replicas outlive a warm parent that dies. While there is none they are
+started as programs.
 """
 
 import contextlib
@@ -13,15 +14,14 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from typing import IO, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
+from engine.child import Process, Starts, dies_with
 from engine.log import log
 from engine.wire import ReplicaSpec
-
-Command = Callable[[ReplicaSpec], Sequence[str]]
 
 HEAD: Final = struct.Struct(">I")  # before a request, its bytes; the answer to one, the process id or 0
 READY: Final = b"r"  # from the warm parent, once
@@ -30,42 +30,8 @@ _WARMING_S: Final = 60.0  # for its imports; with a disk that cold nobody else's
 _ANSWER_S: Final = 2.0  # a fork takes some 20 ms
 _BACKOFF_S: Final = 1.0  # before it is started again, doubled for each further time
 _BACKOFF_S_MAX: Final = 300.0
-_PR_SET_PDEATHSIG: Final = 1
+_STABLE_S: Final = 600.0  # one that lasted so long begins with the shortest pause again
 _PR_SET_CHILD_SUBREAPER: Final = 36
-
-
-class Process(Protocol):
-    """A child of ours; subprocess.Popen is one. Its stdout and stderr are one pipe."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def stdout(self) -> IO[bytes] | None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-class Starts(Protocol):
-    """A seam of the machine."""
-
-    def ready(self, now: float) -> bool:
-        """Whether to start replicas now, or rather in a moment. Ask each turn, whether or not there is one to start."""
-        ...
-
-    def start(self, spec: ReplicaSpec, environment: dict[str, str], now: float) -> Process:
-        """`environment` is what it has beyond our own. Raises OSError."""
-        ...
-
-    def close(self) -> None:
-        """Once all that was started has ended."""
-        ...
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -75,39 +41,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     environment: dict[str, str]
 
 
-def replica_command(spec: ReplicaSpec) -> Sequence[str]:
-    return [sys.executable, "-P", "-m", "engine.replica", msgspec.json.encode(spec).decode()]
-
-
-class Executed:
-    """Each replica is a new program."""
-
-    def __init__(self, command: Command = replica_command) -> None:
-        self._command = command
-
-    def ready(self, now: float) -> bool:
-        return True
-
-    def start(self, spec: ReplicaSpec, environment: dict[str, str], now: float) -> Process:
-        return subprocess.Popen(
-            self._command(spec),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            preexec_fn=dies_with(os.getpid()),
-        )
-
-    def close(self) -> None:
-        """Nothing is left behind."""
-
-
 class Forked:
     """A child that somebody else forked for us."""
 
     def __init__(self, pid: int, output: int) -> None:
+        """`output` is closed by `close`."""
         self.pid = pid
-        self.stdout: IO[bytes] = os.fdopen(output, "rb", buffering=0)
+        self.output = output
         self._status: int | None = None
 
     def poll(self) -> int | None:
@@ -123,6 +63,9 @@ class Forked:
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.output)
 
     def _signal(self, number: int) -> None:
         if self.poll() is None:  # until it is collected its number is nobody else's
@@ -141,11 +84,12 @@ class Forks:
     thread, and let nobody else in this process have children that live on: orphans among our descendants become ours
     here, and are collected."""
 
-    def __init__(self, modules: Sequence[str], otherwise: Starts) -> None:
+    def __init__(self, modules: Sequence[str], otherwise: Starts, clock: Callable[[], float]) -> None:
         """`modules` are what the warm parent imports; `otherwise` starts replicas while there is none."""
         assert sys.platform == "linux"
         self._modules = modules
         self._otherwise = otherwise
+        self._clock = clock
         self._parent: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._warm = False
@@ -156,7 +100,8 @@ class Forks:
         _adopt_orphans(True)
 
     def ready(self, now: float) -> bool:
-        """Not in the seconds in which the warm parent imports what a new program would have to import as well."""
+        """As in child.Starts. A new program would have to import what the first warm parent imports; for its successors
+        nobody waits."""
         self._collect_orphans()
         if self._parent is None:
             if now >= self._again_at:
@@ -165,22 +110,27 @@ class Forks:
             self._give_up(f"ended with status {self._parent.returncode}", now)
         elif not self._warm:
             self._hear(now)
-        return self._parent is None or self._warm or now - self._began_at > _WARMING_S
+        return self._warm or self._failures > 0 or now - self._began_at > _WARMING_S
 
-    def start(self, spec: ReplicaSpec, environment: dict[str, str], now: float) -> Process:
+    @property
+    def parent(self) -> int | None:
+        """The process id of the warm parent, while there is one."""
+        return None if self._parent is None else self._parent.pid
+
+    def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> Process:
         process: Process | None = None
         if self._warm:
             try:
-                process = self._fork(Request(spec, environment))
+                process = self._fork(Request(spec, dict(environment)))
             except OSError as error:
-                self._give_up(str(error) or type(error).__name__, now)
-        process = process or self._otherwise.start(spec, environment, now)
+                self._give_up(str(error) or type(error).__name__, self._clock())
+        process = process or self._otherwise.start(spec, environment)
         self._started.append(process)
         return process
 
     def close(self) -> None:
+        """Once all that was started has ended."""
         self._end()
-        self._otherwise.close()
         self._collect_orphans()
         _adopt_orphans(False)
 
@@ -211,7 +161,6 @@ class Forks:
             return
         if self._warm:
             assert self._parent is not None
-            self._failures = 0
             self._socket.settimeout(_ANSWER_S)
             log("warm_parent_ready", pid=self._parent.pid, seconds=round(now - self._began_at, 3))
 
@@ -235,8 +184,9 @@ class Forks:
         return pid
 
     def _give_up(self, problem: str, now: float) -> None:
+        stable = self._warm and now - self._began_at > _STABLE_S
         self._end()
-        self._failures += 1
+        self._failures = 1 if stable else self._failures + 1
         wait_s = min(_BACKOFF_S * 2.0 ** min(self._failures - 1, 16), _BACKOFF_S_MAX)
         self._again_at = now + wait_s
         log("warm_parent_lost", problem=problem, again_after_s=wait_s)
@@ -270,17 +220,3 @@ def _pipe(closing: contextlib.ExitStack) -> tuple[int, int]:
 def _adopt_orphans(wanted: bool) -> None:
     """Whether descendants whose parents have ended become our children, rather than those of process 1."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
-
-
-def dies_with(parent: int) -> Callable[[], None] | None:
-    """To be called in a child: on Linux the kernel kills it from then on when its parent ends, however that ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def die() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before we asked
-            os._exit(1)
-
-    return die

@@ -1,0 +1,96 @@
+"""What a start takes over from an earlier one, and everything that this depends on. It knows no tensors."""
+
+import os
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from engine.artefacts import Artefacts, Key, digest_of
+from engine.costs import Costs
+from engine.model.config import ModelConfig
+from engine.wire import ModelSpec
+
+_ENGINE: Final = Path(__file__).parent
+# What decides which kernels a step on a GPU has and how it is measured, and on a CPU how a dtype is chosen.
+_OF_DEVICES: Final = (
+    *("kernels/**/*.py", "kernels/tables/*.json", "model/*.py", "device.py", "graphs.py", "drawing.py", "tiles.py"),
+    *("batch.py", "calibrate.py", "costs.py", "weights/resident.py"),
+)
+_OF_HOSTS: Final = ("host.py", "weights/storage.py")
+_DRIVER: Final = Path("/sys/module/nvidia/version")
+_PROCESSORS: Final = Path("/proc/cpuinfo")
+_PROCESSOR: Final = ("model name", "flags", "Features", "CPU part")  # of its lines, on x86 and on ARM
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Of a model on a GPU. `steps_bytes` is what the largest step computes in beside what is there for all steps,
+    `graphs_bytes` what captured graphs are estimated to take, `blocks` the Room.used_blocks of the costs."""
+
+    steps_bytes: int
+    graphs_bytes: int
+    blocks: int
+    costs: Costs
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """Of a model on a CPU: the dtype it is fastest in."""
+
+    dtype: Literal["float32", "bfloat16"]
+
+
+def on_device(
+    model: ModelSpec, config: ModelConfig, context_tokens: int, dtype: str, device: str
+) -> Artefacts[Measured]:
+    """`device` as its driver names it."""
+    key: Key = {
+        "device": device,
+        "driver": _DRIVER.read_text().strip() if _DRIVER.exists() else "",
+        "torch": version("torch"),
+        "triton": _triton(),
+        "source": _source(_OF_DEVICES),
+        "config": repr(config),
+        "dtype": dtype,
+        "kv_dtype": model.kv_dtype,
+        "context_tokens": context_tokens,
+        "block_tokens": model.block_tokens,
+        "step_tokens": model.step_tokens,
+        "sequences": model.sequences,
+    }
+    return Artefacts(Path(model.folder), key, Measured)
+
+
+def on_host(model: ModelSpec, config: ModelConfig, threads: int) -> Artefacts[Chosen]:
+    key: Key = {
+        "processor": _processor(),
+        "threads": threads,
+        "torch": version("torch"),
+        "source": _source(_OF_HOSTS),
+        "config": repr(config),
+        "onednn": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+    }
+    return Artefacts(Path(model.folder), key, Chosen)
+
+
+def _triton() -> str:
+    """GPUs need it, and there it may be one that was built for them under another name."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def _source(patterns: tuple[str, ...]) -> str:
+    return digest_of(file for pattern in patterns for file in _ENGINE.glob(pattern))
+
+
+def _processor() -> str:
+    """The first one's name and what it can do; empty where the system does not tell."""
+    try:
+        lines = _PROCESSORS.read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line for line in lines if line.startswith(_PROCESSOR))

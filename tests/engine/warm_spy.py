@@ -1,0 +1,42 @@
+"""For a warm parent to import: what it forks then tells about itself in a line of JSON, and does what its model's name
+says, instead of being a replica."""
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from engine import replica
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_imported_by = os.getpid()
+
+
+def _told(environment: str) -> dict[str, Any]:
+    files = {name: os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")[:-1]}
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "imported_by": _imported_by,
+        "command": open("/proc/self/cmdline", "rb").read().rstrip(b"\0").decode(),
+        "environment": os.environ.get(environment),
+        "files": files,
+        "ignored": [number for number in _NUMBERS if signal.getsignal(number) is signal.SIG_IGN],
+    }
+
+
+def main(argv: list[str]) -> int:
+    name = replica.parse_spec(argv[0]).model.name
+    print(json.dumps(_told("GIVEN_BY_THE_TEST")), flush=True)
+    if name == "stays":
+        time.sleep(60)
+    if name == "leaves an orphan" and os.fork() == 0:
+        time.sleep(0.2)
+        os._exit(0)
+    return 3
+
+
+replica.main = main
+print("spied on", file=sys.stderr)
