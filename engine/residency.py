@@ -76,9 +76,11 @@ def ready_ms(view: View, name: str) -> int:
     seconds = who.times.start_s if who.residency is Residency.DISK else who.times.wake_s
     if who.toward is not Residency.DEVICE:
         rooms = Rooms(view, Allowance())
-        leaving_s = who.times.sleep_s if who.toward is not who.residency else 0.0
-        every = range(len(view.devices))  # another one starts on each
-        seconds += leaving_s + min(_room_s(rooms, who, device) for device in devices_for(rooms, who) or every)
+        seconds += who.times.sleep_s if who.toward is not who.residency else 0.0
+        devices = devices_for(rooms, who)
+        if not devices:  # another one starts on each
+            return math.ceil(1000 * (seconds + who.times.start_s))
+        seconds += min(_room_s(rooms, who, device) for device in devices)
     return max(1, math.ceil(1000 * seconds))
 
 
@@ -202,8 +204,8 @@ def _prefetch(rooms: Rooms) -> None:
 
 
 def _prepare(rooms: Rooms, who: Resident, rest_bytes: int) -> None:
-    """Starts one that nobody waits for: to stay, where that leaves room for one of `rest_bytes` to start; else to
-    sleep, where host memory has room."""
+    """Starts one that nobody waits for: to sleep, where host memory has room for that and the next of `rest_bytes` would
+    have none to start in; else to stay."""
     devices = devices_for(rooms, who)
     if not devices:
         return
@@ -213,8 +215,9 @@ def _prepare(rooms: Rooms, who: Resident, rest_bytes: int) -> None:
     ]
     device = max(devices, key=lambda one: room[one])
     room[device] -= who.least_bytes
-    stays = room[device] >= 0 and max(room) >= rest_bytes
-    if not stays and rooms.host_free < who.standby_bytes:
+    may_sleep = rooms.host_free >= who.standby_bytes
+    stays = room[device] >= 0 and (max(room) >= rest_bytes or not may_sleep)
+    if not stays and not may_sleep:
         return
     if rooms.free[device] < who.need_bytes:
         clearing = clearing_of(rooms, who, device, False, _CALM_S)
