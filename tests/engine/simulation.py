@@ -5,6 +5,7 @@ After every step it checks all pools, who reads which block, and that each token
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ import msgspec
 import numpy as np
 
 from engine.background import ALONE_ROWS, SLACK
-from engine.batch import Flight, Int32s, OutOfDeviceMemory, Sampled, unpack
-from engine.blocks import Blocks, blocks_of
+from engine.batch import Flight, Int32s, OutOfDeviceMemory, Sampled, Sizes, unpack
+from engine.blocks import Blocks, Waking, blocks_of
 from engine.budget import Limits
 from engine.costs import Costs
 from engine.loop import Loop, publish
@@ -126,7 +127,7 @@ class Simulation:
     """Set sizes, submit, step; `heard` has what came back. The clock is one second per step.
 
     It is the runner of its loop, and hands every launch to the stamps, which check every slot. `misfortune` says what
-    goes wrong with the next launch, `meanwhile` is called before each landing.
+    goes wrong with the next launch, `meanwhile` is called before each landing. `moves` counts what became of memory.
     """
 
     def __init__(
@@ -145,11 +146,15 @@ class Simulation:
         costs: Costs | None = None,
         gap_ms: float = 0.0,
         public: Items[Items[int]] = (),
+        extent_blocks: int | None = None,
+        mapped: Items[int] | None = None,
+        least: int | None = None,
     ) -> None:
-        self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids)
+        """None: one extent; all of them are mapped; and no block is ever without memory."""
+        self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids, extent_blocks, mapped)
         self.tree = Tree(blocks, block_tokens, lambda: self.seconds)
-        self.account = Blocks(blocks)
-        self.depth = depth
+        self.account = Blocks(blocks, extent_blocks, self.mapped, least)
+        self.depth, self.extent_blocks = depth, self.stamps.extent_blocks
         self.blocks, self.block_tokens, self.costs = blocks, block_tokens, costs
         self.step_tokens, self.prompt_step_tokens = step_tokens, prompt_step_tokens or step_tokens
         self.sequences = sequences
@@ -163,13 +168,14 @@ class Simulation:
             self.stamps.revision,
             self.stamps.kv_layout,
             block_tokens,
-            min(context_tokens, blocks * block_tokens - sum(map(len, public))),
+            min(context_tokens, self.account.least * block_tokens - sum(map(len, public))),
             vocabulary,
             frozenset(stop_ids),
             share or Share(),
         )
         self.heard: dict[tuple[int, int], Heard] = {}
         self.gone: set[int] = set()
+        self.moves: Counter[str] = Counter()
         self._asked: dict[Sequence, Submit] = {}
         self._rules: dict[Sequence, Rule] = {}
         self._numbers: dict[object, int] = {}
@@ -281,6 +287,75 @@ class Simulation:
     def erase(self, blocks: Items[int]) -> None:
         self.stamps.erase(blocks)
 
+    @property
+    def mapped(self) -> list[int]:
+        return self.stamps.mapped
+
+    def map(self, extents: Items[int]) -> None:
+        self.stamps.map(extents)
+
+    def unmap(self, extents: Items[int]) -> None:
+        self.stamps.unmap(extents)
+
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        self.stamps.copy(sources, targets)
+
+    def sizes(self) -> Sizes:
+        return self.stamps.sizes()
+
+    # What a machine has done to it
+
+    @property
+    def asleep(self) -> bool:
+        return self.account.asleep
+
+    def sleep(self, kept_most: int, fails: bool = False) -> list[int]:
+        """What is kept. Where it fails, it is awake as before."""
+        self.land()
+        self.scheduler.preempt_all()
+        mapped = self.mapped
+        kept = self.scheduler.sleep(kept_most)
+        self.erase(self.scheduler.unerased())
+        if fails:
+            self.scheduler.woken(Waking(mapped, kept))
+        else:
+            self.stamps.sleep(kept)
+        self.moves.update(sleeps=not fails, failed_sleeps=fails, kept_blocks=len(kept))
+        self.listen()
+        return kept
+
+    def wake(self, extents: int = 0, fails: bool = False) -> None:
+        """Where it fails, it sleeps as before."""
+        waking = self.scheduler.waking(extents)
+        if not fails:
+            self.stamps.wake(waking.extents, waking.restored)
+            self.scheduler.woken(waking)
+        self.moves.update(wakes=not fails, failed_wakes=fails)
+        self.listen()
+
+    def grow(self, count: int) -> None:
+        extents = self.scheduler.growing(count)
+        self.map(extents)
+        self.scheduler.grow(extents)
+        self.loop.sweep()
+        self.moves["grown_extents"] += len(extents)
+        self.listen()
+
+    def shrink(self, count: int) -> int:
+        """How many extents it gave up."""
+        self.land()
+        shrinking = self.scheduler.shrink(count)
+        self.erase(self.scheduler.unerased())
+        self.copy(shrinking.sources, shrinking.targets)
+        self.erase(shrinking.secret)
+        self.unmap(shrinking.extents)
+        self.moves.update(shrunk_extents=len(shrinking.extents), copied_blocks=len(shrinking.sources))
+        self.moves["copied_secrets"] += len(shrinking.secret)
+        self.listen()
+        return len(shrinking.extents)
+
+    # What it does
+
     def _compute(self, plan: Plan, glitch: int | None) -> StampFlight:
         self._assert_within_limits(plan)
         self._assert_scopes_disjoint(plan)
@@ -311,10 +386,12 @@ class Simulation:
 
     def land(self) -> None:
         """Lands all that is in the air, and launches nothing."""
-        depth, self.depth = self.depth, 0
-        while self.scheduler._flights:
-            self.step()
-        self.depth = depth
+        self.loop.land_all()
+        self.loop.sweep()
+        assert not self.scheduler._flights
+        if self._wrong:
+            raise self._wrong[0]
+        self.listen()
 
     def listen(self) -> None:
         """Takes the news and checks everything."""
@@ -354,7 +431,7 @@ class Simulation:
                 assert entry.tokens == expected[: len(entry.tokens)]
             else:
                 assert (entry.tokens, entry.finish.reason) == (expected, reason)
-        assert self.account.free + self.tree.cached == self.account.total
+        assert self.account.free + self.tree.cached + self.account.absent == self.account.total
         pinned = self.tree.cached - self.tree.unused
         assert pinned == len(self.scheduler._holdings.published.pages), "a block is pinned by nobody that lives"
 
@@ -522,14 +599,20 @@ GROUPING = Costs(
 
 class Chaos:
     """One random life of a replica: arrivals that share prefixes across scopes, cancels, leaving owners, preemptions,
-    failing steps, devices without memory, numbers that are not finite, tiny pools. Everything follows from the seed."""
+    failing steps, devices without memory, numbers that are not finite, tiny pools whose memory comes and goes, sleeps.
+    Everything follows from the seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = pick = random.Random(seed)
         block_tokens, blocks = pick.choice([1, 2, 3, 4]), pick.randint(3, 30)
+        self.motion = pick.choice([0.0, 0.1, 0.5])
+        blocks += pick.randint(0, 30) if self.motion else 0
         self.vocabulary = pick.choice([3, 7, 50])
         self.prefixes = [self._tokens(pick.randint(0, 5 * block_tokens)) for _ in range(3)]
         public = [self.prefixes[0][: len(self.prefixes[0]) // block_tokens * block_tokens]]
+        extent_blocks, least = None, blocks
+        if self.motion:
+            extent_blocks, least = pick.randint(1, -(-blocks // 2)), pick.randint(-(-blocks // 4), blocks)
         self.simulation = simulation = Simulation(
             depth=pick.choice([1, 2, 2]),
             blocks=blocks,
@@ -541,7 +624,9 @@ class Chaos:
             stop_ids=[0] if pick.random() < 0.3 else [],
             share=pick.choice([None, None, Share(floor=2, cap=5), Share(cap=0)]),
             costs=pick.choice([None, GROUPING]),
-            public=public if 0 < len(public[0]) <= blocks // 2 * block_tokens and pick.random() < 0.4 else [],
+            public=public if 0 < len(public[0]) <= least // 2 * block_tokens and pick.random() < 0.4 else [],
+            extent_blocks=extent_blocks,
+            least=least,
         )
         self.terms = {
             scope.account or scope.id: Terms(
@@ -574,11 +659,34 @@ class Chaos:
                 self._arrive()
             if pick.random() < self.unrest:
                 self._disturb()
+            if pick.random() < self.motion * (1 + 4 * simulation.asleep):
+                self._move()
             rests = simulation.scheduler.idle or simulation.compiling
+            rests |= simulation.asleep or not simulation.scheduler.admitting
             assert simulation.step() or rests or simulation.scheduler.idle, "sequences wait and nothing can run"
             assert simulation.seconds < 5000, "no end in sight"
         simulation.assert_all_finished()
+        counters = simulation.scheduler.load(draining=False).counters
+        assert counters.get("stale_reads", 0) == counters["stale_pages"] == 0, "a page moved and somebody was not told"
         return simulation
+
+    def _move(self) -> None:
+        """Memory goes, or comes back. Free blocks are in any order, as after a long life."""
+        pick, simulation = self.random, self.simulation
+        extents = simulation.stamps.extents
+        fails = pick.random() < 0.2
+        pick.shuffle(simulation.account._free)
+        if simulation.asleep:
+            simulation.wake(pick.randint(0, extents), fails)
+            simulation.scheduler.admitting = True
+        elif pick.random() < 0.2:
+            simulation.sleep(pick.choice([0, pick.randint(1, 8), 30]), fails)
+        elif pick.random() < 0.2:
+            simulation.scheduler.admitting = not simulation.scheduler.admitting
+        elif pick.random() < 0.5:
+            simulation.grow(pick.randint(1, extents))
+        else:
+            simulation.shrink(pick.choice([1, 1, 2, extents]))
 
     def _fault(self) -> Fault:
         pick = self.random

@@ -18,12 +18,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import Batch, Flight, Int32s, Sampled, unpack
+from engine.batch import Batch, Flight, Int32s, Sampled, Sizes, unpack
 from engine.log import log
-from engine.wire import ModelSpec, Pooling, Sampling
+from engine.wire import Pooling, ReplicaSpec, Sampling
 
 PUBLIC = -7  # the scope of what is published
 NOT_FINITE = -(1 << 40)  # as a token that is read
+_RUBBISH = -3  # as a position
+_BLANK = (-1, -1, -1, -1, True, False)  # of Stamps.stamps
+_SLOT_BYTES = 16
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 _POWERS = np.cumprod(np.full(1 << 14, 0xD1342543DE82EF95, np.uint64), dtype=np.uint64)
@@ -66,6 +69,9 @@ class StampFlight:
 class Stamps:
     """A runner (engine.replica.Served). Set `claims` before a launch, one per slice, to have ownership checked too.
 
+    Blocks have memory by extents, and asleep none has any: what is read, written, copied or kept without it is found
+    out, and so is a secret that loses its memory before it is erased, or is kept.
+
     It computes while it launches, but does not say what before it is asked: tokens of −1−r are its own to look up. Set
     `glitch` to have one row write what is not finite: whoever reads that samples −1.
     """
@@ -86,13 +92,18 @@ class Stamps:
         context_tokens: int = 4096,
         vocabulary: int = 1000,
         stop_ids: Items[int] = (),
+        extent_blocks: int | None = None,
+        mapped: Items[int] | None = None,
     ) -> None:
+        """None: there is one extent; all of them are mapped."""
         self.blocks = blocks
+        self.extent_blocks = extent_blocks or blocks
+        self.extents = -(-blocks // self.extent_blocks)
         self.block_tokens = block_tokens
         self.context_tokens = context_tokens
         self.vocabulary = vocabulary
         self.stop_ids = list(stop_ids)
-        self.kv_bytes = blocks * block_tokens * 16
+        self.kv_bytes = blocks * block_tokens * _SLOT_BYTES
         self.claims: list[Claim] | None = None
         self.glitch: int | None = None
         self.sampled_R: Int32s = np.empty(0, np.int32)  # of the last launch
@@ -100,7 +111,14 @@ class Stamps:
         self.scope_K, self.sequence_K, self.position_K, self.token_K = np.full((4, slots), -1, np.int64)
         self.finite_K = np.ones(slots, np.bool_)
         self.secret_K = np.zeros(slots, np.bool_)  # what may not be there when somebody else has the block
+        self.stamps = (
+            *(self.scope_K, self.sequence_K, self.position_K, self.token_K),
+            *(self.finite_K, self.secret_K),
+        )
         self.erased = 0
+        self.there_E = np.zeros(self.extents, np.bool_)
+        self.there_E[list(range(self.extents) if mapped is None else mapped)] = True
+        self.kept: tuple[list[int], list[NDArray[np.generic]]] | None = None  # asleep: blocks and their stamps
 
     def idle(self) -> bool:
         return False
@@ -134,12 +152,103 @@ class Stamps:
         self.sampled_R = flight.sampled.tokens_R
 
     def erase(self, blocks: Items[int]) -> None:
-        slots = (np.array(blocks)[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
-        for stamps_K in (self.scope_K, self.sequence_K, self.position_K, self.token_K):
-            stamps_K[slots] = -1
-        self.finite_K[slots] = True
-        self.secret_K[slots] = False
         self.erased += len(blocks)
+        if self.kept is not None:
+            kept, stamps = self.kept
+            places = self._slots([kept.index(block) for block in blocks])
+        else:
+            stamps, places = list(self.stamps), self._slots_there(blocks)
+        for stamps_K, blank in zip(stamps, _BLANK, strict=True):
+            stamps_K[places] = blank
+
+    @property
+    def mapped(self) -> list[int]:
+        extents: list[int] = self.there_E.nonzero()[0].tolist()
+        return extents
+
+    def map(self, extents: Items[int]) -> None:
+        """What is in it is anything: here what nobody may read."""
+        assert self.kept is None, "asleep"
+        assert not self.there_E[list(extents)].any(), "an extent is mapped twice"
+        self._give(extents)
+
+    def unmap(self, extents: Items[int]) -> None:
+        assert self.kept is None, "asleep"
+        assert self.there_E[list(extents)].all(), "an extent is unmapped twice"
+        secret = {block // self.extent_blocks for block in self.secret_blocks()}
+        assert secret.isdisjoint(extents), "a secret is given away with its memory"
+        self.there_E[list(extents)] = False
+
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        assert set(sources).isdisjoint(targets)
+        assert len(set(targets)) == len(targets) == len(sources)
+        source_slots, target_slots = self._slots_there(sources), self._slots_there(targets)
+        for stamps_K in self.stamps:
+            stamps_K[target_slots] = stamps_K[source_slots]
+
+    def sleep(self, kept: Items[int]) -> int:
+        """As Served."""
+        assert self.kept is None, "asleep already"
+        slots = self._slots_there(kept)
+        assert not self.secret_K.any(), "a secret is kept, or given away with its memory"
+        self.kept = list(kept), [stamps_K[slots] for stamps_K in self.stamps]
+        self.there_E[:] = False
+        return len(kept) * self.block_tokens * _SLOT_BYTES
+
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
+        """As Served."""
+        assert self.kept is not None, "awake"
+        kept, stamps = self.kept
+        assert len(set(restored)) == len(restored) == len(kept)
+        self._give(extents)
+        self.kept = None
+        slots = self._slots_there(restored)
+        for stamps_K, kept_K in zip(self.stamps, stamps, strict=True):
+            stamps_K[slots] = kept_K
+        return len(kept) * self.block_tokens * _SLOT_BYTES
+
+    def arrived(self) -> bool:
+        return True
+
+    def sizes(self) -> Sizes:
+        extent_bytes = self.extent_blocks * self.block_tokens * _SLOT_BYTES
+        context_blocks = -(-self.context_tokens // self.block_tokens)
+        least = min(-(-context_blocks // self.extent_blocks), self.extents)
+        kv_bytes = int(self.there_E.sum()) * extent_bytes
+        kept_bytes = len(self.kept[0]) * self.block_tokens * _SLOT_BYTES if self.kept is not None else 0
+        return Sizes(
+            device_bytes=kv_bytes,
+            asleep_bytes=0,
+            least_bytes=least * extent_bytes,
+            most_bytes=self.extents * extent_bytes,
+            memory_bytes=kept_bytes,
+            weights_bytes=0,
+            kv_bytes=kv_bytes,
+            kept_bytes=kept_bytes,
+            extent_bytes=extent_bytes,
+            extents_least=least,
+        )
+
+    def _give(self, extents: Items[int]) -> None:
+        self.there_E[list(extents)] = True
+        slots = np.isin(np.arange(len(self.position_K)) // self.block_tokens // self.extent_blocks, extents)
+        self.position_K[slots] = _RUBBISH
+        self.secret_K[slots] = False
+
+    def _slots(self, blocks: Items[int]) -> NDArray[np.int64]:
+        at_B = np.array(blocks, np.int64)
+        slots: NDArray[np.int64] = (at_B[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
+        return slots
+
+    def _slots_there(self, blocks: Items[int]) -> NDArray[np.int64]:
+        """Raises IllegalRead where one has no memory."""
+        self._assert_there(np.array(blocks, np.int64))
+        return self._slots(blocks)
+
+    def _assert_there(self, blocks: NDArray[np.integer]) -> None:
+        absent = blocks[~self.there_E[blocks // self.extent_blocks]]
+        if len(absent):
+            raise IllegalRead(f"blocks {absent.tolist()} have no memory")
 
     def secret_blocks(self) -> set[int]:
         """Those in which something is that has to be erased."""
@@ -165,6 +274,7 @@ class Stamps:
     def _write(self, batch: Batch, index: int, claim: Claim | None) -> None:
         start, end = batch.query_starts_S1[index : index + 2].tolist()
         slots = batch.slots_T[start:end]
+        self._assert_there(slots // self.block_tokens)
         if claim is not None:
             self._assert_erased(slots, claim)
             self.secret_K[slots] = claim.secret
@@ -189,6 +299,7 @@ class Stamps:
             return None
         position = np.arange(batch.contexts_S[index])
         table = self._read_table(batch, index)
+        self._assert_there(table[: -(-len(position) // self.block_tokens)])
         slots = table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
         start, end = batch.query_starts_S1[index : index + 2].tolist()
         if not (slots[batch.positions_T[start:end]] == batch.slots_T[start:end]).all():
@@ -318,11 +429,12 @@ def solo(
 
 
 class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a stamp replica behaves: its sizes and bounds, the time of a step, the steps (from 1) that raise, and how
-    often it has something to prepare while there is nothing to compute."""
+    """How a stamp replica behaves: its sizes (None: one extent) and bounds, the time of a step, the steps (from 1) that
+    raise, and how often it has something to prepare while there is nothing to compute."""
 
     depth: int = 1
     blocks: int = 1024
+    extent_blocks: int | None = None
     context_tokens: int = 4096
     vocabulary: int = 1000
     stop_ids: list[int] = []
@@ -337,8 +449,12 @@ class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TemperedStamps(Stamps):
     """Stamps that take their time, or fail."""
 
-    def __init__(self, temper: Temper, model: ModelSpec, beat: Callable[[], None]) -> None:
-        super().__init__(temper.blocks, model.block_tokens, temper.context_tokens, temper.vocabulary, temper.stop_ids)
+    def __init__(self, temper: Temper, spec: ReplicaSpec, beat: Callable[[], None]) -> None:
+        model = spec.model
+        super().__init__(
+            temper.blocks, model.block_tokens, temper.context_tokens, temper.vocabulary, temper.stop_ids,
+            temper.extent_blocks,
+        )  # fmt: skip
         self.depth = temper.depth
         self.sequences = model.sequences or self.sequences
         self._temper = temper
@@ -366,8 +482,8 @@ def main(argv: list[str]) -> int:
 
     temper = msgspec.json.decode(argv[1], type=Temper) if len(argv) > 1 else Temper()
 
-    def open_stamps(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> TemperedStamps:
-        return TemperedStamps(temper, model, beat)
+    def open_stamps(spec: ReplicaSpec, beat: Callable[[], None]) -> TemperedStamps:
+        return TemperedStamps(temper, spec, beat)
 
     bounds = replica.Bounds(drain_s=temper.drain_s, unsent_bytes=temper.unsent_bytes, connections=temper.connections)
     return replica.run(replica.parse_spec(argv[0]), open_stamps, bounds)

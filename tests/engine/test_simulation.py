@@ -27,6 +27,7 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
             raise
         seen += Counter(simulation.scheduler.load(draining=False).counters)
         seen["kept_to_rules"] += simulation.kept_to_rules
+        seen += simulation.moves
     # What the lives went through, so that a simulation that lost its bite does not pass.
     for what in (
         "preemptions",
@@ -43,6 +44,12 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
         "kept_to_rules",
         "background_rows",
         "preemptions_background",
+        "short_of_blocks",
+        "failed_sleeps",
+        "failed_wakes",
+        "kept_blocks",
+        "grown_extents",
+        "shrunk_extents",
     ):
         assert seen[what] > 20, f"{what}: {seen[what]}"
 
