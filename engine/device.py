@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -17,23 +18,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import HEADER_WORDS, Batch, Flight, Int32s, OutOfDeviceMemory, Sampled, Slice, pack, unpack
+from engine.arena import Arena
+from engine.batch import (
+    HEADER_WORDS,
+    Batch,
+    Flight,
+    Int32s,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    Sampled,
+    Sizes,
+    Slice,
+    pack,
+    unpack,
+)
 from engine.calibrate import Room, measure
 from engine.costs import Costs
 from engine.drawing import PLAIN, Reports, Wants, draw_tokens
 from engine.graphs import HOT, Graphs, buckets
 from engine.host import given
+from engine.kept import Kept
 from engine.kv import KvPool, KvShape
-from engine.memory import DoesNotFit, kv_blocks
+from engine.memory import DoesNotFit, first_extents, kv_blocks, least_extents
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.device import DeviceStep, Space
 from engine.model.layers import Parameters
 from engine.sequence import LOGPROBS_MAX
-from engine.streams import Stream
+from engine.sleeping import GRAPH_BYTES, DeviceMemory
+from engine.streams import Mark, Stream
 from engine.tiles import build
-from engine.weights.assembly import planned_bytes, weights_bytes
+from engine.weights.assembly import planned_bytes, shapes, weights_bytes
+from engine.weights.image import Weights
+from engine.weights.names import entries
 from engine.wire import Memory, ModelSpec, Sampling
+from engine.workspace import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +64,10 @@ _SEQUENCES: Final = 512
 _CAPTURE_EVERY_S: Final = 0.25
 _MEASURED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
-_GRAPH_BYTES: Final = 3 << 20  # of each graph beside the memory that all share
 _ROW_WORDS: Final = 48  # what a step has per row, tiles included
 _MORE_WORDS: Final = 1 << 20  # histories, and tiles that are divided
+Load = Callable[[dict[str, Tensor]], Parameters]
+
 _GREEDY: Final = Sampling()
 _DEMANDING: Final = Sampling(
     temperature=1.0, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
@@ -114,11 +134,11 @@ class Device:
     depth = DEPTH
 
     def __init__(
-        self, config: ModelConfig, parameters: Parameters, pool: KvPool, space: Space, stream: Stream, most: Most,
-        graph_rows: int,
+        self, config: ModelConfig, parameters: Parameters, held: DeviceMemory, stream: Stream, most: Most,
+        graph_rows: int, standby: bool,
     ) -> None:  # fmt: skip
-        """Steps of up to graph_rows rows may be captured, none where it is 0."""
-        self.pool = pool
+        """Steps of up to graph_rows rows may be captured, none where it is 0. `standby`: it makes ready to sleep."""
+        self.pool = held.pool
         self.costs: Costs | None = None
         self.step_tokens = most.step_tokens
         self.prompt_step_tokens = most.prompt_step_tokens
@@ -127,73 +147,98 @@ class Device:
         self._most = most
         self._decoder = Decoder(parameters)
         self._dtype = parameters.embedding.dtype
-        self._space = space
+        self._held = held
+        self._space = held.space
         self._stream = stream
+        self._standby = standby
         vector_width = config.hidden if config.vectors else 0
-        self._masks_RW = stream.staging(*space.masks_RW.shape, dtype=torch.int32)
+        self._masks_RW = stream.staging(*held.space.masks_RW.shape, dtype=torch.int32)
         self._landings = [Landing(stream, most, vector_width) for _ in range(DEPTH + 1)]
         self._launches = 0
         self._rows_before = 0
         self._captured_at = 0.0
-        shared = torch.cuda.graph_pool_handle() if graph_rows else None
         sizes = buckets(min(graph_rows, most.rows))
-        self._bodies = Graphs(lambda rows: self._body(rows, wide=False), sizes, shared)
-        self._wide_bodies = Graphs(lambda rows: self._body(rows, wide=True), sizes, shared)
-        self._heads = Graphs(self._head, buckets(min(graph_rows, most.sequences)), shared)
+        self._bodies = Graphs(lambda rows: self._body(rows, wide=False), sizes, held.workspace)
+        self._wide_bodies = Graphs(lambda rows: self._body(rows, wide=True), sizes, held.workspace)
+        self._heads = Graphs(self._head, buckets(min(graph_rows, most.sequences)), held.workspace)
         self._graphs = (self._bodies, self._heads, self._wide_bodies)
         self.memory: Memory
 
     @classmethod
     def open(
-        cls, model: ModelSpec, config: ModelConfig, parameters: Parameters, context_tokens: int, device: torch.device,
-        beat: Callable[[], None],
+        cls, model: ModelSpec, config: ModelConfig, load: Load, dtype: torch.dtype, context_tokens: int,
+        device: torch.device, beat: Callable[[], None], device_bytes: int | None, standby: bool,
     ) -> Self:  # fmt: skip
-        """Compiles what is not compiled yet, measures what a step needs, takes the rest for KV, captures hot graphs.
+        """Loads the weights, compiles what is not compiled yet, measures what a step needs, takes the rest for KV, or
+        what device_bytes leave, and captures hot graphs. `load` fills tensors and makes parameters of them.
 
         Raises DoesNotFit.
         """
+        try:
+            return cls._open(model, config, load, dtype, context_tokens, device, beat, device_bytes, standby)
+        except OutOfDeviceMemory as error:
+            raise DoesNotFit(f"{model.name}: {error}") from error
+
+    @classmethod
+    def _open(
+        cls, model: ModelSpec, config: ModelConfig, load: Load, dtype: torch.dtype, context_tokens: int,
+        device: torch.device, beat: Callable[[], None], device_bytes: int | None, standby: bool,
+    ) -> Self:  # fmt: skip
+        arena = Arena.of(device)
+        weights = Weights(arena, shapes(entries(config), dtype))
+        parameters = load(dict(weights.tensors))
         stream = Stream(device)
         most = Most.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
-        kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else parameters.embedding.dtype
+        kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else dtype
         shape = KvShape.of(config, model.block_tokens, kv_dtype)
-        before = torch.cuda.memory_reserved(device)
-        rows, wanted = max(most.rows, *buckets(most.rows)), buckets(most.sequences)[-1]
-        space = Space.make(config, parameters.embedding.dtype, device, most.words, rows, wanted, context_tokens)
-        trial = cls(config, parameters, KvPool(shape, 1, device), space, stream, most, graph_rows=0)
-        graphs_bytes = trial.compile(context_tokens, beat)
-        workspace_bytes = torch.cuda.memory_reserved(device) - before
-        room = torch.cuda.mem_get_info(device)[0] - graphs_bytes - _SPARE_BYTES
-        blocks = kv_blocks(model, shape, context_tokens, most.sequences, room, room)
-        opened = cls(config, parameters, KvPool(shape, blocks, device), space, stream, most, GRAPH_ROWS)
-        free = torch.cuda.mem_get_info(device)[0]
+        most_bytes = arena.most_bytes - weights.bytes
+        pool = KvPool(
+            shape, kv_blocks(model, shape, context_tokens, most.sequences, most_bytes, most_bytes), arena, extents=1
+        )
+        held = _held(model, config, weights, pool, most, context_tokens, stream)
+        cls(config, parameters, held, stream, most, graph_rows=0, standby=False).compile(context_tokens, beat)
+        opened = cls(config, parameters, held, stream, most, GRAPH_ROWS, standby)
+        opened._take_kv(model, context_tokens, device_bytes)
         opened.capture(beat)
-        room_of_steps = Room(blocks, shape.block_tokens, context_tokens, most.sequences)
-        opened.costs = measure(opened.launch_ms, [rows for rows in _MEASURED_ROWS if rows <= most.rows], room_of_steps)
+        rows = [rows for rows in _MEASURED_ROWS if rows <= most.rows]
+        mapped_blocks = min(len(pool.mapped) * pool.extent_blocks, pool.blocks)
+        room_of_steps = Room(mapped_blocks, shape.block_tokens, context_tokens, most.sequences)
+        opened.costs = measure(opened.launch_ms, rows, room_of_steps)
         left, total = torch.cuda.mem_get_info(device)
         opened.memory = Memory(
             model=model.name, pid=os.getpid(), device=torch.cuda.get_device_name(device), device_bytes=total,
-            weights_bytes=weights_bytes(parameters), kv_blocks=blocks, kv_block_tokens=shape.block_tokens,
-            kv_bytes=opened.pool.bytes, workspace_bytes=workspace_bytes, graphs_bytes=free - left, free_bytes=left,
+            weights_bytes=weights_bytes(parameters), kv_blocks=mapped_blocks, kv_block_tokens=shape.block_tokens,
+            kv_bytes=pool.mapped_bytes, workspace_bytes=held.workspace.bytes,
+            graphs_bytes=opened.captured * GRAPH_BYTES, free_bytes=left,
         )  # fmt: skip
         log.info("%s", _told(opened.memory))
         return opened
 
-    def compile(self, context_tokens: int, beat: Callable[[], None]) -> int:
-        """Runs a step of each hot size, the largest that has a graph, and the largest there is, in the first block.
+    def _take_kv(self, model: ModelSpec, context_tokens: int, device_bytes: int | None) -> None:
+        """Maps the extents that there is room for. Raises DoesNotFit."""
+        pool, graphs = self.pool, sum(graphs.wanted for graphs in self._graphs)
+        free = torch.cuda.mem_get_info(self._stream.device)[0] + pool.mapped_bytes - graphs * GRAPH_BYTES
+        room = free - (_SPARE_BYTES if model.kv_bytes is None else 0)
+        if device_bytes is not None:
+            fixed_bytes = self._held.sizes(graphs, self._standby).device_bytes - pool.mapped_bytes
+            room = min(room, device_bytes - fixed_bytes)
+        count = first_extents(model, pool, context_tokens, room, free)
+        pool.map(range(len(pool.mapped), count))
 
-        Gives what graphs will take: the memory of the largest, which all share, and some for each.
-        """
+    @property
+    def captured(self) -> int:
+        """How many graphs there are."""
+        return sum(len(graphs) for graphs in self._graphs)
+
+    def compile(self, context_tokens: int, beat: Callable[[], None]) -> None:
+        """Runs a step of each hot size, the largest that has a graph, and the largest there is, in the first block: the
+        workspace has what steps need then."""
         for rows in [size for size in HOT if size <= self._most.rows]:
             self._try(rows, context_tokens)
             beat()
-        torch.cuda.reset_peak_memory_stats(self._stream.device)
-        held = torch.cuda.memory_allocated(self._stream.device)
-        for rows in (self.sequences, min(GRAPH_ROWS, self._most.rows)):
+        for rows in (self.sequences, min(GRAPH_ROWS, self._most.rows), self._most.rows):
             self._try(rows, context_tokens)
-        shared_bytes = torch.cuda.max_memory_allocated(self._stream.device) - held
-        self._try(self._most.rows, context_tokens)
         self._try(self.sequences, context_tokens, _DEMANDING)
-        return shared_bytes + _GRAPH_BYTES * (2 * len(buckets(GRAPH_ROWS)) + len(buckets(self.sequences)))
 
     def _try(self, rows: int, context_tokens: int, sampling: Sampling = _GREEDY) -> None:
         block_tokens = self.pool.shape.block_tokens
@@ -216,9 +261,17 @@ class Device:
                     beat()
 
     def idle(self) -> bool:
-        """Captures one graph more, which takes some 10 ms; False when there is none left."""
+        """Captures one graph more, which takes some 10 ms, or copies a little of the weights to the host, where it will
+        have to sleep; False when there is nothing left."""
+        if not self._held.awake:
+            return False
         with self._stream.entered():
-            return any(graphs.capture_next() for graphs in self._graphs)
+            if any(graphs.capture_next() for graphs in self._graphs):
+                return True
+        try:
+            return self._standby and self._held.prepare()
+        except OutOfHostMemory:
+            return False  # the machine hears of it when it sends this to sleep
 
     def launch(self, packed: Int32s, batch: Batch) -> Landing:
         """May raise OutOfDeviceMemory. Writes the spare words of the packed step's header. The host works out masks
@@ -233,8 +286,11 @@ class Device:
             with self._stream.entered():
                 wide = self._upload(packed, batch, landing)
                 bodies = self._wide_bodies if wide else self._bodies
-                self._capture_now_and_then(bodies, rows)
-                bodies.launch(rows)
+                if coming := self._held.coming():
+                    self._follow(coming, rows, wide)
+                else:
+                    self._capture_now_and_then(bodies, rows)
+                    bodies.launch(rows)
                 landing.batch = batch if batch.masked else None
                 if wanted and landing.batch is None:
                     self._sample(batch, landing)
@@ -259,9 +315,29 @@ class Device:
 
     def erase(self, blocks_B: Tensor) -> None:
         """Queued behind the steps launched before; it does not wait for them, as a copy from other memory would."""
-        pinned_B = blocks_B.pin_memory() if self._stream.queues else blocks_B
-        with self._stream.entered():
-            self.pool.erase(pinned_B.to(self._stream.device, non_blocking=True))
+        self._held.erase(blocks_B.tolist())
+
+    def copy(self, sources_B: Tensor, targets_B: Tensor) -> None:
+        self._held.copy(sources_B.tolist(), targets_B.tolist())
+
+    def map(self, extents: Items[int]) -> None:
+        self.pool.map(extents)
+
+    def unmap(self, extents: Items[int]) -> None:
+        self._held.unmap(extents)
+
+    def sleep(self, kept_B: Tensor) -> int:
+        return self._held.sleep(kept_B.tolist())
+
+    def wake(self, extents: Items[int], restored_B: Tensor) -> int:
+        self._rows_before = 0  # what was sampled before is gone
+        return self._held.wake(extents, restored_B.tolist())
+
+    def arrived(self) -> bool:
+        return self._held.arrived()
+
+    def sizes(self) -> Sizes:
+        return self._held.sizes(self.captured, self._standby)
 
     def _capture_now_and_then(self, bodies: Graphs, rows: int) -> None:
         """Under steady load there are no idle moments: a size that is wanted is captured while a step is in the air."""
@@ -296,9 +372,23 @@ class Device:
     def _body(self, rows: int, wide: bool) -> None:
         self._decoder.body(self._step(rows, wide), _nothing)
 
+    def _follow(self, coming: Items[Mark], rows: int, wide: bool) -> None:
+        """The body without a graph, each layer behind the mark of its weights, which are on their way."""
+        marks = iter(coming)
+
+        def next_stage() -> None:
+            self._stream.follow(next(marks))
+
+        next_stage()  # the embedding; the layers follow it, and each waits behind the one before
+        next_stage()
+        with self._held.workspace.entered():
+            self._decoder.body(self._step(rows, wide), next_stage)
+
     def _sample(self, batch: Batch, landing: Landing) -> None:
         """Queues head, sampling and the way back. Only what all rows have in common is worth graphs."""
         rows, wants = landing.rows, Wants.of(batch)
+        if coming := self._held.coming():
+            self._stream.follow(coming[-1])
         if self._config.vectors:
             self._heads.launch(rows)
             landing.vectors_RH[:rows].copy_(self._space.vectors_RH[:rows], non_blocking=True)
@@ -306,9 +396,10 @@ class Device:
         if wants.plain:
             self._heads.launch(rows)
         else:
-            logits_RV = self._head(rows, wants)
-            if wants.logprobs:
-                Reports.of(logits_RV, self._space.sampled_R[:rows]).copy_to(landing.reports)
+            with self._held.workspace.entered():
+                logits_RV = self._head(rows, wants)
+                if wants.logprobs:
+                    Reports.of(logits_RV, self._space.sampled_R[:rows]).copy_to(landing.reports)
         landing.tokens_R[:rows].copy_(self._space.sampled_R[:rows], non_blocking=True)
 
     def _head(self, rows: int, wants: Wants = PLAIN) -> Tensor:
@@ -320,6 +411,20 @@ class Device:
 
     def _step(self, rows: int, wide: bool = False) -> DeviceStep:
         return DeviceStep(self._config, self._space, self.pool, rows, self._dtype, wide)
+
+
+def _held(
+    model: ModelSpec, config: ModelConfig, weights: Weights, pool: KvPool, most: Most, context_tokens: int,
+    stream: Stream,
+) -> DeviceMemory:  # fmt: skip
+    """With a workspace for steps of the most rows."""
+    device, dtype = stream.device, weights.tensors["embedding"].dtype
+    workspace = Workspace(weights.arena, device)
+    rows, wanted = max(most.rows, *buckets(most.rows)), buckets(most.sequences)[-1]
+    with stream.entered(), workspace.entered():
+        space = Space.make(config, dtype, device, most.words, rows, wanted, context_tokens)
+        kept = Kept(pool, weights.arena.driver, model.kept_kv_bytes, device)
+    return DeviceMemory(weights, pool, space, workspace, kept, stream, least_extents(model, pool, context_tokens))
 
 
 def _nothing() -> None:

@@ -1,7 +1,8 @@
 """CUDA graphs of one computation at several sizes: which sizes, capture, replay. It knows nothing of what is computed.
 
-A graph serves every size up to its own: what is computed for the rows beyond must harm nobody. All graphs share one
-memory pool, since no two run at once. A size that is not captured yet is served by the next larger one that is.
+A graph serves every size up to its own: what is computed for the rows beyond must harm nobody. All graphs, and what
+runs without one, share a workspace, since no two run at once. A size that is not captured yet is served by the next
+larger one that is.
 """
 
 from bisect import bisect_left, insort
@@ -10,6 +11,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
+
+from engine.workspace import Workspace
 
 _FINE: Final = (1, 2, 4)
 _STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # up to the one, in steps of the other
@@ -29,16 +32,25 @@ def buckets(most: int) -> list[int]:
 class Graphs:
     """Graphs of `run`, which computes for a given number of rows on the current stream, and always in one place.
 
-    `sizes` are all that may be captured; those of HOT come first. `pool` is what torch.cuda.graph_pool_handle gives.
+    `sizes` are all that may be captured; those of HOT come first.
     """
 
-    def __init__(self, run: Callable[[int], object], sizes: Iterable[int], pool: Any) -> None:
+    def __init__(self, run: Callable[[int], object], sizes: Iterable[int], workspace: Workspace) -> None:
         self._run = run
-        self._pool = pool
+        self._workspace = workspace
         self._sizes = sorted(sizes)
         self._missing = sorted(sizes, key=lambda size: (size in HOT, size))  # taken from the end
         self._captured: list[int] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def __len__(self) -> int:
+        """How many have been captured."""
+        return len(self._captured)
+
+    @property
+    def wanted(self) -> int:
+        """How many there may be in the end."""
+        return len(self._sizes)
 
     @property
     def hot(self) -> bool:
@@ -57,7 +69,7 @@ class Graphs:
     def _capture(self, size: int) -> bool:
         self._missing.remove(size)
         try:
-            self._graphs[size] = _captured(lambda: self._run(size), self._pool)
+            self._graphs[size] = _captured(lambda: self._run(size), self._workspace.graphs)
         except torch.OutOfMemoryError:
             self._missing.clear()
             return False
@@ -68,7 +80,8 @@ class Graphs:
         """Computes for `rows` rows at least: replays the smallest graph that holds them, or runs without one."""
         index = bisect_left(self._captured, rows)
         if index == len(self._captured):
-            self._run(rows)
+            with self._workspace.entered():
+                self._run(rows)
         else:
             self._graphs[self._captured[index]].replay()
 

@@ -1,178 +1,158 @@
-"""What of a model on a GPU outlives its sleep, and how it comes back: weights by a copy in host memory, blocks of KV
-that are kept. It knows tensors and streams; when a model sleeps, and why, is others' business.
+"""All the memory of a model on its device: what is given back when it sleeps, and in which order it comes again.
+
+    sleep   what the host has no copy of is copied, what others wrote is zeroed, all is unmapped
+    wake    memory is mapped where it was; the blocks that were kept come first, then the weights, stage by stage
+
+Steps may be launched as soon as `wake` returns: each layer waits on the device until its weights are there. It knows
+no steps, and not when a model is to sleep, or why.
 """
 
-from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import ExitStack
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from engine.arena import Arena, Driver
+from engine.batch import Sizes
+from engine.kept import Kept
 from engine.kv import KvPool
-from engine.pinned import PIECE_BYTES, Pinned
+from engine.model.device import Space
 from engine.streams import Mark, Stream
+from engine.weights.image import Weights
+from engine.workspace import Workspace
 
-_MAPPED_BYTES: Final = 256 << 20  # at once: larger pieces are mapped no faster
-_ALIGNED_BYTES: Final = 512
-
-Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
-
-
-class Weights:
-    """Tensors one behind the other in memory of an arena, which do not change once they are loaded. Their copy in host
-    memory is made ahead, or when they sleep first; it stays.
-
-    A stage is what a step needs together: consecutive tensors whose names begin alike, `layers.3.` or one alone.
-    """
-
-    def __init__(self, arena: Arena, shapes: Shapes) -> None:
-        """With memory, in which anything may lie. Raises OutOfDeviceMemory."""
-        self.arena = arena
-        self._region = arena.reserve("weights", sum(_size(*shape) for shape in shapes.values()), _MAPPED_BYTES)
-        self._region.map_all()
-        self._memory = self._region.tensor()
-        self._ends: dict[str, int] = {}  # of each stage, in bytes
-        self._pinned = Pinned(arena.driver, self._region.size)
-        self.tensors: dict[str, Tensor] = {}
-        end = 0
-        for name, (shape, dtype) in shapes.items():
-            count = shape.numel() * dtype.itemsize
-            self.tensors[name] = self._memory[end : end + count].view(dtype).view(shape)
-            end += _size(shape, dtype)
-            self._ends[_stage(name)] = end
-
-    @property
-    def bytes(self) -> int:
-        """What they take of the device when they are there."""
-        return self._region.size
-
-    @property
-    def held_bytes(self) -> int:
-        """What their copy takes of host memory."""
-        return self._pinned.bytes
-
-    def prepare(self, copies: Stream) -> int:
-        """Queues the copy of one piece more to the host; gives its bytes, 0 where all is copied. It takes some 3 ms and
-        does not wait for the copy. Raises OutOfHostMemory."""
-        start = self._pinned.bytes
-        source = self._memory[start : start + PIECE_BYTES]
-        if len(source):
-            piece = self._pinned.grow()
-            with copies.entered():
-                piece[: len(source)].copy_(source, non_blocking=True)
-        return len(source)
-
-    def unmap(self) -> None:
-        """Gives their memory back. All of them are copied, and nothing that is queued reads them."""
-        assert self._pinned.bytes >= self._region.size, "weights that the host has no copy of"
-        self._region.unmap_all()
-
-    def map(self) -> None:
-        """Raises OutOfDeviceMemory."""
-        self._region.map_all()
-
-    def send(self, copies: Stream) -> list[Mark]:
-        """Queues their way back to the device, with a mark behind each stage."""
-        marks: list[Mark] = []
-        ends = list(self._ends.values())
-        with copies.entered():
-            for index, piece in enumerate(self._pinned.pieces):
-                target = self._memory[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
-                target.copy_(piece[: len(target)], non_blocking=True)
-                while len(marks) < len(ends) and ends[len(marks)] <= (index + 1) * PIECE_BYTES:
-                    marks.append(copies.mark())
-                    marks[-1].set()
-        return marks
+CONTEXT_BYTES: Final = 720 << 20  # what the driver keeps for a process, kernels included, as measured
+GRAPH_BYTES: Final = 1 << 20  # and for each captured graph
 
 
-class Kept:
-    """Contents of blocks, in host memory while the device is given back. A row is one block of one layer; those of a
-    layer follow each other, in the order of the blocks."""
+class DeviceMemory:
+    """Awake when it is made, with everything mapped but extents of the pool."""
 
-    def __init__(self, pool: KvPool, driver: Driver, most_bytes: int, staging: Tensor) -> None:
-        """`staging`, PIECE_BYTES of the device, is where rows are gathered on their way."""
-        self._pool = pool
-        width = pool.shape.layer_block_bytes
-        self._rows = PIECE_BYTES // width  # of a piece
-        assert self._rows > 0, "a block of one layer is more than a piece"
-        self._staged = staging[: self._rows * width].view(-1, width)
-        most_rows = most_bytes // pool.shape.block_bytes * pool.shape.layers
-        self._pinned = Pinned(driver, -(-most_rows // self._rows) * PIECE_BYTES)
-        self._blocks: list[int] = []
+    def __init__(
+        self, weights: Weights, pool: KvPool, space: Space, workspace: Workspace, kept: Kept, stream: Stream,
+        extents_least: int,
+    ) -> None:  # fmt: skip
+        """`stream` is the one of the steps."""
+        self.awake = True
+        self.pool = pool
+        self.space = space
+        self.workspace = workspace
+        self._weights = weights
+        self._kept = kept
+        self._stream = stream
+        self._copies = Stream(stream.device)
+        self._coming: list[Mark] = []
+        self._extents_least = extents_least
 
-    @property
-    def bytes(self) -> int:
-        """What is kept."""
-        return len(self._blocks) * self._pool.shape.block_bytes
+    def prepare(self) -> bool:
+        """Copies a little of the weights to the host, beside the steps; False where that is done. Raises
+        OutOfHostMemory."""
+        return self.awake and self._weights.prepare(self._copies) > 0
 
-    @property
-    def held_bytes(self) -> int:
-        """What of host memory is held for it, now and the next time."""
-        return self._pinned.bytes
+    def sleep(self, kept: Items[int]) -> int:
+        """Gives everything back but what these blocks hold; gives how many bytes that copied. Raises OutOfHostMemory,
+        and then it is awake as before."""
+        assert self.awake, "asleep already"
+        self._stream.wait()
+        self._copies.wait()
+        self.arrived()
+        copied = 0
+        while count := self._weights.prepare(self._copies):
+            copied += count
+        copied += self._kept.save(kept, self._stream)
+        with self._stream.entered():
+            self.pool.clear(self.pool.mapped)
+            self.workspace.clear()
+        self._copies.wait()
+        self._weights.unmap()  # while the rest is zeroed
+        self._stream.wait()
+        self.pool.unmap(self.pool.mapped)
+        self.workspace.unmap()
+        if self._stream.queues:
+            torch.cuda.empty_cache()
+        self.awake = False
+        return copied
 
-    def save(self, blocks: Items[int], stream: Stream) -> int:
-        """Queues the copy of these blocks to the host; gives its bytes. Raises OutOfHostMemory."""
-        assert not self._blocks, "something is kept already"
-        self._pinned.wait()
-        count = len(blocks) * self._pool.shape.layers
-        while len(self._pinned.pieces) * self._rows < count:
-            self._pinned.grow()
-        self._blocks = list(blocks)
-        with stream.entered():
-            blocks_B = stream.sent(blocks)
-            for piece, rows, parts in self._chunks():
-                for layer, first, last, at in parts:
-                    self._pool.take(layer, blocks_B[first:last], self._staged[at : at + last - first])
-                piece.copy_(self._staged[:rows], non_blocking=True)
-        return self.bytes
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
+        """Maps everything with these extents, and queues what comes back from the host, what was kept into the blocks
+        `restored`; gives how many bytes that are. Raises OutOfDeviceMemory, and then it sleeps as before."""
+        assert not self.awake, "awake already"
+        needed = sorted({block // self.pool.extent_blocks for block in restored})
+        with ExitStack() as undoing:
+            self._weights.map()
+            undoing.callback(self._weights.unmap)
+            self.workspace.map()
+            undoing.callback(self.workspace.unmap)
+            self.pool.map(needed)
+            undoing.callback(self.pool.unmap, needed)
+            undoing.callback(self._wait)
+            with self._stream.entered():
+                self.space.renew()
+            copied = self._kept.restore(restored, self._copies)
+            self._coming = self._weights.send(self._copies)
+            self.pool.map([extent for extent in extents if extent not in needed])  # while copies are under way
+            undoing.pop_all()
+        self.awake = True
+        return copied + self._weights.bytes
 
-    def restore(self, blocks: Items[int], stream: Stream) -> int:
-        """Queues the way back, into other blocks perhaps, in the same order; gives its bytes. They stay kept until
-        `forget`."""
-        assert len(blocks) == len(self._blocks), "not as many blocks as are kept"
-        with stream.entered():
-            blocks_B = stream.sent(blocks)
-            for piece, rows, parts in self._chunks():
-                self._staged[:rows].copy_(piece, non_blocking=True)
-                for layer, first, last, at in parts:
-                    self._pool.put(layer, blocks_B[first:last], self._staged[at : at + last - first])
-        return self.bytes
+    def _wait(self) -> None:
+        self._copies.wait()
+        self._stream.wait()
+        self._coming = []
+
+    def arrived(self) -> bool:
+        """Whether everything is there. What was kept is forgotten then."""
+        if self._coming and self._coming[-1].passed():
+            self._coming = []
+            self._kept.forget()
+        return not self._coming
+
+    def coming(self) -> list[Mark]:
+        """Of the stages that are on their way, a mark each, in the order of their use; none where all have arrived."""
+        return [] if self.arrived() else self._coming
 
     def erase(self, blocks: Items[int]) -> None:
-        """Zeroes what is kept of these."""
-        for place in (self._blocks.index(block) for block in blocks if block in self._blocks):
-            for layer in range(self._pool.shape.layers):
-                piece, row = divmod(layer * len(self._blocks) + place, self._rows)
-                self._piece(piece, self._rows)[row].zero_()
+        """Zeroes them, asleep in what is kept of them, in the order of the stream."""
+        if not self.awake:
+            self._kept.erase(blocks)
+            return
+        with self._stream.entered(), self.workspace.entered():
+            self.pool.erase(self._ids(blocks))
 
-    def forget(self) -> None:
-        """Zeroes all of it, in threads: what was restored may be erased from the device from now on."""
-        self._pinned.clear(-(-len(self._blocks) * self._pool.shape.layers // self._rows))
-        self._blocks = []
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        """Copies blocks, in the order of the stream."""
+        with self._stream.entered(), self.workspace.entered():
+            self.pool.copy(self._ids(sources), self._ids(targets))
 
-    def _chunks(self) -> Iterator[tuple[Tensor, int, list[tuple[int, int, int, int]]]]:
-        """Each piece's rows, their number, and where they belong: (layer, first place, last place + 1, row)."""
-        count = len(self._blocks)
-        total = count * self._pool.shape.layers
-        for index, start in enumerate(range(0, total, self._rows)):
-            end = min(start + self._rows, total)
-            parts = []
-            for layer in range(start // count, -(-end // count)):
-                first, last = max(start, layer * count), min(end, (layer + 1) * count)
-                parts.append((layer, first - layer * count, last - layer * count, first - start))
-            yield self._piece(index, end - start), end - start, parts
+    def map(self, extents: Items[int]) -> None:
+        """Raises OutOfDeviceMemory, and then none of them has memory."""
+        self.pool.map(extents)
 
-    def _piece(self, index: int, rows: int) -> Tensor:
-        width = self._pool.shape.layer_block_bytes
-        return self._pinned.pieces[index][: rows * width].view(rows, width)
+    def unmap(self, extents: Items[int]) -> None:
+        """Zeroes these extents and gives their memory back. No step in the air reads or writes them."""
+        with self._stream.entered():
+            self.pool.clear(extents)
+        self._stream.wait()
+        self.pool.unmap(extents)
 
+    def sizes(self, graphs: int, standby: bool) -> Sizes:
+        """With so many graphs captured; with `standby` the host's copy counts as a whole, however much is there."""
+        asleep_bytes = CONTEXT_BYTES + graphs * GRAPH_BYTES
+        fixed_bytes = asleep_bytes + self._weights.bytes + self.workspace.bytes
+        extent_bytes, kv_bytes = self.pool.extent_bytes, self.pool.mapped_bytes
+        image_bytes = self._weights.bytes if standby else self._weights.held_bytes
+        return Sizes(
+            device_bytes=fixed_bytes + kv_bytes if self.awake else asleep_bytes,
+            asleep_bytes=asleep_bytes,
+            least_bytes=fixed_bytes + self._extents_least * extent_bytes,
+            most_bytes=fixed_bytes + self.pool.extents * extent_bytes,
+            memory_bytes=image_bytes + self._kept.held_bytes,
+            weights_bytes=self._weights.bytes,
+            kv_bytes=kv_bytes,
+            kept_bytes=self._kept.bytes,
+            extent_bytes=extent_bytes,
+            extents_least=self._extents_least,
+        )
 
-def _size(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Bytes, the gap behind them included."""
-    return -(-shape.numel() * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
-
-
-def _stage(name: str) -> str:
-    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+    def _ids(self, blocks: Items[int]) -> torch.Tensor:
+        return self._stream.pinned(blocks).to(self._stream.device, non_blocking=True)

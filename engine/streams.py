@@ -29,11 +29,10 @@ class Stream:
         """Host memory that the device reads and writes by itself."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=self.queues)
 
-    def sent(self, numbers: Items[int] | Tensor) -> Tensor:
-        """These on the device (int64), behind what is queued: a copy from memory that is not pinned would wait for
-        it."""
+    def pinned(self, numbers: Items[int] | Tensor) -> Tensor:
+        """Ids (int64) in host memory, from where a copy does not wait for what is queued before it."""
         host = torch.as_tensor(numbers, dtype=torch.int64)
-        return (host.pin_memory() if self.queues else host).to(self.device, non_blocking=True)
+        return host.pin_memory() if self.queues else host
 
     def follow(self, mark: "Mark") -> None:
         """What is queued from now on comes behind a mark of another stream."""

@@ -41,6 +41,7 @@ class Space:
     sin_PD: Tensor
     layout: Layout
     scratch: Scratch
+    tables: tuple[Tensor, Tensor]  # cos and sin in host memory
 
     @classmethod
     def make(
@@ -56,11 +57,23 @@ class Space:
             torch.zeros(wanted, dtype=torch.int32, device=device),
             torch.zeros(wanted, -(-config.vocabulary // 32), dtype=torch.int32, device=device),
             torch.zeros(wanted, config.hidden if config.vectors else 0, device=device),
-            cos_PD.to(device),
-            sin_PD.to(device),
+            cos_PD.to(device, copy=True),
+            sin_PD.to(device, copy=True),
             layout,
             Scratch.make(layout, config.heads, config.head_dim, rows, device),
+            (cos_PD.pin_memory(), sin_PD.pin_memory()) if device.type == "cuda" else (cos_PD, sin_PD),
         )
+
+    def renew(self) -> None:
+        """Queues what makes it as new, whatever lies in its memory."""
+        scratch = self.scratch
+        for tensor in (
+            self.words, self.sum_TH, self.attended_TW, self.sampled_R, self.masks_RW, self.vectors_RH,
+            scratch.partial_PHD, scratch.peak_PH, scratch.total_PH, scratch.counters,
+        ):  # fmt: skip
+            tensor.zero_()
+        for tensor, table in zip((self.cos_PD, self.sin_PD), self.tables, strict=True):
+            tensor.copy_(table, non_blocking=True)
 
 
 class DeviceStep:

@@ -12,8 +12,15 @@ from engine.weights.storage import Dense
 
 
 def allocate(table: Iterable[Entry], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """A tensor per entry of a name table, sources below each other, not yet written. Norms are float32."""
-    return {entry.parameter: torch.empty(_shape(entry), dtype=_dtype(entry, dtype), device=device) for entry in table}
+    """A tensor per entry of a name table, not yet written."""
+    return {
+        name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes(table, dtype).items()
+    }
+
+
+def shapes(table: Iterable[Entry], dtype: torch.dtype) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """What the entries of a name table become: their sources below each other. Norms are float32."""
+    return {entry.parameter: (_shape(entry), _dtype(entry, dtype)) for entry in table}
 
 
 def assemble(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> Parameters:
@@ -29,7 +36,7 @@ def assemble(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[],
 
 def planned_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """What the tensors of a decoder will occupy."""
-    return sum(_shape(entry).numel() * _dtype(entry, dtype).itemsize for entry in entries(config))
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in shapes(entries(config), dtype).values())
 
 
 def weights_bytes(parameters: Parameters) -> int:

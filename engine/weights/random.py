@@ -24,18 +24,21 @@ _SIGMA: Final = 0.02
 
 
 def random_parameters(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0
-) -> Parameters:
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0,
+    into: dict[str, Tensor] | None = None,
+) -> Parameters:  # fmt: skip
     """A decoder's, made of `random_tensors`."""
-    return assemble(config, random_tensors(entries(config), dtype, device, beat, seed), beat)
+    return assemble(config, random_tensors(entries(config), dtype, device, beat, seed, into), beat)
 
 
 def random_tensors(
-    table: list[Entry], dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0
-) -> dict[str, Tensor]:
-    """Norms are 1, all else is drawn from N(0, 0.02). Equal arguments on equal hardware give equal tensors."""
+    table: list[Entry], dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0,
+    into: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Norms are 1, all else is drawn from N(0, 0.02), into the tensors of `into`, or new ones. Equal arguments on equal
+    hardware give equal tensors."""
     started = time.monotonic()
-    tensors = allocate(table, dtype, device)
+    tensors = allocate(table, dtype, device) if into is None else into
     total = sum(tensor.nbytes for tensor in tensors.values())
     generator = torch.Generator(device).manual_seed(seed)
     for entry in table:

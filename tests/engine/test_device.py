@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.arena import Arena
 from engine.batch import OutOfDeviceMemory, Segment, Slice, pack, unpack
-from engine.device import Device, Most
+from engine.device import Device, Most, _held
 from engine.kv import KvPool, KvShape
 from engine.model.config import read_config
-from engine.model.device import Space
 from engine.runner import Runner, _parameters
 from engine.sampler import sample
 from engine.streams import Stream
 from engine.weights import assembly
+from engine.weights.assembly import shapes
+from engine.weights.image import Weights
+from engine.weights.names import entries
 from engine.weights.resident import Resident
 from engine.wire import Sampling
 from tests.engine.small import BLOCK_TOKENS, FAMILIES, Text, reference_model, saved, shuffled_tables, spec
@@ -36,17 +39,28 @@ INTERPRETED = ("llama biases", "mistral window", "qwen3 biases window")
 
 
 @torch.inference_mode()
-def interpreted(folder: Path, **changes: Any) -> Device:
+def interpreted(folder: Path, blocks: int = BLOCKS, **changes: Any) -> Device:
     """A device whose kernels run in the interpreter. Every slot is NaN until it is written."""
-    config = read_config(folder, vectors=changes.get("vectors", False))
+    model = spec(folder, **changes)
+    config = read_config(folder, vectors=model.vectors)
+    weights = Weights(Arena.of(CPU), shapes(entries(config), torch.float32))
     with patch.object(assembly, "_stored", Resident):
-        parameters, _ = _parameters(spec(folder, **changes), config, torch.float32, CPU, lambda: None)
+        parameters = _parameters(model, config, torch.float32, CPU, lambda: None, dict(weights.tensors))
     most = Most.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
-    space = Space.make(config, torch.float32, CPU, most.words, most.rows, most.sequences, CONTEXT_TOKENS)
-    pool = KvPool(KvShape.of(config, BLOCK_TOKENS, torch.float32), BLOCKS, CPU)
+    pool = KvPool(KvShape.of(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
+    poison(pool)
+    held = _held(model, config, weights, pool, most, CONTEXT_TOKENS, Stream(CPU))
+    return Device(config, parameters, held, Stream(CPU), most, graph_rows=0, standby=True)
+
+
+@torch.inference_mode()
+def poison(pool: KvPool) -> None:
+    """NaN in every slot that has memory."""
+    slots = pool.extent_blocks * pool.shape.block_tokens
     for rows in pool.layers:
-        rows.fill_(float("nan"))
-    return Device(config, parameters, pool, space, Stream(CPU), most, graph_rows=0)
+        for extent in pool.mapped:
+            part = rows[extent * slots : (extent + 1) * slots]
+            part.copy_(torch.full_like(part, float("nan"), dtype=torch.float32).to(rows.dtype))
 
 
 @torch.inference_mode()
@@ -216,9 +230,7 @@ def test_too_little_memory_for_a_step_is_said_as_the_scheduler_understands_it(tm
 def opened(folder: Path, **changes: Any) -> Runner:
     """A runner whose slots are NaN until they are written."""
     runner = Runner.open(spec(folder, **changes), "cuda", None, lambda: None)
-    with torch.inference_mode():
-        for rows in runner.place.pool.layers:
-            rows.copy_(torch.full_like(rows, float("nan"), dtype=torch.float32).to(rows.dtype))
+    poison(runner.place.pool)
     return runner
 
 

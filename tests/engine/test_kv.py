@@ -13,6 +13,7 @@ def test_block_bytes_count_k_and_v_of_all_layers() -> None:
     pool = KvPool(SHAPE, 5)
     held = sum(rows.nbytes for rows in pool.layers)
     assert held == SHAPE.block_bytes * (pool.blocks + 1)
+    assert pool.bytes == SHAPE.block_bytes * 5
 
 
 def test_layout_names_everything_that_gives_the_bytes_their_meaning() -> None:
