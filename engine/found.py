@@ -62,10 +62,9 @@ def on_device(
     return Artefacts(Path(model.folder), key, Measured)
 
 
-def on_host(model: ModelSpec, config: ModelConfig, threads: int) -> Artefacts[Chosen]:
+def on_host(model: ModelSpec, config: ModelConfig) -> Artefacts[Chosen]:
     key: Key = {
         "processor": _processor(),
-        "threads": threads,
         "torch": version("torch"),
         "source": _source(_OF_HOSTS),
         "config": repr(config),

@@ -411,6 +411,15 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int  # left to nobody
 
 
+class Warmed(msgspec.Struct, frozen=True, kw_only=True):
+    """What `python -m engine.warming` found or prepared of what starts of a model take over."""
+
+    needed: bool  # there is something that later starts would have to find out
+    found: bool  # it was there already
+    seconds: float
+    files: list[str] = []  # where it is now
+
+
 def memory_path(pulse: str | os.PathLike[str]) -> Path:
     """The file of the replica that beats in `pulse`."""
     return Path(pulse).with_suffix(MEMORY_SUFFIX)

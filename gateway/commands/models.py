@@ -9,7 +9,7 @@ import msgspec
 
 from engine.wire import MEMORY_SUFFIX, Fleet, Memory
 from gateway.catalogue import entries, folder_of, price_of
-from gateway.commands import adding
+from gateway.commands import adding, warm
 from gateway.commands.residencies import fleets, in_words, replicas_of
 from gateway.commands.sizes import read_config, sizes_of
 from gateway.commands.words import add_action, add_command, fail, in_bytes, print_json, print_table, read_settings
@@ -24,6 +24,7 @@ examples:
   hearth models add @cf/acme/assistant models/assistant --pinned
   hearth models add @cf/acme/notes models/notes --priority 2 --context-tokens 16384
   hearth models remove @cf/acme/assistant              out of the catalogue; its folder stays
+  hearth models warm --all                             compile and measure ahead, for the first start
   hearth pull Qwen/Qwen3-0.6B                          one more, from the hub
 
 `add` refuses a folder that could not be served: incomplete, of an architecture that is not known, larger than any
@@ -33,17 +34,24 @@ adds folders too, sets prices and sizes, and leaves models out; what it says goe
 
 
 def add(commands: Any) -> None:
-    parser = add_command(commands, "models", "list, show, add and remove the models that are served", _TEACHING)
-    actions = parser.add_subparsers(dest="action", metavar="list | show | add | remove", required=True)
+    parser = add_command(commands, "models", "list, show, add, remove and warm the models that are served", _TEACHING)
+    actions = parser.add_subparsers(dest="action", metavar="list | show | add | remove | warm", required=True)
     add_action(actions, "list", "every model of the catalogue")
     show = add_action(actions, "show", "one model in full")
     show.add_argument("name", help="its name, like @cf/hearth/ember")
     adding.add(actions)
+    warm.add(actions)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    actions = {"list": _list, "show": _show, "add": adding.add_model, "remove": adding.remove_model}
+    actions = {
+        "list": _list,
+        "show": _show,
+        "add": adding.add_model,
+        "remove": adding.remove_model,
+        "warm": warm.warm_models,
+    }
     return actions[options.action](read_settings(options), options)
 
 
