@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import msgspec
 
 from engine import wire
 
@@ -102,6 +104,10 @@ class StubConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def wake(self) -> None:
+        """What waited while the replica was not on the device goes on."""
+        self._step_soon()
+
     @property
     def running(self) -> int:
         return len(self._running)
@@ -130,13 +136,15 @@ class StubConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._paused and self._running:
+        if not self._paused and self._running and self._replica.state.residency is wire.Residency.DEVICE:
             loop = self._loop
             self._timer = loop.call_later(after_s, self._step) if after_s else loop.call_soon(self._step)
 
     def _step(self) -> None:
         """One step for every sequence whose time has come, as one Progress."""
         self._timer = None
+        if self._replica.state.residency is not wire.Residency.DEVICE:
+            return
         behaviour, now = self._replica.behaviour, self._loop.time()
         ids: list[int] = []
         counts: list[int] = []
@@ -210,7 +218,8 @@ def spread(ids: list[int], width: int = 384) -> list[float]:
 
 
 class StubReplica:
-    """One replica on a socket; `connections`, `submits` and `cancels` tell what happened."""
+    """One replica on a socket; `connections`, `submits` and `cancels` tell what happened. `state` is what its machine
+    says of it."""
 
     def __init__(self, path: Path, behaviour: Behaviour, model: str = MODEL) -> None:
         self.path = path
@@ -220,6 +229,8 @@ class StubReplica:
         self.submits: deque[wire.Submit] = deque(maxlen=100_000)
         self.cancels: deque[int] = deque(maxlen=100_000)
         self.deaths = 0
+        device = wire.Residency.DEVICE
+        self.state = wire.ReplicaState(model, f"unix:{path}", device, 1, toward=device)
 
     @property
     def running(self) -> int:
@@ -251,11 +262,13 @@ class StubReplica:
         draining: bool = False,
         shared_blocks: int = 0,
         counters: dict[str, int] | None = None,
+        blocks: int = 0,
     ) -> None:
         """Tells every gateway how full it is."""
         for connection in list(self.connections):
             running = connection.running
-            connection.send(wire.Load(running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks))
+            load = wire.Load(running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks, blocks=blocks)
+            connection.send(load)
 
     def die(self) -> None:
         """Every connection ends, as when the process is killed."""
@@ -269,25 +282,31 @@ class StubReplica:
 
 
 class StubMachine(asyncio.Protocol):
-    """Tells every gateway of the same replicas."""
+    """Tells every gateway of the same replicas, and keeps what they ask for."""
 
-    def __init__(self, replicas: Callable[[], list[wire.ReplicaState]], known: set["StubMachine"]) -> None:
-        self._replicas = replicas
-        self._known = known
+    def __init__(self, fleet: "StubFleet") -> None:
+        self._fleet = fleet
+        self._frames = wire.FrameReader()
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class derives from none of asyncio's
-        self._known.add(self)
+        self._fleet.machines.add(self)
         self.tell()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._known.discard(self)
+        self._fleet.machines.discard(self)
+
+    def data_received(self, received: bytes) -> None:
+        for frame in self._frames.feed(received):
+            assert isinstance(frame, wire.Wake), frame
+            self._fleet.wakes.append(frame)
+            self._fleet.woken(frame)
 
     def tell(self) -> None:
         if self._transport is not None:
-            self._transport.write(wire.encode(wire.Fleet("stub", self._replicas())))
+            self._transport.write(wire.encode(self._fleet.said()))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -295,26 +314,43 @@ class StubMachine(asyncio.Protocol):
 
 
 class StubFleet:
-    """A machine with its replicas, all in this process. `behaviour` is shared by the replicas."""
+    """A machine with its replicas, all in this process, whose `behaviour` they share. `wakes` are what gateways asked
+    for, and `woken` is called with each; it moves nothing by itself."""
 
     def __init__(self, folder: Path, replicas: int = 1, model: str = MODEL) -> None:
         self.behaviour = Behaviour()
         self.address = f"unix:{folder / 'machine.sock'}"
         self.replicas = [StubReplica(folder / f"replica-{i}.sock", self.behaviour, model) for i in range(replicas)]
         self.hidden: set[int] = set()  # replicas that the machine does not tell of
-        self._machines: set[StubMachine] = set()
+        self.machines: set[StubMachine] = set()
+        self.wakes: list[wire.Wake] = []
+        self.woken: Callable[[wire.Wake], None] = lambda wake: None
+        self.moves = {"wake": 3, "sleep": 2, "wake_failed": 1}
 
-    def states(self) -> list[wire.ReplicaState]:
-        return [
-            wire.ReplicaState(replica.model, f"unix:{replica.path}", wire.Residency.DEVICE, 1)
-            for i, replica in enumerate(self.replicas)
-            if i not in self.hidden
-        ]
+    def said(self) -> wire.Fleet:
+        states = [replica.state for i, replica in enumerate(self.replicas) if i not in self.hidden]
+        return wire.Fleet("stub", states, [wire.DeviceState("cpu", 800, 600, 500)], 70, 90, self.moves)
 
     def tell(self) -> None:
         """The machine says again what it has."""
-        for machine in list(self._machines):
+        for machine in list(self.machines):
             machine.tell()
+
+    def move(
+        self,
+        index: int,
+        residency: wire.Residency,
+        toward: wire.Residency | None = None,
+        ready_ms: int = 0,
+        **told: Any,
+    ) -> None:
+        """The replica is there now, and goes there; `told` are further fields of its state."""
+        replica = self.replicas[index]
+        told |= {"residency": residency, "toward": residency if toward is None else toward, "ready_ms": ready_ms}
+        replica.state = msgspec.structs.replace(replica.state, **told)
+        for connection in list(replica.connections):
+            connection.wake()
+        self.tell()
 
     @property
     def running(self) -> int:
@@ -329,13 +365,13 @@ class StubFleet:
         loop = asyncio.get_running_loop()
         path = self.address.removeprefix("unix:")
         servers = [await replica.serve() for replica in self.replicas]
-        servers.append(await loop.create_unix_server(lambda: StubMachine(self.states, self._machines), path))
+        servers.append(await loop.create_unix_server(lambda: StubMachine(self), path))
         try:
             yield self
         finally:
             for server in servers:
                 server.close()
-            for machine in list(self._machines):
+            for machine in list(self.machines):
                 machine.close()
             for replica in self.replicas:
                 for connection in list(replica.connections):

@@ -1,11 +1,13 @@
 """Queued requests through a whole gateway: submitted, run, fetched, listed, cancelled, charged, parked, taken over."""
 
 import asyncio
+import dataclasses
 import json
 import sqlite3
 import time
 from contextlib import closing
 from datetime import date, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -478,3 +480,66 @@ async def test_a_restart_goes_on_where_the_gateway_stopped(tmp_path: Path) -> No
         assert sorted(one.request_id for one in records) == sorted(f"{request_id}-{n}" for n in range(40))
         assert {one.outcome for one in records} == {"done"}
         (await world.app._store.reconcile(account_id, records[0].day)).check()
+
+
+@looped
+async def test_batches_for_a_model_that_sleeps_wake_it_after_a_while_as_lightly_as_can_be_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "ASLEEP_S", 0.5)
+    async with served(tmp_path) as world:
+        fleet, memory, device = world.fleet, wire.Residency.MEMORY, wire.Residency.DEVICE
+        fleet.move(0, memory, ready_ms=200)
+        await until(lambda: not world.app._gateway.fleet.serves(MODEL))
+        request_id = await submit(world, 5)
+        await until(lambda: bool(fleet.wakes))
+        assert not fleet.submits, "nothing was claimed for it"
+        assert (await state(world, request_id))["status"] == "queued"
+        assert (fleet.wakes[0].model, fleet.wakes[0].requests, fleet.wakes[0].weight) == (MODEL, 1, drain.LIGHT)
+        live = asyncio.create_task(world.run(prompt="hello", max_tokens=2))
+        await until(lambda: fleet.wakes[-1].weight == 1.0)
+        live.cancel()
+        await until(lambda: fleet.wakes[-1].weight == drain.LIGHT)
+        fleet.move(0, memory, toward=device)
+        await until(lambda: fleet.wakes[-1].requests == 0)
+        fleet.move(0, device)
+        result = await ended(world, request_id)
+        assert all(one["success"] for one in result["responses"])
+
+
+@looped
+async def test_what_was_claimed_for_a_model_that_goes_to_sleep_is_queued_again(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        world.behaviour.first_s = 60.0
+        request_id = await submit(world, 3)
+        await until(lambda: world.fleet.running == 3)
+        world.behaviour.first_s = 0.0
+        world.fleet.move(0, wire.Residency.MEMORY, ready_ms=200)
+        await until(lambda: not running(world) and not world.fleet.running)
+        world.fleet.move(0, wire.Residency.DEVICE)
+        result = await ended(world, request_id)
+        assert all(one["success"] for one in result["responses"])
+        assert len(await world.records()) == 3
+
+
+def ahead(hours: float) -> float:
+    return time.time() + 3600 * hours
+
+
+def asked_by(world: Served, weight: float) -> bool:
+    """Whether the machine was asked last for a request of about that weight."""
+    return bool(world.fleet.wakes) and abs(world.fleet.wakes[-1].weight - weight) < 0.001
+
+
+@looped
+async def test_an_old_batch_asks_for_its_model_as_a_plain_call_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path) as world:
+        world.fleet.move(0, wire.Residency.DISK, ready_ms=200)
+        await until(lambda: not world.app._gateway.fleet.serves(MODEL))
+        await submit(world, 2)
+        for hours, weight in ((0.1, 0.1 / 24), (12, 0.5), (30, 1.0)):
+            gateway = dataclasses.replace(world.app._gateway, calendar=partial(ahead, hours))
+            monkeypatch.setattr(world.app._drain, "_gateway", gateway)
+            await until(partial(asked_by, world, weight))

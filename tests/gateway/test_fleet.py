@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine import wire
-from gateway.connections import STEPS_MAX, Link, Rejected, ReplicaLost, Step, Stream, pack
+from gateway.connections import STEPS_MAX, Asleep, Link, Rejected, ReplicaLost, Step, Stream, pack
 from gateway.fleet import Fleet, Unavailable, _Known
+from tests.gateway.served import looped
 from tests.gateway.stub_replica import MODEL, StubFleet
 
 PROMPT = pack(range(40))
@@ -381,3 +382,184 @@ def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_w
             await until(lambda: fleet.spare(MODEL, 10) <= 10)
 
     asyncio.run(scenario())
+
+
+DISK, MEMORY, DEVICE = wire.Residency
+
+
+async def held(fleet: Fleet, count: int = 1, wait_s: float = 5.0) -> list[asyncio.Task[Link]]:
+    """So many requests that wait for the model."""
+    tasks = [asyncio.create_task(link(fleet, wait_s)) for _ in range(count)]
+    await until(lambda: fleet.waiting(MODEL) == count)
+    return tasks
+
+
+@contextlib.asynccontextmanager
+async def asleep(folder: Path, replicas: int = 1, ready_ms: int = 300) -> AsyncIterator[tuple[StubFleet, Fleet]]:
+    async with connected(folder, replicas) as (stub, fleet):
+        for index in range(replicas):
+            stub.move(index, MEMORY, ready_ms=ready_ms)
+        await until(lambda: not fleet.serves(MODEL))
+        yield stub, fleet
+
+
+@looped
+async def test_one_wake_serves_all_who_wait_and_what_they_send_waits_in_the_replica(tmp_path: Path) -> None:
+    async with asleep(tmp_path) as (stub, fleet):
+        tasks = await held(fleet, 50)
+        await until(lambda: stub.wakes[-1].requests == 50)
+        assert len(stub.wakes) <= 2
+        stub.move(0, MEMORY, toward=DEVICE)
+        streams = [
+            (await task).submit(tokens=PROMPT, scope=wire.Scope(), sampling=wire.Sampling(), max_tokens=2)
+            for task in tasks
+        ]
+        await until(lambda: len(stub.submits) == 50)
+        await until(lambda: stub.wakes[-1] == wire.Wake(MODEL, 0))
+        assert not any(stream.ready for stream in streams)
+        stub.move(0, DEVICE)
+        assert [sum(len(step.tokens) for step in await collect(stream)) for stream in streams] == [2] * 50
+
+
+@looped
+async def test_a_replica_on_the_device_is_preferred_and_one_that_leaves_it_is_not_chosen(tmp_path: Path) -> None:
+    async with connected(tmp_path, replicas=3) as (stub, fleet):
+        stub.move(0, MEMORY, toward=DEVICE)
+        stub.move(1, DEVICE, toward=MEMORY)
+        await until(lambda: fleet._present(MODEL) == [known.connection for known in fleet._of(MODEL)][2:])
+        for n in range(20):
+            chosen = await fleet.link(MODEL, SCOPE, pack([n] * 40), asyncio.get_running_loop().time())
+            assert chosen._replica.address == f"unix:{stub.replicas[2].path}"
+
+
+@looped
+async def test_what_a_replica_has_not_begun_with_is_taken_back_when_it_leaves_the_device(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (stub, fleet):
+        stub.behaviour.step_s = 0.02
+        begun = await submit(fleet, max_tokens=50)
+        await anext(begun)
+        stub.behaviour.first_s = 60.0
+        other = await submit(fleet, n=2)
+        await until(lambda: len(stub.submits) == 2)
+        stub.move(0, DEVICE, toward=MEMORY)
+        with pytest.raises(Asleep):
+            await anext(other)
+        await until(lambda: len(stub.replicas[0].cancels) == 2)
+        stub.move(0, MEMORY, ready_ms=100)
+        stub.move(0, DEVICE)
+        assert sum(len(step.tokens) for step in await collect(begun)) == 49
+
+
+@looped
+async def test_the_wait_ends_when_no_machine_can_ever_serve_the_model(tmp_path: Path) -> None:
+    async with asleep(tmp_path, replicas=2) as (stub, fleet):
+        (task,) = await held(fleet)
+        stub.move(0, DISK, ready_ms=-1, problem="it never fits", quarantined=True)
+        await asyncio.sleep(0.05)
+        assert not task.done(), "the other replica may come"
+        stub.move(1, DISK, ready_ms=-1, problem="it never fits")
+        with pytest.raises(Unavailable, match="it never fits") as raised:
+            await task
+        assert not raised.value.loading
+        with pytest.raises(Unavailable):
+            await link(fleet)
+
+
+@looped
+async def test_the_end_of_the_wait_says_when_the_model_may_be_there(tmp_path: Path) -> None:
+    async with asleep(tmp_path, replicas=2) as (stub, fleet):
+        stub.move(0, DISK, ready_ms=7_400)
+        await until(lambda: fleet.replicas()[0].expected_s == 7.4)
+        stub.move(1, DISK, ready_ms=12_000)
+        await until(lambda: fleet.expected_s(MODEL) == 8)
+        with pytest.raises(Unavailable) as raised:
+            await link(fleet, wait_s=0.05)
+        assert (raised.value.loading, raised.value.retry_after_s) == (True, 8)
+        assert fleet.busy(MODEL) == 8
+        await until(lambda: stub.wakes[-1].requests == 0)
+        asked = len(stub.wakes)
+        with pytest.raises(Unavailable):
+            await link(fleet, wait_s=0.0)
+        await asyncio.sleep(0.05)
+        assert len(stub.wakes) == asked, "who does not wait wakes nothing"
+
+
+@looped
+async def test_a_machine_that_comes_back_is_told_again_who_waits(tmp_path: Path) -> None:
+    async with asleep(tmp_path) as (stub, fleet):
+        tasks = await held(fleet, 3)
+        await until(lambda: stub.wakes[-1].requests == 3)
+        stub.wakes.clear()
+        for machine in list(stub.machines):
+            machine.close()
+        await until(lambda: bool(stub.wakes))
+        assert stub.wakes[0].requests == 3
+        stub.move(0, DEVICE)
+        await asyncio.gather(*tasks)
+
+
+@looped
+async def test_what_a_connection_asks_for_ends_with_those_who_leave(tmp_path: Path) -> None:
+    async with asleep(tmp_path) as (stub, fleet):
+        tasks = await held(fleet, 2)
+        for task in tasks:
+            task.cancel()
+        await until(lambda: stub.wakes[-1] == wire.Wake(MODEL, 0))
+        assert fleet.waiting(MODEL) == 0
+
+
+@looped
+async def test_the_background_waits_for_no_model_and_wakes_none(tmp_path: Path) -> None:
+    async with asleep(tmp_path) as (stub, fleet):
+        with pytest.raises(Unavailable) as raised:
+            await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time() + 5, background=True)
+        assert raised.value.loading
+        assert not stub.wakes
+        assert fleet.spare(MODEL, 10) == 0
+
+
+@looped
+async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_did(tmp_path: Path) -> None:
+    waited = list[tuple[str, float]]()
+    stub = StubFleet(tmp_path)
+    fleet = Fleet([stub.address], waited=lambda model, seconds: waited.append((model, seconds)))
+    async with stub.serving():
+        running = asyncio.create_task(fleet.run())
+        await until(lambda: fleet.serves(MODEL))
+        await collect(await submit(fleet))
+        assert waited == []
+        stub.move(0, MEMORY, ready_ms=100)
+        await until(lambda: not fleet.serves(MODEL))
+        (task,) = await held(fleet)
+        stub.move(0, MEMORY, toward=DEVICE)
+        stream = (await task).submit(tokens=PROMPT, scope=wire.Scope(), sampling=wire.Sampling(), max_tokens=5)
+        await asyncio.sleep(0.2)
+        stub.move(0, DEVICE)
+        await collect(stream)
+        ((model, seconds),) = waited
+        assert (model, 0.2 < seconds < 2.0) == (MODEL, True)
+        stub.move(0, MEMORY, ready_ms=100)
+        await until(lambda: not fleet.serves(MODEL))
+        with pytest.raises(Unavailable):
+            await link(fleet, wait_s=0.1)
+        assert len(waited) == 2
+        assert waited[1][1] >= 0.1
+        running.cancel()
+
+
+@looped
+async def test_a_sleeping_replicas_connection_stays_and_one_on_disk_is_not_asked_for(tmp_path: Path) -> None:
+    async with asleep(tmp_path) as (stub, fleet):
+        hello = fleet.hello(MODEL)
+        assert hello is not None
+        assert hello.context_tokens == stub.behaviour.context_tokens
+        assert not fleet.replicas()[0].ready
+        assert fleet.replicas()[0].problem == ""
+        stub.move(0, DISK, ready_ms=900)
+        stub.replicas[0].die()
+        await until(lambda: fleet.hello(MODEL) is None)
+        await asyncio.sleep(0.3)
+        assert not stub.replicas[0].connections
+        assert (fleet.replicas()[0].problem, fleet.replicas()[0].expected_s) == ("", 0.9)
+        stub.move(0, DISK, toward=DEVICE, ready_ms=900)
+        await until(lambda: bool(stub.replicas[0].connections), within_s=1.0)

@@ -3,6 +3,7 @@ import time
 from pathlib import Path
 from typing import cast
 
+from engine.wire import Residency
 from gateway.app import build_app
 from gateway.fleet import Fleet
 from gateway.metrics import OUTCOMES_MAX, Metrics
@@ -13,7 +14,7 @@ from tenants.reconciler import Reconciler
 from tenants.store import Store, StoreUnavailable
 from tenants.terms import Limits
 from tests.gateway.certificates import write_certificate
-from tests.gateway.served import SECRET, config_for, looped, served
+from tests.gateway.served import SECRET, config_for, looped, served, until
 from tests.gateway.stub_replica import MODEL, StubFleet
 
 OPERATOR = Grant((Permission.OPERATOR,))
@@ -157,3 +158,40 @@ def test_the_end_of_the_certificate_is_told_and_follows_its_file(tmp_path: Path)
     assert abs(expires() - time.time() - 90 * 86400) < 60
     Path(config.server.certificate).unlink()
     assert expires() == 0
+
+
+@looped
+async def test_what_machines_hold_and_move_is_told_to_the_operator_and_where_models_are_to_all(tmp_path: Path) -> None:
+    async with served(tmp_path, replicas=2) as gateway:
+        _, operator = await gateway.accounts.mint(gateway.account_id, "operator", grant=OPERATOR)
+        for index in range(2):
+            gateway.fleet.move(index, Residency.MEMORY, ready_ms=300, quarantined=index == 1)
+        fleet = gateway.app._gateway.fleet
+        await until(lambda: not fleet.serves(MODEL) and fleet.replicas()[1].state.quarantined)
+        gateway.fleet.replicas[0].load(blocks=77)
+        call = asyncio.create_task(gateway.run(prompt="hello", max_tokens=2))
+        await until(lambda: fleet.waiting(MODEL) == 1 and fleet.replicas()[0].load is not None)
+        everybody = (await gateway.call("/metrics", b"", "GET", authorization="")).content.decode()
+        assert f'hearth_replicas_resident{{model="{MODEL}",residency="MEMORY"}} 2.0' in everybody
+        assert f'hearth_replicas_resident{{model="{MODEL}",residency="DEVICE"}} 0.0' in everybody
+        assert f'hearth_replicas_ready{{model="{MODEL}"}} 2.0' in everybody
+        assert "hearth_machine_moves" not in everybody
+        assert "hearth_model_waiting" not in everybody
+        text = (await gateway.call("/metrics", b"", "GET", authorization=f"Bearer {operator}")).content.decode()
+        machine = f'machine="{gateway.fleet.address}"'
+        for line in (
+            f'hearth_model_waiting{{model="{MODEL}"}} 1.0',
+            f'hearth_replicas_quarantined{{model="{MODEL}"}} 1.0',
+            f'hearth_replica_mapped_blocks{{model="{MODEL}"}} 77.0',
+            f'hearth_machine_moves_total{{ending="done",kind="wake",{machine}}} 3.0',
+            f'hearth_machine_moves_total{{ending="failed",kind="wake",{machine}}} 1.0',
+            f'hearth_device_held_bytes{{device="0",{machine}}} 500.0',
+            f'hearth_device_budget_bytes{{device="0",{machine}}} 600.0',
+            f"hearth_host_held_bytes{{{machine}}} 70.0",
+            f"hearth_host_budget_bytes{{{machine}}} 90.0",
+        ):
+            assert line + "\n" in text, line
+        gateway.fleet.move(0, Residency.DEVICE)
+        assert (await call).status == 200
+        everybody = (await gateway.call("/metrics", b"", "GET", authorization="")).content.decode()
+        assert f'hearth_wake_wait_seconds_count{{model="{MODEL}"}} 1.0' in everybody

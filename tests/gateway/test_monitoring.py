@@ -24,6 +24,7 @@ from tenants.grants import Grant, Permission
 from tenants.terms import Limits
 from tests.gateway.certificates import write_certificate
 from tests.gateway.served import Served, served
+from tests.gateway.stub_replica import MODEL
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "gateway" / "monitoring"
@@ -126,7 +127,8 @@ def dashboard() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
-    """What the operator reads once there were an answer, a refusal by a limit, a certificate and a replica's word."""
+    """What the operator reads once there were an answer, a refusal by a limit, a wait for a model, a certificate and a
+    replica's word."""
     folder = tmp_path_factory.mktemp("gateway")
 
     async def scrape() -> Exposed:
@@ -134,6 +136,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
             gateway.app._gateway.metrics.watch_certificate(write_certificate(folder)["certificate"])
             for _ in range(3):
                 await gateway.run(prompt="hello", max_tokens=3)
+            gateway.app._gateway.metrics.waited(MODEL, 0.3)
             await gateway.settled()
             return await _scraped(gateway)
 
@@ -280,7 +283,7 @@ def test_the_dashboard_has_only_fields_that_grafana_knows(dashboard: dict[str, A
     variables = {variable["name"]: variable["type"] for variable in dashboard["templating"]["list"]}
     assert variables == {"datasource": "datasource", "model": "query"}
     rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    assert rows == ["Traffic", "Latency", "Tenants", "Cache", "Fleet", "Store"]
+    assert rows == ["Traffic", "Latency", "Tenants", "Cache", "Fleet", "Residency", "Store"]
 
 
 def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 from engine.wire import PROTOCOL, Hello, Load
-from gateway.tally import COUNTED, Tally
+from gateway.tally import COUNTED, LATELY_S, Lately, Tally
 
 
 def hello(boot: int = 1, model: str = "@cf/a/b", pid: int = 5) -> Hello:
@@ -65,3 +65,16 @@ def test_a_replica_that_begins_anew_is_counted_and_one_that_is_new_or_only_recon
     tally.take("unix:2", hello(), load(1))
     tally.take("unix:3", hello(model="@cf/c/d"), load(1))
     assert tally.restarts() == {"@cf/a/b": 2, "@cf/c/d": 0}
+
+
+def test_what_a_replica_did_lately_is_of_its_last_seconds_alone() -> None:
+    lately = Lately()
+    assert (lately.tokens_per_s, lately.hit_ratio) == (0.0, None)
+    for second in range(20):
+        counters = {"computed_tokens": 100 * second, "lookup_tokens": 40 * second}
+        lately.take(1000.0 + second, load(10 * second, **counters))
+    assert (lately.tokens_per_s, lately.hit_ratio) == (100.0, 0.25)
+    for second in range(20, 27):
+        lately.take(1000.0 + second, load(10 * 19, **counters))
+    assert (lately.tokens_per_s, lately.hit_ratio) == (0.0, None)
+    assert len(lately._marks) <= LATELY_S + 1

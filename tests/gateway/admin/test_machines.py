@@ -1,0 +1,84 @@
+"""What the operator sees of machines, their devices and where each model is."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from engine import wire
+from engine.wire import Residency
+from tests.gateway.admin.house import kept
+from tests.gateway.served import looped, until
+from tests.gateway.stub_replica import MODEL
+
+
+@looped
+async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) -> None:
+    async with kept(tmp_path, replicas=2) as house:
+        stub, fleet = house.gateway.fleet, house.gateway.app._gateway.fleet
+        placed = wire.Placed(
+            Residency.MEMORY,
+            device_bytes=11,
+            memory_bytes=12,
+            weights_bytes=13,
+            kv_bytes=14,
+            kept_bytes=15,
+        )
+        stub.move(0, Residency.MEMORY, Residency.DEVICE, 250, device=0, memory=placed)
+        stub.move(1, Residency.DISK, ready_ms=-1, problem="it died again", quarantined=True)
+        counters = {"computed_tokens": 0, "lookup_tokens": 0, "hit_tokens": 0}
+        stub.replicas[0].load(waiting=2, blocks=64, counters=counters)
+        await asyncio.sleep(0.2)
+        later = {"computed_tokens": 500, "lookup_tokens": 100, "hit_tokens": 75}
+        stub.replicas[0].load(waiting=2, blocks=64, counters=later)
+        await until(lambda: fleet.replicas()[0].lately.hit_ratio == 0.75)
+        (machine,) = (await house.operate("GET", "/machines")).json["result"]["machines"]
+        first, second = machine.pop("replicas")
+        assert machine == {
+            "name": "stub",
+            "address": stub.address,
+            "problem": "",
+            "devices": [{"name": "cpu", "total_bytes": 800, "budget_bytes": 600, "held_bytes": 500}],
+            "memory_bytes": 70,
+            "memory_budget_bytes": 90,
+            "moves": {"wake": 3, "sleep": 2, "wake_failed": 1},
+        }
+        load = first.pop("load")
+        assert 500 < load.pop("tokens_per_s") < 5000
+        assert load == {
+            **{"running": 0, "waiting": 2, "waiting_tokens": 0, "blocks": 64, "free_blocks": 100, "cached_blocks": 0},
+            **{"shared_blocks": 0, "background": 0, "hit_ratio": 0.75, "steps": 0},
+        }
+        assert first == {
+            **{"model": MODEL, "residency": "MEMORY", "toward": "DEVICE", "ready_ms": 250, "device": 0},
+            **{"problem": "", "quarantined": False, "waiting_here": 0, "weights_bytes": 13},
+            **{"device_bytes": 11, "kv_bytes": 14, "kept_bytes": 15, "memory_bytes": 12},
+        }
+        assert (second["residency"], second["ready_ms"], second["device"]) == ("DISK", -1, None)
+        assert (second["problem"], second["quarantined"]) == ("it died again", True)
+
+
+@looped
+async def test_a_machine_that_is_gone_is_told_with_its_last_word_and_why(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        stub, fleet = house.gateway.fleet, house.gateway.app._gateway.fleet
+        stub.move(0, Residency.MEMORY, ready_ms=100)
+        await until(lambda: not fleet.serves(MODEL))
+        waiting = asyncio.create_task(house.gateway.run(prompt="a secret word"))
+        await until(lambda: fleet.waiting(MODEL) == 1)
+        os.unlink(stub.address.removeprefix("unix:"))
+        for machine in list(stub.machines):
+            machine.close()
+        await until(lambda: bool(fleet.problems()))
+        answer = await house.operate("GET", "/machines")
+        (told,) = answer.json["result"]["machines"]
+        assert "machine" in told["problem"]
+        assert told["replicas"][0]["waiting_here"] == 1
+        assert b"secret" not in answer.content
+        waiting.cancel()
+
+
+@looped
+async def test_it_is_hidden_from_tenants(tmp_path: Path) -> None:
+    async with kept(tmp_path) as house:
+        answer = await house.ask("GET", "/client/v4/operator/machines")
+        assert answer.status == 404
