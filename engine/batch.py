@@ -282,6 +282,33 @@ class Runs(Protocol):
         ...
 
 
+class Moves(Runs, Protocol):
+    """What moving asks of a runner, beside what the loop does."""
+
+    def sleep(self, kept: Items[int]) -> int:
+        """Gives back all of the device that can be given back, once the steps launched before are done. The contents of
+        these blocks are kept in host memory, of all others lost. Gives how many bytes were copied.
+
+        Nothing may be launched until `wake`. Raises OutOfHostMemory, and then it is awake as before.
+        """
+        ...
+
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
+        """Takes the device again with these extents mapped, and puts what was kept into these blocks, in the order in
+        which `sleep` was told to keep it; gives how many bytes that copies. Steps may be launched at once, they wait
+        where they have to; `arrived` says when all is there.
+
+        Raises OutOfDeviceMemory, and then it sleeps as before; CheckpointError where it reads files again.
+        """
+        ...
+
+    def arrived(self) -> bool: ...
+
+    def sizes(self) -> Sizes:
+        """What it holds now, awake or asleep."""
+        ...
+
+
 def _sampling_words(sampling: Sampling) -> bytes:
     """A row of `sampling_R12` without its position and its mask; it depends on `sampling` alone."""
     return _SAMPLING.pack(

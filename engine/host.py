@@ -1,28 +1,34 @@
-"""A model on a CPU: where its KV pool's memory comes from, and steps that are computed as they are launched."""
+"""A model on a CPU: where its KV pool's memory comes from, steps that are computed as they are launched, and what is
+left of it while it sleeps."""
 
+import ctypes
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, Flight, Int32s, Sampled
+from engine.batch import Batch, Flight, Int32s, OutOfDeviceMemory, OutOfHostMemory, Sampled, Sizes
 from engine.costs import Costs
 from engine.kv import KvPool, KvShape
-from engine.memory import kv_blocks
+from engine.memory import first_extents, kv_blocks, least_extents
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.host import HostStep
 from engine.model.layers import Parameters, rotary_tables
 from engine.sampler import sample
 from engine.weights.assembly import weights_bytes
+from engine.weights.load import Files
 from engine.weights.storage import Dense, rows_agree
 from engine.wire import Memory, ModelSpec
 
@@ -31,6 +37,7 @@ log = logging.getLogger(__name__)
 _STEP_TOKENS: Final = 512
 _SEQUENCES: Final = 64
 _KV_SHARE: Final = 0.25  # of the memory that is available after the weights are loaded
+_CPU: Final = torch.device("cpu")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -46,39 +53,44 @@ class Landed:
 
 
 class Host:
-    """Attributes as in batch.Runs. A KV pool here takes its share of `memory` as it fills."""
+    """Attributes as in batch.Runs. A KV pool here takes its share of `memory` as it fills.
+
+    Asleep it holds no parameters: the page cache has the files that they are read from again.
+    """
 
     depth = 1
     costs: Costs | None = None
 
     def __init__(
-        self, model: ModelSpec, config: ModelConfig, parameters: Parameters, pool: KvPool, context_tokens: int,
-        beat: Callable[[], None],
+        self, model: ModelSpec, config: ModelConfig, load: Callable[[], Parameters], files: Files, context_tokens: int,
+        beat: Callable[[], None], device_bytes: int | None,
     ) -> None:  # fmt: skip
-        self.pool = pool
-        self.step_tokens = self.prompt_step_tokens = model.step_tokens or _STEP_TOKENS
-        self.sequences = model.sequences or _SEQUENCES
-        self.memory = Memory(
-            model=model.name, pid=os.getpid(), device="cpu", device_bytes=int(psutil.virtual_memory().total),
-            weights_bytes=weights_bytes(parameters), kv_blocks=pool.blocks, kv_block_tokens=pool.shape.block_tokens,
-            kv_bytes=pool.bytes, free_bytes=max(0, _available_bytes() - pool.bytes),
-        )  # fmt: skip
-        self._config = config
-        self._decoder = Decoder(parameters)
-        self._rotary = rotary_tables(config.rope, config.head_dim, context_tokens)
-        self._beat = beat
-
-    @classmethod
-    def open(
-        cls, model: ModelSpec, config: ModelConfig, parameters: Parameters, context_tokens: int,
-        beat: Callable[[], None],
-    ) -> Self:  # fmt: skip
-        """Raises DoesNotFit."""
+        """`load` reads the files, now and at each wake. Raises DoesNotFit."""
+        parameters = load()
         shape = KvShape.of(config, model.block_tokens, parameters.embedding.dtype)
-        free = _available_bytes()
+        free = available_bytes()
         sequences = model.sequences or _SEQUENCES
         blocks = kv_blocks(model, shape, context_tokens, sequences, int(free * _KV_SHARE), free)
-        return cls(model, config, parameters, KvPool(shape, blocks), context_tokens, beat)
+        self.pool = KvPool(shape, blocks, extents=0)
+        self.step_tokens = self.prompt_step_tokens = model.step_tokens or _STEP_TOKENS
+        self.sequences = sequences
+        self._config = config
+        self._load = load
+        self._files = files
+        self._decoder: Decoder | None = Decoder(parameters)
+        self._weights_bytes = weights_bytes(parameters)
+        self._extents_least = least_extents(model, self.pool, context_tokens)
+        self._rotary = rotary_tables(config.rope, config.head_dim, context_tokens)
+        self._beat = beat
+        self._kept_blocks: list[int] = []
+        self._kept_LBW = torch.empty(0, dtype=torch.uint8)
+        room = free if device_bytes is None else device_bytes - self._weights_bytes
+        self.pool.map(range(first_extents(model, self.pool, context_tokens, room, free)))
+        self.memory = Memory(
+            model=model.name, pid=os.getpid(), device="cpu", device_bytes=int(psutil.virtual_memory().total),
+            weights_bytes=self._weights_bytes, kv_blocks=blocks, kv_block_tokens=shape.block_tokens,
+            kv_bytes=self.pool.bytes, free_bytes=max(0, free - self.pool.bytes),
+        )  # fmt: skip
 
     def idle(self) -> bool:
         """There is nothing to prepare."""
@@ -99,13 +111,93 @@ class Host:
         flight.outcome = sample(*flight.outcome, masks_MW)
 
     def erase(self, blocks_B: Tensor) -> None:
-        self.pool.erase(blocks_B)
+        if self._decoder is not None:
+            self.pool.erase(blocks_B)
+            return
+        for block in blocks_B.tolist():
+            self._kept_LBW[:, self._kept_blocks.index(block)] = 0
+
+    def copy(self, sources_B: Tensor, targets_B: Tensor) -> None:
+        self.pool.copy(sources_B, targets_B)
+
+    def map(self, extents: Items[int]) -> None:
+        self.pool.map(extents)
+
+    def unmap(self, extents: Items[int]) -> None:
+        self.pool.unmap(extents)
+
+    def sleep(self, kept_B: Tensor) -> int:
+        """Lets the parameters go, and of the pool all but these blocks; gives their bytes. Raises OutOfHostMemory."""
+        assert self._decoder is not None, "asleep already"
+        shape, count = self.pool.shape, len(kept_B)
+        if count * shape.block_bytes > available_bytes():
+            raise OutOfHostMemory(f"{count * shape.block_bytes / 1e6:.0f} MB of KV to keep are more than what is free")
+        kept_LBW = torch.empty(shape.layers, count, shape.layer_block_bytes, dtype=torch.uint8)
+        for layer in range(shape.layers):
+            self.pool.take(layer, kept_B, kept_LBW[layer])
+        self._kept_blocks, self._kept_LBW = kept_B.tolist(), kept_LBW
+        self._decoder = None
+        self.pool.unmap(self.pool.mapped)
+        give_back(_CPU)
+        return kept_LBW.nbytes
+
+    def wake(self, extents: Items[int], restored_B: Tensor) -> int:
+        """Reads the parameters again; gives their bytes and those restored. Raises CheckpointError where the folder is
+        not what it was, OutOfDeviceMemory where memory is short."""
+        assert self._decoder is None, "awake already"
+        free = available_bytes()
+        if self._weights_bytes > free:
+            raise OutOfDeviceMemory(
+                f"{self._weights_bytes / 1e6:.0f} MB of weights are more than the {free / 1e6:.0f} free"
+            )
+        self._files.require_same()
+        decoder = Decoder(self._load())
+        self.pool.map(extents)
+        kept_LBW = self._kept_LBW
+        for layer in range(len(kept_LBW)):
+            self.pool.put(layer, restored_B, kept_LBW[layer])
+        kept_LBW.zero_()  # what was restored may be erased from now on
+        self._decoder, self._kept_blocks, self._kept_LBW = decoder, [], kept_LBW.new_empty(0)
+        return self._weights_bytes + kept_LBW.nbytes
+
+    def arrived(self) -> bool:
+        """`wake` returns when all is there."""
+        return True
+
+    def sizes(self) -> Sizes:
+        """`device_bytes` is what steps read and write here. Where it sleeps the page cache, which the system takes back
+        as it likes, is nobody's."""
+        pool, weights, awake = self.pool, self._weights_bytes, self._decoder is not None
+        kv_bytes = len(pool.mapped) * pool.extent_bytes
+        return Sizes(
+            device_bytes=weights + kv_bytes if awake else 0,
+            asleep_bytes=0,
+            least_bytes=weights + self._extents_least * pool.extent_bytes,
+            most_bytes=weights + pool.extents * pool.extent_bytes,
+            memory_bytes=self._kept_LBW.nbytes,
+            weights_bytes=weights,
+            kv_bytes=kv_bytes,
+            kept_bytes=self._kept_LBW.nbytes,
+            extent_bytes=pool.extent_bytes,
+            extents_least=self._extents_least,
+        )
 
     def logits(self, batch: Batch) -> Tensor | None:
         """Runs the step: float32 [R, V], or [R, H] of a model that gives vectors; None where no row is wanted."""
+        assert self._decoder is not None, "asleep"
         step = HostStep(batch, self._config, self._rotary, self.pool)
         self._decoder.body(step, self._beat)
         return self._decoder.head(step) if len(batch.rows_R) else None
+
+
+def give_back(device: torch.device) -> None:
+    """Memory that was freed, and that torch or the C library keep for the next who wants some, goes to the system."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        with suppress(AttributeError):  # of another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def given(vectors_RH: Tensor) -> Sampled:
@@ -152,7 +244,7 @@ def _matmul_seconds(config: ModelConfig, dtype: torch.dtype) -> float:
     return fastest
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Free memory of the machine, or of the control group that this process is confined to, if that is less."""
     available = int(psutil.virtual_memory().available)
     try:

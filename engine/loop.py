@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from engine.batch import Flight, Int32s, OutOfDeviceMemory, Runs, Sampled
+from engine.batch import Flight, Int32s, Moves, OutOfDeviceMemory, Runs, Sampled
 from engine.blocks import Blocks
 from engine.budget import Limits
 from engine.encoder.scheduler import TextScheduler
@@ -80,7 +80,7 @@ class Loop:
         Where a launch fails all of them land: what comes next must not build on it. False when there was nothing to do.
         """
         while len(self._flights) < self._runner.depth and (plan := self._scheduler.next_batch()) is not None:
-            self._erase()
+            self.erase()
             flight = self._launch(plan)
             self._flights.append((plan, flight))
             if isinstance(flight, Lost):
@@ -101,10 +101,16 @@ class Loop:
         """Gives back what is cached and found no more, and erases all that waits for it. To be called between turns,
         and where there is nothing to turn for, again and again while it is True."""
         more = self._scheduler.sweep()
-        self._erase()
+        self.erase()
         return more
 
-    def _erase(self) -> None:
+    def land_all(self) -> None:
+        """Lands what is in the air and launches nothing: all tokens are known then."""
+        while self._flights:
+            self._land()
+            self._give_masks()
+
+    def erase(self) -> None:
         """Before the next launch: what erases is not seen by flights in the air, which read none of these blocks."""
         blocks = self._scheduler.unerased()
         if blocks:
@@ -185,7 +191,7 @@ def publish(loop: Loop, scheduler: Scheduler, sequences: list[Sequence]) -> None
             raise Unpublishable(f"public_prefixes[{number}] could not be computed by this model: change it")
 
 
-def open_scheduler(runner: Runs, model: ModelSpec, clock: Callable[[], float]) -> Scheduler | TextScheduler:
+def open_scheduler(runner: Moves, model: ModelSpec, clock: Callable[[], float]) -> Scheduler | TextScheduler:
     """A scheduler for all of a runner's blocks, or of texts where it has none, within what the runner and the model's
     settings allow."""
     limits = Limits(
@@ -198,4 +204,10 @@ def open_scheduler(runner: Runs, model: ModelSpec, clock: Callable[[], float]) -
     )
     if not runner.blocks:
         return TextScheduler(limits, clock)
-    return Scheduler(Tree(runner.blocks, runner.block_tokens, clock), Blocks(runner.blocks), limits, clock)
+    blocks = Blocks(runner.blocks, runner.extent_blocks, runner.mapped, blocks_least(runner))
+    return Scheduler(Tree(runner.blocks, runner.block_tokens, clock), blocks, limits, clock)
+
+
+def blocks_least(runner: Moves) -> int:
+    """How many blocks have memory whenever the runner is awake."""
+    return min(runner.sizes().extents_least * runner.extent_blocks, runner.blocks)

@@ -15,11 +15,9 @@ import os
 import selectors
 import signal
 import socket
-import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -27,33 +25,35 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from engine import residue
-from engine.batch import Runs, Sizes
+from engine.batch import Moves
+from engine.connection import Connection, Gone, listen
 from engine.grammar.grammars import Grammars
 from engine.log import log
-from engine.loop import Loop, open_scheduler, publish
+from engine.loop import Loop, blocks_least, open_scheduler, publish
 from engine.published import whole_blocks
 from engine.pulse import Phase, Pulse
 from engine.scheduler import Scheduler
 from engine.sequence import Door, Refused, Sequence
+from engine.standby import Standby
 from engine.wire import (
     PROTOCOL,
     Cancel,
     Frame,
     FrameError,
-    FrameReader,
     Grammar,
     Hello,
     Memory,
-    ModelSpec,
+    Place,
+    Placed,
     Pooling,
     Reject,
     RejectReason,
     ReplicaSpec,
+    Residency,
     ScopeKind,
     Submit,
     encode,
     memory_path,
-    parse_address,
 )
 from prefixcache.names import Share
 
@@ -62,14 +62,13 @@ if TYPE_CHECKING:
 
 _TICK_S: Final = 0.5
 _OVERWRITE_S: Final = 1.0  # at most so often
-_RECEIVE_BYTES: Final = 1 << 18
 _FAILURES_MAX: Final = 2  # in a row; then the process ends and its machine starts another
 _PR_SET_PDEATHSIG: Final = 1
 _BELL_BYTES: Final = 4096
 
 
-class Served(Runs, Protocol):
-    """What a replica asks of a runner: what its loop asks, and what a model tells about itself."""
+class Served(Moves, Protocol):
+    """What a replica asks of a runner: what its loop and its moves ask, and what a model tells about itself."""
 
     revision: str
     kv_layout: str
@@ -82,31 +81,8 @@ class Served(Runs, Protocol):
         """Called while there is nothing to compute: prepares a little. False when nothing is left to prepare."""
         ...
 
-    def sleep(self, kept: Items[int]) -> int:
-        """Gives back all of the device that can be given back, once the steps launched before are done. The contents of
-        these blocks are kept in host memory, of all others lost. Gives how many bytes were copied.
 
-        Nothing may be launched until `wake`. Raises OutOfHostMemory, and then it is awake as before.
-        """
-        ...
-
-    def wake(self, extents: Items[int], restored: Items[int]) -> int:
-        """Takes the device again with these extents mapped, and puts what was kept into these blocks, in the order in
-        which `sleep` was told to keep it; gives how many bytes that copies. Steps may be launched at once, they wait
-        where they have to; `arrived` says when all is there.
-
-        Raises OutOfDeviceMemory, and then it sleeps as before; CheckpointError where it reads files again.
-        """
-        ...
-
-    def arrived(self) -> bool: ...
-
-    def sizes(self) -> Sizes:
-        """What it holds now, awake or asleep."""
-        ...
-
-
-Open = Callable[[ModelSpec, str, int | None, Callable[[], None]], Served]
+Open = Callable[[ReplicaSpec, Callable[[], None]], Served]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,59 +94,6 @@ class Bounds:
     unsent_bytes: int = 4 << 20  # a connection with more than this to read is dropped
     drain_s: float = 25.0  # for what runs or waits when the process is told to end
     flush_s: float = 1.0  # for the last frames
-
-
-class Gone(Exception):
-    """The peer of a connection has left, or has to."""
-
-
-class Connection:
-    """One gateway's socket, never blocking: whole frames in, bytes out as fast as the peer reads them."""
-
-    def __init__(self, number: int, peer: socket.socket, bounds: Bounds) -> None:
-        peer.setblocking(False)
-        self.number = number
-        self.socket = peer
-        self._bounds = bounds
-        self._reader = FrameReader()
-        self._unsent = bytearray()
-
-    @property
-    def unsent(self) -> int:
-        """Bytes that the peer has not taken yet."""
-        return len(self._unsent)
-
-    def frames(self) -> Iterator[Frame]:
-        """The frames that have arrived. Raises Gone at the end of the stream, FrameError on rubbish."""
-        taken = 0
-        while taken < self._bounds.received_bytes:
-            try:
-                received = self.socket.recv(_RECEIVE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise Gone(str(error)) from error
-            if not received:
-                raise Gone("closed by the peer")
-            taken += len(received)
-            yield from self._reader.feed(received)
-
-    def send(self, encoded: bytes) -> None:
-        """Hands the bytes to the peer or keeps them for later. Raises Gone where too much is kept already."""
-        self._unsent += encoded
-        self.flush()
-        if len(self._unsent) > self._bounds.unsent_bytes:
-            raise Gone(f"{len(self._unsent)} bytes unread by the peer")
-
-    def flush(self) -> None:
-        try:
-            while self._unsent:
-                sent = self.socket.send(self._unsent)
-                del self._unsent[:sent]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise Gone(str(error)) from error
 
 
 class Replica:
@@ -189,9 +112,7 @@ class Replica:
     ) -> None:
         model = spec.model
         prefixes = whole_blocks(model.public_prefixes, runner.blocks, runner.block_tokens, runner.vocabulary)
-        tokens_max = runner.context_tokens
-        if runner.blocks:
-            tokens_max = min(tokens_max, runner.blocks * runner.block_tokens - sum(map(len, prefixes)))
+        tokens_max = _tokens_most(runner, sum(map(len, prefixes)))
         self._runner = runner
         self._grammars = grammars
         self._pulse = pulse
@@ -213,6 +134,9 @@ class Replica:
         self._loop = Loop(runner, self._scheduler, grammars.masks)
         if isinstance(self._scheduler, Scheduler):
             publish(self._loop, self._scheduler, [self._door.public(prefix) for prefix in prefixes])
+        self._standby = Standby(runner, self._scheduler, self._loop, model.kept_kv_bytes, clock)
+        self._placing: set[int] = set()  # the connections that sent a Place
+        self._placed: Placed | None = None  # to be told to them
         self._sweeping = False
         self._resting = True  # the last turn found nothing to do, though something may wait for its grammar
         self._hello = Hello(
@@ -267,8 +191,8 @@ class Replica:
         wait_s = 0.0
         if self._loop.idle or self._resting:
             self._pulse.enter(Phase.IDLE)
-            if not self._runner.idle() and not self._sweeping:
-                wait_s = max(0.0, self._tick_at - self._clock())
+            if not (self._standby.settled and self._runner.idle()) and not self._sweeping:
+                wait_s = self._standby.pause_s(max(0.0, self._tick_at - self._clock()))
         for key, events in self._selector.select(wait_s):
             if key.fileobj is self._listener:
                 self._accept()
@@ -283,12 +207,14 @@ class Replica:
         if self._drain_wanted and self._drain_until is None:
             self._drain_until = self._clock() + self._bounds.drain_s
             self._tick_at = self._clock()
+            self._standby.stay()
             log("draining", running_for_at_most_s=self._bounds.drain_s)
 
     def _step(self) -> None:
         if not self._loop.idle:
             self._pulse.enter(Phase.STEP)
             self._resting = not self._loop.turn()
+        self._placed = self._standby.step(self._resting or self._loop.idle)
         self._sweeping = self._loop.sweep()
         now = self._clock()
         if now >= self._overwrite_at and self._scheduler.secret_left():
@@ -296,8 +222,8 @@ class Replica:
             residue.overwrite()
 
     def _tell(self) -> None:
-        """One Progress per connection that has news, what will not run after all, and Load when sequences came or went
-        or half a second is over."""
+        """One Progress per connection that has news, what will not run after all, how a move ended, and Load when it
+        did, when sequences came or went, or half a second is over."""
         moved = False
         for owner, progress in self._scheduler.news().items():
             moved = moved or bool(progress.started or progress.finished)
@@ -310,15 +236,22 @@ class Replica:
                 self._traces.rejected(sequence.owner, sequence.first, sequence.choices)
             if sequence.owner in self._connections:
                 self._send(self._connections[sequence.owner], encode(reject))
+        if self._placed is not None:
+            for number in list(self._placing):
+                self._send(self._connections[number], encode(self._placed))
         now = self._clock()
-        if moved or now >= self._tick_at:
+        if moved or self._placed is not None or now >= self._tick_at:
             self._tick_at = now + _TICK_S
             load = encode(self._scheduler.load(draining=self._drain_until is not None))
             for connection in list(self._connections.values()):
                 self._send(connection, load)
 
     def _drained(self) -> bool:
-        return self._drain_until is not None and (self._scheduler.idle or self._clock() >= self._drain_until)
+        """What waits while it sleeps is told at once: nobody is going to wake it."""
+        if self._drain_until is None:
+            return False
+        asleep = self._standby.residency == Residency.MEMORY
+        return asleep or self._scheduler.idle or self._clock() >= self._drain_until
 
     # Connections
 
@@ -333,7 +266,7 @@ class Replica:
             peer.close()
             return
         self._connected += 1
-        connection = Connection(self._connected, peer, self._bounds)
+        connection = Connection(self._connected, peer, self._bounds.received_bytes, self._bounds.unsent_bytes)
         self._connections[connection.number] = connection
         self._selector.register(peer, selectors.EVENT_READ, connection)
         log("connected", connection=connection.number)
@@ -352,6 +285,8 @@ class Replica:
     def _take(self, connection: Connection, frame: Frame) -> None:
         if isinstance(frame, Cancel):
             self._scheduler.cancel(connection.number, frame.ids)
+        elif isinstance(frame, Place):
+            self._place(connection, frame)
         elif not isinstance(frame, Submit):
             raise FrameError(f"a {type(frame).__name__} is not for a replica")
         elif self._drain_wanted:
@@ -368,6 +303,16 @@ class Replica:
                 return
             if self._traces is not None:
                 self._traces.accepted(connection.number, frame)
+
+    def _place(self, connection: Connection, place: Place) -> None:
+        """The first one of a connection is answered at once, each one where it ends."""
+        if place.residency == Residency.DISK:
+            raise FrameError("a replica is ended, not sent to disk")
+        if connection.number not in self._placing:
+            self._placing.add(connection.number)
+            self._send(connection, encode(self._standby.placed()))
+        if not self._drain_wanted:
+            self._standby.order(place)
 
     def _compile(self, grammar: Grammar, submit: Submit, sequences: list[Sequence]) -> None:
         """Nothing of a grammar outlives a request that shares nothing or keeps nothing."""
@@ -392,6 +337,7 @@ class Replica:
         """Ends the connection and everything that runs for it. Does nothing the second time."""
         if self._connections.pop(connection.number, None) is None:
             return
+        self._placing.discard(connection.number)
         self._scheduler.drop(connection.number)
         if self._traces is not None:
             self._traces.dropped(connection.number)
@@ -406,6 +352,13 @@ class Replica:
             for key, events in self._selector.select(until - self._clock()):
                 if events & selectors.EVENT_WRITE:
                     self._send(key.data, b"")
+
+
+def _tokens_most(runner: Served, published_tokens: int) -> int:
+    """Of the longest sequence that there is room for whenever the replica is on its device."""
+    if not runner.blocks:
+        return runner.context_tokens
+    return min(runner.context_tokens, blocks_least(runner) * runner.block_tokens - published_tokens)
 
 
 def _traces(spec: ReplicaSpec) -> "Traces | None":
@@ -436,7 +389,7 @@ def run(spec: ReplicaSpec, open_runner: Open, bounds: Bounds | None = None) -> i
     pulse.enter(Phase.LOADING)
     began = time.monotonic()
     with contextlib.closing(Grammars(Path(spec.model.folder), spec.threads)) as grammars:
-        runner = open_runner(spec.model, spec.device, spec.threads, pulse.beat)
+        runner = open_runner(spec, pulse.beat)
         grammars.wait()
         gc.collect()
         gc.freeze()  # what loading made stays: collections during steps need not walk it
@@ -451,7 +404,7 @@ def serve(
     spec: ReplicaSpec, runner: Served, grammars: Grammars, pulse: Pulse, bounds: Bounds, orphaned: Callable[[], bool]
 ) -> int:
     """Serves an open runner on the spec's address. SIGTERM and SIGINT drain. Call it from the main thread."""
-    listener = _listen(spec.address)
+    listener = listen(spec.address)
     try:
         replica = Replica(spec, runner, grammars, pulse, listener, bounds, orphaned, time.monotonic)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -465,26 +418,6 @@ def serve(
         if spec.address.startswith("unix:"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(spec.address.removeprefix("unix:"))
-
-
-def _listen(address: str) -> socket.socket:
-    """A listening socket that does not block. A unix socket left behind by an earlier process is replaced."""
-    place = parse_address(address)
-    if isinstance(place, tuple):
-        listener = socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(place).st_mode):
-                os.unlink(place)
-        listener = socket.socket(socket.AF_UNIX)
-        before = os.umask(0o077)  # prompts travel here: for this user alone
-        try:
-            listener.bind(place)
-        finally:
-            os.umask(before)
-        listener.listen()
-    listener.setblocking(False)
-    return listener
 
 
 def _die_with_parent() -> None:
@@ -513,8 +446,8 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[_Notes()])
     spec = parse_spec(argv[0])
 
-    def open_runner(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> Served:
-        runner = open_model(model, device, threads, beat)
+    def open_runner(spec: ReplicaSpec, beat: Callable[[], None]) -> Served:
+        runner = open_model(spec.model, spec.device, spec.threads, beat, spec.device_bytes, spec.standby)
         _tell_memory(spec.pulse, runner.memory)
         return runner
 

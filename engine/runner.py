@@ -3,22 +3,26 @@
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
-from engine.batch import Flight, Int32s, unpack
+from engine.artefacts import Artefacts
+from engine.batch import Flight, Int32s, Sizes, unpack
 from engine.encoder.config import is_encoder
 from engine.encoder.runner import EncoderRunner
+from engine.found import Chosen, Measured, on_device, on_host
 from engine.host import Host, fastest_dtype
 from engine.memory import DoesNotFit, context_tokens, require_sizes
 from engine.model.config import ModelConfig, read_config
 from engine.model.layers import Parameters
 from engine.places import place
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.load import load
-from engine.weights.random import random_parameters, random_revision
+from engine.weights.load import Files, load
+from engine.weights.random import random_parameters
 from engine.wire import ModelSpec, Pooling
 
 if TYPE_CHECKING:
@@ -37,7 +41,7 @@ class Runner:
     revision            names the weights; KV of other revisions must not be used.
     context_tokens      the longest sequence it runs.
     stop_ids            tokens that end a sequence, from the model's own configuration.
-    blocks              of block_tokens slots each; tables may name 0 … blocks−1.
+    blocks              of block_tokens slots each: the most it can have; tables may name 0 … blocks−1 of those mapped.
     memory              where it went as the runner was opened.
     All else is as in batch.Runs.
     """
@@ -49,6 +53,7 @@ class Runner:
         self.stop_ids = list(config.stop_ids)
         self.poolings = frozenset({Pooling.LAST} if config.vectors else ())
         self.blocks = place.pool.blocks
+        self.extent_blocks = place.pool.extent_blocks
         self.block_tokens = place.pool.shape.block_tokens
         self.kv_layout = place.pool.shape.layout
         self.memory = place.memory
@@ -60,10 +65,15 @@ class Runner:
         self.place = place
 
     @classmethod
-    def open(cls, model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> "Runner":
+    def open(
+        cls, model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None],
+        device_bytes: int | None = None, standby: bool = False,
+    ) -> "Runner":  # fmt: skip
         """Loads `model.folder`. Calls `beat` after each tensor; afterwards each launch calls it after each layer.
 
-        Raises ConfigError, CheckpointError, DoesNotFit or Unusable, each saying what to change.
+        It maps as much KV as device_bytes leave beside its weights, but what one context takes in any case; None: all.
+        With `standby` it makes ready to sleep. Raises ConfigError, CheckpointError, DoesNotFit or Unusable, each saying
+        what to change.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -74,14 +84,27 @@ class Runner:
         require_sizes(model, where.type)
         with torch.inference_mode():
             dtype = _dtype(model, config, where)
-            parameters, revision = _parameters(model, config, dtype, where, beat)
-            opened = _open(model, config, parameters, tokens, where, beat)
+            files = Files(folder, model.random_weights)
+            made = partial(_parameters, model, config, dtype, where, beat)
+            opened: Host | Device
+            if where.type == "cpu":
+                opened = Host(model, config, made, files, tokens, beat, device_bytes)
+            else:
+                from engine import device as gpu  # only here: a CPU needs no Triton
+
+                gpu.require_room(config, dtype, where)
+                opened = gpu.Device.open(model, config, made, dtype, tokens, where, beat, device_bytes, standby)
         blocks, size = opened.pool.blocks, opened.pool.shape.block_tokens
         log.info(
             "%s: %d KV blocks of %d tokens, %.1f MB, %d full contexts of %d tokens",
             model.name, blocks, size, opened.pool.bytes / 1e6, blocks * size // tokens, tokens,
         )  # fmt: skip
-        return cls(config, opened, tokens, revision)
+        return cls(config, opened, tokens, files.revision)
+
+    @property
+    def mapped(self) -> list[int]:
+        """The extents of its KV pool that have memory."""
+        return self.place.pool.mapped
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -92,6 +115,34 @@ class Runner:
     def erase(self, blocks: Items[int]) -> None:
         """Zeroes these blocks between the steps launched before and those launched later."""
         self.place.erase(torch.tensor(blocks, dtype=torch.int64))
+
+    @torch.inference_mode()
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        """Copies whole blocks, in the order of launches as `erase`. No target is a source."""
+        self.place.copy(torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+
+    def map(self, extents: Items[int]) -> None:
+        """Gives these extents memory, or raises OutOfDeviceMemory."""
+        self.place.map(extents)
+
+    def unmap(self, extents: Items[int]) -> None:
+        """Gives the memory of these extents back; what was queued before is done with it."""
+        self.place.unmap(extents)
+
+    @torch.inference_mode()
+    def sleep(self, kept: Items[int]) -> int:
+        """As in standby.Moves."""
+        return self.place.sleep(torch.tensor(kept, dtype=torch.int64))
+
+    @torch.inference_mode()
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
+        return self.place.wake(extents, torch.tensor(restored, dtype=torch.int64))
+
+    def arrived(self) -> bool:
+        return self.place.arrived()
+
+    def sizes(self) -> Sizes:
+        return self.place.sizes()
 
     @torch.inference_mode()
     def launch(self, packed: Int32s) -> Flight:
@@ -109,10 +160,30 @@ class Runner:
         self.place.sample(flight, masks_MW)
 
 
-def open_model(model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> Runner | EncoderRunner:
+def open_model(
+    model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None], device_bytes: int | None = None,
+    standby: bool = False,
+) -> Runner | EncoderRunner:  # fmt: skip
     """What the folder's config.json says: a decoder, or an encoder. Raises as their `open`."""
-    opened = EncoderRunner if is_encoder(Path(model.folder)) else Runner
-    return opened.open(model, device, threads, beat)
+    if is_encoder(Path(model.folder)):
+        return EncoderRunner.open(model, device, threads, beat)
+    return Runner.open(model, device, threads, beat, device_bytes, standby)
+
+
+def artefacts_of(model: ModelSpec, device: str) -> Artefacts[Chosen] | Artefacts[Measured] | None:
+    """What `open_model` takes over where it is there, and leaves where it is not; None where nothing needs to be kept.
+
+    Raises as `open_model`, and loads nothing.
+    """
+    folder = Path(model.folder)
+    if is_encoder(folder):
+        return None
+    config, where = read_config(folder, vectors=model.vectors), place(device)
+    if where.type == "cpu":
+        measured = model.dtype == "auto" and not config.vectors
+        return on_host(model, config) if measured else None
+    dtype = str(_dtype(model, config, where))
+    return on_device(model, config, context_tokens(model, config), dtype, torch.cuda.get_device_name(where))
 
 
 def _dtype(model: ModelSpec, config: ModelConfig, where: torch.device) -> torch.dtype:
@@ -123,31 +194,25 @@ def _dtype(model: ModelSpec, config: ModelConfig, where: torch.device) -> torch.
     if where.type == "cpu" and config.vectors:
         return torch.float32
     if where.type == "cpu":
-        return fastest_dtype(config)
+        return _fastest_dtype(model, config)
     return torch.float16 if config.dtype == "float16" else torch.bfloat16
 
 
-def _open(
-    model: ModelSpec, config: ModelConfig, parameters: Parameters, tokens: int, where: torch.device,
-    beat: Callable[[], None],
-) -> "Host | Device":  # fmt: skip
-    if where.type == "cpu":
-        return Host.open(model, config, parameters, tokens, beat)
-    from engine.device import Device  # only here: a CPU needs no Triton
-
-    return Device.open(model, config, parameters, tokens, where, beat)
+def _fastest_dtype(model: ModelSpec, config: ModelConfig) -> torch.dtype:
+    """Measured once, which takes seconds for a large model; its replicas then all compute in the same."""
+    kept = on_host(model, config)
+    found = kept.read()
+    if found is None:
+        found = Chosen("bfloat16" if fastest_dtype(config) is torch.bfloat16 else "float32")
+        kept.write(found)
+    return _DTYPES[found.dtype]
 
 
 def _parameters(
-    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None]
-) -> tuple[Parameters, str]:
-    """What the folder holds, or made up, and the revision that names it."""
-    if device.type != "cpu":
-        from engine.device import require_room  # only here: a CPU needs no Triton
-
-        require_room(config, dtype, device)
-    folder = Path(model.folder)
+    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None],
+    into: dict[str, Tensor] | None = None,
+) -> Parameters:  # fmt: skip
+    """What the folder holds, or made up: in the tensors of `into`, or in new ones."""
     if model.random_weights:
-        return random_parameters(config, dtype, device, beat), random_revision(folder)
-    checkpoint = Checkpoint(folder)
-    return load(checkpoint, config, dtype, device, beat), checkpoint.revision()
+        return random_parameters(config, dtype, device, beat, into=into)
+    return load(Checkpoint(Path(model.folder)), config, dtype, device, beat, into)

@@ -1,6 +1,7 @@
 """A loaded encoder as the loop runs it: takes the packed texts of a step, gives a vector for each. It knows no network.
 
-On a GPU launching does not wait: the next step is packed while this one is computed.
+On a GPU launching does not wait: the next step is packed while this one is computed. Encoders are small: one that
+sleeps leaves its weights to the page cache, on a GPU too, and reads them again when it wakes.
 """
 
 import logging
@@ -15,19 +16,19 @@ import psutil
 import torch
 from torch import Tensor
 
-from engine.batch import Flight, Int32s, OutOfDeviceMemory, Sampled
+from engine.batch import Flight, Int32s, OutOfDeviceMemory, Sampled, Sizes
 from engine.costs import Costs
 from engine.encoder.config import EncoderConfig, read_encoder_config
 from engine.encoder.model import Encoder, EncoderParameters, assemble
 from engine.encoder.names import encoder_entries, encoder_spare, prefix_of
 from engine.encoder.packed import unpack
-from engine.host import given
+from engine.host import give_back, given
 from engine.memory import DoesNotFit
 from engine.places import place
 from engine.streams import Mark, Stream
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.load import fetch
-from engine.weights.random import random_revision, random_tensors
+from engine.weights.load import Files, fetch
+from engine.weights.random import random_tensors
 from engine.wire import Memory, ModelSpec, Pooling
 
 log = logging.getLogger(__name__)
@@ -54,17 +55,18 @@ class EncoderRunner:
     of theirs."""
 
     kv_layout = ""
-    blocks, block_tokens = 0, 1
+    blocks, extent_blocks, block_tokens = 0, 1, 1
     costs: Costs | None = None
 
     def __init__(
-        self, model: ModelSpec, config: EncoderConfig, parameters: EncoderParameters, revision: str,
+        self, model: ModelSpec, config: EncoderConfig, load: Callable[[], EncoderParameters], files: Files,
         device: torch.device, beat: Callable[[], None],
     ) -> None:  # fmt: skip
+        """`load` reads the files, now and at each wake."""
         asked = model.context_tokens
         if asked is not None and asked > config.context_tokens:
             raise DoesNotFit(f"context_tokens {asked} is more than the model's {config.context_tokens}")
-        self.revision = revision
+        self.revision = files.revision
         self.context_tokens = asked or config.context_tokens
         self.vocabulary = config.vocabulary
         self.stop_ids: list[int] = []
@@ -72,10 +74,16 @@ class EncoderRunner:
         self.depth = 2 if device.type == "cuda" else 1
         self.step_tokens = self.prompt_step_tokens = model.step_tokens or _STEP_TOKENS[device.type]
         self.sequences = model.sequences or _SEQUENCES[device.type]
-        self.memory = _memory(model, parameters, device)
-        self._encoder = Encoder(config, parameters)
+        self.mapped: list[int] = []
+        self._config = config
+        self._load = load
+        self._files = files
         self._stream = Stream(device)
         self._beat = beat
+        parameters = load()
+        self._encoder: Encoder | None = Encoder(config, parameters)
+        self._weights_bytes = parameters.bytes
+        self.memory = _memory(model, parameters, device)
 
     @classmethod
     def open(cls, model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None]) -> "EncoderRunner":
@@ -89,18 +97,67 @@ class EncoderRunner:
         config = read_encoder_config(folder)
         where = place(device)
         dtype = _dtype(model, config, where)
+
+        def load() -> EncoderParameters:
+            return assemble(config, _tensors(model, config, dtype, where, beat), beat)
+
         with torch.inference_mode():
-            tensors, revision = _tensors(model, config, dtype, where, beat)
-            parameters = assemble(config, tensors, beat)
-        log.info("%s: %.1f MB as %s", model.name, parameters.bytes / 1e6, dtype)
-        return cls(model, config, parameters, revision, where, beat)
+            opened = cls(model, config, load, Files(folder, model.random_weights), where, beat)
+        log.info("%s: %.1f MB as %s", model.name, opened.memory.weights_bytes / 1e6, dtype)
+        return opened
 
     def idle(self) -> bool:
         """There is nothing to prepare."""
         return False
 
+    def sleep(self, kept: Items[int]) -> int:
+        """Lets the weights go."""
+        assert not kept
+        self._stream.wait()
+        self._encoder = None
+        give_back(self._stream.device)
+        return 0
+
+    @torch.inference_mode()
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
+        """Reads the weights again; gives their bytes. Raises OutOfDeviceMemory, or CheckpointError where the folder is
+        not what it was."""
+        assert self._encoder is None
+        self._files.require_same()
+        try:
+            with self._stream.entered():
+                self._encoder = Encoder(self._config, self._load())
+        except torch.OutOfMemoryError as error:
+            give_back(self._stream.device)
+            raise OutOfDeviceMemory(str(error)) from error
+        return self._weights_bytes
+
+    def arrived(self) -> bool:
+        """`wake` returns when all is there."""
+        return True
+
+    def sizes(self) -> Sizes:
+        """Of a GPU, as far as torch knows: what the driver keeps for the process is not in it."""
+        held = self._weights_bytes
+        if self._stream.queues:
+            held = torch.cuda.memory_reserved(self._stream.device)
+        awake = self._encoder is not None
+        return Sizes(
+            device_bytes=held if awake else 0,
+            asleep_bytes=0,
+            least_bytes=self._weights_bytes,
+            most_bytes=max(held, self._weights_bytes),
+            memory_bytes=0,
+            weights_bytes=self._weights_bytes,
+            kv_bytes=0,
+            kept_bytes=0,
+            extent_bytes=0,
+            extents_least=0,
+        )
+
     @torch.inference_mode()
     def launch(self, packed: Int32s) -> Flight:
+        assert self._encoder is not None, "asleep"
         texts = unpack(packed)
         assert max(texts.lengths) <= self.context_tokens, "a text past the context"
         assert 0 <= texts.tokens_T.min() <= texts.tokens_T.max() < self.vocabulary, "a token past the vocabulary"
@@ -120,6 +177,15 @@ class EncoderRunner:
         """There are none."""
         assert not blocks
 
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        raise AssertionError("there are no blocks")
+
+    def map(self, extents: Items[int]) -> None:
+        raise AssertionError("there are no extents")
+
+    def unmap(self, extents: Items[int]) -> None:
+        raise AssertionError("there are no extents")
+
     def sample(self, flight: Flight, masks_MW: Int32s) -> None:
         raise AssertionError("no row of a text has a mask")
 
@@ -133,16 +199,14 @@ def _dtype(model: ModelSpec, config: EncoderConfig, device: torch.device) -> tor
 
 def _tensors(
     model: ModelSpec, config: EncoderConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None]
-) -> tuple[dict[str, Tensor], str]:
-    """What the folder holds, or made up, and the revision that names it."""
-    folder = Path(model.folder)
+) -> dict[str, Tensor]:
+    """What the folder holds, or made up."""
     if model.random_weights:
-        return random_tensors(encoder_entries(config, ""), dtype, device, beat), random_revision(folder)
-    checkpoint = Checkpoint(folder)
+        return random_tensors(encoder_entries(config, ""), dtype, device, beat)
+    checkpoint = Checkpoint(Path(model.folder))
     prefix = prefix_of(checkpoint.tensors)
     table = encoder_entries(config, prefix)
-    tensors = fetch(checkpoint, table, lambda name: encoder_spare(config, prefix, name), dtype, device, beat)
-    return tensors, checkpoint.revision()
+    return fetch(checkpoint, table, lambda name: encoder_spare(config, prefix, name), dtype, device, beat)
 
 
 def _memory(model: ModelSpec, parameters: EncoderParameters, device: torch.device) -> Memory:

@@ -1,4 +1,4 @@
-"""A checked checkpoint → parameters on a device, with what it tells meanwhile.
+"""A checked checkpoint → parameters on a device, with what it tells meanwhile, and whether it is still the same later.
 
 It follows the name table and knows no architecture beyond it. How bytes get there is transfer.py's business.
 """
@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -19,12 +20,14 @@ from engine.model.layers import Parameters
 from engine.weights.assembly import allocate, assemble
 from engine.weights.checkpoint import Checkpoint, CheckpointError, Stored
 from engine.weights.names import Entry, entries, ignored, prefix_of
+from engine.weights.random import random_revision
 from engine.weights.transfer import pieces_of, transfer
 
 _log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _TELL_S: Final = 1.0
+_READ: Final = (".json", ".safetensors")
 
 
 class Part(NamedTuple):
@@ -35,22 +38,55 @@ class Part(NamedTuple):
     rows: Tensor
 
 
+class Files:
+    """A model's folder, which is read, and read again later: then it has to be the same. `revision` names what its
+    files hold, or what is made up of its config.json."""
+
+    def __init__(self, folder: Path, random: bool) -> None:
+        self._folder = folder
+        self._random = random
+        self._stamps = self._look()
+        self.revision = self._name()
+
+    def require_same(self) -> None:
+        """Raises CheckpointError where the files are gone or hold something else by now. Costs a look at each, and a
+        digest where one was written since."""
+        try:
+            stamps = self._look()
+            if stamps == self._stamps:
+                return
+            revision = self._name()
+        except OSError as error:
+            raise CheckpointError(f"{self._folder} cannot be read any more: {error}") from error
+        if revision != self.revision:
+            raise CheckpointError(f"{self._folder} was changed while its model was loaded: start it anew to use it so")
+        self._stamps = stamps
+
+    def _look(self) -> dict[Path, tuple[int, int, int]]:
+        found = {path: path.stat() for path in self._folder.iterdir() if path.suffix in _READ}
+        return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+
+    def _name(self) -> str:
+        return random_revision(self._folder) if self._random else Checkpoint(self._folder).revision()
+
+
 def load(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None]
-) -> Parameters:
+    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None],
+    into: dict[str, Tensor] | None = None,
+) -> Parameters:  # fmt: skip
     """All parameters on `device` in `dtype`, the norms in float32. On a CPU the largest takes its memory once more
     (packing). Else as `fetch`."""
     table = entries(config, prefix_of(checkpoint.tensors))
-    tensors = fetch(checkpoint, table, lambda name: ignored(config, name), dtype, device, beat)
+    tensors = fetch(checkpoint, table, lambda name: ignored(config, name), dtype, device, beat, into)
     return assemble(config, tensors, beat)
 
 
 def fetch(
     checkpoint: Checkpoint, table: list[Entry], spare: Callable[[str], bool], dtype: torch.dtype, device: torch.device,
-    beat: Callable[[], None],
+    beat: Callable[[], None], into: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """A tensor for each entry of the table, from a checkpoint that holds these and what is `spare`. Calls `beat`
-    whenever more has arrived.
+    """A tensor for each entry of the table, from a checkpoint that holds these and what is `spare`: those of `into`, or
+    new ones. Calls `beat` whenever more has arrived.
 
     Beside the tensors it takes transfer.host_bytes of memory. Raises CheckpointError before it reads a tensor if one
     is missing, has no place or has the wrong shape; and where files change while they are read, or a value is not
@@ -58,7 +94,7 @@ def fetch(
     """
     started = time.monotonic()
     checkpoint.require((source for entry in table for source in entry.sources), spare)
-    tensors = allocate(table, dtype, device)
+    tensors = allocate(table, dtype, device) if into is None else into
     parts = list(_parts(checkpoint, table, tensors))
     total = sum(part.stored.last - part.stored.first for part in parts)
     with Progress(total) as progress:

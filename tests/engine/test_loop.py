@@ -61,6 +61,21 @@ def test_what_ended_in_the_air_still_lands() -> None:
     assert simulation.account.free == simulation.account.total
 
 
+@pytest.mark.parametrize("rule", [None, Rule(20)])
+def test_landing_all_gives_every_token_and_launches_nothing(rule: Rule | None) -> None:
+    simulation = Simulation(depth=2)
+    (entry,) = simulation.submit(1, PROMPT, max_tokens=20, rule=rule)
+    for _ in range(3):
+        simulation.step()
+    simulation.meanwhile = lambda: None
+    flying, told = len(simulation.scheduler._flights), len(entry.sequence.tokens)
+    simulation.loop.land_all()
+    assert (flying, len(simulation.scheduler._flights)) == (1, 0)
+    assert len(entry.sequence.tokens) == told + 1
+    simulation.run()
+    simulation.assert_all_finished()
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_that_fails_costs_its_sequences_and_not_those_that_come_later(depth: int, late: bool) -> None:

@@ -1,6 +1,9 @@
 """engine/runner.py: what opening promises, and that a row's logits are the same bits however its text is computed."""
 
+import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import Slice, pack
+from engine import host
+from engine.batch import OutOfDeviceMemory, OutOfHostMemory, Slice, pack
 from engine.runner import DoesNotFit, Runner
 from engine.weights import storage
+from engine.weights.checkpoint import CheckpointError
 from engine.wire import ModelSpec, Sampling
 from tests.engine.small import (
     BLOCK_TOKENS,
@@ -211,3 +216,135 @@ def test_launch_asserts_that_the_step_is_within_the_model_and_the_pool(folders: 
     runner = open_small(folders["qwen3"])
     with pytest.raises(AssertionError, match="past the"):
         runner.launch(pack([item], BLOCK_TOKENS))
+
+
+# Asleep and awake again
+
+
+def folder_of(folders: dict[str, Path], name: str, copied: Path) -> Path:
+    """A copy of the folder, to be changed."""
+    for path in folders[name].iterdir():
+        (copied / path.name).write_bytes(path.read_bytes())
+    return copied
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("name", ["qwen3", "ember"])
+def test_what_wakes_says_the_same_and_reads_the_kv_that_was_kept(
+    folders: dict[str, Path], name: str, dtype: str
+) -> None:
+    runner = open_small(folders[name], dtype=dtype, kv_bytes=24 << 20)
+    prompt = np.random.default_rng(3).integers(10, runner.vocabulary, 120).tolist()
+    table = list(range(40, 60))
+    expected = write(runner, prompt, table, GREEDY, 12)
+    layers = [rows.view(runner.blocks + 1, -1)[40:47].clone() for rows in runner.place.pool.layers]
+    for cycle in range(3):
+        moved = runner.sleep(table[:7])
+        assert (runner.mapped, moved) == ([], sum(rows.nbytes for rows in layers))
+        assert runner.sizes().kept_bytes == moved
+        runner.wake(range(4), restored := list(range(cycle, cycle + 14, 2)))
+        assert runner.arrived()
+        for before, after in zip(layers, runner.place.pool.layers, strict=True):
+            assert torch.equal(before, after.view(runner.blocks + 1, -1)[restored])
+        table = restored + list(range(20, 33))
+        assert write(runner, prompt, table, GREEDY, 12, computed=112) == expected
+    runner.place.pool.check()
+
+
+def test_kept_kv_that_is_erased_asleep_comes_back_as_nothing(folders: dict[str, Path]) -> None:
+    runner = open_small(folders["qwen3"])
+    write(runner, list(range(2, 50)), [5, 6, 7, 8], GREEDY, 2)
+    runner.sleep([5, 6, 7])
+    runner.erase([6])
+    runner.wake(range(2), [1, 2, 3])
+    for rows in runner.place.pool.layers:
+        blocks = rows.view(runner.blocks + 1, -1)
+        assert [bool(blocks[block].any()) for block in (1, 2, 3)] == [True, False, True]
+
+
+def test_sizes_say_what_is_held_awake_and_asleep(folders: dict[str, Path]) -> None:
+    runner = Runner.open(spec(folders["qwen3"], sequences=4, kv_bytes=None), "cpu", 1, lambda: None, device_bytes=0)
+    held = runner.sizes()
+    assert len(runner.mapped) == held.extents_least < len(range(0, runner.blocks, runner.extent_blocks))
+    assert held.extents_least * runner.extent_blocks >= CONTEXT_TOKENS // BLOCK_TOKENS
+    assert held.device_bytes == held.least_bytes == held.weights_bytes + held.kv_bytes
+    runner.map([len(runner.mapped)])
+    assert runner.sizes().device_bytes == held.device_bytes + held.extent_bytes
+    runner.sleep([])
+    asleep = runner.sizes()
+    assert (asleep.device_bytes, asleep.kv_bytes, asleep.kept_bytes) == (0, 0, 0)
+    assert (asleep.least_bytes, asleep.most_bytes) == (held.least_bytes, held.most_bytes)
+
+
+def test_random_weights_are_made_again_as_they_were(folders: dict[str, Path]) -> None:
+    runner = open_small(folders["qwen3"], random_weights=True)
+    expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
+    runner.sleep([])
+    runner.wake([0], [])
+    assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
+
+
+def test_what_sleeps_gives_its_memory_back_and_takes_no_more_after_many_cycles(tmp_path: Path) -> None:
+    """In a process of its own, where nobody else's memory comes and goes."""
+    config = json.loads((EMBER / "config.json").read_text()) | {"hidden_size": 512, "intermediate_size": 1536}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    program = """
+import json, sys, psutil, torch
+from engine.runner import Runner
+from engine.wire import ModelSpec
+resident = lambda: psutil.Process().memory_info().rss
+model = ModelSpec(name="m", folder=sys.argv[1], random_weights=True, dtype="float32", kv_bytes=64 << 20)
+runner = Runner.open(model, "cpu", 1, lambda: None)
+with torch.inference_mode():
+    for rows in runner.place.pool.layers:
+        rows[: runner.blocks * runner.block_tokens] = 1
+extents, awake = runner.mapped, [resident()]
+asleep = []
+for _ in range(5):
+    runner.sleep([])
+    asleep.append(resident())
+    runner.wake(extents, [])
+    awake.append(resident())
+print(json.dumps([runner.sizes().weights_bytes, runner.sizes().kv_bytes, awake, asleep]))
+"""
+    ran = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    weights_bytes, kv_bytes, awake, asleep = json.loads(ran.stdout)
+    assert weights_bytes > 100 << 20
+    assert awake[0] - asleep[0] > 0.9 * (weights_bytes + kv_bytes)
+    assert asleep[-1] - asleep[0] < 0.1 * weights_bytes
+    assert awake[-1] <= awake[0]
+
+
+def test_a_folder_that_changed_or_is_gone_is_not_woken_and_sleeps_as_before(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    runner = open_small(folder_of(folders, "qwen3", tmp_path))
+    expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
+    runner.sleep([0])
+    held = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="changed"):
+        runner.wake([0], [0])
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError):
+        runner.wake([0], [0])
+    (tmp_path / "model.safetensors").write_bytes(held)
+    runner.wake([0], [0])
+    assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
+
+
+def test_without_memory_it_neither_wakes_nor_sleeps_and_is_as_before(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = open_small(folders["qwen3"])
+    expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "available_bytes", lambda: 10)
+        with pytest.raises(OutOfHostMemory):
+            runner.sleep([0])
+        assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
+        runner.sleep([])
+        with pytest.raises(OutOfDeviceMemory):
+            runner.wake([0], [])
+    runner.wake([0], [])
+    assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected

@@ -14,7 +14,7 @@ from engine.model.config import read_config
 from engine.weights import load as module
 from engine.weights.assembly import planned_bytes, weights_bytes
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.load import Progress, load
+from engine.weights.load import Files, Progress, load
 from tests.engine.small import reference_model, saved
 
 FAMILY = "llama 3.2 tied"
@@ -50,6 +50,37 @@ def test_shards_give_the_same_parameters_as_one_file(folder: Path, tmp_path_fact
         for left, right in zip(one.layers, many.layers, strict=True):
             assert torch.equal(left.qkv(x), right.qkv(x))
             assert torch.equal(left.gate_up(x), right.gate_up(x))
+
+
+def test_files_that_are_as_they_were_are_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(folder, random=False)
+    assert files.revision == Checkpoint(folder).revision()
+    monkeypatch.setattr(Checkpoint, "revision", lambda self: pytest.fail("they were read"))
+    files.require_same()
+
+
+def test_files_that_were_written_again_may_hold_the_same(folder: Path) -> None:
+    files = Files(folder, random=False)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    files.require_same()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("random", [False, True])
+def test_files_that_hold_something_else_or_are_gone_are_found(folder: Path, name: str, random: bool) -> None:
+    files = Files(folder, random)
+    if random and name != "config.json":
+        (folder / name).unlink()
+        files.require_same()
+        return
+    path = folder / name
+    held = path.read_bytes()
+    path.write_bytes(held[:-2] + b" }" if name == "config.json" else held[:-1] + bytes([held[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="changed"):
+        files.require_same()
+    path.unlink()
+    with pytest.raises(CheckpointError):
+        files.require_same()
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
