@@ -18,6 +18,7 @@ from gateway.commands import (
     restore,
     serve,
     tokens,
+    top,
     usage,
 )
 from gateway.config import ConfigError
@@ -28,6 +29,7 @@ Hearth: an open, self-hosted Workers AI. Many tenants, one fire.
   hearth serve                       the gateway, one machine and its replicas; prints your first call
   hearth accounts create NAME        a tenant and its first token
   hearth pull Qwen/Qwen3-0.6B        a model from the Hugging Face hub
+  hearth top                         machines, GPUs and models, live
   hearth doctor                      what is here, and what is wrong
 """
 _EPILOG = (
@@ -37,14 +39,14 @@ _EPILOG = (
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line; compose.yaml and the README are tested against it."""
-    top = argparse.ArgumentParser(
+    whole = argparse.ArgumentParser(
         prog="hearth", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
     tenants = (accounts, tokens, plans, usage, audit)
-    for command in (serve, gateway, machine, *tenants, backup, restore, models, pull, bench, doctor):
+    for command in (serve, gateway, machine, *tenants, backup, restore, models, pull, top, bench, doctor):
         command.add(commands)
-    return top
+    return whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:

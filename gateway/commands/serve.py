@@ -96,18 +96,18 @@ def _free_port(config: Config) -> int:
 def base_url(server: ServerConfig, port: int) -> str:
     """How a client reaches the server: by the first of its names, or by its address on this host."""
     scheme = "https" if server.certificate else "http"
-    name = next((name for name in server.hosts if not name.startswith("*.")), _reached(server.host))
+    name = next((name for name in server.hosts if not name.startswith("*.")), reached(server.host))
     return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
 
 
-def _reached(host: str) -> str:
+def reached(host: str) -> str:
     """Where a server that listens there is reached from its own host."""
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def answers(server: ServerConfig, port: int, path: str) -> bool:
     """Whether a gateway on this host says 200 there. Its certificate need not name this host's address."""
-    host = _reached(server.host)
+    host = reached(server.host)
     connection = http.client.HTTPConnection(host, port, timeout=2)
     if server.certificate:
         trusting = ssl._create_unverified_context()

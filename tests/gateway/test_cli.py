@@ -23,7 +23,7 @@ from tenants.accounts import Accounts, Unauthenticated
 from tenants.store import open_store
 
 TENANTS = ["accounts", "tokens", "plans", "usage", "audit", "backup", "restore"]
-COMMANDS = ["serve", "gateway", "machine", *TENANTS, "models", "pull", "bench", "doctor"]
+COMMANDS = ["serve", "gateway", "machine", *TENANTS, "models", "pull", "top", "bench", "doctor"]
 
 
 @pytest.fixture

@@ -1,0 +1,165 @@
+"""`hearth top`: machines, GPUs and models as they are now, in a terminal. It asks a gateway, as any operator may."""
+
+import argparse
+import contextlib
+import io
+import os
+import select
+import shutil
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from gateway.commands.operator import Away, Gateway, Refused, operator_token
+from gateway.commands.words import add_command, fail, read_settings
+from tenants.store import StoreUnavailable
+
+if TYPE_CHECKING:
+    from gateway.admin.machines import MachinesItem
+    from gateway.commands.screen import Frame
+
+_TEACHING = """\
+examples:
+  hearth top                                           on a gateway's host; q or Ctrl-C ends it
+  hearth top --interval 5
+  hearth top --once                                    one picture as plain text
+  hearth top --json                                    the same for scripts: GET /client/v4/operator/machines
+  hearth top --url https://hearth.example.com          from elsewhere, with an operator's token in HEARTH_TOKEN
+
+WHERE is where a model's weights are: device, memory or disk, and where they are moving. RUN and WAIT are its requests
+in the replica, HERE those that the gateway holds until it is awake. HIT is the share of prompt tokens that were in the
+prefix cache, KV what its cache takes of the device. Without a token, one is made that lasts while this command does.
+"""
+_WHAT: Final = "machines"
+_INTERVAL_S: Final = (0.2, 3600.0)
+_WIDTH: Final = 120  # where no terminal says how wide it is
+
+
+def add(commands: Any) -> None:
+    parser = add_command(commands, "top", "watch machines, GPUs and models live", _TEACHING)
+    parser.add_argument("--url", help="of the gateway (default: this host's)")
+    parser.add_argument("--token", help="of an operator (default: HEARTH_TOKEN, else one is made for a while)")
+    parser.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two looks (1)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--once", action="store_true", help="print one picture as plain text, and end")
+    form.add_argument("--json", action="store_true", help="print JSON once, and end")
+    parser.set_defaults(run=run)
+
+
+def _interval(text: str) -> float:
+    least, most = _INTERVAL_S
+    try:
+        if least <= float(text) <= most:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from {least} to {most:.0f}")
+
+
+def run(options: argparse.Namespace) -> int:
+    config = read_settings(options)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where a terminal's encoding has not all letters of a name
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that terminal and token are given back
+    try:
+        with operator_token(config, options.token or os.environ.get("HEARTH_TOKEN")) as token:
+            gateway = Gateway(config, options.url, token)
+            if options.json:
+                print(msgspec.json.format(gateway.ask(_WHAT)).decode())
+            elif options.once or not sys.stdout.isatty():
+                _print_once(gateway)
+            else:
+                _watch(gateway, options.interval)
+    except KeyboardInterrupt:
+        return 0
+    except (Refused, Away, StoreUnavailable, OSError) as error:
+        return fail(str(error))
+    return 0
+
+
+def _print_once(gateway: Gateway) -> None:
+    from rich.console import Console  # only here and below: other commands need it not
+
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    Console(width=width, color_system=None).print(Looks().look(gateway))
+
+
+def _watch(gateway: Gateway, interval_s: float) -> None:
+    """Until q, or Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    looks = Looks()
+    with _keys() as pressed, Live(console=Console(), screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(looks.look_or_wait(gateway), refresh=True)
+            if pressed(interval_s) == "q":
+                return
+
+
+class Looks:
+    """Frames, one after the other."""
+
+    def __init__(self) -> None:
+        from gateway.commands.screen import Moves
+
+        self._moves = Moves()
+        self._last: MachinesItem | None = None
+        self._away_since: float | None = None
+
+    def look(self, gateway: Gateway) -> "Frame":
+        """Raises Away or Refused."""
+        from gateway.admin.machines import MachinesItem
+        from gateway.commands.screen import Frame
+
+        try:
+            self._last = msgspec.json.decode(gateway.ask(_WHAT), type=MachinesItem)
+        except msgspec.MsgspecError as error:
+            raise Refused(f"the gateway at {gateway.url} is of another version: {error}") from error
+        self._away_since = None
+        self._moves.take(time.monotonic(), self._last.machines)
+        return Frame(self._last, self._moves)
+
+    def look_or_wait(self, gateway: Gateway) -> "Frame":
+        """While the gateway is away, what it said last, and since when. Raises Refused."""
+        from gateway.admin.machines import MachinesItem
+        from gateway.commands.screen import Frame
+
+        try:
+            return self.look(gateway)
+        except Away as away:
+            now = time.monotonic()
+            self._away_since = now if self._away_since is None else self._away_since
+            note = f"{away}; waiting, {now - self._away_since:.0f} s so far"
+            return Frame(self._last or MachinesItem([]), self._moves, note)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Gives a function that waits so many seconds for a key, and gives it, or nothing. It leaves the terminal as it
+    was."""
+    if not sys.stdin.isatty():
+        yield _slept
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield _pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _slept(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+def _pressed(seconds: float) -> str:
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") if ready else ""
