@@ -52,12 +52,12 @@ class _Known:
     @property
     def present(self) -> bool:
         """Whether it is on the device, to stay."""
-        return self.state.residency is Residency.DEVICE and self.state.toward is not Residency.MEMORY
+        return self.state.residency is self.state.toward is Residency.DEVICE
 
     @property
     def coming(self) -> bool:
         """Whether it moves toward the device."""
-        return self.state.residency is not Residency.DEVICE and self.state.toward is Residency.DEVICE
+        return self.state.residency < self.state.toward is Residency.DEVICE
 
     @property
     def starting(self) -> bool:

@@ -42,7 +42,8 @@ _STATUSES: Final = {
     429: "A limit of the caller's, or capacity that is taken for the moment; Retry-After says when to come back",
     431: "The head is too large",
     500: "The gateway or a replica failed; x-request-id finds it in the log",
-    503: "The store does not answer, nothing can serve, or the gateway is full; Retry-After says when to come back",
+    503: "The store does not answer, nothing can serve in time, or the gateway is full; Retry-After says when to come "
+    "back",
 }
 # The codes of the envelope by which callers tell apart what a status leaves open.
 CODES: Final[dict[int, tuple[int, ...]]] = {
@@ -103,7 +104,8 @@ _HEADERS: Final[dict[str, Json]] = {
     },
     "cf-aig-request-timeout": {
         "schema": {"type": "integer", "minimum": 1, "maximum": TIMEOUT_MS_MAX},
-        "description": "Milliseconds that the whole call may take, waiting included; then it ends with 408, code 3046.",
+        "description": "Milliseconds that the whole call may take, waiting included; then it ends with 408, code 3046, "
+        "or, where its model is still being loaded, with 503.",
     },
     "cf-aig-zdr": {
         "schema": {"enum": ["true", "false"]},
