@@ -23,7 +23,8 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-FOLDER: Final = ".hearth"
+_FOLDER: Final = ".hearth"
+KERNELS: Final = f"{_FOLDER}/kernels"  # below the model's folder
 _CACHE_NAME: Final = "TRITON_CACHE_DIR"
 _KEYS_MOST: Final = 16  # in a folder; the oldest go
 Found = TypeVar("Found", bound=msgspec.Struct)
@@ -41,7 +42,7 @@ class Artefacts(Generic[Found]):
         self._kind = kind
         name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16] + ".json"
         shared = os.environ.get(_CACHE_NAME)
-        self.files = [place / name for place in (folder / FOLDER, *([Path(shared)] if shared else []))]
+        self.files = [place / name for place in (folder / _FOLDER, *([Path(shared)] if shared else []))]
 
     def read(self) -> Found | None:
         """What was written. Whatever is odd about a file, it is as if there were none."""

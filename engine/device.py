@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Self
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.arena import Arena
+from engine.artefacts import KERNELS
 from engine.batch import (
     HEADER_WORDS,
     Batch,
@@ -35,9 +37,11 @@ from engine.batch import (
 from engine.calibrate import Room, measure
 from engine.costs import Costs
 from engine.drawing import PLAIN, Reports, Wants, draw_tokens
+from engine.found import Measured, on_device
 from engine.graphs import HOT, Graphs, buckets
 from engine.host import given
 from engine.kept import Kept
+from engine.kernels.compiled import keep_beside
 from engine.kv import KvPool, KvShape
 from engine.memory import DoesNotFit, first_extents, kv_blocks, least_extents
 from engine.model.config import ModelConfig
@@ -170,7 +174,8 @@ class Device:
         device: torch.device, beat: Callable[[], None], device_bytes: int | None, standby: bool,
     ) -> Self:  # fmt: skip
         """Loads the weights, compiles what is not compiled yet, measures what a step needs, takes the rest for KV, or
-        what device_bytes leave, and captures hot graphs. `load` fills tensors and makes parameters of them.
+        what device_bytes leave, and captures hot graphs. `load` fills tensors and makes parameters of them. What an
+        earlier start has measured it takes over, and captures but the first graphs.
 
         Raises DoesNotFit.
         """
@@ -196,14 +201,29 @@ class Device:
             shape, kv_blocks(model, shape, context_tokens, most.sequences, most_bytes, most_bytes), arena, extents=1
         )
         held = _held(model, config, weights, pool, most, context_tokens, stream)
-        cls(config, parameters, held, stream, most, graph_rows=0, standby=False).compile(context_tokens, beat)
+        keep_beside(Path(model.folder) / KERNELS)
+        kept = on_device(model, config, context_tokens, str(dtype), torch.cuda.get_device_name(device))
+        found, space_segments = kept.read(), len(held.workspace.segments)
+        trial = cls(config, parameters, held, stream, most, graph_rows=0, standby=False)
+        if found is None:
+            trial.compile(context_tokens, beat)
+        else:
+            with stream.entered():
+                held.workspace.grow(found.segments)
+            trial._try(1, context_tokens)  # what it loads cannot be loaded while a graph is captured
+        segments = held.workspace.segments[space_segments:]
         opened = cls(config, parameters, held, stream, most, GRAPH_ROWS, standby)
         opened._take_kv(model, context_tokens, device_bytes)
-        opened.capture(beat)
-        rows = [rows for rows in _MEASURED_ROWS if rows <= most.rows]
         mapped_blocks = min(len(pool.mapped) * pool.extent_blocks, pool.blocks)
         room_of_steps = Room(mapped_blocks, shape.block_tokens, context_tokens, most.sequences)
-        opened.costs = measure(opened.launch_ms, rows, room_of_steps)
+        if found is not None and found.blocks >= room_of_steps.used_blocks:
+            opened.costs = found.costs
+            opened.capture_first()
+        else:
+            opened.capture(beat)
+            rows = [rows for rows in _MEASURED_ROWS if rows <= most.rows]
+            opened.costs = measure(opened.launch_ms, rows, room_of_steps)
+            kept.write(Measured(segments, room_of_steps.used_blocks, opened.costs))
         left, total = torch.cuda.mem_get_info(device)
         opened.memory = Memory(
             model=model.name, pid=os.getpid(), device=torch.cuda.get_device_name(device), device_bytes=total,
@@ -259,6 +279,12 @@ class Device:
                 while graphs.hot:
                     graphs.capture_next()
                     beat()
+
+    def capture_first(self) -> None:
+        """The graphs of a single sequence that decodes."""
+        with self._stream.entered():
+            for graphs in (self._bodies, self._heads):
+                graphs.capture_for(1)
 
     def idle(self) -> bool:
         """Captures one graph more, which takes some 10 ms, or copies a little of the weights to the host, where it will

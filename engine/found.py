@@ -26,11 +26,10 @@ _PROCESSOR: Final = ("model name", "flags", "Features", "CPU part")  # of its li
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Of a model on a GPU. `steps_bytes` is what the largest step computes in beside what is there for all steps,
-    `graphs_bytes` what captured graphs are estimated to take, `blocks` the Room.used_blocks of the costs."""
+    """Of a model on a GPU. `segments` are what steps of all sizes compute in, as workspace.Workspace has it, beside
+    what is there before any; `blocks` the Room.used_blocks of the costs."""
 
-    steps_bytes: int
-    graphs_bytes: int
+    segments: list[int]
     blocks: int
     costs: Costs
 

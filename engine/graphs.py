@@ -32,14 +32,14 @@ def buckets(most: int) -> list[int]:
 class Graphs:
     """Graphs of `run`, which computes for a given number of rows on the current stream, and always in one place.
 
-    `sizes` are all that may be captured; those of HOT come first.
+    `sizes` are all that may be captured; those of HOT come first, small ones before large ones.
     """
 
     def __init__(self, run: Callable[[int], object], sizes: Iterable[int], workspace: Workspace) -> None:
         self._run = run
         self._workspace = workspace
         self._sizes = sorted(sizes)
-        self._missing = sorted(sizes, key=lambda size: (size in HOT, size))  # taken from the end
+        self._missing = sorted(sizes, key=lambda size: (size in HOT, -size))  # taken from the end
         self._captured: list[int] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 

@@ -8,6 +8,7 @@ Torch keeps what it once got, in segments. Eager steps and graphs share them: al
 
 import ctypes
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ import torch
 from engine.arena import Arena, Region
 from engine.batch import OutOfDeviceMemory
 
+_LARGE: Final = 20 << 20  # torch's segments for smaller tensors have this size, or a tenth of it
 _ALLOCATE: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FREE: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
@@ -32,6 +34,25 @@ class Workspace:
     def bytes(self) -> int:
         """What it takes of the device when it is there."""
         return sum(region.size for region in self._segments)
+
+    @property
+    def segments(self) -> list[int]:
+        """Their bytes, in the order in which torch got them."""
+        return [region.size for region in self._segments]
+
+    def grow(self, segments: Items[int]) -> None:
+        """Gets the large ones of these ahead, for the stream that is entered. Raises OutOfDeviceMemory.
+
+        What is as large as a segment lies in one of its own, and leaves it to steps.
+        """
+        if self._pool is None:
+            return
+        with self.entered():
+            try:
+                got = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segments if size >= _LARGE]
+            except torch.OutOfMemoryError as error:
+                raise OutOfDeviceMemory(str(error)) from error
+            del got
 
     @property
     def graphs(self) -> Any:

@@ -15,7 +15,7 @@ from engine.found import Chosen, Measured, on_device, on_host
 from engine.model.config import ModelConfig, read_config
 from engine.wire import ModelSpec
 
-MEASURED = Measured(7, 8, 9, Costs(((1, 1.5),), 0.1, 0.2, math.inf, 0.3, 0.0, 1.0))
+MEASURED = Measured([7, 8], 9, Costs(((1, 1.5),), 0.1, 0.2, math.inf, 0.3, 0.0, 1.0))
 
 
 @pytest.fixture(autouse=True)
