@@ -162,9 +162,9 @@ class Child:
         self.boot = 0
         self.problem = "not started yet"
         self.process: Process | None = None
-        self.started_at = 0.0
         self.serving_since: float | None = None
         self.ending = False
+        self.killed = False
         self._start_at = 0.0
         self._quarantined_until = 0.0
         self._quarantines = 0
@@ -207,7 +207,8 @@ class Child:
         self._remove_files()
         if self._pulse is not None:
             self._pulse.close()
-        self.started_at, self.serving_since, self.ending, self._kill_at = now, None, False, None
+        self.serving_since = self._kill_at = None
+        self.ending = self.killed = False
         self._unended = b""
         self._lines.clear()
         self.problem = "loading"
@@ -254,6 +255,7 @@ class Child:
         """`why` is what its problem will say."""
         assert self.process is not None
         self._lines.append(why)
+        self.killed = True
         self.process.kill()
 
     def end(self, now: float) -> None:

@@ -112,7 +112,7 @@ class Lodger:
 
     def obeys(self, now: float) -> bool:
         """Whether it can be told to move: its process is connected, and has not failed at it a moment ago."""
-        reached = self.link.placed is not None and not self.child.ending
+        reached = self.link.placed is not None and not self.child.ending and not self.child.killed
         return reached and self.order is None and now >= self._hold_until
 
     @property
@@ -128,6 +128,11 @@ class Lodger:
         if self.residency is Residency.MEMORY:
             return self.problem or "asleep"
         return self.child.problem
+
+    @property
+    def asleep_bytes(self) -> int:
+        """Of its device, that its process holds even in MEMORY."""
+        return 0 if self._sizes is None else self._sizes.asleep_bytes
 
     # What happens to it
 
@@ -240,7 +245,7 @@ class Lodger:
             times=self._times,
             device_bytes=self.told.device_bytes if self.told is not None else 0,
             granted_bytes=self.granted_bytes,
-            asleep_bytes=sizes.asleep_bytes if sizes is not None else 0,
+            asleep_bytes=self.asleep_bytes,
             least_bytes=least,
             most_bytes=max(least, most),
             memory_bytes=self.told.memory_bytes if self.told is not None else 0,

@@ -119,6 +119,13 @@ class Moves:
     def _claimed(self, device: int) -> int:
         return sum(lodger.claim_bytes for lodger in self.lodgers.values() if lodger.device == device)
 
+    def _floor(self, device: int) -> int:
+        """Enough for whoever needs most there, with all others asleep: with less some could never be woken."""
+        here = [lodger for lodger in self.lodgers.values() if lodger.device == device]
+        return max(lodger.least_bytes - lodger.asleep_bytes for lodger in here) + sum(
+            lodger.asleep_bytes for lodger in here
+        )
+
     # What it says
 
     def _begin(self, lodger: Lodger, move: Move, now: float) -> None:
@@ -188,7 +195,7 @@ class Moves:
             lodger.sleepless_until = now + _WITHHELD_S
         elif order.kind in ("wake", "grow"):
             more = (wanted - lodger.claim_bytes) * (_MORE - 1) // _MORE if order.kind == "wake" else 0
-            found = max(self._claimed(lodger.device) + more, *(each.least_bytes for each in self.lodgers.values()))
+            found = max(self._claimed(lodger.device) + more, self._floor(lodger.device))
             self._devices[lodger.device].budget.withhold(found, now + _WITHHELD_S)
         if order.kind == "wake" and lodger.failures >= _FAILURES_MAX:
             lodger.child.kill(f"it could not be woken: {placed.problem}")

@@ -1,10 +1,10 @@
-"""engine/gpus.py: which GPUs a host's replicas may use."""
+"""engine/gpus.py: which GPUs a host's replicas may use, and how large they are."""
 
 from pathlib import Path
 
 import pytest
 
-from engine.gpus import visible
+from engine.gpus import sizes, visible
 
 
 @pytest.fixture
@@ -28,3 +28,31 @@ def test_a_host_without_a_driver_has_none(tmp_path: Path) -> None:
 )
 def test_what_the_environment_says_is_kept(devices: Path, said: str, meant: list[str]) -> None:
     assert visible({"CUDA_VISIBLE_DEVICES": said}, devices) == meant
+
+
+def asked(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """nvidia-smi is this script."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+def test_nvidia_smi_says_how_large_gpus_are_by_index_or_by_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "0, GPU-8f31, NVIDIA H200, 143771\n1, GPU-aa02, NVIDIA L4, 23034\n2, GPU-bb03, ?, [N/A]\nnonsense"
+    asked(tmp_path, monkeypatch, f"printf '{said}'")
+    assert sizes(["1", "GPU-8f", "2", "7", "MIG-1"]) == {
+        "1": ("NVIDIA L4", 23034 << 20),
+        "GPU-8f": ("NVIDIA H200", 143771 << 20),
+    }
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo no driver", "exit 127"])
+def test_a_broken_nvidia_smi_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    asked(tmp_path, monkeypatch, script)
+    assert sizes(["0"]) == {}
+
+
+def test_without_nvidia_smi_no_size_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sizes(["0"]) == {}
