@@ -101,7 +101,7 @@ def _require_room(entry: ModelConfig, sizes: Sizes, numbers: int | None, task: T
         return
     kv = in_bytes(sizes.kv_bytes_of_a_context)
     held = f"{in_bytes(room.budget_bytes)} of {room.device}"
-    if room.budget_bytes < room.total_bytes:
+    if room.budget_bytes < room.most_bytes:
         held += " that machine.device_bytes leaves them"
     raise Unserved(
         f"{in_bytes(weights)} of weights and {kv} for a context of {sizes.context_tokens:,} tokens are "
@@ -126,6 +126,6 @@ def _helps(entry: ModelConfig, sizes: Sizes, weights: int, room: Room) -> list[s
         helps.append('set kv_dtype = "fp8"')
     if entry.dtype == "float32" and weights // 2 + kv <= room.budget_bytes:
         helps.append('set dtype = "bfloat16"')
-    if weights + kv <= room.total_bytes:
+    if weights + kv <= room.most_bytes:
         helps.append(f"raise machine.device_bytes to at least {weights + kv}")
     return helps

@@ -12,6 +12,8 @@ from gateway.config import MachineConfig
 
 MEMORY: Final = "memory"
 ARCHITECTURE: Final = (8, 0)  # the first with bfloat16
+DRIVER_BYTES: Final = 1 << 30  # of each GPU, that a machine leaves to its driver and to whatever else needs a little
+_CGROUP: Final = Path("/sys/fs/cgroup")
 _FIELDS: Final = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
 
 
@@ -26,11 +28,12 @@ class Gpu(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A device: what replicas may hold of its memory, what there is of it, and what nobody uses now."""
+    """A device: what replicas may hold of its memory, what they could hold without [machine] device_bytes, and what
+    nobody uses now."""
 
     device: str
     budget_bytes: int
-    total_bytes: int
+    most_bytes: int
     free_bytes: int
 
 
@@ -74,14 +77,21 @@ def usable(machine: MachineConfig, found: list[Gpu]) -> list[Gpu]:
 
 
 def rooms(machine: MachineConfig, usable: list[Gpu]) -> list[Room]:
-    """One for each of these GPUs, else the host's memory, whose device is `memory`."""
-    devices = [(gpu.name, gpu.total_bytes, gpu.free_bytes) for gpu in usable] or [(MEMORY, *memory())]
-    return [Room(name, min(total, machine.device_bytes or total), total, free) for name, total, free in devices]
+    """One for each of these GPUs, of which the driver keeps a little, else the host's memory, whose device is
+    `memory`."""
+    devices = [(gpu.name, gpu.total_bytes - DRIVER_BYTES, gpu.free_bytes) for gpu in usable] or [(MEMORY, *memory())]
+    return [Room(name, min(most, machine.device_bytes or most), most, free) for name, most, free in devices]
 
 
 def memory() -> tuple[int, int]:
-    """Of the host, in all and free, in bytes."""
+    """Of the host, or of the control group that this process is confined to: in all and free, in bytes."""
     import psutil  # only here: most commands ask nothing of it
 
     found = psutil.virtual_memory()
-    return int(found.total), int(found.available)
+    try:
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return int(found.total), int(found.available)
+    if limit == "max":
+        return int(found.total), int(found.available)
+    return min(int(found.total), int(limit)), min(int(found.available), int(limit) - int(used))

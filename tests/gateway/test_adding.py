@@ -22,6 +22,7 @@ from tests.gateway.folders import EMBER
 
 NAME = "@cf/acme/assistant"
 HIDDEN, INNER, LAYERS = 16, 32, 2
+GIB = 1 << 30
 
 
 @pytest.fixture
@@ -267,7 +268,7 @@ def test_a_model_fits_once_what_was_said_to_help_is_done(folder: Path, capsys: p
 def test_the_largest_gpu_counts_and_fp8_may_help(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [hardware.Gpu("Small", size, size, "580", (9, 0)) for size in (1_000, 180_000)]
+    found = [hardware.Gpu("Small", size, size, "580", (9, 0)) for size in (GIB + 1_000, GIB + 180_000)]
     monkeypatch.setattr(hardware, "gpus", lambda: found)
     monkeypatch.setattr(hardware, "cuda_of_torch", lambda: "13.0")
     said = refused(capsys, NAME, "assistant")

@@ -212,7 +212,7 @@ def test_a_driver_that_says_something_else_is_no_gpu(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mebibytes", "advice"), [(40, "context_tokens"), (20, "serve = false")], ids=["context", "weights"]
+    ("mebibytes", "advice"), [(1064, "context_tokens"), (1044, "serve = false")], ids=["context", "weights"]
 )
 def test_a_model_that_no_gpu_holds_is_wrong_and_says_what_is_too_much(host: Host, mebibytes: int, advice: str) -> None:
     findings = host.found(1, f"Small, {mebibytes}, {mebibytes}, 580.65.06, 9.0")
@@ -237,7 +237,7 @@ def beside(here: Path, one: str = "", two: str = "", machine: str = "") -> None:
 def test_models_that_do_not_fit_at_once_take_turns_and_host_memory_is_looked_at(
     host: Host, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = "Small, 130, 130, 580.65.06, 9.0"
+    small = "Small, 1154, 1154, 580.65.06, 9.0"
     beside(here, one="priority = 2.0", two="kept_kv_bytes = 0", machine="[machine]\nmemory_bytes = 1200000000\n")
     found = host.found(0, small)
     assert "they take turns" in found["memory"][0]["found"]
@@ -253,16 +253,16 @@ def test_models_that_do_not_fit_at_once_take_turns_and_host_memory_is_looked_at(
 
 def test_pinned_models_that_do_not_fit_together_are_wrong(host: Host, here: Path) -> None:
     beside(here, one="pinned = true", two="pinned = true\nreplicas = 2")
-    (finding,) = host.found(1, "Small, 130, 130, 580.65.06, 9.0")["memory"]
+    (finding,) = host.found(1, "Small, 1154, 1154, 580.65.06, 9.0")["memory"]
     assert "those that are pinned do not fit together" in finding["found"]
-    two = ["Small, 90, 90, 580.65.06, 9.0"] * 2  # enough in all, and none of them holds two
+    two = ["Small, 1114, 1114, 580.65.06, 9.0"] * 2  # enough in all, and none of them holds two
     (finding,) = host.found(1, *two)["memory"]
     assert "do not fit together" in finding["found"]
 
 
 def test_a_model_that_what_is_pinned_never_leaves_room_for_is_wrong(host: Host, here: Path) -> None:
     beside(here, one="pinned = true", two="context_tokens = 16")
-    (finding,) = host.found(1, "Small, 100, 100, 580.65.06, 9.0")["memory"]
+    (finding,) = host.found(1, "Small, 1124, 1124, 580.65.06, 9.0")["memory"]
     assert "what is pinned leaves none to @cf/hearth/ember" in finding["found"]
 
 
