@@ -15,7 +15,7 @@ from engine.wire import Residency
 HEAD_START_S: Final = 1.0
 HEAD_STARTS: Final = 4
 _QUANTA: Final = 64  # KV moves between models by so small a part of a device at the least
-_CALM_S: Final = 5.0  # one that was not asked for so long makes room for others' first start
+_CALM_S: Final = 5.0  # who was not asked for so long makes room for starts; a device without moves fills its rooms
 _FULL: Final = 0.75  # of its KV: then one takes what is free
 
 
@@ -38,7 +38,8 @@ def decide(view: View, allowance: Allowance) -> Decision:
              that are not, and from one that is short too half of what that one has more; nothing less than 1/64 of
              the device at once.
     Calm     While nobody waits, what is on DISK is started, one at a time on each device, the most wanted first: to
-             stay, where another could start beside it, else to sleep; then those that sleep fill rooms that are free.
+             stay, where another could start beside it, else to sleep. Where there is no such, and a device had no
+             moves for a while, those that sleep fill its free rooms.
     Bounds   In any minute at most MOVES_A_MINUTE moves of a device's replicas to or from it or to make room there, and
              RESIZES_A_MINUTE of KV alone. Of n models that sleep and contend for k rooms of a device, each waits at
              most its wake_s, 8 s where weights differ, and ⌈n ÷ k⌉ times the longest residence that is protected and
@@ -183,7 +184,7 @@ def _may_preempt(rooms: Rooms, who: Resident) -> bool:
 
 
 def _prefetch(rooms: Rooms) -> None:
-    """Starts what is on DISK, then wakes what fits into rooms that are free."""
+    """Starts what is on DISK; then, on devices that are calm, wakes what fits into rooms that are free."""
     now = rooms.view.now
     by_value = sorted(
         (who for who in rooms.view.residents if who.rests and not problem(rooms.view, who.name)),
@@ -195,17 +196,21 @@ def _prefetch(rooms: Rooms) -> None:
     if on_disk:
         return
     for who in by_value:
-        if (
-            who.residency is Residency.MEMORY
-            and rooms.free[who.device] >= who.need_bytes
-            and rooms.affords(who.device, 1)
-        ):
+        fits = who.residency is Residency.MEMORY and rooms.free[who.device] >= who.need_bytes
+        if fits and _calm(rooms, who.device) and rooms.affords(who.device, 1):
             arrive(rooms, who, who.device, Residency.DEVICE, "its room is free")
 
 
+def _calm(rooms: Rooms, device: int) -> bool:
+    """Whether nobody came or left lately."""
+    there = [one for one in rooms.view.residents if one.device == device]
+    since = [at for one in there for at in (one.arrived_at, one.left_at) if at is not None]
+    return all(rooms.view.now - at >= _CALM_S for at in since)
+
+
 def _prepare(rooms: Rooms, who: Resident, rest_bytes: int) -> None:
-    """Starts one that nobody waits for: to sleep, where host memory has room for that and the next of `rest_bytes` would
-    have none to start in; else to stay."""
+    """Starts one that nobody waits for: to sleep, where host memory has room for that and the next, of `rest_bytes`,
+    would have none to start in; else to stay."""
     devices = devices_for(rooms, who)
     if not devices:
         return
@@ -231,18 +236,20 @@ def _prepare(rooms: Rooms, who: Resident, rest_bytes: int) -> None:
 
 
 def _grant(rooms: Rooms) -> None:
-    """Those that arrive share what is still free, and leave as much to one that may come after them."""
-    for device in range(len(rooms.view.devices)):
+    """Those that arrive share what is still free, but for the room of one that may come after them."""
+    for device, free in enumerate(rooms.free):
         arrivals = [who for who in rooms.arrivals if rooms.moves[who.name].device == device]
-        others = any(
-            not who.serves and who.toward is not Residency.DEVICE and who.name not in rooms.moves
-            for who in rooms.view.residents
-        )
+        others = [
+            one.need_bytes
+            for one in rooms.view.residents
+            if one.toward is not Residency.DEVICE and one.name not in rooms.moves and one.device in (device, -1)
+        ]
+        free -= max((need for need in others if need <= free), default=0)
         for index, who in enumerate(arrivals):
-            parts = len(arrivals) - index + others
-            more = min(max(0, rooms.free[device]) // parts, max(0, who.most_bytes - who.least_bytes))
+            more = min(max(0, free) // (len(arrivals) - index), max(0, who.most_bytes - who.least_bytes))
             rooms.moves[who.name] = replace(rooms.moves[who.name], device_bytes=who.least_bytes + more)
             rooms.free[device] -= more
+            free -= more
 
 
 def _share(rooms: Rooms) -> None:

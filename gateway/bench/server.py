@@ -49,25 +49,32 @@ def own_server(geometry: str, device: str) -> Iterator[Own]:
     with tempfile.TemporaryDirectory(prefix="hearth-bench-") as name:
         folder, model = Path(name), f"@cf/bench/{geometry}"
         vocabulary = write_model(geometry, folder / "model")
-        settings = folder / "hearth.toml"
-        settings.write_text(_settings(model, folder / "model"))
-        config = load_config(settings, state_folder=folder / "state")
-        open_state(config)
-        write_credentials(config, asyncio.run(_account(config)))
-        command = [sys.executable, "-P", "-m", "gateway.cli", "serve", "--config", str(settings)]
-        command += ["--state", config.state_folder, "--port", "0", "--device", device]
-        kernels = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))  # kept between runs
-        with open(folder / "serve.log", "wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TRITON_CACHE_DIR": kernels})
-        try:
-            known = _await_ready(config, process, folder)
+        with served(_settings(model, folder / "model"), folder, device) as (config, known, pid):
             target = Target(known.base_url, known.account_id, known.token, model)
-            yield Own(target, vocabulary, process.pid, config.machine_address)
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-            process.kill()
+            yield Own(target, vocabulary, pid, config.machine_address)
+
+
+@contextlib.contextmanager
+def served(settings: str, folder: Path, device: str) -> Iterator[tuple[Config, Credentials, int]]:
+    """`hearth serve` with these settings, its state in `folder`: its config, an account without quotas, its process id.
+    Raises NotServing."""
+    path = folder / "hearth.toml"
+    path.write_text(settings)
+    config = load_config(path, state_folder=folder / "state")
+    open_state(config)
+    write_credentials(config, asyncio.run(_account(config)))
+    command = [sys.executable, "-P", "-m", "gateway.cli", "serve", "--config", str(path)]
+    command += ["--state", config.state_folder, "--port", "0", "--device", device]
+    kernels = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))  # kept between runs
+    with open(folder / "serve.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TRITON_CACHE_DIR": kernels})
+    try:
+        yield config, _await_ready(config, process, folder), process.pid
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        process.kill()
 
 
 def write_model(geometry: str, folder: Path) -> int:
