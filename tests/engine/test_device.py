@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine import pinned
 from engine.arena import Arena
-from engine.batch import OutOfDeviceMemory, Segment, Slice, pack, unpack
+from engine.batch import OutOfDeviceMemory, OutOfHostMemory, Segment, Slice, pack, unpack
 from engine.device import Device, Most, _held
 from engine.kv import KvPool, KvShape
 from engine.model.config import read_config
+from engine.pinned import PIECE_BYTES
 from engine.runner import Runner, _parameters
 from engine.sampler import sample
-from engine.streams import Stream
+from engine.streams import Mark, Stream
 from engine.weights import assembly
 from engine.weights.assembly import shapes
 from engine.weights.image import Weights
@@ -222,6 +224,170 @@ def test_too_little_memory_for_a_step_is_said_as_the_scheduler_understands_it(tm
     with patch.object(device, "_body", side_effect=full), pytest.raises(OutOfDeviceMemory, match="2 GiB"):
         launch(device, slices)
     assert len(launch(device, slices).wait().tokens_R) == 1
+
+
+# Asleep and awake
+
+
+def extents_of(device: Device, blocks: list[int]) -> list[int]:
+    return sorted({block // device.pool.extent_blocks for block in blocks})
+
+
+@torch.inference_mode()
+def sleep_and_wake(device: Device, kept: list[int], extents: list[int], restored: list[int]) -> None:
+    """Between the two there is nothing of it on the device, and something else in what torch holds on to on a CPU."""
+    device.sleep(torch.tensor(kept, dtype=torch.int64))
+    assert device._held._weights.arena.mapped_bytes == 0
+    assert not any(rows.view(torch.uint8).any() for rows in device.pool.layers)
+    space = device._space
+    for tensor in (space.sum_TH, space.attended_TW, space.cos_PD, space.sin_PD, space.scratch.partial_PHD):
+        tensor.fill_(float("nan"))
+    for tensor in (space.words, space.sampled_R, space.masks_RW, space.scratch.counters):
+        tensor.fill_(-1)
+    device.wake(extents, torch.tensor(restored, dtype=torch.int64))
+
+
+def contents(device: Device, blocks: list[int]) -> Tensor:
+    return torch.stack([rows.view(device.pool.blocks + 1, -1)[blocks].clone() for rows in device.pool.layers])
+
+
+def weights_of(device: Device) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in device._held._weights.tensors.items()}
+
+
+@torch.inference_mode()
+def filled(device: Device) -> Tensor:
+    """A number of its own in every slot of every block; gives what all blocks hold."""
+    for layer, rows in enumerate(device.pool.layers):
+        rows[:-BLOCK_TOKENS] = torch.arange(1, 1 + BLOCKS * BLOCK_TOKENS)[:, None] + 10000 * layer
+    return contents(device, list(range(BLOCKS)))
+
+
+def test_after_a_sleep_every_bit_is_as_before_and_only_kept_blocks_hold_anything(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3 biases window"), tmp_path))
+    (one,) = texts([20], 160)
+    logits(device, [one.slice(19, GREEDY)])
+    slices = [one.slice(1, GREEDY)]
+    wanted = logits(device, slices)
+    for cycle in range(2):
+        moved = [block for block in range(cycle * 20, BLOCKS) if block not in one.blocks][: len(one.blocks)]
+        sleep_and_wake(device, one.blocks, extents_of(device, [*moved, 50, 51]), moved)
+        one.blocks[:] = moved
+        assert device.pool.mapped == extents_of(device, [*moved, 50, 51])
+        for rows in device.pool.layers:
+            held = rows.view(torch.uint8).view(BLOCKS + 1, -1).any(1)
+            assert held.nonzero().flatten().tolist() == sorted(moved)
+        assert torch.equal(logits(device, slices), wanted), cycle
+
+
+def test_steps_go_on_while_weights_are_on_their_way(tmp_path: Path) -> None:
+    """Each layer comes behind the mark of its own weights, and the head behind the last."""
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    slices = [Slice([3, 7], 0, [5], GREEDY)]
+    wanted = launch(device, slices).wait().tokens_R.tolist()
+    followed: list[Mark] = []
+    with patch.object(Mark, "passed", return_value=False):
+        sleep_and_wake(device, [], extents_of(device, [5]), [])
+        assert not device.arrived()
+        coming = device._held.coming()
+        with patch.object(device._stream, "follow", side_effect=followed.append):
+            assert launch(device, slices).wait().tokens_R.tolist() == wanted
+    assert len(coming) == 1 + 3 + 2, "the embedding, three layers, norm and head"
+    assert followed == coming
+    assert device.arrived()
+    assert device._held.coming() == []
+
+
+@torch.inference_mode()
+def test_too_little_of_the_device_leaves_it_asleep_as_before(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    before, weights, kept = filled(device), weights_of(device), torch.tensor([7, 60, 2])
+    arena = device._held._weights.arena
+    device.sleep(kept)
+    asleep = device.sizes()
+    for most_bytes in (0, asleep.weights_bytes - 1, asleep.weights_bytes + 2 * asleep.extent_bytes):
+        with patch.object(arena, "most_bytes", most_bytes), pytest.raises(OutOfDeviceMemory, match="at most"):
+            device.wake([0, 1, 2, 3], torch.tensor([0, 1, 2]))
+        assert (arena.mapped_bytes, device.pool.mapped, device.sizes()) == (0, [], asleep)
+        arena.check()
+    device.wake([0, 1, 2, 3], torch.tensor([0, 1, 2]))
+    assert torch.equal(contents(device, [0, 1, 2]), before[:, kept])
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(device).items())
+    arena.check()
+
+
+@torch.inference_mode()
+def test_too_little_of_the_host_leaves_it_awake_as_before(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    before, weights = filled(device), weights_of(device)
+    for _ in range(2):  # of the weights' copy, and of what is kept
+        with patch.object(pinned, "available_bytes", return_value=9), pytest.raises(OutOfHostMemory, match="less than"):
+            device.sleep(torch.tensor([0, 5]))
+        assert torch.equal(contents(device, list(range(BLOCKS))), before)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(device).items())
+        assert device._held.awake
+        device.idle()
+    device.sleep(torch.tensor([0, 5]))
+    device.wake([1], torch.tensor([1, 2]))
+    assert torch.equal(contents(device, [1, 2]), before[:, [0, 5]])
+
+
+@torch.inference_mode()
+def test_what_is_erased_asleep_does_not_come_back(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    before = filled(device)
+    device.sleep(torch.tensor([3, 9, 40]))
+    device.erase(torch.tensor([9, 11]))
+    device.wake([0], torch.tensor([0, 1, 2]))
+    assert torch.equal(contents(device, [0, 2]), before[:, [3, 40]])
+    assert not contents(device, [1]).any()
+
+
+@torch.inference_mode()
+def test_what_was_kept_is_gone_from_the_host_when_it_is_back(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    filled(device)
+    device.sleep(torch.tensor([3, 9]))
+    (piece,) = device._held._kept._pinned.pieces
+    assert piece.any()
+    assert device.sizes().kept_bytes == 2 * device.pool.shape.block_bytes
+    device.wake([0], torch.tensor([0, 1]))
+    assert device.arrived()
+    device._held._kept._pinned.wait()
+    assert not piece.any()
+    assert device.sizes().kept_bytes == 0
+
+
+@torch.inference_mode()
+def test_the_hosts_copy_is_made_in_idle_moments_once(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    pieces = 0
+    while device.idle():
+        pieces += 1
+    assert pieces == -(-device.sizes().weights_bytes // PIECE_BYTES)
+    assert device.sleep(torch.tensor([], dtype=torch.int64)) == 0
+    assert not device.idle()
+    device.wake([0], torch.tensor([], dtype=torch.int64))
+    assert not device.idle()
+
+
+@torch.inference_mode()
+def test_sizes_say_what_it_holds_awake_and_asleep(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    sizes, pool = device.sizes(), device.pool
+    assert sizes.kv_bytes == pool.extents * pool.extent_bytes
+    assert sizes.device_bytes == sizes.most_bytes == sizes.asleep_bytes + sizes.weights_bytes + sizes.kv_bytes
+    assert sizes.extents_least == -(-CONTEXT_TOKENS // BLOCK_TOKENS // pool.extent_blocks)
+    assert sizes.least_bytes == sizes.most_bytes - (pool.extents - sizes.extents_least) * pool.extent_bytes
+    device.unmap([5, 6])
+    assert device.sizes().device_bytes == sizes.device_bytes - 2 * pool.extent_bytes
+    device.map([6])
+    assert device.sizes().kv_bytes == sizes.kv_bytes - pool.extent_bytes
+    device.sleep(torch.tensor([1]))
+    asleep = device.sizes()
+    assert (asleep.device_bytes, asleep.kv_bytes) == (sizes.asleep_bytes, 0)
+    assert asleep.memory_bytes == sizes.weights_bytes + device._held._kept.held_bytes
+    assert (asleep.least_bytes, asleep.most_bytes) == (sizes.least_bytes, sizes.most_bytes)
 
 
 # On a GPU
