@@ -26,7 +26,7 @@ from engine.log import log
 from engine.starts import GO, HEAD, READY, Request
 
 _NOT_OURS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # said to the whole group: the machine decides
-_TITLE: Final = "engine.replica "
+_TITLE: Final = "engine.replica\0"  # one word of a command line
 _ARGUMENTS: Final = 48  # of /proc/self/stat, counted from 1: where the command line lies
 
 

@@ -1,9 +1,7 @@
-"""engine/warming.py as `hearth models warm` starts it, and what a replica's start then takes over."""
+"""What engine/warming.py prepares, and what a replica's start then takes over; tests/gateway/test_warm.py starts it."""
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -24,11 +22,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
     return ModelSpec(name="tiny", folder=str(folder), random_weights=True, kv_bytes=1 << 20, context_tokens=64)
 
 
-def test_a_process_prepares_what_is_then_found(model: ModelSpec) -> None:
-    command = [sys.executable, "-P", "-m", "engine.warming", msgspec.json.encode(model).decode(), "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    warmed = msgspec.json.decode(done.stdout, type=Warmed)
+def test_what_is_prepared_is_found(model: ModelSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([msgspec.json.encode(model).decode(), "cpu"]) == 0
+    warmed = msgspec.json.decode(capsys.readouterr().out, type=Warmed)
     assert (warmed.needed, warmed.found, len(warmed.files)) == (True, False, 1)
     assert Path(warmed.files[0]).parent == Path(model.folder) / ".hearth"
     assert warm(model, "cpu", opening=False).found

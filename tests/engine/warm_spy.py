@@ -4,7 +4,6 @@ says, instead of being a replica."""
 import json
 import os
 import signal
-import sys
 import time
 from typing import Any
 
@@ -20,7 +19,6 @@ def _told(environment: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "parent": os.getppid(),
         "imported_by": _imported_by,
-        "command": open("/proc/self/cmdline", "rb").read().rstrip(b"\0").decode(),
         "environment": os.environ.get(environment),
         "files": files,
         "ignored": [number for number in _NUMBERS if signal.getsignal(number) is signal.SIG_IGN],
@@ -39,4 +37,3 @@ def main(argv: list[str]) -> int:
 
 
 replica.main = main
-print("spied on", file=sys.stderr)
