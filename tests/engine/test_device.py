@@ -4,8 +4,13 @@ The interpreter knows no streams, events and graphs; all else is the same code.
 """
 
 import copy
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 from unittest.mock import patch
 
@@ -559,3 +564,142 @@ def test_prefix_groups_give_the_logits_that_single_sequences_have(kv_dtype: str,
         assert not torch.equal(alone, grouped), "the segments were not used"
         for index in range(count):
             assert relative_error(grouped[index], alone[index]) <= 2**-6, index
+
+
+@pytest.fixture(scope="module")
+def resting(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """Four layers of Llama-3.1-8B's size, with graphs and the host's copy made, and up to 24 GiB of the device."""
+    folder = tmp_path_factory.mktemp("resting")
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ).save_pretrained(folder)  # fmt: skip
+    changes = {"dtype": "bfloat16", "random_weights": True, "kv_bytes": None, "context_tokens": 8192}
+    runner = Runner.open(spec(folder, **changes), "cuda", None, lambda: None, 24 << 30, standby=True)
+    while runner.idle():
+        pass
+    torch.cuda.empty_cache()
+    return runner
+
+
+def several_of(runner: Runner, count: int, length: int) -> list[Slice]:
+    """Prompts of their own blocks, from the pool's first on."""
+    rng, width = np.random.default_rng(count), -(-length // BLOCK_TOKENS) + 1
+    return [
+        Slice(rng.integers(0, runner.vocabulary, length).tolist(), 0, list(range(n * width, (n + 1) * width)), GREEDY)
+        for n in range(count)
+    ]
+
+
+def run(runner: Runner, slices: list[Slice]) -> list[int]:
+    return runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
+def wait_for(free: int) -> None:
+    """Until the driver has taken back what a process held that ended."""
+    deadline = time.monotonic() + 10
+    while free_bytes() != free:
+        assert time.monotonic() < deadline, free_bytes() - free
+
+
+@contextmanager
+def neighbour(size: int) -> Iterator[None]:
+    """Another process that holds so much of the device, written to."""
+    code = f"""
+import sys, torch
+held = torch.full(({size},), 7, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("held", flush=True)
+sys.stdin.read()
+"""
+    with Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield
+        process.stdin.close()
+        assert process.wait() == 0
+
+
+def step_ms(runner: Runner) -> float:
+    one = several_of(runner, 64, 1)
+    return runner.place.launch_ms(pack(one, BLOCK_TOKENS), 200)
+
+
+@pytest.mark.gpu
+def test_what_is_given_back_another_process_can_have_and_waking_waits_for_it(resting: Runner) -> None:
+    slices = several_of(resting, 8, 100)
+    wanted, awake, extents = run(resting, slices), free_bytes(), resting.mapped
+    resting.sleep([])
+    asleep = free_bytes()
+    assert asleep - awake >= resting.sizes().least_bytes - resting.sizes().asleep_bytes
+    sizes = resting.sizes()
+    with neighbour(asleep - (2 << 30)):
+        with pytest.raises(OutOfDeviceMemory):
+            resting.wake(extents, [])
+        assert resting.sizes() == sizes
+    wait_for(asleep)
+    with neighbour(asleep - (32 << 30)):  # beside it there is room
+        resting.wake(extents, [])
+        assert run(resting, slices) == wanted
+    wait_for(awake)
+
+
+@pytest.mark.gpu
+def test_after_a_hundred_cycles_graphs_and_memory_are_as_before_and_steps_as_fast(resting: Runner) -> None:
+    several = [several_of(resting, count, length) for count, length in ((1, 1), (3, 40), (64, 1), (64, 30), (5, 700))]
+    wanted = [run(resting, slices) for slices in several]
+    wanted_logits = logits(resting.place, several[1])
+    torch.cuda.empty_cache()  # of what those took that are no steps
+    before_ms, awake, extents = step_ms(resting), free_bytes(), resting.mapped
+    resting.sleep([])
+    asleep = free_bytes()
+    resting.wake(extents, [])
+    for cycle in range(100):
+        assert run(resting, several[cycle % len(several)]) == wanted[cycle % len(several)], cycle
+        assert free_bytes() == awake, cycle
+        resting.sleep([])
+        assert free_bytes() == asleep, cycle
+        resting.wake(extents, [])
+    assert [run(resting, slices) for slices in several] == wanted
+    assert resting.arrived()
+    assert free_bytes() == awake
+    assert torch.equal(logits(resting.place, several[1]), wanted_logits)
+    assert step_ms(resting) == pytest.approx(before_ms, rel=0.01)
+
+
+@pytest.mark.gpu
+def test_kept_blocks_come_back_elsewhere_on_a_gpu(resting: Runner) -> None:
+    (prompt,) = several_of(resting, 1, 1000)
+    run(resting, [prompt])
+    following = Slice([5], 1000, prompt.blocks, GREEDY)
+    wanted = logits(resting.place, [following])
+    extents, kept = resting.mapped, prompt.blocks
+    for first in (5000, 300):
+        moved = list(range(first + len(kept), first, -1))
+        assert resting.sleep(kept) == len(kept) * resting.place.pool.shape.block_bytes
+        resting.wake(extents, moved)
+        assert torch.equal(logits(resting.place, [Slice([5], 1000, moved, GREEDY)]), wanted)
+        kept = moved
+    while not resting.arrived():
+        pass
+
+
+@pytest.mark.gpu
+def test_nothing_of_what_was_written_is_left_in_memory_that_is_given_back(resting: Runner) -> None:
+    """Extents are zero before their memory goes: seen by what comes to be there again, which the driver does not clear
+    within a process."""
+    pool = resting.place.pool
+    poison(pool)
+    extents = resting.mapped[-4:]
+    resting.unmap(extents)
+    resting.map(extents)
+    slots = pool.extent_blocks * BLOCK_TOKENS
+    for rows in pool.layers:
+        for extent in extents:
+            assert not rows[extent * slots : (extent + 1) * slots].isnan().any()
