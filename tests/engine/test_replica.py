@@ -27,10 +27,13 @@ from engine.wire import (
     Hello,
     Load,
     ModelSpec,
+    Place,
+    Placed,
     Progress,
     Reject,
     RejectReason,
     ReplicaSpec,
+    Residency,
     Sampling,
     Scope,
     ScopeKind,
@@ -59,6 +62,7 @@ class Peer:
         self.started: dict[int, Started] = {}
         self.finished: dict[int, Finish] = {}
         self.rejected: dict[int, Reject] = {}
+        self.placed: list[Placed] = []
         self.loads = [Load(-1, -1, -1, -1, -1, -1)]
         self.closed = False
 
@@ -73,6 +77,9 @@ class Peer:
 
     def cancel(self, *ids: int) -> None:
         self.socket.sendall(encode(Cancel(list(ids))))
+
+    def place(self, residency: Residency, device_bytes: int | None = None, drain_ms: int = 0) -> None:
+        self.socket.sendall(encode(Place(residency, device_bytes, drain_ms)))
 
     def until(self, done: Callable[["Peer"], bool], limit_s: float = LIMIT_S) -> "Peer":
         """Reads until it is done; fails after the limit."""
@@ -103,6 +110,8 @@ class Peer:
             self._progress(frame)
         elif isinstance(frame, Reject):
             self.rejected[frame.id] = frame
+        elif isinstance(frame, Placed):
+            self.placed.append(frame)
         elif isinstance(frame, Load):
             self.loads.append(frame)
 
@@ -560,7 +569,131 @@ def test_two_failed_steps_in_a_row_end_the_process(start: Callable[..., Stamped]
     assert replica.status() == 1
 
 
+# Where it is
+
+EXTENTS = Temper(depth=2, extent_blocks=64, context_tokens=2048)
+EXTENT_BYTES = 64 * 16 * 16
+
+
+def test_a_place_is_answered_at_once_and_at_its_end_to_whoever_sent_one(start: Callable[..., Stamped]) -> None:
+    replica = start(EXTENTS)
+    machine, gateway = replica.peer(), replica.peer()
+    gateway.submit(1, max_tokens=3)
+    gateway.until(finished(1))
+    machine.place(Residency.MEMORY)
+    machine.until(lambda peer: len(peer.placed) == 2)
+    first, second = machine.placed
+    assert (first.residency, first.device_bytes, first.kv_bytes) == (Residency.DEVICE, *[16 * EXTENT_BYTES] * 2)
+    assert (first.least_bytes, first.most_bytes, first.moved_bytes) == (2 * EXTENT_BYTES, 16 * EXTENT_BYTES, 0)
+    assert (second.residency, second.device_bytes, second.problem) == (Residency.MEMORY, 0, "")
+    assert second.kept_bytes == second.moved_bytes == 2 * 16 * 16, "two whole blocks of a prompt"
+    machine.place(Residency.DEVICE, 5 * EXTENT_BYTES)
+    machine.until(lambda peer: len(peer.placed) == 3)
+    assert (machine.placed[2].residency, machine.placed[2].kv_bytes) == (Residency.DEVICE, 5 * EXTENT_BYTES)
+    assert 0 < machine.placed[2].seconds < 5
+    gateway.until(lambda peer: peer.load.blocks == 5 * 64)
+    assert not gateway.placed
+    assert [event["to"] for event in replica.events() if event["event"] == "moved"] == ["MEMORY", "DEVICE"]
+
+
+def test_what_comes_while_it_sleeps_waits_and_runs_when_it_is_back(start: Callable[..., Stamped]) -> None:
+    replica = start(Temper(depth=2, step_ms=3))
+    machine, gateway = replica.peer(), replica.peer()
+    gateway.submit(1, max_tokens=60)
+    gateway.until(lambda peer: len(peer.tokens.get(1, [])) > 5)
+    machine.place(Residency.MEMORY)
+    machine.until(lambda peer: len(peer.placed) == 2)
+    assert machine.placed[1].seconds < 0.5
+    for id in (2, 3):
+        gateway.submit(id, [id, id + 1], max_tokens=4)
+    gateway.submit(4, deadline_ms=200)
+    gateway.until(finished(4))
+    assert "waited" in gateway.rejected[4].message
+    gateway.cancel(3)
+    gateway.until(finished(3))
+    pulse = Pulse.open(replica.pulse)
+    before = pulse.read()[1]
+    gateway.until(lambda peer: (peer.load.running, peer.load.waiting, peer.load.blocks) == (0, 2, 0))
+    seen = len(gateway.loads)
+    gateway.until(lambda peer: len(peer.loads) >= seen + 2)
+    assert pulse.read()[1] > before
+    machine.socket.close()
+    gateway.until(lambda peer: len(peer.loads) >= seen + 4)
+    assert gateway.finished.keys() == {3}
+    again = replica.peer()
+    again.place(Residency.DEVICE)
+    gateway.until(finished(1, 2))
+    assert gateway.tokens == {1: expected(max_tokens=60), 2: expected([2, 3], 4)}
+    again.until(lambda peer: len(peer.placed) == 2)
+    assert [each.residency for each in again.placed] == [Residency.MEMORY, Residency.DEVICE]
+
+
+def test_a_full_queue_is_full_asleep_too(start: Callable[..., Stamped]) -> None:
+    peer = start(waiting=2).peer()
+    peer.place(Residency.MEMORY)
+    for id in (1, 2, 3):
+        peer.submit(id, scope=TENANT_A)
+    peer.until(lambda peer: 3 in peer.rejected)
+    assert peer.rejected[3].reason == RejectReason.BUSY
+    peer.place(Residency.DEVICE)
+    peer.until(finished(1, 2))
+
+
+def test_disk_is_no_place_for_a_replica(start: Callable[..., Stamped]) -> None:
+    replica = start()
+    peer = replica.peer()
+    peer.place(Residency.DISK)
+    peer.until(lambda peer: peer.closed)
+    other = replica.peer()
+    other.submit(1)
+    assert other.until(finished(1)).tokens == {1: expected()}
+
+
+def test_the_longest_sequence_fits_what_there_is_at_the_least(start: Callable[..., Stamped]) -> None:
+    temper = Temper(blocks=40, extent_blocks=8, context_tokens=256)
+    replica = start(temper, public_prefixes=[list(range(64))])
+    peer = replica.peer().until(lambda peer: bool(peer.frames))
+    assert isinstance(hello := peer.frames[0], Hello)
+    assert (hello.blocks, hello.context_tokens) == (40, 256 - 64), "a stamp says nothing of public prefixes"
+    peer.place(Residency.DEVICE, 0)
+    peer.until(lambda peer: len(peer.placed) == 2)
+    assert peer.placed[1].kv_bytes == peer.placed[1].least_bytes
+    prompt = list(range(100, 290))
+    peer.submit(1, prompt, max_tokens=2)
+    assert peer.until(finished(1)).tokens[1] == expected(prompt, 2)
+
+
 # How the process ends
+
+
+def test_what_waits_for_one_that_sleeps_and_is_told_to_end_is_told_at_once(start: Callable[..., Stamped]) -> None:
+    replica = start()
+    peer = replica.peer()
+    peer.place(Residency.MEMORY)
+    peer.until(lambda peer: len(peer.placed) == 2)
+    peer.submit(1)
+    peer.until(lambda peer: peer.load.waiting == 1)
+    replica.process.send_signal(signal.SIGTERM)
+    peer.until(lambda peer: peer.closed, limit_s=2)
+    assert "shutting down" in peer.finished[1].message
+    assert replica.status() == 0
+
+
+def test_one_that_is_about_to_sleep_and_told_to_end_finishes_its_work(start: Callable[..., Stamped]) -> None:
+    replica = start(Temper(step_ms=5), sequences=1)
+    peer = replica.peer()
+    for id in (1, 2):
+        peer.submit(id, max_tokens=60)
+    peer.until(lambda peer: 1 in peer.tokens)
+    peer.place(Residency.MEMORY, drain_ms=60_000)
+    peer.until(lambda peer: len(peer.placed) == 1)
+    replica.process.send_signal(signal.SIGTERM)
+    peer.until(lambda peer: peer.load.draining)
+    peer.place(Residency.MEMORY)
+    peer.until(lambda peer: peer.closed)
+    assert peer.tokens == {1: expected(max_tokens=60), 2: expected(max_tokens=60)}
+    assert len(peer.placed) == 1
+    assert replica.status() == 0
 
 
 def test_idle_replica_drains_at_once(start: Callable[..., Stamped]) -> None:

@@ -1,0 +1,74 @@
+"""engine/encoder/runner.py: an encoder sleeps and wakes, and gives the same vectors; on a GPU too."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.encoder.packed import pack
+from engine.encoder.runner import EncoderRunner
+from engine.weights.checkpoint import CheckpointError
+from engine.wire import ModelSpec, Pooling
+from tests.engine.encoder.small import FAMILIES, RERANKERS, VOCABULARY, open_encoder, saved, seeded, vectors
+
+PICK = random.Random(1)
+TEXTS = [[PICK.randrange(4, VOCABULARY) for _ in range(length)] for length in (1, 7, 40, 150)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vectors_are_the_same_to_the_bit_after_a_sleep(dtype: str, tmp_path: Path) -> None:
+    runner = open_encoder(saved(seeded(FAMILIES["xlm-roberta"]), tmp_path), dtype=dtype)
+    expected = vectors(runner, TEXTS, Pooling.MEAN)
+    for _ in range(2):
+        held = runner.sizes()
+        assert (held.device_bytes, held.kv_bytes) == (runner.memory.weights_bytes, 0)
+        assert runner.sleep([]) == 0
+        assert runner.sizes().device_bytes == 0
+        assert runner.wake([], []) == held.weights_bytes
+        assert runner.arrived()
+        assert np.array_equal(vectors(runner, TEXTS, Pooling.MEAN), expected)
+
+
+def test_scores_and_made_up_weights_are_the_same_too(tmp_path: Path) -> None:
+    runner = open_encoder(saved(seeded(RERANKERS["bert"]), tmp_path), random_weights=True)
+    texts = [[2, *text, 3, *text[:4], 3] for text in TEXTS]
+    expected = vectors(runner, texts, Pooling.SCORE)
+    runner.sleep([])
+    runner.wake([], [])
+    assert np.array_equal(vectors(runner, texts, Pooling.SCORE), expected)
+
+
+def test_nothing_runs_asleep(tmp_path: Path) -> None:
+    runner = open_encoder(saved(seeded(FAMILIES["bert"]), tmp_path))
+    runner.sleep([])
+    with pytest.raises(AssertionError, match="asleep"):
+        runner.launch(pack(TEXTS[:1], [Pooling.CLS]))
+
+
+def test_a_folder_that_changed_is_not_woken(tmp_path: Path) -> None:
+    folder = saved(seeded(FAMILIES["bert"]), tmp_path)
+    runner = open_encoder(folder)
+    expected = vectors(runner, TEXTS, Pooling.CLS)
+    runner.sleep([])
+    path = folder / "model.safetensors"
+    held = path.read_bytes()
+    path.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="changed"):
+        runner.wake([], [])
+    path.write_bytes(held)
+    runner.wake([], [])
+    assert np.array_equal(vectors(runner, TEXTS, Pooling.CLS), expected)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_given_back_and_taken_again(tmp_path: Path) -> None:
+    folder = saved(seeded(FAMILIES["bert"]), tmp_path)
+    runner = EncoderRunner.open(ModelSpec(name="small", folder=str(folder)), "cuda", 1, lambda: None)
+    expected = vectors(runner, TEXTS, Pooling.MEAN)
+    held = torch.cuda.memory_allocated()
+    runner.sleep([])
+    assert torch.cuda.memory_allocated() <= held - runner.memory.weights_bytes
+    runner.wake([], [])
+    assert np.array_equal(vectors(runner, TEXTS, Pooling.MEAN), expected)
