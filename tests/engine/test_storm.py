@@ -73,7 +73,7 @@ def submit(peer: Peer, id: int) -> None:
 
 
 def answers(served: Served, rng: random.Random | None = None) -> dict[int, list[int]]:
-    """Of all requests; with `rng` a machine places the replica at random while they are sent, and then on its device."""
+    """Of all requests; with `rng` a machine places the replica at random as they are sent, and then on its device."""
     gateway, machine = Peer(served.address), Peer(served.address)
     sizes = served.runner.sizes()
     ids = range(1, REQUESTS + 1)
