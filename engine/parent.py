@@ -40,8 +40,7 @@ class Child(NamedTuple):
 
 def main(argv: list[str]) -> int:
     machine = socket.socket(fileno=int(argv[0]))
-    for number in _NOT_OURS:
-        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
     for name in argv[1:]:
         _import(name)
     gc.collect()
@@ -127,9 +126,7 @@ def _become(child: Child, parent: int) -> int:
     os.dup2(child.output, sys.stderr.fileno())
     os.close(child.output)
     os.environ.update(child.request.environment)
-    for number in _NOT_OURS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_OURS)  # what it was sent meanwhile comes now
     if os.read(child.go, len(GO)) != GO:  # it has not waited for us
         return 0
     os.close(child.go)

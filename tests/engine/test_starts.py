@@ -92,7 +92,7 @@ def test_a_fork_has_an_environment_and_descriptors_of_its_own(spied: Forks, tmp_
     with started(spied, "ends", tmp_path, GIVEN_BY_THE_TEST="to this one") as process:
         found = told(process)
         assert found["environment"] == "to this one"
-        assert found["ignored"] == []
+        assert (found["blocked"], found["handled"]) == ([], [True] * 3)
         output = os.readlink(f"/proc/self/fd/{process.output}")
         assert sorted(found["files"].items()) == [("0", "/dev/null"), ("1", output), ("2", output)]
     with started(spied, "ends", tmp_path) as process:
@@ -114,6 +114,21 @@ def test_a_fork_that_is_killed_says_so(spied: Forks, tmp_path: Path) -> None:
         assert process.wait() == -signal.SIGTERM
         process.kill()  # its number may be another's by now
         assert process.poll() == -signal.SIGTERM
+
+
+def test_a_fork_that_is_told_to_end_at_once_ends(spied: Forks, tmp_path: Path) -> None:
+    for _ in range(5):
+        with started(spied, "stays", tmp_path) as process:
+            process.terminate()
+            assert process.wait() == -signal.SIGTERM
+
+
+def test_the_warm_parent_leaves_signals_to_the_machine(spied: Forks, tmp_path: Path) -> None:
+    assert spied.parent is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(spied.parent, number)
+    with started(spied, "stays", tmp_path) as process:
+        assert told(process)["imported_by"] == spied.parent
 
 
 def test_descendants_that_lose_their_parent_are_collected(spied: Forks, tmp_path: Path) -> None:

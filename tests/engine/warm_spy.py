@@ -21,7 +21,8 @@ def _told(environment: str) -> dict[str, Any]:
         "imported_by": _imported_by,
         "environment": os.environ.get(environment),
         "files": files,
-        "ignored": [number for number in _NUMBERS if signal.getsignal(number) is signal.SIG_IGN],
+        "blocked": [number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        "handled": [signal.getsignal(number) is not signal.SIG_IGN for number in _NUMBERS],
     }
 
 
