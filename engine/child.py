@@ -185,6 +185,11 @@ class Child:
         return self.process is not None and self.serving_since is not None and self._word[0] is not Phase.STOPPING
 
     @property
+    def starting(self) -> bool:
+        """Whether it may begin to serve at any moment, which nothing but its pulse says."""
+        return self.process is not None and self.serving_since is None
+
+    @property
     def memory_path(self) -> Path:
         """Where its process says where its memory went."""
         return memory_path(self.pulse_path)

@@ -25,7 +25,9 @@ _WAKE_S: Final = 0.1
 _WAKE_BYTES_S: Final = 20e9
 _SLEEP_S: Final = 0.15
 _NEVER_BYTES: Final = 1 << 60  # more than any host has
-_READY_STEP_MS: Final = 100  # what is told of the time until it could serve is rounded up to this
+_READY_STEP_MS: Final = (
+    100  # what is told of the time until it could serve is rounded up to this, from ten of it on to ten
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +225,13 @@ class Lodger:
 
     # What is shown of it
 
-    def resident(self, now: float, wanted: Wanted, alone: bool, most_bytes: int) -> Resident:
+    def resident(self, now: float, wanted: Wanted, alone: bool, most_bytes: int, ready: bool) -> Resident:
         """`alone`: it has its device for itself, so nothing about its bytes is to be decided; `most_bytes` is what the
-        largest device has for replicas."""
+        largest device has for replicas; processes may be started where that is `ready`."""
         sizes, load, model = self._sizes, self._load, self.model
         least = min(self.guess_bytes, most_bytes) if sizes is None else sizes.least_bytes
-        deaf = self.residency is not Residency.DISK and not self.obeys(now)  # then others have to move
+        residency = Residency.DISK if self._silent(now) else self.residency
+        deaf = residency is not Residency.DISK and not self.obeys(now)  # then others have to move
         most = most_bytes if sizes is None else sizes.most_bytes
         if alone and self.child.process is not None:
             least = most = self.claim_bytes
@@ -239,7 +242,7 @@ class Lodger:
             name=self.name,
             model=model.name,
             device=self.device,
-            residency=self.residency,
+            residency=residency,
             toward=self.toward,
             wishes=Wishes(model.pinned, model.priority, model.resident_s, model.wake_s),
             times=self._times,
@@ -261,14 +264,18 @@ class Lodger:
             rate=self._rate * math.exp((self._rate_at - now) / _RATE_S),
             arrived_at=self.arrived_at if self.residency is Residency.DEVICE else None,
             left_at=self.left_at,
-            startable=self.child.process is not None or self.child.startable(now),
+            startable=self.child.process is not None or (ready and self.child.startable(now)),
         )
 
     def state(self, now: float, never: str, ready_ms: int) -> ReplicaState:
         """`never` says why it can be on no device; `ready_ms` is what the policy expects, its own pauses apart."""
         ready = never or self.residency is Residency.DEVICE
         pause_s = max(self.child.waits_s(now), self._hold_until - now, 0.0)
-        rounded = -(-(ready_ms + int(1e3 * pause_s)) // _READY_STEP_MS) * _READY_STEP_MS
+        if self.order is not None and self.toward is Residency.DEVICE:
+            pause_s -= now - self.order.begun_at
+        expected_ms = ready_ms + int(1e3 * pause_s)
+        step_ms = _READY_STEP_MS if expected_ms < 10 * _READY_STEP_MS else 10 * _READY_STEP_MS
+        rounded = max(1, -(-expected_ms // step_ms)) * step_ms
         return ReplicaState(
             model=self.model.name,
             address=self.child.address,
@@ -283,6 +290,11 @@ class Lodger:
         )
 
     # Inside
+
+    def _silent(self, now: float) -> bool:
+        """Whether it serves since a moment ago, and has not said yet how large it is: until then it still starts."""
+        since = self.child.serving_since
+        return since is not None and self.told is None and now - since < self._patience.connect_s
 
     @property
     def _running(self) -> int:

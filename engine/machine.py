@@ -38,6 +38,7 @@ from engine.wire import Fleet, Frame, MachineSpec, ReplicaSpec, Wake, encode
 
 _CONNECTIONS_MAX: Final = 256
 _TURN_S: Final = 0.005  # between two decisions at the least: busy replicas say more often than that how busy they are
+_STARTING_S: Final = 0.02  # between two looks at the pulse of one that is to serve any moment
 _TELL_S: Final = 0.1  # between two Fleets at the least, where no replica came, went or began to
 
 # oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; making one anew
@@ -95,13 +96,17 @@ class Machine:
         with self._signals_wake_us():
             try:
                 while not self._stopped():
-                    for key, _ in self._selector.select(self._patience.look_s):
+                    for key, _ in self._selector.select(self._wait_s):
                         key.data()
                     self._turn(self._clock())
                     time.sleep(_TURN_S)
                 return 0
             finally:
                 self._close()
+
+    @property
+    def _wait_s(self) -> float:
+        return _STARTING_S if any(child.starting for child in self._children) else self._patience.look_s
 
     def _turn(self, now: float) -> None:
         if now - self._looked_at > 5 * self._patience.look_s + 1.0:
@@ -112,8 +117,8 @@ class Machine:
         ready = self._starts.ready(now)
         if self._stops:
             self._end_replicas(now)
-        elif ready:
-            self._moves.decide(now)
+        else:
+            self._moves.decide(now, ready)
         self._tell(now)
 
     def _end_replicas(self, now: float) -> None:

@@ -62,11 +62,11 @@ class Moves:
             if order is not None and now > order.until and not lodger.child.ending:
                 self._late(lodger, order, now)
 
-    def decide(self, now: float) -> None:
-        """Asks the policy, and begins what it says."""
+    def decide(self, now: float, ready: bool) -> None:
+        """Asks the policy, and begins what it says; processes are started where that is `ready`."""
         budgets = [min(self._whole(index), each.budget.at(now)) if each.total_bytes else self._whole(index)
                    for index, each in enumerate(self._devices)]  # fmt: skip
-        decision = decide(self._view(now, budgets), self._allowance)
+        decision = decide(self._view(now, budgets, ready), self._allowance)
         self._allowance = decision.allowance
         for move in decision.moves:
             self._begin(self.lodgers[move.name], move, now)
@@ -79,7 +79,7 @@ class Moves:
         ]
 
     def fleet(self, now: float) -> Fleet:
-        view = self._view(now, [self._whole(index) for index in range(len(self._devices))])
+        view = self._view(now, [self._whole(index) for index in range(len(self._devices))], True)
         states = []
         for lodger in self.lodgers.values():
             never = problem(view, lodger.name) if lodger.known else ""
@@ -99,9 +99,9 @@ class Moves:
 
     # What the policy sees
 
-    def _view(self, now: float, budgets: Sequence[int]) -> View:
+    def _view(self, now: float, budgets: Sequence[int], ready: bool) -> View:
         residents = tuple(
-            lodger.resident(now, self._demand.of(lodger.model.name, now), self._alone, max(budgets))
+            lodger.resident(now, self._demand.of(lodger.model.name, now), self._alone, max(budgets), ready)
             for lodger in self.lodgers.values()
         )
         return View(now, residents, tuple(budgets), self._memory.at(now))

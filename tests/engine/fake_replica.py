@@ -18,8 +18,7 @@ from typing import Final
 
 import msgspec
 
-from engine import machine, wire
-from engine.child import Patience
+from engine import wire
 from engine.log import log
 from engine.pulse import Phase, Pulse
 from engine.wire import Residency
@@ -193,5 +192,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "replica":
         replica(msgspec.json.decode(sys.argv[2], type=wire.ReplicaSpec))
     else:
+        from engine import machine  # only here: replicas start quicker without
+        from engine.child import Patience
+
         patience = Patience(**msgspec.json.decode(sys.argv[3]))
         sys.exit(machine.main(sys.argv[2:3], command, patience))

@@ -80,13 +80,6 @@ def test_more_models_than_have_room_are_all_started_and_a_call_wakes_the_one_tha
         assert {"seconds", "gb_s", "why", "device"} <= line.keys()
 
 
-def test_only_replicas_that_may_have_to_sleep_copy_their_weights_ahead(short: Path) -> None:
-    with crowd(short) as host:
-        settled(host)
-        assert all(host.told(name).standby for name in "abc")
-        assert all(host.told(name).device_bytes is not None for name in "abc")
-
-
 def test_a_model_that_has_its_device_for_itself_gets_all_of_it_and_is_never_moved(short: Path) -> None:
     with crowd(short, "a", device_bytes=None) as host:
         host.until_serving("a")
@@ -155,7 +148,8 @@ def test_a_wake_that_finds_no_memory_is_tried_again_with_more_room_and_then_no_m
         until = time.monotonic() + 20
         while host.fleet()[sleeper].boot == 1 and time.monotonic() < until:
             call(host, sleeper)
-        assert "it could not be woken: there is no memory left" in host.log
+        problems = [state.problem for fleet in host.seen for state in fleet.replicas]
+        assert any("it could not be woken: there is no memory left" in problem for problem in problems)
         assert host.moves()["wake_failed"] == 4
         assert all(host.fleet()[other].boot == 1 for other in others)
         host.move(sleeper, "ok")
@@ -224,14 +218,14 @@ def test_a_shutdown_in_the_middle_of_moves_leaves_no_process_and_no_file(short: 
 
 
 def test_one_that_dies_again_and_again_is_left_alone_for_a_while_that_doubles(short: Path) -> None:
-    with hosting(short, {"a": "crash", "b": "serve"}, deaths=3, quarantine_s=0.5, backoff_s=0.02) as host:
+    with hosting(short, {"a": "crash", "b": "serve"}, deaths=3, quarantine_s=0.3, backoff_s=0.02) as host:
         left = host.until("a", lambda state: state.quarantined)
         assert "no such weights: shard 7" in left.problem
         assert "died 3 times" in left.problem
         assert left.ready_ms > 0
-        wait_for(lambda: len(host.events("replica_quarantined")) == 3)
-        assert [event["for_s"] for event in host.events("replica_quarantined")] == [0.5, 1.0, 2.0]
-        assert host.fleet()["a"].boot <= 5
+        wait_for(lambda: len(host.events("replica_quarantined")) == 2)
+        assert [event["for_s"] for event in host.events("replica_quarantined")] == [0.3, 0.6]
+        assert host.fleet()["a"].boot <= 4
         host.until_serving("b")
         host.behave("a", "serve")
         assert not host.until_serving("a").quarantined
@@ -248,25 +242,21 @@ def test_a_link_that_is_lost_is_opened_again_and_nothing_is_moved_meanwhile(shor
         assert host.until_serving(sleeper).boot == 1
 
 
-def test_a_machine_tells_of_a_crowd_no_more_often_than_is_of_use(short: Path) -> None:
+def test_a_crowd_copies_its_weights_ahead_and_is_told_of_in_bytes_no_more_often_than_is_of_use(short: Path) -> None:
     with crowd(short) as host:
         settled(host)
-        host.seen.clear()
-        until = time.monotonic() + 1.0
-        while time.monotonic() < until:
-            host.whole()
-        assert len(host.seen) <= 12
-
-
-def test_devices_and_host_memory_are_told_in_bytes(short: Path) -> None:
-    with crowd(short) as host:
-        settled(host)
+        assert all(host.told(name).standby and host.told(name).device_bytes is not None for name in "abc")
         fleet = host.whole()
         assert fleet is not None
         (device,) = fleet.devices
         assert (device.name, device.budget_bytes) == ("cpu", TWO_ROOMS)
         assert 2 * (WEIGHTS_BYTES + BESIDE_BYTES) <= device.held_bytes <= TWO_ROOMS
         assert (fleet.memory_bytes, fleet.memory_budget_bytes) == (3 * WEIGHTS_BYTES, 8000 * MIB)
+        host.seen.clear()
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            host.whole()
+        assert len(host.seen) <= 6
 
 
 def test_a_crash_of_a_sleeping_replica_is_repaired_and_others_are_not_touched(short: Path) -> None:
