@@ -22,6 +22,7 @@ from gateway.tally import Lately, Tally
 from gateway.waiters import Waiters
 
 BACKOFF_S: Final = (0.05, 2.0)
+LEAVING_MS: Final = 1000  # what leaves the device is reckoned to be back in
 RETRY_SOON_S: Final = 5  # where no machine can tell when it serves
 RETRY_LATER_S: Final = 30  # where none can serve it
 
@@ -58,6 +59,19 @@ class _Known:
     def coming(self) -> bool:
         """Whether it moves toward the device."""
         return self.state.residency < self.state.toward is Residency.DEVICE
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether nobody needs to wait for it: it cannot be, or died so often that it is not started for a while."""
+        return self.state.ready_ms < 0 or self.state.quarantined
+
+    @property
+    def expected_ms(self) -> int | None:
+        """Until it could serve, as far as its machine can tell. One that is about to leave may soon be back."""
+        if self.hopeless:
+            return None
+        leaves = self.state.toward < self.state.residency is Residency.DEVICE
+        return self.state.ready_ms or (LEAVING_MS if leaves else None)
 
     @property
     def starting(self) -> bool:
@@ -148,12 +162,12 @@ class Fleet:
     def _seen(self, machine: str, known: _Known) -> Seen:
         state, connection = known.state, known.connection
         serves = known.ready and known.present
-        can_wake = machine in self._machines and state.ready_ms > 0
+        expected_ms = known.expected_ms if machine in self._machines else None
         return Seen(
             machine=machine,
             state=state,
             ready=serves,
-            expected_s=0.0 if serves else state.ready_ms / 1000 if can_wake else None,
+            expected_s=0.0 if serves else None if expected_ms is None else expected_ms / 1000,
             problem="" if serves else state.problem or (known.problem if known.reachable else ""),
             load=connection.load if connection else None,
             lately=connection.lately if connection else Lately(),
@@ -201,7 +215,7 @@ class Fleet:
 
     def expected_s(self, model: str) -> int | None:
         """In how many whole seconds a model that sleeps could serve. None where it does, and where nobody can tell."""
-        waits_ms = [known.state.ready_ms for known in self._of(model) if known.state.ready_ms > 0]
+        waits_ms = [known.expected_ms for known in self._of(model) if known.expected_ms is not None]
         return math.ceil(min(waits_ms) / 1000) if waits_ms and not self.serves(model) else None
 
     def spare(self, model: str, most: int) -> int:
@@ -236,14 +250,17 @@ class Fleet:
         Raises Unavailable.
         """
         began_s, waited = time.monotonic(), False
+        late = background or asyncio.get_running_loop().time() >= deadline
         while not (able := self._able(model)):
-            if background or self._hopeless(model) or asyncio.get_running_loop().time() >= deadline:
+            if late or self._hopeless(model):
                 if waited:
                     self._waited(model, time.monotonic() - began_s)
                 raise self._unavailable(model)
             waited = True
-            with contextlib.suppress(TimeoutError):
+            try:
                 await self._waiters.wait(model, weight, deadline)
+            except TimeoutError:
+                late = True
         candidates = [
             route.Candidate(replica.address, replica.sequences + (replica.background if background else 0))
             for replica in able
@@ -261,13 +278,14 @@ class Fleet:
 
     def _able(self, model: str) -> list[ReplicaConnection]:
         """Those that serve it; where there are none, those that will in a moment: what they are sent waits there."""
-        coming = [known.connection for known in self._of(model) if known.connection and known.ready and known.coming]
-        return self._present(model) or coming
+        return self._present(model) or [
+            known.connection for known in self._of(model) if known.connection and known.ready and known.coming
+        ]
 
     def _hopeless(self, model: str) -> bool:
-        """Whether its machines say that it cannot be served."""
+        """Whether its machines say that it cannot be served, now or ever."""
         of = self._of(model)
-        return bool(of) and all(known.state.ready_ms < 0 for known in of)
+        return bool(of) and all(known.hopeless for known in of)
 
     def _unavailable(self, model: str) -> Unavailable:
         of = self._of(model)
@@ -276,7 +294,9 @@ class Fleet:
             return Unavailable(f"nothing serves {model} now: {why}", False, RETRY_LATER_S)
         why = "; ".join(sorted({known.state.problem or known.problem or "loading" for known in of}))
         if self._hopeless(model):
-            return Unavailable(f"{model} cannot be served: {why}", False, RETRY_LATER_S)
+            pauses_ms = [known.state.ready_ms for known in of if known.state.ready_ms > 0]
+            retry_after_s = math.ceil(min(pauses_ms) / 1000) if pauses_ms else RETRY_LATER_S
+            return Unavailable(f"{model} cannot be served: {why}", False, retry_after_s)
         return Unavailable(f"{model} is not ready: {why}", True, self.expected_s(model) or RETRY_SOON_S)
 
     def _changed(self) -> None:
@@ -322,10 +342,11 @@ class Fleet:
                 known.task.cancel()
         for replica, state in told.items():
             before = self._known.get((address, replica))
-            if state.ready_ms < 0 and (before is None or before.state.problem != state.problem):
-                _tell_operators(fleet.machine, state)
+            hopeless = before is not None and before.hopeless
             known = self._known.setdefault((address, replica), _Known(state))
             known.state = state
+            if known.hopeless and not hopeless:
+                _tell_operators(fleet.machine, state)
             self._follow(known, group)
         models = frozenset(state.model for state in fleet.replicas)
         unheard, machine.models = models - machine.models, models

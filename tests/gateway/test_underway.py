@@ -144,7 +144,7 @@ async def test_what_can_never_be_is_503_at_once_and_its_cause_is_the_operators(
 ) -> None:
     async with served(tmp_path) as gateway:
         problem = "it needs 80 GiB and there are 40"
-        gateway.fleet.move(0, DISK, ready_ms=-1, problem=problem, quarantined=True)
+        gateway.fleet.move(0, DISK, ready_ms=-1, problem=problem)
         await until(lambda: not gateway.app._gateway.fleet.serves(MODEL))
         began = time.monotonic()
         answers = [await gateway.run(prompt="hello") for _ in range(3)]
@@ -155,6 +155,13 @@ async def test_what_can_never_be_is_503_at_once_and_its_cause_is_the_operators(
             assert "GiB" not in answer.content.decode()
         (told,) = [record for record in caplog.records if record.message == "replica_cannot_serve"]
         assert told.__dict__["fields"]["problem"] == problem
+        gateway.fleet.move(0, DISK, ready_ms=41_000, problem="it died again", quarantined=True)
+        known = gateway.app._gateway.fleet
+        await until(lambda: known.replicas()[0].state.quarantined)
+        for query in ("", "?rejectIfBusy=true"):
+            answer = await gateway.call(gateway.run_path + query, {"prompt": "hello"})
+            assert (answer.status, answer.headers["retry-after"]) == (503, "41")
+        assert gateway.fleet.wakes == []
 
 
 @looped
@@ -195,3 +202,6 @@ async def test_a_gateway_is_ready_while_its_models_sleep_and_can_be_woken_in_tim
             assert not await ready()
             await sleep(gateway, ready_ms=900)
             await until(lambda: gateway.app._gateway.fleet.replicas()[0].expected_s == 0.9)
+        gateway.fleet.move(0, DEVICE, toward=MEMORY)
+        await until(lambda: gateway.app._gateway.fleet.replicas()[0].expected_s == 1.0)
+        assert await ready()
