@@ -214,8 +214,8 @@ class Tree:
 
     def read(self, lease: Lease) -> None:
         """One more request began with what the lease has: not the same again, nor another choice of it."""
-        for node in lease._node.path():
-            node.reads += 1
+        for above in lease._node.path():
+            above.reads += 1
 
     def keep_hottest(self, most: int, barred: Container[int]) -> list[int]:
         """Evicts all that no lease pins but the `most` blocks that may be wanted soonest, and returns what it evicted.

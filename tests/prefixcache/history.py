@@ -19,6 +19,7 @@ from prefixcache.tree import Lease
 SIZE = 4
 SCOPES = [(2, bytes([number]) * 16) for number in range(4)] + [(1, bytes(16))]
 ACCOUNTS = dict(zip(SCOPES, (b"a", b"b", b"a", b"c", b"a"), strict=True))
+SLEEPY = 1000  # the first seed of those lives in which little is kept and blocks move, which leaves less for all else
 KEEPS_S = (None, None, 0.5, 9.5, 30.5)  # never a whole number of seconds, as the clock's times are
 
 
@@ -39,6 +40,7 @@ class Root:
     wiped: bool = False
     blocks: dict[tuple[Id, ...], int] = field(default_factory=dict)  # a whole prefix → its last block
     used: dict[int, tuple[int, int]] = field(default_factory=dict)  # block → when a lease on it last ended, and which
+    reads: Counter[int] = field(default_factory=Counter)  # block → how many requests began with it
 
     def find(self, ids: Iterable[Id]) -> list[int]:
         ids, found = tuple(ids), []
@@ -66,6 +68,7 @@ class History:
 
     def __init__(self, seed: int, module: ModuleType = unbroken) -> None:
         self.pick = random.Random(seed)
+        self.sleepy = seed >= SLEEPY
         self.total = self.pick.choice([12, 40, 150])
         self.vocabulary = self.pick.choice([2, 3, 50])
         self.text = [self.pick.randrange(self.vocabulary) for _ in range(64)]  # what everybody says again and again
@@ -87,6 +90,8 @@ class History:
     def run(self, acts: int = 200) -> "History":
         doings = [self.match] * 30 + [self.grow] * 28 + [self.release] * 29 + [self.evict] * 8 + [self.sweep] * 5
         doings += [self.set_share, self.set_keep, self.raise_epoch, self.forget]
+        if self.sleepy:
+            doings += [self.keep_hottest] * 4 + [self.rename] * 2
         for _ in range(acts):
             self.seconds += self.pick.randrange(3)
             self.pick.choice(doings)()
@@ -121,6 +126,9 @@ class History:
         self.expire(root, ids)
         lease = self.tree.match(space, ids, keep)
         assert lease.blocks == root.find(ids), "not the longest cached prefix"
+        if self.sleepy and self.pick.random() < 0.7:
+            self.tree.read(lease)
+            root.reads.update(lease.blocks)
         self.counters["lookups"] += 1
         self.counters["lookup_tokens"] += len(ids)
         self.counters["hit_tokens"] += lease.tokens
@@ -170,6 +178,51 @@ class History:
         assert set(freed) <= set(over) | set(wiped)
         assert set(freed) <= set(wiped) or set(freed) >= set(wiped), "wiped ones go first"
         self.give(freed, "age")
+
+    def keep_hottest(self) -> None:
+        """All goes but what is leased and so many others, of which each was read as often as any that went, and as
+        lately; none of them is barred, or behind one that is."""
+        most, idle = self.pick.randrange(self.total), self.idle([root for root in self.roots if not root.wiped])
+        barred = set(self.pick.sample(sorted(idle), self.pick.randrange(len(idle) // 4 + 1)))
+        clear = [
+            (root, prefix)
+            for root in self.roots
+            if not root.wiped
+            for prefix in root.findable()
+            if root.blocks[prefix] in idle and barred.isdisjoint(root.find(prefix))
+        ]
+        freed = set(self.tree.keep_hottest(most, barred))
+        kept = [(root, prefix) for root, prefix in clear if root.blocks[prefix] not in freed]
+        assert len(kept) == min(most, len(clear)) == len(idle) - len(freed), "too few or too many were kept"
+        gone = [(root, prefix) for root, prefix in clear if root.blocks[prefix] in freed]
+        worst = min((self.heat(root, prefix) for root, prefix in kept), default=None)
+        best = max((self.heat(root, prefix) for root, prefix in gone), default=None)
+        assert worst is None or best is None or worst >= best, "another one was wanted sooner"
+        for root in self.roots:
+            for prefix in [prefix for prefix, block in root.blocks.items() if block in freed]:
+                del root.blocks[prefix]
+        for root, prefix in kept:
+            root.reads[root.blocks[prefix]] //= 2
+        self.counters["evicted_space_blocks"] += len(freed)
+        self.account.give(list(freed))
+
+    def heat(self, root: Root, prefix: tuple[Id, ...]) -> tuple[int, tuple[int, int]]:
+        block = root.blocks[prefix]
+        return root.reads[block], root.used[block]
+
+    def rename(self) -> None:
+        """Contents of some blocks move to free ones."""
+        held = [block for root in self.roots for block in root.blocks.values()]
+        moved = self.pick.sample(held, self.pick.randrange(1 + min(len(held), self.account.free)))
+        renamed = dict(zip(moved, self.account.take(len(moved)), strict=True))
+        self.tree.rename(renamed)
+        for run in self.runs:
+            run.lease.rename(renamed)
+        for root in self.roots:
+            root.blocks = {prefix: renamed.get(block, block) for prefix, block in root.blocks.items()}
+            root.used = {renamed.get(block, block): used for block, used in root.used.items()}
+            root.reads = Counter({renamed.get(block, block): reads for block, reads in root.reads.items()})
+        self.account.give(moved)
 
     def set_share(self) -> None:
         """The account's next lookup says so."""

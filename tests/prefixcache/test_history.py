@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import prefixcache
-from tests.prefixcache.history import History
+from tests.prefixcache.history import SLEEPY, History
 
 
-@pytest.mark.parametrize("first", range(0, 160, 40))
+@pytest.mark.parametrize("first", [*range(0, 160, 40), SLEEPY])
 def test_any_history_agrees_with_the_brute_force_model(first: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(first, first + 40):
@@ -23,7 +23,7 @@ def test_any_history_agrees_with_the_brute_force_model(first: int) -> None:
     # What the histories went through, so that one that lost its bite does not pass.
     causes = [f"evicted_{cause}_blocks" for cause in ("space", "cap", "epoch", "age")]
     for what in ["hit_tokens", "inserted_blocks", "duplicate_blocks", *causes]:
-        assert seen[what] > 100, f"{what}: {seen[what]}"
+        assert seen[what] > (100 if first < SLEEPY else 20), f"{what}: {seen[what]}"
 
 
 # What one of the sources says, and what the broken build says instead. The modules are in the order in which they need
@@ -126,6 +126,11 @@ BREAKS = {
     ),
     "hits are counted in blocks": ("at // TOKEN_BYTES\n        return", "at // self._block_bytes\n        return"),
     "the cause is lost": ("{cause}", "space"),
+    "what is barred is kept": ("if block in barred", "if False"),
+    "more is kept than may be": ("                most -= clear\n", "                most -= clear - 1\n"),
+    "what was kept is never evicted": ("            self._line_up(root)\n", ""),
+    "what moved is found where it was": ("                node.blocks = array", "                _ = array"),
+    "a lease reads what moved where it was": ("self.blocks[:] = [renamed", "_ = [renamed"),
     "shared blocks are counted once too often": ("elif node.pins == 2:", "elif node.pins >= 2:"),
 }
 
@@ -145,7 +150,8 @@ def test_a_broken_tree_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) 
     for own in (True, False):  # by the model, and then also without the tree's own check
         if not own:
             broken.__dict__["Tree"].check = lambda tree: None
-        assert any(_fails(seed, broken) for seed in range(60)), f"60 histories did not notice: {name}, check: {own}"
+        seeds = [*range(SLEEPY, SLEEPY + 10), *range(60)]
+        assert any(_fails(seed, broken) for seed in seeds), f"70 histories did not notice: {name}, check: {own}"
 
 
 def _fails(seed: int, module: types.ModuleType) -> bool:

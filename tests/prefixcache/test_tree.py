@@ -460,3 +460,115 @@ def opcodes(act: Callable[[], object]) -> int:
     finally:
         sys.settrace(None)
     return count
+
+
+# What is kept, and what moves
+
+
+def read(tree: Tree, account: Blocks, space: Namespace, ids: "array[int]") -> None:
+    """A request from its start to its end."""
+    lease = tree.match(space, ids)
+    tree.read(lease)
+    rest = ids[lease.tokens : len(ids) // SIZE * SIZE]
+    lease, spare = tree.insert(lease, rest, account.take(len(rest) // SIZE))
+    account.give([*spare, *tree.release(lease)])
+
+
+def test_what_most_requests_began_with_is_kept_and_then_what_was_used_last(tree: Tree, account: Blocks) -> None:
+    system, turns = run(0, 8), [run(100 * turn, 8) for turn in range(1, 4)]
+    for turn in turns:
+        read(tree, account, namespace(), system + turn)
+    read(tree, account, namespace(b"b" * 16), run(500, 12))
+    assert tree.cached == 2 + 3 * 2 + 3
+    freed = tree.keep_hottest(2 + 3 + 1, barred=())
+    assert (len(freed), tree.cached, tree.unused) == (5, 6, 6)
+    tree.check()
+    assert tree.match(namespace(), system + turns[0]).tokens == 8
+    assert tree.match(namespace(b"b" * 16), run(500, 12)).tokens == 12
+    assert tree.match(namespace(), system + turns[2]).tokens == 12, "the start of what comes next"
+
+
+def test_choices_of_one_request_and_its_own_return_make_nothing_hot(tree: Tree, account: Blocks) -> None:
+    read(tree, account, namespace(b"a" * 16), run(0, 8))
+    for _ in range(5):
+        account.give(tree.release(tree.match(namespace(b"a" * 16), run(0, 8))))
+    for _ in range(2):
+        read(tree, account, namespace(b"b" * 16), run(0, 8))
+    account.give(tree.release(tree.match(namespace(b"a" * 16), run(0, 8))))
+    tree.keep_hottest(2, barred=())
+    assert tree.match(namespace(b"b" * 16), run(0, 8)).tokens == 8
+
+
+def test_what_one_request_adds_to_a_hot_prefix_is_not_hot(tree: Tree, account: Blocks) -> None:
+    for turn in range(4):
+        read(tree, account, namespace(b"a" * 16), run(0, 8 + 40 * (turn == 3)))
+    read(tree, account, namespace(b"b" * 16), run(0, 8))
+    read(tree, account, namespace(b"b" * 16), run(0, 8))
+    tree.keep_hottest(4, barred=())
+    assert tree.match(namespace(b"a" * 16), run(0, 48)).tokens == 8
+    assert tree.match(namespace(b"b" * 16), run(0, 8)).tokens == 8
+
+
+def test_the_upper_part_of_a_prefix_was_read_by_all_who_read_the_whole(tree: Tree, account: Blocks) -> None:
+    for ids in (run(0, 16), run(0, 16), run(0, 8) + run(100, 8)):
+        read(tree, account, namespace(b"a" * 16), ids)
+    for _ in range(2):
+        read(tree, account, namespace(b"b" * 16), run(0, 8))
+    tree.keep_hottest(2, barred=())
+    assert tree.match(namespace(b"a" * 16), run(0, 8)).tokens == 8
+
+
+def test_popularity_fades_with_every_time_that_it_was_asked_for(tree: Tree, account: Blocks) -> None:
+    for _ in range(4):
+        read(tree, account, namespace(b"a" * 16), run(0, 8))
+    for _ in range(3):
+        tree.keep_hottest(64, barred=())
+    read(tree, account, namespace(b"b" * 16), run(0, 8))
+    tree.keep_hottest(2, barred=())
+    assert tree.match(namespace(b"a" * 16), run(0, 8)).tokens == 0
+
+
+def test_nothing_is_kept_from_a_barred_block_on(tree: Tree, account: Blocks) -> None:
+    read(tree, account, namespace(), run(0, 24))
+    lease = tree.match(namespace(), run(0, 24))
+    barred = lease.blocks[2]
+    account.give(tree.release(lease))
+    freed = tree.keep_hottest(64, {barred})
+    assert barred in freed
+    assert tree.match(namespace(), run(0, 24)).tokens == 8
+    tree.check()
+
+
+def test_what_is_leased_is_kept_beside_and_what_is_forgotten_is_not(tree: Tree, account: Blocks) -> None:
+    lease = fill(tree, account, namespace(b"a" * 16), run(0, 16))
+    read(tree, account, namespace(b"b" * 16), run(0, 16))
+    other = tree.match(namespace(b"b" * 16), run(0, 16))
+    tree.forget(other, 1)
+    account.give(tree.release(other))
+    assert len(tree.keep_hottest(1, barred=())) == 3
+    assert (tree.cached, tree.unused) == (5, 1)
+    assert lease.tokens == 16
+    tree.check()
+
+
+def test_what_is_kept_is_over_and_evicted_and_capped_as_before(tree: Tree, account: Blocks) -> None:
+    tree.keep_s = 10.0
+    read(tree, account, namespace(b"a" * 16), run(0, 16))
+    tree.seconds = 5.0
+    read(tree, account, namespace(b"b" * 16), run(0, 16))
+    account.give(tree.keep_hottest(8, barred=()))
+    tree.seconds = 11.0
+    assert len(tree.sweep(64)) == 4, "it is as old as it was"
+    assert len(tree.evict(64)) == 4
+    assert tree.check() == set()
+
+
+def test_blocks_whose_contents_moved_are_found_under_their_new_ids(tree: Tree, account: Blocks) -> None:
+    lease = fill(tree, account, namespace(), run(0, 16))
+    renamed = {old: 1000 + number for number, old in enumerate(lease.blocks[1:3])}
+    expected = [lease.blocks[0], 1000, 1001, lease.blocks[3]]
+    tree.rename(renamed)
+    lease.rename(renamed)
+    assert lease.blocks == expected
+    assert tree.match(namespace(), run(0, 18)).blocks == expected
+    assert tree.check() == set(expected)
