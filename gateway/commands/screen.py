@@ -80,11 +80,9 @@ class Frame:
         if rows:
             yield Text()
             yield _models(sorted(rows, key=_place), width)
-        for row in rows:
-            if row.replica.problem:
-                yield _line(
-                    f"{row.replica.model}: {row.replica.problem}", "red" if row.replica.quarantined else "yellow"
-                )
+        for _, replica, _ in rows:
+            if replica.problem:  # whole, on as many lines as it takes: the reason ends it
+                yield Text(_plain(f"{replica.model}: {replica.problem}"), "red" if replica.quarantined else "yellow")
 
     def _machine(self, machine: MachineItem, width: int, ascii_only: bool) -> RenderableType:
         lines: list[RenderableType] = [_line(_name(machine), "bold")]

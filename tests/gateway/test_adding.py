@@ -18,46 +18,17 @@ from gateway.cli import main
 from gateway.commands import hardware
 from gateway.config import ConfigError, load_config
 from tests import minilm
-from tests.gateway.folders import EMBER
+from tests.gateway.tiny import HIDDEN, tensors, write_tiny
 
 NAME = "@cf/acme/assistant"
-HIDDEN, INNER, LAYERS = 16, 32, 2
 GIB = 1 << 30
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small Llama with the built-in model's tokenizer, below an empty current folder."""
+    """A small model's, below an empty current folder."""
     monkeypatch.chdir(tmp_path)
-    made = tmp_path / "assistant"
-    made.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(EMBER / name, made)
-    vocabulary = json.loads((EMBER / "config.json").read_text())["vocab_size"]
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary, "hidden_size": HIDDEN,
-        "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 1024, "tie_word_embeddings": True, "torch_dtype": "float32",
-    }  # fmt: skip
-    (made / "config.json").write_text(json.dumps(config))
-    save_file(tensors(vocabulary), made / "model.safetensors")
-    return made
-
-
-def tensors(vocabulary: int) -> dict[str, np.ndarray]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocabulary, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-    }
-    for layer in range(LAYERS):
-        ours = {
-            "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
-            "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
-            "self_attn.v_proj": (HIDDEN // 2, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN),
-            "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
-        }  # fmt: skip
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in ours.items()}
-    return {name: np.ones(shape, dtype=np.float32) for name, shape in shapes.items()}
+    return write_tiny(tmp_path / "assistant")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
