@@ -33,6 +33,10 @@ ONLY_IN = {
                 "sampler",
                 "graphs",
                 "arena",
+                "pinned",
+                "kept",
+                "workspace",
+                "sleeping",
                 "groups",
                 "ranks",
             )
