@@ -114,17 +114,18 @@ class Runner:
     @torch.inference_mode()
     def erase(self, blocks: Items[int]) -> None:
         """Zeroes these blocks between the steps launched before and those launched later."""
-        self.place.erase(torch.tensor(blocks, dtype=torch.int64))
+        self.place.erase(blocks)
 
     @torch.inference_mode()
     def copy(self, sources: Items[int], targets: Items[int]) -> None:
         """Copies whole blocks, in the order of launches as `erase`. No target is a source."""
-        self.place.copy(torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+        self.place.copy(sources, targets)
 
     def map(self, extents: Items[int]) -> None:
         """Gives these extents memory, or raises OutOfDeviceMemory."""
         self.place.map(extents)
 
+    @torch.inference_mode()
     def unmap(self, extents: Items[int]) -> None:
         """Gives the memory of these extents back; what was queued before is done with it."""
         self.place.unmap(extents)
@@ -132,11 +133,11 @@ class Runner:
     @torch.inference_mode()
     def sleep(self, kept: Items[int]) -> int:
         """As in standby.Moves."""
-        return self.place.sleep(torch.tensor(kept, dtype=torch.int64))
+        return self.place.sleep(kept)
 
     @torch.inference_mode()
     def wake(self, extents: Items[int], restored: Items[int]) -> int:
-        return self.place.wake(extents, torch.tensor(restored, dtype=torch.int64))
+        return self.place.wake(extents, restored)
 
     def arrived(self) -> bool:
         return self.place.arrived()
