@@ -171,19 +171,14 @@ class Lodger:
 
     def answered(self, placed: Placed, now: float) -> Order | None:
         """Takes in where it says it is. The order that this ends, well or badly, if it does."""
-        was = self.residency
-        self.told = self._sizes = placed
-        if placed.residency is Residency.DEVICE and (was is not Residency.DEVICE or self.arrived_at is None):
+        order, arrived = self.order, placed.residency is Residency.DEVICE
+        if arrived and (self.residency is not Residency.DEVICE or self.arrived_at is None):
             self.arrived_at = now
-        if placed.residency is Residency.MEMORY and (
-            self.order is None or self.order.place.residency is not Residency.DEVICE
-        ):
+        self.told = self._sizes = placed
+        self.granted_bytes = min(self.granted_bytes, max(placed.device_bytes, placed.most_bytes))
+        if not arrived and (order is None or order.place.residency is not Residency.DEVICE):
             self.granted_bytes = 0
-        order = self.order
-        ends = order is not None and (
-            bool(placed.problem) or order.kind == "start" or placed.residency is order.place.residency
-        )
-        if order is None or not ends:
+        if order is None or not _ends(order, placed):
             return None
         self.order = None
         self._learn(order, placed, now)
@@ -340,6 +335,13 @@ class Lodger:
             self._times = replace(times, wake_s=(times.wake_s + took_s) / 2)
         elif order.kind == "sleep" and not order.running:
             self._times = replace(times, sleep_s=(times.sleep_s + took_s) / 2)
+
+
+def _ends(order: Order, placed: Placed) -> bool:
+    """Whether this is the order's last answer. An older order's may come after it was given."""
+    if order.kind in ("start", "end"):
+        return order.kind == "start"
+    return bool(placed.problem) or placed.residency is order.place.residency
 
 
 def _short(load: Load, before: Load | None) -> bool:

@@ -228,13 +228,14 @@ def environment(host: Host, name: str) -> dict[str, str | None]:
     return seen
 
 
-def test_replicas_get_one_gpu_each_in_turn_and_share_a_kept_cache_of_kernels(
+def test_replicas_get_one_gpu_each_spread_over_all_and_share_a_kept_cache_of_kernels(
     short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     with hosting(short, {"a": "serve", "b": "serve", "c": "serve"}) as host:
         seen = [environment(host, name) for name in "abc"]
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["3", "5", "3"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen[:2]] == ["3", "5"]
+    assert seen[2]["CUDA_VISIBLE_DEVICES"] in ("3", "5")
     assert {each["TRITON_CACHE_DIR"] for each in seen} == {str(short / "run" / "kernels")}
     assert (short / "run" / "kernels").is_dir()
 
