@@ -287,13 +287,17 @@ class Device:
                 graphs.capture_for(1)
 
     def idle(self) -> bool:
-        """Captures one graph more, which takes some 10 ms, or copies a little of the weights to the host, where it will
-        have to sleep; False when there is nothing left."""
+        """Captures a graph, which takes some 10 ms, or copies a little of the weights to the host, where they have to be
+        to sleep; False when there is nothing left."""
         if not self._held.awake:
             return False
+        return self._capture_one(hot=True) or self._prepare_sleep() or self._capture_one(hot=False)
+
+    def _capture_one(self, hot: bool) -> bool:
         with self._stream.entered():
-            if any(graphs.capture_next() for graphs in self._graphs):
-                return True
+            return any(graphs.capture_next() for graphs in self._graphs if graphs.hot or not hot)
+
+    def _prepare_sleep(self) -> bool:
         try:
             return self._standby and self._held.prepare()
         except OutOfHostMemory:
@@ -339,12 +343,12 @@ class Device:
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(str(error)) from error
 
-    def erase(self, blocks_B: Tensor) -> None:
+    def erase(self, blocks: Items[int]) -> None:
         """Queued behind the steps launched before; it does not wait for them, as a copy from other memory would."""
-        self._held.erase(blocks_B.tolist())
+        self._held.erase(blocks)
 
-    def copy(self, sources_B: Tensor, targets_B: Tensor) -> None:
-        self._held.copy(sources_B.tolist(), targets_B.tolist())
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        self._held.copy(sources, targets)
 
     def map(self, extents: Items[int]) -> None:
         self.pool.map(extents)
@@ -352,12 +356,12 @@ class Device:
     def unmap(self, extents: Items[int]) -> None:
         self._held.unmap(extents)
 
-    def sleep(self, kept_B: Tensor) -> int:
-        return self._held.sleep(kept_B.tolist())
+    def sleep(self, kept: Items[int]) -> int:
+        return self._held.sleep(kept)
 
-    def wake(self, extents: Items[int], restored_B: Tensor) -> int:
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
         self._rows_before = 0  # what was sampled before is gone
-        return self._held.wake(extents, restored_B.tolist())
+        return self._held.wake(extents, restored)
 
     def arrived(self) -> bool:
         return self._held.arrived()

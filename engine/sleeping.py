@@ -47,7 +47,7 @@ class DeviceMemory:
     def prepare(self) -> bool:
         """Copies a little of the weights to the host, beside the steps; False where that is done. Raises
         OutOfHostMemory."""
-        return self.awake and self._weights.prepare(self._copies) > 0
+        return self._weights.prepare(self._copies) > 0
 
     def sleep(self, kept: Items[int]) -> int:
         """Gives everything back but what these blocks hold; gives how many bytes that copied. Raises OutOfHostMemory,

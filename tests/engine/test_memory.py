@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.kv import KvShape
-from engine.memory import DoesNotFit, kv_blocks
+from engine.kv import KvPool, KvShape
+from engine.memory import DoesNotFit, first_extents, kv_blocks, least_blocks, least_extents
 from engine.wire import ModelSpec
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.bfloat16)
@@ -40,3 +40,28 @@ def test_kv_bytes_are_kept_to() -> None:
         kv_blocks(spec(BLOCK - 1), SHAPE, 160, 64, room=BLOCK, free=BLOCK)
     with pytest.raises(DoesNotFit, match="more than the"):
         kv_blocks(spec(9 * BLOCK), SHAPE, 160, 64, room=BLOCK, free=8 * BLOCK)
+
+
+def pool_of(extents: int) -> KvPool:
+    """Of extents of four blocks, without memory."""
+    shape = KvShape(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype=torch.float32)  # 4 blocks are a page
+    pool = KvPool(shape, 4 * extents, extents=0)
+    assert (pool.extents, pool.extent_blocks) == (extents, 4)
+    return pool
+
+
+def test_a_pool_opens_with_the_extents_that_there_is_room_for() -> None:
+    pool = pool_of(20)
+    size = pool.extent_bytes
+    assert first_extents(spec(), pool, 160, room=7 * size + 5, free=9 * size) == 7
+    assert first_extents(spec(), pool, 160, room=99 * size, free=99 * size) == 20
+    assert first_extents(spec(), pool, 160, room=-5, free=9 * size) == 3, "of one context's ten blocks"
+    with pytest.raises(DoesNotFit, match="one context of 160 tokens"):
+        first_extents(spec(), pool, 160, room=0, free=3 * size - 1)
+
+
+def test_the_least_is_one_context_beside_what_is_published() -> None:
+    model = ModelSpec(name="m", folder="", public_prefixes=[[1] * 95, [2] * 33])
+    assert least_blocks(model, 160) == 5 + 2 + 10
+    assert least_extents(model, pool_of(20), 160) == 5
+    assert least_extents(model, pool_of(2), 160) == 2, "no more than there are"
