@@ -110,15 +110,15 @@ class Host:
         assert isinstance(flight.outcome, tuple)
         flight.outcome = sample(*flight.outcome, masks_MW)
 
-    def erase(self, blocks_B: Tensor) -> None:
+    def erase(self, blocks: Items[int]) -> None:
         if self._decoder is not None:
-            self.pool.erase(blocks_B)
+            self.pool.erase(torch.tensor(blocks))
             return
-        for block in blocks_B.tolist():
+        for block in blocks:
             self._kept_LBW[:, self._kept_blocks.index(block)] = 0
 
-    def copy(self, sources_B: Tensor, targets_B: Tensor) -> None:
-        self.pool.copy(sources_B, targets_B)
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        self.pool.copy(torch.tensor(sources), torch.tensor(targets))
 
     def map(self, extents: Items[int]) -> None:
         self.pool.map(extents)
@@ -126,22 +126,22 @@ class Host:
     def unmap(self, extents: Items[int]) -> None:
         self.pool.unmap(extents)
 
-    def sleep(self, kept_B: Tensor) -> int:
+    def sleep(self, kept: Items[int]) -> int:
         """Lets the parameters go, and of the pool all but these blocks; gives their bytes. Raises OutOfHostMemory."""
         assert self._decoder is not None, "asleep already"
-        shape, count = self.pool.shape, len(kept_B)
+        shape, count = self.pool.shape, len(kept)
         if count * shape.block_bytes > available_bytes():
             raise OutOfHostMemory(f"{count * shape.block_bytes / 1e6:.0f} MB of KV to keep are more than what is free")
         kept_LBW = torch.empty(shape.layers, count, shape.layer_block_bytes, dtype=torch.uint8)
-        for layer in range(shape.layers):
-            self.pool.take(layer, kept_B, kept_LBW[layer])
-        self._kept_blocks, self._kept_LBW = kept_B.tolist(), kept_LBW
+        for layer in range(shape.layers if kept else 0):
+            self.pool.take(layer, torch.tensor(kept), kept_LBW[layer])
+        self._kept_blocks, self._kept_LBW = list(kept), kept_LBW
         self._decoder = None
         self.pool.unmap(self.pool.mapped)
         give_back(_CPU)
         return kept_LBW.nbytes
 
-    def wake(self, extents: Items[int], restored_B: Tensor) -> int:
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
         """Reads the parameters again; gives their bytes and those restored. Raises CheckpointError where the folder is
         not what it was, OutOfDeviceMemory where memory is short."""
         assert self._decoder is None, "awake already"
@@ -154,8 +154,8 @@ class Host:
         decoder = Decoder(self._load())
         self.pool.map(extents)
         kept_LBW = self._kept_LBW
-        for layer in range(len(kept_LBW)):
-            self.pool.put(layer, restored_B, kept_LBW[layer])
+        for layer in range(len(kept_LBW) if restored else 0):
+            self.pool.put(layer, torch.tensor(restored), kept_LBW[layer])
         kept_LBW.zero_()  # what was restored may be erased from now on
         self._decoder, self._kept_blocks, self._kept_LBW = decoder, [], kept_LBW.new_empty(0)
         return self._weights_bytes + kept_LBW.nbytes

@@ -202,7 +202,7 @@ class Standby:
                 device_bytes=told.device_bytes,
                 bytes=order.moved_bytes,
                 seconds=round(seconds, 4),
-                gb_per_s=round(order.moved_bytes / max(seconds, 1e-9) / 1e9, 2),
+                gb_s=round(order.moved_bytes / max(seconds, 1e-9) / 1e9, 2),
                 **moved,
             )
         return msgspec.structs.replace(told, moved_bytes=order.moved_bytes, seconds=now - order.came_s, problem=problem)

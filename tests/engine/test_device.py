@@ -241,7 +241,7 @@ def extents_of(device: Device, blocks: list[int]) -> list[int]:
 @torch.inference_mode()
 def sleep_and_wake(device: Device, kept: list[int], extents: list[int], restored: list[int]) -> None:
     """Between the two there is nothing of it on the device, and something else in what torch holds on to on a CPU."""
-    device.sleep(torch.tensor(kept, dtype=torch.int64))
+    device.sleep(kept)
     assert device._held._weights.arena.mapped_bytes == 0
     assert not any(rows.view(torch.uint8).any() for rows in device.pool.layers)
     space = device._space
@@ -249,7 +249,7 @@ def sleep_and_wake(device: Device, kept: list[int], extents: list[int], restored
         tensor.fill_(float("nan"))
     for tensor in (space.words, space.sampled_R, space.masks_RW, space.scratch.counters):
         tensor.fill_(-1)
-    device.wake(extents, torch.tensor(restored, dtype=torch.int64))
+    device.wake(extents, restored)
 
 
 def contents(device: Device, blocks: list[int]) -> Tensor:
@@ -306,16 +306,16 @@ def test_steps_go_on_while_weights_are_on_their_way(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_too_little_of_the_device_leaves_it_asleep_as_before(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    before, weights, kept = filled(device), weights_of(device), torch.tensor([7, 60, 2])
+    before, weights, kept = filled(device), weights_of(device), [7, 60, 2]
     arena = device._held._weights.arena
     device.sleep(kept)
     asleep = device.sizes()
     for most_bytes in (0, asleep.weights_bytes - 1, asleep.weights_bytes + 2 * asleep.extent_bytes):
         with patch.object(arena, "most_bytes", most_bytes), pytest.raises(OutOfDeviceMemory, match="at most"):
-            device.wake([0, 1, 2, 3], torch.tensor([0, 1, 2]))
+            device.wake([0, 1, 2, 3], [0, 1, 2])
         assert (arena.mapped_bytes, device.pool.mapped, device.sizes()) == (0, [], asleep)
         arena.check()
-    device.wake([0, 1, 2, 3], torch.tensor([0, 1, 2]))
+    device.wake([0, 1, 2, 3], [0, 1, 2])
     assert torch.equal(contents(device, [0, 1, 2]), before[:, kept])
     assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(device).items())
     arena.check()
@@ -327,13 +327,13 @@ def test_too_little_of_the_host_leaves_it_awake_as_before(tmp_path: Path) -> Non
     before, weights = filled(device), weights_of(device)
     for _ in range(2):  # of the weights' copy, and of what is kept
         with patch.object(pinned, "available_bytes", return_value=9), pytest.raises(OutOfHostMemory, match="less than"):
-            device.sleep(torch.tensor([0, 5]))
+            device.sleep([0, 5])
         assert torch.equal(contents(device, list(range(BLOCKS))), before)
         assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(device).items())
         assert device._held.awake
         device.idle()
-    device.sleep(torch.tensor([0, 5]))
-    device.wake([1], torch.tensor([1, 2]))
+    device.sleep([0, 5])
+    device.wake([1], [1, 2])
     assert torch.equal(contents(device, [1, 2]), before[:, [0, 5]])
 
 
@@ -341,9 +341,9 @@ def test_too_little_of_the_host_leaves_it_awake_as_before(tmp_path: Path) -> Non
 def test_what_is_erased_asleep_does_not_come_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     before = filled(device)
-    device.sleep(torch.tensor([3, 9, 40]))
-    device.erase(torch.tensor([9, 11]))
-    device.wake([0], torch.tensor([0, 1, 2]))
+    device.sleep([3, 9, 40])
+    device.erase([9, 11])
+    device.wake([0], [0, 1, 2])
     assert torch.equal(contents(device, [0, 2]), before[:, [3, 40]])
     assert not contents(device, [1]).any()
 
@@ -352,11 +352,11 @@ def test_what_is_erased_asleep_does_not_come_back(tmp_path: Path) -> None:
 def test_what_was_kept_is_gone_from_the_host_when_it_is_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     filled(device)
-    device.sleep(torch.tensor([3, 9]))
+    device.sleep([3, 9])
     (piece,) = device._held._kept._pinned.pieces
     assert piece.any()
     assert device.sizes().kept_bytes == 2 * device.pool.shape.block_bytes
-    device.wake([0], torch.tensor([0, 1]))
+    device.wake([0], [0, 1])
     assert device.arrived()
     device._held._kept._pinned.wait()
     assert not piece.any()
@@ -370,9 +370,9 @@ def test_the_hosts_copy_is_made_in_idle_moments_once(tmp_path: Path) -> None:
     while device.idle():
         pieces += 1
     assert pieces == -(-device.sizes().weights_bytes // PIECE_BYTES)
-    assert device.sleep(torch.tensor([], dtype=torch.int64)) == 0
+    assert device.sleep([]) == 0
     assert not device.idle()
-    device.wake([0], torch.tensor([], dtype=torch.int64))
+    device.wake([0], [])
     assert not device.idle()
 
 
@@ -388,7 +388,7 @@ def test_sizes_say_what_it_holds_awake_and_asleep(tmp_path: Path) -> None:
     assert device.sizes().device_bytes == sizes.device_bytes - 2 * pool.extent_bytes
     device.map([6])
     assert device.sizes().kv_bytes == sizes.kv_bytes - pool.extent_bytes
-    device.sleep(torch.tensor([1]))
+    device.sleep([1])
     asleep = device.sizes()
     assert (asleep.device_bytes, asleep.kv_bytes) == (sizes.asleep_bytes, 0)
     assert asleep.memory_bytes == sizes.weights_bytes + device._held._kept.held_bytes
@@ -458,7 +458,7 @@ def assert_erased_between(device: Device, block: int, other: int) -> None:
     size = device.pool.shape.block_tokens
     flights = [launch(device, [Slice([7] * 2 * size, 0, [block, other], GREEDY)])]
     with torch.inference_mode():
-        device.erase(torch.tensor([block]))
+        device.erase([block])
     flights.append(launch(device, [Slice([8], 0, [block], GREEDY)]))
     for flight in flights:
         flight.wait()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import time
@@ -222,13 +223,6 @@ def test_launch_asserts_that_the_step_is_within_the_model_and_the_pool(folders: 
 # Asleep and awake again
 
 
-def folder_of(folders: dict[str, Path], name: str, copied: Path) -> Path:
-    """A copy of the folder, to be changed."""
-    for path in folders[name].iterdir():
-        (copied / path.name).write_bytes(path.read_bytes())
-    return copied
-
-
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 @pytest.mark.parametrize("name", ["qwen3", "ember"])
 def test_what_wakes_says_the_same_and_reads_the_kv_that_was_kept(
@@ -313,7 +307,7 @@ with torch.inference_mode():
         rows[: runner.blocks * runner.block_tokens] = 1
 extents, awake = runner.mapped, [resident()]
 asleep = []
-for _ in range(5):
+for _ in range(3):
     runner.sleep([])
     asleep.append(resident())
     runner.wake(extents, [])
@@ -331,7 +325,8 @@ print(json.dumps([runner.sizes().weights_bytes, runner.sizes().kv_bytes, awake, 
 def test_a_folder_that_changed_or_is_gone_is_not_woken_and_sleeps_as_before(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    runner = open_small(folder_of(folders, "qwen3", tmp_path))
+    shutil.copytree(folders["qwen3"], tmp_path, dirs_exist_ok=True)
+    runner = open_small(tmp_path)
     expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
     runner.sleep([0])
     held = (tmp_path / "model.safetensors").read_bytes()

@@ -355,7 +355,7 @@ def test_a_move_is_one_line_and_nothing_to_do_is_none(capfd: pytest.CaptureFixtu
         ("move_failed", "DEVICE", 3 * EXTENT_BYTES),
     ]
     assert lines[0]["bytes"] > 0
-    assert lines[0].keys() >= {"seconds", "gb_per_s"}
+    assert lines[0].keys() >= {"seconds", "gb_s"}
     assert lines[2]["problem"] == "told to"
 
 
