@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -22,13 +21,11 @@ from torch import Tensor
 from engine.arena import Arena
 from engine.artefacts import KERNELS
 from engine.batch import (
-    HEADER_WORDS,
     Batch,
     Flight,
     Int32s,
     OutOfDeviceMemory,
     OutOfHostMemory,
-    Sampled,
     Sizes,
     Slice,
     pack,
@@ -39,16 +36,15 @@ from engine.costs import Costs
 from engine.drawing import PLAIN, Reports, Wants, draw_tokens
 from engine.found import Measured, on_device
 from engine.graphs import HOT, Graphs, buckets
-from engine.host import given
 from engine.kept import Kept
 from engine.kernels.compiled import keep_beside
 from engine.kv import KvPool, KvShape
-from engine.memory import DoesNotFit, first_extents, kv_blocks, least_extents
+from engine.landing import Landing, Most
+from engine.memory import DoesNotFit, first_extents, kept_bytes, kv_blocks, least_extents
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.device import DeviceStep, Space
 from engine.model.layers import Parameters
-from engine.sequence import LOGPROBS_MAX
 from engine.sleeping import GRAPH_BYTES, DeviceMemory
 from engine.streams import Mark, Stream
 from engine.tiles import build
@@ -62,74 +58,15 @@ log = logging.getLogger(__name__)
 
 DEPTH: Final = 2
 GRAPH_ROWS: Final = 1024  # steps of more rows take so long that launching their kernels one by one costs nothing
-_STEP_TOKENS: Final = 2048
-_PROMPT_STEP_TOKENS: Final = 8192
-_SEQUENCES: Final = 512
 _CAPTURE_EVERY_S: Final = 0.25
 _MEASURED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
-_ROW_WORDS: Final = 48  # what a step has per row, tiles included
-_MORE_WORDS: Final = 1 << 20  # histories, and tiles that are divided
 Load = Callable[[dict[str, Tensor]], Parameters]
 
 _GREEDY: Final = Sampling()
 _DEMANDING: Final = Sampling(
     temperature=1.0, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Most:
-    """What a step has at most; memory of fixed size is made for it."""
-
-    rows: int
-    sequences: int
-    words: int
-    step_tokens: int
-    prompt_step_tokens: int
-
-    @classmethod
-    def of(cls, sequences: int | None, step_tokens: int | None, context_tokens: int, block_tokens: int) -> Self:
-        """`sequences` and `step_tokens` as a spec asks for them, or None."""
-        sequences = sequences or _SEQUENCES
-        prompt_step_tokens = step_tokens or _PROMPT_STEP_TOKENS
-        rows = min(max(prompt_step_tokens, sequences), sequences * context_tokens)
-        tables = sequences * -(-context_tokens // block_tokens)
-        words = HEADER_WORDS + rows * _ROW_WORDS + tables + _MORE_WORDS
-        return cls(rows, sequences, words, step_tokens or _STEP_TOKENS, prompt_step_tokens)
-
-
-class Landing:
-    """A flight, and the host memory that its step goes up from and its tokens come down to. `wait` frees it. `batch` is
-    the step while it lacks its masks."""
-
-    def __init__(self, stream: Stream, most: Most, vector_width: int) -> None:
-        """`vector_width` is 0 for a model that gives text."""
-        self.words = stream.staging(most.words, dtype=torch.int32)
-        self.tokens_R = stream.staging(most.sequences, dtype=torch.int32)
-        self.reports = Reports(
-            stream.staging(most.sequences, dtype=torch.float32),
-            stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.int64),
-            stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.float32),
-        )
-        self.vectors_RH = stream.staging(most.sequences, vector_width, dtype=torch.float32)
-        self.mark = stream.mark()
-        self.batch: Batch | None = None
-        self.rows = 0
-        self.asked: dict[int, int] = {}
-        self._tokens_R = self.tokens_R.numpy()
-
-    def begin(self, batch: Batch) -> None:
-        """What will be read of it when it has landed."""
-        self.rows = len(batch.rows_R)
-        self.asked = {row: int(batch.logprobs_R[row]) for row in np.flatnonzero(batch.logprobs_R >= 0).tolist()}
-
-    def wait(self) -> Sampled:
-        self.mark.wait()
-        if self.vectors_RH.shape[1]:
-            return given(self.vectors_RH[: self.rows].clone())
-        logprobs = {row: self.reports.read(row, count) for row, count in self.asked.items()}
-        return Sampled(self._tokens_R[: self.rows].copy(), logprobs)
 
 
 class Device:
@@ -287,8 +224,8 @@ class Device:
                 graphs.capture_for(1)
 
     def idle(self) -> bool:
-        """Captures a graph, which takes some 10 ms, or copies a little of the weights to the host, where they have to be
-        to sleep; False when there is nothing left."""
+        """Captures a graph, which takes some 10 ms, or copies a little of the weights to the host, which it sleeps on;
+        False when there is nothing left."""
         if not self._held.awake:
             return False
         return self._capture_one(hot=True) or self._prepare_sleep() or self._capture_one(hot=False)
@@ -453,7 +390,7 @@ def _held(
     rows, wanted = max(most.rows, *buckets(most.rows)), buckets(most.sequences)[-1]
     with stream.entered(), workspace.entered():
         space = Space.make(config, dtype, device, most.words, rows, wanted, context_tokens)
-        kept = Kept(pool, weights.arena.driver, model.kept_kv_bytes, device)
+        kept = Kept(pool, weights.arena.driver, kept_bytes(model, pool.shape), device)
     return DeviceMemory(weights, pool, space, workspace, kept, stream, least_extents(model, pool, context_tokens))
 
 

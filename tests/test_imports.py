@@ -37,6 +37,7 @@ ONLY_IN = {
                 "kept",
                 "workspace",
                 "sleeping",
+                "landing",
                 "groups",
                 "ranks",
             )

@@ -23,8 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine import pinned
 from engine.arena import Arena
 from engine.batch import OutOfDeviceMemory, OutOfHostMemory, Segment, Slice, pack, unpack
-from engine.device import Device, Most, _held
+from engine.device import Device, _held
 from engine.kv import KvPool, KvShape
+from engine.landing import Most
 from engine.model.config import read_config
 from engine.pinned import PIECE_BYTES
 from engine.runner import Runner, _parameters
