@@ -243,7 +243,8 @@ def _forks(spec: MachineSpec) -> Starts:
     if spec.telemetry is not None:
         modules.append("engine.traces")
     if spec.device != "cpu" and gpus.visible(os.environ):
-        modules += ["engine.device", "engine.kernels.compiled"]
+        modules += ["engine.device", "engine.weights.resident", "cuda.bindings.driver"]
+        modules.append("engine.kernels.compiled:name_kernels")
     return Forks(modules, programs, time.monotonic)
 
 

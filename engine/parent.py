@@ -3,9 +3,9 @@
 It computes nothing, starts no thread and never touches a GPU, since neither would survive a fork. What it imported is
 shared by all that it forks; they get a spec, an environment and descriptors, and know nothing of it.
 
-    python -m engine.parent DESCRIPTOR MODULE …
+    python -m engine.parent DESCRIPTOR MODULE[:FUNCTION] …
 
-The descriptor is a socket to the machine (starts.py); when that closes, it ends.
+The descriptor is a socket to the machine (starts.py); when that closes, it ends. The functions are called once.
 """
 
 import ctypes
@@ -55,10 +55,13 @@ def main(argv: list[str]) -> int:
     return 0 if child is None else _become(child, parent)
 
 
-def _import(name: str) -> None:
+def _import(told: str) -> None:
     """What is missing a replica says itself, with what to do."""
+    name, _, function = told.partition(":")
     try:
-        importlib.import_module(name)
+        module = importlib.import_module(name)
+        if function:
+            getattr(module, function)()
     except ImportError as error:
         log("not_imported", module=name, error=str(error))
 

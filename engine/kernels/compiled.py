@@ -4,16 +4,21 @@ uses of it is kept there. Then a model that was prepared elsewhere compiles noth
 Each entry of the cache is a folder of small files, named by everything that they depend on.
 """
 
+import importlib
 import json
 import logging
 import os
+import pkgutil
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 import triton
-from triton.runtime.cache import FileCacheManager
+from triton.runtime.cache import FileCacheManager, triton_key
+from triton.runtime.jit import JITFunction
+
+from engine import kernels
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +26,22 @@ _GROUP: Final = "__grp__"  # begins the names of files that tell where the other
 _ENTRIES_MOST: Final = 1024  # beside one model, some 100 MB; an upgrade leaves its predecessors' behind
 
 
+def name_kernels() -> None:
+    """Works out all kernels' names in the cache, before any is used: half a second, which forks of this process save.
+
+    Always in one order, because what Triton calls a function depends on which of those that it calls have names: found
+    as they come to be used, some would have others when another kernel is first.
+    """
+    triton_key()
+    for found in sorted(pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."), key=lambda found: found.name):
+        for kernel in vars(importlib.import_module(found.name)).values():
+            if isinstance(kernel, JITFunction):
+                _ = kernel.cache_key
+
+
 def keep_beside(folder: Path) -> None:
     """From now on, for all kernels that this process uses. Whatever cannot be read or written there is done without."""
+    name_kernels()
     # Triton makes an object of this for each entry, with the entry's name.
     triton.knobs.cache.manager_class = type("Beside", (_Beside,), {"beside": folder})
 

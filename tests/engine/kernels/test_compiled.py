@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,3 +96,30 @@ def test_the_oldest_entries_go(cache: Path, tmp_path: Path) -> None:
     before = sorted((tmp_path / "beside").iterdir(), key=lambda entry: entry.stat().st_mtime)
     forget_oldest(tmp_path / "beside", most=3)
     assert entries(tmp_path / "beside") == sorted(entry.name for entry in before[1:])
+
+
+NAMES = """
+import sys
+from triton.runtime.jit import JITFunction
+from engine.kernels import attention, attention_hopper, compiled
+for name in sys.argv[1:]:
+    _ = getattr(attention_hopper, name).cache_key
+compiled.name_kernels()
+for module in (attention, attention_hopper):
+    print({name: kernel.hash for name, kernel in vars(module).items() if isinstance(kernel, JITFunction)})
+"""
+
+
+def names(*first: str) -> str:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    return subprocess.run(
+        [sys.executable, "-c", NAMES, *first], env=environment, capture_output=True, check=True, text=True
+    ).stdout
+
+
+def test_a_kernel_has_the_same_name_in_every_process() -> None:
+    told = names()
+    assert told == names()
+    assert "_wide" in told
+    assert "None" not in told
+    assert told != names("_narrow"), "Triton names kernels alike in any order now: nobody has to keep to one"
