@@ -85,8 +85,8 @@ class Forks:
     here, and are collected."""
 
     def __init__(self, modules: Sequence[str], otherwise: Starts, clock: Callable[[], float]) -> None:
-        """`modules` are what the warm parent imports, `module:function` what it calls; `otherwise` starts replicas while
-        there is none."""
+        """`modules` are what the warm parent imports, and with `module:function` calls; `otherwise` starts replicas
+        while there is none."""
         assert sys.platform == "linux"
         self._modules = modules
         self._otherwise = otherwise
