@@ -18,6 +18,7 @@ from engine.wire import Fleet, MachineSpec, Place, Placed, ReplicaSpec, Residenc
 
 _FAILURES_MAX: Final = 4  # wakes in a row that found no memory; then the process ends
 _WITHHELD_S: Final = 60.0  # memory that was not there is not reckoned with for so long
+_TOO_SMALL: Final = ("DoesNotFit", "OutOfDeviceMemory", "out of memory")  # what one says that was granted too little
 _MORE: Final = 4  # of what a wake that failed needs, one part more is made free before the next
 
 
@@ -212,7 +213,7 @@ class Moves:
             return
         asked = order.kind == "end"
         self._count(lodger, order, now, None, "" if asked else lodger.child.problem)
-        if order.kind == "start" and not lodger.known:
+        if order.kind == "start" and not lodger.known and any(word in lodger.child.problem for word in _TOO_SMALL):
             lodger.needs_more(max(map(self._whole, range(len(self._devices)))))
 
     def _count(self, lodger: Lodger, order: Order, now: float, placed: Placed | None, problem: str = "") -> None:
