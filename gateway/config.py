@@ -136,7 +136,7 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: Annotated[
         str,
         Meta(
-            description="auto, cpu, cuda (replicas take GPUs in turn) or cuda:N (that one for all)",
+            description="auto, cpu, cuda (all GPUs of this host) or cuda:N (that one for all)",
             pattern="^(auto|cpu|cuda|cuda:[0-9]{1,2})$",
         ),
     ] = "auto"

@@ -21,7 +21,10 @@ examples:
   hearth machine --config /etc/hearth.toml             [[models]] says which, how many replicas and how large
 
 One machine runs per host. It starts replicas, watches them, starts crashed and hung ones again, and tells gateways
-where they are. SIGTERM lets running streams end, a second one does not.
+where they are. Where not all models fit on its devices at once, those that are called take the place of those that
+are not, which sleep in host memory, or on disk; [machine] device_bytes and memory_bytes say how much they may hold,
+and [[models]] pinned, priority, resident_s and wake_s who goes first. A replica that dies again and again is left
+alone for longer and longer; `hearth top` shows all this. SIGTERM lets running streams end, a second one does not.
 """
 
 
