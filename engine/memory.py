@@ -31,8 +31,16 @@ def context_tokens(model: ModelSpec, config: ModelConfig) -> int:
 
 def least_blocks(model: ModelSpec, tokens: int) -> int:
     """What a replica has whenever it is awake: the blocks of one context, and those of its public prefixes."""
-    published = sum(len(prefix) // model.block_tokens for prefix in model.public_prefixes)
-    return published - (-tokens // model.block_tokens)
+    return _published_blocks(model) - (-tokens // model.block_tokens)
+
+
+def kept_bytes(model: ModelSpec, shape: KvShape) -> int:
+    """How much KV is kept at most while it sleeps: its public prefixes in any case."""
+    return max(model.kept_kv_bytes, _published_blocks(model) * shape.block_bytes)
+
+
+def _published_blocks(model: ModelSpec) -> int:
+    return sum(len(prefix) // model.block_tokens for prefix in model.public_prefixes)
 
 
 def kv_blocks(model: ModelSpec, shape: KvShape, tokens: int, sequences: int, room: int, free: int) -> int:

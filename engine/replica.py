@@ -211,10 +211,11 @@ class Replica:
             log("draining", running_for_at_most_s=self._bounds.drain_s)
 
     def _step(self) -> None:
+        """Moves first: what waits for a wake is launched at once."""
+        self._placed = self._standby.step(self._resting or self._loop.idle)
         if not self._loop.idle:
             self._pulse.enter(Phase.STEP)
             self._resting = not self._loop.turn()
-        self._placed = self._standby.step(self._resting or self._loop.idle)
         self._sweeping = self._loop.sweep()
         now = self._clock()
         if now >= self._overwrite_at and self._scheduler.secret_left():
