@@ -35,6 +35,7 @@ class TextScheduler:
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.admitting = True  # what waits may start
+        self._asleep = False
         self._limits = limits
         self._rows_max = limits.step_tokens
         self._clock = clock
@@ -77,7 +78,7 @@ class TextScheduler:
         """The next step's texts, or None where nothing waits that may run."""
         assert len(self._flights) < FLIGHTS_MAX
         self._waiting.expire()
-        if not self.admitting:
+        if not self.admitting or self._asleep:
             return None
         chosen = self._choose(self._waiting.queue, self._rows_max)
         if not chosen:
@@ -164,7 +165,7 @@ class TextScheduler:
 
     def sleep(self, kept_most: int) -> list[int]:
         assert not self._flights
-        self._landed_s = -math.inf
+        self._asleep, self._landed_s = True, -math.inf
         return []
 
     def waking(self, extents: int) -> Waking:
@@ -172,6 +173,7 @@ class TextScheduler:
 
     def woken(self, waking: Waking) -> None:
         assert not waking.extents
+        self._asleep = False
 
     # What is kept: nothing
 

@@ -191,3 +191,30 @@ def test_an_id_in_use_and_a_token_past_the_vocabulary_are_refused() -> None:
         with pytest.raises(Refused) as refused:
             sim.submit(id, tokens)
         assert refused.value.reason is RejectReason.INVALID
+
+
+def test_texts_that_come_while_the_model_sleeps_wait_or_expire_and_run_when_it_is_awake() -> None:
+    sim = Simulation()
+    scheduler = sim.scheduler
+    scheduler.preempt_all()
+    assert scheduler.sleep(kept_most=10) == []
+    late, waiting = sim.submit(1, [1] * 5, deadline_ms=1500), sim.submit(2, [2] * 5)
+    for _ in range(3):
+        assert not sim.step()
+    assert late.reject is not None
+    waking = scheduler.waking(3)
+    assert (waking.extents, waking.restored, scheduler.growing(3), scheduler.shrink(3).extents) == ([], [], [], [])
+    scheduler.woken(waking)
+    sim.run()
+    assert waiting.finish is not None
+    assert waiting.finish.reason == FinishReason.STOP
+
+
+def test_nothing_starts_while_it_is_not_to() -> None:
+    sim = Simulation()
+    sim.scheduler.admitting = False
+    heard = sim.submit(1, [1] * 5)
+    assert not sim.step()
+    sim.scheduler.admitting = True
+    sim.run()
+    assert heard.finish is not None
