@@ -486,12 +486,14 @@ async def test_a_restart_goes_on_where_the_gateway_stopped(tmp_path: Path) -> No
 async def test_batches_for_a_model_that_sleeps_wake_it_after_a_while_as_lightly_as_can_be_and_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "ASLEEP_S", 0.5)
+    monkeypatch.setattr(drain, "ASLEEP_S", 2.0)
     async with served(tmp_path) as world:
         fleet, memory, device = world.fleet, wire.Residency.MEMORY, wire.Residency.DEVICE
         fleet.move(0, memory, ready_ms=200)
         await until(lambda: not world.app._gateway.fleet.serves(MODEL))
         request_id = await submit(world, 5)
+        await asyncio.sleep(0.5)
+        assert not fleet.wakes, "it has not waited for long"
         await until(lambda: bool(fleet.wakes))
         assert not fleet.submits, "nothing was claimed for it"
         assert (await state(world, request_id))["status"] == "queued"

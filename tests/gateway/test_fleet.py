@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine import wire
+from gateway import waiters
 from gateway.connections import Link, pack
 from gateway.fleet import Fleet, Unavailable, _Known
 from tests.gateway.linked import PROMPT, SCOPE, collect, connected, link, submit
@@ -240,7 +241,10 @@ async def test_the_end_of_the_wait_says_when_the_model_may_be_there(tmp_path: Pa
 
 
 @looped
-async def test_a_machine_that_comes_back_is_told_again_who_waits(tmp_path: Path) -> None:
+async def test_a_machine_that_comes_back_is_told_again_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiters, "AGAIN_S", 60.0)
     async with asleep(tmp_path) as (stub, fleet):
         tasks = await held(fleet, 3)
         await until(lambda: stub.wakes[-1].requests == 3)
