@@ -53,13 +53,13 @@ from gateway.catalogue import BUILT_IN
 from gateway.commands.operator import Gateway, operator_token
 
 GEOMETRY: Final = "llama-3.1-8b"
+BUILT_IN_FOLDER: Final = Path(__file__).parents[1] / "engine" / "ember" / "model"
 TRACE: Final = RESULTS / "standby_trace.csv"
 COPY_BYTES_S: Final = 55e9  # from pinned host memory to an H200, measured
 PER_SECOND: Final = 2.0
 PROMPT_TOKENS: Final = 128
 PREFIX_TOKENS: Final = 4096
 ANSWER_TOKENS: Final = (16, 48)
-ROUNDS: Final = 12  # of each kind of wake
 STARTS: Final = 3
 _PREPARED_S: Final = 240.0
 _MOVED_S: Final = 30.0
@@ -111,16 +111,15 @@ def on_gpu(folder: Path, contexts: Sequence[int]) -> Models:
 
 
 def on_cpu(folder: Path) -> Models:
-    """The built-in model and three like it, and room for two: of each, weights in float32 and KV of two contexts."""
-    built_in = Path(__file__).parents[1] / "engine" / "ember" / "model"
-    shutil.copytree(built_in, folder / "random")
-    weights_bytes = 2 * (built_in / "model.safetensors").stat().st_size
+    """The built-in model and three of its size, and room for two: of each, weights in float32 and some KV."""
+    weights_bytes = 2 * _bytes_of(BUILT_IN_FOLDER)
+    shutil.copytree(BUILT_IN_FOLDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    _make_weights(folder, "cpu", 1)
     names = [BUILT_IN, *(f"@cf/bench/m{index}" for index in (1, 2, 3))]
     settings = f"[machine]\ndevice_bytes = {weights_bytes * 26 // 10}\nthreads = 1\n"
     for name in names:
-        settings += _entry(name, built_in if name == BUILT_IN else folder / "random")
+        settings += _entry(name, BUILT_IN_FOLDER if name == BUILT_IN else folder)
         settings += f'context_tokens = 512\ndtype = "float32"\nkv_bytes = {16 << 20}\n'
-        settings += "" if name == BUILT_IN else "random_weights = true\n"
     return Models(names, settings, None)
 
 
@@ -132,29 +131,40 @@ def _entry(name: str, folder: Path) -> str:
     )
 
 
-def write_weights(folder: Path) -> Path:
-    """The geometry's weights, made up on the GPU and written as checkpoints are; what an earlier run wrote is kept."""
+def write_model(folder: Path) -> Path:
+    """The geometry with weights and a tokenizer, made up; what an earlier run wrote is kept."""
+    from engine.bench.geometries import write_folder
+
+    if not (folder / "tokenizer.json").exists():
+        _make_weights(write_folder(GEOMETRY, folder), "cuda", 4)
+        vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer(vocabulary)))
+    return folder
+
+
+def _make_weights(folder: Path, device: str, shards: int) -> None:
+    """Drawn there, and written as checkpoints are."""
     import torch
     from safetensors.torch import save_file
 
-    from engine.bench.geometries import write_folder
     from engine.model.config import read_config
     from engine.weights.names import entries
-    from engine.weights.random import random_tensors
 
-    if (folder / "tokenizer.json").exists():
-        return folder
-    began = time.monotonic()
-    config = read_config(write_folder(GEOMETRY, folder))
-    tensors = random_tensors(entries(config), torch.bfloat16, torch.device("cuda", 0), lambda: None)
-    names = sorted(tensors)
-    for shard in range(4):
-        save_file({name: tensors.pop(name).cpu() for name in names[shard::4]}, folder / f"model-{shard}.safetensors")
-    torch.cuda.empty_cache()
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(vocabulary)))
-    say(f"wrote {_bytes_of(folder) / 1e9:.1f} GB of weights in {time.monotonic() - began:.0f} s")
-    return folder
+    began, index = time.monotonic(), {}
+    draw = torch.Generator(device).manual_seed(0)
+    sources = [source for entry in entries(read_config(folder)) for source in entry.sources]
+    for shard in range(shards):
+        tensors = {}
+        for source in sources[shard::shards]:
+            drawn = torch.empty(source.shape, dtype=torch.bfloat16, device=device)
+            norm = len(source.shape) == 1
+            tensors[source.name] = (drawn.fill_(1) if norm else drawn.normal_(0, 0.02, generator=draw)).cpu()
+        save_file(tensors, folder / f"model-{shard}.safetensors")
+        index.update(dict.fromkeys(tensors, f"model-{shard}.safetensors"))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    say(f"wrote {_bytes_of(folder) / 1e9:.2f} GB of weights in {time.monotonic() - began:.1f} s")
 
 
 def _bytes_of(folder: Path) -> int:
@@ -179,7 +189,7 @@ class Hearth:
         return machine.moves
 
     def await_places(self, wanted: Callable[[dict[str, MachineReplicaItem]], bool], within_s: float, what: str) -> None:
-        """Until nothing moves and it is as wanted. Raises TimeoutError."""
+        """Until nothing moves and it is as wanted. Raises TimeoutError, and RuntimeError for one that has failed."""
         began = time.monotonic()
         said_at, places = began, ""
         while time.monotonic() < began + within_s:
@@ -187,6 +197,8 @@ class Hearth:
             if all(one.toward == one.residency for one in seen.values()) and wanted(seen):
                 return
             places = ", ".join(f"{model} {one.residency} {one.problem}" for model, one in seen.items())
+            if any(one.quarantined for one in seen.values()):
+                raise RuntimeError(places)
             if time.monotonic() > said_at + 10:
                 said_at = time.monotonic()
                 say(f"{said_at - began:.0f} s, {what}: {places}")
@@ -246,12 +258,12 @@ def hearth(models: Models, device: str) -> Iterator[Hearth]:
 # wake
 
 
-def measure_wakes(running: Hearth, device: str) -> None:
+def measure_wakes(running: Hearth, device: str, rounds: int) -> None:
     """On a CPU the one that leaves makes room first; on a GPU the last model holds the room of two, so that after it
     the first one's wake makes the other's without waiting for room."""
     if device == "cpu":
-        waits = [_wake_any(running) for _ in range(ROUNDS)]
-        _row("wake", "wake-ember-cpu", statistics.median(waits), "s", 0.3)
+        waits = [_wake_any(running) for _ in range(rounds)]
+        _row("wake-ember-cpu", statistics.median(waits), "s", 0.3)
         return
     first, second, large = running.models.names
     memory = DeviceMemory()
@@ -261,7 +273,7 @@ def measure_wakes(running: Hearth, device: str) -> None:
     plain: list[Answered] = []
     cached: list[Answered] = []
     beside, leaving = [], []
-    for number in range(2 * ROUNDS):
+    for number in range(2 * rounds):
         _wake(running, large, awake={large})
         with memory.watched() as seen:
             beside.append(_wake(running, first, awake={first}))
@@ -272,14 +284,14 @@ def measure_wakes(running: Hearth, device: str) -> None:
         say(f"{number}: {answered.first_s:.3f} s, {answered.cached} cached; freed after {leaving[-1]:.3f} s")
     weights_bytes = running.replicas()[first].weights_bytes
     copy_s = weights_bytes / COPY_BYTES_S
-    _row("wake", "wake-8b", _median(plain), "s", copy_s)
-    _row("wake", "wake-8b behind one that leaves first", _median(beside), "s", copy_s)
+    _row("wake-8b", _median(plain), "s", copy_s)
+    _row("wake-8b behind one that leaves first", _median(beside), "s", copy_s)
     if min(one.cached for one in cached) >= PREFIX_TOKENS - 64:
         kv_bytes = PREFIX_TOKENS * 128 * 1024
-        _row("wake", "wake-8b-prefix-4096", _median(cached), "s", (weights_bytes + kv_bytes) / COPY_BYTES_S)
+        _row("wake-8b-prefix-4096", _median(cached), "s", (weights_bytes + kv_bytes) / COPY_BYTES_S)
     else:
         say(f"the prefix did not come back: {[one.cached for one in cached]} tokens were cached")
-    _row("wake", "sleep-8b", statistics.median(leaving), "s", 0.15)
+    _row("sleep-8b", statistics.median(leaving), "s", 0.15)
 
 
 def _wake(running: Hearth, model: str, awake: set[str], prompt: str | None = None) -> Answered:
@@ -345,7 +357,9 @@ class Watched:
 
     def seconds_until_freed(self, bytes_freed: int) -> float:
         began, before = self.used[0]
-        return next((at - began for at, used in self.used if used <= before - bytes_freed), float("inf"))
+        freed = [at - began for at, used in self.used if used <= before - bytes_freed]
+        assert freed, f"{bytes_freed:,} bytes were never free"
+        return freed[0]
 
 
 def _median(answers: Sequence[Answered]) -> float:
@@ -389,9 +403,9 @@ def measure_zipf(running: Hearth, device: str, minutes: float, seed: int) -> Non
     for one in failed[:5]:
         say(f"failed at {one.asked.at:.1f} s, {one.asked.model}: {one.problem}")
     where = "" if device == "cuda" else "-cpu"
-    _row("zipf", f"zipf-p95-ttft{where}", _percentile(answers, 95), "s", 0.8 if device == "cuda" else None)
-    _row("zipf", f"zipf-p50-ttft{where}", _percentile(answers, 50), "s", None)
-    _row("zipf", f"zipf-errors{where}", len(failed) / len(answers), "ratio", 0.0)
+    _row(f"zipf-p95-ttft{where}", _percentile(answers, 95), "s", 0.8 if device == "cuda" else None)
+    _row(f"zipf-p50-ttft{where}", _percentile(answers, 50), "s", None)
+    _row(f"zipf-errors{where}", len(failed) / len(answers), "ratio", 0.0)
     with TRACE.open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(("arrival_s", "model", "tokens"))
@@ -404,7 +418,7 @@ def measure_zipf(running: Hearth, device: str, minutes: float, seed: int) -> Non
     alone = asyncio.run(play(running, two))
     shared = [one for one in answers if one.asked.at < until]
     say(f"{_tokens_per_s(shared):.1f} tokens/s of all models, {_tokens_per_s(alone):.1f} of two alone")
-    _row("zipf", f"zipf-throughput{where}", _tokens_per_s(shared) / _tokens_per_s(alone), "ratio", 0.8)
+    _row(f"zipf-throughput{where}", _tokens_per_s(shared) / _tokens_per_s(alone), "ratio", 0.8)
 
 
 def _tokens_per_s(answers: Sequence[Answered]) -> float:
@@ -428,24 +442,23 @@ def measure_starts(folder: Path, device: str) -> None:
     modules += ["engine.device", "engine.kernels.compiled"] if device == "cuda" else []
     cold = Programs(replica_command)
     say(f"the first start: {_first_token_s(cold, folder, device):.2f} s")
-    _row("start", f"cold-start{where}", _fastest(cold, folder, device), "s", 7.0)
+    _row(f"cold-start{where}", _median_start_s(cold, folder, device), "s", 7.0 if device == "cuda" else None)
     with closing(Forks(modules, cold, time.monotonic)) as warm:
         began = time.monotonic()
         while not warm.ready(time.monotonic()) or warm.parent is None:
             assert time.monotonic() < began + _STARTED_S, "there is no warm parent"
             time.sleep(0.01)
         say(f"a warm parent after {time.monotonic() - began:.2f} s")
-        _row("start", f"warm-start{where}", _fastest(warm, folder, device), "s", 2.5)
+        _row(f"warm-start{where}", _median_start_s(warm, folder, device), "s", 2.5 if device == "cuda" else None)
         if device == "cuda":
             read_s = _read_s(folder)
             _forget_pages(folder)
             from_disk = _first_token_s(warm, folder, device)
             say(f"the disk gives {_bytes_of(folder) / read_s / 1e9:.2f} GB/s")
-            _row("start", "disk-start", from_disk, "s", read_s)
+            _row("disk-start", from_disk, "s", read_s)
 
 
-def _fastest(starts: Starts, folder: Path, device: str) -> float:
-    """The median of some."""
+def _median_start_s(starts: Starts, folder: Path, device: str) -> float:
     taken = [_first_token_s(starts, folder, device) for _ in range(STARTS)]
     say(", ".join(f"{seconds:.2f} s" for seconds in taken))
     return statistics.median(taken)
@@ -454,7 +467,7 @@ def _fastest(starts: Starts, folder: Path, device: str) -> float:
 def _first_token_s(starts: Starts, folder: Path, device: str) -> float:
     """From the order to start a replica to the first token of a prompt; then it ends."""
     with tempfile.TemporaryDirectory(prefix="hearth-start-") as name:
-        model = wire.ModelSpec(name="@cf/bench/started", folder=str(folder), context_tokens=512)
+        model = wire.ModelSpec(name="@cf/bench/started", folder=str(folder), context_tokens=8192)
         address, pulse = f"unix:{name}/replica.sock", Path(name) / "replica.pulse"
         Pulse.create(pulse).close()
         spec = wire.ReplicaSpec(model=model, address=address, pulse=str(pulse), boot=1, device=device)
@@ -532,7 +545,7 @@ def _read(path: Path) -> None:
 # All
 
 
-def _row(part: str, shape: str, value: float, unit: str, bound: float | None) -> None:
+def _row(shape: str, value: float, unit: str, bound: float | None) -> None:
     record("standby", shape, round(value, 4), unit, bound=None if bound is None else round(bound, 4))
 
 
@@ -544,20 +557,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--part", choices=("wake", "zipf", "start"), required=True)
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=12, help="of each kind of wake")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / f"hearth-{GEOMETRY}")
     options = parser.parse_args()
     cuda = options.device == "cuda"
-    folder = write_weights(options.folder) if cuda else Path(__file__).parents[1] / "engine" / "ember" / "model"
+    folder = write_model(options.folder) if cuda else BUILT_IN_FOLDER
     if options.part == "start":
         measure_starts(folder, options.device)
         return
     with tempfile.TemporaryDirectory(prefix="hearth-models-") as name:
         contexts = [8192, 8192, 131072] if options.part == "wake" else [8192] * 6
-        with hearth(on_gpu(folder, contexts) if cuda else on_cpu(Path(name)), options.device) as running:
+        with hearth(on_gpu(folder, contexts) if cuda else on_cpu(Path(name) / "random"), options.device) as running:
             if options.part == "wake":
-                measure_wakes(running, options.device)
+                measure_wakes(running, options.device, options.rounds)
             else:
                 measure_zipf(running, options.device, options.minutes, options.seed)
 
