@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import structs
+
 from gateway.added import added, forget, keep, parse
 from gateway.catalogue import BUILT_IN, known, pulled
 from gateway.checksums import SUMS_NAME, ChecksumError, read_sums, require_sums
@@ -40,11 +42,13 @@ def add_model(config: Config, options: argparse.Namespace) -> int:
     entry = parse({"name": options.name, "folder": str(folder), **said}, "hearth models add")
     if problem := _taken(config, entry.name):
         return fail(problem)
+    said_there = next((one for one in config.models if one.name == entry.name), entry)
+    served = structs.replace(said_there, folder=entry.folder)  # what hearth.toml says goes before this command
     try:
-        seen = look(config, entry, hardware.rooms(config.machine, hardware.usable(config.machine, hardware.gpus())))
+        seen = look(config, served, hardware.rooms(config.machine, hardware.usable(config.machine, hardware.gpus())))
         sums = read_sums(folder)
         require_sums(folder, sums)
-    except (Unserved, ChecksumError) as error:
+    except (Unserved, ChecksumError, UnicodeEncodeError) as error:  # the last: a folder's name that is no text
         return fail(f"{entry.name} was not added: {error}")
     open_state(config)
     kept = {name: getattr(entry, name) for name in ("name", "folder", *said)}
@@ -59,9 +63,9 @@ def add_model(config: Config, options: argparse.Namespace) -> int:
 
 
 def _taken(config: Config, name: str) -> str:
-    """Why it cannot be added under this name; empty where it can."""
+    """Why it cannot be added under this name; empty where it can. [[models]] without a folder may wait for one."""
     for entry in known(config):
-        if name == entry.name:
+        if name == entry.name and (entry.folder is not None or name in (BUILT_IN, *pulled(config))):
             return f"the catalogue has {name} already; `hearth models remove` takes out what was added"
         if name in entry.aliases:
             return f"{name} is another name of {entry.name}: choose one that nothing has"

@@ -80,10 +80,28 @@ def test_hearth_toml_goes_before_what_was_added_and_may_leave_the_folder_out(fol
     assert [entry.name for entry in entries(load_config())] == ["@cf/hearth/ember"]
 
 
+def test_settings_of_hearth_toml_may_wait_for_their_folder_and_are_looked_at(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = f'[[models]]\nname = "{NAME}"\n'
+    Path("hearth.toml").write_text(f"{said}context_tokens = 2048\n")
+    assert main(["models", "add", NAME, "assistant"]) == 1
+    assert "context_tokens 2048 is more than" in capsys.readouterr().err
+    Path("hearth.toml").write_text(f"{said}context_tokens = 512\n")
+    assert main(["models", "add", NAME, "assistant"]) == 0
+    entry = entries(load_config())[-1]
+    assert (entry.folder, entry.context_tokens) == (str(folder), 512)
+
+
+def test_a_folder_whose_name_is_no_text_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.rename(folder.with_name("assistant-\udcff"))
+    assert "was not added" in refused(capsys, NAME, "assistant-\udcff")
+
+
 def test_a_name_that_is_taken_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("hearth.toml").write_text(
         '[[models]]\nname = "@cf/hearth/ember"\naliases = ["@cf/acme/fire"]\n'
-        f'[[models]]\nname = "{NAME}"\nserve = false\n'
+        f'[[models]]\nname = "{NAME}"\nfolder = "elsewhere"\nserve = false\n'
     )
     assert "has @cf/hearth/ember already" in refused(capsys, "@cf/hearth/ember", "assistant")
     assert "another name of @cf/hearth/ember" in refused(capsys, "@cf/acme/fire", "assistant")
