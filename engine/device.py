@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 DEPTH: Final = 2
 GRAPH_ROWS: Final = 1024  # steps of more rows take so long that launching their kernels one by one costs nothing
-_CAPTURE_EVERY_S: Final = 0.25
+_PREPARE_EVERY_S: Final = 0.25
 _MEASURED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
 Load = Callable[[dict[str, Tensor]], Parameters]
@@ -97,7 +97,7 @@ class Device:
         self._landings = [Landing(stream, most, vector_width) for _ in range(DEPTH + 1)]
         self._launches = 0
         self._rows_before = 0
-        self._captured_at = 0.0
+        self._prepared_at = 0.0
         sizes = buckets(min(graph_rows, most.rows))
         self._bodies = Graphs(lambda rows: self._body(rows, wide=False), sizes, held.workspace)
         self._wide_bodies = Graphs(lambda rows: self._body(rows, wide=True), sizes, held.workspace)
@@ -256,7 +256,7 @@ class Device:
                 if coming := self._held.coming():
                     self._follow(coming, rows, wide)
                 else:
-                    self._capture_now_and_then(bodies, rows)
+                    self._prepare_now_and_then(bodies, rows)
                     bodies.launch(rows)
                 landing.batch = batch if batch.masked else None
                 if wanted and landing.batch is None:
@@ -306,11 +306,12 @@ class Device:
     def sizes(self) -> Sizes:
         return self._held.sizes(self.captured, self._standby)
 
-    def _capture_now_and_then(self, bodies: Graphs, rows: int) -> None:
-        """Under steady load there are no idle moments: a size that is wanted is captured while a step is in the air."""
+    def _prepare_now_and_then(self, bodies: Graphs, rows: int) -> None:
+        """Under steady load there are no idle moments: a size that is wanted is captured while a step is in the air, or
+        a little copied to the host."""
         now = time.monotonic()
-        if now - self._captured_at > _CAPTURE_EVERY_S and bodies.capture_for(rows):
-            self._captured_at = now
+        if now - self._prepared_at > _PREPARE_EVERY_S and (bodies.capture_for(rows) or self._prepare_sleep()):
+            self._prepared_at = now
 
     def launch_ms(self, packed: Int32s, launches: int) -> float:
         """The median of so many launches, one behind the other, after one that does not count."""

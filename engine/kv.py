@@ -10,11 +10,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.arena import Arena
+from engine.arena import Arena, runs
 from engine.model.config import ModelConfig
 
 EXTENT_BYTES: Final = 1 << 30
 _EXTENTS: Final = 64
+_COPIED_BLOCKS: Final = 256  # at once
 _CPU: Final = torch.device("cpu")
 
 
@@ -118,7 +119,7 @@ class KvPool:
 
     def clear(self, extents: Items[int]) -> None:
         """Zeroes all of these extents, so that nothing of what was written there reaches whoever gets the memory."""
-        for first, last in _runs(extents):
+        for first, last in runs(extents):
             for words in self._words:
                 words[first * self.extent_blocks : last * self.extent_blocks].zero_()
 
@@ -144,9 +145,11 @@ class KvPool:
         self._words.index_fill_(1, blocks_B, 0)
 
     def copy(self, sources_B: Tensor, targets_B: Tensor) -> None:
-        """Copies whole blocks (int64) in all layers, in the order of the stream. No target is a source."""
-        for words in self._words:
-            words.index_copy_(0, targets_B, words.index_select(0, sources_B))
+        """Copies whole blocks (int64) in all layers, in the order of the stream. No target is a source. It takes memory
+        for some blocks of one layer."""
+        for sources, targets in zip(sources_B.split(_COPIED_BLOCKS), targets_B.split(_COPIED_BLOCKS), strict=True):
+            for words in self._words:
+                words.index_copy_(0, targets, words.index_select(0, sources))
 
     def take(self, layer: int, blocks_B: Tensor, into: Tensor) -> None:
         """Copies blocks of a layer into bytes [B, layer_block_bytes]."""
@@ -174,14 +177,3 @@ def extent_blocks(shape: KvShape, blocks: int, granularity: int) -> int:
     unit = math.lcm(shape.layer_block_bytes, granularity) // shape.layer_block_bytes
     wanted = min(blocks * shape.block_bytes // _EXTENTS, EXTENT_BYTES) // shape.block_bytes
     return max(1, wanted // unit) * unit
-
-
-def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """As ranges (first, last + 1)."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if found and found[-1][1] == number:
-            found[-1] = (found[-1][0], number + 1)
-        else:
-            found.append((number, number + 1))
-    return found

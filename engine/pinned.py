@@ -16,6 +16,7 @@ from engine.batch import OutOfHostMemory
 from engine.host import available_bytes
 
 PIECE_BYTES: Final = 32 << 20
+_SPARE_BYTES: Final = 1 << 30  # of the host, left to all else
 _THREADS: Final = 8
 
 
@@ -39,10 +40,8 @@ class Pinned:
     def grow(self) -> Tensor:
         """One piece more. Raises OutOfHostMemory."""
         index = len(self.pieces)
-        if available_bytes() < PIECE_BYTES:
-            raise OutOfHostMemory(
-                f"the host has less than {PIECE_BYTES >> 20} MiB left, {self.bytes >> 20} are held here"
-            )
+        if available_bytes() < PIECE_BYTES + _SPARE_BYTES:
+            raise OutOfHostMemory(f"the host has less than {_SPARE_BYTES / 1e9:.1f} GB left beside what sleeps")
         self._region.map([index])
         piece = self._memory[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]
         for touched in [self._threads.submit(part.fill, 0) for part in np.split(piece.numpy(), _THREADS)]:

@@ -124,10 +124,6 @@ class DeviceMemory:
         with self._stream.entered(), self.workspace.entered():
             self.pool.copy(self._ids(sources), self._ids(targets))
 
-    def map(self, extents: Items[int]) -> None:
-        """Raises OutOfDeviceMemory, and then none of them has memory."""
-        self.pool.map(extents)
-
     def unmap(self, extents: Items[int]) -> None:
         """Zeroes these extents and gives their memory back. No step in the air reads or writes them."""
         with self._stream.entered():

@@ -23,6 +23,7 @@ class Refusing(HostMemory):
     def __init__(self) -> None:
         super().__init__()
         self.mapped: dict[int, int] = {}
+        self.addresses: dict[int, int] = {}  # of handles
         self.reserved: dict[int, int] = {}
         self.handles = 0
         self.refuses = lambda: False
@@ -43,12 +44,16 @@ class Refusing(HostMemory):
         assert address not in self.mapped
         self.mapped[address] = size
         self.handles += 1
+        self.addresses[self.handles] = address
         return self.handles
 
-    def unmap(self, address: int, size: int, handle: int) -> None:
-        assert self.mapped.pop(address) == size
-        assert handle > 0
-        super().unmap(address, size, handle)
+    def unmap(self, address: int, size: int, handles: list[int]) -> None:
+        at = address
+        for handle in handles:
+            assert self.addresses.pop(handle) == at
+            at += self.mapped.pop(at)
+        assert at == address + size
+        super().unmap(address, size, handles)
 
 
 def test_what_is_given_back_reads_as_zero_and_addresses_stay() -> None:

@@ -46,7 +46,10 @@ def test_where_the_host_is_short_or_the_driver_refuses_nothing_is_added() -> Non
     driver = Registering()
     memory = Pinned(driver, 2 * PIECE_BYTES)
     memory.grow().fill_(3)
-    with patch.object(pinned, "available_bytes", return_value=PIECE_BYTES - 1), pytest.raises(OutOfHostMemory):
+    with (
+        patch.object(pinned, "available_bytes", return_value=PIECE_BYTES + (1 << 30) - 1),
+        pytest.raises(OutOfHostMemory),
+    ):
         memory.grow()
     driver.refuses = True
     with pytest.raises(OutOfHostMemory, match="refused"):
