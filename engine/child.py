@@ -39,9 +39,9 @@ class Patience:
     backoff_s_max: float = 30.0
     stable_s: float = 60.0  # a replica that served this long starts again without back-off
     drain_s: float = 30.0  # from SIGTERM to SIGKILL
-    deaths: int = 5  # so many of them within window_s, and a replica is quarantined,
-    window_s: float = 180.0
-    quarantine_s: float = 60.0  # for so long at first, doubled each further time
+    deaths: int = 5  # so many of them within window_s,
+    window_s: float = 180.0  # or once after that before it was stable,
+    quarantine_s: float = 60.0  # and a replica is quarantined: for so long at first, doubled each further time
     quarantine_s_max: float = 1800.0
     connect_s: float = 2.0  # until a replica has taken a connection; also the longest pause between two attempts
     order_s: float = 30.0  # a move may take so long, beside what its bytes take
@@ -306,18 +306,14 @@ class Child:
         self._died_at.append(now)
         exponent = min(max(self._failures - 1, 0), 16)
         wait_s = min(self._patience.backoff_s * 2.0**exponent, self._patience.backoff_s_max)
-        if len(self._died_at) == self._patience.deaths and now - self._died_at[0] <= self._window_s():
+        often = len(self._died_at) == self._patience.deaths and now - self._died_at[0] <= self._patience.window_s
+        if often or self._quarantines:
             wait_s = min(self._patience.quarantine_s * 2.0**self._quarantines, self._patience.quarantine_s_max)
             self._quarantines = min(self._quarantines + 1, 16)
             self._quarantined_until = now + wait_s
             log("replica_quarantined", model=self.name, deaths=len(self._died_at), for_s=wait_s)
         self._start_at = now + wait_s
         return wait_s
-
-    def _window_s(self) -> float:
-        """The time in quarantine is none in which it could have died."""
-        last_s = min(self._patience.quarantine_s * 2.0 ** (self._quarantines - 1), self._patience.quarantine_s_max)
-        return self._patience.window_s + (last_s if self._quarantines else 0.0)
 
     def _read(self) -> None:
         """Passes on what the process wrote, each line behind the model's name."""

@@ -145,9 +145,16 @@ class Lodger:
             return
         if self.arrived_at is None:
             self.arrived_at = now
-        self.link.keep(self._first_word(), now)
+        if not self.child.ending:
+            self.link.keep(self._first_word(), now)
         if self.link.load is not None and self.link.load is not self._load:
             self._count(self.link.load, now)
+
+    def forgive(self, lost_s: float, now: float) -> None:
+        """This machine was itself not running for so long: nobody is judged by that time."""
+        self.child.forgive(now)
+        if self.order is not None:
+            self.order = replace(self.order, until=self.order.until + lost_s)
 
     def begin(self, kind: str, place: Place, why: str, now: float) -> None:
         """The order is given from here on; the process hears it where it is to do it itself."""
@@ -231,8 +238,6 @@ class Lodger:
         if alone and self.child.process is not None:
             least = most = self.claim_bytes
         since = [at for at in (wanted.since, self._waits_since) if at is not None]
-        if wanted.requests:
-            self._asked_at = now
         return Resident(
             name=self.name,
             model=model.name,
@@ -255,7 +260,7 @@ class Lodger:
             running=self._running,
             kv_used=1.0 - load.free_blocks / load.blocks if load is not None and load.blocks else 0.0,
             kv_short=now < self._short_until,
-            asked_at=self._asked_at,
+            asked_at=now if wanted.requests else self._asked_at,
             rate=self._rate * math.exp((self._rate_at - now) / _RATE_S),
             arrived_at=self.arrived_at if self.residency is Residency.DEVICE else None,
             left_at=self.left_at,

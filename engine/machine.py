@@ -110,8 +110,7 @@ class Machine:
 
     def _turn(self, now: float) -> None:
         if now - self._looked_at > 5 * self._patience.look_s + 1.0:
-            for child in self._children:
-                child.forgive(now)
+            self._moves.forgive(now - self._looked_at, now)
         self._looked_at = now
         self._moves.look(now)
         ready = self._starts.ready(now)

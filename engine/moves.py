@@ -51,6 +51,10 @@ class Moves:
         self._allowance = Allowance()
         self._counts: Counter[str] = Counter()
 
+    def forgive(self, lost_s: float, now: float) -> None:
+        for lodger in self.lodgers.values():
+            lodger.forgive(lost_s, now)
+
     def look(self, now: float) -> None:
         """Takes in what processes and links said, and collects who has ended."""
         for lodger in self.lodgers.values():
@@ -65,8 +69,7 @@ class Moves:
 
     def decide(self, now: float, ready: bool) -> None:
         """Asks the policy, and begins what it says; processes are started where that is `ready`."""
-        budgets = [min(self._whole(index), each.budget.at(now)) if each.total_bytes else self._whole(index)
-                   for index, each in enumerate(self._devices)]  # fmt: skip
+        budgets = [device.budget.at(now) if device.total_bytes else self._unknown for device in self._devices]
         decision = decide(self._view(now, budgets, ready), self._allowance)
         self._allowance = decision.allowance
         for move in decision.moves:
@@ -80,7 +83,7 @@ class Moves:
         ]
 
     def fleet(self, now: float) -> Fleet:
-        view = self._view(now, [self._whole(index) for index in range(len(self._devices))], True)
+        view = self._view(now, [self._whole(device) for device in self._devices], True)
         states = []
         for lodger in self.lodgers.values():
             never = problem(view, lodger.name) if lodger.known else ""
@@ -107,10 +110,12 @@ class Moves:
         )
         return View(now, residents, tuple(budgets), self._memory.at(now))
 
-    def _whole(self, device: int) -> int:
-        """Its budget; of a device whose size nobody knows, enough for one replica, whichever, who will say it."""
-        if self._devices[device].total_bytes:
-            return self._devices[device].budget.most_bytes
+    def _whole(self, device: Device) -> int:
+        return device.budget.most_bytes if device.total_bytes else self._unknown
+
+    @property
+    def _unknown(self) -> int:
+        """Of a device whose size nobody knows: enough for one replica, whichever, who will say it."""
         return max((lodger.guess_bytes for lodger in self.lodgers.values()), default=0)
 
     @property
@@ -131,16 +136,12 @@ class Moves:
 
     def _begin(self, lodger: Lodger, move: Move, now: float) -> None:
         place = Place(move.to, move.device_bytes, int(1e3 * move.drain_s))
-        if lodger.residency is Residency.DISK:
-            if lodger.child.process is None:
-                self._start(lodger, move, place, now)
-            elif move.to is Residency.DISK:
-                lodger.begin("end", place, move.why, now)
-            elif move.to is Residency.DEVICE:
-                lodger.stay()
-            return
-        if move.to is Residency.DISK:
+        if lodger.child.process is None:
+            self._start(lodger, move, place, now)
+        elif move.to is Residency.DISK:
             lodger.begin("end", place, move.why, now)
+        elif lodger.order is not None and lodger.order.kind == "start":
+            lodger.stay()
         elif lodger.obeys(now):
             lodger.begin(_kind(lodger, move), place, move.why, now)
 
@@ -163,7 +164,7 @@ class Moves:
             self._counts["start_failed"] += 1
             return
         if all_of_it:
-            place = msgspec.structs.replace(place, device_bytes=self._whole(move.device))
+            place = msgspec.structs.replace(place, device_bytes=self._whole(device))
         lodger.begin("start", place, move.why, now)
 
     # How it ends
@@ -214,7 +215,7 @@ class Moves:
         asked = order.kind == "end"
         self._count(lodger, order, now, None, "" if asked else lodger.child.problem)
         if order.kind == "start" and not lodger.known and any(word in lodger.child.problem for word in _TOO_SMALL):
-            lodger.needs_more(max(map(self._whole, range(len(self._devices)))))
+            lodger.needs_more(max(map(self._whole, self._devices)))
 
     def _count(self, lodger: Lodger, order: Order, now: float, placed: Placed | None, problem: str = "") -> None:
         """One line in the log for each move, however it ended."""

@@ -250,3 +250,15 @@ def test_how_long_it_takes_is_told_in_steps_and_counts_down(kept: Kept) -> None:
     assert kept.lodger.state(kept.now, "needs too much", 8140).ready_ms == -1
     kept.serve()
     assert kept.lodger.state(kept.now, "", 0).ready_ms == 0
+
+
+def test_an_order_has_as_much_time_more_as_the_machine_itself_was_stopped(kept: Kept) -> None:
+    kept.start()
+    kept.serve()
+    kept.say(HERE)
+    kept.lodger.begin("sleep", Place(Residency.MEMORY, drain_ms=1000), "", kept.now)
+    assert kept.lodger.order is not None
+    until = kept.lodger.order.until
+    assert until == pytest.approx(kept.now + Patience().order_s + 1.0)
+    kept.lodger.forgive(500.0, kept.now)
+    assert kept.lodger.order.until == until + 500.0
