@@ -150,8 +150,7 @@ class Host:
             raise OutOfDeviceMemory(
                 f"{self._weights_bytes / 1e6:.0f} MB of weights are more than the {free / 1e6:.0f} free"
             )
-        self._files.require_same()
-        decoder = Decoder(self._load())
+        decoder = Decoder(self._files.again(self._load))
         self.pool.map(extents)
         kept_LBW = self._kept_LBW
         for layer in range(len(kept_LBW) if restored else 0):

@@ -237,11 +237,13 @@ class Replica:
                 self._traces.rejected(sequence.owner, sequence.first, sequence.choices)
             if sequence.owner in self._connections:
                 self._send(self._connections[sequence.owner], encode(reject))
-        if self._placed is not None:
+        placed, self._placed = self._placed, None
+        if placed is not None:
+            moved = True
             for number in list(self._placing):
-                self._send(self._connections[number], encode(self._placed))
+                self._send(self._connections[number], encode(placed))
         now = self._clock()
-        if moved or self._placed is not None or now >= self._tick_at:
+        if moved or now >= self._tick_at:
             self._tick_at = now + _TICK_S
             load = encode(self._scheduler.load(draining=self._drain_until is not None))
             for connection in list(self._connections.values()):

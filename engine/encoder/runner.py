@@ -123,10 +123,9 @@ class EncoderRunner:
         """Reads the weights again; gives their bytes. Raises OutOfDeviceMemory, or CheckpointError where the folder is
         not what it was."""
         assert self._encoder is None
-        self._files.require_same()
         try:
             with self._stream.entered():
-                self._encoder = Encoder(self._config, self._load())
+                self._encoder = Encoder(self._config, self._files.again(self._load))
         except torch.OutOfMemoryError as error:
             give_back(self._stream.device)
             raise OutOfDeviceMemory(str(error)) from error

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _TELL_S: Final = 1.0
 _READ: Final = (".json", ".safetensors")
+Loaded = TypeVar("Loaded")
 
 
 class Part(NamedTuple):
@@ -48,17 +49,20 @@ class Files:
         self._stamps = self._look()
         self.revision = self._name()
 
-    def require_same(self) -> None:
-        """Raises CheckpointError where the files are gone or hold something else by now. Costs a look at each, and a
-        digest where one was written since."""
+    def again(self, read: Callable[[], Loaded]) -> Loaded:
+        """What `read` makes of them. Raises CheckpointError where they are gone or hold something else by now. Costs a
+        look at each of them beside the reading, and a digest where one was written since."""
         try:
-            stamps = self._look()
-            if stamps == self._stamps:
-                return
-            revision = self._name()
+            self._require_same()
+            return read()
         except OSError as error:
             raise CheckpointError(f"{self._folder} cannot be read any more: {error}") from error
-        if revision != self.revision:
+
+    def _require_same(self) -> None:
+        stamps = self._look()
+        if stamps == self._stamps:
+            return
+        if self._name() != self.revision:
             raise CheckpointError(f"{self._folder} was changed while its model was loaded: start it anew to use it so")
         self._stamps = stamps
 

@@ -56,13 +56,21 @@ def test_files_that_are_as_they_were_are_not_read_again(folder: Path, monkeypatc
     files = Files(folder, random=False)
     assert files.revision == Checkpoint(folder).revision()
     monkeypatch.setattr(Checkpoint, "revision", lambda self: pytest.fail("they were read"))
-    files.require_same()
+    files.again(list)
+
+
+def test_a_disk_that_vanishes_as_files_are_read_is_told_of(folder: Path) -> None:
+    def read() -> None:
+        raise OSError("no such device")
+
+    with pytest.raises(CheckpointError, match="no such device"):
+        Files(folder, random=False).again(read)
 
 
 def test_files_that_were_written_again_may_hold_the_same(folder: Path) -> None:
     files = Files(folder, random=False)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    files.require_same()
+    files.again(list)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
@@ -71,16 +79,16 @@ def test_files_that_hold_something_else_or_are_gone_are_found(folder: Path, name
     files = Files(folder, random)
     if random and name != "config.json":
         (folder / name).unlink()
-        files.require_same()
+        files.again(list)
         return
     path = folder / name
     held = path.read_bytes()
     path.write_bytes(held[:-2] + b" }" if name == "config.json" else held[:-1] + bytes([held[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="changed"):
-        files.require_same()
+        files.again(list)
     path.unlink()
     with pytest.raises(CheckpointError):
-        files.require_same()
+        files.again(list)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
