@@ -124,7 +124,7 @@ class MachineSeen:
 
 class Fleet:
     """All machines' replicas. `run` keeps the connections; `link` chooses among those that can serve. `waited` is told
-    of each request that found its model asleep, and for how long it waited: until a replica began with it, or for ever.
+    of each request that found its model asleep for how long it waited: until a replica began with it, or it gave up.
     """
 
     def __init__(
