@@ -144,7 +144,7 @@ def test_a_wake_that_finds_no_memory_is_tried_again_with_more_room_and_then_no_m
         said = host.until(sleeper, lambda state: "wake failed" in state.problem)
         assert "there is no memory left" in said.problem
         others = set("abc") - {sleeper}
-        wait_for(lambda: [state.residency for state in host.fleet().values()].count(Residency.DEVICE) < 2)
+        wait_for(lambda: {state.residency for state in host.fleet().values()} == {Residency.MEMORY})
         until = time.monotonic() + 20
         while host.fleet()[sleeper].boot == 1 and time.monotonic() < until:
             call(host, sleeper)
@@ -197,7 +197,9 @@ def test_a_gateway_that_vanishes_wants_nothing_any_more(short: Path) -> None:
         gateway = host.gateway()
         gateway.sendall(wire.encode(Wake(sleeper, 1)))
         gateway.close()
-        time.sleep(0.7)
+        for other in set("abc") - {sleeper}:
+            host.load(other)
+        time.sleep(1.0)  # they are idle now, and would make room at once
         assert host.fleet()[sleeper].residency is Residency.MEMORY
         assert host.moves()["wake"] == before
 
