@@ -25,9 +25,7 @@ _WAKE_S: Final = 0.1
 _WAKE_BYTES_S: Final = 20e9
 _SLEEP_S: Final = 0.15
 _NEVER_BYTES: Final = 1 << 60  # more than any host has
-_READY_STEP_MS: Final = (
-    100  # what is told of the time until it could serve is rounded up to this, from ten of it on to ten
-)
+_READY_STEP_MS: Final = 100  # the time until it could serve is told rounded up to this, from ten of it on to ten
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,7 @@ def test_a_gateway_that_vanishes_wants_nothing_any_more(short: Path) -> None:
         before = host.moves()["wake"]
         gateway = host.gateway()
         gateway.sendall(wire.encode(Wake(sleeper, 1)))
+        time.sleep(0.1)  # and is heard, while nobody may leave for it
         gateway.close()
         for other in set("abc") - {sleeper}:
             host.load(other)
