@@ -112,13 +112,13 @@ class Host:
 
     def erase(self, blocks: Items[int]) -> None:
         if self._decoder is not None:
-            self.pool.erase(torch.tensor(blocks))
+            self.pool.erase(torch.tensor(blocks, dtype=torch.int64))
             return
         for block in blocks:
             self._kept_LBW[:, self._kept_blocks.index(block)] = 0
 
     def copy(self, sources: Items[int], targets: Items[int]) -> None:
-        self.pool.copy(torch.tensor(sources), torch.tensor(targets))
+        self.pool.copy(*(torch.tensor(blocks, dtype=torch.int64) for blocks in (sources, targets)))
 
     def map(self, extents: Items[int]) -> None:
         self.pool.map(extents)

@@ -257,6 +257,16 @@ def test_kept_kv_that_is_erased_asleep_comes_back_as_nothing(folders: dict[str, 
         assert [bool(blocks[block].any()) for block in (1, 2, 3)] == [True, False, True]
 
 
+def test_blocks_that_moved_are_read_where_they_are(folders: dict[str, Path]) -> None:
+    runner = open_small(folders["qwen3"])
+    prompt = list(range(2, 50))
+    expected = write(runner, prompt, [5, 6, 7, 8], GREEDY, 9)
+    runner.copy([5, 6, 7], [20, 9, 21])
+    runner.erase([])
+    runner.erase([5, 6])
+    assert write(runner, prompt, [20, 9, 21, 30], GREEDY, 9, computed=47) == expected
+
+
 def test_sizes_say_what_is_held_awake_and_asleep(folders: dict[str, Path]) -> None:
     runner = Runner.open(spec(folders["qwen3"], sequences=4, kv_bytes=None), "cpu", 1, lambda: None, device_bytes=0)
     held = runner.sizes()

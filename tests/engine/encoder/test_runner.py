@@ -1,6 +1,7 @@
 """engine/encoder/runner.py: an encoder sleeps and wakes, and gives the same vectors; on a GPU too."""
 
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 
 from engine.encoder.packed import pack
 from engine.encoder.runner import EncoderRunner
+from engine.loop import Loop, open_scheduler
+from engine.standby import Standby
 from engine.weights.checkpoint import CheckpointError
-from engine.wire import ModelSpec, Pooling
+from engine.wire import ModelSpec, Place, Pooling, Residency
 from tests.engine.encoder.small import FAMILIES, RERANKERS, VOCABULARY, open_encoder, saved, seeded, vectors
 
 PICK = random.Random(1)
@@ -38,6 +41,17 @@ def test_scores_and_made_up_weights_are_the_same_too(tmp_path: Path) -> None:
     runner.sleep([])
     runner.wake([], [])
     assert np.array_equal(vectors(runner, texts, Pooling.SCORE), expected)
+
+
+def test_a_place_moves_an_encoder_too(tmp_path: Path) -> None:
+    runner = open_encoder(saved(seeded(FAMILIES["bert"]), tmp_path))
+    scheduler = open_scheduler(runner, ModelSpec(name="small", folder=str(tmp_path)), time.monotonic)
+    standby = Standby(runner, scheduler, Loop(runner, scheduler), 1 << 20, time.monotonic)
+    weights_bytes = runner.memory.weights_bytes
+    for residency, held, moved in ((Residency.MEMORY, 0, 0), (Residency.DEVICE, weights_bytes, weights_bytes)):
+        standby.order(Place(residency, device_bytes=1))
+        told = [placed for placed in (standby.step(resting=True) for _ in range(3)) if placed is not None]
+        assert [(each.residency, each.device_bytes, each.moved_bytes) for each in told] == [(residency, held, moved)]
 
 
 def test_nothing_runs_asleep(tmp_path: Path) -> None:
