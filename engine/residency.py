@@ -42,8 +42,8 @@ def decide(view: View, allowance: Allowance) -> Decision:
              moves for a while, those that sleep fill its free rooms.
     Bounds   In any minute at most MOVES_A_MINUTE moves of a device's replicas to or from it or to make room there, and
              RESIZES_A_MINUTE of KV alone. Of n models that sleep and contend for k rooms of a device, each waits at
-             most its wake_s, 8 s where weights differ, and ⌈n ÷ k⌉ times the longest residence that is protected and
-             its moves: max(resident_s, 2 × (wake_s + sleep_s)) + wake_s + sleep_s, times being those of the moves.
+             most its wake_s, 8 s where weights differ, and ⌈n ÷ k⌉ times what the moves of one take and what it stays
+             at least: its resident_s, or twice those moves, whichever is more.
     """
     rooms = Rooms(view, allowance)
     wanted = _wanted(rooms)

@@ -261,7 +261,6 @@ class Machine:
     def _begin(self, replica: Replica, move: Move) -> None:
         model, redirected = replica.model, replica.residency is DISK and replica.toward is MEMORY
         assert not replica.moving or (redirected and move.to is DEVICE), f"{move} of one that moves"
-        assert move.name not in {other.name for _, other_, other in self.moves[-8:] if other_ is not replica}
         self.moves.append((self.now, replica, move))
         if redirected:
             replica.toward = DEVICE

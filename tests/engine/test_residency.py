@@ -199,6 +199,12 @@ def test_where_host_memory_is_short_the_least_valuable_goes_to_disk() -> None:
     assert moves(view(*valued, devices=(30 * GB,), memory_bytes=40 * GB)) == [("a", DISK)]
 
 
+def test_host_memory_that_will_soon_be_free_is_waited_for() -> None:
+    ends = asleep("b", toward=DISK, rate=0.0)
+    seen = (awake("a", memory_bytes=0, rate=1.0, asked_at=NOW - 1), ends, asleep("d", rate=0.0), asleep("c", **waits()))
+    assert not moves(view(*seen, devices=(30 * GB,), memory_bytes=50 * GB))
+
+
 def test_one_that_runs_never_goes_to_disk() -> None:
     runs = awake("a", memory_bytes=0, running=1)
     assert not moves(view(runs, asleep("c", **waits(5.0)), devices=(30 * GB,), memory_bytes=20 * GB))
@@ -210,6 +216,11 @@ def test_processes_that_sleep_end_where_what_they_hold_is_room_that_one_needs() 
 
 
 # KV
+
+
+def test_one_that_arrives_leaves_the_room_of_the_next() -> None:
+    assert only(view(asleep("a", **waits()), asleep("b"), devices=(39 * GB,))).device_bytes == 39 * GB - 18 * GB
+    assert only(view(asleep("a", **waits()), asleep("b"), devices=(30 * GB,))).device_bytes == 30 * GB - GB
 
 
 def test_kv_grows_into_what_is_free_and_no_further() -> None:
