@@ -21,7 +21,7 @@ from engine.streams import Mark, Stream
 from engine.weights.image import Weights
 from engine.workspace import Workspace
 
-CONTEXT_BYTES: Final = 720 << 20  # what the driver keeps for a process, kernels included, as measured
+CONTEXT_BYTES: Final = 752 << 20  # what the driver keeps for a process, kernels included, as measured
 GRAPH_BYTES: Final = 1 << 20  # and for each captured graph
 
 
@@ -116,16 +116,19 @@ class DeviceMemory:
         if not self.awake:
             self._kept.erase(blocks)
             return
+        self._follow_restored()
         with self._stream.entered(), self.workspace.entered():
             self.pool.erase(self._ids(blocks))
 
     def copy(self, sources: Items[int], targets: Items[int]) -> None:
         """Copies blocks, in the order of the stream."""
+        self._follow_restored()
         with self._stream.entered(), self.workspace.entered():
             self.pool.copy(self._ids(sources), self._ids(targets))
 
     def unmap(self, extents: Items[int]) -> None:
         """Zeroes these extents and gives their memory back. No step in the air reads or writes them."""
+        self._follow_restored()
         with self._stream.entered():
             self.pool.clear(extents)
         self._stream.wait()
@@ -149,6 +152,11 @@ class DeviceMemory:
             extent_bytes=extent_bytes,
             extents_least=self._extents_least,
         )
+
+    def _follow_restored(self) -> None:
+        """What is done to blocks comes behind their way back from the host, which the first mark is behind."""
+        for mark in self.coming()[:1]:
+            self._stream.follow(mark)
 
     def _ids(self, blocks: Items[int]) -> torch.Tensor:
         return self._stream.pinned(blocks).to(self._stream.device, non_blocking=True)

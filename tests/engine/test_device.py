@@ -58,8 +58,9 @@ def interpreted(folder: Path, blocks: int = BLOCKS, **changes: Any) -> Device:
     most = Most.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
     pool = KvPool(KvShape.of(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
     poison(pool)
-    held = _held(model, config, weights, pool, most, CONTEXT_TOKENS, Stream(CPU))
-    return Device(config, parameters, held, Stream(CPU), most, graph_rows=0, standby=True)
+    stream = Stream(CPU)
+    held = _held(model, config, weights, pool, most, CONTEXT_TOKENS, stream)
+    return Device(config, parameters, held, stream, most, graph_rows=0, standby=True)
 
 
 @torch.inference_mode()
@@ -351,6 +352,20 @@ def test_what_is_erased_asleep_does_not_come_back(tmp_path: Path) -> None:
     device.wake([0], [0, 1, 2])
     assert torch.equal(contents(device, [0, 2]), before[:, [3, 40]])
     assert not contents(device, [1]).any()
+
+
+@torch.inference_mode()
+def test_what_is_done_to_blocks_comes_behind_their_way_back(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    device.sleep([3, 9])
+    followed: list[Mark] = []
+    with patch.object(Mark, "passed", return_value=False):
+        device.wake([0, 1, 2], [0, 1])
+        with patch.object(device._stream, "follow", side_effect=followed.append):
+            device.erase([0])
+            device.copy([1], [2])
+            device.unmap([2])
+        assert followed == [device._held.coming()[0]] * 3
 
 
 @torch.inference_mode()
