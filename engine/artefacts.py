@@ -61,6 +61,12 @@ class Artefacts(Generic[Found]):
         document = json.dumps({"key": self._key, "found": msgspec.to_builtins(found)}, indent=1).encode()
         return [file for file in self.files if _written(file, document)]
 
+    def spread(self) -> None:
+        """Writes what there is in one place to all of them."""
+        found = self.read()
+        if found is not None:
+            self.write(found)
+
 
 def digest_of(files: Iterable[Path]) -> str:
     """Of their names and contents."""

@@ -32,6 +32,7 @@ def warm(model: ModelSpec, device: str, opening: bool) -> Warmed:
         runner = open_model(model, device, None, _beats())
         while runner.idle():
             pass
+        kept.spread()  # what another model of the same sizes has left is to lie beside this one, too
     files = [str(file) for file in kept.files if file.exists()] if found or opening else []
     return Warmed(needed=True, found=found, seconds=time.monotonic() - began, files=files)
 

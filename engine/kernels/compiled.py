@@ -42,6 +42,7 @@ def name_kernels() -> None:
 def keep_beside(folder: Path) -> None:
     """From now on, for all kernels that this process uses. Whatever cannot be read or written there is done without."""
     name_kernels()
+    _forget_oldest(folder)
     # Triton makes an object of this for each entry, with the entry's name.
     triton.knobs.cache.manager_class = type("Beside", (_Beside,), {"beside": folder})
 
@@ -76,13 +77,13 @@ class _Beside(FileCacheManager):  # type: ignore[misc]  # Triton has no types
             _copy(self._entry, self.beside / self.key)
 
 
-def forget_oldest(folder: Path, most: int = _ENTRIES_MOST) -> None:
-    """Leaves at most so many entries beside a model."""
+def _forget_oldest(folder: Path) -> None:
+    """Leaves at most _ENTRIES_MOST beside a model."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime)
     except OSError:
         return
-    for entry in entries[:-most]:
+    for entry in entries[:-_ENTRIES_MOST]:
         shutil.rmtree(entry, ignore_errors=True)
 
 

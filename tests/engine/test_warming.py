@@ -67,3 +67,13 @@ def test_a_folder_that_is_no_model_is_an_error_in_words(model: ModelSpec, capsys
 def test_a_gpu_that_is_not_there_is_an_error_in_words(model: ModelSpec, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([msgspec.json.encode(model).decode(), "cuda:63", "look"]) == 1
     assert "cuda:63" in capsys.readouterr().err
+
+
+def test_what_another_model_of_its_sizes_has_left_comes_to_lie_beside_it(
+    model: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "shared"))
+    warm(model, "cpu", opening=True)
+    another = msgspec.structs.replace(model, folder=str(write_folder("tiny", tmp_path / "another")))
+    assert warm(another, "cpu", opening=False).found
+    assert str(tmp_path / "another" / ".hearth") in warm(another, "cpu", opening=True).files[0]

@@ -13,7 +13,8 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime.cache import CacheManager, get_cache_manager  # noqa: E402
 
-from engine.kernels.compiled import forget_oldest, keep_beside  # noqa: E402
+from engine.kernels import compiled  # noqa: E402
+from engine.kernels.compiled import keep_beside  # noqa: E402
 
 KEY = "ab" * 32
 Open = Callable[[str], CacheManager]
@@ -88,13 +89,14 @@ def test_a_folder_that_cannot_be_written_is_done_without(cache: Path, tmp_path: 
     assert len(found()) == 2
 
 
-def test_the_oldest_entries_go(cache: Path, tmp_path: Path) -> None:
+def test_the_oldest_entries_go(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_ENTRIES_MOST", 3)
     for number in range(4):
         compile_one(f"{number:02x}" * 32)
         newest = max((tmp_path / "beside").iterdir(), key=lambda entry: entry.stat().st_ctime)
         os.utime(newest, (number, number))
     before = sorted((tmp_path / "beside").iterdir(), key=lambda entry: entry.stat().st_mtime)
-    forget_oldest(tmp_path / "beside", most=3)
+    keep_beside(tmp_path / "beside")
     assert entries(tmp_path / "beside") == sorted(entry.name for entry in before[1:])
 
 
