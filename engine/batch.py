@@ -285,6 +285,11 @@ class Runs(Protocol):
 class Moves(Runs, Protocol):
     """What moving asks of a runner, beside what the loop does."""
 
+    def prepare(self) -> int:
+        """Copies a little of what `sleep` would have to copy, within some milliseconds and beside the steps in the air;
+        gives its bytes, 0 where all is copied. Raises OutOfHostMemory."""
+        ...
+
     def sleep(self, kept: Items[int]) -> int:
         """Gives back all of the device that can be given back, once the steps launched before are done. The contents of
         these blocks are kept in host memory, of all others lost. Gives how many bytes were copied.

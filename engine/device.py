@@ -236,7 +236,7 @@ class Device:
 
     def _prepare_sleep(self) -> bool:
         try:
-            return self._standby and self._held.prepare()
+            return self._standby and self._held.prepare() > 0
         except OutOfHostMemory:
             return False  # the machine hears of it when it sends this to sleep
 
@@ -292,6 +292,9 @@ class Device:
 
     def unmap(self, extents: Items[int]) -> None:
         self._held.unmap(extents)
+
+    def prepare(self) -> int:
+        return self._held.prepare()
 
     def sleep(self, kept: Items[int]) -> int:
         return self._held.sleep(kept)

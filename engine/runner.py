@@ -131,8 +131,12 @@ class Runner:
         self.place.unmap(extents)
 
     @torch.inference_mode()
+    def prepare(self) -> int:
+        """As in batch.Moves, like the next ones."""
+        return self.place.prepare()
+
+    @torch.inference_mode()
     def sleep(self, kept: Items[int]) -> int:
-        """As in standby.Moves."""
         return self.place.sleep(kept)
 
     @torch.inference_mode()

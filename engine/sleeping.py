@@ -44,10 +44,10 @@ class DeviceMemory:
         self._coming: list[Mark] = []
         self._extents_least = extents_least
 
-    def prepare(self) -> bool:
-        """Copies a little of the weights to the host, beside the steps; False where that is done. Raises
+    def prepare(self) -> int:
+        """Copies a little of the weights to the host, beside the steps; gives its bytes, 0 where that is done. Raises
         OutOfHostMemory."""
-        return self._weights.prepare(self._copies) > 0
+        return self._weights.prepare(self._copies)
 
     def sleep(self, kept: Items[int]) -> int:
         """Gives everything back but what these blocks hold; gives how many bytes that copied. Raises OutOfHostMemory,

@@ -113,9 +113,17 @@ class Standby:
     def _toward_memory(self, order: _Order, resting: bool) -> Placed | None:
         if self.residency == Residency.MEMORY:
             return self._end(order)
+        try:
+            prepared_bytes = self._runner.prepare()  # turn by turn: a host that is slow to give memory takes seconds
+        except OutOfHostMemory as error:
+            return self._end(order, str(error))
+        if prepared_bytes:
+            self._begin(order)
+            order.moved_bytes += prepared_bytes
+            return None
         if not resting and self._clock() < order.came_s + order.place.drain_ms / 1e3:
             return None
-        order.moves_s = self._clock()
+        self._begin(order)
         self._loop.land_all()
         self._scheduler.preempt_all()
         mapped = self._runner.mapped
@@ -131,7 +139,7 @@ class Standby:
         return self._end(order)
 
     def _wake(self, order: _Order) -> Placed | None:
-        order.moves_s = self._clock()
+        self._begin(order)
         self._loop.erase()
         waking = self._scheduler.waking(self._wanted(order.place))
         try:
@@ -147,8 +155,8 @@ class Standby:
     def _resize(self, order: _Order) -> Placed | None:
         """Some extents more or fewer; the end where it has as many as it may, or no more can be had or spared."""
         wanted, mapped = self._wanted(order.place), len(self._runner.mapped)
-        if wanted != mapped and order.moves_s is None:
-            order.moves_s = self._clock()
+        if wanted != mapped:
+            self._begin(order)
         if wanted > mapped:
             extents = self._scheduler.growing(min(wanted - mapped, EXTENTS_AT_ONCE))
             try:
@@ -188,6 +196,11 @@ class Standby:
 
     def _block_bytes(self) -> int:
         return self._runner.sizes().extent_bytes // self._runner.extent_blocks
+
+    def _begin(self, order: _Order) -> None:
+        """From now on something moves."""
+        if order.moves_s is None:
+            order.moves_s = self._clock()
 
     def _end(self, order: _Order, problem: str = "") -> Placed:
         """The order is carried out, or cannot be."""

@@ -186,6 +186,9 @@ class Stamps:
         for stamps_K in self.stamps:
             stamps_K[target_slots] = stamps_K[source_slots]
 
+    def prepare(self) -> int:
+        return 0
+
     def sleep(self, kept: Items[int]) -> int:
         """As Served."""
         assert self.kept is None, "asleep already"

@@ -17,6 +17,7 @@ TENANT = Scope(ScopeKind.TENANT, b"a" * 16)
 MEMORY, DEVICE = Residency.MEMORY, Residency.DEVICE
 EXTENT_BLOCKS, BLOCK_TOKENS = 8, 4
 EXTENT_BYTES = EXTENT_BLOCKS * BLOCK_TOKENS * 16
+PIECE_BYTES = 1 << 20
 
 
 class Moving:
@@ -32,6 +33,7 @@ class Moving:
         self.of_device: Exception | None = None  # what the next that takes memory of it fails with
         self.of_host: Exception | None = None
         self.looks = 0  # until all has arrived
+        self.unprepared = 0  # pieces that sleep would have to copy
         self.mapped_at_once: list[int] = []
 
     @property
@@ -59,7 +61,14 @@ class Moving:
         self.mapped_at_once.append(len(extents))
         self._stamps.unmap(extents)
 
+    def prepare(self) -> int:
+        if not self.unprepared:
+            return 0
+        self.unprepared -= 1
+        return PIECE_BYTES
+
     def sleep(self, kept: Items[int]) -> int:
+        assert not self.unprepared, "the replica would not answer while all that is copied"
         error, self.of_host = self.of_host, None
         if error is not None:
             raise error
@@ -221,6 +230,18 @@ def test_too_little_host_memory_leaves_it_awake_with_all_that_it_had() -> None:
     house.finish()
     assert again.started is not None
     assert again.started.cached_tokens == 32
+
+
+def test_what_the_host_has_no_copy_of_is_copied_turn_by_turn_before_it_sleeps() -> None:
+    house = House()
+    house.runner.unprepared = 3
+    house.standby.order(Place(MEMORY))
+    for _ in range(3):
+        house.turn()
+        assert house.standby.residency == DEVICE
+    house.turn()
+    assert house.standby.residency == MEMORY
+    assert house.told[-1].moved_bytes == 3 * PIECE_BYTES
 
 
 @pytest.mark.parametrize("error", [OutOfDeviceMemory("told to"), CheckpointError("told to")])
