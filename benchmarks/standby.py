@@ -42,7 +42,7 @@ import msgspec
 from benchmarks.record import RESULTS, record
 from engine import wire
 from engine.child import Programs, Starts
-from engine.machine import replica_command
+from engine.machine import parent_modules, replica_command
 from engine.pulse import Pulse
 from engine.starts import Forks
 from gateway.admin.machines import MachineReplicaItem, MachinesItem
@@ -63,6 +63,7 @@ ANSWER_TOKENS: Final = (16, 48)
 STARTS: Final = 3
 _PREPARED_S: Final = 240.0
 _MOVED_S: Final = 30.0
+_CALM_S: Final = 10.0  # then who is awake has been copied to host memory too
 _ANSWER_S: Final = 60.0
 _STARTED_S: Final = 240.0
 _GIB: Final = 1 << 30
@@ -247,6 +248,7 @@ def hearth(models: Models, device: str) -> Iterator[Hearth]:
             running.await_places(
                 lambda seen: all(one.residency in prepared for one in seen.values()), _PREPARED_S, "models are started"
             )
+            time.sleep(_CALM_S)
             yield running
             say(f"moves in all: {running.moves()}")
         except BaseException:
@@ -438,12 +440,11 @@ def _percentile(answers: Sequence[Answered], percent: int) -> float:
 def measure_starts(folder: Path, device: str) -> None:
     """The first start of all is not counted: it compiles what later ones find."""
     where = "" if device == "cuda" else "-cpu"
-    modules = ["engine.replica", "engine.runner"]
-    modules += ["engine.device", "engine.kernels.compiled"] if device == "cuda" else []
+    machine = wire.MachineSpec(name="bench", address="", folder="", models=[], device=device)
     cold = Programs(replica_command)
     say(f"the first start: {_first_token_s(cold, folder, device):.2f} s")
     _row(f"cold-start{where}", _median_start_s(cold, folder, device), "s", 7.0 if device == "cuda" else None)
-    with closing(Forks(modules, cold, time.monotonic)) as warm:
+    with closing(Forks(parent_modules(machine), cold, time.monotonic)) as warm:
         began = time.monotonic()
         while not warm.ready(time.monotonic()) or warm.parent is None:
             assert time.monotonic() < began + _STARTED_S, "there is no warm parent"

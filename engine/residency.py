@@ -26,7 +26,7 @@ def decide(view: View, allowance: Allowance) -> Decision:
              pinned wants to be there always. First comes whose first request came first, with a head start of
              HEAD_START_S for each doubling of its weight × priority, of at most HEAD_STARTS doublings either way: so
              nobody is passed by one who came more than 2 × HEAD_STARTS × HEAD_START_S = 8 s later, and each model
-             passes once. On its device nobody takes the room that it waits for.
+             passes once. On its device nobody takes the room that it waits for, and one wakes after the other.
     Room     KV of those awake shrinks first, down to what they need at the least. Then idle ones sleep, those first of
              which the least is expected per byte: requests a second × priority × seconds to be back ÷ bytes. Nobody
              leaves who is pinned or came less than its resident_s ago. Who is running leaves where the other has
@@ -158,9 +158,8 @@ def _bring(rooms: Rooms, who: Resident) -> None:
     if not devices:
         return
     device = max(devices, key=lambda one: rooms.free[one])
-    if rooms.free[device] >= who.need_bytes:
-        if rooms.affords(device, 1):
-            arrive(rooms, who, device, Residency.DEVICE, "asked for")
+    if rooms.free[device] >= who.need_bytes and _may_begin(rooms, who, device):
+        arrive(rooms, who, device, Residency.DEVICE, "asked for")
         return
     device = max(devices, key=lambda one: rooms.free[one] + rooms.coming[one])
     if rooms.free[device] + rooms.coming[device] < who.need_bytes:
@@ -171,6 +170,12 @@ def _bring(rooms: Rooms, who: Resident) -> None:
             _, device, clearing = min(found, key=lambda one: one[:2])
             clear(rooms, who, device, clearing)
     rooms.free[device] -= who.need_bytes
+
+
+def _may_begin(rooms: Rooms, who: Resident, device: int) -> bool:
+    """Copies to a device share its link: two at once would both end when the second of two in turn does."""
+    wakes = who.residency is Residency.MEMORY
+    return rooms.affords(device, 1) and not (wakes and rooms.waking[device])
 
 
 def _may_preempt(rooms: Rooms, who: Resident) -> bool:
@@ -197,7 +202,7 @@ def _prefetch(rooms: Rooms) -> None:
         return
     for who in by_value:
         fits = who.residency is Residency.MEMORY and rooms.free[who.device] >= who.need_bytes
-        if fits and _calm(rooms, who.device) and rooms.affords(who.device, 1):
+        if fits and _calm(rooms, who.device) and _may_begin(rooms, who, who.device):
             arrive(rooms, who, who.device, Residency.DEVICE, "its room is free")
 
 
@@ -296,6 +301,7 @@ def _room_s(rooms: Rooms, who: Resident, device: int) -> float:
         if other.name != who.name and _turn(other) <= _turn(who) and device in devices_for(rooms, other)
     ]
     ahead_s = sum(other.times.sleep_s + other.times.wake_s for other in before)
+    ahead_s += max((other.times.wake_s for other in rooms.view.residents if _wakes(other, device)), default=0.0)
     short = sum(other.need_bytes for other in [who, *before]) - rooms.free[device]
     if short <= 0:
         return ahead_s
@@ -307,6 +313,11 @@ def _room_s(rooms: Rooms, who: Resident, device: int) -> float:
             short -= one.held_bytes - one.excess_bytes - one.asleep_bytes
             until.append(stays_s + one.times.sleep_s)
     return ahead_s + max(until)
+
+
+def _wakes(other: Resident, device: int) -> bool:
+    moving = other.residency is Residency.MEMORY and other.toward is Residency.DEVICE
+    return moving and other.device == device
 
 
 def _stays_s(rooms: Rooms, who: Resident, one: Resident) -> float:

@@ -24,6 +24,7 @@ class Rooms:
         self.host_free = view.memory_bytes
         self.host_coming = 0
         self.starting = [False] * count
+        self.waking = [False] * count
         self.moves: dict[str, Move] = {}
         self.arrivals: list[Resident] = []
         passed_s = max(0.0, view.now - allowance.at)
@@ -45,6 +46,8 @@ class Rooms:
         self.coming[resident.device] += resident.coming_bytes
         if resident.residency is Residency.DISK and not resident.rests:
             self.starting[resident.device] = True
+        if resident.residency is Residency.MEMORY and resident.toward is Residency.DEVICE:
+            self.waking[resident.device] = True
 
     def at_rest(self, device: int, residency: Residency) -> list[Resident]:
         """Those of a device that stay where they are, so far."""
@@ -126,6 +129,17 @@ def most_room(view: View, who: Resident, device: int) -> int:
     )  # fmt: skip
 
 
+def _least_room(view: View, who: Resident, device: int) -> int:
+    """Bytes of the device that it could have while the processes of all that are there live."""
+    return view.devices[device] - sum(
+        other.least_bytes if other.wishes.pinned else other.asleep_bytes
+        for other in view.residents
+        if other.device == device
+        and other.name != who.name
+        and not (other.residency is other.toward is Residency.DISK)
+    )
+
+
 def arrive(rooms: Rooms, who: Resident, device: int, to: Residency, why: str) -> None:
     """Begins it, with the least that it needs."""
     starts = who.residency is Residency.DISK
@@ -133,6 +147,8 @@ def arrive(rooms: Rooms, who: Resident, device: int, to: Residency, why: str) ->
     if starts:
         rooms.starting[device] = True
         rooms.host_free -= who.standby_bytes if standby else 0
+    else:
+        rooms.waking[device] = True
     rooms.free[device] -= who.need_bytes
     rooms.move(who, Move(who.name, to, device, who.least_bytes, standby=standby, why=why))
     rooms.arrivals.append(who)
@@ -180,8 +196,8 @@ def clearing_of(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_
 
 
 def _leaves(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_s: float) -> list[Leave]:
-    """Who may leave the device for `who`, the cheapest first: idle ones, those that run, and last those that sleep,
-    whose process holds some of it."""
+    """Who may leave the device for `who`, the cheapest first: idle ones, those that run, and last, where it would have
+    no room if all others slept, those that sleep, whose process holds some of it."""
     now = rooms.view.now
     awake = [
         one
@@ -191,7 +207,11 @@ def _leaves(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_s: f
         and (preempt or not one.busy)
         and (one.asked_at is None or now - one.asked_at >= silent_s)
     ]  # fmt: skip
-    asleep = [one for one in rooms.at_rest(device, Residency.MEMORY) if one.name != who.name and not one.busy]
+    asleep = [
+        one
+        for one in rooms.at_rest(device, Residency.MEMORY)
+        if one.name != who.name and not one.busy and _least_room(rooms.view, who, device) < who.least_bytes
+    ]
     leaves = [Leave(one, to, _leaving_cost(rooms, one, to), one.held_bytes - one.excess_bytes - left)
               for one in awake if (to := _destination(rooms, one)) is not None
               for left in (one.asleep_bytes if to is Residency.MEMORY else 0,)]  # fmt: skip
