@@ -236,15 +236,18 @@ def replica_command(spec: ReplicaSpec) -> Sequence[str]:
 def _forks(spec: MachineSpec) -> Starts:
     """Forks of a process that has imported what this machine's replicas need; programs where forks cannot be ours."""
     programs = Programs(replica_command)
-    if sys.platform != "linux":
-        return programs
+    return Forks(parent_modules(spec), programs, time.monotonic) if sys.platform == "linux" else programs
+
+
+def parent_modules(spec: MachineSpec) -> list[str]:
+    """What a warm parent imports, and calls, so that no replica of this machine has to."""
     modules = ["engine.replica", "engine.runner"]
     if spec.telemetry is not None:
         modules.append("engine.traces")
     if spec.device != "cpu" and gpus.visible(os.environ):
         modules += ["engine.device", "engine.weights.resident", "cuda.bindings.driver"]
         modules.append("engine.kernels.compiled:name_kernels")
-    return Forks(modules, programs, time.monotonic)
+    return modules
 
 
 def main(
