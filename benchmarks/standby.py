@@ -564,6 +564,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / f"hearth-{GEOMETRY}")
     options = parser.parse_args()
     cuda = options.device == "cuda"
+    if cuda:
+        import torch  # noqa: F401  rows name the GPU where it is imported
     folder = write_model(options.folder) if cuda else BUILT_IN_FOLDER
     if options.part == "start":
         measure_starts(folder, options.device)
