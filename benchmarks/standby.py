@@ -43,7 +43,7 @@ from benchmarks.record import RESULTS, record
 from engine import wire
 from engine.child import Programs, Starts
 from engine.machine import parent_modules, replica_command
-from engine.pulse import Pulse
+from engine.pulse import Phase, Pulse
 from engine.starts import Forks
 from gateway.admin.machines import MachineReplicaItem, MachinesItem
 from gateway.bench.client import Measured, Target, request
@@ -125,11 +125,8 @@ def on_cpu(folder: Path) -> Models:
 
 
 def _entry(name: str, folder: Path) -> str:
-    """A busy one is not interrupted for as long as others can wait at all; an idle one leaves at once."""
-    return (
-        f'\n[[models]]\nname = "{name}"\nfolder = "{folder}"\nresident_s = 0.1\nwake_s = 1.0\n'
-        "price = { input = 0.0, output = 0.0 }\n"
-    )
+    """With the settings that a model has where nobody says anything."""
+    return f'\n[[models]]\nname = "{name}"\nfolder = "{folder}"\nprice = {{ input = 0.0, output = 0.0 }}\n'
 
 
 def write_model(folder: Path) -> Path:
@@ -477,13 +474,26 @@ def _first_token_s(starts: Starts, folder: Path, device: str) -> float:
         drain = threading.Thread(target=_drain, args=(process.output,), daemon=True)
         drain.start()
         try:
+            imported = _imported_at(pulse)
             with closing(_connected(address.partition(":")[2], began)) as peer:
-                return _first_token_at(peer) - began
+                served, token = time.monotonic(), _first_token_at(peer)
+            parts = ", ".join(f"{at - began:.2f}" for at in (imported, served, token))
+            say(f"imported, serving and first token after {parts} s")
+            return token - began
         finally:
             process.terminate()
             process.wait()
             drain.join(5)
             process.close()
+
+
+def _imported_at(pulse: Path) -> float:
+    """When it has all its modules, and begins to load."""
+    until = time.monotonic() + _STARTED_S
+    with closing(Pulse.open(pulse)) as seen:
+        while seen.read()[0] is Phase.STARTING and time.monotonic() < until:
+            time.sleep(0.002)
+    return time.monotonic()
 
 
 def _drain(output: int) -> None:

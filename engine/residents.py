@@ -13,8 +13,8 @@ class Wishes:
 
     pinned: bool = False
     priority: float = 1.0
-    resident_s: float = 1.0
-    wake_s: float = 2.0
+    resident_s: float = 0.2
+    wake_s: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,8 +389,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weights_bytes: int = 0  # about what its weights take, before a replica has said so itself; 0: not known
     pinned: bool = False  # it is on the device for good
     priority: float = 1.0  # its requests count so much beside other models' where there is no room for both
-    resident_s: float = 1.0  # after a wake it stays at least so long, even where others wait and it has nothing to do
-    wake_s: float = 2.0  # its requests wait so long at most while others run; then what is to make room is preempted
+    resident_s: float = 0.2  # after a wake it stays at least so long, even where others wait and it has nothing to do
+    wake_s: float = 0.5  # its requests wait so long at most while others run; then what is to make room is preempted
     kept_kv_bytes: int = 1 << 30  # of host memory, for the KV of system prompts while it sleeps; 0: none is kept
     public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read
 

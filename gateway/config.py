@@ -266,13 +266,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 1.0
     resident_s: Annotated[
         float, Meta(description="once woken it stays on the device for so long, even with nothing to do", ge=0, le=3600)
-    ] = 1.0
+    ] = 0.2
     wake_s: Annotated[
         float,
         Meta(
             description="its calls wait so long at most for others' to end; then those are interrupted", ge=0, le=3600
         ),
-    ] = 2.0
+    ] = 0.5
     kept_kv_bytes: Annotated[
         int, Meta(description="host memory for the KV of system prompts while it sleeps; 0: none is kept", ge=0)
     ] = 1 << 30

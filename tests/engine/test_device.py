@@ -621,9 +621,10 @@ def free_bytes() -> int:
 
 
 def wait_for(free: int) -> None:
-    """Until the driver has taken back what a process held that ended."""
+    """Until the driver has taken back what a process held that ended, but for a page or two that it keeps for itself
+    where there were several: a hundred cycles alone are held to the byte."""
     deadline = time.monotonic() + 10
-    while free_bytes() != free:
+    while not free - (4 << 20) <= free_bytes() <= free:
         assert time.monotonic() < deadline, free_bytes() - free
 
 

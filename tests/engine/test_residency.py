@@ -32,12 +32,13 @@ from tests.engine.residency_simulation import (
 RECORDED = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "standby_trace.csv"
 NOW = 1000.0
 TIMES = Times(start_s=4.0, wake_s=0.3, sleep_s=0.1)
+WISHES = Wishes(resident_s=1.0, wake_s=2.0)
 
 
 def awake(name: str, **changes: Any) -> Resident:
     """It has been on the device for long, and has nothing to do."""
     resident = Resident(
-        name=name, model=name, device=0, residency=DEVICE, toward=DEVICE, wishes=Wishes(), times=TIMES,
+        name=name, model=name, device=0, residency=DEVICE, toward=DEVICE, wishes=WISHES, times=TIMES,
         device_bytes=18 * GB, granted_bytes=18 * GB, asleep_bytes=GB, least_bytes=18 * GB, most_bytes=30 * GB,
         memory_bytes=16 * GB, standby_bytes=16 * GB, asked_at=NOW - 100, rate=0.01, arrived_at=NOW - 200,
     )  # fmt: skip
@@ -333,7 +334,7 @@ def test_the_time_until_one_could_serve_counts_its_move_the_room_and_who_is_befo
 
 
 def _models(count: int, **wishes: Any) -> list[Model]:
-    return [Model(f"m{i}", wishes=Wishes(**wishes)) for i in range(count)]
+    return [Model(f"m{i}", wishes=replace(WISHES, **wishes)) for i in range(count)]
 
 
 def _names(models: Sequence[Model]) -> list[str]:
