@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Self
 
@@ -37,7 +38,7 @@ from engine.drawing import PLAIN, Reports, Wants, draw_tokens
 from engine.found import Measured, on_device
 from engine.graphs import HOT, Graphs, buckets
 from engine.kept import Kept
-from engine.kernels.compiled import keep_beside
+from engine.kernels.compiled import keep_beside, name_kernels
 from engine.kv import KvPool, KvShape
 from engine.landing import Landing, Most
 from engine.memory import DoesNotFit, first_extents, kept_bytes, kv_blocks, least_extents
@@ -128,7 +129,10 @@ class Device:
     ) -> Self:  # fmt: skip
         arena = Arena.of(device)
         weights = Weights(arena, shapes(entries(config), dtype))
-        parameters = load(dict(weights.tensors))
+        with ThreadPoolExecutor(1) as beside:  # the one waits for files and copies, while the other computes
+            named = beside.submit(name_kernels)
+            parameters = load(dict(weights.tensors))
+            named.result()
         stream = Stream(device)
         most = Most.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
         kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else dtype

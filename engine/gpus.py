@@ -1,13 +1,15 @@
 """Which GPUs this host's replicas may use and how large they are, without torch. It knows nothing of models."""
 
 import contextlib
+import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ENVIRONMENT_NAME: Final = "CUDA_VISIBLE_DEVICES"
 _DEVICE: Final = re.compile(r"nvidia\d+")
@@ -46,3 +48,18 @@ def sizes(names: Sequence[str]) -> dict[str, tuple[str, int]]:
                 if name == index or (name.startswith("GPU-") and uuid.startswith(name)):
                     found[name] = (label, int(mebibytes) << 20)
     return found
+
+
+def wake(load: Callable[[str], Any] = ctypes.CDLL) -> threading.Thread:
+    """Begins to wake the driver and the first GPU that this process sees: some 0.4 s, in which modules are imported.
+    Where that is not possible it does nothing: torch says why. `load` opens a library by its name."""
+
+    def waking() -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            driver, context = load("libcuda.so.1"), ctypes.c_void_p()
+            if driver.cuInit(0) == 0:
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)  # the one that torch takes too
+
+    thread = threading.Thread(target=waking, name="driver", daemon=True)
+    thread.start()
+    return thread

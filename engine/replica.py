@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from engine import residue
+from engine import gpus, residue
 from engine.batch import Moves
 from engine.connection import Connection, Gone, listen
 from engine.grammar.grammars import Grammars
@@ -441,13 +441,14 @@ def _tell_memory(pulse: str, memory: Memory) -> None:
 
 
 def main(argv: list[str]) -> int:
-    from engine.runner import open_model  # only here: a replica of another runner needs no torch
-
     if len(argv) != 1:
         print("usage: python -m engine.replica '<ReplicaSpec JSON>'", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, handlers=[_Notes()])
     spec = parse_spec(argv[0])
+    if spec.device != "cpu" and "torch" not in sys.modules and gpus.visible(os.environ):
+        gpus.wake()
+    from engine.runner import open_model  # only here: a replica of another runner needs no torch
 
     def open_runner(spec: ReplicaSpec, beat: Callable[[], None]) -> Served:
         runner = open_model(spec.model, spec.device, spec.threads, beat, spec.device_bytes, spec.standby)

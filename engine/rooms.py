@@ -134,9 +134,7 @@ def _least_room(view: View, who: Resident, device: int) -> int:
     return view.devices[device] - sum(
         other.least_bytes if other.wishes.pinned else other.asleep_bytes
         for other in view.residents
-        if other.device == device
-        and other.name != who.name
-        and not (other.residency is other.toward is Residency.DISK)
+        if other.device == device and other.name != who.name and not (other.residency is other.toward is Residency.DISK)
     )
 
 

@@ -1,10 +1,11 @@
 """engine/gpus.py: which GPUs a host's replicas may use, and how large they are."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from engine.gpus import sizes, visible
+from engine.gpus import sizes, visible, wake
 
 
 @pytest.fixture
@@ -56,3 +57,26 @@ def test_a_broken_nvidia_smi_says_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_without_nvidia_smi_no_size_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert sizes(["0"]) == {}
+
+
+def test_the_driver_and_a_context_are_woken_beside_what_else_is_done() -> None:
+    called: list[tuple[str, int]] = []
+
+    def load(name: str) -> SimpleNamespace:
+        assert name == "libcuda.so.1"
+        return SimpleNamespace(
+            cuInit=lambda flags: called.append(("init", flags)) or 0,
+            cuDevicePrimaryCtxRetain=lambda context, device: called.append(("retain", device)),
+        )
+
+    wake(load).join(5)
+    assert called == [("init", 0), ("retain", 0)]
+
+
+def test_without_a_driver_nothing_is_woken(capfd: pytest.CaptureFixture[str]) -> None:
+    def missing(name: str) -> object:
+        raise OSError(name)
+
+    wake(missing).join(5)
+    wake(lambda name: SimpleNamespace(cuInit=lambda flags: 100)).join(5)
+    assert capfd.readouterr() == ("", "")
