@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 DEPTH: Final = 2
 GRAPH_ROWS: Final = 1024  # steps of more rows take so long that launching their kernels one by one costs nothing
 _PREPARE_EVERY_S: Final = 0.25
+_LOADED: Final = (64, 128, 1024)  # rows of steps whose kernels are loaded before it serves: decodes, and a prompt
 _MEASURED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
 Load = Callable[[dict[str, Tensor]], Parameters]
@@ -151,7 +152,7 @@ class Device:
         else:
             with stream.entered():
                 held.workspace.grow(found.segments)
-            trial._try(1, context_tokens)  # what it loads cannot be loaded while a graph is captured
+            trial.load(context_tokens)
         segments = held.workspace.segments[space_segments:]
         opened = cls(config, parameters, held, stream, most, GRAPH_ROWS, standby)
         opened._take_kv(model, context_tokens, device_bytes)
@@ -200,6 +201,12 @@ class Device:
         for rows in (self.sequences, min(GRAPH_ROWS, self._most.rows), self._most.rows):
             self._try(rows, context_tokens)
         self._try(self.sequences, context_tokens, _DEMANDING)
+
+    def load(self, context_tokens: int) -> None:
+        """Runs a step of one row, whose kernels cannot be loaded while its graph is captured, and steps whose kernels a
+        first prompt would wait for, or the first wake."""
+        for rows in (1, *[rows for rows in _LOADED if rows <= self._most.rows]):
+            self._try(rows, context_tokens)
 
     def _try(self, rows: int, context_tokens: int, sampling: Sampling = _GREEDY) -> None:
         block_tokens = self.pool.shape.block_tokens
