@@ -8,7 +8,7 @@ import subprocess
 import httpx
 import pytest
 
-from tests.end_to_end.conftest import EMBER, Hearth, events, wait_for
+from tests.end_to_end.conftest import EMBER, START_S, Hearth, events, wait_for
 
 SYSTEM = (
     "You are the assistant of the Harbour Street Library. Facts you may use:\n"
@@ -49,8 +49,12 @@ def test_the_credentials_file_is_only_for_its_owner(hearth: Hearth) -> None:
 
 
 def test_the_printed_curl_line_streams_when_pasted(hearth: Hearth) -> None:
-    printed = hearth.log.replace("\\\n", " ")
-    line = next(line for line in printed.splitlines() if line.strip().startswith("curl "))
+    def pasted() -> str:
+        """Empty until all of it is printed, which may be after the gateway is ready: once a model can be called."""
+        printed = hearth.log.replace("\\\n", " ").rpartition("\n")[0]
+        return next((line for line in printed.splitlines() if line.strip().startswith("curl ")), "")
+
+    line = wait_for(pasted, START_S, f"a curl line in {hearth.log}")
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     said = events(done.stdout)
