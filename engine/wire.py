@@ -16,6 +16,8 @@ import msgspec
 PROTOCOL: Final = 1
 FRAME_BYTES_MAX: Final = 64 << 20
 MEMORY_SUFFIX: Final = ".memory.json"
+DRIVER_BYTES: Final = 1 << 30  # of a GPU, that a machine leaves to its driver and to whatever else needs a little
+MEMORY_SHARE: Final = 0.7  # of the host memory that is free at a machine's start, for models that sleep
 _LENGTH: Final = struct.Struct(">I")
 
 
