@@ -8,10 +8,8 @@ import msgspec
 import psutil
 
 from engine import gpus
-from engine.wire import DeviceState, MachineSpec, Memory
+from engine.wire import DRIVER_BYTES, MEMORY_SHARE, DeviceState, MachineSpec, Memory
 
-DRIVER_BYTES: Final = 1 << 30  # of a GPU, left to its driver and to whatever else needs a little
-MEMORY_SHARE: Final = 0.7  # of the host memory that is free at the start, for models that sleep
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -94,7 +92,14 @@ def available_bytes() -> int:
     """Free memory of the host, or of the control group that this process is confined to, if that is less."""
     available = int(psutil.virtual_memory().available)
     try:
-        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used, parts = (
+            (_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current", "memory.stat")
+        )
     except OSError:
         return available
-    return available if limit == "max" else min(available, int(limit) - int(used))
+    if limit == "max":
+        return available
+    # What is used holds the page cache too: weights that were read would count against the models they are for.
+    sizes = dict(line.split() for line in parts.splitlines())
+    cached = sum(int(sizes.get(name, 0)) for name in ("active_file", "inactive_file"))
+    return min(available, int(limit) - int(used) + cached)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, Flight, Int32s, OutOfDeviceMemory, OutOfHostMemory, Sampled, Sizes
+from engine.budgets import available_bytes
 from engine.costs import Costs
 from engine.kv import KvPool, KvShape
 from engine.memory import first_extents, kv_blocks, least_extents
@@ -38,7 +38,6 @@ _STEP_TOKENS: Final = 512
 _SEQUENCES: Final = 64
 _KV_SHARE: Final = 0.25  # of the memory that is available after the weights are loaded
 _CPU: Final = torch.device("cpu")
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(slots=True)
@@ -245,13 +244,3 @@ def _matmul_seconds(config: ModelConfig, dtype: torch.dtype) -> float:
             linear(x_TK)
         fastest = min(fastest, time.perf_counter() - started)
     return fastest
-
-
-def available_bytes() -> int:
-    """Free memory of the machine, or of the control group that this process is confined to, if that is less."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - int(used))

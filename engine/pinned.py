@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.arena import Arena, Driver, HostMemory
 from engine.batch import OutOfHostMemory
-from engine.host import available_bytes
+from engine.budgets import available_bytes
 
 PIECE_BYTES: Final = 32 << 20
 _SPARE_BYTES: Final = 1 << 30  # of the host, left to all else

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from engine import budgets
-from engine.budgets import DRIVER_BYTES, Budget, Device
-from engine.wire import DeviceState, MachineSpec, Memory
+from engine.budgets import Budget, Device
+from engine.wire import DRIVER_BYTES, DeviceState, MachineSpec, Memory
 
 GIB = 1 << 30
 
@@ -67,3 +67,16 @@ def test_a_cpus_memory_is_one_device_and_bounded_by_what_is_free() -> None:
 def test_host_memory_is_a_share_of_what_is_free_or_what_an_operator_says() -> None:
     assert budgets.host_memory(spec(memory_bytes=5)).at(0.0) == 5
     assert 0 < budgets.host_memory(spec()).at(0.0) < budgets.available_bytes()
+
+
+def test_the_page_cache_of_a_control_group_is_free_and_all_else_that_it_uses_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "_CGROUP", tmp_path)
+    files = {"memory.max": "1000\n", "memory.current": "900\n"}
+    files["memory.stat"] = "anon 300\nfile 600\nshmem 100\ninactive_file 400\nactive_file 100\n"
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert budgets.available_bytes() == 1000 - 900 + 500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert budgets.available_bytes() > 1000
