@@ -84,8 +84,7 @@ class DeviceMemory:
             self.workspace.map()
             undoing.callback(self.workspace.unmap)
             self.pool.map(needed)
-            undoing.callback(self.pool.unmap, needed)
-            undoing.callback(self._wait)
+            undoing.callback(self._lose, needed)
             with self._stream.entered():
                 self.space.renew()
             copied = self._kept.restore(restored, self._copies)
@@ -95,10 +94,14 @@ class DeviceMemory:
         self.awake = True
         return copied + self._weights.bytes
 
-    def _wait(self) -> None:
+    def _lose(self, extents: Items[int]) -> None:
+        """Unmaps them, zeroed: what was kept is on its way there."""
         self._copies.wait()
-        self._stream.wait()
         self._coming = []
+        with self._stream.entered():
+            self.pool.clear(extents)
+        self._stream.wait()
+        self.pool.unmap(extents)
 
     def arrived(self) -> bool:
         """Whether everything is there. What was kept is forgotten then."""

@@ -329,6 +329,28 @@ def test_too_little_of_the_device_leaves_it_asleep_as_before(tmp_path: Path) -> 
 
 
 @torch.inference_mode()
+def test_what_came_back_in_vain_is_zeroed_before_its_memory_is_given_back(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    filled(device)
+    device.sleep([7])
+    arena, unmap = device._held._weights.arena, device.pool.unmap
+    seen: list[bool] = []
+
+    def unmapping(extents: Items[int]) -> None:
+        seen.append(bool(contents(device, [0]).any()))
+        unmap(extents)
+
+    most_bytes = device.sizes().weights_bytes + 2 * device.sizes().extent_bytes
+    with (
+        patch.object(arena, "most_bytes", most_bytes),
+        patch.object(device.pool, "unmap", unmapping),
+        pytest.raises(OutOfDeviceMemory),
+    ):
+        device.wake([0, 1, 2, 3], [0])
+    assert seen == [False]
+
+
+@torch.inference_mode()
 def test_too_little_of_the_host_leaves_it_awake_as_before(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     before, weights = filled(device), weights_of(device)
