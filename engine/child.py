@@ -252,9 +252,11 @@ class Child:
             self._beat_at = now
             self.kill(f"silent for {silent_s:.1f} s in phase {word[0].name}, so it was killed")
 
-    def forgive(self, now: float) -> None:
-        """This machine was itself not running for a while: nobody is judged by that time."""
+    def forgive(self, lost_s: float, now: float) -> None:
+        """This machine was itself not running for so long: nobody is judged by that time."""
         self._beat_at = now
+        if self._kill_at is not None:
+            self._kill_at += lost_s
 
     def kill(self, why: str) -> None:
         """`why` is what its problem will say."""

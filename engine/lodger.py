@@ -150,7 +150,7 @@ class Lodger:
 
     def forgive(self, lost_s: float, now: float) -> None:
         """This machine was itself not running for so long: nobody is judged by that time."""
-        self.child.forgive(now)
+        self.child.forgive(lost_s, now)
         if self.order is not None:
             self.order = replace(self.order, until=self.order.until + lost_s)
 

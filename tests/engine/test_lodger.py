@@ -262,3 +262,15 @@ def test_an_order_has_as_much_time_more_as_the_machine_itself_was_stopped(kept: 
     assert until == pytest.approx(kept.now + Patience().order_s + 1.0)
     kept.lodger.forgive(500.0, kept.now)
     assert kept.lodger.order.until == until + 500.0
+
+
+def test_one_that_is_to_end_has_that_time_more_too(kept: Kept, capfd: pytest.CaptureFixture[str]) -> None:
+    kept.start()
+    kept.child.end(kept.now)
+    kept.now += 500.0
+    kept.lodger.forgive(500.0, kept.now)
+    kept.lodger.look(kept.now)
+    assert "replica_not_ended" not in capfd.readouterr().err
+    kept.now += Patience().drain_s
+    kept.lodger.look(kept.now)
+    assert "replica_not_ended" in capfd.readouterr().err
