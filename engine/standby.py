@@ -192,7 +192,11 @@ class Standby:
         return min(sizes.extents_least + more, total)
 
     def _kept_most(self) -> int:
-        return self._kept_bytes // self._block_bytes() if self._runner.blocks else 0
+        """No more than fits what it has at the least: more would not fit what it may hold when it wakes."""
+        if not self._runner.blocks:
+            return 0
+        least = self._runner.sizes().extents_least * self._runner.extent_blocks
+        return min(self._kept_bytes // self._block_bytes(), least)
 
     def _block_bytes(self) -> int:
         return self._runner.sizes().extent_bytes // self._runner.extent_blocks

@@ -203,6 +203,20 @@ def test_what_is_cached_and_hot_comes_back_and_the_rest_does_not() -> None:
     assert found == [32, 8, 0]
 
 
+def test_what_was_kept_comes_back_within_what_it_may_hold() -> None:
+    house = House(kept_bytes=1 << 20)
+    for id in range(1, 6):
+        house.simulation.submit(id, list(range(100 * id, 100 * id + 60)), scope=TENANT)
+        house.finish()
+    house.place(MEMORY)
+    house.runner.looks = 5
+    house.standby.order(Place(DEVICE, 3 * EXTENT_BYTES))
+    house.turn()
+    assert house.standby.residency == DEVICE
+    assert house.runner.mapped == [0, 1, 2]
+    house.finish()
+
+
 def test_deadlines_end_while_it_sleeps() -> None:
     house = House()
     house.place(MEMORY)
