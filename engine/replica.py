@@ -308,12 +308,15 @@ class Replica:
                 self._traces.accepted(connection.number, frame)
 
     def _place(self, connection: Connection, place: Place) -> None:
-        """The first one of a connection is answered at once, each one where it ends."""
+        """The first one of a connection is answered at once, and each one where it ends. A first one that asks for
+        nothing is not answered twice: the machine would take that for the end of what it ordered meanwhile."""
         if place.residency == Residency.DISK:
             raise FrameError("a replica is ended, not sent to disk")
         if connection.number not in self._placing:
             self._placing.add(connection.number)
             self._send(connection, encode(self._standby.placed()))
+            if self._standby.obeyed(place):
+                return
         if not self._drain_wanted:
             self._standby.order(place)
 

@@ -58,6 +58,10 @@ class Standby:
         self._order = _Order(place, self._clock())
         self._admit()
 
+    def obeyed(self, place: Place) -> bool:
+        """Whether there is nothing to do for it: it is there, no size is asked for, and nothing else was ordered."""
+        return self._order is None and place == Place(self.residency)
+
     def stay(self) -> None:
         """Where it is, and obeys no order that was not carried out by now."""
         self._order = None

@@ -596,6 +596,17 @@ def test_a_place_is_answered_at_once_and_at_its_end_to_whoever_sent_one(start: C
     assert [event["to"] for event in replica.events() if event["event"] == "moved"] == ["MEMORY", "DEVICE"]
 
 
+def test_a_first_place_that_asks_for_nothing_is_answered_once(start: Callable[..., Stamped]) -> None:
+    machine = start(EXTENTS).peer()
+    machine.place(Residency.DEVICE)
+    machine.until(lambda peer: len(peer.placed) == 1)
+    machine.place(Residency.DEVICE, 5 * EXTENT_BYTES)
+    machine.until(lambda peer: len(peer.placed) == 2)
+    assert [placed.kv_bytes for placed in machine.placed] == [16 * EXTENT_BYTES, 5 * EXTENT_BYTES]
+    machine.place(Residency.DEVICE)
+    machine.until(lambda peer: len(peer.placed) == 3)
+
+
 def test_what_comes_while_it_sleeps_waits_and_runs_when_it_is_back(start: Callable[..., Stamped]) -> None:
     replica = start(Temper(depth=2, step_ms=3))
     machine, gateway = replica.peer(), replica.peer()
