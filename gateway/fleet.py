@@ -386,6 +386,7 @@ class Fleet:
 
     async def _use(self, known: _Known, replica: ReplicaConnection) -> bool:
         """Until the connection ends; whether anything could be submitted on it."""
+        self._changed()  # what it says of itself may have come with the connection
         try:
             await replica.until_lost()
         finally:

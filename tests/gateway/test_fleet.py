@@ -1,13 +1,13 @@
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from engine import wire
 from gateway import waiters
-from gateway.connections import Link, pack
+from gateway.connections import Connection, Link, connect, pack
 from gateway.fleet import Fleet, Unavailable, _Known
 from tests.gateway.linked import PROMPT, SCOPE, collect, connected, link, submit
 from tests.gateway.served import looped, until
@@ -43,6 +43,26 @@ def test_link_waits_for_a_replica_that_comes(tmp_path: Path) -> None:
             await running
 
     asyncio.run(scenario())
+
+
+@looped
+async def test_who_waits_goes_on_also_where_a_replicas_hello_comes_with_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def behind_the_hello(address: str, make: Callable[[], Connection]) -> Connection:
+        connection = await connect(address, make)
+        await asyncio.sleep(0.05)
+        return connection
+
+    monkeypatch.setattr("gateway.fleet.connect", behind_the_hello)
+    stub = StubFleet(tmp_path)
+    fleet = Fleet([stub.address])
+    async with stub.serving():
+        running = asyncio.create_task(fleet.run())
+        assert (await link(fleet)).held_s < 2.0
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
 
 
 def test_link_gives_up_at_its_deadline_and_says_why(tmp_path: Path) -> None:
