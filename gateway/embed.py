@@ -241,15 +241,16 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
         while True:
             try:
                 for later in range(submitted, min(len(request.sequences), index + AT_ONCE_MAX)):
-                    await submit(request, later, pooling, zero)
+                    if later not in request.streams:  # it was not taken back with others
+                        await submit(request, later, pooling, zero)
                     submitted = later + 1
                 if index not in request.streams:
                     await submit(request, index, pooling, zero)
                 rows.append(await _row(request, index))
                 break
             except Asleep:
-                for again in [one for one, stream in request.streams.items() if stream.asleep]:
-                    await submit(request, again, pooling, zero)
+                request.streams = {one: stream for one, stream in request.streams.items() if not stream.asleep}
+                submitted = index
                 continue
             except ReplicaLost:
                 if request.submitted.get(index, request.losses) == request.losses:  # not one that was known to be gone
@@ -259,7 +260,7 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
                     raise errors.replica_lost() from None
             except Rejected as rejected:
                 if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
-                    raise rejection(rejected) from None
+                    raise rejection(request, rejected) from None
             if (stream := request.streams.pop(index, None)) is not None:
                 stream.cancel()  # nothing of what it did reaches the client, or is charged
             tries += 1

@@ -312,7 +312,7 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
             if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
                 if rejected.reason is RejectReason.GRAMMAR:
                     raise refusal(request.prompt, order.grammar, rejected.message) from None
-                raise rejection(rejected) from None
+                raise rejection(request, rejected) from None
         tries += 1
 
 

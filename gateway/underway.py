@@ -82,6 +82,8 @@ async def link(request: Underway, scope: Scope, tokens: bytes, deadline: float) 
         )
     except Unavailable as unavailable:
         retry_after_s = unavailable.retry_after_s
+        if options.reject_if_busy and unavailable.loading:
+            raise errors.busy(retry_after_s) from None
         raise errors.no_replica(model.name, retry_after_s, loading=unavailable.loading) from None
 
 
@@ -101,7 +103,7 @@ def wait_ms(request: Underway, held_s: float) -> int:
     if request.options.reject_if_busy:
         limits_s.append(AT_ONCE_S)
     if request.options.timeout_ms is not None:
-        limits_s.append(request.left_s())
+        limits_s.append(request.left_s() - (0.0 if _loads_s(request) is None else ANSWER_S))
     return max(1, int(1000 * min(limits_s))) if limits_s else 0
 
 
@@ -111,13 +113,20 @@ def _limits_s(request: Underway) -> list[float]:
     return [] if wait_s is None else [wait_s]
 
 
-def rejection(rejected: Rejected) -> Refusal:
-    """What the caller is told where a replica did not take the request."""
+def rejection(request: Underway, rejected: Rejected) -> Refusal:
+    """What the caller is told where a replica did not take the request, or not in time: it may be one that wakes."""
     match rejected.reason:
         case RejectReason.TOO_LONG:
             return errors.never_fits(rejected.message)
         case RejectReason.INVALID:
             log.error("a replica refused a frame of ours: %s", rejected.message)
             return errors.internal()
+        case RejectReason.BUSY if (expected_s := _loads_s(request)) is not None:
+            return errors.no_replica(request.model.name, expected_s, loading=True)
         case _:
             return errors.busy(max(1, math.ceil(rejected.retry_after_ms / 1000)))
+
+
+def _loads_s(request: Underway) -> int | None:
+    """How long a call that may wait would wait for its model to be loaded; None where that is not what it waits for."""
+    return None if request.options.reject_if_busy else request.gateway.fleet.expected_s(request.model.name)

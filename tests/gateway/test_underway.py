@@ -10,6 +10,7 @@ from msgspec import structs
 
 from engine import wire
 from engine.wire import Residency
+from gateway import connections
 from gateway.config import ModelConfig
 from tests.gateway.served import Served, looped, served, until
 from tests.gateway.stub_replica import MODEL
@@ -126,6 +127,21 @@ async def test_past_the_least_of_all_deadlines_it_is_503_with_the_expected_wait(
 
 
 @looped
+async def test_whose_time_ends_in_a_replica_that_wakes_is_told_when_to_come_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        await sleep(gateway, toward=DEVICE, ready_ms=6_500)
+        gateway.behaviour.reject = wire.RejectReason.BUSY
+        answer = await gateway.run(prompt="hello")
+        assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, 3040, "7")
+        assert "is being loaded" in answer.message
+        await gateway.call(gateway.run_path, {"prompt": "hello"}, cf_aig_request_timeout="300")
+        assert gateway.fleet.submits[-1].deadline_ms <= 280, "a moment is left for the answer"
+        gateway.fleet.move(0, DEVICE)
+        await until(lambda: gateway.app._gateway.fleet.serves(MODEL))
+        assert (await gateway.run(prompt="hello")).status == 429, "it waited for others"
+
+
+@looped
 async def test_a_call_that_is_not_to_wait_is_429_at_once_and_wakes_nothing(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         await sleep(gateway, ready_ms=2_500)
@@ -135,6 +151,10 @@ async def test_a_call_that_is_not_to_wait_is_429_at_once_and_wakes_nothing(tmp_p
         await asyncio.sleep(0.05)
         answer = await gateway.call(gateway.run_path + "?rejectIfBusy=true", {"prompt": "hello"})
         assert (answer.status, answer.code) == (429, 3040), "it would wait for the move's end"
+        gateway.fleet.move(0, MEMORY, ready_ms=0)
+        await until(lambda: gateway.app._gateway.fleet.expected_s(MODEL) is None)
+        answer = await gateway.call(gateway.run_path + "?rejectIfBusy=true", {"prompt": "hello"})
+        assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, 3040, "5"), "nobody can tell when"
         assert gateway.fleet.wakes == []
 
 
@@ -184,6 +204,24 @@ async def test_texts_that_no_replica_began_with_wait_for_the_model_to_come_back(
         answer = await call
         assert answer.status == 200, answer.content
         assert len(answer.json["data"]) == 20
+
+
+@looped
+async def test_texts_that_come_back_to_a_replica_that_reads_too_slowly_are_429(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(__file__).parents[2] / "engine" / "ember" / "model"
+    models = [ModelConfig(name=VECTORS, folder=str(folder), task="Text Embeddings")]
+    async with served(tmp_path, models=models, stubs=[VECTORS]) as gateway:
+        gateway.behaviour.first_s = 60.0
+        call = asyncio.create_task(gateway.call("/v1/embeddings", {"model": VECTORS, "input": ["a", "b"]}))
+        await until(lambda: len(gateway.fleet.replicas[1].submits) == 2)
+        await sleep(gateway, 1)
+        await until(lambda: gateway.app._gateway.fleet.waiting(VECTORS) == 1)
+        monkeypatch.setattr(connections, "WRITE_BYTES_MAX", -1)
+        gateway.fleet.move(1, DEVICE)
+        answer = await call
+        assert (answer.status, answer.code) == (429, 3040)
 
 
 @looped
