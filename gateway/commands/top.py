@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
     config = read_settings(options)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # where a terminal's encoding has not all letters of a name
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that terminal and token are given back
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that terminal and token are given back
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         with operator_token(config, options.token or os.environ.get("HEARTH_TOKEN")) as token:
             gateway = Gateway(config, options.url, token)

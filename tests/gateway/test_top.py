@@ -125,8 +125,14 @@ def top(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str
     return captured.err if status else captured.out
 
 
-@pytest.mark.parametrize(("keys", "status"), [("q", 0), ("\x03", 0), (None, 143)], ids=["q", "Ctrl-C", "SIGTERM"])
-def test_a_terminal_shows_it_live_and_is_as_before_when_it_ends(tmp_path: Path, keys: str | None, status: int) -> None:
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("q", 0), ("\x03", 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["q", "Ctrl-C", "SIGTERM", "SIGHUP"],
+)
+def test_a_terminal_shows_it_live_and_is_as_before_when_it_ends(
+    tmp_path: Path, ending: str | signal.Signals, status: int
+) -> None:
     with answering() as server:
         terminal = Terminal(tmp_path, "--url", url(server), "--interval", "0.2", HEARTH_TOKEN="given")
         try:
@@ -141,10 +147,10 @@ def test_a_terminal_shows_it_live_and_is_as_before_when_it_ends(tmp_path: Path, 
         terminal.until("so far")
         with answering(port=server.server_address[1]):
             terminal.until("moves in the last")
-            if keys is None:
-                terminal.process.terminate()
+            if isinstance(ending, str):
+                terminal.type(ending)
             else:
-                terminal.type(keys)
+                terminal.process.send_signal(ending)
             assert terminal.ended() == status
         assert "Traceback" not in terminal.text
     finally:
