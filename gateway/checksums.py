@@ -33,7 +33,9 @@ def read_sums(folder: Path) -> dict[str, str]:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise ChecksumError(f"{path} cannot be read: {error}") from error
-    return dict(_parsed(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+    sums = dict(_parsed(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+    sums.pop(SUMS_NAME, None)  # what `*` has of an older one is no sum of this one
+    return sums
 
 
 def _parsed(path: Path, number: int, line: str) -> tuple[str, str]:

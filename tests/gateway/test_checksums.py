@@ -38,6 +38,17 @@ def test_what_is_written_sha256sum_checks(folder: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--strict", SUMS_NAME], cwd=folder, check=True, capture_output=True)
 
 
+def test_sums_that_are_written_again_over_older_ones_are_as_good(tmp_path: Path) -> None:
+    if shutil.which("sha256sum") is None:
+        pytest.skip("no coreutils here")
+    (tmp_path / "config.json").write_text("{}")
+    for _ in range(2):
+        subprocess.run(["bash", "-c", f"sha256sum * > {SUMS_NAME}"], cwd=tmp_path, check=True)
+        sums = read_sums(tmp_path)
+        assert list(sums) == ["config.json"]
+        require_sums(tmp_path, sums)
+
+
 def test_a_folder_without_sums_has_none(tmp_path: Path) -> None:
     assert read_sums(tmp_path) == {}
 
