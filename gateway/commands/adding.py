@@ -52,7 +52,10 @@ def add_model(config: Config, options: argparse.Namespace) -> int:
         return fail(f"{entry.name} was not added: {error}")
     open_state(config)
     kept = {name: getattr(entry, name) for name in ("name", "folder", *said)}
-    keep(config, kept)
+    try:
+        keep(config, kept)
+    except OSError as error:
+        return fail(f"{entry.name} was not added: {config.added_folder} cannot be written: {error.strerror}")
     compared = f"{len(sums)} files are what {SUMS_NAME} says" if sums else f"there is no {SUMS_NAME} to compare with"
     if options.json:
         print_json({**kept, "weights_bytes": seen.sizes.weights_bytes, "compared_files": len(sums)})

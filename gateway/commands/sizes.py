@@ -41,7 +41,7 @@ def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
         layers = int(said["num_hidden_layers"])
         kv_heads = int(said.get("num_key_value_heads") or heads)
         made_up = _made_up_bytes(said, layers, width * heads, width * kv_heads) if entry.random_weights else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, ArithmeticError):
         return None
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     context, keeps = context_of(said), not is_encoder(said)

@@ -98,6 +98,19 @@ def test_a_folder_whose_name_is_no_text_is_refused(folder: Path, capsys: pytest.
     assert "was not added" in refused(capsys, NAME, "assistant-\udcff")
 
 
+def test_a_name_that_no_file_can_have_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot be written: File name too long" in refused(capsys, f"@cf/acme/{'long' * 80}", "assistant")
+
+
+def test_a_folder_whose_sizes_cannot_be_is_listed_with_its_problem(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(folder, num_attention_heads=0, head_dim=None)
+    Path("hearth.toml").write_text(f'[[models]]\nname = "{NAME}"\nfolder = "assistant"\n')
+    assert main(["models", "list"]) == 0
+    assert "no config.json that can be read" in capsys.readouterr().out
+
+
 def test_a_name_that_is_taken_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("hearth.toml").write_text(
         '[[models]]\nname = "@cf/hearth/ember"\naliases = ["@cf/acme/fire"]\n'
