@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.wire import MEMORY_SHARE
 from gateway.catalogue import entries
 from gateway.commands import hardware
 from gateway.commands.folders import Unserved, look
@@ -43,7 +44,6 @@ _DISK_BYTES_LOW = 1 << 30
 _PYTHON = (3, 11)
 _RENEW_DAYS = 14  # before its end, a certificate should have a successor
 _FREE_SHARE = 0.9  # of a GPU that nobody uses
-_STANDBY_SHARE = 0.7  # of free host memory that a machine takes for models that sleep, where nothing is set
 
 
 class Verdict(enum.StrEnum):
@@ -234,7 +234,7 @@ def _memory(config: Config, rooms: list[hardware.Room]) -> Iterator[Finding]:
     on_gpus = rooms[0].device != hardware.MEMORY
     where = f"{len(rooms)} GPU{'s' * (len(rooms) > 1)}" if on_gpus else "memory"
     found = f"{in_bytes(room)} of {where} for models, which take at least about {in_bytes(needed)}"
-    left, largest = placed(rooms, pinned), max(others, key=_device_bytes, default=None)
+    left, largest = placed(rooms, pinned), max(others, key=lambda one: one.sizes.memory_bytes, default=None)
     if left is None:
         advice = "pin fewer, set smaller contexts, or use more GPUs: what is pinned makes room for nothing"
         yield Finding("memory", Verdict.WRONG, f"{found}; those that are pinned do not fit together", advice)
@@ -263,7 +263,7 @@ def _free(found: str, needed: int, rooms: list[hardware.Room]) -> Finding:
 
 def _standby(config: Config, others: list[Sized]) -> Finding:
     """Whether all that is not pinned can sleep in host memory, from where it is back soonest."""
-    memory = config.machine.memory_bytes or int(_STANDBY_SHARE * hardware.memory()[1])
+    memory = config.machine.memory_bytes or int(MEMORY_SHARE * hardware.memory()[1])
     needed = sum(model.standby_bytes for model in others)
     found = f"{in_bytes(memory)} of host memory for models that sleep, which take up to {in_bytes(needed)}"
     names = beyond(memory, others)

@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from engine.wire import DRIVER_BYTES
 from gateway.config import MachineConfig
 
 MEMORY: Final = "memory"
 ARCHITECTURE: Final = (8, 0)  # the first with bfloat16
-DRIVER_BYTES: Final = 1 << 30  # of each GPU, that a machine leaves to its driver and to whatever else needs a little
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _FIELDS: Final = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
 

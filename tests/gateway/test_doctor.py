@@ -261,7 +261,7 @@ def test_pinned_models_that_do_not_fit_together_are_wrong(host: Host, here: Path
 
 
 def test_a_model_that_what_is_pinned_never_leaves_room_for_is_wrong(host: Host, here: Path) -> None:
-    beside(here, one="pinned = true", two="context_tokens = 16")
+    beside(here, one="pinned = true", two="context_tokens = 16\nreplicas = 3")  # which are more, and each fits
     (finding,) = host.found(1, "Small, 1124, 1124, 580.65.06, 9.0")["memory"]
     assert "what is pinned leaves none to @cf/hearth/ember" in finding["found"]
 
