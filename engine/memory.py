@@ -3,10 +3,14 @@
 Arithmetic only: who measures what is free and what a step needs is host.py's and device.py's business.
 """
 
+from typing import Final
+
 from engine.kernels.reference import KEY_STEP
 from engine.kv import KvPool, KvShape
 from engine.model.config import ModelConfig
 from engine.wire import ModelSpec
+
+CONTEXT_BYTES: Final = 752 << 20  # what the driver keeps of a GPU for a process, kernels included, as measured
 
 
 class DoesNotFit(RuntimeError):

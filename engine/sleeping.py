@@ -16,12 +16,12 @@ import torch
 from engine.batch import Sizes
 from engine.kept import Kept
 from engine.kv import KvPool
+from engine.memory import CONTEXT_BYTES
 from engine.model.device import Space
 from engine.streams import Mark, Stream
 from engine.weights.image import Weights
 from engine.workspace import Workspace
 
-CONTEXT_BYTES: Final = 752 << 20  # what the driver keeps for a process, kernels included, as measured
 GRAPH_BYTES: Final = 1 << 20  # and for each captured graph
 
 

@@ -23,7 +23,7 @@ from engine.encoder.model import Encoder, EncoderParameters, assemble
 from engine.encoder.names import encoder_entries, encoder_spare, prefix_of
 from engine.encoder.packed import unpack
 from engine.host import give_back, given
-from engine.memory import DoesNotFit
+from engine.memory import CONTEXT_BYTES, DoesNotFit
 from engine.places import place
 from engine.streams import Mark, Stream
 from engine.weights.checkpoint import Checkpoint
@@ -140,16 +140,16 @@ class EncoderRunner:
         return True
 
     def sizes(self) -> Sizes:
-        """Of a GPU, as far as torch knows: what the driver keeps for the process is not in it."""
-        held = self._weights_bytes
+        """Of a GPU what torch has got, and what the driver keeps for the process."""
+        held, asleep_bytes = self._weights_bytes, 0
         if self._stream.queues:
-            held = torch.cuda.memory_reserved(self._stream.device)
+            held, asleep_bytes = torch.cuda.memory_reserved(self._stream.device), CONTEXT_BYTES
         awake = self._encoder is not None
         return Sizes(
-            device_bytes=held if awake else 0,
-            asleep_bytes=0,
-            least_bytes=self._weights_bytes,
-            most_bytes=max(held, self._weights_bytes),
+            device_bytes=asleep_bytes + (held if awake else 0),
+            asleep_bytes=asleep_bytes,
+            least_bytes=asleep_bytes + self._weights_bytes,
+            most_bytes=asleep_bytes + max(held, self._weights_bytes),
             memory_bytes=0,
             weights_bytes=self._weights_bytes,
             kv_bytes=0,

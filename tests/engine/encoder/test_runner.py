@@ -11,6 +11,7 @@ import torch
 from engine.encoder.packed import pack
 from engine.encoder.runner import EncoderRunner
 from engine.loop import Loop, open_scheduler
+from engine.memory import CONTEXT_BYTES
 from engine.standby import Standby
 from engine.weights.checkpoint import CheckpointError
 from engine.wire import ModelSpec, Place, Pooling, Residency
@@ -74,6 +75,22 @@ def test_a_folder_that_changed_is_not_woken(tmp_path: Path) -> None:
     path.write_bytes(held)
     runner.wake([], [])
     assert np.array_equal(vectors(runner, TEXTS, Pooling.CLS), expected)
+
+
+def test_on_a_gpu_what_the_driver_keeps_is_held_asleep_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = open_encoder(saved(seeded(FAMILIES["bert"]), tmp_path))
+    weights_bytes = runner.memory.weights_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._stream, "queues", True)
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: weights_bytes + 5)
+        awake = runner.sizes()
+    assert (awake.device_bytes, awake.least_bytes) == (CONTEXT_BYTES + weights_bytes + 5, CONTEXT_BYTES + weights_bytes)
+    runner.sleep([])
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._stream, "queues", True)
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        asleep = runner.sizes()
+    assert asleep.device_bytes == asleep.asleep_bytes == awake.asleep_bytes == CONTEXT_BYTES
 
 
 @pytest.mark.gpu
