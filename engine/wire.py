@@ -280,8 +280,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     """replica → whoever sent it a Place: where it is, each time that a move ended or failed; where it failed `problem`
-    says why, and the rest where it is instead. The first answer to the first Place comes at once, and is the only one where
-    that one asks for nothing.
+    says why, and the rest where it is instead. The first answer to the first Place comes at once, and is the only one
+    where that one asks for nothing.
 
     device_bytes    it holds now; asleep_bytes of them it holds in MEMORY too (what the driver keeps for a process).
     least_bytes     it holds at the least on the device: weights, workspace, KV of one context.
