@@ -81,6 +81,9 @@ def listen(address: str) -> socket.socket:
         before = os.umask(0o077)  # prompts travel here: for this user alone
         try:
             listener.bind(place)
+        except OSError:
+            listener.close()
+            raise
         finally:
             os.umask(before)
         listener.listen()

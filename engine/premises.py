@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from engine import connection
 from engine.log import log
 from engine.wire import MachineSpec, ModelSpec, parse_address
 
@@ -69,28 +70,11 @@ def kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket. A unix socket left behind by an earlier process is replaced, no other file is."""
-    target = parse_address(address)
-    if isinstance(target, tuple):
-        try:
-            listener = socket.create_server(target, family=family(target))
-        except OSError as error:
-            raise MachineError(f"cannot listen on {address}: {error}") from error
-        listener.setblocking(False)
-        return listener
-    remove_socket(address)
-    listener = socket.socket(family(target))
-    listener.setblocking(False)
-    before = os.umask(0o077)  # only this user
+    """As connection.listen. Raises MachineError where that is not possible."""
     try:
-        listener.bind(target)
+        return connection.listen(address)
     except OSError as error:
-        listener.close()
         raise MachineError(f"cannot listen on {address}: {error}") from error
-    finally:
-        os.umask(before)
-    listener.listen()
-    return listener
 
 
 def family(target: str | tuple[str, int]) -> socket.AddressFamily:
