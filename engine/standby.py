@@ -18,7 +18,7 @@ from engine.scheduler import Scheduler
 from engine.weights.checkpoint import CheckpointError
 from engine.wire import Place, Placed, Residency
 
-EXTENTS_AT_ONCE: Final = 4  # mapped or unmapped between two steps: some 5 ms where an extent is 512 MiB
+EXTENTS_AT_ONCE: Final = 4  # mapped or unmapped between two steps: some 5 ms where there are 32 layers, of any size
 _ARRIVAL_LOOK_S: Final = 0.001
 
 
