@@ -58,7 +58,9 @@ class Hearth:
         return []
 
     def replicas(self) -> list[psutil.Process]:
-        return [found for found in self.processes() if "engine.replica" in " ".join(found.cmdline())]
+        """Without the warm parent, which is told their modules' names."""
+        lines = {found: " ".join(found.cmdline()) for found in self.processes()}
+        return [found for found, line in lines.items() if "engine.replica" in line and "engine.parent" not in line]
 
 
 def run_hearth(folder: Path, *words: str) -> str:

@@ -61,7 +61,7 @@ BREAKS = {
     "a raised epoch wipes nothing": ("sequence", "epoch=scope.epoch", "epoch=0"),
     "requests without a scope share": ("sequence", "scope.kind == ScopeKind.REQUEST or not scope.id", "False"),
     "choices have the same seed": ("sequence", "sampling.seed + choice", "sampling.seed"),
-    "the prompt's last token is not computed": ("holdings", "sequence.tokens[:-1])", "sequence.tokens)"),
+    "the prompt's last token is not computed": ("holdings", "self._block_tokens : -1]", "self._block_tokens :]"),
     "a block that is not full is shared": (
         "holdings",
         "sequence.computed // self._block_tokens\n        assert",
@@ -126,8 +126,8 @@ BREAKS = {
     ),
     "a prompt is charged again after a preemption": ("scheduler", "sequence.counted = upto", "pass"),
     "secrets are given on": ("blocks", "self._secret[taken] = True", "pass"),
-    "erasing waits until blocks are used again": ("loop", "self._erase()\n            flight", "flight"),
-    "nothing is erased between turns": ("loop", "sweep()\n        self._erase()", "sweep()"),
+    "erasing waits until blocks are used again": ("loop", "self.erase()\n            flight", "flight"),
+    "nothing is erased between turns": ("loop", "sweep()\n        self.erase()", "sweep()"),
     "erasing is done for some of the blocks": ("blocks", "list(dict.fromkeys(blocks))", "blocks[1:]"),
     "what is swept is lost": ("holdings", "        self.blocks.give(swept)\n", ""),
     "what lies behind a published prefix is found without it": (

@@ -132,10 +132,11 @@ def test_the_warm_parent_leaves_signals_to_the_machine(spied: Forks, tmp_path: P
 
 
 def test_descendants_that_lose_their_parent_are_collected(spied: Forks, tmp_path: Path) -> None:
+    before = psutil.Process().children()
     with started(spied, "leaves an orphan", tmp_path) as process:
         told(process)
         process.wait()
-        orphans = [child for child in psutil.Process().children() if child.pid != spied.parent]
+        orphans = [child for child in psutil.Process().children() if child not in before and child.pid != spied.parent]
         assert len(orphans) == 1
         until = time.monotonic() + 5
         while orphans[0].is_running():

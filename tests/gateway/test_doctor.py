@@ -125,6 +125,20 @@ def test_a_model_that_does_not_fit_into_memory_is_wrong(
     assert "of weights and 32.0 MiB for a context of 8,192 tokens are" in finding["found"]
 
 
+def test_the_page_cache_of_a_control_group_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    files = {
+        "memory.max": "1000\n",
+        "memory.current": "900\n",
+        "memory.stat": "anon 300\nfile 600\ninactive_file 500\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert hardware.memory() == (1000, 600)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert min(hardware.memory()) > 1000
+
+
 def test_memory_that_others_use_is_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "memory", lambda: (1 << 40, 10 << 20))
     monkeypatch.setattr(hardware, "gpus", list)

@@ -174,7 +174,7 @@ async def test_what_machines_hold_and_move_is_told_to_the_operator_and_where_mod
         everybody = (await gateway.call("/metrics", b"", "GET", authorization="")).content.decode()
         assert f'hearth_replicas_resident{{model="{MODEL}",residency="MEMORY"}} 2.0' in everybody
         assert f'hearth_replicas_resident{{model="{MODEL}",residency="DEVICE"}} 0.0' in everybody
-        assert f'hearth_replicas_ready{{model="{MODEL}"}} 2.0' in everybody
+        assert f'hearth_replicas_ready{{model="{MODEL}"}} 1.0' in everybody, "the other one is quarantined"
         assert "hearth_machine_moves" not in everybody
         assert "hearth_model_waiting" not in everybody
         text = (await gateway.call("/metrics", b"", "GET", authorization=f"Bearer {operator}")).content.decode()
