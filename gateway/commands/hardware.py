@@ -88,10 +88,15 @@ def memory() -> tuple[int, int]:
     import psutil  # only here: most commands ask nothing of it
 
     found = psutil.virtual_memory()
+    total, available = int(found.total), int(found.available)
     try:
-        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used, parts = (
+            (_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current", "memory.stat")
+        )
     except OSError:
-        return int(found.total), int(found.available)
+        return total, available
     if limit == "max":
-        return int(found.total), int(found.available)
-    return min(int(found.total), int(limit)), min(int(found.available), int(limit) - int(used))
+        return total, available
+    sizes = dict(line.split() for line in parts.splitlines())
+    cached = sum(int(sizes.get(name, 0)) for name in ("active_file", "inactive_file"))  # of what is used, but free
+    return min(total, int(limit)), min(available, int(limit) - int(used) + cached)
