@@ -98,7 +98,7 @@ def answers(url: str) -> bool:
 
 @contextlib.contextmanager
 def serving(folder: Path, settings: str = "") -> Iterator[Hearth]:
-    """`hearth serve` in `folder` with `settings` as its hearth.toml, ready to answer; ended by Ctrl-C."""
+    """`hearth serve` in `folder` with `settings` as its hearth.toml, a first model on the device; ended by Ctrl-C."""
     port = free_port()
     (folder / "hearth.toml").write_text(ONE_THREAD + settings)
     with (folder / "log").open("w") as log:
@@ -115,7 +115,8 @@ def serving(folder: Path, settings: str = "") -> Iterator[Hearth]:
 
         def ready() -> bool:
             assert process.poll() is None, (folder / "log").read_text()
-            return credentials.exists() and answers(f"http://127.0.0.1:{port}/readyz")
+            there = " is ready after " in (folder / "log").read_text()
+            return there and credentials.exists() and answers(f"http://127.0.0.1:{port}/readyz")
 
         wait_for(ready, START_S, f"ready; its log: {(folder / 'log').read_text()}")
         kept = json.loads(credentials.read_text())

@@ -3,7 +3,6 @@ goes on running. Canaries in every field that takes text are looked for in every
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -19,8 +18,11 @@ import httpx
 import psutil
 import pytest
 import redis
+import torch
 
 import engine.ember
+from engine.arena import HostMemory
+from engine.kv import KvShape, extent_blocks
 from engine.wire import Memory, memory_path
 from gateway.text import Text
 from tests.collector import Collector, collecting
@@ -86,7 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("zero")
 
 
-TEXT = Text(Path(engine.ember.__file__).parent / "model")
+EMBER_FOLDER = Path(engine.ember.__file__).parent / "model"
+TEXT = Text(EMBER_FOLDER)
 NEVER = {str(id): -100 for id in TEXT.stop_ids}  # the answer goes on to its max_tokens
 
 
@@ -235,13 +238,21 @@ def machine_log(told: Told) -> str:
     return (told.hearth.folder / ".hearth" / "machine.log").read_text()
 
 
+def reserved_bytes(memory: Memory) -> int:
+    """Of the pool's addresses, as KvPool lays it out: in each layer the extents, and one more for the empty block."""
+    layers = json.loads((EMBER_FOLDER / "config.json").read_text())["num_hidden_layers"]
+    width = memory.kv_bytes // memory.kv_blocks // layers // memory.kv_block_tokens
+    shape = KvShape(layers, 1, width // 2, memory.kv_block_tokens, torch.uint8)
+    run = extent_blocks(shape, memory.kv_blocks, HostMemory.granularity)
+    return layers * (-(-memory.kv_blocks // run) + 1) * run * shape.layer_block_bytes
+
+
 def nonzero_kv_bytes(told: Told) -> int:
     """How many bytes of the replica's KV pool are not zero."""
     (replica,) = told.hearth.replicas()
     (pulse,) = told.hearth.folder.rglob("*.pulse")
     memory = Memory(**json.loads(memory_path(pulse).read_text()))
-    pool = memory.kv_bytes // memory.kv_blocks * (memory.kv_blocks + 1)
-    whole = -(-pool // os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PAGE_SIZE")
+    whole = reserved_bytes(memory)
     spans = [(start, end) for _, start, end in mappings(replica.pid) if end - start == whole]
     assert len(spans) == 1, f"a KV pool of {whole} bytes, and mappings {spans}"
     return sum(len(piece) - piece.count(0) for piece in read_memory(replica.pid, *spans[0]))
