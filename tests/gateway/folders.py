@@ -1,5 +1,6 @@
 """Small models' folders: tokenizers of every kind, trained on the spot, and chat templates like known models'."""
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +76,8 @@ def sentence_piece(added: list[AddedToken], scheme: str) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer.add_special_tokens([special("<s>"), special("</s>"), special("<unk>"), *added])
+    ours = [copy.deepcopy(token) for token in added]  # it makes special tokens of what it is given
+    tokenizer.add_special_tokens([special("<s>"), special("</s>"), special("<unk>"), *ours])
     return tokenizer
 
 
