@@ -1,0 +1,221 @@
+"""bf16 weights in 12 bits each, without loss: the code, and what it leaves out. It knows no files and no kernels.
+
+A trained matrix uses few exponents. Of each number the low byte (the exponent's last bit and the mantissa) is kept as
+it is. Of the high byte, sign and exponent, sign and three bits are: which pair of exponents, counted from a base that
+the matrix has. So 16 exponents in a row have a code. What has another one is an escape: its place holds the least code
+there is, and it stands beside the matrix with its position, exactly, whatever its bits are.
+
+A row is cut into blocks of 8 · L numbers, L lanes: number i · L + c of a block is lane c's i-th. A block is 3 · L words
+of 32 bits: L words of high halves, then twice L of low bytes. Four bytes at a time belong to two numbers of two lanes,
+q counting pairs of numbers and j pairs of lanes:
+
+    bytes of (q, j)   lane 2j of number 2q, lane 2j+1 of 2q, lane 2j of 2q+1, lane 2j+1 of 2q+1
+    high              word 2j: those of q=0, and of q=1 turned left by 4 bits; word 2j+1: of q=2, and of q=3 turned
+    low               words 2j and 2j+1 of the first L: of q=0 and q=1; of the second L: of q=2 and q=3
+
+In a high byte bit 7 is the sign and bits 2, 1, 0 the pair of exponents, so that two fit into one. Two masks, one turn
+and a byte permutation per pair of numbers make bf16 of it: (high | 0x40) above low. That is the number times
+2^(128 − 2 · base), which a matmul undoes on its float32 sums.
+
+E escapes, N outputs, K inputs, W = 3 · K ÷ 8 words of a row, G groups of 16 outputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+LANES: Final = (32, 16)  # the first whose blocks divide a row
+GROUP_OUTPUTS: Final = 16
+INPUTS_MOST: Final = 1 << 16  # a place has 16 bits for the input
+_BASE_LEAST, _BASE_MOST = 1, 119  # so that neither subnormals nor infinities have a code
+_SAMPLE: Final = 1 << 22  # numbers that a base is chosen by
+
+
+@dataclass(frozen=True, slots=True)
+class Escapes:
+    """What a coded matrix [outputs, inputs] does not hold. Positions are output · inputs + input, ascending."""
+
+    outputs: int
+    inputs: int
+    base: int
+    positions_E: Tensor  # int64
+    values_E: Tensor  # bfloat16
+
+    def cut(self, outputs: range, inputs: range) -> Self:
+        """Those of a part of the matrix, counted within it."""
+        n_E, k_E = self.positions_E // self.inputs, self.positions_E % self.inputs
+        inside_E = (n_E >= outputs.start) & (n_E < outputs.stop) & (k_E >= inputs.start) & (k_E < inputs.stop)
+        n_E, k_E = n_E[inside_E] - outputs.start, k_E[inside_E] - inputs.start
+        positions_E = n_E * len(inputs) + k_E
+        return type(self)(len(outputs), len(inputs), self.base, positions_E, self.values_E[inside_E])
+
+    @property
+    def rate(self) -> float:
+        """Escapes per number."""
+        return len(self.positions_E) / max(1, self.outputs * self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A bf16 matrix in 12 bits a number."""
+
+    words_NW: Tensor  # int32
+    escapes: Escapes
+
+    def cut(self, outputs: range, inputs: range) -> Self:
+        """A part of it, for one of several ranks. `inputs` are whole blocks of the matrix."""
+        words = words_of(len(inputs))
+        first = words_of(inputs.start)
+        assert lanes_of(len(inputs)) == lanes_of(self.escapes.inputs), "a part whose blocks are others"
+        assert inputs.start % (8 * lanes_of(self.escapes.inputs)) == 0, "a part that begins within a block"
+        words_NW = self.words_NW[outputs.start : outputs.stop, first : first + words]
+        return type(self)(words_NW.contiguous(), self.escapes.cut(outputs, inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The escapes of several matrices of equal inputs below each other, as kernels look for them: by groups of 16
+    outputs, of which a kernel's tile has one or more.
+
+    scales_N    float32: what a sum of each output is multiplied with: 2^(2 · base − 128)
+    firsts_G    int32, G + 1 of them: the first escape of each group, and their number
+    places_E    int32: the output's lowest 15 bits, then 16 bits of input
+    values_E    bfloat16: the numbers themselves, not scaled
+    """
+
+    scales_N: Tensor
+    firsts_G: Tensor
+    places_E: Tensor
+    values_E: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bf12:
+    """A weight in 12 bits a number as kernels take it: coded matrices of equal inputs below each other."""
+
+    words_NW: Tensor  # int32, contiguous
+    index: Index
+
+    @property
+    def outputs(self) -> int:
+        return len(self.words_NW)
+
+    @property
+    def inputs(self) -> int:
+        return self.words_NW.shape[1] * 8 // 3
+
+    @property
+    def bytes(self) -> int:
+        index = self.index
+        tensors = (self.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def stack(coded: Sequence[Coded]) -> Bf12:
+    """Below each other in this order."""
+    return Bf12(torch.cat([one.words_NW for one in coded]), index([one.escapes for one in coded]))
+
+
+def fits(outputs: int, inputs: int) -> bool:
+    """Whether matrices of this shape have a code."""
+    return outputs > 0 and 0 < inputs <= INPUTS_MOST and inputs % (8 * LANES[-1]) == 0
+
+
+def lanes_of(inputs: int) -> int:
+    return next(lanes for lanes in LANES if inputs % (8 * lanes) == 0)
+
+
+def words_of(inputs: int) -> int:
+    """Of a row."""
+    return inputs // 8 * 3
+
+
+def choose_base(weight_NK: Tensor) -> int:
+    """The base that leaves the fewest escapes, judged by a sample of a large matrix: any base is right."""
+    bits = weight_NK.reshape(-1).view(torch.int16)
+    high = (bits[:: max(1, len(bits) // _SAMPLE)] >> 8) & 0x7F
+    counts = torch.bincount(high.int(), minlength=128)
+    covered = counts.unfold(0, 8, 1).sum(1)[_BASE_LEAST : _BASE_MOST + 1]
+    return int(covered.argmax()) + _BASE_LEAST
+
+
+def encode(weight_NK: Tensor, base: int) -> Coded:
+    """Takes some 6 bytes of memory a number. The result lies on the weight's device."""
+    assert weight_NK.dtype == torch.bfloat16
+    assert _BASE_LEAST <= base <= _BASE_MOST
+    outputs, inputs = weight_NK.shape
+    assert fits(outputs, inputs)
+    bits = weight_NK.contiguous().view(torch.int16)
+    high, low = (bits >> 8).to(torch.uint8), bits.to(torch.uint8)
+    code = (high & 0x7F) - base  # wraps around below the base
+    outside = code > 7
+    high = ((high & 0x80) | code).masked_fill_(outside, 0)
+    low.masked_fill_(outside, 0)
+    high_NBQJ, low_NBQJ = _fours(high), _fours(low)
+    turned = high_NBQJ[:, :, 1::2]
+    turned = (turned << 4) | ((turned >> 28) & 0xF)
+    high_NBL = (high_NBQJ[:, :, 0::2] | turned).transpose(2, 3)
+    low_NBPL = low_NBQJ.unflatten(2, (2, 2)).transpose(3, 4)  # P halves, then lanes
+    words = torch.cat((high_NBL.unsqueeze(2), low_NBPL), 2).reshape(outputs, -1)
+    positions_E = outside.view(-1).nonzero().view(-1)
+    values_E = weight_NK.reshape(-1)[positions_E]
+    return Coded(words, Escapes(outputs, inputs, base, positions_E, values_E))
+
+
+def decode(coded: Coded) -> Tensor:
+    """The matrix again, bit for bit, on the device of its code."""
+    return expand(coded.words_NW, coded.escapes)
+
+
+def expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
+    """As `decode`."""
+    lanes = lanes_of(escapes.inputs)
+    words_NBSL = words_NW.view(len(words_NW), -1, 3, lanes)
+    high, low = words_NBSL[:, :, 0].unflatten(2, (lanes // 2, 2)), words_NBSL[:, :, 1:]
+    turned = ((high >> 4) & 0x0FFFFFFF) | (high << 28)
+    high_NBQJ = torch.stack((high, turned), 4).flatten(3).transpose(2, 3) & _SIGNED  # lanes' pairs, then q
+    low_NBQJ = low.unflatten(3, (lanes // 2, 2)).transpose(3, 4).flatten(2, 3)
+    high_NK, low_NK = _rows(high_NBQJ), _rows(low_NBQJ)
+    bits = ((high_NK & 0x80) | ((high_NK & 7) + escapes.base)).to(torch.int16) << 8 | low_NK
+    weight_NK = bits.view(torch.bfloat16)
+    weight_NK.view(-1)[escapes.positions_E] = escapes.values_E
+    return weight_NK
+
+
+def index(escapes: Sequence[Escapes]) -> Index:
+    """Of matrices below each other in this order."""
+    scales, places, values, counts = [], [], [], []
+    first = 0
+    for one in escapes:
+        assert one.inputs == escapes[0].inputs
+        scale = torch.tensor(2.0, dtype=torch.float64) ** (2 * one.base - 128)
+        scales.append(scale.float().expand(one.outputs))
+        n_E, k_E = one.positions_E // one.inputs + first, one.positions_E % one.inputs
+        places.append(((n_E & 0x7FFF) << 16 | k_E).int())
+        values.append(one.values_E)
+        counts.append(n_E // GROUP_OUTPUTS)
+        first += one.outputs
+    groups = -(-first // GROUP_OUTPUTS)
+    ends = torch.bincount(torch.cat(counts), minlength=groups).cumsum(0)
+    firsts_G = torch.cat((ends.new_zeros(1), ends)).int()
+    return Index(torch.cat(scales), firsts_G, torch.cat(places), torch.cat(values))
+
+
+_SIGNED: Final = -0x78787879  # 0x87878787: of each byte the sign and the pair of exponents
+
+
+def _fours(bytes_NK: Tensor) -> Tensor:
+    """Bytes in the order of numbers → int32 [N, blocks, 4, L ÷ 2], the format's (q, j)."""
+    outputs, inputs = bytes_NK.shape
+    lanes = lanes_of(inputs)
+    pairs = bytes_NK.view(torch.int16).view(outputs, -1, 4, 2, lanes // 2)  # number 2q or 2q+1, pairs of lanes
+    return pairs.transpose(3, 4).contiguous().view(torch.int32).squeeze(4)
+
+
+def _rows(fours_NBQJ: Tensor) -> Tensor:
+    """What `_fours` was made of."""
+    pairs = fours_NBQJ.contiguous().unsqueeze(4).view(torch.int16).transpose(3, 4).contiguous()
+    return pairs.view(torch.uint8).view(len(fours_NBQJ), -1)

@@ -1,0 +1,116 @@
+"""engine/weights/codec.py: every bit comes back, wherever the matrix is cut, in the format that is written down."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.weights.codec import INPUTS_MOST, Coded, choose_base, decode, encode, fits, index, lanes_of, stack
+
+SHAPES = [(1, 128), (7, 128), (16, 384), (48, 1024), (33, 256)]
+
+
+def gaussian(outputs: int, inputs: int, sigma: float = 0.02, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(outputs, inputs, generator=generator) * sigma).bfloat16()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def every_value() -> Tensor:
+    """All 65,536 bit patterns, [256, 256]."""
+    return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(256, 256).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("base", [1, 40, 56, 119])
+def test_decoding_gives_every_bit_back(shape: tuple[int, int], base: int) -> None:
+    weight_NK = gaussian(*shape)
+    assert same_bits(decode(encode(weight_NK, base)), weight_NK)
+
+
+@pytest.mark.parametrize("base", range(1, 120))
+def test_each_of_all_values_comes_back_from_every_base(base: int) -> None:
+    values = every_value()
+    coded = encode(values, base)
+    assert same_bits(decode(coded), values)
+    assert len(coded.escapes.positions_E) == 65536 - 2 * 16 * 128  # 16 exponents of both signs have a code
+
+
+def test_gaussian_numbers_of_any_width_leave_few_escapes() -> None:
+    for sigma in (1e-6, 0.02, 1.0, 3e4):
+        weight_NK = gaussian(512, 1024, sigma)
+        assert encode(weight_NK, choose_base(weight_NK)).escapes.rate < 0.0002
+
+
+@pytest.mark.parametrize("fill", [0.0, -0.0, float("nan"), float("inf"), 1e-40])
+def test_a_matrix_of_what_has_no_code_is_all_escapes_and_comes_back(fill: float) -> None:
+    weight_NK = torch.full((16, 128), fill, dtype=torch.bfloat16)
+    coded = encode(weight_NK, choose_base(weight_NK))
+    assert coded.escapes.rate == 1.0
+    assert same_bits(decode(coded), weight_NK)
+
+
+def test_words_are_laid_out_as_the_format_says() -> None:
+    weight_NK = gaussian(3, 512)
+    coded = encode(weight_NK, 54)
+    lanes, bits = lanes_of(512), weight_NK.view(torch.int16).int() & 0xFFFF
+    for output, place in ((0, 0), (1, 300), (2, 511)):
+        block, within = divmod(place, 8 * lanes)
+        number, lane = divmod(within, lanes)
+        q, j, byte = number // 2, lane // 2, 2 * (number % 2) + lane % 2
+        word = coded.words_NW[output, block * 3 * lanes :]
+        low = int(word[lanes * (1 + q // 2) + 2 * j + q % 2]) >> 8 * byte & 0xFF
+        high = int(word[2 * j + q // 2]) & 0xFFFFFFFF
+        high = high if q % 2 == 0 else (high >> 4 | high << 28) & 0xFFFFFFFF
+        high = high >> 8 * byte & 0x87
+        assert (((high & 0x80) | (high & 7) + 54) << 8 | low) == bits[output, place]
+
+
+@pytest.mark.parametrize("outputs", [range(0, 16), range(8, 33), range(5, 6)])
+@pytest.mark.parametrize("inputs", [range(0, 1024), range(256, 512), range(512, 1024)])
+def test_a_part_of_the_code_is_the_code_of_the_part(outputs: range, inputs: range) -> None:
+    weight_NK = gaussian(33, 1024)
+    weight_NK.view(-1)[::97] = 0.0
+    part = weight_NK[outputs.start : outputs.stop, inputs.start : inputs.stop]
+    coded = encode(weight_NK, 54).cut(outputs, inputs)
+    alone = encode(part.contiguous(), 54)
+    assert torch.equal(coded.words_NW, alone.words_NW)
+    assert torch.equal(coded.escapes.positions_E, alone.escapes.positions_E)
+    assert same_bits(coded.escapes.values_E, alone.escapes.values_E)
+
+
+def test_the_index_finds_each_escape_in_its_group() -> None:
+    parts = [gaussian(20, 128, seed=1), gaussian(13, 128, 3.0, seed=2)]
+    for part in parts:
+        part.view(-1)[::41] = 0.0
+    coded = [encode(part, choose_base(part)) for part in parts]
+    found, below = index([one.escapes for one in coded]), torch.cat(parts)
+    groups = -(-len(below) // 16)
+    assert len(found.firsts_G) == groups + 1
+    assert found.firsts_G[-1] == len(found.places_E) == sum(len(one.escapes.positions_E) for one in coded)
+    for group in range(groups):
+        for escape in range(int(found.firsts_G[group]), int(found.firsts_G[group + 1])):
+            output, place = divmod(int(found.places_E[escape]), INPUTS_MOST)
+            assert output // 16 == group
+            assert same_bits(found.values_E[escape : escape + 1], below[output, place : place + 1])
+    assert found.scales_N.tolist() == [2.0 ** (2 * one.escapes.base - 128) for one in coded for _ in one.words_NW]
+
+
+def test_matrices_below_each_other_take_three_quarters() -> None:
+    parts = [gaussian(256, 1024, seed=seed) for seed in (1, 2)]
+    weight = stack([encode(part, choose_base(part)) for part in parts])
+    assert (weight.outputs, weight.inputs) == (512, 1024)
+    assert weight.bytes < 0.755 * sum(part.nbytes for part in parts)
+
+
+def test_shapes_that_have_no_code_are_told() -> None:
+    assert all(fits(*shape) for shape in SHAPES)
+    assert not any(fits(*shape) for shape in ((8, 100), (0, 128), (8, 0), (8, INPUTS_MOST + 128)))
+
+
+def test_a_part_that_begins_within_a_block_is_refused() -> None:
+    coded: Coded = encode(gaussian(4, 512), 54)
+    with pytest.raises(AssertionError, match="within a block"):
+        coded.cut(range(4), range(128, 384))
