@@ -39,12 +39,12 @@ class Patience:
     backoff_s_max: float = 30.0
     stable_s: float = 60.0  # a replica that served this long starts again without back-off
     drain_s: float = 30.0  # from SIGTERM to SIGKILL
-    deaths: int = 5  # so many of them within window_s,
+    deaths: int = 5  # so many of them within window_s, the lives of its processes left out,
     window_s: float = 180.0  # or once after that before it was stable,
     quarantine_s: float = 60.0  # and a replica is quarantined: for so long at first, doubled each further time
     quarantine_s_max: float = 1800.0
     connect_s: float = 2.0  # until a replica has taken a connection; also the longest pause between two attempts
-    order_s: float = 30.0  # a move may take so long, beside what its bytes take
+    order_s: float = 30.0  # a move may take so long, beside what its bytes take; a first answer, once it serves
     again_s: float = 1.0  # before a move that failed is tried again, doubled for each further one up to backoff_s_max
     demand_s: float = 3.0  # what a gateway said it wants holds for so long
 
@@ -168,7 +168,9 @@ class Child:
         self._start_at = 0.0
         self._quarantined_until = 0.0
         self._quarantines = 0
-        self._died_at: deque[float] = deque(maxlen=patience.deaths)
+        self._died_at: deque[float] = deque(maxlen=patience.deaths)  # on a clock that stood still while it lived
+        self._lived_s = 0.0  # of those that died
+        self._started_at = 0.0
         self._pulse: Pulse | None = None
         self._patience = patience
         self._starts = starts
@@ -209,6 +211,7 @@ class Child:
         assert self.process is None
         assert spec.boot == self.boot + 1
         self.boot = spec.boot
+        self._started_at = now
         self._remove_files()
         if self._pulse is not None:
             self._pulse.close()
@@ -305,10 +308,12 @@ class Child:
             self._died_at.clear()
         else:
             self._failures += 1
-        self._died_at.append(now)
+        self._lived_s += now - self._started_at
+        self._died_at.append(now - self._lived_s)
         exponent = min(max(self._failures - 1, 0), 16)
         wait_s = min(self._patience.backoff_s * 2.0**exponent, self._patience.backoff_s_max)
-        often = len(self._died_at) == self._patience.deaths and now - self._died_at[0] <= self._patience.window_s
+        passed_s = self._died_at[-1] - self._died_at[0]
+        often = len(self._died_at) == self._patience.deaths and passed_s <= self._patience.window_s
         if often or self._quarantines:
             wait_s = min(self._patience.quarantine_s * 2.0**self._quarantines, self._patience.quarantine_s_max)
             self._quarantines = min(self._quarantines + 1, 16)

@@ -33,7 +33,7 @@ class Order:
     """A move that was begun and has not ended.
 
     kind      start, wake, sleep, end, grow or shrink.
-    until     it is to have ended by then, or its process is killed.
+    until     it is to have ended by then, or its process is killed; a start has no end before it serves.
     """
 
     kind: str
@@ -143,6 +143,8 @@ class Lodger:
             return
         if self.arrived_at is None:
             self.arrived_at = now
+            if self.order is not None and self.order.kind == "start":
+                self.order = replace(self.order, until=now + self._patience.order_s)
         if not self.child.ending:
             self.link.keep(self._first_word(), now)
         if self.link.load is not None and self.link.load is not self._load:

@@ -203,7 +203,7 @@ class Moves:
             lodger.child.kill(f"it could not be woken: {placed.problem}")
 
     def _late(self, lodger: Lodger, order: Order, now: float) -> None:
-        late_s = now - order.begun_at
+        late_s = now - max(order.begun_at, lodger.arrived_at or 0.0)  # of a start what it loads is no lateness
         lodger.child.kill(f"no answer for {late_s:.1f} s to its order to {order.kind}, so it was killed")
         lodger.forget_order()
         self._count(lodger, order, now, None, f"no answer for {late_s:.1f} s")

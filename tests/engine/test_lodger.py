@@ -1,5 +1,6 @@
 """engine/lodger.py: what a machine makes of what one replica says, on a clock of its own and over a real socket."""
 
+import math
 import selectors
 import socket
 from collections.abc import Iterator
@@ -262,6 +263,19 @@ def test_an_order_has_as_much_time_more_as_the_machine_itself_was_stopped(kept: 
     assert until == pytest.approx(kept.now + Patience().order_s + 1.0)
     kept.lodger.forgive(500.0, kept.now)
     assert kept.lodger.order.until == until + 500.0
+
+
+def test_a_start_ends_with_an_answer_or_so_long_after_it_serves_however_long_it_loads(kept: Kept) -> None:
+    kept.start(Residency.MEMORY)
+    kept.now += 1000.0
+    kept.lodger.look(kept.now)
+    assert kept.lodger.order is not None
+    assert kept.lodger.order.until == math.inf
+    kept.serve()
+    assert kept.lodger.order.until == kept.now + Patience().order_s
+    kept.now += 5.0
+    kept.lodger.look(kept.now)
+    assert kept.lodger.order.until == kept.now - 5.0 + Patience().order_s
 
 
 def test_one_that_is_to_end_has_that_time_more_too(kept: Kept, capfd: pytest.CaptureFixture[str]) -> None:

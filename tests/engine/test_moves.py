@@ -136,6 +136,24 @@ def test_a_replica_that_never_answers_an_order_is_killed_at_its_deadline(short: 
         assert host.moves()["wake_failed"] == 1
 
 
+def test_one_that_serves_and_never_says_where_it_is_is_killed_and_left_alone_for_a_while_that_doubles(
+    short: Path,
+) -> None:
+    patience = {"order_s": 0.4, "deaths": 3, "window_s": 1.0, "quarantine_s": 0.3, "backoff_s": 0.02}
+    sizes = {"device_bytes": TWO_ROOMS, "memory_bytes": 8000 * MIB, "weights_bytes": WEIGHTS_BYTES}
+    with hosting(short, {"a": "serve", "b": "serve", "c": "deaf"}, device="cpu", **sizes, **patience) as host:
+        left = host.until("c", lambda state: state.quarantined)
+        assert "died 3 times" in left.problem
+        assert "to its order to start, so it was killed" in left.problem
+        assert left.ready_ms > 0
+        wait_for(lambda: len(host.events("replica_quarantined")) == 2)
+        assert [event["for_s"] for event in host.events("replica_quarantined")] == [0.3, 0.6]
+        assert host.moves()["start_failed"] >= 3
+        host.behave("c", "serve")
+        started(host)
+        assert not host.fleet()["c"].quarantined
+
+
 def test_a_wake_that_finds_no_memory_is_tried_again_with_more_room_and_then_no_more(short: Path) -> None:
     with crowd(short) as host:
         sleeper = settled(host)
