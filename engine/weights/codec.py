@@ -137,7 +137,11 @@ def choose_base(weight_NK: Tensor) -> int:
     """The base that leaves the fewest escapes, judged by a sample of a large matrix: any base is right."""
     bits = weight_NK.reshape(-1).view(torch.int16)
     high = (bits[:: max(1, len(bits) // _SAMPLE)] >> 8) & 0x7F
-    counts = torch.bincount(high.int(), minlength=128)
+    return base_for(torch.bincount(high.int(), minlength=128))
+
+
+def base_for(counts: Tensor) -> int:
+    """The base that leaves the fewest escapes of numbers of which so many have each of the 128 pairs of exponents."""
     covered = counts.unfold(0, 8, 1).sum(1)[_BASE_LEAST : _BASE_MOST + 1]
     return int(covered.argmax()) + _BASE_LEAST
 

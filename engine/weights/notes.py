@@ -5,11 +5,12 @@ Of a tensor NAME that was coded (codec.py) such a file has
 
     NAME                    I32 [outputs, words]    its words; of level DISTRIBUTION the low ones alone
     NAME.high               U8  [bytes]             of level DISTRIBUTION: the high ones, a zstd frame for each piece
+                                                    (high.py), then zeros up to a multiple of ALIGNED_BYTES
     NAME.high_ends          I64 [pieces]            where each frame ends in NAME.high
     NAME.escape_positions   I64 [escapes]           output · inputs + input, ascending
     NAME.escape_values      BF16 [escapes]
 
-and every other tensor as it was. What is said of them lies in the header's metadata as JSON, with a sum of its own.
+and every other tensor as it was. Words begin at multiples of ALIGNED_BYTES, all else at those of its numbers. What is said of them lies in the header's metadata as JSON, with a sum of its own.
 
 A piece is what is read, checked and sent at once: of words as many whole rows as PIECE_BYTES hold, of any other tensor
 PIECE_BYTES; the last one is shorter. Its sum is that of the words as a GPU has them, whatever the level.
@@ -26,6 +27,7 @@ from engine.weights.codec import words_of
 
 VERSION: Final = 1
 PIECE_BYTES: Final = 4 << 20
+ALIGNED_BYTES: Final = 64
 KEY: Final = "hearth.compressed"
 SUM_KEY: Final = "hearth.compressed.xxh3_128"
 HIGH: Final = ".high"
