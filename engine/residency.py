@@ -38,8 +38,8 @@ def decide(view: View, allowance: Allowance) -> Decision:
              that are not, and from one that is short too half of what that one has more; nothing less than 1/64 of
              the device at once.
     Calm     While nobody waits, what is on DISK is started, one at a time on each device, the most wanted first: to
-             stay, where another could start beside it, else to sleep. Where there is no such, and a device had no
-             moves for a while, those that sleep fill its free rooms.
+             stay, where another could start beside it, else to sleep; nobody goes to DISK for it. Where there is no
+             such, and a device had no moves for a while, those that sleep fill its free rooms.
     Bounds   In any minute at most MOVES_A_MINUTE moves of a device's replicas to or from it or to make room there, and
              RESIZES_A_MINUTE of KV alone. Of n models that sleep and contend for k rooms of a device, each waits at
              most its wake_s, 8 s where weights differ, and ⌈n ÷ k⌉ times what the moves of one take and what it stays
@@ -231,7 +231,10 @@ def _prepare(rooms: Rooms, who: Resident, rest_bytes: int) -> None:
         return
     if rooms.free[device] < who.need_bytes:
         clearing = clearing_of(rooms, who, device, False, _CALM_S)
-        if clearing is not None and not rooms.coming[device]:
+        # Whoever ended for it would be prepared next, and then this one end for that.
+        if clearing is None or any(leave.to is Residency.DISK for leave in clearing.leaves):
+            return
+        if not rooms.coming[device]:
             clear(rooms, who, device, clearing)
     elif rooms.affords(device, 1):
         arrive(rooms, who, device, Residency.DEVICE if stays else Residency.MEMORY, "prepared")

@@ -274,6 +274,13 @@ def test_what_fits_is_started_to_stay() -> None:
     assert (move.name, move.to, move.standby) == ("a", DEVICE, False)
 
 
+def test_nobody_ends_so_that_another_may_be_prepared_which_would_then_end_for_the_first() -> None:
+    large = on_disk("large", least_bytes=39 * GB)
+    assert not moves(view(asleep("a"), large))
+    assert not moves(view(awake("a", standby_bytes=300 * GB), large))
+    assert moves(view(asleep("a"), replace(large, **waits()))) == [("a", DISK)]
+
+
 def test_nothing_is_started_to_sleep_where_host_memory_is_short() -> None:
     assert moves(view(awake("a"), on_disk("b"), on_disk("c"), memory_bytes=20 * GB)) == [("b", DEVICE)]
     assert not moves(view(awake("a"), awake("b", arrived_at=NOW), on_disk("c"), memory_bytes=20 * GB))
