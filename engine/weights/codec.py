@@ -27,10 +27,14 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-LANES: Final = (32, 16)  # the first whose blocks divide a row
+from engine.weights.lanes import BASES, INPUTS_MOST, LANES, block_of, fits, lanes_of, words_of
+
+__all__ = [
+    "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "choose_base", "decode", "encode",
+    "expand", "fits", "index", "lanes_of", "stack", "words_of",
+]  # fmt: skip
+
 GROUP_OUTPUTS: Final = 16
-INPUTS_MOST: Final = 1 << 16  # a place has 16 bits for the input
-_BASE_LEAST, _BASE_MOST = 1, 119  # so that neither subnormals nor infinities have a code
 _SAMPLE: Final = 1 << 22  # numbers that a base is chosen by
 
 
@@ -70,7 +74,7 @@ class Coded:
         words = words_of(len(inputs))
         first = words_of(inputs.start)
         assert lanes_of(len(inputs)) == lanes_of(self.escapes.inputs), "a part whose blocks are others"
-        assert inputs.start % (8 * lanes_of(self.escapes.inputs)) == 0, "a part that begins within a block"
+        assert inputs.start % block_of(self.escapes.inputs) == 0, "a part that begins within a block"
         words_NW = self.words_NW[outputs.start : outputs.stop, first : first + words]
         return type(self)(words_NW.contiguous(), self.escapes.cut(outputs, inputs))
 
@@ -119,20 +123,6 @@ def stack(coded: Sequence[Coded]) -> Bf12:
     return Bf12(torch.cat([one.words_NW for one in coded]), index([one.escapes for one in coded]))
 
 
-def fits(outputs: int, inputs: int) -> bool:
-    """Whether matrices of this shape have a code."""
-    return outputs > 0 and 0 < inputs <= INPUTS_MOST and inputs % (8 * LANES[-1]) == 0
-
-
-def lanes_of(inputs: int) -> int:
-    return next(lanes for lanes in LANES if inputs % (8 * lanes) == 0)
-
-
-def words_of(inputs: int) -> int:
-    """Of a row."""
-    return inputs // 8 * 3
-
-
 def choose_base(weight_NK: Tensor) -> int:
     """The base that leaves the fewest escapes, judged by a sample of a large matrix: any base is right."""
     bits = weight_NK.reshape(-1).view(torch.int16)
@@ -142,14 +132,14 @@ def choose_base(weight_NK: Tensor) -> int:
 
 def base_for(counts: Tensor) -> int:
     """The base that leaves the fewest escapes of numbers of which so many have each of the 128 pairs of exponents."""
-    covered = counts.unfold(0, 8, 1).sum(1)[_BASE_LEAST : _BASE_MOST + 1]
-    return int(covered.argmax()) + _BASE_LEAST
+    covered = counts.unfold(0, 8, 1).sum(1)[BASES.start : BASES.stop]
+    return int(covered.argmax()) + BASES.start
 
 
 def encode(weight_NK: Tensor, base: int) -> Coded:
     """Takes some 6 bytes of memory a number. The result lies on the weight's device."""
     assert weight_NK.dtype == torch.bfloat16
-    assert _BASE_LEAST <= base <= _BASE_MOST
+    assert base in BASES
     outputs, inputs = weight_NK.shape
     assert fits(outputs, inputs)
     bits = weight_NK.contiguous().view(torch.int16)

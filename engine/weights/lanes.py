@@ -1,0 +1,29 @@
+"""The sizes of the 12-bit code (codec.py): which matrices have one, and into how many lanes and words a row goes.
+
+It needs no torch, so that headers can be judged without it.
+"""
+
+from typing import Final
+
+LANES: Final = (32, 16)  # the first whose blocks divide a row
+INPUTS_MOST: Final = 1 << 16  # a place has 16 bits for the input
+BASES: Final = range(1, 120)  # so that neither subnormals nor infinities have a code
+
+
+def fits(outputs: int, inputs: int) -> bool:
+    """Whether matrices of this shape have a code."""
+    return outputs > 0 and 0 < inputs <= INPUTS_MOST and inputs % (8 * LANES[-1]) == 0
+
+
+def lanes_of(inputs: int) -> int:
+    return next(lanes for lanes in LANES if inputs % (8 * lanes) == 0)
+
+
+def block_of(inputs: int) -> int:
+    """How many numbers of a row make a block, which words cannot be cut within."""
+    return 8 * lanes_of(inputs)
+
+
+def words_of(inputs: int) -> int:
+    """Of a row."""
+    return inputs // 8 * 3
