@@ -30,7 +30,7 @@ from torch import Tensor
 from engine.weights.lanes import BASES, INPUTS_MOST, LANES, block_of, fits, lanes_of, words_of
 
 __all__ = [
-    "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "choose_base", "decode", "encode",
+    "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "base_for", "choose_base", "decode", "encode",
     "expand", "fits", "index", "lanes_of", "stack", "words_of",
 ]  # fmt: skip
 

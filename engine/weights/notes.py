@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from engine.weights.codec import words_of
+from engine.weights.lanes import words_of
 
 VERSION: Final = 1
 PIECE_BYTES: Final = 4 << 20
