@@ -10,7 +10,8 @@ Of a tensor NAME that was coded (codec.py) such a file has
     NAME.escape_positions   I64 [escapes]           output · inputs + input, ascending
     NAME.escape_values      BF16 [escapes]
 
-and every other tensor as it was. Words begin at multiples of ALIGNED_BYTES, all else at those of its numbers. What is said of them lies in the header's metadata as JSON, with a sum of its own.
+and every other tensor as it was. Words begin at multiples of ALIGNED_BYTES, all else at those of its numbers. What is
+said of them lies in the header's metadata as JSON, with a sum of its own.
 
 A piece is what is read, checked and sent at once: of words as many whole rows as PIECE_BYTES hold, of any other tensor
 PIECE_BYTES; the last one is shorter. Its sum is that of the words as a GPU has them, whatever the level.
