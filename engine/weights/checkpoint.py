@@ -1,39 +1,27 @@
 """A folder's safetensors files: where each tensor lies, with every name, shape, dtype and place checked before its use.
 
-It reads headers and moves no weights. It knows no architecture.
+Some of the files, or all, may be compressed. It reads headers and moves no weights. It knows no architecture.
 """
 
 import hashlib
 import json
+import math
 import struct
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from engine.weights import notes
 from engine.weights.names import Source
+from engine.weights.planes import PLANE_BYTES, gather
+from engine.weights.stored import BF12, ITEM_BYTES, CheckpointError, Stored, listed
 
-_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}  # of weights
+__all__ = ["Checkpoint", "CheckpointError", "Stored"]
+
 _COUNTS: Final = {"I64": 8}  # positions that some encoders' files carry, never a weight
 _HEADER_BYTES_MAX: Final = 100_000_000
 _SMALL_BYTES: Final = 64 << 20  # checkpoints up to this size are digested whole
 _SAMPLE_BYTES: Final = 4096
-_LISTED_MAX: Final = 5
-
-
-class CheckpointError(ValueError):
-    """The folder's weights are not those of its config.json; the message names file and tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where one tensor lies: bytes first … last−1 of its file."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    first: int
-    last: int
 
 
 class Checkpoint:
@@ -51,7 +39,7 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        return sum(stored.last - stored.first for stored in self.tensors.values())
+        return sum(stored.bytes for stored in self.tensors.values())
 
     def require(self, sources: Iterable[Source], spare: Callable[[str], bool]) -> None:
         """Raises CheckpointError unless the tensors are exactly `sources`, apart from names that are `spare`."""
@@ -64,29 +52,32 @@ class Checkpoint:
             if name in self.tensors and self.tensors[name].shape != shape
         ]
         wrong += [
-            f"{name} has dtype {self.tensors[name].dtype}; {', '.join(_ITEM_BYTES)} are supported"
+            f"{name} has dtype {self.tensors[name].dtype}; {', '.join(ITEM_BYTES)} are supported"
             for name in wanted
-            if name in self.tensors and self.tensors[name].dtype not in _ITEM_BYTES
+            if name in self.tensors and self.tensors[name].dtype not in (*ITEM_BYTES, BF12)
         ]
         for problem, names in (("lacks", missing), ("has tensors that the model has no place for:", extra)):
             if names:
-                raise CheckpointError(f"{self.folder} {problem} {_listed(names)}")
+                raise CheckpointError(f"{self.folder} {problem} {listed(names)}")
         if wrong:
-            raise CheckpointError(f"{self.folder}: {_listed(wrong)}")
+            raise CheckpointError(f"{self.folder}: {listed(wrong)}")
 
     def revision(self) -> str:
-        """Names these weights: a digest of config.json, headers and, of large tensors, a sample of their bytes."""
+        """Names these weights: a digest of config.json, of headers, and of files or samples of their large tensors. A
+        compressed file's header has sums of all its bytes, which are compared as they are read."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        small = self.bytes <= _SMALL_BYTES
         for path in self.paths:
+            unsummed = [stored for stored in self.tensors.values() if stored.path == path and stored.sums is None]
             with path.open("rb") as file:
-                if self.bytes <= _SMALL_BYTES:
+                if unsummed and small:
                     digest.update(file.read())
                     continue
-                digest.update(file.read(8 + struct.unpack("<Q", file.read(8))[0] - 8))
-                for stored in self.tensors.values():
-                    if stored.path == path:
-                        file.seek((stored.first + stored.last) // 2)
-                        digest.update(file.read(min(_SAMPLE_BYTES, stored.last - stored.first)))
+                length = file.read(8)
+                digest.update(length + file.read(struct.unpack("<Q", length)[0]))
+                for stored in unsummed:
+                    file.seek((stored.first + stored.last) // 2)
+                    digest.update(file.read(min(_SAMPLE_BYTES, stored.last - stored.first)))
         return digest.hexdigest()[:32]
 
 
@@ -124,27 +115,28 @@ def _read_header(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{path} is no safetensors file: a header of {length} bytes in a file of {size}")
         try:
             header = json.loads(file.read(length))
-            del_metadata = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, AttributeError) as error:
+            metadata = header.pop("__metadata__", {})
+            said = notes.read(metadata)
+        except notes.NotesError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except (ValueError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path} is no safetensors file: {error}") from error
-    stored = {name: _stored(path, name, entry, 8 + length) for name, entry in del_metadata.items()}
+    dtypes = ITEM_BYTES | _COUNTS | ({} if said is None else PLANE_BYTES)
+    stored = {name: _stored(path, name, entry, 8 + length, dtypes) for name, entry in header.items()}
     _check_places(path, stored, 8 + length, size)
-    return stored
+    return stored if said is None else gather(path, stored, said)
 
 
-def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
+def _stored(path: Path, name: str, entry: Any, base: int, dtypes: Mapping[str, int]) -> Stored:
     try:
         dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(isinstance(number, int) and number >= 0 for number in (*shape, first, last))
+        item_bytes = dtypes.get(dtype)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the header's entry of {name} is malformed") from error
-    item_bytes = (_ITEM_BYTES | _COUNTS).get(dtype)
     if item_bytes is None:
-        raise CheckpointError(f"{path}: {name} has dtype {dtype}; {', '.join(_ITEM_BYTES)} are supported")
-    elements = 1
-    for length in shape:
-        elements *= length
-    if not whole or last - first != elements * item_bytes:
+        raise CheckpointError(f"{path}: {name} has dtype {dtype}; {', '.join(ITEM_BYTES)} are supported")
+    if not whole or last - first != math.prod(shape) * item_bytes:
         raise CheckpointError(f"{path}: {name} with shape {list(shape)} in {dtype} does not fit its offsets")
     return Stored(path, dtype, shape, base + first, base + last)
 
@@ -157,8 +149,3 @@ def _check_places(path: Path, stored: dict[str, Stored], base: int, size: int) -
         end = tensor.last
     if end != size:
         raise CheckpointError(f"{path}: {size} bytes long, its tensors end at {end}: cut short or added to")
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_LISTED_MAX])
-    return shown if len(names) <= _LISTED_MAX else f"{shown} and {len(names) - _LISTED_MAX} more"
