@@ -194,9 +194,9 @@ def clearing_of(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_
 
 
 def _leaves(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_s: float) -> list[Leave]:
-    """Who may leave the device for `who`, the cheapest first: idle ones, those that run, and last, where it would have
-    no room if all others slept, those that sleep, whose process holds some of it."""
-    now = rooms.view.now
+    """Who may leave the device for `who`, the cheapest first: idle ones, those that run, and last those that sleep,
+    whose process holds some of it. Where it would have no room if all others slept, idle ones end too."""
+    now, crammed = rooms.view.now, _least_room(rooms.view, who, device) < who.least_bytes
     awake = [
         one
         for one in rooms.at_rest(device, Residency.DEVICE)
@@ -206,12 +206,10 @@ def _leaves(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_s: f
         and (one.asked_at is None or now - one.asked_at >= silent_s)
     ]  # fmt: skip
     asleep = [
-        one
-        for one in rooms.at_rest(device, Residency.MEMORY)
-        if one.name != who.name and not one.busy and _least_room(rooms.view, who, device) < who.least_bytes
+        one for one in rooms.at_rest(device, Residency.MEMORY) if one.name != who.name and not one.busy and crammed
     ]
     leaves = [Leave(one, to, _leaving_cost(rooms, one, to), one.held_bytes - one.excess_bytes - left)
-              for one in awake if (to := _destination(rooms, one)) is not None
+              for one in awake if (to := _destination(rooms, one, crammed)) is not None
               for left in (one.asleep_bytes if to is Residency.MEMORY else 0,)]  # fmt: skip
     leaves.sort(key=lambda leave: (leave.who.busy, leave.cost / max(leave.bytes, 1)))
     ends = [Leave(one, Residency.DISK, _leaving_cost(rooms, one, Residency.DISK), one.held_bytes) for one in asleep]
@@ -224,9 +222,11 @@ def _leaving_cost(rooms: Rooms, who: Resident, to: Residency) -> float:
     return who.expected(rooms.view.now) * back_s
 
 
-def _destination(rooms: Rooms, who: Resident) -> Residency | None:
+def _destination(rooms: Rooms, who: Resident, crammed: bool) -> Residency | None:
     """Where one that leaves its device goes: to MEMORY where there is room or those that sleep there are of less value;
-    else to DISK, unless it is busy."""
+    else, or where the device is `crammed`, to DISK, unless it is busy."""
+    if crammed and not who.busy:
+        return Residency.DISK
     lacks = who.standby_bytes - who.memory_bytes - rooms.host_free - rooms.host_coming
     if lacks <= sum(other.memory_bytes for other in _sleepers(rooms, who)):
         return Residency.MEMORY

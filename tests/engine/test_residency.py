@@ -110,6 +110,13 @@ def test_nobody_is_passed_by_who_came_much_later() -> None:
     assert moves(view(light, heavy, devices=(20 * GB,))) == [("a", DEVICE)]
 
 
+def test_who_has_no_room_beside_the_process_of_one_that_sleeps_has_one_that_is_awake_end() -> None:
+    large = on_disk("large", least_bytes=39 * GB, **waits(5.0))
+    assert moves(view(awake("a"), large)) == [("a", DISK)]
+    assert moves(view(awake("a"), replace(large, least_bytes=38 * GB))) == [("a", MEMORY)]
+    assert moves(view(awake("a", running=1), large)) == []
+
+
 def test_the_room_that_one_waits_for_is_not_given_to_another() -> None:
     large = asleep("large", least_bytes=30 * GB, most_bytes=30 * GB, **waits(1.0))
     assert not moves(view(awake("a", running=1), large, asleep("small", least_bytes=10 * GB, **waits(0.5))))
