@@ -224,6 +224,7 @@ class Sizes:
     weights_bytes: int
     kv_bytes: int
     kept_bytes: int
+    standby_bytes: int
     extent_bytes: int
     extents_least: int
 

@@ -405,7 +405,7 @@ def _held(
     rows, wanted = max(most.rows, *buckets(most.rows)), buckets(most.sequences)[-1]
     with stream.entered(), workspace.entered():
         space = Space.make(config, dtype, device, most.words, rows, wanted, context_tokens)
-        kept = Kept(pool, weights.arena.driver, kept_bytes(model, pool.shape), device)
+        kept = Kept(pool, weights.arena.driver, kept_bytes(model, pool, context_tokens), device)
     return DeviceMemory(weights, pool, space, workspace, kept, stream, least_extents(model, pool, context_tokens))
 
 

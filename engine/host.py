@@ -21,7 +21,7 @@ from engine.batch import Batch, Flight, Int32s, OutOfDeviceMemory, OutOfHostMemo
 from engine.budgets import available_bytes
 from engine.costs import Costs
 from engine.kv import KvPool, KvShape
-from engine.memory import first_extents, kv_blocks, least_extents
+from engine.memory import first_extents, kept_bytes, kv_blocks, least_extents
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.host import HostStep
@@ -83,6 +83,7 @@ class Host:
         self._beat = beat
         self._kept_blocks: list[int] = []
         self._kept_LBW = torch.empty(0, dtype=torch.uint8)
+        self._kept_most_bytes = kept_bytes(model, self.pool, context_tokens)
         room = free if device_bytes is None else device_bytes - self._weights_bytes
         self.pool.map(range(first_extents(model, self.pool, context_tokens, room, free)))
         self.memory = Memory(
@@ -180,6 +181,7 @@ class Host:
             weights_bytes=weights,
             kv_bytes=kv_bytes,
             kept_bytes=self._kept_LBW.nbytes,
+            standby_bytes=self._kept_most_bytes,
             extent_bytes=pool.extent_bytes,
             extents_least=self._extents_least,
         )

@@ -26,7 +26,7 @@ class Kept:
         # What is on its way lies in memory that is there from the start, so that moves take none.
         self._staged = torch.empty(self._rows if most else 0, width, dtype=torch.uint8, device=device)
         self._ids = torch.empty(most, dtype=torch.int64, device=device)
-        self._pinned = Pinned(driver, -(-most * pool.shape.layers // self._rows) * PIECE_BYTES)
+        self._pinned = Pinned(driver, self.most_bytes)
         self._blocks: list[int] = []
 
     @property
@@ -38,6 +38,11 @@ class Kept:
     def held_bytes(self) -> int:
         """What of host memory is held for it, now and the next time."""
         return self._pinned.bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """What of host memory is ever held for it."""
+        return -(-len(self._ids) * self._pool.shape.layers // self._rows) * PIECE_BYTES
 
     def save(self, blocks: Items[int], stream: Stream) -> int:
         """Queues the copy of these blocks to the host; gives its bytes. Raises OutOfHostMemory."""

@@ -302,12 +302,13 @@ class Lodger:
 
     @property
     def _standby_bytes(self) -> int:
-        """On a CPU the page cache has its weights, which is nobody's budget."""
+        """What it holds where it sleeps now; else the most that it may, with what it keeps of its KV. On a CPU the page
+        cache has its weights, which is nobody's budget."""
+        if self.told is not None and self.told.residency is Residency.MEMORY:
+            return self.told.memory_bytes
         if self._sizes is None:
-            return self.model.weights_bytes if self._copies else 0
-        if self._sizes.residency is Residency.MEMORY:
-            return self._sizes.memory_bytes
-        return max(self._sizes.memory_bytes, self._sizes.weights_bytes if self._copies else 0)
+            return self.model.kept_kv_bytes + (self.model.weights_bytes if self._copies else 0)
+        return self._sizes.standby_bytes
 
     def _first_word(self) -> Place:
         """What a new connection is told: the order that it carries out, or to stay where it is."""

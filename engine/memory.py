@@ -38,9 +38,10 @@ def least_blocks(model: ModelSpec, tokens: int) -> int:
     return _published_blocks(model) - (-tokens // model.block_tokens)
 
 
-def kept_bytes(model: ModelSpec, shape: KvShape) -> int:
-    """How much KV is kept at most while it sleeps: its public prefixes in any case."""
-    return max(model.kept_kv_bytes, _published_blocks(model) * shape.block_bytes)
+def kept_bytes(model: ModelSpec, pool: KvPool, tokens: int) -> int:
+    """How much KV is kept at most while it sleeps: its public prefixes in any case, and no more than it wakes with."""
+    published = _published_blocks(model) * pool.shape.block_bytes
+    return min(max(model.kept_kv_bytes, published), least_extents(model, pool, tokens) * pool.extent_bytes)
 
 
 def _published_blocks(model: ModelSpec) -> int:

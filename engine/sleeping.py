@@ -152,6 +152,7 @@ class DeviceMemory:
             weights_bytes=self._weights.bytes,
             kv_bytes=kv_bytes,
             kept_bytes=self._kept.bytes,
+            standby_bytes=self._weights.bytes + self._kept.most_bytes,
             extent_bytes=extent_bytes,
             extents_least=self._extents_least,
         )

@@ -105,6 +105,7 @@ class Standby:
             weights_bytes=sizes.weights_bytes,
             kv_bytes=sizes.kv_bytes,
             kept_bytes=sizes.kept_bytes,
+            standby_bytes=sizes.standby_bytes,
         )
 
     # Inside

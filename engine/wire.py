@@ -286,7 +286,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     device_bytes    it holds now; asleep_bytes of them it holds in MEMORY too (what the driver keeps for a process).
     least_bytes     it holds at the least on the device: weights, workspace, KV of one context.
     most_bytes      it could use: the KV of all sequences that it may run.
-    memory_bytes    of host memory it holds: weights and kept KV.
+    memory_bytes    of host memory it holds: weights and kept KV; standby_bytes it holds in MEMORY at the most.
     kv_bytes        of device_bytes are KV; kept_bytes of memory_bytes are.
     weights_bytes   its weights take on the device.
     moved_bytes     the move copied, in `seconds`, from the order to its end.
@@ -304,6 +304,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     moved_bytes: int = 0
     seconds: float = 0.0
     problem: str = ""
+    standby_bytes: int = 0
 
 
 class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):

@@ -154,6 +154,7 @@ class EncoderRunner:
             weights_bytes=self._weights_bytes,
             kv_bytes=0,
             kept_bytes=0,
+            standby_bytes=0,
             extent_bytes=0,
             extents_least=0,
         )

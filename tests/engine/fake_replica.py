@@ -27,6 +27,7 @@ MIB: Final = 1 << 20
 ASLEEP_BYTES: Final = 10 * MIB  # what a driver would keep
 BESIDE_BYTES: Final = 30 * MIB  # of a replica that serves, beside its weights
 KV_BYTES: Final = 500 * MIB  # that it could use
+KEPT_BYTES: Final = 40 * MIB  # of them it keeps on the host while it sleeps, and what holds them for the next time
 GPU_BYTES: Final = 80_000 * MIB
 
 
@@ -49,6 +50,7 @@ class Fake:
         self.residency = Residency.DEVICE
         self.least = spec.model.weights_bytes + BESIDE_BYTES
         self.held = self.fitting(spec.device_bytes)
+        self.kept = 0
         self.peers: dict[socket.socket, wire.FrameReader] = {}
         self.listener = listener
         self.selector = selectors.DefaultSelector()
@@ -106,7 +108,7 @@ class Fake:
             return
         self.residency = place.residency
         if place.residency is Residency.MEMORY:
-            self.held = ASLEEP_BYTES
+            self.held, self.kept = ASLEEP_BYTES, KEPT_BYTES
         elif place.device_bytes is not None:
             self.held = self.fitting(place.device_bytes)
         self.tell(peer, self.placed(""))
@@ -119,7 +121,8 @@ class Fake:
             asleep_bytes=ASLEEP_BYTES,
             least_bytes=self.least,
             most_bytes=self.least + KV_BYTES,
-            memory_bytes=weights if self.spec.standby or self.residency is Residency.MEMORY else 0,
+            memory_bytes=(weights if self.spec.standby or self.residency is Residency.MEMORY else 0) + self.kept,
+            standby_bytes=weights + KEPT_BYTES,
             weights_bytes=weights,
             moved_bytes=weights,
             problem=problem,

@@ -228,6 +228,7 @@ class Stamps:
             weights_bytes=0,
             kv_bytes=kv_bytes,
             kept_bytes=kept_bytes,
+            standby_bytes=least * extent_bytes,
             extent_bytes=extent_bytes,
             extents_least=least,
         )

@@ -435,6 +435,9 @@ def test_sizes_say_what_it_holds_awake_and_asleep(tmp_path: Path) -> None:
     asleep = device.sizes()
     assert (asleep.device_bytes, asleep.kv_bytes) == (sizes.asleep_bytes, 0)
     assert asleep.memory_bytes == sizes.weights_bytes + device._held._kept.held_bytes
+    device.wake([0], [0])
+    device.sleep(list(range(sizes.extents_least * pool.extent_blocks)))
+    assert asleep.memory_bytes <= device.sizes().memory_bytes == device.sizes().standby_bytes == sizes.standby_bytes
     assert (asleep.least_bytes, asleep.most_bytes) == (sizes.least_bytes, sizes.most_bytes)
 
 

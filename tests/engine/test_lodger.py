@@ -31,8 +31,11 @@ from engine.wire import (
 from tests.engine.hosting import short_folder
 
 MIB = 1 << 20
-HERE = Placed(Residency.DEVICE, device_bytes=300, asleep_bytes=10, least_bytes=200, most_bytes=900, weights_bytes=150)
-ASLEEP = Placed(Residency.MEMORY, device_bytes=10, asleep_bytes=10, least_bytes=200, most_bytes=900, memory_bytes=150)
+HERE = Placed(
+    Residency.DEVICE, device_bytes=300, asleep_bytes=10, least_bytes=200, most_bytes=900, memory_bytes=150,
+    weights_bytes=150, standby_bytes=190,
+)  # fmt: skip
+ASLEEP = msgspec.structs.replace(HERE, residency=Residency.MEMORY, device_bytes=10)
 
 
 class Kept:
@@ -116,7 +119,7 @@ def test_it_starts_until_it_has_said_how_large_it_is(kept: Kept) -> None:
     kept.say(HERE)
     seen = kept.resident()
     assert (seen.residency, seen.rests, seen.granted_bytes) == (Residency.DEVICE, True, 500)
-    assert (seen.device_bytes, seen.least_bytes, seen.most_bytes, seen.standby_bytes) == (300, 200, 900, 150)
+    assert (seen.device_bytes, seen.least_bytes, seen.most_bytes, seen.standby_bytes) == (300, 200, 900, 190)
     assert kept.heard() == [Place(Residency.DEVICE)]
 
 
@@ -127,10 +130,23 @@ def test_one_that_never_says_it_counts_as_arrived_after_a_while_and_cannot_be_mo
     assert (kept.resident().residency, kept.resident().rests) == (Residency.DEVICE, False)
 
 
+def test_host_memory_is_planned_with_for_all_that_it_may_keep_and_asleep_for_what_it_did(kept: Kept) -> None:
+    kept.start()
+    kept.serve()
+    kept.say(HERE)
+    assert (kept.resident().memory_bytes, kept.resident().standby_bytes) == (150, 190)
+    kept.lodger.begin("sleep", Place(Residency.MEMORY), "", kept.now)
+    assert kept.resident().host_bytes == 190
+    kept.say(ASLEEP)
+    assert (kept.resident().standby_bytes, kept.resident().host_bytes) == (150, 150)
+    kept.lodger.ended()
+    assert kept.resident().standby_bytes == 190
+
+
 def test_before_it_was_seen_its_size_is_guessed_and_the_guess_grows_where_it_died_of_it(kept: Kept) -> None:
     guessed = kept.resident()
     assert 800 * MIB < guessed.least_bytes < guessed.most_bytes == 8000 * MIB
-    assert guessed.standby_bytes == 800 * MIB
+    assert guessed.standby_bytes == 800 * MIB + kept.model.kept_kv_bytes
     for _ in range(3):
         kept.lodger.needs_more(8000 * MIB)
     assert kept.resident().least_bytes == 8000 * MIB

@@ -1,10 +1,11 @@
 """engine/memory.py: how many blocks there is room for, and what is refused with which advice."""
 
+import msgspec
 import pytest
 import torch
 
 from engine.kv import KvPool, KvShape
-from engine.memory import DoesNotFit, first_extents, kv_blocks, least_blocks, least_extents
+from engine.memory import DoesNotFit, first_extents, kept_bytes, kv_blocks, least_blocks, least_extents
 from engine.wire import ModelSpec
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.bfloat16)
@@ -48,6 +49,15 @@ def pool_of(extents: int) -> KvPool:
     pool = KvPool(shape, 4 * extents, extents=0)
     assert (pool.extents, pool.extent_blocks) == (extents, 4)
     return pool
+
+
+def test_no_more_is_kept_than_one_asks_for_or_wakes_with_and_public_prefixes_always() -> None:
+    pool = pool_of(20)
+    block, least = pool.shape.block_bytes, 3 * pool.extent_bytes
+    model = ModelSpec(name="m", folder="", kept_kv_bytes=2 * block)
+    assert kept_bytes(model, pool, 160) == 2 * block
+    assert kept_bytes(msgspec.structs.replace(model, kept_kv_bytes=1 << 40), pool, 160) == least
+    assert kept_bytes(msgspec.structs.replace(model, public_prefixes=[[1] * 90]), pool, 160) == 5 * block
 
 
 def test_a_pool_opens_with_the_extents_that_there_is_room_for() -> None:

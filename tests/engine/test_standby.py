@@ -121,6 +121,7 @@ class House:
         for _ in range(1000):
             self.turn()
             if len(self.told) > before:
+                assert self.told[-1].memory_bytes <= self.told[-1].standby_bytes
                 return self.told[-1]
         raise AssertionError("it never ended")
 
