@@ -1,0 +1,281 @@
+"""A model's folder → one whose weights take 12 bits each, without loss, in the format of notes.py.
+
+    python -m engine.weights.compress SOURCE TARGET [--level device|distribution] [--device auto|cpu|cuda:N]
+                                      [--dry-run] [--json]
+
+Any architecture will do. Threads read pieces and code them, on a GPU where there is one with room; one takes what they
+made in the order of the files, sums and writes it. So memory is bounded by the pieces under way, whatever the size of
+a tensor.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from engine.weights import sums
+from engine.weights.codec import encode
+from engine.weights.headers import Placed
+from engine.weights.high import pack
+from engine.weights.notes import PIECE_BYTES, Level, piece_rows
+from engine.weights.program import add_options, device_for, print_json, run, threads_for
+from engine.weights.progress import Progress
+from engine.weights.reading import Opened, ordered
+from engine.weights.report import CODED, Report, TensorReport, lines
+from engine.weights.source import Folder, look
+from engine.weights.stored import CheckpointError
+from engine.weights.survey import Survey, Verdict, coded_pays, count, groups_of, shape_reason
+from engine.weights.target import TargetError, appearing, copy_file, require_new, require_room, write_file
+from engine.weights.writing import Made, Writing, as_bytes
+
+_ESCAPE_BYTES: Final = 10
+_SHARE_LEAST: Final = {Level.DEVICE: 0.75, Level.DISTRIBUTION: 0.6}  # of bf16, that what is coded takes
+
+
+class Piece(NamedTuple):
+    """A run of one tensor; where it has a base it is to be coded."""
+
+    path: Path
+    tensor: Placed
+    first: int
+    bytes: int
+    base: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is needed to make pieces."""
+
+    folder: Folder
+    level: Level
+    device: torch.device
+    files: Opened
+    pool: Executor
+    ahead: int
+    progress: Progress
+
+
+def compress(folder: Folder, target: Path, level: Level, device: torch.device) -> Report:
+    """Makes `target`. Raises CheckpointError for what is wrong with the folder, TargetError and OSError where it cannot
+    be written; then nothing is left of it."""
+    started = time.monotonic()
+    require_new(target)
+    if target.resolve().is_relative_to(folder.path.resolve()):
+        raise TargetError(f"{target} lies in {folder.path}: name a folder elsewhere")
+    require_room(target, _least_bytes(folder, level))
+    total = folder.weights_bytes + folder.others_bytes
+    with _work(folder, level, device, "compressing", total) as work, appearing(target) as made:
+        survey = _survey(work, lambda count: None)
+        reports = [report for name in folder.weights for report in _compress(work, survey, name, made)]
+        _copy_others(work, made)
+        work.files.require_same()
+        written = sum((made / name).stat().st_size for name in folder.weights)
+    return _report(folder, target, level, reports, written, started)
+
+
+def estimate(folder: Folder, level: Level, device: torch.device) -> Report:
+    """What `compress` would make of it, without writing, and what escapes tensors have whose shape has no code."""
+    started = time.monotonic()
+    with _work(folder, level, device, "looking", folder.weights_bytes) as work:
+        survey = _survey(work, work.progress.more, every=True)
+        reports = [
+            _reported(name, tensor, verdict, _estimated_bytes(tensor, verdict, level))
+            for name, header in folder.weights.items()
+            for tensor in header.tensors
+            for verdict in [survey.of(tensor.name)]
+        ]
+        work.files.require_same()
+    return _report(folder, None, level, reports, sum(report.bytes_after for report in reports), started)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="engine.weights.compress")
+    add_options(parser)
+    parser.add_argument("--level", choices=[level.name.lower() for level in Level], default=Level.DEVICE.name.lower())
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be made")
+    options = parser.parse_args()
+
+    def work() -> None:
+        level, device = Level[options.level.upper()], device_for(options.device)
+        folder = look(Path(options.source))
+        dry = options.dry_run
+        report = estimate(folder, level, device) if dry else compress(folder, Path(options.target), level, device)
+        print_json(report) if options.json else print(*lines(report), sep="\n")
+
+    return run(work)
+
+
+@contextmanager
+def _work(folder: Folder, level: Level, device: torch.device, doing: str, total: int) -> Iterator[Work]:
+    threads = threads_for(device)
+    with (
+        Opened(folder.path / name for name in folder.weights) as files,
+        ThreadPoolExecutor(threads) as pool,
+        Progress(doing, total) as progress,
+    ):
+        yield Work(folder, level, device, files, pool, threads + 2, progress)
+
+
+def _survey(work: Work, moved: Callable[[int], object], every: bool = False) -> Survey:
+    tensors = work.folder.tensors
+
+    def counts(tensor: Placed) -> Tensor:
+        total = torch.zeros(128, dtype=torch.int64)
+        pieces = _pieces(tensors[tensor.name][0], tensor, None)
+        with closing(ordered(work.pool, partial(_count, work), pieces, work.ahead)) as counted:
+            for numbers in counted:
+                total += numbers
+                moved(2 * int(numbers.sum()))
+        return total
+
+    by_name = {name: tensor for name, (_, tensor) in tensors.items()}
+    return Survey(by_name, groups_of(work.folder.path, list(tensors)), counts, coded_pays, every)
+
+
+def _compress(work: Work, survey: Survey, name: Path, made: Path) -> Iterator[TensorReport]:
+    """Writes one file."""
+    header, path = work.folder.weights[name], work.folder.path / name
+    digest = hashlib.sha256()
+    said = sums.sums_of(work.folder.sums).get(str(name))
+    pieces = (piece for tensor in header.tensors for piece in _pieces(path, tensor, survey.of(tensor.name).base))
+    with (
+        closing(Writing(made / name, header, work.level, digest if said else None)) as writing,
+        closing(ordered(work.pool, partial(_make, work), pieces, work.ahead)) as ready,
+    ):
+        for tensor in header.tensors:
+            verdict = survey.of(tensor.name)
+            own = _told(islice(ready, len(_starts(tensor, verdict.base))), work.progress)
+            if verdict.base is None:
+                writing.keep(tensor, own)
+                size = tensor.bytes
+            else:
+                size = writing.code(tensor, verdict.base, own)
+            yield _reported(name, tensor, verdict, size)
+        writing.finish(partial(work.files.read, path))
+    if said and digest.hexdigest() != said:
+        raise CheckpointError(f"{path} is not what {sums.NAME} says: get the file again")
+
+
+def _starts(tensor: Placed, base: int | None) -> range:
+    """The tensor's bytes that pieces begin at, in steps of what a piece has."""
+    step = PIECE_BYTES if base is None else 2 * tensor.shape[1] * piece_rows(tensor.shape[1])
+    return range(0, tensor.bytes, step)
+
+
+def _pieces(path: Path, tensor: Placed, base: int | None) -> Iterator[Piece]:
+    starts = _starts(tensor, base)
+    for start in starts:
+        yield Piece(path, tensor, tensor.first + start, min(starts.step, tensor.bytes - start), base)
+
+
+def _count(work: Work, piece: Piece) -> Tensor:
+    raw = work.files.read(piece.path, piece.first, piece.bytes)
+    return count(torch.frombuffer(raw, dtype=torch.int16).to(work.device))
+
+
+def _make(work: Work, piece: Piece) -> Made:
+    raw = work.files.read(piece.path, piece.first, piece.bytes)
+    if piece.base is None:
+        return Made(raw, memoryview(raw), xxhash.xxh3_64_intdigest(raw))
+    inputs = piece.tensor.shape[1]
+    weight_NK = torch.frombuffer(raw, dtype=torch.bfloat16).view(-1, inputs).to(work.device)
+    coded = encode(weight_NK, piece.base)
+    words_NW = coded.words_NW.cpu()
+    first = (piece.first - piece.tensor.first) // 2
+    made = Made(
+        raw,
+        as_bytes(words_NW),
+        xxhash.xxh3_64_intdigest(as_bytes(words_NW)),
+        coded.escapes.positions_E.cpu() + first,
+        coded.escapes.values_E.cpu(),
+    )
+    if work.level is Level.DEVICE:
+        return made
+    frame, low_NV = pack(words_NW)
+    return made._replace(stored=as_bytes(low_NV), frame=frame)
+
+
+def _told(pieces: Iterator[Made], progress: Progress) -> Iterator[Made]:
+    for made in pieces:
+        yield made
+        progress.more(len(made.raw))
+
+
+def _copy_others(work: Work, made: Path) -> None:
+    """All that is not weights, and what the sums of the weights are now."""
+    folder = work.folder
+    said = sums.sums_of(folder.sums)
+    if folder.sums:
+        new = [name for name in folder.weights if str(name) in said]
+        found = dict(zip(map(str, new), work.pool.map(lambda name: _sha256(made / name), new), strict=True))
+        write_file(made / sums.NAME, sums.encoded(sums.with_sums(folder.sums, found)))
+        write_file(made / sums.ORIGINAL, sums.encoded(folder.sums))
+    for name in folder.others:
+        copy_file(folder.path / name, made / name, work.progress.more, said.get(str(name)))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _least_bytes(folder: Folder, level: Level) -> int:
+    """What the new folder takes at the least."""
+    shares = {True: _SHARE_LEAST[level], False: 1.0}
+    tensors = (tensor for header in folder.weights.values() for tensor in header.tensors)
+    return folder.others_bytes + int(sum(shares[not shape_reason(tensor)] * tensor.bytes for tensor in tensors))
+
+
+def _estimated_bytes(tensor: Placed, verdict: Verdict, level: Level) -> int:
+    if verdict.base is None:
+        return tensor.bytes
+    numbers = tensor.bytes // 2
+    high_bits = 4.0 if level is Level.DEVICE else verdict.high_bits
+    return int(numbers * (8.0 + high_bits) / 8) + _ESCAPE_BYTES * (verdict.escapes or 0)
+
+
+def _reported(file: Path, tensor: Placed, verdict: Verdict, size: int) -> TensorReport:
+    numbers = max(1, tensor.bytes // 2)
+    return TensorReport(
+        name=tensor.name,
+        file=str(file),
+        shape=tensor.shape,
+        kind=tensor.dtype.lower() if verdict.base is None else CODED,
+        base=verdict.base,
+        escapes=verdict.escapes,
+        escape_rate=None if verdict.escapes is None else verdict.escapes / numbers,
+        bytes_before=tensor.bytes,
+        bytes_after=size,
+        reason=verdict.reason,
+    )
+
+
+def _report(
+    folder: Folder, target: Path | None, level: Level, tensors: list[TensorReport], size: int, started: float
+) -> Report:
+    return Report(
+        source=str(folder.path),
+        target=None if target is None else str(target),
+        level=level.name.lower(),
+        tensors=tensors,
+        bytes_before=folder.weights_bytes,
+        bytes_after=size,
+        copied_files=len(folder.others),
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""A compressed folder (notes.py) → the one that it was made of, bit for bit.
+
+    python -m engine.weights.expand SOURCE TARGET [--device auto|cpu|cuda:N] [--json]
+
+What is read is held against the sum of each piece, what comes of it against those of each tensor and of the whole file.
+Memory is bounded by the pieces under way and a tensor's escapes.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+import xxhash
+from torch import Tensor
+
+from engine.weights import notes, sums
+from engine.weights.codec import Escapes
+from engine.weights.codec import expand as expanded
+from engine.weights.headers import Header, Placed, parse_header, read_header
+from engine.weights.high import HighError, unpack
+from engine.weights.lanes import BASES, fits, words_of
+from engine.weights.notes import (
+    ALIGNED_BYTES,
+    HIGH,
+    HIGH_ENDS,
+    PIECE_BYTES,
+    POSITIONS,
+    VALUES,
+    Level,
+    Notes,
+    NotesError,
+    piece_rows,
+)
+from engine.weights.program import add_options, device_for, print_json, run, threads_for
+from engine.weights.progress import Progress
+from engine.weights.reading import Opened, ordered
+from engine.weights.report import Expanded
+from engine.weights.stored import CheckpointError, listed
+from engine.weights.target import appearing, copy_file, files_of, require_new, require_room
+from engine.weights.writing import as_bytes, put
+
+_SUFFIX: Final = ".safetensors"
+_AGAIN: Final = "get the file again"
+
+Job = Callable[[], bytearray | memoryview]  # gives a piece of the original
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A compressed file: its tensors by name, what it says, and the header that it was made of."""
+
+    path: Path
+    tensors: dict[str, Placed]
+    said: Notes
+    original: Header
+
+    def fail(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {name} {what}: {_AGAIN}")
+
+    def sums(self, name: str, pieces: int) -> list[int]:
+        found = self.said.pieces.get(name, [])
+        if len(found) != pieces:
+            raise self.fail(name, f"has {len(found)} sums of {pieces} pieces")
+        return found
+
+
+def expand(source: Path, target: Path, device: torch.device) -> Expanded:
+    """Makes `target`. Raises CheckpointError for what is wrong with the folder, TargetError and OSError where it cannot
+    be written; then nothing is left of it."""
+    started = time.monotonic()
+    require_new(target)
+    names = _names_of(source)
+    files = {name: file for name in names if name.suffix == _SUFFIX and (file := read(source / name)) is not None}
+    if not files:
+        raise CheckpointError(f"{source} has no compressed *.safetensors: there is nothing to expand")
+    copied = {name: _name_of(name) for name in names if name not in files}
+    size = sum(file.original.bytes for file in files.values())
+    copied_bytes = sum((source / name).stat().st_size for name in copied)
+    require_room(target, size + copied_bytes)
+    threads = threads_for(device)
+    with (
+        Opened(file.path for file in files.values()) as opened,
+        ThreadPoolExecutor(threads) as pool,
+        Progress("expanding", size + copied_bytes) as progress,
+        appearing(target) as made,
+    ):
+        for name, file in files.items():
+            with closing(ordered(pool, _run, _jobs(opened, file, device), threads + 2)) as pieces:
+                _restore(file, pieces, made / name, progress)
+        for name, other in copied.items():
+            copy_file(source / name, made / other, progress.more)
+        opened.require_same()
+    stored = sum(file.path.stat().st_size for file in files.values())
+    return Expanded(str(source), str(target), len(files), stored, size, round(time.monotonic() - started, 3))
+
+
+def read(path: Path) -> File | None:
+    """None of a file that is not compressed. Raises CheckpointError."""
+    header = read_header(path)
+    try:
+        said = notes.read(header.metadata)
+        if said is None:
+            return None
+        original = parse_header(said.original.header, said.original.bytes)
+    except (NotesError, ValueError) as error:
+        raise CheckpointError(f"{path} is a compressed file, and {error}") from error
+    file = File(path, {tensor.name: tensor for tensor in header.tensors}, said, original)
+    _require_planes(file)
+    return file
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="engine.weights.expand")
+    add_options(parser)
+    options = parser.parse_args()
+
+    def work() -> None:
+        done = expand(Path(options.source), Path(options.target), device_for(options.device))
+        print_json(done) if options.json else print(done.line)
+
+    return run(work)
+
+
+def _names_of(source: Path) -> list[Path]:
+    """But for the sums of the compressed files."""
+    if not source.is_dir():
+        raise CheckpointError(f"there is no folder {source}")
+    return [name for name in files_of(source) if name != Path(sums.NAME)]
+
+
+def _name_of(name: Path) -> Path:
+    return Path(sums.NAME) if name == Path(sums.ORIGINAL) else name
+
+
+def _require_planes(file: File) -> None:
+    """Raises CheckpointError unless the file has exactly the tensors that its notes mean."""
+    wanted: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+    for tensor in file.original.tensors:
+        code = file.said.codes.get(tensor.name)
+        if code is None:
+            wanted[tensor.name] = (tensor.dtype, tensor.shape)
+            continue
+        if tensor.dtype != "BF16" or len(tensor.shape) != 2 or not fits(*tensor.shape) or code.base not in BASES:
+            raise file.fail(tensor.name, "is said to be coded and has no code")
+        outputs, inputs = tensor.shape
+        packed = file.said.level is Level.DISTRIBUTION
+        wanted[tensor.name] = ("I32", (outputs, words_of(inputs) // 3 * (2 if packed else 3)))
+        wanted |= {tensor.name + POSITIONS: ("I64", None), tensor.name + VALUES: ("BF16", None)}
+        if packed:
+            pieces = -(-outputs // piece_rows(inputs))
+            wanted |= {tensor.name + HIGH: ("U8", None), tensor.name + HIGH_ENDS: ("I64", (pieces,))}
+    if wrong := wanted.keys() ^ file.tensors.keys():
+        raise CheckpointError(f"{file.path}: {listed(wrong)}: either is not there or should not be: {_AGAIN}")
+    for name, (dtype, shape) in wanted.items():
+        found = file.tensors[name]
+        if found.dtype != dtype or (shape is not None and found.shape != shape):
+            raise file.fail(name, f"is {found.dtype} {list(found.shape)}, unlike what its notes say")
+
+
+def _run(job: Job) -> bytearray | memoryview:
+    return job()
+
+
+def _restore(file: File, pieces: Iterator[bytearray | memoryview], path: Path, progress: Progress) -> None:
+    """Writes the original. Raises CheckpointError where it comes out another one."""
+    text = file.original.text.encode()
+    start = len(text).to_bytes(8, "little") + text
+    total = xxhash.xxh3_128(start)
+    with path.open("xb", buffering=0) as made:
+        place = put(made.fileno(), 0, memoryview(start))
+        progress.more(place)
+        for tensor in file.original.tensors:
+            whole = xxhash.xxh3_128()
+            while place < tensor.last:
+                piece = next(pieces)
+                total.update(piece)
+                whole.update(piece)
+                place = put(made.fileno(), place, memoryview(piece))
+                progress.more(len(piece))
+            code = file.said.codes.get(tensor.name)
+            if code is not None and whole.hexdigest() != code.xxh3_128:
+                raise file.fail(tensor.name, "is not the tensor that was compressed")
+        if total.hexdigest() != file.said.original.xxh3_128:
+            raise CheckpointError(f"{file.path} does not give the file that was compressed: {_AGAIN}")
+        os.fsync(made.fileno())
+
+
+def _jobs(opened: Opened, file: File, device: torch.device) -> Iterator[Job]:
+    """What gives the original's pieces, in the order of their bytes."""
+    for tensor in file.original.tensors:
+        code = file.said.codes.get(tensor.name)
+        if code is None:
+            yield from _kept(opened, file, file.tensors[tensor.name])
+        else:
+            yield from _coded(opened, file, tensor, code.base, device)
+
+
+def _kept(opened: Opened, file: File, stored: Placed) -> Iterator[Job]:
+    starts = range(stored.first, stored.last, PIECE_BYTES)
+    for start, said in zip(starts, file.sums(stored.name, len(starts)), strict=True):
+        yield partial(_checked, opened, file, stored, start, min(PIECE_BYTES, stored.last - start), said)
+
+
+def _checked(opened: Opened, file: File, stored: Placed, first: int, count: int, said: int) -> bytearray:
+    piece = opened.read(file.path, first, count)
+    if xxhash.xxh3_64_intdigest(piece) != said:
+        raise file.fail(stored.name, "was altered")
+    return piece
+
+
+def _coded(opened: Opened, file: File, tensor: Placed, base: int, device: torch.device) -> Iterator[Job]:
+    outputs, inputs = tensor.shape
+    escapes = _escapes(opened, file, tensor, base)
+    starts = range(0, outputs, piece_rows(inputs))
+    frames = _frames(opened, file, tensor.name, len(starts))
+    for start, said, frame in zip(starts, file.sums(tensor.name, len(starts)), frames, strict=True):
+        rows = range(start, min(start + starts.step, outputs))
+        yield partial(_decoded, opened, file, tensor.name, escapes, rows, said, frame, device)
+
+
+def _decoded(
+    opened: Opened,
+    file: File,
+    name: str,
+    escapes: Escapes,
+    rows: range,
+    said: int,
+    frame: range | None,
+    device: torch.device,
+) -> memoryview:
+    """These rows of the matrix as bf16."""
+    stored = file.tensors[name]
+    width = 4 * stored.shape[1]
+    raw = opened.read(file.path, stored.first + rows.start * width, len(rows) * width)
+    words_NW = torch.frombuffer(raw, dtype=torch.int32).view(len(rows), -1)
+    if frame is not None:
+        low_NV, words_NW = words_NW, torch.empty(len(rows), words_of(escapes.inputs), dtype=torch.int32)
+        try:
+            unpack(bytes(opened.read(file.path, frame.start, len(frame))), low_NV, words_NW)
+        except HighError as error:
+            raise file.fail(name, f"has {error}") from error
+    if xxhash.xxh3_64_intdigest(as_bytes(words_NW)) != said:
+        raise file.fail(name, "was altered")
+    weight_NK = expanded(words_NW.to(device), escapes.rows(rows).to(device)).cpu()
+    return as_bytes(weight_NK)
+
+
+def _escapes(opened: Opened, file: File, tensor: Placed, base: int) -> Escapes:
+    positions_E = _plane(opened, file, tensor.name + POSITIONS, torch.int64)
+    values_E = _plane(opened, file, tensor.name + VALUES, torch.bfloat16)
+    outputs, inputs = tensor.shape
+    ends = (positions_E[:1] < 0).any() or (positions_E[-1:] >= outputs * inputs).any()
+    if len(positions_E) != len(values_E) or ends or (positions_E.diff() <= 0).any():
+        raise file.fail(tensor.name, "has escapes out of their order")
+    return Escapes(outputs, inputs, base, positions_E, values_E)
+
+
+def _plane(opened: Opened, file: File, name: str, dtype: torch.dtype) -> Tensor:
+    content = bytearray().join(job() for job in _kept(opened, file, file.tensors[name]))
+    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
+
+def _frames(opened: Opened, file: File, name: str, pieces: int) -> Sequence[range | None]:
+    """Where in the file the frame of each piece lies; None of them where high words are not packed."""
+    if file.said.level is Level.DEVICE:
+        return [None] * pieces
+    high, stored = file.tensors[name + HIGH], file.tensors[name + HIGH_ENDS]
+    ends = torch.frombuffer(opened.read(file.path, stored.first, stored.bytes), dtype=torch.int64).tolist()
+    starts = [0, *ends[:-1]]
+    padding = high.bytes - ends[-1]
+    if any(start >= end for start, end in zip(starts, ends, strict=True)) or not 0 <= padding < ALIGNED_BYTES:
+        raise file.fail(name, "has frames that end where they cannot")
+    if any(opened.read(file.path, high.last - padding, padding)):
+        raise file.fail(name, "was altered behind its frames")
+    return [range(high.first + start, high.first + end) for start, end in zip(starts, ends, strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

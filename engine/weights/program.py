@@ -1,0 +1,85 @@
+"""What the programs over whole folders (compress, expand) have in common: where they compute, how they end when they
+are told to, and how they say what went wrong. It knows nothing of what they do.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import torch
+
+from engine.weights.stored import CheckpointError
+from engine.weights.target import TargetError
+
+_FREE_BYTES: Final = 2 << 30  # what pieces may take of a GPU that others use as well
+_GPU_THREADS: Final = 8
+
+
+class DeviceError(ValueError):
+    """There is no such device."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a folder")
+    parser.add_argument("target", help="a new folder")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N: where numbers are coded")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def device_for(name: str) -> torch.device:
+    """`auto` is the first GPU, where it has room. Raises DeviceError."""
+    if name == "auto":
+        room = torch.cuda.is_available() and torch.cuda.mem_get_info(0)[0] >= _FREE_BYTES
+        return torch.device("cuda", 0) if room else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DeviceError(f"{name!r} is no device: auto, cpu, cuda or cuda:N is") from None
+    if device.type not in ("cpu", "cuda") or (
+        device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    ):
+        raise DeviceError(f"there is no device {name} here")
+    return device
+
+
+def threads_for(device: torch.device) -> int:
+    """How many pieces are under way at once."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, _GPU_THREADS) if device.type == "cuda" else cores
+
+
+def print_json(done: msgspec.Struct) -> None:
+    print(json.dumps(msgspec.to_builtins(done), indent=2, ensure_ascii=False))
+
+
+def run(work: Callable[[], None]) -> int:
+    """The exit status: 0, 1 with the reason on stderr, or as the shell has it for who was told to end. `work` has then
+    left what it was in by exceptions, and taken back what it began."""
+    signal.signal(signal.SIGTERM, _end)
+    torch.set_num_threads(1)  # the threads that take pieces use the cores
+    try:
+        work()
+    except KeyboardInterrupt:
+        return _fail("stopped: nothing is left of it", 128 + signal.SIGINT)
+    except (CheckpointError, TargetError, DeviceError) as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename or 'the new folder'}: {error.strerror}: nothing is left of it")
+    except torch.cuda.OutOfMemoryError:
+        return _fail("the GPU has no room beside what runs on it: use --device cpu")
+    return 0
+
+
+def _end(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # what is under way of an end is not ended again
+    raise SystemExit(128 + number)
+
+
+def _fail(message: str, status: int = 1) -> int:
+    print(f"hearth: {message}", file=sys.stderr)
+    return status

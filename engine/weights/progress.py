@@ -1,0 +1,38 @@
+"""How far a long run over many bytes is: a bar where stderr is a terminal, else a line of the log every few seconds."""
+
+import sys
+import time
+from typing import Final
+
+from tqdm import tqdm
+
+from engine.log import log
+
+_TELL_S: Final = 5.0
+
+
+class Progress:
+    """`doing` is what the bar and the log say, like `compressing`."""
+
+    def __init__(self, doing: str, total: int) -> None:
+        self._doing = doing
+        self._total = total
+        self._done = 0
+        self._told_at = time.monotonic()
+        shown = sys.stderr.isatty()
+        self._bar = tqdm(total=total, desc=doing, unit="B", unit_scale=True) if shown else None
+
+    def more(self, count: int) -> None:
+        self._done += count
+        if self._bar is not None:
+            self._bar.update(count)
+        elif time.monotonic() - self._told_at >= _TELL_S:
+            self._told_at = time.monotonic()
+            log(self._doing, percent=100 * self._done // max(1, self._total))
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,128 @@
+"""Which tensors of a folder are coded, from which base, and why the others are not: by name, shape and numbers.
+
+A parameter of the model may be made of several tensors, which lie below each other on a device. All of them are coded,
+or none. Their numbers are counted by exponent, all of them, before the first is coded, so that what is written is
+known to be good; what was counted last still lies in the page cache when it is read again.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.encoder.config import is_encoder, read_encoder_config
+from engine.encoder.names import encoder_entries
+from engine.encoder.names import prefix_of as encoder_prefix_of
+from engine.model.config import ConfigError, read_config
+from engine.weights.codec import base_for
+from engine.weights.headers import Placed
+from engine.weights.lanes import fits
+from engine.weights.names import entries, prefix_of
+
+ESCAPES_MOST: Final = 0.0002  # per number: more of them slow a kernel down
+_EXPONENTS: Final = 128  # pairs of them
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`base` is None of a tensor that is kept, for that `reason`. `escapes` is None where nobody counted, and else
+    `high_bits` is the entropy of a number's sign and code."""
+
+    base: int | None = None
+    escapes: int | None = None
+    high_bits: float = 0.0
+    reason: str = ""
+
+
+class Survey:
+    """`counts` says how many numbers of a bf16 tensor have each pair of exponents; `pays` whether 12 bits are no slower
+    for a matrix of (outputs, inputs). With `every` those are counted as well whose shape has no code."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Placed],
+        groups: Iterable[tuple[str, ...]],
+        counts: Callable[[Placed], Tensor],
+        pays: Callable[[int, int], bool],
+        every: bool = False,
+    ) -> None:
+        self._tensors = tensors
+        self._group = {name: group for group in groups for name in group}
+        self._counts = counts
+        self._pays = pays
+        self._every = every
+        self._verdicts: dict[str, Verdict] = {}
+
+    def of(self, name: str) -> Verdict:
+        """Reads all tensors that are judged together, the first time."""
+        if name not in self._verdicts:
+            self._verdicts |= self._judged([self._tensors[name] for name in self._group.get(name, (name,))])
+        return self._verdicts[name]
+
+    def _judged(self, group: Sequence[Placed]) -> dict[str, Verdict]:
+        reasons = {tensor.name: shape_reason(tensor) for tensor in group}
+        if not any(reasons.values()) and not self._pays(sum(tensor.shape[0] for tensor in group), group[0].shape[1]):
+            reasons = {tensor.name: "in 12 bits it is slower, as measured" for tensor in group}
+        counted = [
+            tensor for tensor in group if tensor.dtype == "BF16" and (self._every or not any(reasons.values()))
+        ]  # fmt: skip
+        found = {tensor.name: _least(self._counts(tensor)) for tensor in counted}
+        for tensor in counted:
+            if not reasons[tensor.name] and (found[tensor.name].escapes or 0) > ESCAPES_MOST * tensor.bytes / 2:
+                reasons[tensor.name] = "more of its numbers have no code than pays"
+        because = next((name for name, reason in reasons.items() if reason), "")
+        verdicts = {}
+        for name, reason in reasons.items():
+            verdict = found.get(name, Verdict())
+            kept = reason or (f"{because}, which it lies beside, is kept" if because else "")
+            verdicts[name] = replace(verdict, base=None, reason=kept) if kept else verdict
+        return verdicts
+
+
+def coded_pays(outputs: int, inputs: int) -> bool:
+    """Whether kernels are no slower with such a matrix in 12 bits."""
+    return True
+
+
+def shape_reason(tensor: Placed) -> str:
+    """Why it has no code, whatever its numbers are; empty where it may have."""
+    if tensor.dtype != "BF16":
+        return f"its numbers are {tensor.dtype}"
+    if len(tensor.shape) != 2:
+        return "it is no matrix"
+    if not fits(*tensor.shape):
+        return "its shape has no code"
+    return ""
+
+
+def groups_of(folder: Path, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The tensors that become one parameter, of the architectures that are known; of others each is alone."""
+    stored = set(names)
+    try:
+        if is_encoder(folder):
+            table = encoder_entries(read_encoder_config(folder), encoder_prefix_of(stored))
+        else:
+            table = entries(read_config(folder, vectors=True), prefix_of(stored))
+    except (ConfigError, TypeError, ValueError, KeyError, AttributeError):
+        return []
+    groups = [tuple(source.name for source in entry.sources) for entry in table]
+    return [group for group in groups if len(group) > 1 and stored.issuperset(group)]
+
+
+def count(bits: Tensor) -> Tensor:
+    """int16 numbers as they are stored → how many have each pair of exponents, on the host."""
+    return torch.bincount(((bits >> 8) & (_EXPONENTS - 1)).to(torch.uint8), minlength=_EXPONENTS).cpu()
+
+
+def _least(counts: Tensor) -> Verdict:
+    """With the base that leaves the fewest escapes."""
+    base = base_for(counts)
+    numbers = int(counts.sum())
+    codes = counts[base : base + 8].double()
+    escapes = numbers - int(codes.sum())
+    codes[0] += escapes
+    shares = codes[codes > 0] / max(1, numbers)
+    return Verdict(base, escapes, 1.0 - float((shares * shares.log2()).sum()))

@@ -1,0 +1,148 @@
+"""A folder that appears whole or not at all, and the files that go into it. It knows nothing of what is in them.
+
+It is written beside its place, under a name that nobody else uses, and a lock on it says that someone does. A process
+that was killed leaves one without a lock, which the next takes over, emptied.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from engine.weights.report import in_bytes
+
+SUFFIX: Final = ".partial-hearth"
+ARTEFACTS: Final = ".hearth"  # what a start has compiled and measured; it belongs to the folder that it was found for
+_COPIED_BYTES: Final = 4 << 20
+_LAST: Final = "config.json"  # what makes a folder a model
+
+
+class TargetError(Exception):
+    """The folder cannot be made; the message says why and what to do."""
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A new folder to write into, which is `target` when the block has ended well and is gone when it has not. Files
+    are on the disk for good by then where whoever wrote them has synchronised them. Raises TargetError."""
+    require_new(target)
+    partial = target.with_name(target.name + SUFFIX)
+    lock = _locked(partial)
+    try:
+        _empty(partial)
+        yield partial
+        for folder, _, _ in os.walk(partial):
+            synchronise(Path(folder))
+        require_new(target)
+        partial.rename(target)
+        synchronise(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def require_new(target: Path) -> None:
+    if os.path.lexists(target):
+        raise TargetError(f"{target} exists: name a folder that does not, or remove it first")
+    if not target.parent.is_dir():
+        raise TargetError(f"{target} cannot be made: there is no folder {target.parent}")
+
+
+def require_room(target: Path, needed: int) -> None:
+    """Raises TargetError where the disk has less."""
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise TargetError(
+            f"{target} needs {in_bytes(needed)}, and {target.parent} has {in_bytes(free)} free: make room, or name a "
+            "folder on another disk"
+        )
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files below it, relative, but what starts have left there; config.json comes last. What links name counts as
+    if it lay there. Raises TargetError where something is no file."""
+    found = sorted(_below(folder, Path(), ()))
+    return sorted(found, key=lambda name: name == Path(_LAST))
+
+
+def copy_file(source: Path, target: Path, moved: Callable[[int], object], sha256: str | None = None) -> None:
+    """Byte for byte, and on the disk for good. Raises TargetError where the sum is another one than `sha256`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with source.open("rb") as reading, target.open("xb") as writing:
+        while piece := reading.read(_COPIED_BYTES):
+            if sha256 is not None:
+                digest.update(piece)
+            writing.write(piece)
+            moved(len(piece))
+        writing.flush()
+        os.fsync(writing.fileno())
+    if sha256 is not None and digest.hexdigest() != sha256:
+        raise TargetError(f"{source} is not what the folder's sums say: get the file again")
+
+
+def write_file(target: Path, content: bytes) -> None:
+    """On the disk for good."""
+    with target.open("xb") as writing:
+        writing.write(content)
+        writing.flush()
+        os.fsync(writing.fileno())
+
+
+def synchronise(folder: Path) -> None:
+    """Which names are in it."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _locked(partial: Path) -> int:
+    """Makes the folder where there is none. Raises TargetError where a process has it."""
+    while True:
+        with suppress(FileExistsError):
+            partial.mkdir()
+        try:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # whoever had it has just ended
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), partial.stat()):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise TargetError(f"another process writes {partial} now: wait for it, or end it") from None
+        except FileNotFoundError:
+            pass
+        os.close(lock)  # it was another's, renamed or removed since
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _below(folder: Path, below: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    real = (folder / below).resolve()
+    if real in above:
+        raise TargetError(f"{folder / below} leads back to {real}: remove the link")
+    for entry in os.scandir(folder / below):
+        if entry.name == ARTEFACTS:
+            continue
+        if entry.is_dir():
+            yield from _below(folder, below / entry.name, (*above, real))
+        elif entry.is_file():
+            yield below / entry.name
+        else:
+            raise TargetError(f"{entry.path} is no file, or a link to one that is gone: get it again, or remove it")
