@@ -49,9 +49,9 @@ from engine.model.layers import Parameters
 from engine.sleeping import GRAPH_BYTES, DeviceMemory
 from engine.streams import Mark, Stream
 from engine.tiles import build
-from engine.weights.assembly import planned_bytes, shapes, weights_bytes
+from engine.weights.assembly import weights_bytes
 from engine.weights.image import Weights
-from engine.weights.names import entries
+from engine.weights.origin import Origin
 from engine.wire import Memory, ModelSpec, Sampling
 from engine.workspace import Workspace
 
@@ -63,7 +63,6 @@ _PREPARE_EVERY_S: Final = 0.25
 _LOADED: Final = (64, 128, 1024)  # rows of steps whose kernels are loaded before it serves: decodes, and a prompt
 _MEASURED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
-Load = Callable[[dict[str, Tensor]], Parameters]
 
 _GREEDY: Final = Sampling()
 _DEMANDING: Final = Sampling(
@@ -89,7 +88,7 @@ class Device:
         self._config = config
         self._most = most
         self._decoder = Decoder(parameters)
-        self._dtype = parameters.embedding.dtype
+        self._dtype = held.space.dtype
         self._held = held
         self._space = held.space
         self._stream = stream
@@ -109,42 +108,45 @@ class Device:
 
     @classmethod
     def open(
-        cls, model: ModelSpec, config: ModelConfig, load: Load, dtype: torch.dtype, context_tokens: int,
-        device: torch.device, beat: Callable[[], None], device_bytes: int | None, standby: bool,
+        cls, model: ModelSpec, config: ModelConfig, origin: Origin, context_tokens: int, beat: Callable[[], None],
+        device_bytes: int | None, standby: bool,
     ) -> Self:  # fmt: skip
         """Loads the weights, compiles what is not compiled yet, measures what a step needs, takes the rest for KV, or
-        what device_bytes leave, and captures hot graphs. `load` fills tensors and makes parameters of them. What an
-        earlier start has measured it takes over, and captures but the first graphs.
+        what device_bytes leave, and captures hot graphs. What an earlier start has measured it takes over, and captures
+        but the first graphs.
 
         Raises DoesNotFit.
         """
         try:
-            return cls._open(model, config, load, dtype, context_tokens, device, beat, device_bytes, standby)
+            return cls._open(model, config, origin, context_tokens, beat, device_bytes, standby)
         except OutOfDeviceMemory as error:
             raise DoesNotFit(f"{model.name}: {error}") from error
 
     @classmethod
     def _open(
-        cls, model: ModelSpec, config: ModelConfig, load: Load, dtype: torch.dtype, context_tokens: int,
-        device: torch.device, beat: Callable[[], None], device_bytes: int | None, standby: bool,
+        cls, model: ModelSpec, config: ModelConfig, origin: Origin, context_tokens: int, beat: Callable[[], None],
+        device_bytes: int | None, standby: bool,
     ) -> Self:  # fmt: skip
+        device = origin.device
         arena = Arena.of(device)
-        weights = Weights(arena, shapes(entries(config), dtype))
+        weights = Weights(arena, origin.shapes)
         with ThreadPoolExecutor(1) as beside:  # the one waits for files and copies, while the other computes
             named = beside.submit(name_kernels)
-            parameters = load(dict(weights.tensors))
+            parameters = origin.make(beat, dict(weights.tensors))
             named.result()
         stream = Stream(device)
         most = Most.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
-        kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else dtype
+        kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else origin.dtype
         shape = KvShape.of(config, model.block_tokens, kv_dtype)
         most_bytes = arena.most_bytes - weights.bytes
         pool = KvPool(
             shape, kv_blocks(model, shape, context_tokens, most.sequences, most_bytes, most_bytes), arena, extents=1
         )
-        held = _held(model, config, weights, pool, most, context_tokens, stream)
+        held = _held(model, config, origin.dtype, weights, pool, most, context_tokens, stream)
         keep_beside(Path(model.folder) / KERNELS)
-        kept = on_device(model, config, context_tokens, str(dtype), torch.cuda.get_device_name(device))
+        kept = on_device(
+            model, config, context_tokens, str(origin.dtype), origin.coded, torch.cuda.get_device_name(device)
+        )
         found, space_segments = kept.read(), len(held.workspace.segments)
         trial = cls(config, parameters, held, stream, most, graph_rows=0, standby=False)
         if found is None:
@@ -169,7 +171,8 @@ class Device:
         left, total = torch.cuda.mem_get_info(device)
         opened.memory = Memory(
             model=model.name, pid=os.getpid(), device=torch.cuda.get_device_name(device), device_bytes=total,
-            weights_bytes=weights_bytes(parameters), kv_blocks=mapped_blocks, kv_block_tokens=shape.block_tokens,
+            weights_bytes=weights_bytes(parameters), coded_bytes=origin.coded_bytes, bf16_bytes=origin.bf16_bytes,
+            kv_blocks=mapped_blocks, kv_block_tokens=shape.block_tokens,
             kv_bytes=pool.mapped_bytes, workspace_bytes=held.workspace.bytes,
             graphs_bytes=opened.captured * GRAPH_BYTES, free_bytes=left,
         )  # fmt: skip
@@ -396,11 +399,11 @@ class Device:
 
 
 def _held(
-    model: ModelSpec, config: ModelConfig, weights: Weights, pool: KvPool, most: Most, context_tokens: int,
-    stream: Stream,
+    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: Weights, pool: KvPool, most: Most,
+    context_tokens: int, stream: Stream,
 ) -> DeviceMemory:  # fmt: skip
     """With a workspace for steps of the most rows."""
-    device, dtype = stream.device, weights.tensors["embedding"].dtype
+    device = stream.device
     workspace = Workspace(weights.arena, device)
     rows, wanted = max(most.rows, *buckets(most.rows)), buckets(most.sequences)[-1]
     with stream.entered(), workspace.entered():
@@ -428,9 +431,9 @@ def _told(memory: Memory) -> str:
     return f"{memory.model} on {memory.device}, {memory.device_bytes / (1 << 30):.2f} GiB: {told}"
 
 
-def require_room(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+def require_room(origin: Origin) -> None:
     """Raises DoesNotFit where the weights alone are more than what is free."""
-    needed, (free, total) = planned_bytes(config, dtype), torch.cuda.mem_get_info(device)
+    needed, (free, total) = origin.bytes, torch.cuda.mem_get_info(origin.device)
     if needed > free:
         fits = "other processes hold the rest: end them, or use" if needed <= total else "use"
         raise DoesNotFit(

@@ -1,6 +1,7 @@
 """What a start takes over from an earlier one, and everything that this depends on. It knows no tensors."""
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +18,7 @@ _ENGINE: Final = Path(__file__).parent
 # What decides which kernels a step on a GPU has and how it is measured, and on a CPU how a dtype is chosen.
 _OF_DEVICES: Final = (
     *("kernels/**/*.py", "kernels/tables/*.json", "model/*.py", "device.py", "graphs.py", "drawing.py", "tiles.py"),
-    *("batch.py", "calibrate.py", "costs.py", "weights/resident.py"),
+    *("batch.py", "calibrate.py", "costs.py", "weights/resident.py", "weights/compressed.py"),
 )
 _OF_HOSTS: Final = ("host.py", "weights/storage.py")
 _DRIVER: Final = Path("/sys/module/nvidia/version")
@@ -41,9 +42,9 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 def on_device(
-    model: ModelSpec, config: ModelConfig, context_tokens: int, dtype: str, device: str
+    model: ModelSpec, config: ModelConfig, context_tokens: int, dtype: str, coded: Sequence[str], device: str
 ) -> Artefacts[Measured]:
-    """`device` as its driver names it."""
+    """`coded` are the parameters in 12 bits a number, which other kernels take; `device` as its driver names it."""
     key: Key = {
         "device": device,
         "driver": _DRIVER.read_text().strip() if _DRIVER.exists() else "",
@@ -52,6 +53,7 @@ def on_device(
         "source": _source(_OF_DEVICES),
         "config": repr(config),
         "dtype": dtype,
+        "coded": " ".join(coded),
         "kv_dtype": model.kv_dtype,
         "context_tokens": context_tokens,
         "block_tokens": model.block_tokens,

@@ -25,10 +25,11 @@ from engine.memory import first_extents, kept_bytes, kv_blocks, least_extents
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.host import HostStep
-from engine.model.layers import Parameters, rotary_tables
+from engine.model.layers import rotary_tables
 from engine.sampler import sample
 from engine.weights.assembly import weights_bytes
 from engine.weights.load import Files
+from engine.weights.origin import Origin
 from engine.weights.storage import Dense, rows_agree
 from engine.wire import Memory, ModelSpec
 
@@ -61,12 +62,12 @@ class Host:
     costs: Costs | None = None
 
     def __init__(
-        self, model: ModelSpec, config: ModelConfig, load: Callable[[], Parameters], files: Files, context_tokens: int,
+        self, model: ModelSpec, config: ModelConfig, origin: Origin, files: Files, context_tokens: int,
         beat: Callable[[], None], device_bytes: int | None,
     ) -> None:  # fmt: skip
-        """`load` reads the files, now and at each wake. Raises DoesNotFit."""
-        parameters = load()
-        shape = KvShape.of(config, model.block_tokens, parameters.embedding.dtype)
+        """The parameters are made now and at each wake. Raises DoesNotFit."""
+        parameters = origin.make(beat)
+        shape = KvShape.of(config, model.block_tokens, origin.dtype)
         free = available_bytes()
         sequences = model.sequences or _SEQUENCES
         blocks = kv_blocks(model, shape, context_tokens, sequences, int(free * _KV_SHARE), free)
@@ -74,7 +75,7 @@ class Host:
         self.step_tokens = self.prompt_step_tokens = model.step_tokens or _STEP_TOKENS
         self.sequences = sequences
         self._config = config
-        self._load = load
+        self._origin = origin
         self._files = files
         self._decoder: Decoder | None = Decoder(parameters)
         self._weights_bytes = weights_bytes(parameters)
@@ -154,7 +155,7 @@ class Host:
             raise OutOfDeviceMemory(
                 f"{self._weights_bytes / 1e6:.0f} MB of weights are more than the {free / 1e6:.0f} free"
             )
-        decoder = Decoder(self._files.again(self._load))
+        decoder = Decoder(self._files.again(lambda: self._origin.make(self._beat)))
         self.pool.map(extents)
         kept_LBW = self._kept_LBW
         for layer in range(len(kept_LBW) if restored else 0):

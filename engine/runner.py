@@ -3,12 +3,10 @@
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor
 
 from engine.artefacts import Artefacts
 from engine.batch import Flight, Int32s, Sizes, unpack
@@ -18,11 +16,9 @@ from engine.found import Chosen, Measured, on_device, on_host
 from engine.host import Host, fastest_dtype
 from engine.memory import DoesNotFit, context_tokens, require_sizes
 from engine.model.config import ModelConfig, read_config
-from engine.model.layers import Parameters
 from engine.places import place
-from engine.weights.checkpoint import Checkpoint
-from engine.weights.load import Files, load
-from engine.weights.random import random_parameters
+from engine.weights.load import Files
+from engine.weights.origin import Origin
 from engine.wire import ModelSpec, Pooling
 
 if TYPE_CHECKING:
@@ -85,15 +81,15 @@ class Runner:
         with torch.inference_mode():
             dtype = _dtype(model, config, where)
             files = Files(folder, model.random_weights)
-            made = partial(_parameters, model, config, dtype, where, beat)
+            origin = Origin.of(folder, config, dtype, where, model.random_weights)
             opened: Host | Device
             if where.type == "cpu":
-                opened = Host(model, config, made, files, tokens, beat, device_bytes)
+                opened = Host(model, config, origin, files, tokens, beat, device_bytes)
             else:
                 from engine import device as gpu  # only here: a CPU needs no Triton
 
-                gpu.require_room(config, dtype, where)
-                opened = gpu.Device.open(model, config, made, dtype, tokens, where, beat, device_bytes, standby)
+                gpu.require_room(origin)
+                opened = gpu.Device.open(model, config, origin, tokens, beat, device_bytes, standby)
         blocks, size = opened.pool.blocks, opened.pool.shape.block_tokens
         log.info(
             "%s: %d KV blocks of %d tokens, %.1f MB, %d full contexts of %d tokens",
@@ -187,8 +183,9 @@ def artefacts_of(model: ModelSpec, device: str) -> Artefacts[Chosen] | Artefacts
     if where.type == "cpu":
         measured = model.dtype == "auto" and not config.vectors
         return on_host(model, config) if measured else None
-    dtype = str(_dtype(model, config, where))
-    return on_device(model, config, context_tokens(model, config), dtype, torch.cuda.get_device_name(where))
+    origin = Origin.of(folder, config, _dtype(model, config, where), where, model.random_weights)
+    tokens, device_name = context_tokens(model, config), torch.cuda.get_device_name(where)
+    return on_device(model, config, tokens, str(origin.dtype), origin.coded, device_name)
 
 
 def _dtype(model: ModelSpec, config: ModelConfig, where: torch.device) -> torch.dtype:
@@ -211,13 +208,3 @@ def _fastest_dtype(model: ModelSpec, config: ModelConfig) -> torch.dtype:
         found = Chosen("bfloat16" if fastest_dtype(config) is torch.bfloat16 else "float32")
         kept.write(found)
     return _DTYPES[found.dtype]
-
-
-def _parameters(
-    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None],
-    into: dict[str, Tensor] | None = None,
-) -> Parameters:  # fmt: skip
-    """What the folder holds, or made up: in the tensors of `into`, or in new ones."""
-    if model.random_weights:
-        return random_parameters(config, dtype, device, beat, into=into)
-    return load(Checkpoint(Path(model.folder)), config, dtype, device, beat, into)

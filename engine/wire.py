@@ -407,6 +407,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # as the driver names it, or cpu
     device_bytes: int  # all that the device has, others' share included
     weights_bytes: int
+    coded_bytes: int = 0  # of these, what is in 12 bits a number
+    bf16_bytes: int = 0  # what the weights would take without that; 0: as much as they do
     kv_blocks: int
     kv_block_tokens: int
     kv_bytes: int

@@ -27,6 +27,7 @@ from engine.memory import CONTEXT_BYTES, DoesNotFit
 from engine.places import place
 from engine.streams import Mark, Stream
 from engine.weights.checkpoint import Checkpoint
+from engine.weights.forms import plain
 from engine.weights.load import Files, fetch
 from engine.weights.random import random_tensors
 from engine.wire import Memory, ModelSpec, Pooling
@@ -210,7 +211,9 @@ def _tensors(
     checkpoint = Checkpoint(Path(model.folder))
     prefix = prefix_of(checkpoint.tensors)
     table = encoder_entries(config, prefix)
-    return fetch(checkpoint, table, lambda name: encoder_spare(config, prefix, name), dtype, device, beat)
+    sources = (source for entry in table for source in entry.sources)
+    checkpoint.require(sources, lambda name: encoder_spare(config, prefix, name))
+    return fetch(checkpoint, table, plain(table, dtype), device, beat)
 
 
 def _memory(model: ModelSpec, parameters: EncoderParameters, device: torch.device) -> Memory:

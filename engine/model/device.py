@@ -43,6 +43,11 @@ class Space:
     scratch: Scratch
     tables: tuple[Tensor, Tensor]  # cos and sin in host memory
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self.attended_TW.dtype
+
     @classmethod
     def make(
         cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, words: int, rows: int, wanted: int,

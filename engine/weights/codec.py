@@ -21,7 +21,7 @@ E escapes, N outputs, K inputs, W = 3 · K ÷ 8 words of a row, G groups of 16 o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import torch
@@ -30,8 +30,8 @@ from torch import Tensor
 from engine.weights.lanes import BASES, INPUTS_MOST, LANES, block_of, fits, lanes_of, words_of
 
 __all__ = [
-    "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "base_for", "choose_base", "decode", "encode",
-    "expand", "fits", "index", "lanes_of", "stack", "words_of",
+    "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "base_for", "choose_base", "decode",
+    "encode", "expand", "fits", "index", "lanes_of", "stack", "words_of",
 ]  # fmt: skip
 
 GROUP_OUTPUTS: Final = 16
@@ -55,6 +55,16 @@ class Escapes:
         n_E, k_E = n_E[inside_E] - outputs.start, k_E[inside_E] - inputs.start
         positions_E = n_E * len(inputs) + k_E
         return type(self)(len(outputs), len(inputs), self.base, positions_E, self.values_E[inside_E])
+
+    def rows(self, outputs: range) -> Self:
+        """Those of some whole rows, counted within them. It takes no time to speak of."""
+        ends = torch.tensor((outputs.start * self.inputs, outputs.stop * self.inputs), device=self.positions_E.device)
+        first, last = torch.searchsorted(self.positions_E, ends).tolist()
+        positions_E = self.positions_E[first:last] - outputs.start * self.inputs
+        return type(self)(len(outputs), self.inputs, self.base, positions_E, self.values_E[first:last])
+
+    def to(self, device: torch.device) -> Self:
+        return replace(self, positions_E=self.positions_E.to(device), values_E=self.values_E.to(device))
 
     @property
     def rate(self) -> float:

@@ -2,7 +2,6 @@
 bytes, and no maths.
 """
 
-from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -11,18 +10,17 @@ from torch import Tensor
 from engine.arena import Arena
 from engine.pinned import PIECE_BYTES, Pinned
 from engine.streams import Mark, Stream
+from engine.weights.forms import Shapes
 
 _MAPPED_BYTES: Final = 256 << 20  # at once: larger pieces are mapped no faster
 _ALIGNED_BYTES: Final = 512
-
-Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 class Weights:
     """Tensors one behind the other in memory of an arena, which do not change once they are loaded. Their copy in host
     memory is made ahead, or when they sleep first; it stays.
 
-    A stage is what a step needs together: consecutive tensors whose names begin alike, `layers.3.` or one alone.
+    A stage is what a step needs together: consecutive tensors whose names begin alike, `layers.3.` or `head.`.
     """
 
     def __init__(self, arena: Arena, shapes: Shapes) -> None:
@@ -91,4 +89,4 @@ def _size(shape: torch.Size, dtype: torch.dtype) -> int:
 
 
 def _stage(name: str) -> str:
-    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])

@@ -1,4 +1,4 @@
-"""A checked checkpoint → parameters on a device, with what it tells meanwhile, and whether it is still the same later.
+"""A checkpoint's tensors → those of a device, with what it tells meanwhile, and whether it is still the same later.
 
 It follows the name table and knows no architecture beyond it. How bytes get there is transfer.py's business.
 """
@@ -15,24 +15,24 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.log import log
-from engine.model.config import ModelConfig
-from engine.model.layers import Parameters
-from engine.weights.assembly import allocate, assemble
-from engine.weights.checkpoint import Checkpoint, CheckpointError, Stored
-from engine.weights.names import Entry, entries, ignored, prefix_of
+from engine.weights.checkpoint import Checkpoint, CheckpointError
+from engine.weights.codec import index
+from engine.weights.forms import FIRSTS, PLACES, SCALES, VALUES, Forms, allocate, bytes_of, coded_bytes_of
+from engine.weights.names import Entry
+from engine.weights.pieces import Matrix, matrices_of, plain_pieces
 from engine.weights.random import random_revision
-from engine.weights.transfer import pieces_of, transfer
+from engine.weights.stored import Stored
+from engine.weights.transfer import Piece, transfer
 
 _log = logging.getLogger(__name__)
 
-_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _TELL_S: Final = 1.0
 _READ: Final = (".json", ".safetensors")
 Loaded = TypeVar("Loaded")
 
 
 class Part(NamedTuple):
-    """One tensor of the checkpoint and the rows of a parameter that it becomes."""
+    """One tensor of the checkpoint and the rows of a parameter that it becomes, numbers or words."""
 
     name: str
     stored: Stored
@@ -74,52 +74,34 @@ class Files:
         return random_revision(self._folder) if self._random else Checkpoint(self._folder).revision()
 
 
-def load(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None],
-    into: dict[str, Tensor] | None = None,
-) -> Parameters:  # fmt: skip
-    """All parameters on `device` in `dtype`, the norms in float32. On a CPU the largest takes its memory once more
-    (packing). Else as `fetch`."""
-    table = entries(config, prefix_of(checkpoint.tensors))
-    tensors = fetch(checkpoint, table, lambda name: ignored(config, name), dtype, device, beat, into)
-    return assemble(config, tensors, beat)
-
-
 def fetch(
-    checkpoint: Checkpoint, table: list[Entry], spare: Callable[[str], bool], dtype: torch.dtype, device: torch.device,
-    beat: Callable[[], None], into: dict[str, Tensor] | None = None,
+    checkpoint: Checkpoint, table: list[Entry], forms: Forms, device: torch.device, beat: Callable[[], None],
+    into: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """A tensor for each entry of the table, from a checkpoint that holds these and what is `spare`: those of `into`, or
+    """The tensors of each entry of the table in its form, from a checkpoint that has all sources: those of `into`, or
     new ones. Calls `beat` whenever more has arrived.
 
-    Beside the tensors it takes transfer.host_bytes of memory. Raises CheckpointError before it reads a tensor if one
-    is missing, has no place or has the wrong shape; and where files change while they are read, or a value is not
-    finite.
+    Beside the tensors it takes transfer.host_bytes of memory, and 10 bytes for each escape. Raises CheckpointError
+    where files change while they are read or are not as they were written, or a value is not finite.
     """
     started = time.monotonic()
-    checkpoint.require((source for entry in table for source in entry.sources), spare)
-    tensors = allocate(table, dtype, device) if into is None else into
-    parts = list(_parts(checkpoint, table, tensors))
-    total = sum(part.stored.last - part.stored.first for part in parts)
-    with Progress(total) as progress:
+    tensors = allocate(forms, device) if into is None else into
+    parts = _parts(checkpoint, table, forms, tensors)
+    matrices = matrices_of({part.name: part.stored for part in parts if part.stored.code is not None}, beat)
+    pieces = [piece for part in parts for piece in _pieces(part, matrices)]
+    with Progress(sum(piece.bytes for piece in pieces)) as progress:
 
         def moved(count: int) -> None:
             beat()
             progress.moved(count)
 
-        pieces = (
-            piece
-            for part in parts
-            for piece in pieces_of(part.stored.path, part.stored.first, _DTYPES[part.stored.dtype], part.rows)
-        )
         transfer(pieces, device, moved)
-    _require_finite(parts)
+    _write_indexes(table, forms, matrices, tensors)
+    _require_finite([part for part in parts if part.rows.is_floating_point()])
     beat()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what converted on the way
-    seconds = max(time.monotonic() - started, 1e-9)
-    count, rate = len(checkpoint.tensors), total / 1e6 / seconds
-    _log.info("loaded %d tensors, %.1f MB in %.2f s (%.0f MB/s) as %s", count, total / 1e6, seconds, rate, dtype)
+    _tell(parts, forms, device, time.monotonic() - started)
     return tensors
 
 
@@ -147,13 +129,39 @@ class Progress:
             self._bar.close()
 
 
-def _parts(checkpoint: Checkpoint, table: list[Entry], tensors: dict[str, Tensor]) -> Iterator[Part]:
+def _parts(checkpoint: Checkpoint, table: list[Entry], forms: Forms, tensors: dict[str, Tensor]) -> list[Part]:
+    parts = []
     for entry in table:
-        first = 0
+        body, first = tensors[forms[entry.parameter].body(entry.parameter)], 0
         for source in entry.sources:
-            rows = tensors[entry.parameter][first : first + source.shape[0]]
-            yield Part(source.name, checkpoint.tensors[source.name], rows)
+            parts.append(Part(source.name, checkpoint.tensors[source.name], body[first : first + source.shape[0]]))
             first += source.shape[0]
+    return parts
+
+
+def _pieces(part: Part, matrices: dict[str, Matrix]) -> Iterator[Piece]:
+    matrix = matrices.get(part.name)
+    return plain_pieces(part.name, part.stored, part.rows) if matrix is None else matrix.pieces(part.rows)
+
+
+def _write_indexes(table: list[Entry], forms: Forms, matrices: dict[str, Matrix], tensors: dict[str, Tensor]) -> None:
+    """Where the escapes of what stays coded are."""
+    for entry in table:
+        if forms[entry.parameter].coded:
+            found = index([matrices[source.name].escapes for source in entry.sources])
+            tensors[entry.parameter + SCALES].copy_(found.scales_N)
+            tensors[entry.parameter + FIRSTS].copy_(found.firsts_G)
+            tensors[entry.parameter + PLACES].copy_(found.places_E)
+            tensors[entry.parameter + VALUES].copy_(found.values_E)
+
+
+def _tell(parts: list[Part], forms: Forms, device: torch.device, seconds: float) -> None:
+    read, seconds = sum(part.stored.bytes for part in parts) / 1e6, max(seconds, 1e-9)
+    kept, coded = bytes_of(forms) / 1e6, coded_bytes_of(forms) / 1e6
+    _log.info(
+        "loaded %d tensors, %.1f MB in %.2f s (%.0f MB/s): %.1f MB on %s, %.1f of them in 12 bits a number",
+        len(parts), read, seconds, read / seconds, kept, device, coded,
+    )  # fmt: skip
 
 
 def _require_finite(parts: list[Part]) -> None:

@@ -1,4 +1,4 @@
-"""Parameters made up on the device, of any config's shapes: for measuring where nothing but a config.json is at hand.
+"""Tensors made up on the device, of any config's shapes: for measuring where nothing but a config.json is at hand.
 
 They say nothing sensible. It reads no weights and knows no checkpoint names.
 """
@@ -13,22 +13,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig
-from engine.model.layers import Parameters
-from engine.weights.assembly import allocate, assemble, is_norm
-from engine.weights.names import Entry, entries
+from engine.weights.forms import allocate, is_norm, plain
+from engine.weights.names import Entry
 
 log = logging.getLogger(__name__)
 
 _SIGMA: Final = 0.02
-
-
-def random_parameters(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0,
-    into: dict[str, Tensor] | None = None,
-) -> Parameters:  # fmt: skip
-    """A decoder's, made of `random_tensors`."""
-    return assemble(config, random_tensors(entries(config), dtype, device, beat, seed, into), beat)
 
 
 def random_tensors(
@@ -38,7 +28,7 @@ def random_tensors(
     """Norms are 1, all else is drawn from N(0, 0.02), into the tensors of `into`, or new ones. Equal arguments on equal
     hardware give equal tensors."""
     started = time.monotonic()
-    tensors = allocate(table, dtype, device) if into is None else into
+    tensors = allocate(plain(table, dtype), device) if into is None else into
     total = sum(tensor.nbytes for tensor in tensors.values())
     generator = torch.Generator(device).manual_seed(seed)
     for entry in table:
@@ -55,7 +45,7 @@ def random_tensors(
 
 
 def random_revision(folder: Path, seed: int = 0) -> str:
-    """Names what `random_parameters` makes of the folder's config.json."""
+    """Names what `random_tensors` makes of the folder's config.json."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     digest.update(seed.to_bytes(8, "little"))
     return f"random-{digest.hexdigest()[:32]}"

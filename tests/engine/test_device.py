@@ -30,13 +30,12 @@ from engine.kv import KvPool, KvShape
 from engine.landing import Most
 from engine.model.config import read_config
 from engine.pinned import PIECE_BYTES
-from engine.runner import Runner, _parameters
+from engine.runner import Runner
 from engine.sampler import sample
 from engine.streams import Mark, Stream
 from engine.weights import assembly
-from engine.weights.assembly import shapes
 from engine.weights.image import Weights
-from engine.weights.names import entries
+from engine.weights.origin import Origin
 from engine.weights.resident import Resident
 from engine.wire import Sampling
 from tests.engine.small import BLOCK_TOKENS, FAMILIES, Text, reference_model, saved, shuffled_tables, spec
@@ -53,14 +52,15 @@ def interpreted(folder: Path, blocks: int = BLOCKS, **changes: Any) -> Device:
     """A device whose kernels run in the interpreter. Every slot is NaN until it is written."""
     model = spec(folder, **changes)
     config = read_config(folder, vectors=model.vectors)
-    weights = Weights(Arena.of(CPU), shapes(entries(config), torch.float32))
+    origin = Origin.of(folder, config, torch.float32, CPU, model.random_weights)
+    weights = Weights(Arena.of(CPU), origin.shapes)
     with patch.object(assembly, "_stored", Resident):
-        parameters = _parameters(model, config, torch.float32, CPU, lambda: None, dict(weights.tensors))
+        parameters = origin.make(lambda: None, dict(weights.tensors))
     most = Most.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
     pool = KvPool(KvShape.of(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
     poison(pool)
     stream = Stream(CPU)
-    held = _held(model, config, weights, pool, most, CONTEXT_TOKENS, stream)
+    held = _held(model, config, origin.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
     return Device(config, parameters, held, stream, most, graph_rows=0, standby=True)
 
 

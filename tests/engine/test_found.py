@@ -34,10 +34,10 @@ def spec_of(folder: Path) -> ModelSpec:
 
 def kept(
     folder: Path, dtype: str = "bfloat16", device: str = "H200", tokens: int = 4096, config: ModelConfig | None = None,
-    **settings: Any,
+    coded: tuple[str, ...] = (), **settings: Any,
 ) -> Artefacts[Measured]:  # fmt: skip
     model = ModelSpec(**{"name": "m", "folder": str(folder), **settings})
-    return on_device(model, config or read_config(folder), tokens, dtype, device)
+    return on_device(model, config or read_config(folder), tokens, dtype, coded, device)
 
 
 def test_a_later_start_finds_what_was_measured(folder: Path) -> None:
@@ -56,6 +56,7 @@ def test_a_later_start_finds_what_was_measured(folder: Path) -> None:
         {"sequences": 64},
         {"step_tokens": 512},
         {"block_tokens": 32},
+        {"coded": ("head.weight",)},
     ],
 )
 def test_it_is_not_found_for_other_sizes(folder: Path, changes: dict[str, Any]) -> None:

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.config import read_config
+from engine.model.layers import Parameters
 from engine.weights import load as module
-from engine.weights.assembly import planned_bytes, weights_bytes
+from engine.weights.assembly import weights_bytes
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.load import Files, Progress, load
+from engine.weights.load import Files, Progress
+from engine.weights.origin import Origin
 from tests.engine.small import reference_model, saved
 
 FAMILY = "llama 3.2 tied"
@@ -28,7 +30,11 @@ def folder(tmp_path: Path) -> Path:
 
 def loaded(folder: Path, beats: list[int] | None = None) -> Any:
     beat = (lambda: beats.append(1)) if beats is not None else (lambda: None)
-    return load(Checkpoint(folder), read_config(folder), torch.float32, CPU, beat)
+    return made(folder, torch.float32, CPU, beat)
+
+
+def made(folder: Path, dtype: torch.dtype, device: torch.device, beat: Callable[[], None] = lambda: None) -> Parameters:
+    return Origin.of(folder, read_config(folder), dtype, device, random=False).make(beat)
 
 
 def test_beats_for_each_layer_and_counts_bytes(folder: Path) -> None:
@@ -119,7 +125,7 @@ def test_a_value_that_is_too_large_for_the_dtype_is_refused(folder: Path) -> Non
     rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"][0].fill_(1e30))
     assert torch.isfinite(loaded(folder).embedding).all()
     with torch.inference_mode(), pytest.raises(CheckpointError, match=r"not finite as torch\.float16"):
-        load(Checkpoint(folder), read_config(folder), torch.float16, CPU, lambda: None)
+        made(folder, torch.float16, CPU)
 
 
 def test_it_tells_percents_to_a_log_and_draws_a_bar_on_a_terminal(
@@ -140,12 +146,12 @@ def test_it_tells_percents_to_a_log_and_draws_a_bar_on_a_terminal(
 
 @pytest.mark.gpu
 def test_a_gpu_holds_what_a_cpu_does_and_refuses_what_is_not_finite(folder: Path) -> None:
-    gpu, config = torch.device("cuda", 0), read_config(folder)
+    gpu = torch.device("cuda", 0)
     with torch.inference_mode():
-        here = load(Checkpoint(folder), config, torch.bfloat16, CPU, lambda: None)
-        there = load(Checkpoint(folder), config, torch.bfloat16, gpu, lambda: None)
+        here, there = made(folder, torch.bfloat16, CPU), made(folder, torch.bfloat16, gpu)
         assert torch.equal(here.embedding, there.embedding.cpu())
-        assert weights_bytes(there) == planned_bytes(config, torch.bfloat16), "a tied head is no copy"
+        planned = Origin.of(folder, read_config(folder), torch.bfloat16, gpu, random=False).bytes
+        assert weights_bytes(there) == planned, "a tied head is no copy"
         x = torch.randn(5, 64).bfloat16()
         for left, right in zip(here.layers, there.layers, strict=True):
             assert torch.equal(left.attention_norm, right.attention_norm.cpu())
@@ -153,4 +159,4 @@ def test_a_gpu_holds_what_a_cpu_does_and_refuses_what_is_not_finite(folder: Path
             torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
     rewrite(folder, lambda tensors: tensors["model.norm.weight"][3:5].fill_(float("nan")))
     with torch.inference_mode(), pytest.raises(CheckpointError, match=r"model\.norm\.weight, .* has 2 values"):
-        load(Checkpoint(folder), config, torch.bfloat16, gpu, lambda: None)
+        made(folder, torch.bfloat16, gpu)

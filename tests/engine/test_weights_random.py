@@ -8,8 +8,10 @@ import torch
 
 from engine.model.config import ModelConfig, read_config
 from engine.model.layers import Parameters
-from engine.weights.assembly import planned_bytes
-from engine.weights.random import random_parameters, random_revision
+from engine.weights.assembly import assemble
+from engine.weights.names import entries
+from engine.weights.origin import Origin
+from engine.weights.random import random_revision, random_tensors
 from tests.engine.small import FAMILIES, open_small, spec
 
 CPU = torch.device("cpu")
@@ -26,7 +28,8 @@ def config_of(family: str, folder: Path) -> ModelConfig:
 
 def made(config: ModelConfig, seed: int = 0, beats: list[int] | None = None) -> Parameters:
     with torch.inference_mode():
-        return random_parameters(config, torch.float32, CPU, lambda: None if beats is None else beats.append(1), seed)
+        beat = (lambda: None) if beats is None else lambda: beats.append(1)
+        return assemble(config, random_tensors(entries(config), torch.float32, CPU, beat, seed), beat)
 
 
 @pytest.mark.parametrize("family", ["llama 3.1", "llama biases", "qwen2", "qwen3 biases window"])
@@ -76,11 +79,12 @@ def test_sixteen_gigabytes_are_made_within_a_second(tmp_path: Path) -> None:
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
-    config, gpu = read_config(tmp_path), torch.device("cuda", 0)
+    gpu = torch.device("cuda", 0)
+    origin = Origin.of(tmp_path, read_config(tmp_path), torch.bfloat16, gpu, random=True)
     torch.zeros(1, device=gpu)
     began = time.monotonic()
     with torch.inference_mode():
-        parameters = random_parameters(config, torch.bfloat16, gpu, lambda: None)
+        parameters = origin.make(lambda: None)
     assert time.monotonic() - began < 1.0
-    assert planned_bytes(config, torch.bfloat16) > 16e9
+    assert origin.bytes > 16e9
     assert float(parameters.embedding.float().std()) == pytest.approx(0.02, rel=0.01)

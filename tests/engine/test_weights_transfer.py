@@ -45,7 +45,7 @@ def pieces_for(path: Path, tensors: list[Tensor], targets: list[Tensor], gap: in
     return [
         piece
         for first, tensor, target in zip(firsts, tensors, targets, strict=True)
-        for piece in pieces_of(path, first, tensor.dtype, target)
+        for piece in pieces_of("some.weight", path, first, tensor.dtype, target)
     ]
 
 
@@ -215,7 +215,7 @@ def test_all_numbers_arrive_on_a_gpu_from_little_pinned_memory(
     pieces = [
         piece
         for first, tensor, target in zip(firsts, tensors, targets, strict=True)
-        for piece in pieces_of(path, first, stored, target)
+        for piece in pieces_of("some.weight", path, first, stored, target)
     ]
     for _ in range(3):
         transfer(pieces, gpu, ignore)

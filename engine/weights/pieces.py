@@ -1,0 +1,96 @@
+"""A checkpoint's tensors → the pieces that carry them to a device, and all that has to be known of coded ones before:
+their escapes, and where their packed words lie. These are small, and read first.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.weights import notes
+from engine.weights.codec import Escapes
+from engine.weights.lanes import words_of
+from engine.weights.notes import HIGH_ENDS, POSITIONS, VALUES, piece_rows
+from engine.weights.stored import CheckpointError, Packed, Stored
+from engine.weights.transfer import Piece, Rows, pieces_of, transfer
+
+_CPU: Final = torch.device("cpu")
+_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A coded tensor but for its words. `frames` are the bytes of the file with each piece's high words, where they are
+    packed."""
+
+    name: str
+    stored: Stored
+    escapes: Escapes
+    frames: list[range] | None
+
+    def pieces(self, target: Tensor) -> Iterator[Piece]:
+        """Into its words, or numbers where the target has their shape. It is contiguous."""
+        outputs, inputs = self.stored.shape
+        expands, sums = target.shape == self.stored.shape, self.stored.sums
+        assert sums is not None
+        row_bytes = 4 * words_of(inputs) if self.frames is None else inputs
+        step = piece_rows(inputs)
+        for index, start in enumerate(range(0, outputs, step)):
+            rows = range(start, min(start + step, outputs))
+            frame = None if self.frames is None else self.frames[index]
+            escapes = self.escapes.rows(rows) if expands else None
+            yield Piece(
+                self.name, self.stored.path, self.stored.first + start * row_bytes, torch.int32,
+                target[start : rows.stop].view(-1), sums[index], Rows(len(rows), inputs, frame, escapes),
+            )  # fmt: skip
+
+
+def plain_pieces(name: str, stored: Stored, target: Tensor) -> Iterator[Piece]:
+    """Of a tensor that is not coded."""
+    return pieces_of(name, stored.path, stored.first, _DTYPES[stored.dtype], target, stored.sums)
+
+
+def matrices_of(coded: Mapping[str, Stored], beat: Callable[[], None]) -> dict[str, Matrix]:
+    """Reads what is known of coded tensors beside their words. Raises CheckpointError."""
+    small: dict[str, Tensor] = {}
+    pieces: list[Piece] = []
+    for name, tensor in coded.items():
+        for plane_name, plane in _planes(name, tensor):
+            small[plane_name] = torch.empty(plane.shape, dtype=_DTYPES[plane.dtype])
+            pieces += plain_pieces(plane_name, plane, small[plane_name])
+    transfer(pieces, _CPU, lambda _: beat())
+    return {name: _matrix(name, tensor, small) for name, tensor in coded.items()}
+
+
+def _planes(name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
+    assert stored.code is not None
+    yield name + POSITIONS, stored.code.positions
+    yield name + VALUES, stored.code.values
+    if stored.code.high is not None:
+        yield name + HIGH_ENDS, stored.code.high.ends
+
+
+def _matrix(name: str, stored: Stored, small: Mapping[str, Tensor]) -> Matrix:
+    code = stored.code
+    assert code is not None
+    positions_E, values_E = small[name + POSITIONS], small[name + VALUES]
+    if len(positions_E) and not _ascend(positions_E, stored.numbers):
+        raise CheckpointError(f"{stored.path}: {name} has escapes at no places of it: compress its model anew")
+    if wrong := int((~values_E.isfinite()).sum()):
+        raise CheckpointError(f"{stored.path}: {name} has {wrong} values that are not finite: the file is damaged")
+    escapes = Escapes(stored.shape[0], stored.shape[1], code.base, positions_E, values_E)
+    return Matrix(name, stored, escapes, None if code.high is None else _frames(name, code.high, small))
+
+
+def _ascend(positions_E: Tensor, numbers: int) -> bool:
+    return bool(positions_E[0] >= 0 and positions_E[-1] < numbers and (positions_E[1:] > positions_E[:-1]).all())
+
+
+def _frames(name: str, high: Packed, small: Mapping[str, Tensor]) -> list[range]:
+    ends = small[name + HIGH_ENDS].tolist()
+    frames = [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+    if not all(0 < len(frame) <= notes.PIECE_BYTES for frame in frames) or ends[-1] > high.frames.bytes:
+        raise CheckpointError(f"{high.ends.path}: {name} has frames that do not fit: get the file again")
+    return [range(high.frames.first + frame.start, high.frames.first + frame.stop) for frame in frames]
