@@ -282,22 +282,41 @@ class Fleet:
             known.connection for known in self._of(model) if known.connection and known.ready and known.coming
         ]
 
+    def _away(self, model: str) -> list[str]:
+        """Machines that may have the model, and cannot be asked now: those that had it, or were never heard."""
+        return [
+            address
+            for address in self._addresses
+            if address not in self._machines
+            and (address not in self._said or model in {state.model for state in self._said[address].replicas})
+        ]
+
     def _hopeless(self, model: str) -> bool:
-        """Whether its machines say that it cannot be served, now or ever."""
+        """Whether its machines say that it cannot be served, now or ever. One that comes back may say otherwise."""
         of = self._of(model)
-        return bool(of) and all(known.hopeless for known in of)
+        return bool(of) and not self._away(model) and all(known.hopeless for known in of)
 
     def _unavailable(self, model: str) -> Unavailable:
         of = self._of(model)
         if not of:
             why = "; ".join(self._problems.values()) or "no machine serves it"
             return Unavailable(f"nothing serves {model} now: {why}", False, RETRY_LATER_S)
-        why = "; ".join(sorted({known.state.problem or known.problem or "loading" for known in of}))
+        why = self._why(model)
         if self._hopeless(model):
             pauses_ms = [known.state.ready_ms for known in of if known.state.ready_ms > 0]
             retry_after_s = math.ceil(min(pauses_ms) / 1000) if pauses_ms else RETRY_LATER_S
             return Unavailable(f"{model} cannot be served: {why}", False, retry_after_s)
         return Unavailable(f"{model} is not ready: {why}", True, self.expected_s(model) or RETRY_SOON_S)
+
+    def _why(self, model: str) -> str:
+        """What its machines say, and of those that are away that they are."""
+        away = self._away(model)
+        told = {
+            known.state.problem or known.problem or "loading"
+            for (machine, _), known in self._known.items()
+            if known.state.model == model and machine not in away
+        }
+        return "; ".join(sorted(told.union(self._problems.get(address, "loading") for address in away)))
 
     def _changed(self) -> None:
         """Something can serve now, or not any more."""

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from engine import wire
 from gateway import waiters
@@ -275,6 +276,50 @@ async def test_a_machine_that_comes_back_is_told_again_who_waits(
         assert stub.wakes[0].requests == 3
         stub.move(0, DEVICE)
         await asyncio.gather(*tasks)
+
+
+@looped
+async def test_what_a_machine_said_that_is_lost_refuses_nobody_until_it_says_it_again(tmp_path: Path) -> None:
+    stub = StubFleet(tmp_path)
+    fleet = Fleet([stub.address])
+    running = asyncio.create_task(fleet.run())
+    never = {"residency": DISK, "toward": DISK, "ready_ms": -1, "problem": "it never fits"}
+    stub.replicas[0].state = structs.replace(stub.replicas[0].state, **never)
+    async with stub.serving():
+        with pytest.raises(Unavailable, match="it never fits"):
+            await link(fleet)
+    for machine in list(stub.machines):
+        machine.close()
+    await until(lambda: bool(fleet.problems()))
+    (task,) = await held(fleet)
+    with pytest.raises(Unavailable, match=r"is not ready: the machine at .* (was lost|cannot be reached)") as raised:
+        await link(fleet, wait_s=0.1)
+    assert raised.value.loading
+    assert not task.done()
+    async with stub.serving():
+        with pytest.raises(Unavailable, match="it never fits"):
+            await task
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+@looped
+async def test_one_machine_refuses_nobody_while_another_that_may_serve_was_never_heard(tmp_path: Path) -> None:
+    first, second = (StubFleet(tmp_path / name) for name in "ab")
+    for stub in (first, second):
+        Path(stub.address.removeprefix("unix:")).parent.mkdir()
+    fleet = Fleet([first.address, second.address])
+    running = asyncio.create_task(fleet.run())
+    first.replicas[0].state = structs.replace(first.replicas[0].state, residency=DISK, toward=DISK, ready_ms=-1)
+    async with first.serving():
+        await until(lambda: bool(fleet.replicas()))
+        (task,) = await held(fleet)
+        async with second.serving():
+            assert (await task).hello.model == MODEL
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
 
 
 @looped
