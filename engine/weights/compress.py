@@ -103,15 +103,17 @@ def estimate(folder: Folder, level: Level, device: torch.device) -> Report:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="engine.weights.compress")
     add_options(parser)
+    parser.add_argument("target", type=Path, nargs="?", help="a new folder, not wanted in a dry run")
     parser.add_argument("--level", choices=[level.name.lower() for level in Level], default=Level.DEVICE.name.lower())
     parser.add_argument("--dry-run", action="store_true", help="only say what would be made")
     options = parser.parse_args()
+    if options.target is None and not options.dry_run:
+        parser.error("a target, or --dry-run")
 
     def work() -> None:
-        level, device = Level[options.level.upper()], device_for(options.device)
-        folder = look(Path(options.source))
+        level, device, folder = Level[options.level.upper()], device_for(options.device), look(options.source)
         dry = options.dry_run
-        report = estimate(folder, level, device) if dry else compress(folder, Path(options.target), level, device)
+        report = estimate(folder, level, device) if dry else compress(folder, options.target, level, device)
         print_json(report) if options.json else print(*lines(report), sep="\n")
 
     return run(work)

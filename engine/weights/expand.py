@@ -121,10 +121,11 @@ def read(path: Path) -> File | None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="engine.weights.expand")
     add_options(parser)
+    parser.add_argument("target", type=Path, help="a new folder")
     options = parser.parse_args()
 
     def work() -> None:
-        done = expand(Path(options.source), Path(options.target), device_for(options.device))
+        done = expand(options.source, options.target, device_for(options.device))
         print_json(done) if options.json else print(done.line)
 
     return run(work)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -25,8 +26,7 @@ class DeviceError(ValueError):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a folder")
-    parser.add_argument("target", help="a new folder")
+    parser.add_argument("source", type=Path, help="a folder")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N: where numbers are coded")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -60,24 +60,31 @@ def print_json(done: msgspec.Struct) -> None:
 def run(work: Callable[[], None]) -> int:
     """The exit status: 0, 1 with the reason on stderr, or as the shell has it for who was told to end. `work` has then
     left what it was in by exceptions, and taken back what it began."""
-    signal.signal(signal.SIGTERM, _end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     torch.set_num_threads(1)  # the threads that take pieces use the cores
     try:
         work()
-    except KeyboardInterrupt:
-        return _fail("stopped: nothing is left of it", 128 + signal.SIGINT)
+    except _Ended as ended:
+        return _fail("stopped", 128 + ended.number)
     except (CheckpointError, TargetError, DeviceError) as error:
         return _fail(str(error))
     except OSError as error:
-        return _fail(f"{error.filename or 'the new folder'}: {error.strerror}: nothing is left of it")
+        return _fail(f"{error.filename or 'the new folder'}: {error.strerror}")
     except torch.cuda.OutOfMemoryError:
         return _fail("the GPU has no room beside what runs on it: use --device cpu")
     return 0
 
 
+class _Ended(BaseException):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 def _end(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # what is under way of an end is not ended again
-    raise SystemExit(128 + number)
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)  # it ends once
+    raise _Ended(number)
 
 
 def _fail(message: str, status: int = 1) -> int:

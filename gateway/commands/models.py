@@ -9,7 +9,7 @@ import msgspec
 
 from engine.wire import MEMORY_SUFFIX, Fleet, Memory
 from gateway.catalogue import entries, folder_of, price_of
-from gateway.commands import adding, warm
+from gateway.commands import adding, compressing, warm
 from gateway.commands.residencies import fleets, in_words, replicas_of
 from gateway.commands.sizes import read_config, sizes_of
 from gateway.commands.words import add_action, add_command, fail, in_bytes, print_json, print_table, read_settings
@@ -25,6 +25,8 @@ examples:
   hearth models add @cf/acme/notes models/notes --priority 2 --context-tokens 16384
   hearth models remove @cf/acme/assistant              out of the catalogue; its folder stays
   hearth models warm --all                             compile and measure ahead, for the first start
+  hearth models compress models/notes models/notes-12  its weights in 12 bits each, without loss
+  hearth models expand models/notes-12 models/notes    and back, bit for bit
   hearth pull Qwen/Qwen3-0.6B                          one more, from the hub
 
 `add` refuses a folder that could not be served: incomplete, of an architecture that is not known, larger than any
@@ -34,13 +36,15 @@ adds folders too, sets prices and sizes, and leaves models out; what it says goe
 
 
 def add(commands: Any) -> None:
-    parser = add_command(commands, "models", "list, show, add, remove and warm the models that are served", _TEACHING)
-    actions = parser.add_subparsers(dest="action", metavar="list | show | add | remove | warm", required=True)
+    parser = add_command(commands, "models", "list, show, add, remove, warm and compress models", _TEACHING)
+    named = "list | show | add | remove | warm | compress | expand"
+    actions = parser.add_subparsers(dest="action", metavar=named, required=True)
     add_action(actions, "list", "every model of the catalogue")
     show = add_action(actions, "show", "one model in full")
     show.add_argument("name", help="its name, like @cf/hearth/ember")
     adding.add(actions)
     warm.add(actions)
+    compressing.add(actions)
     parser.set_defaults(run=run)
 
 
@@ -51,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
         "add": adding.add_model,
         "remove": adding.remove_model,
         "warm": warm.warm_models,
+        "compress": compressing.compress_model,
+        "expand": compressing.expand_model,
     }
     return actions[options.action](read_settings(options), options)
 
