@@ -20,9 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.record import record
-from engine.kernels.choices import BUCKETS, device_name, path_of
+from engine.kernels.choices import BUCKETS, device_name
 from engine.kernels.gated import silu_and_multiply
 from engine.kernels.linear import Tiling, multiply, multiply_gated
+from engine.kernels.measured import path_of
 
 Shape = tuple[int, int, bool]  # outputs, inputs, gated
 LLAMA_8B: list[Shape] = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)]

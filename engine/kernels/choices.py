@@ -1,31 +1,45 @@
-"""Which kernel multiplies a weight of some shape with some rows: measured by benchmarks/linear.py, kept in a table.
+"""Which kernel multiplies a weight of some shape with some rows: measured by benchmarks/linear.py, kept in tables
+(measured.py).
 
-For a GPU or a shape that nobody has measured it gives what is seldom bad: the kernels of linear.py for few rows,
-cuBLAS for more.
+For a GPU or a shape that nobody has measured it gives what is seldom bad: for bf16 the kernels of linear.py for few
+rows and cuBLAS for more, for 12 bits a number those of coded.py.
 """
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Final
 
 import torch
 
-from engine.kernels.linear import ROWS_MOST, Tiling
+from engine.kernels import coded, linear
+from engine.kernels.coded import CodedTiling
+from engine.kernels.linear import Tiling
+from engine.kernels.measured import key_of, table_of
+from engine.weights.lanes import lanes_of
 
-BUCKETS: Final = (1, 16, 32, 64, 128)  # rows for which the table has a choice: the next larger one is taken
+BUCKETS: Final = (1, 16, 32, 64, 128)  # rows for which a table has a choice: the next larger one is taken
+CODED_BUCKETS: Final = (1, 8, 16, 32, 64, 128)
 _DEFAULT_ROW: Final = Tiling(16, 512, 1, 3, 4)
 _DEFAULT_ROWS: Final = Tiling(64, 128, 1, 4, 4)
 _DEFAULT_ROWS_MOST: Final = 16
 _WAVE: Final = 264  # programs that keep a large GPU reading
+_PARTS_MOST: Final = 8
 
 
 def choose(outputs: int, inputs: int, rows: int, gated: bool, device: torch.device) -> Tiling | None:
     """The tiling, or None: cuBLAS."""
-    if rows > ROWS_MOST:
+    if rows > linear.ROWS_MOST:
         return None
     bucket = next(bucket for bucket in BUCKETS if rows <= bucket)
     return _choose(outputs, inputs, bucket, gated, device_name(device))
+
+
+def choose_coded(outputs: int, inputs: int, rows: int, gated: bool, device: torch.device) -> CodedTiling | None:
+    """The tiling for a weight in 12 bits a number, or None: what is to be gated is gated after its product, and what is
+    only to be multiplied is expanded for cuBLAS."""
+    if rows > coded.ROWS_MOST:
+        return None
+    bucket = next(bucket for bucket in CODED_BUCKETS if rows <= bucket)
+    return _choose_coded(outputs, inputs, bucket, gated, device_name(device))
 
 
 @cache
@@ -36,27 +50,41 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device).removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
-def path_of(name: str) -> Path:
-    return Path(__file__).parent / "tables" / f"{name}.json"
-
-
 @cache
 def _choose(outputs: int, inputs: int, bucket: int, gated: bool, name: str) -> Tiling | None:
-    key = f"{outputs}x{inputs}{' gated' if gated else ''}"
-    measured = _table(name).get(key, {})
+    measured = table_of(name).get(key_of(outputs, inputs, gated, False), {})
     if str(bucket) in measured:
         chosen = measured[str(bucket)]
         return None if chosen is None else Tiling(*chosen)
     if bucket > _DEFAULT_ROWS_MOST:
         return None
     tiling = _DEFAULT_ROW if bucket == 1 else _DEFAULT_ROWS
-    parts = 1 if gated else min(8, max(1, _WAVE * tiling.block_n // outputs), max(1, inputs // tiling.block_k))
+    parts = 1 if gated else min(_parts(outputs, tiling.block_n), max(1, inputs // tiling.block_k))
     return Tiling(tiling.block_n, tiling.block_k, parts, tiling.stages, tiling.warps)
 
 
 @cache
-def _table(name: str) -> dict[str, dict[str, list[int] | None]]:
-    """Shape → bucket → a Tiling's numbers, or null for cuBLAS."""
-    path = path_of(name)
-    table: dict[str, dict[str, list[int] | None]] = json.loads(path.read_text()) if path.exists() else {}
-    return table
+def _choose_coded(outputs: int, inputs: int, bucket: int, gated: bool, name: str) -> CodedTiling | None:
+    measured = table_of(name).get(key_of(outputs, inputs, gated, True), {})
+    if str(bucket) in measured:
+        chosen = measured[str(bucket)]
+        return None if chosen is None else CodedTiling(*chosen)
+    if gated and bucket > 32:  # two sums of so many rows leave no registers for the weights
+        return None
+    block_n, warps, stages, joined = _coded_default(bucket)
+    block = 8 * lanes_of(inputs)
+    parts = 1 if gated else min(_parts(outputs, block_n), max(1, inputs // block // 2))
+    return CodedTiling(block_n, 1, parts, stages, warps, joined, 0)
+
+
+def _coded_default(bucket: int) -> tuple[int, int, int, int]:
+    """Outputs at once, warps, stages, and numbers that are joined."""
+    if bucket == 1:
+        return 16, 4, 4, 1
+    if bucket <= 32:
+        return 64, 4, 4 if bucket <= 16 else 3, 4
+    return 128, 8, 3 if bucket == 64 else 2, 4
+
+
+def _parts(outputs: int, block_n: int) -> int:
+    return min(_PARTS_MOST, max(1, _WAVE * block_n // outputs))

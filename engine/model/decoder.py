@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.model.layers import Layer, Parameters
+from engine.weights.codec import Bf12
 
 
 class Step(Protocol):
@@ -19,7 +20,7 @@ class Step(Protocol):
     What a linear layer gives need not be summed up yet (device.py): it is only ever handed on to the step.
     """
 
-    def embed(self, embedding_VH: Tensor) -> None:
+    def embed(self, embedding: Tensor | Bf12) -> None:
         """Begins the sum with the tokens' embeddings."""
         ...
 

@@ -23,6 +23,7 @@ from engine.kv import KvPool
 from engine.model.config import ModelConfig
 from engine.model.layers import rotary_tables
 from engine.tiles import Layout
+from engine.weights.codec import Bf12
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,8 @@ class DeviceStep:
         self._dtype = dtype
         self._wide = wide
 
-    def embed(self, embedding_VH: Tensor) -> None:
-        embed(self._space.words, self._space.sampled_R, embedding_VH, self._sum_TH)
+    def embed(self, embedding: Tensor | Bf12) -> None:
+        embed(self._space.words, self._space.sampled_R, embedding, self._sum_TH)
 
     def add_norm(self, added: Tensor | None, weight_H: Tensor) -> Tensor:
         normed_TH = self._sum_TH.new_empty(self._sum_TH.shape, dtype=self._dtype)

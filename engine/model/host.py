@@ -20,6 +20,7 @@ from engine.batch import Batch, Int32s
 from engine.kernels import reference as ops
 from engine.kv import KvPool
 from engine.model.config import ModelConfig
+from engine.weights.codec import Bf12
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,10 @@ class HostStep:
         fold = config.heads // config.kv_heads
         self._groups = {window: _groups(batch, window, pool, fold) for window in set(config.windows)}
 
-    def embed(self, embedding_VH: Tensor) -> None:
-        self._sum_TH = torch.nn.functional.embedding(self._tokens_T, embedding_VH).float()
-        self._dtype = embedding_VH.dtype
+    def embed(self, embedding: Tensor | Bf12) -> None:
+        assert isinstance(embedding, Tensor)  # coded ones are expanded while they are loaded
+        self._sum_TH = torch.nn.functional.embedding(self._tokens_T, embedding).float()
+        self._dtype = embedding.dtype
 
     def add_norm(self, added_TH: Tensor | None, weight_H: Tensor) -> Tensor:
         if added_TH is not None:

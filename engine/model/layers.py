@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import Rope
+from engine.weights.codec import Bf12
 
 
 class Linear(Protocol):
@@ -67,9 +68,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All of a decoder: `embedding` is [vocabulary, hidden], `head` multiplies to the vocabulary where there is one."""
+    """All of a decoder: `embedding` is [vocabulary, hidden], on a GPU in 12 bits a number where its file has it so;
+    `head` multiplies to the vocabulary where there is one."""
 
-    embedding: Tensor
+    embedding: Tensor | Bf12
     layers: list[Layer]
     norm: Tensor
     head: Head

@@ -24,7 +24,7 @@ def test_every_number_of_rows(rows: int, biased: bool) -> None:
 
 def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"96x80": {"16": [32, 16, 2, 2, 4], "32": None}}
-    monkeypatch.setattr(choices, "_table", lambda name: table)
+    monkeypatch.setattr(choices, "table_of", lambda gpu: table)
     monkeypatch.setattr(choices, "_choose", choices._choose.__wrapped__)
     device = torch.device("cpu")
     assert choices.choose(96, 80, 3, False, device) == Tiling(32, 16, 2, 2, 4)

@@ -1,0 +1,46 @@
+"""What was measured of kernels on some GPU: a table per GPU, beside this file. It knows no GPU and no kernel: what runs
+without either can read it.
+
+    "6144x4096"              outputs × inputs of a weight: its tiling for some numbers of rows (buckets), null: cuBLAS
+    "28672x4096 gated"       the same with silu · up between its halves in the kernel
+    "6144x4096 bf12"         the same for a weight in 12 bits a number, null: expanded, then cuBLAS
+    "6144x4096 bf12 / bf16"  the time that 12 bits take there ÷ the time of bf16
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+_TABLES: Final = Path(__file__).parent / "tables"
+_DECODE_ROWS_MOST: Final = 64  # above it a step's time is less and less that of reading weights
+_SLOWER_MOST: Final = 1.04
+
+
+def path_of(gpu: str) -> Path:
+    return _TABLES / f"{gpu}.json"
+
+
+@cache
+def table_of(gpu: str) -> dict[str, dict[str, Any]]:
+    """Key → bucket → a tiling's numbers or null, or a ratio."""
+    path = path_of(gpu)
+    table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return table
+
+
+def key_of(outputs: int, inputs: int, gated: bool, coded: bool) -> str:
+    return f"{outputs}x{inputs}{' gated' if gated else ''}{' bf12' if coded else ''}"
+
+
+def ratio_key_of(outputs: int, inputs: int, gated: bool) -> str:
+    return f"{key_of(outputs, inputs, gated, True)} / bf16"
+
+
+def coded_pays(outputs: int, inputs: int, gated: bool) -> bool:
+    """Whether no GPU is known to multiply few rows clearly slower by such a weight in 12 bits than by one in bf16."""
+    for path in _TABLES.glob("*.json"):
+        for bucket, ratio in table_of(path.stem).get(ratio_key_of(outputs, inputs, gated), {}).items():
+            if int(bucket) <= _DECODE_ROWS_MOST and ratio > _SLOWER_MOST:
+                return False
+    return True
