@@ -36,7 +36,7 @@ from engine.weights.reading import Opened, ordered
 from engine.weights.report import CODED, Report, TensorReport, lines
 from engine.weights.source import Folder, look
 from engine.weights.stored import CheckpointError
-from engine.weights.survey import Survey, Verdict, coded_pays, count, groups_of, shape_reason
+from engine.weights.survey import Survey, Verdict, count, groups_of, shape_reason
 from engine.weights.target import TargetError, appearing, copy_file, require_new, require_room, write_file
 from engine.weights.writing import Made, Writing, as_bytes
 
@@ -143,7 +143,7 @@ def _survey(work: Work, moved: Callable[[int], object], every: bool = False) -> 
         return total
 
     by_name = {name: tensor for name, (_, tensor) in tensors.items()}
-    return Survey(by_name, groups_of(work.folder.path, list(tensors)), counts, coded_pays, every)
+    return Survey(by_name, groups_of(work.folder.path, list(tensors)), counts, every)
 
 
 def _compress(work: Work, survey: Survey, name: Path, made: Path) -> Iterator[TensorReport]:

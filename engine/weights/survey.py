@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.encoder.config import is_encoder, read_encoder_config
 from engine.encoder.names import encoder_entries
 from engine.encoder.names import prefix_of as encoder_prefix_of
+from engine.kernels.measured import coded_pays
 from engine.model.config import ConfigError, read_config
 from engine.weights.codec import base_for
 from engine.weights.headers import Placed
@@ -24,6 +25,15 @@ from engine.weights.names import entries, prefix_of
 
 ESCAPES_MOST: Final = 0.0002  # per number: more of them slow a kernel down
 _EXPONENTS: Final = 128  # pairs of them
+_GATED: Final = "gate_up.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that become one parameter; `gated` where it is a gate above what it lets through."""
+
+    names: tuple[str, ...]
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +48,33 @@ class Verdict:
 
 
 class Survey:
-    """`counts` says how many numbers of a bf16 tensor have each pair of exponents; `pays` whether 12 bits are no slower
-    for a matrix of (outputs, inputs). With `every` those are counted as well whose shape has no code."""
+    """`counts` says how many numbers of a bf16 tensor have each pair of exponents. With `every` those are counted as
+    well whose shape has no code."""
 
     def __init__(
         self,
         tensors: Mapping[str, Placed],
-        groups: Iterable[tuple[str, ...]],
+        groups: Iterable[Group],
         counts: Callable[[Placed], Tensor],
-        pays: Callable[[int, int], bool],
         every: bool = False,
     ) -> None:
         self._tensors = tensors
-        self._group = {name: group for group in groups for name in group}
+        self._group = {name: group for group in groups for name in group.names}
         self._counts = counts
-        self._pays = pays
         self._every = every
         self._verdicts: dict[str, Verdict] = {}
 
     def of(self, name: str) -> Verdict:
         """Reads all tensors that are judged together, the first time."""
         if name not in self._verdicts:
-            self._verdicts |= self._judged([self._tensors[name] for name in self._group.get(name, (name,))])
+            group = self._group.get(name, Group((name,)))
+            self._verdicts |= self._judged([self._tensors[each] for each in group.names], group.gated)
         return self._verdicts[name]
 
-    def _judged(self, group: Sequence[Placed]) -> dict[str, Verdict]:
+    def _judged(self, group: Sequence[Placed], gated: bool) -> dict[str, Verdict]:
         reasons = {tensor.name: shape_reason(tensor) for tensor in group}
-        if not any(reasons.values()) and not self._pays(sum(tensor.shape[0] for tensor in group), group[0].shape[1]):
+        outputs = sum(tensor.shape[0] for tensor in group if tensor.shape)
+        if not any(reasons.values()) and not coded_pays(outputs, group[0].shape[1], gated):
             reasons = {tensor.name: "in 12 bits it is slower, as measured" for tensor in group}
         counted = [
             tensor for tensor in group if tensor.dtype == "BF16" and (self._every or not any(reasons.values()))
@@ -82,11 +92,6 @@ class Survey:
         return verdicts
 
 
-def coded_pays(outputs: int, inputs: int) -> bool:
-    """Whether kernels are no slower with such a matrix in 12 bits."""
-    return True
-
-
 def shape_reason(tensor: Placed) -> str:
     """Why it has no code, whatever its numbers are; empty where it may have."""
     if tensor.dtype != "BF16":
@@ -98,7 +103,7 @@ def shape_reason(tensor: Placed) -> str:
     return ""
 
 
-def groups_of(folder: Path, names: Sequence[str]) -> list[tuple[str, ...]]:
+def groups_of(folder: Path, names: Sequence[str]) -> list[Group]:
     """The tensors that become one parameter, of the architectures that are known; of others each is alone."""
     stored = set(names)
     try:
@@ -108,8 +113,10 @@ def groups_of(folder: Path, names: Sequence[str]) -> list[tuple[str, ...]]:
             table = entries(read_config(folder, vectors=True), prefix_of(stored))
     except (ConfigError, TypeError, ValueError, KeyError, AttributeError):
         return []
-    groups = [tuple(source.name for source in entry.sources) for entry in table]
-    return [group for group in groups if len(group) > 1 and stored.issuperset(group)]
+    groups = [
+        Group(tuple(source.name for source in entry.sources), entry.parameter.endswith(_GATED)) for entry in table
+    ]
+    return [group for group in groups if stored.issuperset(group.names)]
 
 
 def count(bits: Tensor) -> Tensor:
