@@ -115,7 +115,7 @@ def on_cpu(folder: Path) -> Models:
     """The built-in model and three of its size, and room for two: of each, weights in float32 and some KV."""
     weights_bytes = 2 * _bytes_of(BUILT_IN_FOLDER)
     shutil.copytree(BUILT_IN_FOLDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    _make_weights(folder, "cpu", 1)
+    make_weights(folder, "cpu", 1)
     names = [BUILT_IN, *(f"@cf/bench/m{index}" for index in (1, 2, 3))]
     settings = f"[machine]\ndevice_bytes = {weights_bytes * 26 // 10}\nthreads = 1\n"
     for name in names:
@@ -134,13 +134,13 @@ def write_model(folder: Path) -> Path:
     from engine.bench.geometries import write_folder
 
     if not (folder / "tokenizer.json").exists():
-        _make_weights(write_folder(GEOMETRY, folder), "cuda", 4)
+        make_weights(write_folder(GEOMETRY, folder), "cuda", 4)
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer(vocabulary)))
     return folder
 
 
-def _make_weights(folder: Path, device: str, shards: int) -> None:
+def make_weights(folder: Path, device: str, shards: int) -> None:
     """Drawn there, and written as checkpoints are."""
     import torch
     from safetensors.torch import save_file
