@@ -417,6 +417,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int  # left to nobody
 
 
+class Inspected(msgspec.Struct, frozen=True, kw_only=True):
+    """What `python -m engine.weights.inspection` found of a folder's weights, from headers alone."""
+
+    numbers: int  # that a replica would load
+    coded_numbers: int = 0  # of these, in 12 bits each where a GPU has them in bfloat16
+    coded_bytes: int = 0  # what these take there
+
+
 class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     """What `python -m engine.warming` found or prepared of what starts of a model take over."""
 

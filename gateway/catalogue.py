@@ -16,6 +16,7 @@ from engine import wire
 from gateway.added import added
 from gateway.calls.format import FORMATS, Format, format_of
 from gateway.calls.thought import thinks
+from gateway.compressed import read_compressed
 from gateway.config import Config, ConfigError, ModelConfig, PriceConfig
 from gateway.published import public_prefixes
 from gateway.tasks import Task, Vectors, context_of, read_vectors, task_of
@@ -186,7 +187,7 @@ def spec_of(config: Config, entry: ModelConfig) -> wire.ModelSpec:
         vectors=task is Task.EMBEDDINGS,
         scope_floor_blocks=entry.scope_floor_blocks,
         scope_cap_blocks=entry.scope_cap_blocks,
-        weights_bytes=_weights_bytes(folder),
+        weights_bytes=_weights_bytes(config, folder),
         pinned=entry.pinned,
         priority=entry.priority,
         resident_s=entry.resident_s,
@@ -196,8 +197,10 @@ def spec_of(config: Config, entry: ModelConfig) -> wire.ModelSpec:
     )
 
 
-def _weights_bytes(folder: Path) -> int:
+def _weights_bytes(config: Config, folder: Path) -> int:
     """What its files take: about what its weights do, until its replica says it exactly."""
+    if (compressed := read_compressed(folder)) is not None:
+        return compressed.original_bytes if config.machine.device == "cpu" else compressed.coded_bytes
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 

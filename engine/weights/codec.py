@@ -27,14 +27,13 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from engine.weights.lanes import BASES, INPUTS_MOST, LANES, block_of, fits, lanes_of, words_of
+from engine.weights.lanes import BASES, GROUP_OUTPUTS, INPUTS_MOST, LANES, block_of, fits, lanes_of, words_of
 
 __all__ = [
     "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "base_for", "choose_base", "decode",
     "encode", "expand", "fits", "index", "lanes_of", "stack", "words_of",
 ]  # fmt: skip
 
-GROUP_OUTPUTS: Final = 16
 _SAMPLE: Final = 1 << 22  # numbers that a base is chosen by
 
 

@@ -2,13 +2,14 @@
 
     python -m engine.weights.inspection '<ModelSpec JSON>'
 
-It prints how many numbers a replica would load. What is wrong is its last line on stderr, with exit status 1 where it
-is the weights, and 2 where it is config.json. Nothing here needs torch, so that looking takes a tenth of a second.
+It prints what a replica would load, as a line of JSON (wire.Inspected). What is wrong is its last line on stderr, with
+exit status 1 where it is the weights, and 2 where it is config.json. Nothing here needs torch, so that looking takes a
+tenth of a second.
 """
 
 import math
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,12 +21,14 @@ from engine.encoder.names import prefix_of as encoder_prefix_of
 from engine.model.config import ARCHITECTURES as DECODERS
 from engine.model.config import HEADLESS, ConfigError, ModelConfig, read_config, read_json
 from engine.weights.checkpoint import Checkpoint, CheckpointError
+from engine.weights.lanes import GROUP_OUTPUTS, words_of
 from engine.weights.names import Entry, entries, ignored, prefix_of
-from engine.wire import ModelSpec
+from engine.weights.stored import Stored
+from engine.wire import Inspected, ModelSpec
 
 
-def numbers_of(model: ModelSpec) -> int:
-    """How many are in the tensors that a replica would load. Raises ConfigError or CheckpointError."""
+def inspect(model: ModelSpec) -> Inspected:
+    """Raises ConfigError or CheckpointError."""
     folder = Path(model.folder)
     _require_known(folder)
     config = read_encoder_config(folder) if is_encoder(folder) else read_config(folder, vectors=model.vectors)
@@ -37,7 +40,27 @@ def numbers_of(model: ModelSpec) -> int:
     table, spare = _wanted(config, checkpoint.tensors)
     sources = [source for entry in table for source in entry.sources]
     checkpoint.require(sources, spare)
-    return sum(math.prod(source.shape) for source in sources)
+    coded = [] if isinstance(config, EncoderConfig) else [e for e in table if _coded(e, checkpoint.tensors)]
+    return Inspected(
+        numbers=sum(math.prod(source.shape) for source in sources),
+        coded_numbers=sum(math.prod(source.shape) for entry in coded for source in entry.sources),
+        coded_bytes=sum(_coded_bytes(entry, checkpoint.tensors) for entry in coded),
+    )
+
+
+def _coded(entry: Entry, stored: Mapping[str, Stored]) -> bool:
+    """Whether a GPU has the parameter in 12 bits a number (forms.py, which needs torch)."""
+    inputs = {source.shape[1:] for source in entry.sources}
+    return len(inputs) == 1 and all(stored[source.name].code is not None for source in entry.sources)
+
+
+def _coded_bytes(entry: Entry, stored: Mapping[str, Stored]) -> int:
+    """Of its words, and of the index of what they leave out."""
+    codes = [stored[source.name].code for source in entry.sources]
+    outputs, inputs = sum(source.shape[0] for source in entry.sources), entry.sources[0].shape[1]
+    escapes = sum(code.values.numbers for code in codes if code is not None)
+    groups = -(-outputs // GROUP_OUTPUTS)
+    return 4 * (outputs * words_of(inputs) + outputs + groups + 1) + (4 + 2) * escapes
 
 
 def _require_known(folder: Path) -> None:
@@ -59,7 +82,7 @@ def _wanted(config: ModelConfig | EncoderConfig, stored: Container[str]) -> tupl
 def main() -> int:
     model = msgspec.json.decode(sys.argv[1], type=ModelSpec)
     try:
-        print(numbers_of(model))
+        print(msgspec.json.encode(inspect(model)).decode())
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

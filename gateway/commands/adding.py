@@ -58,9 +58,9 @@ def add_model(config: Config, options: argparse.Namespace) -> int:
         return fail(f"{entry.name} was not added: {config.added_folder} cannot be written: {error.strerror}")
     compared = f"{len(sums)} files are what {SUMS_NAME} says" if sums else f"there is no {SUMS_NAME} to compare with"
     if options.json:
-        print_json({**kept, "weights_bytes": seen.sizes.weights_bytes, "compared_files": len(sums)})
+        print_json({**kept, "weights_bytes": seen.sizes.stored_bytes, "compared_files": len(sums)})
     else:
-        print(f"{entry.name}: {in_bytes(seen.sizes.weights_bytes)} of weights, whole; {compared}")
+        print(f"{entry.name}: {in_bytes(seen.sizes.stored_bytes)} of weights, whole; {compared}")
         print("It is in the catalogue: `hearth serve` serves it from its next start on")
     return 0
 

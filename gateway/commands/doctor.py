@@ -219,19 +219,20 @@ def _models(config: Config, rooms: list[hardware.Room]) -> Iterator[Finding]:
 def _serves(entry: ModelConfig, sizes: Sizes, text: Text, vectors: Vectors | None) -> Finding:
     if vectors is not None:
         gives = f"vectors of {vectors.dimensions} numbers" if vectors.dimensions else "scores"
-        found = f"{entry.name}: {in_bytes(sizes.weights_bytes)}, {gives}, texts of {vectors.tokens_max:,} tokens"
+        found = f"{entry.name}: {in_bytes(sizes.stored_bytes)}, {gives}, texts of {vectors.tokens_max:,} tokens"
         return Finding("model", Verdict.GOOD, found)
     chats = "" if text.chats else ", no chat template: callers must send `prompt`"
-    found = f"{entry.name}: {in_bytes(sizes.weights_bytes)}, context {sizes.context_tokens:,}{chats}"
+    found = f"{entry.name}: {in_bytes(sizes.stored_bytes)}, context {sizes.context_tokens:,}{chats}"
     return Finding("model", Verdict.GOOD if text.chats else Verdict.NOTE, found)
 
 
 def _memory(config: Config, rooms: list[hardware.Room]) -> Iterator[Finding]:
     """Whether the models can be on the devices together; where not, whether they can take turns."""
-    models = [Sized(entry, sizes) for entry in entries(config) if (sizes := sizes_of(config, entry)) is not None]
+    on_gpus = rooms[0].device != hardware.MEMORY
+    found_sizes = [(entry, sizes) for entry in entries(config) if (sizes := sizes_of(config, entry)) is not None]
+    models = [Sized(entry, sizes if on_gpus else sizes.on_a_cpu) for entry, sizes in found_sizes]
     pinned, others = [one for one in models if one.entry.pinned], [one for one in models if not one.entry.pinned]
     room, needed = sum(room.budget_bytes for room in rooms), sum(map(_device_bytes, models))
-    on_gpus = rooms[0].device != hardware.MEMORY
     where = f"{len(rooms)} GPU{'s' * (len(rooms) > 1)}" if on_gpus else "memory"
     found = f"{in_bytes(room)} of {where} for models, which take at least about {in_bytes(needed)}"
     left, largest = placed(rooms, pinned), max(others, key=lambda one: one.sizes.memory_bytes, default=None)

@@ -53,7 +53,7 @@ def look(config: Config, entry: ModelConfig, rooms: list[Room]) -> Look:
     document = read_config(folder)
     try:
         task = task_of(folder, document, entry)
-        numbers = None if entry.random_weights else _numbers(folder, entry, task)
+        inspected = None if entry.random_weights else _inspected(folder, entry, task)
         text, vectors = Text(folder), read_vectors(folder, document, entry, task)
     except FolderError as error:
         raise Unserved(str(error), _COMPLETE) from error
@@ -61,12 +61,12 @@ def look(config: Config, entry: ModelConfig, rooms: list[Room]) -> Look:
     if sizes is None:
         raise Unserved(f"{folder}/config.json does not say how large the model is", _COMPLETE)
     _require_ids(folder, text, int(document["vocab_size"]))
-    _require_room(entry, sizes, numbers, task, rooms)
+    _require_room(entry, sizes, inspected, task, rooms)
     return Look(sizes, text, vectors)
 
 
-def _numbers(folder: Path, entry: ModelConfig, task: Task) -> int:
-    """How many its replica loads. Raises Unserved with what the engine says of the folder."""
+def _inspected(folder: Path, entry: ModelConfig, task: Task) -> wire.Inspected:
+    """What its replica loads. Raises Unserved with what the engine says of the folder."""
     spec = wire.ModelSpec(
         name=entry.name,
         folder=str(folder),
@@ -81,7 +81,7 @@ def _numbers(folder: Path, entry: ModelConfig, task: Task) -> int:
     if asked.returncode:
         said = asked.stderr.strip().splitlines() or [f"looking at {folder} ended with status {asked.returncode}"]
         raise Unserved(said[-1], _OTHER if asked.returncode == _OF_CONFIG else _COMPLETE)
-    return int(asked.stdout)
+    return msgspec.json.decode(asked.stdout, type=wire.Inspected)
 
 
 def _require_ids(folder: Path, text: Text, vocabulary: int) -> None:
@@ -92,10 +92,12 @@ def _require_ids(folder: Path, text: Text, vocabulary: int) -> None:
         raise Unserved(found, "tokenizer.json is another model's: get the one that belongs to the weights")
 
 
-def _require_room(entry: ModelConfig, sizes: Sizes, numbers: int | None, task: Task, rooms: list[Room]) -> None:
+def _require_room(
+    entry: ModelConfig, sizes: Sizes, inspected: wire.Inspected | None, task: Task, rooms: list[Room]
+) -> None:
     """Raises Unserved where weights and the KV of one context are more than the largest device may hold."""
     room = max(rooms, key=lambda room: room.budget_bytes)
-    weights = sizes.weights_bytes if numbers is None else numbers * _number_bytes(entry, task, room)
+    weights = sizes.weights_bytes if inspected is None else _weights_bytes(entry, inspected, task, room)
     needed = weights + sizes.kv_bytes_of_a_context
     if needed <= room.budget_bytes:
         return
@@ -108,6 +110,14 @@ def _require_room(entry: ModelConfig, sizes: Sizes, numbers: int | None, task: T
         f"{in_bytes(needed - room.budget_bytes)} more than the {held}",
         " or ".join(_helps(entry, sizes, weights, room)) or "use a smaller model, or a device with more memory",
     )
+
+
+def _weights_bytes(entry: ModelConfig, inspected: wire.Inspected, task: Task, room: Room) -> int:
+    """On the device: only GPUs have weights in 12 bits, and only beside others in bfloat16."""
+    number_bytes = _number_bytes(entry, task, room)
+    if room.device == MEMORY or entry.dtype not in ("auto", "bfloat16"):
+        return inspected.numbers * number_bytes
+    return (inspected.numbers - inspected.coded_numbers) * number_bytes + inspected.coded_bytes
 
 
 def _number_bytes(entry: ModelConfig, task: Task, room: Room) -> int:
@@ -126,6 +136,8 @@ def _helps(entry: ModelConfig, sizes: Sizes, weights: int, room: Room) -> list[s
         helps.append('set kv_dtype = "fp8"')
     if entry.dtype == "float32" and weights // 2 + kv <= room.budget_bytes:
         helps.append('set dtype = "bfloat16"')
+    if sizes.could_be_compressed and room.device != MEMORY and weights * 3 // 4 + kv <= room.budget_bytes:
+        helps.append("compress it (`hearth models compress`)")
     if weights + kv <= room.most_bytes:
         helps.append(f"raise machine.device_bytes to at least {weights + kv}")
     return helps

@@ -9,10 +9,11 @@ import msgspec
 
 from engine.wire import MEMORY_SUFFIX, Fleet, Memory
 from gateway.catalogue import entries, folder_of, price_of
-from gateway.commands import adding, compressing, warm
+from gateway.commands import adding, compressing, hardware, warm
 from gateway.commands.residencies import fleets, in_words, replicas_of
-from gateway.commands.sizes import read_config, sizes_of
+from gateway.commands.sizes import Sizes, read_config, sizes_of
 from gateway.commands.words import add_action, add_command, fail, in_bytes, print_json, print_table, read_settings
+from gateway.compressed import Compressed
 from gateway.config import Config, ModelConfig
 from gateway.tasks import Task, read_vectors, task_of
 from gateway.text import FolderError
@@ -25,8 +26,8 @@ examples:
   hearth models add @cf/acme/notes models/notes --priority 2 --context-tokens 16384
   hearth models remove @cf/acme/assistant              out of the catalogue; its folder stays
   hearth models warm --all                             compile and measure ahead, for the first start
-  hearth models compress models/notes models/notes-12  its weights in 12 bits each, without loss
-  hearth models expand models/notes-12 models/notes    and back, bit for bit
+  hearth models compress models/notes notes-12         weights in 12 bits each, without loss
+  hearth models expand notes-12 models/notes           and back, bit for bit
   hearth pull Qwen/Qwen3-0.6B                          one more, from the hub
 
 `add` refuses a folder that could not be served: incomplete, of an architecture that is not known, larger than any
@@ -94,7 +95,7 @@ def _list(config: Config, options: argparse.Namespace) -> int:
         (
             document["name"],
             document.get("context_tokens", "-"),
-            in_bytes(document["weights_bytes"]) if "weights_bytes" in document else "-",
+            _weights_in_words(document),
             in_words(list(replicas_of(document["name"], said))),
             document["problem"] or next((one["problem"] for one in document["replicas"] if one["problem"]), "ok"),
         )
@@ -102,6 +103,12 @@ def _list(config: Config, options: argparse.Namespace) -> int:
     ]
     print_table(("MODEL", "CONTEXT", "WEIGHTS", "WHERE", "STATE"), rows)
     return 0
+
+
+def _weights_in_words(document: dict[str, Any]) -> str:
+    if "weights_bytes" not in document:
+        return "-"
+    return in_bytes(document["weights_bytes"]) + (", 12 bits" if document["compressed"] else "")
 
 
 def _places(name: str, said: list[Fleet]) -> list[dict[str, Any]]:
@@ -130,6 +137,8 @@ def _show(config: Config, options: argparse.Namespace) -> int:
     for name, value in document.items():
         if name.endswith("_bytes") or name == "kv_bytes_per_token":
             _line(name.replace("_bytes", ""), in_bytes(value))
+        elif name == "compressed" and value is not None:
+            _line(name, f"{value['kind']}; bf16 would be {in_bytes(value['original_bytes'])}; level {value['level']}")
         elif name not in ("running", "replicas") and value not in ("", None):
             _line(name, value)
     if "memory_bytes" in document:
@@ -162,7 +171,13 @@ def _shares(memory: Memory) -> dict[str, Any]:
         **parts,
         "driver_and_others_bytes": max(0, memory.device_bytes - sum(parts.values())),
         "kv_pool_tokens": memory.kv_blocks * memory.kv_block_tokens,
+        **({} if not memory.coded_bytes else _coded(memory)),
     }
+
+
+def _coded(memory: Memory) -> dict[str, int]:
+    """Of the weights what is in 12 bits a number, and what all of them would take without that."""
+    return {"weights_in_12_bits_bytes": memory.coded_bytes, "weights_as_bf16_bytes": memory.bf16_bytes}
 
 
 def _document(config: Config, entry: ModelConfig) -> dict[str, Any]:
@@ -198,8 +213,20 @@ def _document(config: Config, entry: ModelConfig) -> dict[str, Any]:
         "context_tokens": sizes.context_tokens,
         "layers": sizes.layers,
         "stored_as": sizes.parameters_type,
-        "weights_bytes": sizes.weights_bytes,
+        "weights_bytes": sizes.stored_bytes,
+        "compressed": _compressed(sizes.compressed),
         "kv_bytes_per_token": sizes.kv_bytes_per_token,
         "kv_of_a_context_bytes": sizes.kv_bytes_of_a_context,
-        "memory_bytes": sizes.memory_bytes,
+        "memory_bytes": _on_device(config, sizes).memory_bytes,
     }
+
+
+def _compressed(said: Compressed | None) -> dict[str, Any] | None:
+    return None if said is None else {"level": said.level, "kind": said.kind, "original_bytes": said.original_bytes}
+
+
+def _on_device(config: Config, sizes: Sizes) -> Sizes:
+    """As the devices of this host have it."""
+    if sizes.compressed is None or hardware.usable(config.machine, hardware.gpus()):
+        return sizes
+    return sizes.on_a_cpu

@@ -1,21 +1,24 @@
-"""How large a model is, from its folder's config.json, its files and the catalogue's settings. It opens no weights."""
+"""How large a model is, from its folder's config.json, its files and the catalogue's settings. It reads no weights."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from gateway.catalogue import folder_of
+from gateway.compressed import Compressed, read_compressed
 from gateway.config import Config, ModelConfig
 from gateway.tasks import context_of, is_encoder
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a folder's config.json and weights and the entry's settings say. `kv_bytes_per_token` is at 2 bytes a
-    number, with fp8 at one. Weights that are made up have no type that they are stored as."""
+    """What a folder's config.json and weights and the entry's settings say. `weights_bytes` are on a GPU, and on a CPU
+    where the folder is not `compressed`. `kv_bytes_per_token` is at 2 bytes a number, with fp8 at one. Weights that are
+    made up have no type that they are stored as."""
 
     weights_bytes: int
+    compressed: Compressed | None
     parameters_type: str
     context_tokens: int
     layers: int
@@ -30,6 +33,20 @@ class Sizes:
         """Weights, and the KV of one full context."""
         return self.weights_bytes + self.kv_bytes_of_a_context
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of the weights' files."""
+        return self.weights_bytes if self.compressed is None else self.compressed.stored_bytes
+
+    @property
+    def on_a_cpu(self) -> Self:
+        """A CPU expands what is compressed."""
+        return self if self.compressed is None else replace(self, weights_bytes=self.compressed.original_bytes)
+
+    @property
+    def could_be_compressed(self) -> bool:
+        return self.compressed is None and self.parameters_type == "bfloat16"
+
 
 def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
     """None where the entry's folder is no model."""
@@ -43,15 +60,23 @@ def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
         made_up = _made_up_bytes(said, layers, width * heads, width * kv_heads) if entry.random_weights else None
     except (ValueError, KeyError, TypeError, ArithmeticError):
         return None
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    compressed = None if entry.random_weights else read_compressed(folder)
     context, keeps = context_of(said), not is_encoder(said)
     return Sizes(
-        weights_bytes=stored if made_up is None else made_up,
+        weights_bytes=weights_bytes(folder, compressed) if made_up is None else made_up,
+        compressed=compressed,
         parameters_type="" if entry.random_weights else str(said.get("torch_dtype") or said.get("dtype") or "float32"),
         context_tokens=min(context, entry.context_tokens or context),
         layers=layers,
         kv_bytes_per_token=keeps * 2 * layers * kv_heads * width * (1 if entry.kv_dtype == "fp8" else 2),
     )
+
+
+def weights_bytes(folder: Path, compressed: Compressed | None) -> int:
+    """On a device that computes with 12 bits a number, if that is how they are stored."""
+    if compressed is not None:
+        return compressed.coded_bytes
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from engine.weights.inspection import numbers_of
+from engine.weights.inspection import inspect
 from engine.wire import ModelSpec
 from tests.gateway.tiny import write_tiny
 
@@ -19,13 +19,13 @@ def test_every_number_that_is_loaded_counts_once(tmp_path: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     numbers = sum(tensor.size for tensor in stored.values())
     spec = ModelSpec(name="@cf/a/tiny", folder=str(folder))
-    assert numbers_of(spec) == numbers
+    assert inspect(spec).numbers == numbers
     spare = {
         "lm_head.weight": stored["model.embed_tokens.weight"],
         "model.layers.0.rotary_emb.inv_freq": np.ones(4, "f4"),
     }
     save_file(stored | spare, folder / "model.safetensors")
-    assert numbers_of(spec) == numbers, "the copy of a tied head and rotary tables are not loaded"
+    assert inspect(spec).numbers == numbers, "the copy of a tied head and rotary tables are not loaded"
 
 
 def test_it_needs_no_torch() -> None:

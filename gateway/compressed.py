@@ -1,0 +1,80 @@
+"""What the files of a compressed folder say of themselves, as far as sizes go; the engine's weights/notes.py has all of
+it. It reads headers, and checks nothing: who loads or adds a folder does.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+_KEY: Final = "hearth.compressed"
+_LEVELS: Final = {1: "device", 2: "distribution"}
+_HEADER_BYTES_MAX: Final = 100_000_000
+_CODED_BYTES: Final = 1.5  # a number; what has no code adds less than a thousandth
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """Of a folder's compressed files: what they take, what they took, and of their numbers how many are in 12 bits. On a
+    device that computes with those they take `coded_bytes`, on another one as many as they took."""
+
+    level: str
+    stored_bytes: int
+    original_bytes: int
+    numbers: int
+    coded_numbers: int
+
+    @property
+    def coded_bytes(self) -> int:
+        return self.original_bytes - int((2 - _CODED_BYTES) * self.coded_numbers)
+
+    @property
+    def kind(self) -> str:
+        return f"12 bits, {self.coded_numbers / max(1, self.numbers):.1%} of the numbers"
+
+
+def read_compressed(folder: Path) -> Compressed | None:
+    """None of a folder that is not compressed, or whose files cannot be read."""
+    level, stored, original, numbers, coded = 0, 0, 0, 0, 0
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            size = path.stat().st_size
+            header = _header(path)
+            said = header.get("__metadata__", {}).get(_KEY)
+            if said is None:
+                continue
+            notes = msgspec.json.decode(said, type=_Notes)
+            shapes = {
+                name: math.prod(entry["shape"])
+                for name, entry in msgspec.json.decode(notes.original.header).items()
+                if name != "__metadata__"
+            }
+            level, stored, original = max(level, notes.level), stored + size, original + notes.original.bytes
+            numbers, coded = numbers + sum(shapes.values()), coded + sum(shapes[name] for name in notes.codes)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None
+    return Compressed(_LEVELS.get(level, str(level)), stored, original, numbers, coded) if level else None
+
+
+class _Original(msgspec.Struct):
+    header: str
+    bytes: int
+
+
+class _Notes(msgspec.Struct):
+    level: int
+    original: _Original
+    codes: dict[str, object]
+
+
+def _header(path: Path) -> dict[str, dict[str, str]]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        text = file.read(length) if length <= _HEADER_BYTES_MAX else b""
+    if f'"{_KEY}"'.encode() not in text:  # most files: nothing of them is parsed
+        return {}
+    found: dict[str, dict[str, str]] = msgspec.json.decode(text)
+    return found
