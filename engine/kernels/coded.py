@@ -138,7 +138,7 @@ def _multiply_row(
     y = _finish_row(tl.sum(total, 1), x, scales, places, values, place, value, first, last, outputs, N)
     if GATED:
         up = tl.sum(total_up, 1)
-        up = _finish_row(up, x, scales + N, places, values, place_up, value_up, first_up, last_up, outputs + N, 2 * N)
+        up = _finish_row(up, x, scales, places, values, place_up, value_up, first_up, last_up, outputs + N, 2 * N)
         y = y / (1.0 + tl.exp(-y)) * up
     tl.store(out + part * N + outputs, y.to(out.dtype.element_ty), mask=outputs < N)
 
@@ -232,7 +232,7 @@ def _multiply_rows(
     total = _finish_rows(total, x, scales, places, values, place, value, first, last, outputs, N, rows, T, K)
     if GATED:
         total_up = _finish_rows(
-            total_up, x, scales + N, places, values, place_up, value_up, first_up, last_up, outputs + N, 2 * N, rows,
+            total_up, x, scales, places, values, place_up, value_up, first_up, last_up, outputs + N, 2 * N, rows,
             T, K,
         )  # fmt: skip
         total = total / (1.0 + tl.exp(-total)) * total_up
