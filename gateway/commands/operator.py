@@ -8,7 +8,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -22,6 +22,7 @@ from tenants.store import StoreUnavailable, open_store
 _BASE: Final = "/client/v4/operator/"
 _ANSWER_S: Final = 3.0
 _TOKEN_S: Final = 86_400
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 T = TypeVar("T")
 
@@ -42,11 +43,9 @@ class Gateway:
     """Asks one gateway with an operator's token: at `url`, or this host's own, which then has its own certificate."""
 
     def __init__(self, config: Config, url: str | None, token: str) -> None:
-        known = read_credentials(config)
-        self.url = url or (known.base_url if known else base_url(config.server, config.server.port))
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Refused(f"{self.url!r} is no address: write it like https://hearth.example.com")
+        self.url = url or _own_url(config)
+        parts = _parts(self.url)
+        assert parts.hostname
         self._named = parts.netloc
         own = url is None and bool(config.server.hosts)  # a name of it need not lead here
         self._host = reached(config.server.host) if own else parts.hostname
@@ -88,6 +87,20 @@ class Gateway:
             return response.status, response.read()
 
 
+def _own_url(config: Config) -> str:
+    known = read_credentials(config)
+    return known.base_url if known else base_url(config.server, config.server.port)
+
+
+def _parts(url: str) -> SplitResult:
+    """Raises Refused where it leads nowhere."""
+    with contextlib.suppress(ValueError):  # of a port that is none
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    raise Refused(f"{url!r} is no address: write it like https://hearth.example.com")
+
+
 def _own(server: ServerConfig) -> ssl.SSLContext:
     """Believes this host's gateway its own certificate and nobody another one, by whatever name it is reached."""
     context = ssl.create_default_context(cafile=server.certificate or None)
@@ -96,12 +109,23 @@ def _own(server: ServerConfig) -> ssl.SSLContext:
     return context
 
 
+def _is_own(config: Config, url: str) -> bool:
+    """Whether it leads to where this configuration's gateway listens, on this host."""
+    own, asked = _parts(_own_url(config)), _parts(url)
+    return asked.port == own.port and asked.hostname in (*_LOOPBACK, reached(config.server.host))
+
+
 @contextlib.contextmanager
-def operator_token(config: Config, given: str | None) -> Iterator[str]:
-    """The one that was given; else one of this host's first account that can see all machines, revoked at the end."""
+def operator_token(config: Config, url: str | None, given: str | None) -> Iterator[str]:
+    """The one that was given; else, for this configuration's own gateway, one of its first account that can see all
+    machines, revoked at the end. At any other `url` whoever answers could go on with it."""
     if given:
         yield given
         return
+    if url is not None and not _is_own(config, url):
+        raise Refused(
+            f"{url} is not this configuration's own gateway: give a token of its operator, by --token or HEARTH_TOKEN"
+        )
     if not config.secret_path.exists():
         raise Refused(f"{config.state} is no gateway's state folder: name one by --state, or set HEARTH_TOKEN")
     token_id, text = _with_store(config, lambda tenantry: _mint(tenantry, config))

@@ -34,7 +34,8 @@ examples:
 
 WHERE is where a model's weights are: device, memory or disk, and where they are moving. RUN and WAIT are its requests
 in the replica, HERE those that the gateway holds until it is awake. HIT is the share of prompt tokens that were in the
-prefix cache, KV what its cache takes of the device. Without a token, one is made that lasts while this command does.
+prefix cache, KV what its cache takes of the device. For this host's own gateway no token is needed: one is made that
+lasts while this command does.
 """
 _WHAT: Final = "machines"
 _INTERVAL_S: Final = (0.2, 3600.0)
@@ -44,7 +45,7 @@ _WIDTH: Final = 120  # where no terminal says how wide it is
 def add(commands: Any) -> None:
     parser = add_command(commands, "top", "watch machines, GPUs and models live", _TEACHING)
     parser.add_argument("--url", help="of the gateway (default: this host's)")
-    parser.add_argument("--token", help="of an operator (default: HEARTH_TOKEN, else one is made for a while)")
+    parser.add_argument("--token", help="of an operator (default: HEARTH_TOKEN; else, for this host's, one is made)")
     parser.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two looks (1)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--once", action="store_true", help="print one picture as plain text, and end")
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that terminal and token are given back
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        with operator_token(config, options.token or os.environ.get("HEARTH_TOKEN")) as token:
+        with operator_token(config, options.url, options.token or os.environ.get("HEARTH_TOKEN")) as token:
             gateway = Gateway(config, options.url, token)
             if options.json:
                 print(msgspec.json.format(gateway.ask(_WHAT)).decode())

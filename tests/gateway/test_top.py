@@ -186,7 +186,9 @@ def test_an_answer_that_is_none_is_said(
 def test_what_cannot_be_asked_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is no gateway's state folder" in top(capsys, status=1)
     assert not (here / ".hearth").exists()
-    assert "is no address" in top(capsys, "--url", "hearth.example.com", "--token", "given", status=1)
+    for wrong in ("hearth.example.com", "http://[::1", "http://127.0.0.1:x", "ftp://127.0.0.1"):
+        assert "is no address" in top(capsys, "--url", wrong, "--token", "given", status=1)
+        assert "is no address" in top(capsys, "--url", wrong, status=1)
     with answering() as server:
         pass
     assert "does not answer" in top(capsys, "--once", "--url", url(server), "--token", "given", status=1)
@@ -208,6 +210,30 @@ def asked(question: Any) -> Any:
     return asyncio.run(ask())
 
 
+def settled_at(server: ThreadingHTTPServer) -> None:
+    """This folder's configuration has its gateway there."""
+    Path("hearth.toml").write_text(f"[server]\nport = {server.server_address[1]}\n")
+
+
+@pytest.mark.parametrize("token", ["", None])
+def test_no_token_is_made_for_anything_but_the_gateway_of_this_configuration(
+    here: Path, capsys: pytest.CaptureFixture[str], token: str | None
+) -> None:
+    assert main(["accounts", "create", "first"]) == 0
+    given = [] if token is None else ["--token", token]
+    with answering() as own, answering() as other:
+        settled_at(own)
+        port = own.server_address[1]
+        for stranger in (url(other), f"http://127.0.0.2:{port}", "https://hearth.example.com", "http://127.0.0.1"):
+            said = top(capsys, "--once", "--url", stranger, *given, status=1)
+            assert f"{stranger} is not this configuration's own gateway" in said
+            assert "HEARTH_TOKEN" in said
+        assert not own.seen + other.seen  # type: ignore[attr-defined]
+        for itself in (url(own), url(own) + "/", f"http://localhost:{port}"):
+            assert "@cf/acme/moving" in top(capsys, "--once", "--url", itself, *given)
+        assert len(own.seen) == 3  # type: ignore[attr-defined]
+
+
 def test_a_token_is_made_for_the_while_noted_and_never_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids = []
     for name in ("first", "second"):
@@ -222,6 +248,7 @@ def test_a_token_is_made_for_the_while_noted_and_never_shown(here: Path, capsys:
         return 200, json.dumps({"result": DOCUMENT}).encode()
 
     with answering() as server:
+        settled_at(server)
         server.answer = answer  # type: ignore[attr-defined]
         told = top(capsys, "--url", url(server), "--json")
         ((_, token),) = server.seen  # type: ignore[attr-defined]
