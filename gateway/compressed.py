@@ -18,8 +18,8 @@ _CODED_BYTES: Final = 1.5  # a number; what has no code adds less than a thousan
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """Of a folder's compressed files: what they take, what they took, and of their numbers how many are in 12 bits. On a
-    device that computes with those they take `coded_bytes`, on another one as many as they took."""
+    """Of a folder's compressed files: what they take, what they took, and how many of their numbers are in 12 bits. On
+    a device that computes with those they take `coded_bytes`, on another one as many as they took."""
 
     level: str
     stored_bytes: int

@@ -44,11 +44,11 @@ from engine.weights.program import add_options, device_for, print_json, run, thr
 from engine.weights.progress import Progress
 from engine.weights.reading import Opened, ordered
 from engine.weights.report import Expanded
+from engine.weights.source import weights_of
 from engine.weights.stored import CheckpointError, listed
 from engine.weights.target import appearing, copy_file, files_of, require_new, require_room
 from engine.weights.writing import as_bytes, put
 
-_SUFFIX: Final = ".safetensors"
 _AGAIN: Final = "get the file again"
 
 Job = Callable[[], bytearray | memoryview]  # gives a piece of the original
@@ -79,9 +79,9 @@ def expand(source: Path, target: Path, device: torch.device) -> Expanded:
     started = time.monotonic()
     require_new(target)
     names = _names_of(source)
-    files = {name: file for name in names if name.suffix == _SUFFIX and (file := read(source / name)) is not None}
+    files = {name: file for name in weights_of(source, names) if (file := read(source / name)) is not None}
     if not files:
-        raise CheckpointError(f"{source} has no compressed *.safetensors: there is nothing to expand")
+        raise CheckpointError(f"{source} is not compressed: there is nothing to expand")
     copied = {name: _name_of(name) for name in names if name not in files}
     size = sum(file.original.bytes for file in files.values())
     copied_bytes = sum((source / name).stat().st_size for name in copied)

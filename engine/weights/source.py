@@ -56,7 +56,7 @@ def look(path: Path) -> Folder:
     names = [name for name in files_of(path) if name != Path(sums.NAME)]
     if Path(sums.ORIGINAL) in names:
         raise CheckpointError(f"{path} has a {sums.ORIGINAL}, which is what its {sums.NAME} would become: rename it")
-    weights = {name: read_header(path / name) for name in _weights_of(path, names)}
+    weights = {name: read_header(path / name) for name in weights_of(path, names)}
     _require_names(path, weights)
     _require_coded(path, weights)
     said = path / sums.NAME
@@ -68,8 +68,9 @@ def look(path: Path) -> Folder:
     )
 
 
-def _weights_of(folder: Path, names: list[Path]) -> list[Path]:
-    """Those that the index names, or the one file; where there is neither, all at the folder's top."""
+def weights_of(folder: Path, names: list[Path]) -> list[Path]:
+    """Of a folder's files those that the index names, or the one; where there is neither, all safetensors at its top.
+    Raises CheckpointError."""
     found = [name for name in names if name.parent == Path() and name.suffix == _SUFFIX]
     if Path(_INDEX) in names:
         try:
