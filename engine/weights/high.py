@@ -30,7 +30,7 @@ def pack(words_NW: Tensor) -> tuple[bytes, Tensor]:
     words = _blocks(words_NW)
     high, low = words[:, :, 0], words_NW.view(words.shape)[:, :, 1:]
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(np.ascontiguousarray(high).data)
-    return frame, low.flatten(1)
+    return frame, low.flatten(1).contiguous()
 
 
 def unpack(frame: bytes | memoryview, low_NV: Tensor, words_NW: Tensor) -> None:
