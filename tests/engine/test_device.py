@@ -34,11 +34,14 @@ from engine.runner import Runner
 from engine.sampler import sample
 from engine.streams import Mark, Stream
 from engine.weights import assembly
+from engine.weights.compressed import Compressed
 from engine.weights.image import Weights
+from engine.weights.notes import Level
 from engine.weights.origin import Origin
 from engine.weights.resident import Resident
 from engine.wire import Sampling
-from tests.engine.small import BLOCK_TOKENS, FAMILIES, Text, reference_model, saved, shuffled_tables, spec
+from tests.engine.coded_files import compressed, small_llama
+from tests.engine.small import BLOCK_TOKENS, FAMILIES, Text, open_small, reference_model, saved, shuffled_tables, spec
 
 GREEDY = Sampling()
 CONTEXT_TOKENS = 256
@@ -48,13 +51,17 @@ INTERPRETED = ("llama biases", "mistral window", "qwen3 biases window")
 
 
 @torch.inference_mode()
-def interpreted(folder: Path, blocks: int = BLOCKS, **changes: Any) -> Device:
-    """A device whose kernels run in the interpreter. Every slot is NaN until it is written."""
+def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **changes: Any) -> Device:
+    """A device whose kernels run in the interpreter. Every slot is NaN until it is written. `coded` are then all of its
+    matrices."""
     model = spec(folder, **changes)
     config = read_config(folder, vectors=model.vectors)
     origin = Origin.of(folder, config, torch.float32, CPU, model.random_weights)
+    if coded:
+        on_gpu = Origin.of(folder, config, torch.bfloat16, torch.device("cuda"), random=False)
+        origin = replace(origin, forms=on_gpu.forms)
     weights = Weights(Arena.of(CPU), origin.shapes)
-    with patch.object(assembly, "_stored", Resident):
+    with patch.object(assembly, "_stored", Compressed if coded else Resident):
         parameters = origin.make(lambda: None, dict(weights.tensors))
     most = Most.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
     pool = KvPool(KvShape.of(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
@@ -124,6 +131,26 @@ def test_logits_agree_with_the_reference_library(family: str, tmp_path: Path) ->
             if any(text is taken for taken, _ in step)
         ]
         assert (found - torch.stack(rows)).abs().max().item() <= 1e-4
+
+
+def test_weights_in_12_bits_give_what_they_do_as_numbers_also_after_a_sleep(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    plain = small_llama(tmp_path / "plain", tied=True, num_hidden_layers=1, vocab_size=64, **sizes)
+    coded = interpreted(compressed(plain, tmp_path / "coded", Level.DEVICE), coded=True)
+    runner = open_small(plain)
+
+    def step(counts: tuple[int, int]) -> None:
+        slices = [text.slice(count, GREEDY) for text, count in zip(told, counts, strict=True)]
+        packed = pack(slices, BLOCK_TOKENS)
+        assert (logits(coded, slices) - runner.place.logits(unpack(packed))).abs().max().item() <= 1e-4
+
+    told = texts([4, 20], 64)
+    with torch.inference_mode():
+        step((3, 19))
+        held = sorted({block for text in told for block in text.blocks})
+        coded.sleep(held)
+        coded.wake(coded.pool.mapped, held)
+        step((1, 1))
 
 
 def test_segments_change_nothing_but_the_order_of_adding_up(tmp_path: Path) -> None:
