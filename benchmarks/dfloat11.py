@@ -131,9 +131,10 @@ def _llama(device: torch.device) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device, _undrawn():
-            model = LlamaForCausalLM(config).eval()
+            model: Any = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+    model.eval()
     if device.type == "cuda":
         draw = torch.Generator(device).manual_seed(0)
         for parameter in model.parameters():

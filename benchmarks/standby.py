@@ -236,7 +236,7 @@ def hearth(models: Models, device: str) -> Iterator[Hearth]:
     """Once every model has been started."""
     with tempfile.TemporaryDirectory(prefix="hearth-standby-") as name, \
             served(models.settings, Path(name), device) as (config, known, _), \
-            operator_token(config, None) as token:  # fmt: skip
+            operator_token(config, None, None) as token:  # fmt: skip
         running = Hearth(
             Target(known.base_url, known.account_id, known.token, ""), Gateway(config, None, token), models
         )
