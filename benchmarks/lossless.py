@@ -1,6 +1,6 @@
 """Weights in 12 bits beside the same ones in bf16: files, decode steps, prompts and wakes, in pairs in the same run.
 
-    python -m benchmarks.lossless --device cuda                      all parts: some six minutes on an H200
+    python -m benchmarks.lossless --device cuda                      all parts
     python -m benchmarks.lossless --device cuda --part files|steps|prompts|wake
     python -m benchmarks.lossless --device cpu --small --folder F    the machinery, on a model of a megabyte
 
