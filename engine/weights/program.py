@@ -18,7 +18,7 @@ from engine.weights.stored import CheckpointError
 from engine.weights.target import TargetError
 
 _FREE_BYTES: Final = 2 << 30  # what pieces may take of a GPU that others use as well
-_GPU_THREADS: Final = 8
+_THREADS_MOST: Final = {"cpu": 16, "cuda": 8}  # with more, the one that writes is what the others wait for
 
 
 class DeviceError(ValueError):
@@ -49,8 +49,7 @@ def device_for(name: str) -> torch.device:
 
 def threads_for(device: torch.device) -> int:
     """How many pieces are under way at once."""
-    cores = len(os.sched_getaffinity(0))
-    return min(cores, _GPU_THREADS) if device.type == "cuda" else cores
+    return min(len(os.sched_getaffinity(0)), _THREADS_MOST[device.type])
 
 
 def print_json(done: msgspec.Struct) -> None:
