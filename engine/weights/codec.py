@@ -27,6 +27,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
+from engine.weights import codec_host
 from engine.weights.lanes import BASES, GROUP_OUTPUTS, INPUTS_MOST, LANES, block_of, fits, lanes_of, words_of
 
 __all__ = [
@@ -146,12 +147,32 @@ def base_for(counts: Tensor) -> int:
 
 
 def encode(weight_NK: Tensor, base: int) -> Coded:
-    """Takes some 6 bytes of memory a number. The result lies on the weight's device."""
+    """The result lies on the weight's device. On a GPU it takes some 6 bytes of memory a number."""
     assert weight_NK.dtype == torch.bfloat16
     assert base in BASES
     outputs, inputs = weight_NK.shape
     assert fits(outputs, inputs)
-    bits = weight_NK.contiguous().view(torch.int16)
+    by = _encode_on_host if weight_NK.device.type == "cpu" else _encode
+    words_NW, positions_E = by(weight_NK.contiguous(), base)
+    return Coded(words_NW, Escapes(outputs, inputs, base, positions_E, weight_NK.reshape(-1)[positions_E]))
+
+
+def _encode_on_host(weight_NK: Tensor, base: int) -> tuple[Tensor, Tensor]:
+    outputs, inputs = weight_NK.shape
+    words_NW = torch.empty(outputs, words_of(inputs), dtype=torch.int32)
+    positions = codec_host.encode(*_on_host(weight_NK, words_NW), base)
+    return words_NW, torch.from_numpy(positions)
+
+
+def _on_host(weight_NK: Tensor, words_NW: Tensor) -> tuple[codec_host.Integers, codec_host.Integers]:
+    """Their memory as codec_host.py has it."""
+    pairs = lanes_of(weight_NK.shape[1]) // 2
+    numbers, words = (tensor.numpy().view("u4") for tensor in (weight_NK.view(torch.int16), words_NW))
+    return numbers.reshape(-1, 8, pairs), words.reshape(-1, 3, pairs, 2)
+
+
+def _encode(weight_NK: Tensor, base: int) -> tuple[Tensor, Tensor]:
+    bits = weight_NK.view(torch.int16)
     high, low = (bits >> 8).to(torch.uint8), bits.to(torch.uint8)
     code = (high & 0x7F) - base  # wraps around below the base
     outside = code > 7
@@ -162,10 +183,8 @@ def encode(weight_NK: Tensor, base: int) -> Coded:
     turned = (turned << 4) | ((turned >> 28) & 0xF)
     high_NBL = (high_NBQJ[:, :, 0::2] | turned).transpose(2, 3)
     low_NBPL = low_NBQJ.unflatten(2, (2, 2)).transpose(3, 4)  # P halves, then lanes
-    words = torch.cat((high_NBL.unsqueeze(2), low_NBPL), 2).reshape(outputs, -1)
-    positions_E = outside.view(-1).nonzero().view(-1)
-    values_E = weight_NK.reshape(-1)[positions_E]
-    return Coded(words, Escapes(outputs, inputs, base, positions_E, values_E))
+    words_NW = torch.cat((high_NBL.unsqueeze(2), low_NBPL), 2).reshape(len(weight_NK), -1)
+    return words_NW, outside.view(-1).nonzero().view(-1)
 
 
 def decode(coded: Coded) -> Tensor:
@@ -175,6 +194,19 @@ def decode(coded: Coded) -> Tensor:
 
 def expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
     """As `decode`."""
+    by = _expand_on_host if words_NW.device.type == "cpu" else _expand
+    weight_NK = by(words_NW.contiguous(), escapes)
+    weight_NK.view(-1)[escapes.positions_E] = escapes.values_E
+    return weight_NK
+
+
+def _expand_on_host(words_NW: Tensor, escapes: Escapes) -> Tensor:
+    weight_NK = torch.empty(len(words_NW), escapes.inputs, dtype=torch.bfloat16)
+    codec_host.expand(*_on_host(weight_NK, words_NW), escapes.base)
+    return weight_NK
+
+
+def _expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
     lanes = lanes_of(escapes.inputs)
     words_NBSL = words_NW.view(len(words_NW), -1, 3, lanes)
     high, low = words_NBSL[:, :, 0].unflatten(2, (lanes // 2, 2)), words_NBSL[:, :, 1:]
@@ -183,9 +215,7 @@ def expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
     low_NBQJ = low.unflatten(3, (lanes // 2, 2)).transpose(3, 4).flatten(2, 3)
     high_NK, low_NK = _rows(high_NBQJ), _rows(low_NBQJ)
     bits = ((high_NK & 0x80) | ((high_NK & 7) + escapes.base)).to(torch.int16) << 8 | low_NK
-    weight_NK = bits.view(torch.bfloat16)
-    weight_NK.view(-1)[escapes.positions_E] = escapes.values_E
-    return weight_NK
+    return bits.view(torch.bfloat16)
 
 
 def index(escapes: Sequence[Escapes]) -> Index:

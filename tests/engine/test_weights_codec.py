@@ -81,6 +81,17 @@ def test_a_part_of_the_code_is_the_code_of_the_part(outputs: range, inputs: rang
     assert same_bits(coded.escapes.values_E, alone.escapes.values_E)
 
 
+@pytest.mark.parametrize("outputs", [range(0, 33), range(8, 9), range(20, 33)], ids=str)
+def test_the_escapes_of_rows_are_those_of_their_part(outputs: range) -> None:
+    weight_NK = gaussian(33, 256)
+    weight_NK.view(-1)[::97] = 0.0
+    escapes = encode(weight_NK, 54).escapes
+    found, wanted = escapes.rows(outputs), escapes.cut(outputs, range(256))
+    assert (found.outputs, found.inputs, found.base) == (len(outputs), 256, 54)
+    assert torch.equal(found.positions_E, wanted.positions_E)
+    assert same_bits(found.values_E, wanted.values_E)
+
+
 def test_the_index_finds_each_escape_in_its_group() -> None:
     parts = [gaussian(20, 128, seed=1), gaussian(13, 128, 3.0, seed=2)]
     for part in parts:

@@ -1,0 +1,47 @@
+"""engine/weights/codec_host.py: a CPU codes and expands as a GPU does, to the bit, in however many chunks."""
+
+import pytest
+import torch
+
+from engine.weights import codec, codec_host
+from engine.weights.codec import choose_base, decode, encode
+from tests.engine.test_weights_codec import SHAPES, every_value, gaussian, same_bits
+
+
+@pytest.fixture(params=[1 << 10, codec_host._CHUNK], autouse=True, ids=["many chunks", "one"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_host, "_CHUNK", request.param)
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 7, 1000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_words_and_escapes_are_those_of_a_gpu(shape: tuple[int, int], zeros: int) -> None:
+    weight_NK = gaussian(*shape)
+    weight_NK.view(-1)[torch.randperm(weight_NK.numel())[:zeros]] = 0.0
+    base = choose_base(weight_NK)
+    found = encode(weight_NK, base)
+    words_NW, positions_E = codec._encode(weight_NK, base)
+    assert torch.equal(found.words_NW, words_NW)
+    assert torch.equal(found.escapes.positions_E, positions_E)
+    numbers_NK = codec._expand(words_NW, found.escapes)
+    numbers_NK.view(-1)[positions_E] = found.escapes.values_E
+    assert same_bits(numbers_NK, weight_NK)
+    assert same_bits(decode(found), weight_NK)
+
+
+@pytest.mark.parametrize("base", [1, 2, 63, 64, 118, 119])
+def test_all_values_are_coded_as_on_a_gpu(base: int) -> None:
+    words_NW, positions_E = codec._encode(every_value(), base)
+    found = encode(every_value(), base)
+    assert torch.equal(found.words_NW, words_NW)
+    assert torch.equal(found.escapes.positions_E, positions_E)
+    assert same_bits(codec._expand(words_NW, found.escapes), codec._expand_on_host(words_NW, found.escapes))
+
+
+def test_numbers_may_lie_anywhere_in_memory() -> None:
+    weight_NK = gaussian(5, 256)
+    base = choose_base(weight_NK)
+    shifted = torch.empty(weight_NK.numel() + 1, dtype=torch.bfloat16)[1:].view_as(weight_NK).copy_(weight_NK)
+    assert torch.equal(encode(shifted, base).words_NW, encode(weight_NK, base).words_NW)
+    turned = weight_NK.T.contiguous().T
+    assert torch.equal(encode(turned, base).words_NW, encode(weight_NK, base).words_NW)
