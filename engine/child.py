@@ -3,13 +3,10 @@ grows with its failures. It knows files, pulses and clocks, and neither what a r
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
-import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +14,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from engine.log import log, write
+from engine.orphans import dies_with
 from engine.premises import remove_socket
 from engine.pulse import Phase, Pulse
 from engine.wire import ReplicaSpec, memory_path
 
 _LINE_BYTES_MAX: Final = 4096
-_PR_SET_PDEATHSIG: Final = 1
 _SERVING: Final = (Phase.IDLE, Phase.STEP)
 
 
@@ -379,17 +376,3 @@ def _percent(line: str) -> int | None:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return int(json.loads(line)["percent"])
     return None
-
-
-def dies_with(parent: int) -> Callable[[], None] | None:
-    """To be called in a child: on Linux the kernel kills it when its parent ends, however that ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def die() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before we asked
-            os._exit(1)
-
-    return die

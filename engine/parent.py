@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from engine import replica
-from engine.child import dies_with
 from engine.log import log
+from engine.orphans import dies_with
 from engine.starts import GO, HEAD, READY, Request
 
 _NOT_OURS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # said to the whole group: the machine decides
@@ -133,9 +133,7 @@ def _become(child: Child, parent: int) -> int:
     if os.read(child.go, len(GO)) != GO:  # it has not waited for us
         return 0
     os.close(child.go)
-    die = dies_with(parent)
-    assert die is not None
-    die()
+    dies_with(parent)()
     _call_ourselves(_TITLE + child.request.spec.model.name)
     return replica.main([msgspec.json.encode(child.request.spec).decode()])
 

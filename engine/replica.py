@@ -8,7 +8,6 @@ ends takes its sequences with it. It knows nothing of kernels, shapes, tenants o
 """
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -30,6 +29,7 @@ from engine.connection import Connection, Gone, listen
 from engine.grammar.grammars import Grammars
 from engine.log import log
 from engine.loop import Loop, blocks_least, open_scheduler, publish
+from engine.orphans import dies_with
 from engine.published import whole_blocks
 from engine.pulse import Phase, Pulse
 from engine.scheduler import Scheduler
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 _TICK_S: Final = 0.5
 _OVERWRITE_S: Final = 1.0  # at most so often
 _FAILURES_MAX: Final = 2  # in a row; then the process ends and its machine starts another
-_PR_SET_PDEATHSIG: Final = 1
 _BELL_BYTES: Final = 4096
 
 
@@ -390,7 +389,7 @@ def parse_spec(document: str) -> ReplicaSpec:
 def run(spec: ReplicaSpec, open_runner: Open, bounds: Bounds | None = None) -> int:
     """Loads the model, then serves until told to end or until the parent process is gone. Returns the exit status."""
     parent = os.getppid()
-    _die_with_parent()
+    dies_with(parent)()
     pulse = Pulse.create(spec.pulse)
     pulse.enter(Phase.LOADING)
     began = time.monotonic()
@@ -424,12 +423,6 @@ def serve(
         if spec.address.startswith("unix:"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(spec.address.removeprefix("unix:"))
-
-
-def _die_with_parent() -> None:
-    """On Linux the kernel kills this process when its parent dies, even in the middle of a step."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _tell_memory(pulse: str, memory: Memory) -> None:

@@ -19,8 +19,9 @@ from typing import Final
 
 import msgspec
 
-from engine.child import Process, Starts, dies_with
+from engine.child import Process, Starts
 from engine.log import log
+from engine.orphans import dies_with
 from engine.wire import ReplicaSpec
 
 HEAD: Final = struct.Struct(">I")  # before a request, its bytes; the answer to one, the process id or 0
