@@ -101,7 +101,7 @@ class Served:
         messages = [{"role": "user", "content": "hello"}]
         return await self.call("/v1/chat/completions", {"model": MODEL, "messages": messages, **body})
 
-    async def settled(self, seconds: float = 5.0) -> None:
+    async def settled(self, seconds: float = 20.0) -> None:
         """Waits until nothing is open: no reservation, no request, no sequence at the replicas."""
         async with asyncio.timeout(seconds):
             while self.quota.open or self.app.open_requests or self.fleet.running:  # noqa: ASYNC110
@@ -193,7 +193,7 @@ def config_for(folder: Path, fleet: StubFleet, server: dict[str, Any]) -> Config
     )
 
 
-async def until(true: Any, seconds: float = 5.0) -> None:
+async def until(true: Any, seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

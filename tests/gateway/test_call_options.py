@@ -180,15 +180,16 @@ def test_a_deadline_ends_a_call_with_408(tmp_path: Path, dialect: str) -> None:
         async with served(tmp_path) as gateway:
             gateway.behaviour.step_s = 0.02
             began = time.monotonic()
-            status, text = failed(await called(gateway, dialect, most=200, cf_aig_request_timeout="150"))
+            status, text = failed(await called(gateway, dialect, most=1000, cf_aig_request_timeout="900"))
             assert status == 408
-            assert "0.15 s" in text
-            assert 0.1 < time.monotonic() - began < 1.5
+            assert "0.9 s" in text
+            assert time.monotonic() - began > 0.8
             await gateway.settled()
             (record,) = await gateway.records()
             assert record.outcome == "timeout"
-            assert 0 < record.completion_tokens < 60
-            assert 0 < gateway.fleet.submits[0].deadline_ms <= 150
+            assert 0 < record.completion_tokens < 1000, "it began, and did not run to its end"
+            assert 0 < gateway.fleet.submits[0].deadline_ms <= 900
+            gateway.behaviour.step_s = 0.0
             assert (await called(gateway, dialect, "?requestTimeoutMs=20000")).status == 200
             assert (await called(gateway, dialect, "?requestTimeoutMs=soon")).status == 400
 
@@ -201,11 +202,11 @@ def test_a_deadline_ends_a_stream_with_an_event_that_says_so(tmp_path: Path, dia
     async def call() -> None:
         async with served(tmp_path) as gateway:
             gateway.behaviour.step_s = 0.02
-            said = {"body": {"stream": True}, "cf_aig_request_timeout": "200"}
-            answer = await called(gateway, dialect, most=200, **said)
-            assert answer.status == 200
+            said = {"body": {"stream": True}, "cf_aig_request_timeout": "900"}
+            answer = await called(gateway, dialect, most=1000, **said)
+            assert answer.status == 200, "it began in time"
             *_, last = [block for block in answer.content.split(b"\n\n") if block and b"[DONE]" not in block]
-            assert b"0.2 s" in last
+            assert b"0.9 s" in last
             assert answer.headers["x-request-id"].encode() in answer.content
             await gateway.settled()
 
@@ -220,7 +221,7 @@ async def test_the_wait_for_a_replica_counts(tmp_path: Path) -> None:
         await until(lambda: not any(replica.ready for replica in known.replicas()))
         began = time.monotonic()
         status, _ = failed(await called(gateway, "native", cf_aig_request_timeout="120"))
-        assert (status, time.monotonic() - began < 1.0) == (408, True)
+        assert (status, time.monotonic() - began < 15.0) == (408, True)
         await gateway.settled()
 
 
@@ -269,11 +270,10 @@ def test_reject_if_busy_is_refused_at_once_where_it_would_wait(tmp_path: Path, d
             gateway.fleet.replicas[0].load(waiting=1)
             known = gateway.app._gateway.fleet
             await until(lambda: known.busy(MODEL))
-            began = time.monotonic()
             status, text = failed(await called(gateway, dialect, "?rejectIfBusy=true"))
             assert status == 429
             assert "Capacity temporarily exceeded" in text
-            assert time.monotonic() - began < 0.5
+            assert len(gateway.fleet.submits) == 1, "no replica was asked"
             assert (await called(gateway, dialect, "?rejectIfBusy=false")).status == 200
             gateway.behaviour.reject = wire.RejectReason.BUSY
             gateway.fleet.replicas[0].load(waiting=0)

@@ -157,8 +157,8 @@ async def test_a_stream_has_no_comments_while_it_speaks(tmp_path: Path) -> None:
 def test_the_first_byte_leaves_in_time_whatever_it_waits_for(tmp_path: Path, waits_for: str) -> None:
     @looped
     async def call() -> None:
-        async with served(tmp_path, wait_s=0.8, first_byte_s=0.3) as gateway:
-            gateway.behaviour.first_s = 0.8
+        async with served(tmp_path, wait_s=2.5, first_byte_s=0.3) as gateway:
+            gateway.behaviour.first_s = 2.5
             path = gateway.run_path
             if waits_for == "a replica":
                 path = path.replace(MODEL, "@cf/hearth/ember")
@@ -166,7 +166,7 @@ def test_the_first_byte_leaves_in_time_whatever_it_waits_for(tmp_path: Path, wai
             began = asyncio.get_running_loop().time()
             await client.post(path, {**LONG, "max_tokens": 2}, gateway.headers)
             assert await client.head() == 200
-            assert asyncio.get_running_loop().time() - began < 0.4
+            assert asyncio.get_running_loop().time() - began < 2.0
             events = [event async for event in client.events()]
             assert events[0] == ": ping"
             assert events[-1] == "[DONE]"

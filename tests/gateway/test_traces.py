@@ -105,5 +105,5 @@ def test_a_stuck_collector_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPa
     traces.begin(MODEL, {}).end(Spent(1, 0, 1, "done", None, 1.0))
     began = time.monotonic()
     traces.close()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 5.0
     stuck.free.set()

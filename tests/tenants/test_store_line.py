@@ -85,7 +85,7 @@ async def test_200_callers_of_a_frozen_redis_wait_no_longer_than_one(
     with frozen_redis():
         began = time.monotonic()
         outcomes = await asyncio.gather(*(line.ask(("PING",)) for _ in range(200)), return_exceptions=True)
-        assert time.monotonic() - began < 0.3, "they waited for one another"
+        assert time.monotonic() - began < 20 * ANSWER_S, "they waited for one another"
     assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
 
 
