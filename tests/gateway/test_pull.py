@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine.weights.compress import compress
+from engine.weights.notes import Level
+from engine.weights.source import look
 from engine.wire import Pooling
 from gateway.catalogue import BUILT_IN, folder_of, open_catalogue
 from gateway.checksums import SUMS_NAME, read_sums, require_sums
+from gateway.compressed import read_compressed
 from gateway.config import Config, ModelConfig, load_config
 from gateway.tasks import Task
 from tests import minilm
@@ -55,6 +60,20 @@ def test_a_pulled_model_is_in_the_catalogue_with_only_what_it_needs(tmp_path: Pa
     assert set(sums) == {*NAMES, "model.safetensors"}
     require_sums(model.folder, sums)
     assert not list((config.models_folder / ".partial").iterdir())
+
+
+def test_a_compressed_model_comes_as_it_is(tmp_path: Path, hub: Hub) -> None:
+    compress(look(EMBER), tmp_path / "packed", Level.DISTRIBUTION, torch.device("cpu"))
+    packed = {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()}
+    hub.repositories["org/packed"] = packed
+    assert pull(tmp_path, hub, "org/packed").returncode == 0
+    config = load_config(state_folder=tmp_path / ".hearth")
+    model = open_catalogue(config).find("@hf/org/packed")
+    assert model is not None
+    assert (model.folder / "model.safetensors").read_bytes() == packed["model.safetensors"]
+    said = read_compressed(model.folder)
+    assert said is not None
+    assert said.level == "distribution"
 
 
 def test_an_interrupted_download_goes_on_where_it_stopped(tmp_path: Path, hub: Hub) -> None:

@@ -1,0 +1,60 @@
+"""A compressed model from end to end: made, added, served and expanded by the commands that an operator types."""
+
+import filecmp
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engine.ember
+from tests.end_to_end.conftest import EMBER, Hearth, run_hearth, serving, wait_for
+
+WEIGHTS = Path(engine.ember.__file__).parent / "model"
+LEVELS = {"@cf/acme/device": ("twelve", []), "@cf/acme/distribution": ("packed", ["--distribution"])}
+PROMPTS = ("What is Hearth?", "The capital of France is", "1, 2, 3,")
+
+
+def test_a_compressed_model_answers_token_for_token_as_its_original(tmp_path: Path) -> None:
+    for name, (folder, words) in LEVELS.items():
+        said = run_hearth(tmp_path, "models", "compress", EMBER, folder, *words)
+        assert "escapes" in said
+        assert f"`hearth models add NAME {folder}`" in said
+        assert "whole" in run_hearth(tmp_path, "models", "add", name, folder, "--dtype", "float32")
+    listed = run_hearth(tmp_path, "models", "list").splitlines()
+    assert [line.split()[0] for line in listed if "12 bits" in line] == list(LEVELS)
+    settings = f'[[models]]\nname = "{EMBER}"\ndtype = "float32"\n'  # or each start measures which is fastest
+    with serving(tmp_path, settings) as hearth:
+        told = {model: [completed(hearth, model, prompt) for prompt in PROMPTS] for model in (EMBER, *LEVELS)}
+    assert all(told[EMBER])
+    assert told == dict.fromkeys(told, told[EMBER])
+    assert "every sum" in run_hearth(tmp_path, "models", "expand", "packed", "back")
+    names = [name for name in os.listdir(WEIGHTS) if name != ".hearth"]
+    assert filecmp.cmpfiles(WEIGHTS, tmp_path / "back", names, shallow=False) == (names, [], [])
+
+
+def completed(hearth: Hearth, model: str, prompt: str) -> str:
+    path = f"/client/v4/accounts/{hearth.account_id}/ai/run/{model}"
+    with hearth.client() as client:
+        answer = client.post(path, json={"prompt": prompt, "temperature": 0, "max_tokens": 24}).raise_for_status()
+    return str(answer.json()["result"]["response"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_stopped_leaves_nothing(tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).symlink_to(WEIGHTS / name)
+    with (folder / "large").open("wb") as large:  # a sparse one, to be copied for a while
+        large.truncate(4 << 30)
+    command = [sys.executable, "-m", "gateway.cli", "models", "compress", "model", "made", "--device", "cpu"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    wait_for(lambda: list(tmp_path.glob("made.*")), 60, "it began")
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "hearth: stopped" in said
+    assert os.listdir(tmp_path) == ["model"]
