@@ -59,7 +59,7 @@ def test_a_hung_replica_is_killed_and_started_again(short: Path) -> None:
         host.behave("a", "hang")
         began = time.monotonic()
         lost = host.until("a", lambda state: state.residency is wire.Residency.DISK)
-        assert 1.9 < time.monotonic() - began < 6
+        assert 1.9 < time.monotonic() - began < 15
         assert "silent" in lost.problem or lost.boot == 2
         host.behave("a", "serve")
         host.until_serving("a", boot=2)
@@ -153,7 +153,7 @@ def test_a_replica_that_does_not_end_is_killed_at_the_deadline(short: Path) -> N
         pid, began = host.pid("a", 1), time.monotonic()
         host.machine.terminate()
         assert host.machine.wait(10) == 0
-        assert 0.9 < time.monotonic() - began < 3
+        assert 0.9 < time.monotonic() - began < 8
         assert gone(pid)
 
 

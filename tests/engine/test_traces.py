@@ -263,7 +263,7 @@ def test_a_stuck_collector_holds_up_neither_the_loop_nor_the_end(monkeypatch: py
     assert stuck.taken > 0
     told.traces.close()
     assert took_s < LIMIT_S / 2
-    assert time.monotonic() - began - took_s < 1.0
+    assert time.monotonic() - began - took_s < 5.0
     stuck.free.set()
     time.sleep(0.3)  # what waited may still come: no more than the queue held
     assert stuck.taken <= 512 + 1000
