@@ -144,7 +144,7 @@ class Child:
     """At most one process at a time, and what is known of it and of those before.
 
     boot      counts the starts.
-    problem   why it does not serve, in words; what it says while it serves means nothing.
+    problem   why it does not serve, in words, or empty: nobody wants it to; what it says while it serves means nothing.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Child:
         self.address = address
         self.pulse_path = pulse
         self.boot = 0
-        self.problem = "not started yet"
+        self.problem = ""
         self.process: Process | None = None
         self.serving_since: float | None = None
         self.ending = False
@@ -280,7 +280,7 @@ class Child:
         self.process.close()
         how = f"signal {-status}" if status < 0 else f"status {status}"
         if self.ending:
-            self._start_at, self.problem = now, "on disk"
+            self._start_at, self.problem = now, ""
             log("replica_ended", model=self.name, pid=self.process.pid, how=how, asked=True)
         else:
             self._died(how, now)

@@ -122,12 +122,10 @@ class Lodger:
 
     @property
     def said(self) -> str:
-        """Why it does not serve, in words."""
+        """Why it does not serve, in words; empty where it does, and where it only rests."""
         if self.residency is Residency.DEVICE:
             return ""
-        if self.residency is Residency.MEMORY:
-            return self.problem or "asleep"
-        return self.child.problem
+        return self.problem if self.residency is Residency.MEMORY else self.child.problem
 
     @property
     def asleep_bytes(self) -> int:

@@ -322,7 +322,8 @@ class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
 
 
 class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
-    """One replica as its machine sees it. `boot` changes with every start; `problem` says why it is not serving.
+    """One replica as its machine sees it. `boot` changes with every start; `problem` says why it is not serving,
+    where it does not just rest.
 
     toward         where it is moving; equal to `residency` where it is not. Whoever finds it moving toward DEVICE with
                    an open connection may submit: it begins as soon as it can.

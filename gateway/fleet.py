@@ -61,6 +61,11 @@ class _Known:
         return self.state.residency < self.state.toward is Residency.DEVICE
 
     @property
+    def resting(self) -> bool:
+        """Whether it is where it is to be, and not on the device."""
+        return self.state.residency is self.state.toward is not Residency.DEVICE
+
+    @property
     def hopeless(self) -> bool:
         """Whether nobody needs to wait for it: it cannot be, or died so often that it is not started for a while."""
         return self.state.ready_ms < 0 or self.state.quarantined
@@ -312,7 +317,7 @@ class Fleet:
         """What its machines say, and of those that are away that they are."""
         away = self._away(model)
         told = {
-            known.state.problem or known.problem or "loading"
+            known.state.problem or known.problem or ("asleep" if known.resting else "loading")
             for (machine, _), known in self._known.items()
             if known.state.model == model and machine not in away
         }

@@ -218,7 +218,7 @@ def test_an_order_ends_with_the_answer_that_says_so_and_no_other(kept: Kept) -> 
     assert kept.lodger.order is not None
     kept.say(ASLEEP)
     assert kept.lodger.order is None
-    assert (kept.resident().granted_bytes, kept.resident().memory_bytes, kept.lodger.said) == (0, 150, "asleep")
+    assert (kept.resident().granted_bytes, kept.resident().memory_bytes, kept.lodger.said) == (0, 150, "")
     kept.lodger.begin("wake", Place(Residency.DEVICE, 400), "", kept.now)
     kept.say(msgspec.structs.replace(ASLEEP, problem="no memory"))
     assert kept.lodger.order is None

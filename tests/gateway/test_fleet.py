@@ -249,7 +249,7 @@ async def test_the_end_of_the_wait_says_when_the_model_may_be_there(tmp_path: Pa
         await until(lambda: fleet.replicas()[0].expected_s == 7.4)
         stub.move(1, DISK, ready_ms=12_000)
         await until(lambda: fleet.expected_s(MODEL) == 8)
-        with pytest.raises(Unavailable) as raised:
+        with pytest.raises(Unavailable, match="asleep") as raised:
             await link(fleet, wait_s=0.05)
         assert (raised.value.loading, raised.value.retry_after_s) == (True, 8)
         assert fleet.busy(MODEL) == 8
