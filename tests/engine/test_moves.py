@@ -221,7 +221,7 @@ def test_a_gateway_that_vanishes_wants_nothing_any_more(short: Path) -> None:
         sleeper = settled(host)
         for other in set("abc") - {sleeper}:
             host.load(other, running=1, waiting=9)
-        time.sleep(0.5)  # their Load is here
+        time.sleep(1.5)  # their Load is here
         before = host.moves()["wake"]
         gateway = host.gateway()
         gateway.sendall(wire.encode(Wake(sleeper, 1)))
@@ -286,10 +286,10 @@ def test_a_crowd_copies_its_weights_ahead_and_is_told_of_in_bytes_no_more_often_
         assert 3 * WEIGHTS_BYTES <= fleet.memory_bytes <= 3 * (WEIGHTS_BYTES + KEPT_BYTES)
         assert fleet.memory_budget_bytes == 8000 * MIB
         host.seen.clear()
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while (passed_s := time.monotonic() - began) < 0.5:
             host.whole()
-        assert len(host.seen) <= 6
+        assert len(host.seen) <= 1 + passed_s / 0.1
 
 
 def test_a_crash_of_a_sleeping_replica_is_repaired_and_others_are_not_touched(short: Path) -> None:

@@ -146,7 +146,8 @@ def test_what_has_moved_is_told_from_the_callers_thread_and_ends_with_all(tmp_pa
     assert told == sorted(told, key=lambda each: each[0])
 
 
-def failing_at(call: int, error: OSError) -> Callable[..., int]:
+def failing_at(call: int, error: OSError) -> tuple[Callable[..., int], list[int]]:
+    """And how often it was called."""
     real, calls, lock = os.preadv, [0], threading.Lock()
 
     def preadv(*asked: Any) -> int:
@@ -157,16 +158,16 @@ def failing_at(call: int, error: OSError) -> Callable[..., int]:
         time.sleep(0.001)
         return real(*asked)
 
-    return preadv
+    return preadv, calls
 
 
 def test_a_disk_that_fails_is_named_and_ends_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = pieces_for(tmp_path / "shard-7", [torch.randn(50_000)], [torch.empty(50_000)])
-    monkeypatch.setattr(os, "preadv", failing_at(20, OSError(errno.EIO, "Input/output error")))
-    began = time.monotonic()
+    preadv, calls = failing_at(20, OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr(os, "preadv", preadv)
     with all_ends(), pytest.raises(CheckpointError, match=r"shard-7 cannot be read at \d+: Input/output error"):
         transfer(pieces, CPU, ignore)
-    assert time.monotonic() - began < 0.5, "the other threads went on to the end"
+    assert calls[0] < len(pieces) / 2, "the other threads went on to the end"
 
 
 def test_a_file_that_is_cut_short_meanwhile_is_named(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_a_caller_that_stops_it_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = pieces_for(tmp_path / "file", [torch.randn(50_000)], [torch.empty(50_000)])
-    monkeypatch.setattr(os, "preadv", failing_at(0, OSError()))
+    monkeypatch.setattr(os, "preadv", failing_at(0, OSError())[0])
 
     def interrupt(moved: int) -> None:
         raise KeyboardInterrupt
