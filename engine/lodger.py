@@ -349,14 +349,6 @@ def _ends(order: Order, placed: Placed) -> bool:
 
 
 def _short(load: Load, before: Load | None) -> bool:
-    """Whether sequences wait for KV or were preempted for want of it, not for their account's limits."""
-    if load.waiting and load.running and load.free_blocks + load.cached_blocks <= load.blocks // 16:
-        return True
-    return before is not None and _preempted(load) > _preempted(before)
-
-
-def _preempted(load: Load) -> int:
-    counters = load.counters
-    return counters.get("preemptions", 0) - sum(
-        counters.get(f"preemptions_{cause}", 0) for cause in ("cap", "share", "background")
-    )
+    """Whether sequences lacked blocks of the pool lately, rather than what their accounts may have."""
+    counted = 0 if before is None else before.counters.get("short_of_blocks", 0)
+    return load.counters.get("short_of_blocks", 0) > counted

@@ -296,7 +296,8 @@ class Scheduler:
         sequences) too; waited_ms is the sum over the live ones that started; refused_… at once, where the queue was
         full or it would have waited for too long, expired_… and displaced_requests after they waited, for too long or
         for an account with fewer in a full queue; background_rows were computed for those; short_of_blocks are attempts
-        to start a sequence, and preemptions, that found too few blocks in the pool: more extents would help."""
+        to start a live sequence, and preemptions of live ones, that found too few blocks in the pool: its machine gives
+        it more extents for them."""
         tree, blocks = self._holdings.tree, self._holdings.blocks
         counters = Counter(tree.counters)
         counters.update(self._holdings.counters)
@@ -398,10 +399,10 @@ class Scheduler:
         if self._holdings.available:
             self._counters["preemptions_cap"] += 1
             return next(each for each in reversed(self._running) if each.standing is lacking.standing)
-        self._counters["short_of_blocks"] += 1
         if self._background_runs:
             self._counters["preemptions_background"] += 1
             return next(each for each in reversed(self._running) if each.background)
+        self._counters["short_of_blocks"] += 1
         return max(self._running[1:], key=lambda each: (each.standing.blocks / each.standing.terms.weight, each.ticket))
 
     def _land(self, plan: Plan) -> None:
@@ -479,7 +480,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Leases the longest cached prefix and takes blocks for the rest; False, and nothing taken, if too few."""
         if self._stuck is not None and self._stuck[0] is sequence and self._holdings.available <= self._stuck[1]:
-            self._counters["short_of_blocks"] += 1
+            self._counters["short_of_blocks"] += not sequence.background
             return False
         holdings, queue = self._holdings, self._waiting.queue_of(sequence)
         found = holdings.lease(sequence)
@@ -489,7 +490,7 @@ class Scheduler:
             if capped:
                 queue.pass_over(sequence.standing)
             else:
-                self._counters["short_of_blocks"] += 1
+                self._counters["short_of_blocks"] += not sequence.background
                 self._stuck = (sequence, holdings.available)
             return False
         self._stuck = sequence.behind = None

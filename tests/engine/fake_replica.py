@@ -51,6 +51,7 @@ class Fake:
         self.least = spec.model.weights_bytes + BESIDE_BYTES
         self.held = self.fitting(spec.device_bytes)
         self.kept = 0
+        self.short = 0
         self.peers: dict[socket.socket, wire.FrameReader] = {}
         self.listener = listener
         self.selector = selectors.DefaultSelector()
@@ -131,7 +132,8 @@ class Fake:
     def load(self) -> wire.Load:
         told = json.loads(Path(self.folder, "load").read_text() or "{}")
         base = {"running": 0, "waiting": 0, "waiting_tokens": 0, "free_blocks": 10, "cached_blocks": 0, "steps": 0}
-        return wire.Load(**{**base, "blocks": 10, **told})
+        self.short += bool(told.get("waiting")) and told.get("free_blocks") == 0
+        return wire.Load(**{**base, "blocks": 10, "counters": {"short_of_blocks": self.short}, **told})
 
     def tell(self, peer: socket.socket, frame: wire.Frame) -> None:
         with contextlib.suppress(OSError):

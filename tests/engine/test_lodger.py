@@ -180,20 +180,19 @@ def test_arrivals_are_counted_from_what_started_and_fade(kept: Kept) -> None:
 @pytest.mark.parametrize(
     ("before", "now", "short"),
     [
-        ({}, {"waiting": 3, "running": 2, "free_blocks": 1}, True),
-        ({}, {"waiting": 3, "running": 2, "free_blocks": 1, "cached_blocks": 40}, False),
-        ({}, {"waiting": 3, "running": 0, "free_blocks": 0}, False),
-        ({}, {"counters": {"preemptions": 1}}, True),
-        ({}, {"counters": {"preemptions": 1, "preemptions_share": 1}}, False),
-        ({"counters": {"preemptions": 1}}, {"counters": {"preemptions": 1}}, False),
+        ({}, {"counters": {"short_of_blocks": 1}}, True),
+        ({"counters": {"short_of_blocks": 1}}, {"counters": {"short_of_blocks": 2}}, True),
+        ({"counters": {"short_of_blocks": 1}}, {"counters": {"short_of_blocks": 1}}, False),
+        ({}, {"waiting": 3, "running": 2, "free_blocks": 0, "counters": {"preemptions": 1}}, False),
     ],
 )
-def test_kv_is_short_where_sequences_wait_or_were_preempted_for_it(
+def test_kv_is_short_for_a_while_where_sequences_lacked_blocks(
     kept: Kept, before: dict[str, object], now: dict[str, object], short: bool
 ) -> None:
     kept.start()
     kept.serve()
     kept.say(HERE, load(**before))
+    kept.now += 1.1
     kept.say(load(**now))
     assert kept.resident().kv_short is short
     kept.now += 1.1
