@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.weights.codec import GROUP_OUTPUTS
 from engine.weights.lanes import block_of, words_of
 from engine.weights.names import Cut, Entry, Source
-from engine.weights.stored import Stored
+from engine.weights.stored import Stored, codes_of
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
@@ -192,11 +192,8 @@ def _plain(entry: Entry, dtype: torch.dtype) -> Plain:
 
 
 def _coded(entry: Entry, stored: Mapping[str, Stored]) -> Twelve | None:
-    """None where a source is not, or their inputs differ."""
-    codes = [stored[source.name].code for source in entry.sources]
-    escapes = [code.values.numbers for code in codes if code is not None]
-    inputs = {source.shape[1:] for source in entry.sources}
-    if len(escapes) < len(codes) or len(inputs) > 1:
+    codes = codes_of(entry, stored)
+    if not codes:
         return None
     outputs = sum(source.shape[0] for source in entry.sources)
-    return Twelve(outputs, entry.sources[0].shape[1], sum(escapes))
+    return Twelve(outputs, entry.sources[0].shape[1], sum(code.values.numbers for code in codes))

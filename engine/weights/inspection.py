@@ -9,7 +9,7 @@ tenth of a second.
 
 import math
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from engine.model.config import HEADLESS, ConfigError, ModelConfig, read_config,
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.lanes import GROUP_OUTPUTS, words_of
 from engine.weights.names import Entry, entries, ignored, prefix_of
-from engine.weights.stored import Stored
+from engine.weights.stored import Code, codes_of
 from engine.wire import Inspected, ModelSpec
 
 
@@ -40,26 +40,19 @@ def inspect(model: ModelSpec) -> Inspected:
     table, spare = _wanted(config, checkpoint.tensors)
     sources = [source for entry in table for source in entry.sources]
     checkpoint.require(sources, spare)
-    coded = [] if isinstance(config, EncoderConfig) else [e for e in table if _coded(e, checkpoint.tensors)]
+    decoder = [] if isinstance(config, EncoderConfig) else table
+    coded = [(entry, codes) for entry in decoder if (codes := codes_of(entry, checkpoint.tensors))]
     return Inspected(
         numbers=sum(math.prod(source.shape) for source in sources),
-        coded_numbers=sum(math.prod(source.shape) for entry in coded for source in entry.sources),
-        coded_bytes=sum(_coded_bytes(entry, checkpoint.tensors) for entry in coded),
+        coded_numbers=sum(math.prod(source.shape) for entry, _ in coded for source in entry.sources),
+        coded_bytes=sum(_coded_bytes(entry, codes) for entry, codes in coded),
     )
 
 
-def _coded(entry: Entry, stored: Mapping[str, Stored]) -> bool:
-    """Whether a GPU has the parameter in 12 bits a number (forms.py, which needs torch)."""
-    inputs = {source.shape[1:] for source in entry.sources}
-    return len(inputs) == 1 and all(stored[source.name].code is not None for source in entry.sources)
-
-
-def _coded_bytes(entry: Entry, stored: Mapping[str, Stored]) -> int:
-    """Of its words, and of the index of what they leave out."""
-    codes = [stored[source.name].code for source in entry.sources]
+def _coded_bytes(entry: Entry, codes: Iterable[Code]) -> int:
+    """Of its words, and of the index of what they leave out (forms.py, which needs torch)."""
     outputs, inputs = sum(source.shape[0] for source in entry.sources), entry.sources[0].shape[1]
-    escapes = sum(code.values.numbers for code in codes if code is not None)
-    groups = -(-outputs // GROUP_OUTPUTS)
+    escapes, groups = sum(code.values.numbers for code in codes), -(-outputs // GROUP_OUTPUTS)
     return 4 * (outputs * words_of(inputs) + outputs + groups + 1) + (4 + 2) * escapes
 
 

@@ -1,10 +1,14 @@
-"""Where a checkpoint's tensors lie in its files, coded ones with all that they are made of. It reads nothing."""
+"""Where a checkpoint's tensors lie in its files, coded ones with all that they are made of. It reads nothing, and needs
+no torch.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from engine.weights.names import Entry
 
 ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}  # of weights
 BF12: Final = "BF12"  # the dtype of what is coded
@@ -62,6 +66,13 @@ class Code:
     @property
     def planes(self) -> list[Stored]:
         return [self.positions, self.values, *([] if self.high is None else [self.high.frames, self.high.ends])]
+
+
+def codes_of(entry: Entry, stored: Mapping[str, Stored]) -> list[Code]:
+    """Those of a parameter's sources, where it can stay coded: all of them are, with as many inputs. Else none."""
+    codes = [code for source in entry.sources if (code := stored[source.name].code) is not None]
+    alike = len({source.shape[1:] for source in entry.sources}) == 1
+    return codes if alike and len(codes) == len(entry.sources) else []
 
 
 def listed(names: Iterable[str]) -> str:

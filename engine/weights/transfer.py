@@ -54,8 +54,8 @@ _CPU: Final = Ring(threads=2, slabs=3, sent=0)  # a copy there uses several core
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Whole rows of a coded matrix. Where there is a `frame`, a range of the file's bytes, it has the high words, packed,
-    and at the piece's first byte are low ones alone. Where there are `escapes`, theirs, the target takes numbers."""
+    """Whole rows of a coded matrix. Where there is a `frame`, a range of the file's bytes, the high words are packed in
+    it, and the piece's own are low ones alone. Where there are `escapes`, theirs, the target takes numbers."""
 
     count: int
     inputs: int

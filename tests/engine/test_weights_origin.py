@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, BertConfig
 
 from engine.arena import Arena
+from engine.host import Host
 from engine.model.config import read_config
 from engine.runner import Runner
 from engine.streams import Mark, Stream
@@ -21,12 +22,15 @@ from engine.weights.checkpoint import CheckpointError
 from engine.weights.codec import Bf12
 from engine.weights.compressed import Compressed
 from engine.weights.image import Weights
+from engine.weights.inspection import inspect
+from engine.weights.load import fetch
 from engine.weights.notes import Level
 from engine.weights.origin import Origin
-from engine.wire import Pooling, Sampling
+from engine.wire import ModelSpec, Pooling, Sampling
 from tests.engine.coded_files import compressed, small_llama
 from tests.engine.encoder.small import open_encoder, vectors
-from tests.engine.small import Text, logits, open_small
+from tests.engine.small import Text, logits, open_small, spec
+from tests.engine.test_device import logits as device_logits
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LEVELS = pytest.mark.parametrize("level", list(Level), ids=[level.name for level in Level])
@@ -48,13 +52,15 @@ def as_on_a_gpu(folder: Path) -> Origin:
 
 
 def answers(runner: Runner) -> list[Tensor]:
-    """Logits of prompts, in chunks, and of steps of one row."""
+    """Logits of prompts, in chunks, and of steps of a few rows."""
+    on_host = isinstance(runner.place, Host)
     generator = np.random.default_rng(5)
     tables = ([1, 0, 2], [4, 3, 5], [7, 8, 6])
     texts = [Text(generator.integers(0, runner.vocabulary, 40).tolist(), table) for table in tables]
     return [
-        logits(runner, [text.slice(count, Sampling()) for text, count in zip(texts, counts, strict=True)])
+        logits(runner, slices) if on_host else device_logits(runner.place, slices)
         for counts in ((31, 1, 8), (2, 33, 1), (1, 1, 1))
+        for slices in [[text.slice(count, Sampling()) for text, count in zip(texts, counts, strict=True)]]
     ]
 
 
@@ -170,3 +176,48 @@ def test_a_folder_that_is_not_its_configs_is_refused_before_it_is_read(source: P
     config = replace(read_config(folder), layers=1)
     with pytest.raises(CheckpointError, match=r"no place for: model\.layers\.1\."):
         Origin.of(folder, config, torch.bfloat16, CPU, random=False)
+
+
+def test_headers_looked_at_without_torch_say_the_same(source: Path, tmp_path: Path) -> None:
+    folder = compressed(source, tmp_path / "coded", Level.DISTRIBUTION)
+    seen, origin = inspect(ModelSpec(name="m", folder=str(folder))), origin_of(folder, device=GPU)
+    assert seen.coded_bytes == origin.coded_bytes
+    assert 2 * seen.coded_numbers - seen.coded_bytes == origin.bf16_bytes - origin.bytes
+
+
+@pytest.mark.gpu
+@LEVELS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_gets_the_same_bits_as_a_cpu(source: Path, level: Level, dtype: torch.dtype, tmp_path: Path) -> None:
+    gpu = torch.device("cuda", 0)
+    origin = origin_of(compressed(source, tmp_path / "coded", level), dtype, gpu)
+    assert (len(origin.coded) > 0) == (dtype is torch.bfloat16)
+    assert origin.checkpoint is not None
+    with torch.inference_mode():
+        here, there = (
+            fetch(origin.checkpoint, origin.table, origin.forms, device, lambda: None) for device in (CPU, gpu)
+        )
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), there[name].cpu().view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+def test_a_model_in_12_bits_is_as_exact_as_in_bf16_also_after_a_sleep(source: Path, tmp_path: Path) -> None:
+    folder = compressed(source, tmp_path / "coded", Level.DEVICE)
+    exact = answers(open_small(source))
+    plain, coded = (
+        Runner.open(spec(each, dtype="bfloat16", kv_bytes=None, sequences=8), "cuda", None, lambda: None)
+        for each in (source, folder)
+    )
+    assert coded.memory.weights_bytes == origin_of(folder, device=GPU).bytes < 0.8 * coded.memory.bf16_bytes
+    assert coded.memory.bf16_bytes == plain.memory.weights_bytes
+    assert 0 < coded.memory.coded_bytes < coded.memory.weights_bytes
+    assert (plain.memory.coded_bytes, plain.memory.bf16_bytes) == (0, 0)
+    first = answers(coded)
+    held = list(range(9))
+    coded.sleep(held)
+    coded.wake(coded.mapped, held)
+    for wanted, usual, found, again in zip(exact, answers(plain), first, answers(coded), strict=True):
+        assert torch.equal(found, again)
+        assert (found - wanted).norm() <= 1.5 * (usual - wanted).norm()
