@@ -1,9 +1,12 @@
-"""Finds the fastest way to multiply few rows, per shape and number of rows, and writes the table that choices.py reads.
+"""Finds the fastest way to multiply few rows, per shape and number of rows, and writes the table that choices.py reads:
+for weights in bf16, and for the same in 12 bits a number.
 
     python -m benchmarks.linear --write                  every shape, on the GPU at hand
+    python -m benchmarks.linear --only bf12 --models llama-3.1-8b --rows 1,8
 
 Each candidate runs in a CUDA graph over several copies of the weight, more than the L2 cache holds, as a decode step
-reads each weight once. Its time stands beside the bound: bytes of the weight ÷ the memory's speed.
+reads each weight once. Its time stands beside the bound: bytes of the weight ÷ the memory's speed. How much is fetched
+ahead is tried last, behind a norm, as in a decode step: only there is time for it.
 """
 
 import argparse
@@ -11,19 +14,28 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.record import record
-from engine.kernels.choices import BUCKETS, device_name
+from engine.kernels import coded, linear
+from engine.kernels.choices import BUCKETS, CODED_BUCKETS, choose, device_name
+from engine.kernels.coded import CodedTiling
+from engine.kernels.expand import expand
 from engine.kernels.gated import silu_and_multiply
-from engine.kernels.linear import Tiling, multiply, multiply_gated
-from engine.kernels.measured import path_of
+from engine.kernels.linear import Tiling
+from engine.kernels.measured import key_of, path_of, ratio_key_of
+from engine.kernels.norm import add_norm
+from engine.weights.codec import Bf12, choose_base, encode, stack
+from engine.weights.lanes import lanes_of
 
 Shape = tuple[int, int, bool]  # outputs, inputs, gated
 LLAMA_8B: list[Shape] = [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)]
@@ -42,6 +54,20 @@ _COPIES_BYTES = 400 << 20
 _SHARED_BYTES = 200 << 10
 _REPEATS = 5
 _WIN = 0.99  # a kernel of ours is chosen over cuBLAS where it takes less than this of its time
+_AHEAD = (0, 2, 4, 8, 16)
+_SIGMA = 0.02
+
+# What multiplies rows by a weight, in either storage.
+Call = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One way to multiply. Without a tiling it is the library's; what is gated after its product is not fused."""
+
+    us: float
+    tiling: Tiling | CodedTiling | None
+    fused: bool
 
 
 def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Tiling]:
@@ -67,32 +93,73 @@ def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Tili
     return found
 
 
-def runs(tiling: Tiling | None, gated: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    if tiling is not None:
-        kernel = multiply_gated if gated else multiply
-        return lambda x_TK, weight_NK: kernel(x_TK, weight_NK, tiling)
-    if not gated:
-        return torch.nn.functional.linear
+def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[CodedTiling]:
+    """As `candidates`, for 12 bits a number."""
+    block = 8 * lanes_of(inputs)
+    inner = outputs // 2 if gated else outputs
+    if bucket == 1:
+        grid = product((4, 8, 16, 32), (1, 2, 4), (1, 2, 4), (3, 5), (2, 4, 8), (1,))
+    elif bucket < 64:
+        grid = product((64, 128), (1,), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6), (4,), (1, 4, 8))
+    else:
+        grid = product((64, 128), (1,), (1, 2, 3, 4, 6), (2, 3, 4), (4, 8), (2, 4, 8))
+    found = []
+    for block_n, blocks, parts, stages, warps, joined in grid:
+        programs = inner // block_n * parts
+        staged = stages * block * (block_n * (3 if gated else 1.5) + 2 * max(16, bucket)) if bucket > 1 else 0
+        if (gated and parts > 1) or inner % block_n or inputs % (block * blocks) or staged > _SHARED_BYTES:
+            continue
+        if inputs // (block * blocks) // parts < 2 or (programs < 90 and parts < 8) or (parts > 1 and programs > 1600):
+            continue
+        if bucket == 1 and block_n * blocks * lanes_of(inputs) // (warps * 32) not in (4, 8):
+            continue
+        if bucket > 1 and block_n * (2 if gated else 1) * max(bucket, 16) > 64 * 64 * warps // 2:
+            continue  # sums and decoded weights would not fit the registers
+        found.append(CodedTiling(block_n, blocks, parts, stages, warps, joined, 0))
+    return found
 
-    def library(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-        x_T2I = torch.nn.functional.linear(x_TK, weight_NK)
-        out_TI = x_T2I.new_empty(len(x_TK), len(weight_NK) // 2)
+
+def gated_after(call: Call) -> Call:
+    def gate(x_TK: Tensor, weight: Any) -> Tensor:
+        x_T2I = call(x_TK, weight)
+        x_T2I = x_T2I[0] if x_T2I.ndim == 3 else x_T2I
+        out_TI = x_T2I.new_empty(len(x_TK), x_T2I.shape[1] // 2)
         silu_and_multiply(x_T2I, out_TI)
         return out_TI
 
-    return library
+    return gate
 
 
-def microseconds(call: Callable[[Tensor, Tensor], Tensor], x_TK: Tensor, weights: list[Tensor]) -> float:
-    """The median time of one call, over copies that the L2 cache does not hold together."""
+def runs(tiling: Tiling | CodedTiling | None, gated: bool, fused: bool) -> Call:
+    """None is the library, with a bf16 weight."""
+    if tiling is None:
+        return gated_after(torch.nn.functional.linear) if gated else torch.nn.functional.linear
+    module: Any = coded if isinstance(tiling, CodedTiling) else linear
+    if gated and fused:
+        return lambda x_TK, weight: module.multiply_gated(x_TK, weight, tiling)
+    plain: Call = lambda x_TK, weight: module.multiply(x_TK, weight, tiling)  # noqa: E731
+    return gated_after(plain) if gated else plain
+
+
+def by_expanding(x_TK: Tensor, weight: Bf12) -> Tensor:
+    weight_NK = x_TK.new_empty(weight.outputs, weight.inputs)
+    expand(weight, weight_NK, range(weight.outputs))
+    return torch.nn.functional.linear(x_TK, weight_NK)
+
+
+def microseconds(call: Call, x_TK: Tensor, weights: Sequence[Any], before: Callable[[], None] | None = None) -> float:
+    """The median time of one call (and of what is run before it), over copies that the L2 cache does not hold
+    together."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call(x_TK, weights[0])
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for weight_NK in weights:
-            call(x_TK, weight_NK)
+        for weight in weights:
+            if before is not None:
+                before()
+            call(x_TK, weight)
     graph.replay()
     took = []
     for _ in range(_REPEATS):
@@ -102,85 +169,193 @@ def microseconds(call: Callable[[Tensor, Tensor], Tensor], x_TK: Tensor, weights
         end.record()
         end.synchronize()
         took.append(start.elapsed_time(end) * 1e3 / len(weights))
-    return statistics.median(took)
+    return float(statistics.median(took))
 
 
-def compile_some(task: tuple[Shape, int, list[Tiling]]) -> None:
+def random_weights(shape: Shape, is_coded: bool) -> tuple[Tensor, list[Any]]:
+    """A matrix, and copies of it as they are multiplied."""
+    outputs, inputs, _ = shape
+    weight_NK = torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda").mul_(_SIGMA)
+    weight_bytes = outputs * inputs * (1.5 if is_coded else 2)
+    copies = min(24, max(2, -int(-_COPIES_BYTES // weight_bytes)))
+    if not is_coded:
+        return weight_NK, [weight_NK, *(weight_NK.clone() for _ in range(copies - 1))]
+    weight = stack([encode(weight_NK, choose_base(weight_NK))])
+    return weight_NK, [weight, *(Bf12(weight.words_NW.clone(), weight.index) for _ in range(copies - 1))]
+
+
+def compile_some(task: tuple[Shape, int, list[tuple[Tiling | CodedTiling, bool]]]) -> None:
     """Fills Triton's cache, from several processes at once: compiling takes longer than measuring."""
     (outputs, inputs, gated), rows, tilings = task
     x_TK = torch.zeros(rows, inputs, dtype=torch.bfloat16, device="cuda")
-    weight_NK = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda")
-    for tiling in tilings:
+    weight_NK = torch.zeros(outputs, inputs, dtype=torch.bfloat16, device="cuda")
+    words_NW = torch.zeros(outputs, inputs // 8 * 3, dtype=torch.int32, device="cuda")
+    nothing = torch.zeros(1, 128, dtype=torch.bfloat16, device="cuda").add_(1)
+    index = encode(nothing, choose_base(nothing))
+    for tiling, fused in tilings:
+        weight: Any = weight_NK
+        if isinstance(tiling, CodedTiling):
+            scales_N = torch.ones(outputs, device="cuda")
+            firsts_G = torch.zeros(-(-outputs // 16) + 1, dtype=torch.int32, device="cuda")
+            ones = stack([index]).index
+            weight = Bf12(words_NW, replace(ones, scales_N=scales_N, firsts_G=firsts_G))
         try:
-            runs(tiling, gated)(x_TK, weight_NK)
+            runs(tiling, gated, fused)(x_TK, weight)
         except Exception as error:
             print(f"{outputs}x{inputs} {rows} {tiling}: {error!r}"[:200], file=sys.stderr)
 
 
-def measure(shape: Shape, bucket: int, tilings: list[Tiling]) -> list[tuple[float, Tiling | None]]:
-    """(µs, tiling or None for cuBLAS), fastest first. Those whose result is wrong are left out."""
+def tilings_of(shape: Shape, bucket: int, is_coded: bool) -> list[tuple[Tiling | CodedTiling, bool]]:
+    """And whether each gates in its epilogue."""
     outputs, inputs, gated = shape
-    copies = max(2, -(-_COPIES_BYTES // (outputs * inputs * 2)))
-    weights = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") for _ in range(min(copies, 24))]
+    if not is_coded:
+        return [(tiling, True) for tiling in candidates(outputs, inputs, bucket, gated)]
+    found = [(tiling, True) for tiling in coded_candidates(outputs, inputs, bucket, gated)]
+    if gated and bucket > 16:
+        found += [(tiling, False) for tiling in coded_candidates(outputs, inputs, bucket, False) if tiling.parts == 1]
+    return [*found]
+
+
+def measure(shape: Shape, bucket: int, is_coded: bool) -> list[Timed]:
+    """Fastest first. Those whose result is wrong are left out."""
+    _, inputs, gated = shape
+    weight_NK, weights = random_weights(shape, is_coded)
     x_TK = torch.randn(bucket, inputs, dtype=torch.bfloat16, device="cuda")
-    library = runs(None, gated)
-    wanted = library(x_TK, weights[0]).double()
-    found: list[tuple[float, Tiling | None]] = [(microseconds(library, x_TK, weights), None)]
-    for tiling in tilings:
-        call = runs(tiling, gated)
+    library = runs(None, gated, False)
+    wanted = library(x_TK, weight_NK).double()
+    if is_coded:
+        library = gated_after(by_expanding) if gated else by_expanding
+    found = [Timed(microseconds(library, x_TK, weights), None, False)]
+    for tiling, fused in tilings_of(shape, bucket, is_coded):
+        call = runs(tiling, gated, fused)
         try:
             result = call(x_TK, weights[0]).double()
             result = result if gated else result.sum(0)
             assert (result - wanted).norm() <= 0.01 * wanted.norm(), f"{tiling} is wrong"
-            found.append((microseconds(call, x_TK, weights), tiling))
+            found.append(Timed(microseconds(call, x_TK, weights), tiling, fused))
         except Exception as error:
-            print(f"{outputs}x{inputs} {bucket} {tiling}: {error!r}"[:200], file=sys.stderr)
-    return sorted(found, key=lambda pair: pair[0])
+            print(f"{shape} {bucket} {tiling}: {error!r}"[:200], file=sys.stderr)
+    found.sort(key=lambda timed: timed.us)
+    best = found[0]
+    if isinstance(best.tiling, CodedTiling):
+        found[0] = replace(best, tiling=fetching_ahead(best.tiling, gated, best.fused, x_TK, weights))
+    return found
+
+
+def fetching_ahead(tiling: CodedTiling, gated: bool, fused: bool, x_TK: Tensor, weights: list[Any]) -> CodedTiling:
+    """The same with as much fetched ahead as is fastest behind a norm."""
+    sum_TK, weight_K = torch.randn(x_TK.shape, device="cuda"), torch.ones(x_TK.shape[1], device="cuda")
+    took = {}
+    for ahead in _AHEAD:
+        tried = replace(tiling, ahead=ahead)
+        took[tried] = microseconds(
+            runs(tried, gated, fused), x_TK, weights, lambda: add_norm(sum_TK, None, weight_K, 1e-5, x_TK)
+        )
+    print(
+        "    ahead, µs with a norm: " + ", ".join(f"{tried.ahead}: {us:.2f}" for tried, us in took.items()), flush=True
+    )
+    return min(took, key=lambda tried: took[tried])
+
+
+def bf16_us(shape: Shape, bucket: int) -> float:
+    """What the same takes in bf16, by the table as it is."""
+    outputs, inputs, gated = shape
+    _, weights = random_weights(shape, False)
+    x_TK = torch.randn(bucket, inputs, dtype=torch.bfloat16, device="cuda")
+    return microseconds(runs(choose(outputs, inputs, bucket, gated, x_TK.device), gated, True), x_TK, weights)
+
+
+def numbers_of(tiling: Tiling | CodedTiling | None) -> list[int] | None:
+    if tiling is None:
+        return None
+    if isinstance(tiling, Tiling):
+        return [tiling.block_n, tiling.block_k, tiling.parts, tiling.stages, tiling.warps]
+    return [
+        tiling.block_n, tiling.blocks, tiling.parts, tiling.stages, tiling.warps, tiling.joined, tiling.ahead,
+    ]  # fmt: skip
+
+
+class Found:
+    """The table as it comes to be: read, filled, printed row by row, and written."""
+
+    def __init__(self, path: Path, records: bool) -> None:
+        self._path = path
+        self._records = records
+        self._table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        print(f"{'shape':26} {'rows':>4} {'µs':>8} {'bound':>8} {'ratio':>6} {'library':>8} {'÷ bf16':>6}  tiling")
+
+    def add(self, shape: Shape, bucket: int, is_coded: bool, found: list[Timed]) -> None:
+        outputs, inputs, gated = shape
+        key, best = key_of(outputs, inputs, gated, is_coded), found[0]
+        library_us = next(timed.us for timed in found if timed.tiling is None)
+        if best.us > _WIN * library_us:
+            best = Timed(library_us, None, False)
+        bound_us = outputs * inputs * (1.5 if is_coded else 2) / BYTES_PER_S * 1e6
+        peer_us = bf16_us(shape, bucket) if is_coded else best.us
+        print(
+            f"{key:26} {bucket:4} {best.us:8.2f} {bound_us:8.2f} {best.us / bound_us:6.2f} {library_us:8.2f} "
+            f"{best.us / peer_us:6.3f}  {best.tiling}{'' if best.fused or not gated else ', gated after'}", flush=True,
+        )  # fmt: skip
+        if self._records:
+            record("linear", f"{key}, {bucket} rows", best.us, "µs", bound=bound_us)
+            record("linear", f"{key}, {bucket} rows", library_us, "µs", bound=bound_us, peer="library")
+        self._put(key, bucket, numbers_of(best.tiling) if best.fused or not gated else None)
+        if is_coded:
+            self._put(ratio_key_of(outputs, inputs, gated), bucket, round(best.us / peer_us, 3))
+            if gated and not best.fused:
+                self._put(key_of(outputs, inputs, False, True), bucket, numbers_of(best.tiling))
+
+    def _put(self, key: str, bucket: int, value: list[int] | float | None) -> None:
+        self._table.setdefault(key, {})[str(bucket)] = value
+
+    def write(self) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(self._table.items()))
+        self._path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SHAPES), help="whose shapes (default: all)")
-    parser.add_argument("--rows", default=",".join(map(str, BUCKETS)), help="buckets (default: all)")
+    parser.add_argument("--rows", help="buckets (default: all)")
+    parser.add_argument("--only", choices=("bf16", "bf12"), help="one storage (default: both, bf16 first)")
     parser.add_argument(
         "--write", action="store_true", help="put what is found into the table of this GPU, and record it"
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one per core)")
     options = parser.parse_args()
-    buckets = [int(rows) for rows in options.rows.split(",")]
-    shapes = [shape for model in options.models.split(",") for shape in SHAPES[model]]
-    work = [(shape, bucket, candidates(*shape[:2], bucket, shape[2])) for shape in shapes for bucket in buckets]
-    parts = [
-        (shape, rows, tilings[first :: options.processes])
-        for shape, rows, tilings in work
-        for first in range(options.processes)
+    rows = None if options.rows is None else [int(rows) for rows in options.rows.split(",")]
+    shapes = dict.fromkeys(shape for model in options.models.split(",") for shape in SHAPES[model])
+    work = [
+        (shape, bucket, is_coded)
+        for is_coded, buckets in ((False, BUCKETS), (True, CODED_BUCKETS))
+        if options.only is None or is_coded == (options.only == "bf12")
+        for shape in shapes
+        for bucket in buckets
+        if rows is None or bucket in rows
     ]
-    with ProcessPoolExecutor(options.processes) as pool:
-        list(tqdm(pool.map(compile_some, parts, chunksize=4), total=len(parts), desc="compile", mininterval=5))
-    path = path_of(device_name(torch.device("cuda")))
-    table = json.loads(path.read_text()) if path.exists() else {}
-    print(f"{'shape':22} {'rows':>4} {'µs':>8} {'bound':>8} {'ratio':>6} {'cuBLAS':>8}  tiling")
-    for shape, bucket, tilings in work:
-        outputs, inputs, gated = shape
-        found = measure(shape, bucket, tilings)
-        library_us = next(us for us, tiling in found if tiling is None)
-        us, tiling = found[0]
-        if us > _WIN * library_us:
-            us, tiling = library_us, None
-        bound_us = outputs * inputs * 2 / BYTES_PER_S * 1e6
-        key = f"{outputs}x{inputs}{' gated' if gated else ''}"
-        print(f"{key:22} {bucket:4} {us:8.2f} {bound_us:8.2f} {us / bound_us:6.2f} {library_us:8.2f}  {tiling}")
+    compile_all(work, options.processes)
+    found = Found(path_of(device_name(torch.device("cuda"))), options.write)
+    for shape, bucket, is_coded in work:
+        found.add(shape, bucket, is_coded, measure(shape, bucket, is_coded))
         if options.write:
-            record("linear", f"{key}, {bucket} rows", us, "µs", bound=bound_us)
-            record("linear", f"{key}, {bucket} rows", library_us, "µs", bound=bound_us, peer="cuBLAS")
-        chosen = None
-        if tiling is not None:
-            chosen = [tiling.block_n, tiling.block_k, tiling.parts, tiling.stages, tiling.warps]
-        table.setdefault(key, {})[str(bucket)] = chosen
-    if options.write:
-        path.parent.mkdir(exist_ok=True)
-        lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(table.items()))
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            found.write()
+
+
+def compile_all(work: list[tuple[Shape, int, bool]], processes: int) -> None:
+    """Each kernel once, whichever shapes have it in common: sizes and the number of parts are its arguments."""
+    seen, parts = set(), []
+    for shape, bucket, is_coded in work:
+        fresh = []
+        for tiling, fused in tilings_of(shape, bucket, is_coded):
+            width = 1 if bucket == 1 else max(16, bucket)
+            kernel = (replace(tiling, parts=min(2, tiling.parts)), fused and shape[2], width, lanes_of(shape[1]))
+            if kernel not in seen:
+                seen.add(kernel)
+                fresh.append((tiling, fused))
+        parts += [(shape, bucket, fresh[first::processes]) for first in range(min(processes, len(fresh)))]
+    with ProcessPoolExecutor(processes) as pool:
+        list(tqdm(pool.map(compile_some, parts, chunksize=1), total=len(parts), desc="compile", mininterval=5))
 
 
 if __name__ == "__main__":

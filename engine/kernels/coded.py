@@ -60,9 +60,11 @@ mov.u32 $0, 0;
 def _fetch(words, start, end, block, blocks, W, LANES: tl.constexpr):
     """Some blocks of each output into the L2 cache, where they are found whatever is written meanwhile."""
     at = (words + start.to(tl.int64) * W + block * (3 * LANES)).to(tl.int64)
-    tl.inline_asm_elementwise(
-        _FETCH, "=r,l,r,r,r", [at, W * 4, end - start, blocks * (12 * LANES)], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    if blocks > 0:
+        tl.inline_asm_elementwise(
+            _FETCH, "=r,l,r,r,r", [at, W * 4, end - start, blocks * (12 * LANES)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -96,19 +98,18 @@ def _finish_row(y, x, scales, places, values, place, value, first, last, outputs
     return (y - held) * tl.load(scales + outputs, mask=outputs < N, other=0.0) + missing
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "ahead"])
 def _multiply_row(
-    x, words, scales, firsts, places, values, out, N, K, W, parts, GATED: tl.constexpr, MASKED: tl.constexpr,
+    x, words, scales, firsts, places, values, out, N, K, W, parts, ahead, GATED: tl.constexpr, MASKED: tl.constexpr,
     INLINE: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
     start = tl.program_id(0) * BLOCK_N
     end = tl.minimum(start + BLOCK_N, N)
     turns = K // (8 * LANES * BLOCKS)
     turn_first, turn_last = part * turns // parts, (part + 1) * turns // parts
-    if AHEAD > 0:
-        blocks = tl.minimum(AHEAD, (turn_last - turn_first) * BLOCKS)
+    if INLINE:
+        blocks = tl.minimum(ahead, (turn_last - turn_first) * BLOCKS)
         _fetch(words, start, end, turn_first * BLOCKS, blocks, W, LANES)
         if GATED:
             _fetch(words, start + N, end + N, turn_first * BLOCKS, blocks, W, LANES)
@@ -189,22 +190,22 @@ def _finish_rows(total, x, scales, places, values, place, value, first, last, ou
     return total * tl.load(scales + outputs, mask=outputs < N, other=0.0)[:, None] + missing
 
 
-@triton.jit(do_not_specialize=["T", "parts"])
+@triton.jit(do_not_specialize=["T", "parts", "ahead"])
 def _multiply_rows(
-    x, words, scales, firsts, places, values, out, T, N, K, W, parts, GATED: tl.constexpr, MASKED: tl.constexpr,
-    INLINE: tl.constexpr, LANES: tl.constexpr, JOINED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    x, words, scales, firsts, places, values, out, T, N, K, W, parts, ahead, GATED: tl.constexpr,
+    MASKED: tl.constexpr, INLINE: tl.constexpr, LANES: tl.constexpr, JOINED: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
     start = tl.program_id(0) * BLOCK_N
     end = tl.minimum(start + BLOCK_N, N)
     blocks = K // (8 * LANES)
     block_first, block_last = part * blocks // parts, (part + 1) * blocks // parts
-    if AHEAD > 0:
-        ahead = tl.minimum(AHEAD, block_last - block_first)
-        _fetch(words, start, end, block_first, ahead, W, LANES)
+    if INLINE:
+        fetched = tl.minimum(ahead, block_last - block_first)
+        _fetch(words, start, end, block_first, fetched, W, LANES)
         if GATED:
-            _fetch(words, start + N, end + N, block_first, ahead, W, LANES)
+            _fetch(words, start + N, end + N, block_first, fetched, W, LANES)
     outputs = start + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_T)
     at = _words_at(words, outputs, tl.arange(0, LANES), N, W, MASKED, LANES)
@@ -267,14 +268,13 @@ def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, outputs: int, tiling: Coded
     assert tiling.block_n <= 32 * tiling.warps  # a thread for each output
     assert x_TK.is_contiguous()
     assert weight.words_NW.is_contiguous()
-    inlined = inline(x_TK.device)
     grid = (triton.cdiv(outputs, tiling.block_n), tiling.parts)
     tensors = (x_TK, weight.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E, out)
-    numbers = (outputs, inputs, weight.words_NW.shape[1], tiling.parts)
+    numbers = (outputs, inputs, weight.words_NW.shape[1], tiling.parts, tiling.ahead)
     options = {
-        "GATED": gated, "MASKED": bool(outputs % tiling.block_n), "INLINE": inlined, "LANES": lanes,
-        "BLOCK_N": tiling.block_n, "STAGES": tiling.stages, "AHEAD": tiling.ahead if inlined else 0,
-        "num_warps": tiling.warps, "launch_pdl": overlaps(x_TK.device),
+        "GATED": gated, "MASKED": bool(outputs % tiling.block_n), "INLINE": inline(x_TK.device), "LANES": lanes,
+        "BLOCK_N": tiling.block_n, "STAGES": tiling.stages, "num_warps": tiling.warps,
+        "launch_pdl": overlaps(x_TK.device),
     }  # fmt: skip
     if rows == 1:
         _multiply_row[grid](*tensors, *numbers, BLOCKS=tiling.blocks, **options)

@@ -1,25 +1,47 @@
-"""engine/weights/resident.py: whichever kernel is chosen, a row's result is the same maths."""
+"""engine/weights/resident.py, and compressed.py beside it: whichever kernel is chosen, a row's result is the same
+maths."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.kernels import choices
 from engine.kernels.linear import Tiling
+from engine.model.layers import Linear
+from engine.weights.compressed import Compressed
 from engine.weights.resident import Resident
-from tests.engine.kernels.steps import error, random
+from tests.engine.kernels.coded_weights import coded, weights
+from tests.engine.kernels.steps import DEVICE, error, random
+
+
+def as_it_is(weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
+    return Resident(weight_NK, bias_N)
+
+
+def in_12_bits(weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
+    return Compressed(coded(weight_NK.bfloat16()), bias_N)
+
+
+@pytest.mark.parametrize("stored", [as_it_is, in_12_bits])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 17, 140])
+def test_every_number_of_rows(rows: int, biased: bool, stored: Callable[[Tensor, Tensor | None], Linear]) -> None:
+    weight_NK, bias_N = weights(96, 128, 1.0, seed=1).float(), random(96, seed=2) if biased else None
+    weight_NK[5, 7] = weight_NK[95, 127] = 1e-20
+    linear, x_TK = stored(weight_NK.to(DEVICE), bias_N), random(rows, 128, seed=3)
+    wanted_TN = torch.nn.functional.linear(x_TK, weight_NK.to(DEVICE), bias_N)
+    assert error(linear(x_TK).sum(0), wanted_TN) < 1e-6
+    assert error(linear.logits(x_TK), wanted_TN) < 1e-6
+    gate, up = wanted_TN.chunk(2, -1)
+    assert error(linear.gated(x_TK), torch.nn.functional.silu(gate) * up) < 1e-6
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 16, 17, 70])
-def test_every_number_of_rows(rows: int, biased: bool) -> None:
-    weight_NK, bias_N = random(96, 80, seed=1), random(96, seed=2) if biased else None
-    resident, x_TK = Resident(weight_NK, bias_N), random(rows, 80, seed=3)
-    wanted_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
-    assert error(resident(x_TK).sum(0), wanted_TN) < 1e-6
-    assert error(resident.logits(x_TK), wanted_TN) < 1e-6
-    gate, up = wanted_TN.chunk(2, -1)
-    assert error(resident.gated(x_TK), torch.nn.functional.silu(gate) * up) < 1e-6
-    assert resident.bytes == 96 * 80 * 4 + (96 * 4 if biased else 0)
+def test_its_bytes_are_those_of_its_tensors(biased: bool) -> None:
+    bias_N = random(96) if biased else None
+    assert Resident(random(96, 80), bias_N).bytes == 96 * 80 * 4 + (96 * 4 if biased else 0)
 
 
 def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:

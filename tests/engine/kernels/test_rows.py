@@ -7,6 +7,7 @@ from engine.batch import unpack
 from engine.kernels import embed, gated, norm, reference, rotary
 from engine.model.config import Rope
 from engine.model.layers import rotary_tables
+from tests.engine.kernels.coded_weights import coded, weights
 from tests.engine.kernels.steps import DEVICE, error, poisoned, random, step_of
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -34,6 +35,39 @@ def test_a_row_after_numbers_that_were_not_finite_is_still_computed() -> None:
     out_TH = poisoned(1, 24)
     embed.embed(step, torch.tensor([-1], dtype=torch.int32, device=DEVICE), random(50, 24), out_TH)
     assert out_TH.isfinite().all()
+
+
+def coded_table(tokens: int, hidden: int) -> torch.Tensor:
+    """Each row with numbers that have no code at its ends."""
+    table_VH = weights(tokens, hidden)
+    table_VH[:, 0], table_VH[::2, -1] = 0.0, 3e4
+    table_VH[9] = 0.0
+    return table_VH
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(50, 128), (50, 2304), (33000, 128)])
+def test_a_coded_embedding_gives_the_same_rows(tokens: int, hidden: int) -> None:
+    step, table_VH = step_of([3, 1, 1], [0, 5, 9], tokens), coded_table(tokens, hidden)
+    tokens_T = torch.from_numpy(unpack(step.cpu().numpy()).tokens_T.copy()).to(DEVICE)
+    start = int(step[8])
+    step[start + 1], step[start + 3], step[start + 4] = tokens - 1, -1 - 1, -1 - 0
+    sampled_R = torch.tensor([7, 9, -1], dtype=torch.int32, device=DEVICE)
+    tokens_T[1], tokens_T[3], tokens_T[4] = tokens - 1, 9, 7
+    found_TH, wanted_TH = poisoned(8, hidden), poisoned(8, hidden)
+    embed.embed(step, sampled_R, coded(table_VH), found_TH)
+    embed.embed(step, sampled_R, table_VH.to(DEVICE).float(), wanted_TH)
+    assert torch.equal(wanted_TH[:5].cpu(), table_VH[tokens_T.long().cpu()].float())
+    assert torch.equal(found_TH, wanted_TH)
+
+
+@pytest.mark.gpu
+def test_a_coded_embedding_gives_the_same_rows_at_true_shapes() -> None:
+    step, table_VH = step_of([2048, *[1] * 64], [0] * 65, 40000), coded_table(40000, 4096)
+    sampled_R = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    found_TH, wanted_TH = poisoned(2200, 4096), poisoned(2200, 4096)
+    embed.embed(step, sampled_R, coded(table_VH), found_TH)
+    embed.embed(step, sampled_R, table_VH.to(DEVICE), wanted_TH)
+    assert torch.equal(found_TH, wanted_TH)
 
 
 def check_add_norm(rows: int, hidden: int, parts: int, dtype: torch.dtype) -> None:
