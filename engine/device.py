@@ -419,8 +419,9 @@ def _nothing() -> None:
 def _told(memory: Memory) -> str:
     """Where every GiB is."""
     ours = memory.weights_bytes + memory.kv_bytes + memory.workspace_bytes + memory.graphs_bytes
+    coded = f" ({memory.coded_bytes / (1 << 30):.2f} of it in 12 bits a number)" if memory.coded_bytes else ""
     parts = {
-        "weights": memory.weights_bytes,
+        f"weights{coded}": memory.weights_bytes,
         f"KV ({memory.kv_blocks} blocks of {memory.kv_block_tokens} tokens)": memory.kv_bytes,
         "workspace": memory.workspace_bytes,
         "graphs": memory.graphs_bytes,

@@ -9,16 +9,18 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 from transformers import AutoModel, BertConfig
 
 from engine.arena import Arena
+from engine.device import _told
 from engine.host import Host
 from engine.model.config import read_config
 from engine.runner import Runner
 from engine.streams import Mark, Stream
 from engine.weights.assembly import weights_bytes
-from engine.weights.checkpoint import CheckpointError
+from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.codec import Bf12
 from engine.weights.compressed import Compressed
 from engine.weights.image import Weights
@@ -26,7 +28,7 @@ from engine.weights.inspection import inspect
 from engine.weights.load import fetch
 from engine.weights.notes import Level
 from engine.weights.origin import Origin
-from engine.wire import ModelSpec, Pooling, Sampling
+from engine.wire import Memory, ModelSpec, Pooling, Sampling
 from tests.engine.coded_files import compressed, small_llama
 from tests.engine.encoder.small import open_encoder, vectors
 from tests.engine.small import Text, logits, open_small, spec
@@ -162,6 +164,23 @@ def test_coded_weights_go_and_come_back_with_a_mark_for_each_layer(source: Path,
     for stage, names in zip(stages, there, strict=True):
         assert {name for name in before if name == stage or name.startswith(stage + ".")} <= names
     assert there[-1] == before.keys()
+
+
+def test_a_load_says_how_much_is_in_12_bits(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = compressed(source, tmp_path / "coded", Level.DISTRIBUTION)
+    caplog.set_level("INFO", logger="engine.weights.load")
+    origin = as_on_a_gpu(folder)
+    origin.make(lambda: None)
+    stored, kept, coded = (count / 1e6 for count in (Checkpoint(folder).bytes, origin.bytes, origin.coded_bytes))
+    (told,) = caplog.messages
+    assert told.startswith(f"loaded {len(Checkpoint(folder).tensors)} tensors, {stored:.1f} MB in ")
+    assert told.endswith(f"MB/s): {kept:.1f} MB on cpu, {coded:.1f} of them in 12 bits a number")
+    memory = Memory(
+        model="m", pid=1, device="H200", device_bytes=100 << 30, weights_bytes=12 << 30, coded_bytes=11 << 30,
+        bf16_bytes=15 << 30, kv_blocks=0, kv_block_tokens=16, kv_bytes=0, free_bytes=0,
+    )  # fmt: skip
+    assert "weights (11.00 of it in 12 bits a number) 12.00, KV" in _told(memory)
+    assert "weights 12.00, KV" in _told(replace_fields(memory, coded_bytes=0))
 
 
 def test_made_up_parameters_are_as_they_are(source: Path) -> None:
