@@ -4,22 +4,10 @@ from typing import Final
 
 import msgspec
 
-from engine.wire import Load
+from gateway.admin.machines import LoadItem, load_of
 from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
 from gateway.fleet import Seen
 from tenants.accounts import Permission
-
-
-class LoadItem(msgspec.Struct, frozen=True):
-    """`background` are queued requests there, which the others leave out."""
-
-    running: int
-    waiting: int
-    waiting_tokens: int
-    free_blocks: int
-    cached_blocks: int
-    draining: bool
-    background: int
 
 
 class ReplicaItem(msgspec.Struct, frozen=True):
@@ -57,20 +45,7 @@ async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[FleetItem]:
 
 
 def _item(seen: Seen) -> ReplicaItem:
-    load = None if seen.load is None else _load(seen.load)
-    return ReplicaItem(seen.machine, seen.model, seen.state.residency.name, seen.ready, seen.problem, load)
-
-
-def _load(load: Load) -> LoadItem:
-    return LoadItem(
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        free_blocks=load.free_blocks,
-        cached_blocks=load.cached_blocks,
-        draining=load.draining,
-        background=load.background,
-    )
+    return ReplicaItem(seen.machine, seen.model, seen.state.residency.name, seen.ready, seen.problem, load_of(seen))
 
 
 OPERATIONS: Final = (

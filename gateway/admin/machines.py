@@ -7,7 +7,6 @@ import msgspec
 from engine import wire
 from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
 from gateway.fleet import Fleet, MachineSeen, Seen
-from gateway.tally import Lately
 from tenants.accounts import Permission
 
 
@@ -20,9 +19,10 @@ class DeviceItem(msgspec.Struct, frozen=True):
     held_bytes: int
 
 
-class MachineLoadItem(msgspec.Struct, frozen=True):
-    """How full a replica is. `blocks` have memory now. `hit_ratio` of the prompts' tokens that were looked up in the
-    last seconds were cached, null where none was; `tokens_per_s` were computed, of prompts and answers."""
+class LoadItem(msgspec.Struct, frozen=True):
+    """How full a replica is. `blocks` have memory now. `background` are queued requests there, which the others leave
+    out; while it is `draining` it takes none. `hit_ratio` of the prompts' tokens that were looked up in the last
+    seconds were cached, null where none was; `tokens_per_s` were computed, of prompts and answers."""
 
     running: int
     waiting: int
@@ -32,6 +32,7 @@ class MachineLoadItem(msgspec.Struct, frozen=True):
     cached_blocks: int
     shared_blocks: int
     background: int
+    draining: bool
     hit_ratio: float | None
     tokens_per_s: float
     steps: int
@@ -56,7 +57,7 @@ class MachineReplicaItem(msgspec.Struct, frozen=True):
     kept_bytes: int
     memory_bytes: int
     waiting_here: int
-    load: MachineLoadItem | None
+    load: LoadItem | None
 
 
 class MachineItem(msgspec.Struct, frozen=True):
@@ -113,12 +114,15 @@ def _replica(seen: Seen, waiting: int) -> MachineReplicaItem:
         kept_bytes=held.kept_bytes,
         memory_bytes=held.memory_bytes,
         waiting_here=waiting,
-        load=None if seen.load is None else _load(seen.load, seen.lately),
+        load=load_of(seen),
     )
 
 
-def _load(load: wire.Load, lately: Lately) -> MachineLoadItem:
-    return MachineLoadItem(
+def load_of(seen: Seen) -> LoadItem | None:
+    load = seen.load
+    if load is None:
+        return None
+    return LoadItem(
         running=load.running,
         waiting=load.waiting,
         waiting_tokens=load.waiting_tokens,
@@ -127,8 +131,9 @@ def _load(load: wire.Load, lately: Lately) -> MachineLoadItem:
         cached_blocks=load.cached_blocks,
         shared_blocks=load.shared_blocks,
         background=load.background,
-        hit_ratio=lately.hit_ratio,
-        tokens_per_s=lately.tokens_per_s,
+        draining=load.draining,
+        hit_ratio=seen.lately.hit_ratio,
+        tokens_per_s=seen.lately.tokens_per_s,
         steps=load.steps,
     )
 

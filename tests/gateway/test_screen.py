@@ -8,13 +8,13 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from gateway.admin.machines import DeviceItem, MachineItem, MachineLoadItem, MachineReplicaItem, MachinesItem
+from gateway.admin.machines import DeviceItem, LoadItem, MachineItem, MachineReplicaItem, MachinesItem
 from gateway.commands.screen import Frame, Moves
 
 GIB = 1 << 30
-LOAD = MachineLoadItem(
+LOAD = LoadItem(
     running=4, waiting=2, waiting_tokens=900, blocks=1000, free_blocks=390, cached_blocks=400, shared_blocks=12,
-    background=7, hit_ratio=0.81, tokens_per_s=312.4, steps=1000,
+    background=7, draining=False, hit_ratio=0.81, tokens_per_s=312.4, steps=1000,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from tests.gateway.stub_replica import MODEL
 async def test_replicas_and_requests_without_a_word_of_text(tmp_path: Path) -> None:
     async with kept(tmp_path, replicas=2) as house:
         house.gateway.behaviour.step_s = 0.05
-        running = asyncio.create_task(house.gateway.run(prompt="a secret word", max_tokens=20))
+        running = asyncio.create_task(house.gateway.run(prompt="a secret word", max_tokens=60))
         await until(lambda: house.gateway.fleet.running)
         answer = await house.operate("GET", "/fleet")
         seen = answer.json["result"]

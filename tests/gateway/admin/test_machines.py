@@ -46,7 +46,7 @@ async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) ->
         assert 50 < load.pop("tokens_per_s") < 5000
         assert load == {
             **{"running": 0, "waiting": 2, "waiting_tokens": 0, "blocks": 64, "free_blocks": 100, "cached_blocks": 0},
-            **{"shared_blocks": 0, "background": 0, "hit_ratio": 0.75, "steps": 0},
+            **{"shared_blocks": 0, "background": 0, "draining": False, "hit_ratio": 0.75, "steps": 0},
         }
         assert first == {
             **{"model": MODEL, "residency": "MEMORY", "toward": "DEVICE", "ready_ms": 250, "device": 0},
