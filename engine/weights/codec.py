@@ -1,9 +1,10 @@
 """bf16 weights in 12 bits each, without loss: the code, and what it leaves out. It knows no files and no kernels.
 
-A trained matrix uses few exponents. Of each number the low byte (the exponent's last bit and the mantissa) is kept as
-it is. Of the high byte, sign and exponent, sign and three bits are: which pair of exponents, counted from a base that
-the matrix has. So 16 exponents in a row have a code. What has another one is an escape: its place holds the least code
-there is, and it stands beside the matrix with its position, exactly, whatever its bits are.
+A row of a trained matrix uses few exponents. Sixteen in a row have a code, the first of which is the row's base. Of
+each number the sign, the exponent counted from the base, and the mantissa are kept, 12 bits. What has another exponent
+is an escape: its place holds the least code there is, and it stands beside the matrix with its position, exactly,
+whatever its bits are. A row of zeros alone has base 0, and no escapes. That each row has its own base costs a byte, and
+matters: rows of tokens that were never trained, and of neurons that died, are smaller than the others by far.
 
 A row is cut into blocks of 8 · L numbers, L lanes: number i · L + c of a block is lane c's i-th. A block is 3 · L words
 of 32 bits: L words of high halves, then twice L of low bytes. Four bytes at a time belong to two numbers of two lanes,
@@ -13,29 +14,41 @@ q counting pairs of numbers and j pairs of lanes:
     high              word 2j: those of q=0, and of q=1 turned left by 4 bits; word 2j+1: of q=2, and of q=3 turned
     low               words 2j and 2j+1 of the first L: of q=0 and q=1; of the second L: of q=2 and q=3
 
-In a high byte bit 7 is the sign and bits 2, 1, 0 the pair of exponents, so that two fit into one. Two masks, one turn
-and a byte permutation per pair of numbers make bf16 of it: (high | 0x40) above low. That is the number times
-2^(128 − 2 · base), which a matmul undoes on its float32 sums.
+A high byte has the sign in bit 7 and the counted exponent's upper bits in 2, 1 and 0, so that two fit into one; a low
+byte has the exponent's last bit above the mantissa. Two masks, one turn and a byte permutation per pair of numbers make
+bf16 of it: (high | 0x40) above low. That is the number times 2^(128 − base), which a matmul undoes on its float32 sums.
 
 E escapes, N outputs, K inputs, W = 3 · K ÷ 8 words of a row, G groups of 16 outputs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Self
 
 import torch
 from torch import Tensor
 
 from engine.weights import codec_host
-from engine.weights.lanes import BASES, GROUP_OUTPUTS, INPUTS_MOST, LANES, block_of, fits, lanes_of, words_of
+from engine.weights.lanes import (
+    BASES,
+    CODES,
+    GROUP_OUTPUTS,
+    INPUTS_MOST,
+    LANES,
+    ZEROS,
+    block_of,
+    fits,
+    lanes_of,
+    words_of,
+)  # fmt: skip
 
 __all__ = [
-    "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "base_for", "choose_base", "decode",
-    "encode", "expand", "fits", "index", "lanes_of", "stack", "words_of",
+    "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "bases_for",
+    "choose_bases", "codes_of", "decode", "encode", "expand", "exponents_of", "fits", "index", "lanes_of", "stack",
+    "words_of",
 ]  # fmt: skip
 
-_SAMPLE: Final = 1 << 22  # numbers that a base is chosen by
+_EXPONENTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +57,7 @@ class Escapes:
 
     outputs: int
     inputs: int
-    base: int
+    bases_N: Tensor  # uint8
     positions_E: Tensor  # int64
     values_E: Tensor  # bfloat16
 
@@ -54,17 +67,20 @@ class Escapes:
         inside_E = (n_E >= outputs.start) & (n_E < outputs.stop) & (k_E >= inputs.start) & (k_E < inputs.stop)
         n_E, k_E = n_E[inside_E] - outputs.start, k_E[inside_E] - inputs.start
         positions_E = n_E * len(inputs) + k_E
-        return type(self)(len(outputs), len(inputs), self.base, positions_E, self.values_E[inside_E])
+        bases_N = self.bases_N[outputs.start : outputs.stop]
+        return type(self)(len(outputs), len(inputs), bases_N, positions_E, self.values_E[inside_E])
 
     def rows(self, outputs: range) -> Self:
         """Those of some whole rows, counted within them. It takes no time to speak of."""
         ends = torch.tensor((outputs.start * self.inputs, outputs.stop * self.inputs), device=self.positions_E.device)
         first, last = torch.searchsorted(self.positions_E, ends).tolist()
         positions_E = self.positions_E[first:last] - outputs.start * self.inputs
-        return type(self)(len(outputs), self.inputs, self.base, positions_E, self.values_E[first:last])
+        bases_N = self.bases_N[outputs.start : outputs.stop]
+        return type(self)(len(outputs), self.inputs, bases_N, positions_E, self.values_E[first:last])
 
     def to(self, device: torch.device) -> Self:
-        return replace(self, positions_E=self.positions_E.to(device), values_E=self.values_E.to(device))
+        moved = (tensor.to(device) for tensor in (self.bases_N, self.positions_E, self.values_E))
+        return type(self)(self.outputs, self.inputs, *moved)
 
     @property
     def rate(self) -> float:
@@ -94,7 +110,7 @@ class Index:
     """The escapes of several matrices of equal inputs below each other, as kernels look for them: by groups of 16
     outputs, of which a kernel's tile has one or more.
 
-    scales_N    float32: what a sum of each output is multiplied with: 2^(2 · base − 128)
+    scales_N    float32: what a sum of each output is multiplied with: 2^(base − 128); 0 of zeros
     firsts_G    int32, G + 1 of them: the first escape of each group, and their number
     places_E    int32: the output's lowest 15 bits, then 16 bits of input
     values_E    bfloat16: the numbers themselves, not scaled
@@ -133,52 +149,72 @@ def stack(coded: Sequence[Coded]) -> Bf12:
     return Bf12(torch.cat([one.words_NW for one in coded]), index([one.escapes for one in coded]))
 
 
-def choose_base(weight_NK: Tensor) -> int:
-    """The base that leaves the fewest escapes, judged by a sample of a large matrix: any base is right."""
-    bits = weight_NK.reshape(-1).view(torch.int16)
-    high = (bits[:: max(1, len(bits) // _SAMPLE)] >> 8) & 0x7F
-    return base_for(torch.bincount(high.int(), minlength=128))
+def exponents_of(weight_NK: Tensor) -> Tensor:
+    """int64 [N, 256]: how many numbers of each row have each exponent; 0 counts zeros alone, 1 subnormals too."""
+    bits = weight_NK.contiguous().view(torch.int16) & 0x7FFF
+    exponents = torch.maximum(bits >> 7, bits != 0).int()
+    exponents += torch.arange(len(bits), dtype=torch.int32, device=bits.device)[:, None] * _EXPONENTS
+    return torch.bincount(exponents.view(-1), minlength=len(bits) * _EXPONENTS).view(-1, _EXPONENTS)
 
 
-def base_for(counts: Tensor) -> int:
-    """The base that leaves the fewest escapes of numbers of which so many have each of the 128 pairs of exponents."""
-    covered = counts.unfold(0, 8, 1).sum(1)[BASES.start : BASES.stop]
-    return int(covered.argmax()) + BASES.start
+def bases_for(counts_NX: Tensor) -> Tensor:
+    """uint8 [N]: the base that leaves each row the fewest escapes, of what `exponents_of` has counted."""
+    below_NX = torch.nn.functional.pad(counts_NX.cumsum(1), (1, 0))
+    coded_NB = below_NX[:, BASES.start + CODES : BASES.stop + CODES] - below_NX[:, BASES.start : BASES.stop]
+    most_N, bases_N = coded_NB.max(1)
+    return (bases_N + BASES.start).where(most_N > 0, ZEROS).to(torch.uint8)
 
 
-def encode(weight_NK: Tensor, base: int) -> Coded:
-    """The result lies on the weight's device. On a GPU it takes some 6 bytes of memory a number."""
+def choose_bases(weight_NK: Tensor) -> Tensor:
+    """uint8 [N]: the base that leaves each row the fewest escapes; any base is right."""
+    return bases_for(exponents_of(weight_NK))
+
+
+def codes_of(counts_NX: Tensor, bases_N: Tensor) -> Tensor:
+    """int64 [17]: how many numbers have each code with these bases, and last how many are escapes."""
+    codes_C = torch.arange(CODES, device=counts_NX.device)
+    coded_C = counts_NX.gather(1, bases_N.long()[:, None] + codes_C)
+    coded_C = coded_C.where((bases_N != ZEROS)[:, None] | (codes_C == 0), 0).sum(0)
+    return torch.cat((coded_C, (counts_NX.sum() - coded_C.sum())[None]))
+
+
+def encode(weight_NK: Tensor, bases_N: Tensor) -> Coded:
+    """The result lies on the weight's device, as the bases do. On a GPU it takes some 6 bytes of memory a number."""
     assert weight_NK.dtype == torch.bfloat16
-    assert base in BASES
+    assert bases_N.dtype == torch.uint8
     outputs, inputs = weight_NK.shape
     assert fits(outputs, inputs)
     by = _encode_on_host if weight_NK.device.type == "cpu" else _encode
-    words_NW, positions_E = by(weight_NK.contiguous(), base)
-    return Coded(words_NW, Escapes(outputs, inputs, base, positions_E, weight_NK.reshape(-1)[positions_E]))
+    words_NW, positions_E = by(weight_NK.contiguous(), bases_N)
+    return Coded(words_NW, Escapes(outputs, inputs, bases_N, positions_E, weight_NK.reshape(-1)[positions_E]))
 
 
-def _encode_on_host(weight_NK: Tensor, base: int) -> tuple[Tensor, Tensor]:
+def _encode_on_host(weight_NK: Tensor, bases_N: Tensor) -> tuple[Tensor, Tensor]:
     outputs, inputs = weight_NK.shape
     words_NW = torch.empty(outputs, words_of(inputs), dtype=torch.int32)
-    positions = codec_host.encode(*_on_host(weight_NK, words_NW), base)
+    positions = codec_host.encode(*_on_host(weight_NK, words_NW, bases_N))
     return words_NW, torch.from_numpy(positions)
 
 
-def _on_host(weight_NK: Tensor, words_NW: Tensor) -> tuple[codec_host.Integers, codec_host.Integers]:
+def _on_host(
+    weight_NK: Tensor, words_NW: Tensor, bases_N: Tensor
+) -> tuple[codec_host.Integers, codec_host.Integers, codec_host.Bases]:
     """Their memory as codec_host.py has it."""
-    pairs = lanes_of(weight_NK.shape[1]) // 2
+    inputs = weight_NK.shape[1]
+    pairs = lanes_of(inputs) // 2
     numbers, words = (tensor.numpy().view("u4") for tensor in (weight_NK.view(torch.int16), words_NW))
-    return numbers.reshape(-1, 8, pairs), words.reshape(-1, 3, pairs, 2)
+    bases_M = bases_N.numpy().repeat(inputs // block_of(inputs))
+    return numbers.reshape(-1, 8, pairs), words.reshape(-1, 3, pairs, 2), bases_M
 
 
-def _encode(weight_NK: Tensor, base: int) -> tuple[Tensor, Tensor]:
+def _encode(weight_NK: Tensor, bases_N: Tensor) -> tuple[Tensor, Tensor]:
     bits = weight_NK.view(torch.int16)
-    high, low = (bits >> 8).to(torch.uint8), bits.to(torch.uint8)
-    code = (high & 0x7F) - base  # wraps around below the base
-    outside = code > 7
-    high = ((high & 0x80) | code).masked_fill_(outside, 0)
-    low.masked_fill_(outside, 0)
-    high_NBQJ, low_NBQJ = _fours(high), _fours(low)
+    counted = (bits & 0x7FFF) - (bases_N.to(torch.int16) << 7)[:, None]
+    most_N = (bases_N != ZEROS).to(torch.int16) * (CODES * 128 - 1)
+    outside = (counted < 0) | (counted > most_N[:, None])
+    counted.masked_fill_(outside, 0)
+    high = ((bits >> 8 & 0x80) | counted >> 8).to(torch.uint8).masked_fill_(outside, 0)
+    high_NBQJ, low_NBQJ = _fours(high), _fours(counted.to(torch.uint8))
     turned = high_NBQJ[:, :, 1::2]
     turned = (turned << 4) | ((turned >> 28) & 0xF)
     high_NBL = (high_NBQJ[:, :, 0::2] | turned).transpose(2, 3)
@@ -202,7 +238,7 @@ def expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
 
 def _expand_on_host(words_NW: Tensor, escapes: Escapes) -> Tensor:
     weight_NK = torch.empty(len(words_NW), escapes.inputs, dtype=torch.bfloat16)
-    codec_host.expand(*_on_host(weight_NK, words_NW), escapes.base)
+    codec_host.expand(*_on_host(weight_NK, words_NW, escapes.bases_N))
     return weight_NK
 
 
@@ -214,8 +250,9 @@ def _expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
     high_NBQJ = torch.stack((high, turned), 4).flatten(3).transpose(2, 3) & _SIGNED  # lanes' pairs, then q
     low_NBQJ = low.unflatten(3, (lanes // 2, 2)).transpose(3, 4).flatten(2, 3)
     high_NK, low_NK = _rows(high_NBQJ), _rows(low_NBQJ)
-    bits = ((high_NK & 0x80) | ((high_NK & 7) + escapes.base)).to(torch.int16) << 8 | low_NK
-    return bits.view(torch.bfloat16)
+    counted = (high_NK & 7).to(torch.int16) << 8 | low_NK
+    counted += (escapes.bases_N.to(torch.int16) << 7)[:, None]
+    return ((high_NK & 0x80).to(torch.int16) << 8 | counted).view(torch.bfloat16)
 
 
 def index(escapes: Sequence[Escapes]) -> Index:
@@ -224,8 +261,8 @@ def index(escapes: Sequence[Escapes]) -> Index:
     first = 0
     for one in escapes:
         assert one.inputs == escapes[0].inputs
-        scale = torch.tensor(2.0, dtype=torch.float64) ** (2 * one.base - 128)
-        scales.append(scale.float().expand(one.outputs))
+        scales_N = torch.ldexp(torch.ones(one.outputs), one.bases_N.cpu().int() - 128)
+        scales.append(scales_N.to(one.bases_N.device).where(one.bases_N != ZEROS, 0.0))
         n_E, k_E = one.positions_E // one.inputs + first, one.positions_E % one.inputs
         places.append(((n_E & 0x7FFF) << 16 | k_E).int())
         values.append(one.values_E)

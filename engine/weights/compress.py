@@ -36,7 +36,7 @@ from engine.weights.reading import Opened, ordered
 from engine.weights.report import CODED, Report, TensorReport, lines
 from engine.weights.source import Folder, look
 from engine.weights.stored import CheckpointError
-from engine.weights.survey import Survey, Verdict, count, groups_of, shape_reason
+from engine.weights.survey import Counted, Survey, Verdict, count, groups_of, shape_reason, total
 from engine.weights.target import TargetError, appearing, copy_file, require_new, require_room, write_file
 from engine.weights.writing import Made, Writing, as_bytes
 
@@ -45,13 +45,13 @@ _SHARE_LEAST: Final = {Level.DEVICE: 0.75, Level.DISTRIBUTION: 0.6}  # of bf16, 
 
 
 class Piece(NamedTuple):
-    """A run of one tensor; where it has a base it is to be coded."""
+    """A run of one tensor; where it has bases it is whole rows, to be coded."""
 
     path: Path
     tensor: Placed
     first: int
     bytes: int
-    base: int | None = None
+    bases_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +133,14 @@ def _work(folder: Folder, level: Level, device: torch.device, doing: str, total:
 def _survey(work: Work, moved: Callable[[int], object], every: bool = False) -> Survey:
     tensors = work.folder.tensors
 
-    def counts(tensor: Placed) -> Tensor:
-        total = torch.zeros(128, dtype=torch.int64)
-        pieces = _pieces(tensors[tensor.name][0], tensor, None)
+    def counts(tensor: Placed) -> Counted:
+        pieces = _counted_pieces(tensors[tensor.name][0], tensor)
+        parts = []
         with closing(ordered(work.pool, partial(_count, work), pieces, work.ahead)) as counted:
-            for numbers in counted:
-                total += numbers
-                moved(2 * int(numbers.sum()))
-        return total
+            for part in counted:
+                parts.append(part)
+                moved(2 * int(part.codes_C.sum()))
+        return total(parts)
 
     by_name = {name: tensor for name, (_, tensor) in tensors.items()}
     return Survey(by_name, groups_of(work.folder.path, list(tensors)), counts, every)
@@ -151,55 +151,73 @@ def _compress(work: Work, survey: Survey, name: Path, made: Path) -> Iterator[Te
     header, path = work.folder.weights[name], work.folder.path / name
     digest = hashlib.sha256()
     said = sums.sums_of(work.folder.sums).get(str(name))
-    pieces = (piece for tensor in header.tensors for piece in _pieces(path, tensor, survey.of(tensor.name).base))
+    pieces = (piece for tensor in header.tensors for piece in _pieces(path, tensor, survey.of(tensor.name).bases_N))
     with (
         closing(Writing(made / name, header, work.level, digest if said else None)) as writing,
         closing(ordered(work.pool, partial(_make, work), pieces, work.ahead)) as ready,
     ):
         for tensor in header.tensors:
             verdict = survey.of(tensor.name)
-            own = _told(islice(ready, len(_starts(tensor, verdict.base))), work.progress)
-            if verdict.base is None:
+            own = _told(islice(ready, len(_starts(tensor, verdict.bases_N is not None))), work.progress)
+            if verdict.bases_N is None:
                 writing.keep(tensor, own)
                 size = tensor.bytes
             else:
-                size = writing.code(tensor, verdict.base, own)
+                size = writing.code(tensor, own)
             yield _reported(name, tensor, verdict, size)
         writing.finish(partial(work.files.read, path))
     if said and digest.hexdigest() != said:
         raise CheckpointError(f"{path} is not what {sums.NAME} says: get the file again")
 
 
-def _starts(tensor: Placed, base: int | None) -> range:
+def _starts(tensor: Placed, coded: bool) -> range:
     """The tensor's bytes that pieces begin at, in steps of what a piece has."""
-    step = PIECE_BYTES if base is None else 2 * tensor.shape[1] * piece_rows(tensor.shape[1])
+    step = 2 * tensor.shape[1] * piece_rows(tensor.shape[1]) if coded else PIECE_BYTES
     return range(0, tensor.bytes, step)
 
 
-def _pieces(path: Path, tensor: Placed, base: int | None) -> Iterator[Piece]:
-    starts = _starts(tensor, base)
+def _pieces(path: Path, tensor: Placed, bases_N: Tensor | None) -> Iterator[Piece]:
+    starts = _starts(tensor, bases_N is not None)
     for start in starts:
-        yield Piece(path, tensor, tensor.first + start, min(starts.step, tensor.bytes - start), base)
+        size = min(starts.step, tensor.bytes - start)
+        rows = slice(0) if bases_N is None else slice(*(at // (2 * tensor.shape[1]) for at in (start, start + size)))
+        yield Piece(path, tensor, tensor.first + start, size, None if bases_N is None else bases_N[rows])
 
 
-def _count(work: Work, piece: Piece) -> Tensor:
+def _counted_pieces(path: Path, tensor: Placed) -> Iterator[Piece]:
+    """Whole rows each; what is no matrix, or has rows that are too long, is cut anywhere."""
+    width = _width(tensor)
+    starts = range(0, tensor.bytes, PIECE_BYTES if width is None else PIECE_BYTES // (2 * width) * 2 * width)
+    for start in starts:
+        yield Piece(path, tensor, tensor.first + start, min(starts.step, tensor.bytes - start))
+
+
+def _width(tensor: Placed) -> int | None:
+    """Of rows that a piece holds."""
+    return tensor.shape[1] if len(tensor.shape) == 2 and 2 * tensor.shape[1] <= PIECE_BYTES else None
+
+
+def _count(work: Work, piece: Piece) -> Counted:
     raw = work.files.read(piece.path, piece.first, piece.bytes)
-    return count(torch.frombuffer(raw, dtype=torch.int16).to(work.device))
+    return count(
+        torch.frombuffer(raw, dtype=torch.bfloat16).view(-1, _width(piece.tensor) or len(raw) // 2).to(work.device)
+    )
 
 
 def _make(work: Work, piece: Piece) -> Made:
     raw = work.files.read(piece.path, piece.first, piece.bytes)
-    if piece.base is None:
+    if piece.bases_N is None:
         return Made(raw, memoryview(raw), xxhash.xxh3_64_intdigest(raw))
     inputs = piece.tensor.shape[1]
     weight_NK = torch.frombuffer(raw, dtype=torch.bfloat16).view(-1, inputs).to(work.device)
-    coded = encode(weight_NK, piece.base)
+    coded = encode(weight_NK, piece.bases_N.to(work.device))
     words_NW = coded.words_NW.cpu()
     first = (piece.first - piece.tensor.first) // 2
     made = Made(
         raw,
         as_bytes(words_NW),
         xxhash.xxh3_64_intdigest(as_bytes(words_NW)),
+        piece.bases_N,
         coded.escapes.positions_E.cpu() + first,
         coded.escapes.values_E.cpu(),
     )
@@ -241,11 +259,11 @@ def _least_bytes(folder: Folder, level: Level) -> int:
 
 
 def _estimated_bytes(tensor: Placed, verdict: Verdict, level: Level) -> int:
-    if verdict.base is None:
+    if verdict.bases_N is None:
         return tensor.bytes
     numbers = tensor.bytes // 2
     high_bits = 4.0 if level is Level.DEVICE else verdict.high_bits
-    return int(numbers * (8.0 + high_bits) / 8) + _ESCAPE_BYTES * (verdict.escapes or 0)
+    return int(numbers * (8.0 + high_bits) / 8) + tensor.shape[0] + _ESCAPE_BYTES * (verdict.escapes or 0)
 
 
 def _reported(file: Path, tensor: Placed, verdict: Verdict, size: int) -> TensorReport:
@@ -254,8 +272,7 @@ def _reported(file: Path, tensor: Placed, verdict: Verdict, size: int) -> Tensor
         name=tensor.name,
         file=str(file),
         shape=tensor.shape,
-        kind=tensor.dtype.lower() if verdict.base is None else CODED,
-        base=verdict.base,
+        kind=tensor.dtype.lower() if verdict.bases_N is None else CODED,
         escapes=verdict.escapes,
         escape_rate=None if verdict.escapes is None else verdict.escapes / numbers,
         bytes_before=tensor.bytes,

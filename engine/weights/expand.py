@@ -27,9 +27,10 @@ from engine.weights.codec import Escapes
 from engine.weights.codec import expand as expanded
 from engine.weights.headers import Header, Placed, parse_header, read_header
 from engine.weights.high import HighError, unpack
-from engine.weights.lanes import BASES, fits, words_of
+from engine.weights.lanes import fits, words_of
 from engine.weights.notes import (
     ALIGNED_BYTES,
+    BASES,
     HIGH,
     HIGH_ENDS,
     PIECE_BYTES,
@@ -150,12 +151,13 @@ def _require_planes(file: File) -> None:
         if code is None:
             wanted[tensor.name] = (tensor.dtype, tensor.shape)
             continue
-        if tensor.dtype != "BF16" or len(tensor.shape) != 2 or not fits(*tensor.shape) or code.base not in BASES:
+        if tensor.dtype != "BF16" or len(tensor.shape) != 2 or not fits(*tensor.shape):
             raise file.fail(tensor.name, "is said to be coded and has no code")
         outputs, inputs = tensor.shape
         packed = file.said.level is Level.DISTRIBUTION
         wanted[tensor.name] = ("I32", (outputs, words_of(inputs) // 3 * (2 if packed else 3)))
-        wanted |= {tensor.name + POSITIONS: ("I64", None), tensor.name + VALUES: ("BF16", None)}
+        wanted |= {tensor.name + BASES: ("U8", (outputs,)), tensor.name + POSITIONS: ("I64", None)}
+        wanted |= {tensor.name + VALUES: ("BF16", None)}
         if packed:
             pieces = -(-outputs // piece_rows(inputs))
             wanted |= {tensor.name + HIGH: ("U8", None), tensor.name + HIGH_ENDS: ("I64", (pieces,))}
@@ -188,7 +190,7 @@ def _restore(file: File, pieces: Iterator[bytearray | memoryview], path: Path, p
                 place = put(made.fileno(), place, memoryview(piece))
                 progress.more(len(piece))
             code = file.said.codes.get(tensor.name)
-            if code is not None and whole.hexdigest() != code.xxh3_128:
+            if code is not None and whole.hexdigest() != code:
                 raise file.fail(tensor.name, "is not the tensor that was compressed")
         if total.hexdigest() != file.said.original.xxh3_128:
             raise CheckpointError(f"{file.path} does not give the file that was compressed: {_AGAIN}")
@@ -202,7 +204,7 @@ def _jobs(opened: Opened, file: File, device: torch.device) -> Iterator[Job]:
         if code is None:
             yield from _kept(opened, file, file.tensors[tensor.name])
         else:
-            yield from _coded(opened, file, tensor, code.base, device)
+            yield from _coded(opened, file, tensor, device)
 
 
 def _kept(opened: Opened, file: File, stored: Placed) -> Iterator[Job]:
@@ -218,9 +220,9 @@ def _checked(opened: Opened, file: File, stored: Placed, first: int, count: int,
     return piece
 
 
-def _coded(opened: Opened, file: File, tensor: Placed, base: int, device: torch.device) -> Iterator[Job]:
+def _coded(opened: Opened, file: File, tensor: Placed, device: torch.device) -> Iterator[Job]:
     outputs, inputs = tensor.shape
-    escapes = _escapes(opened, file, tensor, base)
+    escapes = _escapes(opened, file, tensor)
     starts = range(0, outputs, piece_rows(inputs))
     frames = _frames(opened, file, tensor.name, len(starts))
     for start, said, frame in zip(starts, file.sums(tensor.name, len(starts)), frames, strict=True):
@@ -255,14 +257,15 @@ def _decoded(
     return as_bytes(weight_NK)
 
 
-def _escapes(opened: Opened, file: File, tensor: Placed, base: int) -> Escapes:
+def _escapes(opened: Opened, file: File, tensor: Placed) -> Escapes:
+    bases_N = _plane(opened, file, tensor.name + BASES, torch.uint8)
     positions_E = _plane(opened, file, tensor.name + POSITIONS, torch.int64)
     values_E = _plane(opened, file, tensor.name + VALUES, torch.bfloat16)
     outputs, inputs = tensor.shape
     ends = (positions_E[:1] < 0).any() or (positions_E[-1:] >= outputs * inputs).any()
     if len(positions_E) != len(values_E) or ends or (positions_E.diff() <= 0).any():
         raise file.fail(tensor.name, "has escapes out of their order")
-    return Escapes(outputs, inputs, base, positions_E, values_E)
+    return Escapes(outputs, inputs, bases_N, positions_E, values_E)
 
 
 def _plane(opened: Opened, file: File, name: str, dtype: torch.dtype) -> Tensor:

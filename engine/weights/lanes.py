@@ -8,7 +8,9 @@ from typing import Final
 LANES: Final = (32, 16)  # the first whose blocks divide a row
 INPUTS_MOST: Final = 1 << 16  # a place has 16 bits for the input
 GROUP_OUTPUTS: Final = 16  # that have their escapes together
-BASES: Final = range(1, 120)  # so that neither subnormals nor infinities have a code
+CODES: Final = 16  # exponents that have one
+BASES: Final = range(2, 240)  # so that neither subnormals nor infinities have a code, and scales are normal numbers
+ZEROS: Final = 0  # the base of a row of zeros
 
 
 def fits(outputs: int, inputs: int) -> bool:

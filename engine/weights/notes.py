@@ -7,6 +7,7 @@ Of a tensor NAME that was coded (codec.py) such a file has
     NAME.high               U8  [bytes]             of level DISTRIBUTION: the high ones, a zstd frame for each piece
                                                     (high.py), then zeros up to a multiple of ALIGNED_BYTES
     NAME.high_ends          I64 [pieces]            where each frame ends in NAME.high
+    NAME.bases              U8  [outputs]           the rows' bases
     NAME.escape_positions   I64 [escapes]           output · inputs + input, ascending
     NAME.escape_values      BF16 [escapes]
 
@@ -33,6 +34,7 @@ KEY: Final = "hearth.compressed"
 SUM_KEY: Final = "hearth.compressed.xxh3_128"
 HIGH: Final = ".high"
 HIGH_ENDS: Final = ".high_ends"
+BASES: Final = ".bases"
 POSITIONS: Final = ".escape_positions"
 VALUES: Final = ".escape_values"
 
@@ -56,21 +58,15 @@ class Original(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     xxh3_128: str
 
 
-class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A coded tensor: its base, and the sum of the bf16 numbers that it was made of."""
-
-    base: int
-    xxh3_128: str
-
-
 class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`pieces` has the sums of each stored tensor's pieces, but of `.high` and `.high_ends`, by its name."""
+    """By tensors' names: `codes` has the sum (xxh3_128) of the bf16 numbers that each coded one was made of, `pieces`
+    those (xxh3_64) of the pieces of each stored one, but of `.high` and `.high_ends`."""
 
     version: int
     level: Level
     original: Original
-    codes: dict[str, Code]
-    pieces: dict[str, list[int]]  # xxh3_64
+    codes: dict[str, str]
+    pieces: dict[str, list[int]]
 
 
 def written(notes: Notes) -> dict[str, str]:

@@ -9,15 +9,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.weights import notes
+from engine.weights import lanes, notes
 from engine.weights.codec import Escapes
-from engine.weights.lanes import words_of
-from engine.weights.notes import HIGH_ENDS, POSITIONS, VALUES, piece_rows
+from engine.weights.lanes import ZEROS, words_of
+from engine.weights.notes import BASES, HIGH_ENDS, POSITIONS, VALUES, piece_rows
 from engine.weights.stored import CheckpointError, Packed, Stored
 from engine.weights.transfer import Piece, Rows, pieces_of, transfer
 
 _CPU: Final = torch.device("cpu")
-_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+_DTYPES: Final = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "U8": torch.uint8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ def matrices_of(coded: Mapping[str, Stored], beat: Callable[[], None]) -> dict[s
 
 def _planes(name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
     assert stored.code is not None
+    yield name + BASES, stored.code.bases
     yield name + POSITIONS, stored.code.positions
     yield name + VALUES, stored.code.values
     if stored.code.high is not None:
@@ -75,12 +78,14 @@ def _planes(name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
 def _matrix(name: str, stored: Stored, small: Mapping[str, Tensor]) -> Matrix:
     code = stored.code
     assert code is not None
-    positions_E, values_E = small[name + POSITIONS], small[name + VALUES]
+    bases_N, positions_E, values_E = (small[name + plane] for plane in (BASES, POSITIONS, VALUES))
+    if bool(((bases_N != ZEROS) & ((bases_N < lanes.BASES.start) | (bases_N >= lanes.BASES.stop))).any()):
+        raise CheckpointError(f"{stored.path}: {name} has bases that are none: compress its model anew")
     if len(positions_E) and not _ascend(positions_E, stored.numbers):
         raise CheckpointError(f"{stored.path}: {name} has escapes at no places of it: compress its model anew")
     if wrong := int((~values_E.isfinite()).sum()):
         raise CheckpointError(f"{stored.path}: {name} has {wrong} values that are not finite: the file is damaged")
-    escapes = Escapes(stored.shape[0], stored.shape[1], code.base, positions_E, values_E)
+    escapes = Escapes(stored.shape[0], stored.shape[1], bases_N, positions_E, values_E)
     return Matrix(name, stored, escapes, None if code.high is None else _frames(name, code.high, small))
 
 

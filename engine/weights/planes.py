@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from engine.weights import notes
-from engine.weights.lanes import BASES, fits
-from engine.weights.notes import HIGH, HIGH_ENDS, POSITIONS, VALUES, Level, Notes, piece_rows
+from engine.weights.lanes import fits
+from engine.weights.notes import BASES, HIGH, HIGH_ENDS, POSITIONS, VALUES, Level, Notes, piece_rows
 from engine.weights.stored import BF12, CheckpointError, Code, Packed, Stored, listed
 
 PLANE_BYTES: Final = {"I32": 4, "U8": 1, "I64": 8}  # of what only compressed files have
@@ -19,7 +19,7 @@ _AGAIN: Final = "get the file again, or compress its model anew"
 
 def gather(path: Path, stored: Mapping[str, Stored], said: Notes) -> dict[str, Stored]:
     """The file's tensors by the names they had before it was compressed. Raises CheckpointError."""
-    suffixes = ("", POSITIONS, VALUES, *((HIGH, HIGH_ENDS) if said.level is Level.DISTRIBUTION else ()))
+    suffixes = ("", BASES, POSITIONS, VALUES, *((HIGH, HIGH_ENDS) if said.level is Level.DISTRIBUTION else ()))
     wanted = [name + suffix for name in said.codes for suffix in suffixes]
     _require_same(path, "lacks", (name for name in wanted if name not in stored))
     found = {name: _coded(path, name, stored, said) for name in said.codes}
@@ -28,16 +28,17 @@ def gather(path: Path, stored: Mapping[str, Stored], said: Notes) -> dict[str, S
     _require_same(path, "has planes of no coded tensor:", (n for n, t in plain.items() if t.dtype in ("I32", "U8")))
     for name, tensor in plain.items():
         found[name] = replace(tensor, sums=_sums(path, name, said, _pieces_of(tensor)))
-    summed = {name + suffix for name in said.codes for suffix in ("", POSITIONS, VALUES)} | plain.keys()
+    summed = {name + suffix for name in said.codes for suffix in ("", BASES, POSITIONS, VALUES)} | plain.keys()
     _require_same(path, "has sums of tensors that are not there:", (name for name in said.pieces if name not in summed))
     return found
 
 
 def _coded(path: Path, name: str, stored: Mapping[str, Stored], said: Notes) -> Stored:
-    words, base = stored[name], said.codes[name].base
+    words = stored[name]
     shape = _shape(path, name, words, said.level)
-    if base not in BASES:
-        raise CheckpointError(f"{path}: {name} has base {base}, which is none: {_AGAIN}")
+    bases = _plane(path, name + BASES, stored, "U8")
+    if bases.numbers != shape[0]:
+        raise CheckpointError(f"{path}: {name}, {list(shape)}, has {bases.numbers} bases: {_AGAIN}")
     positions = _plane(path, name + POSITIONS, stored, "I64")
     values = _plane(path, name + VALUES, stored, "BF16")
     if positions.shape != values.shape or positions.numbers > shape[0] * shape[1]:
@@ -50,7 +51,7 @@ def _coded(path: Path, name: str, stored: Mapping[str, Stored], said: Notes) -> 
         shape=shape,
         sums=_sums(path, name, said, pieces),
         code=Code(
-            base,
+            replace(bases, sums=_sums(path, name + BASES, said, _pieces_of(bases))),
             replace(positions, sums=_sums(path, name + POSITIONS, said, _pieces_of(positions))),
             replace(values, sums=_sums(path, name + VALUES, said, _pieces_of(values))),
             _packed(path, name, stored, pieces) if said.level is Level.DISTRIBUTION else None,

@@ -16,7 +16,6 @@ class TensorReport(msgspec.Struct, frozen=True):
     file: str
     shape: tuple[int, ...]
     kind: str
-    base: int | None
     escapes: int | None
     escape_rate: float | None
     bytes_before: int
@@ -67,9 +66,8 @@ def lines(report: Report) -> Iterator[str]:
         escapes = "" if tensor.escapes is None else f"{tensor.escapes:,} escapes ({tensor.escape_rate or 0.0:.4%})"
         shape = "×".join(map(str, tensor.shape)) or "a number"
         size = f"{in_bytes(tensor.bytes_before):>9} → {in_bytes(tensor.bytes_after):>9}"
-        base = "" if tensor.base is None else f"base {tensor.base}"
         found = f"{tensor.name:{width}}  {shape:>14}  {tensor.kind:5}  {size}"
-        yield "  ".join(part for part in (found, base, escapes, tensor.reason) if part)
+        yield "  ".join(part for part in (found, escapes, tensor.reason) if part)
     share = report.bytes_after / max(1, report.bytes_before)
     would = "would be" if report.target is None else "are"
     coded = f"{report.coded_share:.1%} of the weights {would} in 12 bits"

@@ -58,14 +58,19 @@ class Packed:
 class Code:
     """What a coded tensor has beside its words, which are the low ones alone where the high ones are packed."""
 
-    base: int
+    bases: Stored
     positions: Stored
     values: Stored
     high: Packed | None
 
     @property
     def planes(self) -> list[Stored]:
-        return [self.positions, self.values, *([] if self.high is None else [self.high.frames, self.high.ends])]
+        return [
+            self.bases,
+            self.positions,
+            self.values,
+            *([] if self.high is None else [self.high.frames, self.high.ends]),
+        ]
 
 
 def codes_of(entry: Entry, stored: Mapping[str, Stored]) -> list[Code]:

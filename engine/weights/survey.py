@@ -1,4 +1,4 @@
-"""Which tensors of a folder are coded, from which base, and why the others are not: by name, shape and numbers.
+"""Which tensors of a folder are coded, from which bases, and why the others are not: by name, shape and numbers.
 
 A parameter of the model may be made of several tensors, which lie below each other on a device. All of them are coded,
 or none. Their numbers are counted by exponent, all of them, before the first is coded, so that what is written is
@@ -18,13 +18,12 @@ from engine.encoder.names import encoder_entries
 from engine.encoder.names import prefix_of as encoder_prefix_of
 from engine.kernels.measured import coded_pays
 from engine.model.config import ConfigError, read_config
-from engine.weights.codec import base_for
+from engine.weights.codec import bases_for, codes_of, exponents_of
 from engine.weights.headers import Placed
-from engine.weights.lanes import fits
+from engine.weights.lanes import CODES, fits
 from engine.weights.names import entries, prefix_of
 
 ESCAPES_MOST: Final = 0.0002  # per number: more of them slow a kernel down
-_EXPONENTS: Final = 128  # pairs of them
 _GATED: Final = "gate_up.weight"
 
 
@@ -37,25 +36,32 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """`base` is None of a tensor that is kept, for that `reason`. `escapes` is None where nobody counted, and else
-    `high_bits` is the entropy of a number's sign and code."""
+class Counted:
+    """The best bases of a tensor's rows, and how many numbers have each code with them, or none (codec.codes_of)."""
 
-    base: int | None = None
+    bases_N: Tensor
+    codes_C: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`bases_N` is None of a tensor that is kept, for that `reason`. `escapes` is None where nobody counted, and else
+    `high_bits` is the entropy of what a high byte has of a number."""
+
+    bases_N: Tensor | None = None
     escapes: int | None = None
     high_bits: float = 0.0
     reason: str = ""
 
 
 class Survey:
-    """`counts` says how many numbers of a bf16 tensor have each pair of exponents. With `every` those are counted as
-    well whose shape has no code."""
+    """`counts` goes through a bf16 tensor. With `every` those are counted as well whose shape has no code."""
 
     def __init__(
         self,
         tensors: Mapping[str, Placed],
         groups: Iterable[Group],
-        counts: Callable[[Placed], Tensor],
+        counts: Callable[[Placed], Counted],
         every: bool = False,
     ) -> None:
         self._tensors = tensors
@@ -79,7 +85,7 @@ class Survey:
         counted = [
             tensor for tensor in group if tensor.dtype == "BF16" and (self._every or not any(reasons.values()))
         ]  # fmt: skip
-        found = {tensor.name: _least(self._counts(tensor)) for tensor in counted}
+        found = {tensor.name: _verdict(self._counts(tensor)) for tensor in counted}
         for tensor in counted:
             if not reasons[tensor.name] and (found[tensor.name].escapes or 0) > ESCAPES_MOST * tensor.bytes / 2:
                 reasons[tensor.name] = "more of its numbers have no code than pays"
@@ -88,7 +94,7 @@ class Survey:
         for name, reason in reasons.items():
             verdict = found.get(name, Verdict())
             kept = reason or (f"{because}, which it lies beside, is kept" if because else "")
-            verdicts[name] = replace(verdict, base=None, reason=kept) if kept else verdict
+            verdicts[name] = replace(verdict, bases_N=None, reason=kept) if kept else verdict
         return verdicts
 
 
@@ -119,17 +125,22 @@ def groups_of(folder: Path, names: Sequence[str]) -> list[Group]:
     return [group for group in groups if stored.issuperset(group.names)]
 
 
-def count(bits: Tensor) -> Tensor:
-    """int16 numbers as they are stored → how many have each pair of exponents, on the host."""
-    return torch.bincount(((bits >> 8) & (_EXPONENTS - 1)).to(torch.uint8), minlength=_EXPONENTS).cpu()
+def count(weight_NK: Tensor) -> Counted:
+    """On the host."""
+    counts_NX = exponents_of(weight_NK)
+    bases_N = bases_for(counts_NX)
+    return Counted(bases_N.cpu(), codes_of(counts_NX, bases_N).cpu())
 
 
-def _least(counts: Tensor) -> Verdict:
-    """With the base that leaves the fewest escapes."""
-    base = base_for(counts)
-    numbers = int(counts.sum())
-    codes = counts[base : base + 8].double()
-    escapes = numbers - int(codes.sum())
-    codes[0] += escapes
-    shares = codes[codes > 0] / max(1, numbers)
-    return Verdict(base, escapes, 1.0 - float((shares * shares.log2()).sum()))
+def total(parts: Sequence[Counted]) -> Counted:
+    """Of a tensor that was counted in parts."""
+    codes_C = torch.stack([part.codes_C for part in parts]).sum(0) if parts else torch.zeros(CODES + 1).long()
+    return Counted(torch.cat([part.bases_N for part in parts]) if parts else torch.empty(0, dtype=torch.uint8), codes_C)
+
+
+def _verdict(counted: Counted) -> Verdict:
+    escapes = int(counted.codes_C[-1])
+    high_C = counted.codes_C[:-1].view(-1, 2).sum(1).double()
+    high_C[0] += escapes
+    shares = high_C[high_C > 0] / max(1, int(counted.codes_C.sum()))
+    return Verdict(counted.bases_N, escapes, 1.0 - float((shares * shares.log2()).sum()))

@@ -16,16 +16,16 @@ import xxhash
 from torch import Tensor
 
 from engine.weights.headers import BYTES_MOST, Header, Placed, header_bytes
-from engine.weights.lanes import BASES, words_of
+from engine.weights.lanes import words_of
 from engine.weights.notes import (
     ALIGNED_BYTES,
+    BASES,
     HIGH,
     HIGH_ENDS,
     PIECE_BYTES,
     POSITIONS,
     VALUES,
     VERSION,
-    Code,
     Level,
     Notes,
     Original,
@@ -42,11 +42,12 @@ _HEX: Final = "0" * 32
 
 class Made(NamedTuple):
     """What became of a piece: the bytes that it was, what is written for it, and the sum that is said of it. One that
-    was coded has its escapes, at level DISTRIBUTION the low words as `stored`, and the frame of the high ones."""
+    was coded has its bases and escapes, at level DISTRIBUTION the low words as `stored` and the high ones' frame."""
 
     raw: bytearray
     stored: memoryview
     sum: int
+    bases_N: Tensor | None = None
     positions_E: Tensor | None = None
     values_E: Tensor | None = None
     frame: bytes = b""
@@ -63,7 +64,7 @@ class Writing:
         self._sum = xxhash.xxh3_128()
         self._first = self._end = _room_for(path, original, level)
         self._tensors: list[Placed] = []
-        self._codes: dict[str, Code] = {}
+        self._codes: dict[str, str] = {}
         self._pieces: dict[str, list[int]] = {}
         self._late: list[tuple[Placed, memoryview | None]] = []
         text = original.text.encode()
@@ -73,15 +74,16 @@ class Writing:
     def close(self) -> None:
         os.close(self._file)
 
-    def code(self, tensor: Placed, base: int, pieces: Iterable[Made]) -> int:
+    def code(self, tensor: Placed, pieces: Iterable[Made]) -> int:
         """Writes a tensor that is coded, as its pieces come; how many bytes it takes."""
         outputs, inputs = tensor.shape
         words = words_of(inputs) if self._level is Level.DEVICE else words_of(inputs) // 3 * 2
         first = low = self._end
         first_high = high = first + 4 * outputs * words
         whole, sums, ends = xxhash.xxh3_128(), [], []
-        positions, values = [], []
+        bases, positions, values = [], [], []
         for made in pieces:
+            assert made.bases_N is not None
             assert made.positions_E is not None
             assert made.values_E is not None
             self._take(made.raw)
@@ -90,20 +92,24 @@ class Writing:
             high = put(self._file, high, memoryview(made.frame))
             sums.append(made.sum)
             ends.append(high - first_high)
+            bases.append(made.bases_N)
             positions.append(made.positions_E)
             values.append(made.values_E)
         assert low == first_high
         self._place(tensor.name, "I32", (outputs, words), first, low)
-        self._codes[tensor.name] = Code(base, whole.hexdigest())
+        self._codes[tensor.name] = whole.hexdigest()
         self._pieces[tensor.name] = sums
         if self._level is Level.DISTRIBUTION:
             high = put(self._file, high, memoryview(bytes(-high % ALIGNED_BYTES)))
             self._place(tensor.name + HIGH, "U8", (high - first_high,), first_high, high)
             self._later(tensor.name + HIGH_ENDS, "I64", torch.tensor(ends))
+        self._later(tensor.name + BASES, "U8", torch.cat(bases))
         self._later(tensor.name + POSITIONS, "I64", torch.cat(positions))
         self._later(tensor.name + VALUES, "BF16", torch.cat(values))
         self._end = high
-        return high - first + 10 * sum(map(len, positions)) + 8 * len(ends) * (self._level is Level.DISTRIBUTION)
+        return (
+            high - first + outputs + 10 * sum(map(len, positions)) + 8 * len(ends) * (self._level is Level.DISTRIBUTION)
+        )
 
     def keep(self, tensor: Placed, pieces: Iterable[Made]) -> None:
         """Writes a tensor as it is, or leaves it for the end."""
@@ -178,9 +184,10 @@ def _room_for(path: Path, original: Header, level: Level) -> int:
         if shape_reason(tensor):
             continue
         outputs, inputs = tensor.shape
-        codes[tensor.name] = Code(max(BASES), _HEX)
+        codes[tensor.name] = _HEX
         pieces[tensor.name] += [_SUM_MOST] * (1 + outputs // piece_rows(inputs))
         escapes = int(ESCAPES_MOST * outputs * inputs)
+        say(tensor.name + BASES, "U8", (_FAR,), 1 + outputs // PIECE_BYTES)
         say(tensor.name + POSITIONS, "I64", (_FAR,), 1 + 8 * escapes // PIECE_BYTES)
         say(tensor.name + VALUES, "BF16", (_FAR,), 1 + 2 * escapes // PIECE_BYTES)
         if level is Level.DISTRIBUTION:

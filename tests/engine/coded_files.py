@@ -1,5 +1,5 @@
-"""Compressed safetensors files of a few tensors, written plainly, with any base, level and choice of what is coded; and
-small models to write them of."""
+"""Compressed safetensors files of a few tensors, written plainly, with any bases, level and choice of what is coded;
+and small models to write them of."""
 
 import json
 import struct
@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.weights import notes
-from engine.weights.codec import choose_base, encode, fits
+from engine.weights.codec import choose_bases, encode, fits
 from engine.weights.high import pack
-from engine.weights.notes import ALIGNED_BYTES, Code, Level, Notes, Original, piece_rows
+from engine.weights.notes import ALIGNED_BYTES, Level, Notes, Original, piece_rows
 
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.int64: "I64",
@@ -39,18 +39,18 @@ def sums_of(content: bytes, piece_bytes: int) -> list[int]:
 
 def write_coded(
     path: Path, tensors: dict[str, Tensor], level: Level = Level.DEVICE,
-    coded: Callable[[str, Tensor], bool] = codable, base: Callable[[Tensor], int] = choose_base,
+    coded: Callable[[str, Tensor], bool] = codable, bases: Callable[[Tensor], Tensor] = choose_bases,
 ) -> None:  # fmt: skip
     planes: dict[str, Tensor] = {}
-    codes: dict[str, Code] = {}
+    codes: dict[str, str] = {}
     sums: dict[str, list[int]] = {}
     for name, tensor in tensors.items():
         if not coded(name, tensor):
             planes[name] = tensor
             sums[name] = sums_of(raw(tensor), notes.PIECE_BYTES)
             continue
-        found = encode(tensor, base(tensor))
-        codes[name] = Code(found.escapes.base, xxhash.xxh3_128_hexdigest(raw(tensor)))
+        found = encode(tensor, bases(tensor))
+        codes[name] = xxhash.xxh3_128_hexdigest(raw(tensor))
         rows = piece_rows(tensor.shape[1])
         sums[name] = sums_of(raw(found.words_NW), rows * found.words_NW[0].nbytes)
         planes[name] = found.words_NW
@@ -60,9 +60,11 @@ def write_coded(
             planes[name] = torch.cat([low_NV for _, low_NV in packed])
             planes[name + ".high_ends"] = torch.tensor([len(frame) for frame, _ in packed]).cumsum(0)
             planes[name + ".high"] = torch.tensor(list(frames + bytes(-len(frames) % ALIGNED_BYTES)), dtype=torch.uint8)
-        for plane, values in (("positions", found.escapes.positions_E), ("values", found.escapes.values_E)):
-            planes[f"{name}.escape_{plane}"] = values
-            sums[f"{name}.escape_{plane}"] = sums_of(raw(values), notes.PIECE_BYTES)
+        escapes = found.escapes
+        small = {"bases": escapes.bases_N, "escape_positions": escapes.positions_E, "escape_values": escapes.values_E}
+        for plane, values in small.items():
+            planes[f"{name}.{plane}"] = values
+            sums[f"{name}.{plane}"] = sums_of(raw(values), notes.PIECE_BYTES)
     original = Original(header="", bytes=0, xxh3_128="")
     write_file(path, planes, notes.written(Notes(notes.VERSION, level, original, codes, sums)))
 

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from engine.model.config import read_config
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.codec import choose_base, decode, encode, stack
+from engine.weights.codec import choose_bases, decode, encode, stack
 from engine.weights.forms import (
     CannotBeCut,
     Form,
@@ -65,7 +65,7 @@ def test_a_form_is_what_becomes_of_the_coded_matrices() -> None:
     parts = [(torch.randn(rows, 256) * 0.02).bfloat16() for rows in (40, 24)]
     for part in parts:
         part.view(-1)[::1000] = 0.0
-    weight = stack([encode(part, choose_base(part)) for part in parts])
+    weight = stack([encode(part, choose_bases(part)) for part in parts])
     shapes = Twelve(64, 256, len(weight.index.places_E)).tensors("p")
     index = weight.index
     tensors = (weight.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.weights import notes, transfer
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.codec import Bf12, Coded, Escapes, Index, choose_base, decode
+from engine.weights.codec import Bf12, Coded, Escapes, Index, choose_bases, decode
 from engine.weights.forms import FIRSTS, PLACES, SCALES, VALUES, WORDS, forms_of
 from engine.weights.load import fetch
 from engine.weights.names import Cut, Entry, Source
@@ -80,12 +80,13 @@ def expanded(weight: Bf12) -> Tensor:
     """By the index alone, row by row."""
     rows = []
     for output in range(weight.outputs):
-        base = int(weight.index.scales_N[output].log2()) // 2 + 64
+        scale = weight.index.scales_N[output]
+        base_N = (scale.log2().int() + 128 if scale else scale).view(1).to(torch.uint8)
         group = output // 16
         first, last = weight.index.firsts_G[group : group + 2].tolist()
         places, values = weight.index.places_E[first:last], weight.index.values_E[first:last]
         mine = places >> 16 == output
-        escapes = Escapes(1, weight.inputs, base, (places[mine] & 0xFFFF).long(), values[mine])
+        escapes = Escapes(1, weight.inputs, base_N, (places[mine] & 0xFFFF).long(), values[mine])
         rows.append(decode(Coded(weight.words_NW[output : output + 1], escapes)))
     return torch.cat(rows)
 
@@ -182,12 +183,8 @@ def with_sums(name: str) -> Change:
     return lambda planes, said: said["pieces"].update({name: [1]})
 
 
-def with_base(base: int) -> Change:
-    return lambda planes, said: said["codes"]["wide"].update({"base": base})
-
-
 def with_code(name: str) -> Change:
-    return lambda planes, said: said["codes"].update({name: {"base": 50, "xxh3_128": ""}})
+    return lambda planes, said: said["codes"].update({name: ""})
 
 
 def without_code(name: str) -> Change:
@@ -198,7 +195,7 @@ NARROW = torch.zeros(40, 95, dtype=torch.int32)
 WRONG: list[tuple[Change, str]] = [
     (without("wide.escape_values"), r"model.safetensors lacks wide\.escape_values, unlike what its metadata say: get"),
     (without("low"), r"model.safetensors lacks low"),
-    (with_code("kept"), r"lacks kept\.escape_positions, kept\.escape_values"),
+    (with_code("kept"), r"lacks kept\.bases, kept\.escape_positions, kept\.escape_values"),
     (without_code("low"), r"has planes of no coded tensor: low"),
     (with_plane("odd", torch.zeros(4, dtype=torch.uint8)), r"has planes of no coded tensor: odd"),
     (with_plane("odd", torch.zeros(4)), r"has 0 sums of odd, which has 1 pieces"),
@@ -213,8 +210,8 @@ WRONG: list[tuple[Change, str]] = [
     (without_sum("norm"), r"has 1 sums of norm, which has 2 pieces"),
     (with_sums("other"), r"has sums of tensors that are not there: other"),
     (with_sums("wide.high"), r"has sums of tensors that are not there: wide\.high"),
-    (with_base(0), r"wide has base 0"),
-    (with_base(120), r"wide has base 120"),
+    (with_plane("wide.bases", torch.full((39,), 100, dtype=torch.uint8)), r"wide, \[40, 256\], has 39 bases"),
+    (with_plane("wide.bases", torch.zeros(40)), r"wide\.bases is F32 \[40\], a row of U8 is due"),
 ]
 
 
@@ -384,19 +381,19 @@ def test_tensors_that_were_left_as_they_are_make_their_parameter_plain(file: Pat
 
 
 def test_sources_with_other_bases_lie_below_each_other(file: Path, level: Level) -> None:
-    bases: list[int] = []
+    bases: list[Tensor] = []
 
-    def base(weight: Tensor) -> int:
-        bases.append(choose_base(weight) - 2 * len(bases))
+    def lower(weight: Tensor) -> Tensor:
+        bases.append(choose_bases(weight) - 2 * len(bases))
         return bases[-1]
 
-    write_coded(file, originals(), level, base=base)
-    assert len(set(bases)) == 2
+    write_coded(file, originals(), level, bases=lower)
+    assert len({int(bases_N.max()) for bases_N in bases}) == 2
     assert same(read(file.parent))
 
 
 def test_a_tensor_may_be_all_escapes(file: Path, level: Level) -> None:
-    write_coded(file, originals(), level, base=lambda weight: 1)
+    write_coded(file, originals(), level, bases=lambda weight: torch.full((len(weight),), 2, dtype=torch.uint8))
     stored = Checkpoint(file.parent).tensors["wide"]
     assert stored.code is not None
     assert stored.code.values.numbers > 10_000
