@@ -199,9 +199,8 @@ def _width(tensor: Placed) -> int | None:
 
 def _count(work: Work, piece: Piece) -> Counted:
     raw = work.files.read(piece.path, piece.first, piece.bytes)
-    return count(
-        torch.frombuffer(raw, dtype=torch.bfloat16).view(-1, _width(piece.tensor) or len(raw) // 2).to(work.device)
-    )
+    numbers = torch.frombuffer(raw, dtype=torch.bfloat16)
+    return count(numbers.view(-1, _width(piece.tensor) or len(numbers)).to(work.device))
 
 
 def _make(work: Work, piece: Piece) -> Made:

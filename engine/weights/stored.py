@@ -65,12 +65,8 @@ class Code:
 
     @property
     def planes(self) -> list[Stored]:
-        return [
-            self.bases,
-            self.positions,
-            self.values,
-            *([] if self.high is None else [self.high.frames, self.high.ends]),
-        ]
+        high = [] if self.high is None else [self.high.frames, self.high.ends]
+        return [self.bases, self.positions, self.values, *high]
 
 
 def codes_of(entry: Entry, stored: Mapping[str, Stored]) -> list[Code]:

@@ -107,9 +107,8 @@ class Writing:
         self._later(tensor.name + POSITIONS, "I64", torch.cat(positions))
         self._later(tensor.name + VALUES, "BF16", torch.cat(values))
         self._end = high
-        return (
-            high - first + outputs + 10 * sum(map(len, positions)) + 8 * len(ends) * (self._level is Level.DISTRIBUTION)
-        )
+        ends_bytes = 8 * len(ends) if self._level is Level.DISTRIBUTION else 0
+        return high - first + outputs + 10 * sum(map(len, positions)) + ends_bytes
 
     def keep(self, tensor: Placed, pieces: Iterable[Made]) -> None:
         """Writes a tensor as it is, or leaves it for the end."""

@@ -94,7 +94,8 @@ def cut(weight_NK: Tensor, entry: Entry, form: Form, rank: int, ranks: int) -> l
     if not form.coded:
         return [part.of(source) for part, source in zip(parts, sources, strict=True)]
     return [
-        decode(encode(source, 53).cut(part.outputs, part.inputs)) for part, source in zip(parts, sources, strict=True)
+        decode(encode(source, choose_bases(source)).cut(part.outputs, part.inputs))
+        for part, source in zip(parts, sources, strict=True)
     ]
 
 
