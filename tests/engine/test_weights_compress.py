@@ -92,16 +92,17 @@ def test_special_numbers_are_escapes_that_come_back(tmp_path: Path, level: Level
 @pytest.mark.parametrize(
     ("made", "kind"),
     [
-        (lambda: torch.zeros(64, 256), "bf16"),
+        (lambda: torch.zeros(64, 256), "bf12"),
         (lambda: torch.full((64, 256), float("nan")), "bf16"),
         (lambda: torch.ones(64, 256), "bf12"),
         (lambda: torch.full((64, 256), -8e37), "bf12"),
-        (lambda: torch.full((64, 256), -3e38), "bf16"),
+        (lambda: torch.full((64, 256), -3e38), "bf12"),
+        (lambda: torch.full((64, 256), -float("inf")), "bf16"),
         (lambda: torch.tensor([1.0, 2.0**-40]).repeat(64, 128), "bf16"),
         (lambda: 2.0 ** (torch.arange(256) % 16 - 9).repeat(64, 1), "bf12"),
         (lambda: 2.0 ** (torch.arange(256) % 18 - 9).repeat(64, 1), "bf16"),
     ],
-    ids=["zeros", "nan", "ones", "large", "with infinities", "two far exponents", "16 exponents", "18 exponents"],
+    ids=["zeros", "nan", "ones", "large", "the largest", "infinities", "two far exponents", "16 exponents", "18 exponents"],
 )
 def test_what_has_no_code_is_kept_and_said(tmp_path: Path, made: Callable[[], Tensor], kind: str) -> None:
     tensors = {"odd": made().bfloat16(), "even": gaussian(8, 128)}
@@ -170,7 +171,7 @@ def test_a_folder_of_several_files_keeps_its_index_and_all_else(tmp_path: Path) 
 def test_sources_of_one_parameter_are_coded_together_or_not_at_all(tmp_path: Path) -> None:
     tensors = llama_tensors()
     bad = "model.layers.1.self_attn.k_proj.weight"
-    tensors[bad] = tensors[bad] * 0
+    tensors[bad] = tensors[bad] * torch.tensor([1.0, 0.0]).repeat(tensors[bad].shape[1] // 2).bfloat16()
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(llama_config()))
