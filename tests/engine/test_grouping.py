@@ -221,14 +221,15 @@ def test_choices_are_the_best_there_are_but_for_little(monkeypatch: pytest.Monke
 
 
 def _took_ms(groups: Groups, sequences: list[Sequence | None], changed: bool) -> float:
+    """Of this thread's own time, the least of some: what else runs here takes the rest, and the caches."""
     took = []
     for _ in range(9):
         if changed:
             groups.change()
-        start = time.perf_counter()
+        start = time.thread_time()
         groups.segments(sequences)
-        took.append((time.perf_counter() - start) * 1e3)
-    return sorted(took)[2]
+        took.append((time.thread_time() - start) * 1e3)
+    return min(took)
 
 
 def test_it_takes_next_to_nothing() -> None:
