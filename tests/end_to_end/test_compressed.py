@@ -13,23 +13,20 @@ import engine.ember
 from tests.end_to_end.conftest import EMBER, Hearth, run_hearth, serving, wait_for
 
 WEIGHTS = Path(engine.ember.__file__).parent / "model"
-LEVELS = {"@cf/acme/device": ("twelve", []), "@cf/acme/distribution": ("packed", ["--distribution"])}
+PACKED = "@cf/acme/packed"
 PROMPTS = ("What is Hearth?", "The capital of France is", "1, 2, 3,")
 
 
 def test_a_compressed_model_answers_token_for_token_as_its_original(tmp_path: Path) -> None:
-    for name, (folder, words) in LEVELS.items():
-        said = run_hearth(tmp_path, "models", "compress", EMBER, folder, *words)
-        assert "escapes" in said
-        assert f"`hearth models add NAME {folder}`" in said
-        assert "whole" in run_hearth(tmp_path, "models", "add", name, folder, "--dtype", "float32")
-    listed = run_hearth(tmp_path, "models", "list").splitlines()
-    assert [line.split()[0] for line in listed if "12 bits" in line] == list(LEVELS)
+    said = run_hearth(tmp_path, "models", "compress", EMBER, "packed", "--distribution")
+    assert "escapes" in said
+    assert "`hearth models add NAME packed`" in said
+    assert "whole" in run_hearth(tmp_path, "models", "add", PACKED, "packed", "--dtype", "float32")
     settings = f'[[models]]\nname = "{EMBER}"\ndtype = "float32"\n'  # or each start measures which is fastest
     with serving(tmp_path, settings) as hearth:
-        told = {model: [completed(hearth, model, prompt) for prompt in PROMPTS] for model in (EMBER, *LEVELS)}
+        told = {model: [completed(hearth, model, prompt) for prompt in PROMPTS] for model in (EMBER, PACKED)}
     assert all(told[EMBER])
-    assert told == dict.fromkeys(told, told[EMBER])
+    assert told[PACKED] == told[EMBER]
     assert "every sum" in run_hearth(tmp_path, "models", "expand", "packed", "back")
     names = [name for name in os.listdir(WEIGHTS) if name != ".hearth"]
     assert filecmp.cmpfiles(WEIGHTS, tmp_path / "back", names, shallow=False) == (names, [], [])
