@@ -68,8 +68,8 @@ class Work:
 
 
 def compress(folder: Folder, target: Path, level: Level, device: torch.device) -> Report:
-    """Makes `target`. Raises CheckpointError for what is wrong with the folder, TargetError and OSError where it cannot
-    be written; then nothing is left of it."""
+    """Makes `target`. Raises CheckpointError for what is wrong with the folder, TargetError where it cannot be written;
+    then nothing is left of it."""
     started = time.monotonic()
     require_new(target)
     if target.resolve().is_relative_to(folder.path.resolve()):

@@ -75,8 +75,8 @@ class File:
 
 
 def expand(source: Path, target: Path, device: torch.device) -> Expanded:
-    """Makes `target`. Raises CheckpointError for what is wrong with the folder, TargetError and OSError where it cannot
-    be written; then nothing is left of it."""
+    """Makes `target`. Raises CheckpointError for what is wrong with the folder, TargetError where it cannot be written;
+    then nothing is left of it."""
     started = time.monotonic()
     require_new(target)
     names = _names_of(source)

@@ -69,7 +69,7 @@ def run(work: Callable[[], None]) -> int:
     except (CheckpointError, TargetError, DeviceError) as error:
         return _fail(str(error))
     except OSError as error:
-        return _fail(f"{error.filename or 'the new folder'}: {error.strerror}")
+        return _fail(f"{error.filename}: {error.strerror}")
     except torch.cuda.OutOfMemoryError:
         return _fail("the GPU has no room beside what runs on it: use --device cpu")
     return 0

@@ -28,7 +28,8 @@ class TargetError(Exception):
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
     """A new folder to write into, which is `target` when the block has ended well and is gone when it has not. Files
-    are on the disk for good by then where whoever wrote them has synchronised them. Raises TargetError."""
+    are on the disk for good by then where whoever wrote them has synchronised them. Raises TargetError, also for what
+    the block could not write."""
     require_new(target)
     partial = target.with_name(target.name + SUFFIX)
     lock = _locked(partial)
@@ -40,8 +41,10 @@ def appearing(target: Path) -> Iterator[Path]:
         require_new(target)
         partial.rename(target)
         synchronise(target.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:  # of an open file: those are read by others' means
+            raise TargetError(f"{target} cannot be written: {error.strerror}; nothing is left of it") from error
         raise
     finally:
         os.close(lock)

@@ -28,6 +28,7 @@ from engine.weights.notes import ALIGNED_BYTES, Level
 from engine.weights.report import Report, lines
 from engine.weights.source import look
 from engine.weights.stored import CheckpointError
+from engine.weights.sums import sums_of, with_sums
 from engine.weights.writing import Writing
 from gateway.checksums import read_sums, require_sums, write_sums
 from tests.engine.test_weights_codec import gaussian
@@ -102,7 +103,17 @@ def test_special_numbers_are_escapes_that_come_back(tmp_path: Path, level: Level
         (lambda: 2.0 ** (torch.arange(256) % 16 - 9).repeat(64, 1), "bf12"),
         (lambda: 2.0 ** (torch.arange(256) % 18 - 9).repeat(64, 1), "bf16"),
     ],
-    ids=["zeros", "nan", "ones", "large", "the largest", "infinities", "two far exponents", "16 exponents", "18 exponents"],
+    ids=[
+        "zeros",
+        "nan",
+        "ones",
+        "large",
+        "the largest",
+        "infinities",
+        "two far exponents",
+        "16 exponents",
+        "18 exponents",
+    ],
 )
 def test_what_has_no_code_is_kept_and_said(tmp_path: Path, made: Callable[[], Tensor], kind: str) -> None:
     tensors = {"odd": made().bfloat16(), "even": gaussian(8, 128)}
@@ -243,6 +254,14 @@ def test_sums_are_those_of_the_new_files_and_come_back(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model.safetensors is not what SHA256SUMS says"):
         compressed(folder, tmp_path / "laundered")
     assert not (tmp_path / "laundered").exists()
+
+
+def test_lines_of_sums_keep_their_names_as_they_are_written() -> None:
+    old, new = "a" * 64, "b" * 64
+    text = f"{old} *w.safetensors\r\n\\{old}  odd\\nname\n{old.upper()}  ./d/x\nnone of them\n"
+    assert sums_of(text) == {"w.safetensors\r": old, "odd\nname": old, "d/x": old}
+    changed = with_sums(text, {"odd\nname": new, "d/x": new})
+    assert changed == f"{old} *w.safetensors\r\n\\{new}  odd\\nname\n{new}  ./d/x\nnone of them\n"
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def test_a_disk_that_fills_at_any_moment_leaves_nothing(
     for fails in range(1, disk.calls):  # the last is after the rename: the folder is there by then
         with monkeypatch.context() as patched:
             FullDisk(patched, fails)
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(TargetError, match="cannot be written: No space left"):
                 work()
         assert around(folder) == before, fails
     work()
@@ -89,7 +89,7 @@ def test_a_limit_on_files_is_a_full_disk(folder: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(OSError, match="too large"):
+        with pytest.raises(TargetError, match="too large"):
             make(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -113,7 +113,7 @@ def test_a_real_disk_that_is_full_is_said_before_and_left_clean(folder: Path, sm
         compress(look(folder), small_disk / "made", Level.DEVICE, CPU)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("engine.weights.compress.require_room", lambda *_: None)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(TargetError, match="cannot be written: No space left"):
             compress(look(folder), small_disk / "made", Level.DEVICE, CPU)
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
