@@ -3,14 +3,14 @@ and device, before any weight is read. A form says which tensors there will be, 
 maths: that is the business of the linear layer which takes its tensors (assembly.py).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.weights.codec import GROUP_OUTPUTS
+from engine.weights.codec import GROUP_OUTPUTS, Escapes, index
 from engine.weights.lanes import block_of, words_of
 from engine.weights.names import Cut, Entry, Source
 from engine.weights.stored import Stored, codes_of
@@ -44,6 +44,10 @@ class Form(Protocol):
         """Of these the one that sources are read into, below each other."""
         ...
 
+    def write_beside(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        """What lies beside the body. `escapes` are those of the sources that are coded."""
+        ...
+
     def cut_unit(self, inputs: int) -> int:
         """How many inputs of a matrix cannot be parted."""
         ...
@@ -66,6 +70,9 @@ class Plain:
 
     def body(self, parameter: str) -> str:
         return parameter
+
+    def write_beside(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        """There is nothing: escapes are numbers among the others."""
 
     def cut_unit(self, inputs: int) -> int:
         return 1
@@ -96,6 +103,13 @@ class Twelve:
 
     def body(self, parameter: str) -> str:
         return parameter + WORDS
+
+    def write_beside(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        found = index(escapes)
+        tensors[parameter + SCALES].copy_(found.scales_N)
+        tensors[parameter + FIRSTS].copy_(found.firsts_G)
+        tensors[parameter + PLACES].copy_(found.places_E)
+        tensors[parameter + VALUES].copy_(found.values_E)
 
     def cut_unit(self, inputs: int) -> int:
         return block_of(inputs)

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from engine.log import log
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.codec import index
-from engine.weights.forms import FIRSTS, PLACES, SCALES, VALUES, Forms, allocate, bytes_of, coded_bytes_of
+from engine.weights.forms import Forms, allocate, bytes_of, coded_bytes_of
 from engine.weights.names import Entry
 from engine.weights.pieces import Matrix, matrices_of, plain_pieces
 from engine.weights.random import random_revision
@@ -81,8 +80,9 @@ def fetch(
     """The tensors of each entry of the table in its form, from a checkpoint that has all sources: those of `into`, or
     new ones. Calls `beat` whenever more has arrived.
 
-    Beside the tensors it takes transfer.host_bytes of memory, and 10 bytes for each escape. Raises CheckpointError
-    where files change while they are read or are not as they were written, or a value is not finite.
+    Beside the tensors it takes transfer.host_bytes of memory, 10 bytes for each escape, and some three slabs for each
+    reader that unpacks or expands words. Raises CheckpointError where files change while they are read, are not as they
+    were written, or have a value that is not finite.
     """
     started = time.monotonic()
     tensors = allocate(forms, device) if into is None else into
@@ -96,7 +96,7 @@ def fetch(
             progress.moved(count)
 
         transfer(pieces, device, moved)
-    _write_indexes(table, forms, matrices, tensors)
+    _write_beside(table, forms, matrices, tensors)
     _require_finite([part for part in parts if part.rows.is_floating_point()])
     beat()
     if device.type == "cuda":
@@ -144,15 +144,10 @@ def _pieces(part: Part, matrices: dict[str, Matrix]) -> Iterator[Piece]:
     return plain_pieces(part.name, part.stored, part.rows) if matrix is None else matrix.pieces(part.rows)
 
 
-def _write_indexes(table: list[Entry], forms: Forms, matrices: dict[str, Matrix], tensors: dict[str, Tensor]) -> None:
-    """Where the escapes of what stays coded are."""
+def _write_beside(table: list[Entry], forms: Forms, matrices: dict[str, Matrix], tensors: dict[str, Tensor]) -> None:
     for entry in table:
-        if forms[entry.parameter].coded:
-            found = index([matrices[source.name].escapes for source in entry.sources])
-            tensors[entry.parameter + SCALES].copy_(found.scales_N)
-            tensors[entry.parameter + FIRSTS].copy_(found.firsts_G)
-            tensors[entry.parameter + PLACES].copy_(found.places_E)
-            tensors[entry.parameter + VALUES].copy_(found.values_E)
+        coded = [matrices[source.name].escapes for source in entry.sources if source.name in matrices]
+        forms[entry.parameter].write_beside(entry.parameter, tensors, coded)
 
 
 def _tell(parts: list[Part], forms: Forms, device: torch.device, seconds: float) -> None:

@@ -62,7 +62,8 @@ def matrices_of(coded: Mapping[str, Stored], beat: Callable[[], None]) -> dict[s
         for plane_name, plane in _planes(name, tensor):
             small[plane_name] = torch.empty(plane.shape, dtype=_DTYPES[plane.dtype])
             pieces += plain_pieces(plane_name, plane, small[plane_name])
-    transfer(pieces, _CPU, lambda _: beat())
+    if pieces:
+        transfer(pieces, _CPU, lambda _: beat())
     return {name: _matrix(name, tensor, small) for name, tensor in coded.items()}
 
 

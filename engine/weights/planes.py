@@ -21,15 +21,17 @@ def gather(path: Path, stored: Mapping[str, Stored], said: Notes) -> dict[str, S
     """The file's tensors by the names they had before it was compressed. Raises CheckpointError."""
     suffixes = ("", BASES, POSITIONS, VALUES, *((HIGH, HIGH_ENDS) if said.level is Level.DISTRIBUTION else ()))
     wanted = [name + suffix for name in said.codes for suffix in suffixes]
-    _require_same(path, "lacks", (name for name in wanted if name not in stored))
+    _require_none(path, "lacks", (name for name in wanted if name not in stored))
     found = {name: _coded(path, name, stored, said) for name in said.codes}
     planes = set(wanted)
     plain = {name: tensor for name, tensor in stored.items() if name not in planes}
-    _require_same(path, "has planes of no coded tensor:", (n for n, t in plain.items() if t.dtype in ("I32", "U8")))
+    _require_none(
+        path, "has planes of no coded tensor:", (name for name in plain if plain[name].dtype in ("I32", "U8"))
+    )
     for name, tensor in plain.items():
         found[name] = replace(tensor, sums=_sums(path, name, said, _pieces_of(tensor)))
     summed = {name + suffix for name in said.codes for suffix in ("", BASES, POSITIONS, VALUES)} | plain.keys()
-    _require_same(path, "has sums of tensors that are not there:", (name for name in said.pieces if name not in summed))
+    _require_none(path, "has sums of tensors that are not there:", (name for name in said.pieces if name not in summed))
     return found
 
 
@@ -94,6 +96,6 @@ def _sums(path: Path, name: str, said: Notes, pieces: int) -> tuple[int, ...]:
     return sums
 
 
-def _require_same(path: Path, problem: str, names: Iterable[str]) -> None:
+def _require_none(path: Path, problem: str, names: Iterable[str]) -> None:
     if found := list(names):
         raise CheckpointError(f"{path} {problem} {listed(found)}, unlike what its metadata say: {_AGAIN}")

@@ -107,8 +107,8 @@ def transfer(pieces: Iterable[Piece], device: torch.device, moved: Callable[[int
     """Moves every piece and returns when all have arrived. Calls `moved` with the bytes so far as they become more,
     about ten times a second and at the end.
 
-    Raises CheckpointError where a file is gone, cannot be read or is shorter than its header said. However it ends,
-    its threads have ended and its files are closed.
+    Raises CheckpointError where a file is gone, cannot be read, is shorter than its header said or has other bytes than
+    its sums say. However it ends, its threads have ended and its files are closed.
     """
     ring = ring_for(device)
     assert ring.sent < ring.slabs
