@@ -194,7 +194,7 @@ def _counted_pieces(path: Path, tensor: Placed) -> Iterator[Piece]:
 
 def _width(tensor: Placed) -> int | None:
     """Of rows that a piece holds."""
-    return tensor.shape[1] if len(tensor.shape) == 2 and 2 * tensor.shape[1] <= PIECE_BYTES else None
+    return tensor.shape[1] if len(tensor.shape) == 2 and 0 < 2 * tensor.shape[1] <= PIECE_BYTES else None
 
 
 def _count(work: Work, piece: Piece) -> Counted:

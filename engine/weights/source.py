@@ -18,7 +18,7 @@ _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _SUFFIX: Final = ".safetensors"
 _PICKLES: Final = frozenset((".bin", ".pt", ".pth", ".ckpt", ".pkl"))
-_PLANES: Final = (notes.HIGH, notes.HIGH_ENDS, notes.POSITIONS, notes.VALUES)
+_PLANES: Final = (notes.HIGH, notes.HIGH_ENDS, notes.BASES, notes.POSITIONS, notes.VALUES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,6 +227,11 @@ def test_gaussian_weights_take_what_was_promised(tmp_path: Path, level: Level) -
 @LEVELS
 def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, level: Level) -> None:
     tensors = {"weight": gaussian(512, 1024), "narrow": gaussian(64, 100), "vector": gaussian(1, 9)[0]}
+    tensors |= {
+        "none": torch.empty(3, 0).bfloat16(),
+        "nor": torch.empty(0, 128).bfloat16(),
+        "one": torch.ones(()).bfloat16(),
+    }
     folder = write_folder(tmp_path / "model", tensors)
     seen, made = estimate(look(folder), level, CPU), compressed(folder, tmp_path / "made", level)
     shutil.rmtree(tmp_path / "made")
@@ -302,6 +307,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "narrow": (_instead({"weight": gaussian(16, 100)}), "rows are multiples of 128"),
     "vectors": (_instead({"weight": gaussian(1, 128)[0]}), "its matrices are none"),
     "planes": (_instead({"weight": gaussian(16, 256), "x.high": torch.ones(3)}), "names like x.high"),
+    "bases": (_instead({"weight": gaussian(16, 256), "x.bases": torch.ones(3)}), "names like x.bases"),
     "cut": (_cut, "cut short or added to"),
     "no header": (lambda folder: (folder / "model.safetensors").write_bytes(b"none"), "no safetensors file"),
     "metadata": (_instead({"weight": gaussian(16, 256)}, {"a": 1}), "its header: Expected `str`, got `int`"),
