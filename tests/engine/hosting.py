@@ -138,7 +138,7 @@ class Host:
         whole = self.whole()
         return {state.model: state for state in whole.replicas} if whole is not None else {}
 
-    def until(self, name: str, fits: Callable[[wire.ReplicaState], bool], within_s: float = 20) -> wire.ReplicaState:
+    def until(self, name: str, fits: Callable[[wire.ReplicaState], bool], within_s: float = 60.0) -> wire.ReplicaState:
         def now() -> wire.ReplicaState | None:
             state = self.fleet().get(name)
             return state if state is not None and fits(state) else None
@@ -167,7 +167,7 @@ class Host:
         self.machine.wait()
 
 
-def wait_for(seen: Callable[[], Any], within_s: float = 20.0) -> Any:
+def wait_for(seen: Callable[[], Any], within_s: float = 60.0) -> Any:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         with contextlib.suppress(FileNotFoundError):

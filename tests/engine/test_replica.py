@@ -49,7 +49,7 @@ STAMP = Path(__file__).with_name("stamp.py")
 TENANT_A = Scope(ScopeKind.TENANT, b"a" * 16)
 TENANT_B = Scope(ScopeKind.TENANT, b"b" * 16)
 PROMPT = list(range(1, 42))
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 class Peer:
@@ -497,7 +497,7 @@ def test_end_of_the_connection_cancels_its_sequences(start: Callable[..., Stampe
     leaver.until(lambda peer: len(peer.tokens) == 2)
     watcher.until(lambda peer: peer.load.running == 2 and peer.load.waiting == 3)
     leaver.socket.close()
-    watcher.until(lambda peer: (peer.load.running, peer.load.waiting) == (0, 0), limit_s=2)
+    watcher.until(lambda peer: (peer.load.running, peer.load.waiting) == (0, 0), limit_s=8)
     assert watcher.load.free_blocks == 1024
     watcher.submit(1)
     assert watcher.until(finished(1)).tokens == {1: expected()}
@@ -528,7 +528,7 @@ def test_a_gateway_that_does_not_read_is_dropped_and_never_waited_for(start: Cal
     reader.until(lambda peer: peer.load.running == 0)
     assert reader.load.counters["finished_cancelled"] == 8
     reader.submit(1)
-    reader.until(finished(1), limit_s=2)
+    reader.until(finished(1))
     sleeper.until(lambda peer: peer.closed)
     assert any(event["event"] == "disconnected" and "unread" in str(event["reason"]) for event in replica.events())
 
@@ -686,7 +686,7 @@ def test_what_waits_for_one_that_sleeps_and_is_told_to_end_is_told_at_once(start
     peer.submit(1)
     peer.until(lambda peer: peer.load.waiting == 1)
     replica.process.send_signal(signal.SIGTERM)
-    peer.until(lambda peer: peer.closed, limit_s=2)
+    peer.until(lambda peer: peer.closed, limit_s=8)
     assert "shutting down" in peer.finished[1].message
     assert replica.status() == 0
 
@@ -712,7 +712,7 @@ def test_idle_replica_drains_at_once(start: Callable[..., Stamped]) -> None:
     replica = start()
     peer = replica.peer().until(lambda peer: len(peer.frames) >= 2)
     replica.process.send_signal(signal.SIGTERM)
-    peer.until(lambda peer: peer.closed, limit_s=2)
+    peer.until(lambda peer: peer.closed, limit_s=8)
     assert replica.status() == 0
     assert not os.path.exists(replica.address.removeprefix("unix:"))
 
@@ -742,7 +742,7 @@ def test_drain_has_a_deadline_that_is_said_aloud(start: Callable[..., Stamped]) 
     peer.submit(2, max_tokens=4000)
     peer.until(lambda peer: 1 in peer.tokens)
     replica.process.send_signal(signal.SIGTERM)
-    peer.until(lambda peer: peer.closed, limit_s=3)
+    peer.until(lambda peer: peer.closed, limit_s=10)
     assert {id: finish.reason for id, finish in peer.finished.items()} == dict.fromkeys((1, 2), FinishReason.ERROR)
     assert all("shutting down" in finish.message for finish in peer.finished.values())
     assert replica.status() == 0
@@ -762,7 +762,7 @@ def test_replica_dies_with_its_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait(LIMIT_S)
     try:
-        peer.until(lambda peer: peer.closed, limit_s=2)
+        peer.until(lambda peer: peer.closed, limit_s=10)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)

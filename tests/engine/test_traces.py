@@ -339,11 +339,11 @@ def test_a_replica_with_a_silent_collector_serves_and_ends_in_time(unheard: Trac
     assert {finish.reason for finish in peer.finished.values()} == {FinishReason.LENGTH}
     time.sleep(1.5)  # the first batch is on its way now
     peer.submit(50, traceparent=SAMPLED)
-    peer.until(finished(50), limit_s=2.0)
+    peer.until(finished(50), limit_s=5.0)
     began = time.monotonic()
     unheard.process.terminate()
     assert unheard.status() == 0
-    assert time.monotonic() - began < module.FLUSH_S + 2.0
+    assert time.monotonic() - began < module.FLUSH_S + 5.0
 
 
 LOOK = """

@@ -44,5 +44,5 @@ async def submit(fleet: Fleet, max_tokens: int = 8, n: int = 1, logprobs: int | 
 
 
 async def collect(stream: Stream) -> list[Step]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return [step async for step in stream]

@@ -335,7 +335,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def wait_for(seen: Any, within_s: float = 20.0) -> Any:
+def wait_for(seen: Any, within_s: float = 60.0) -> Any:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         if found := seen():

@@ -260,7 +260,7 @@ async def test_endless_trailers_are_cut_off_as_a_head_is(tmp_path: Path) -> None
             for _ in range(1000):
                 client.writer.write((b"x: " + b"y" * 200 + b"\r\n") * 10)
                 await client.writer.drain()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             with contextlib.suppress(OSError):
                 await client.reader.read()
         assert not gateway.fleet.submits

@@ -81,7 +81,7 @@ class Terminal:
         )  # fmt: skip
         self.text = ""
 
-    def until(self, said: str, within_s: float = 20.0) -> None:
+    def until(self, said: str, within_s: float = 60.0) -> None:
         """Reads on until it is on the screen anew."""
         self.text, until = "", time.monotonic() + within_s
         while said not in self.text and said not in _CODES.sub("", self.text):
