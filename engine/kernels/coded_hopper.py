@@ -14,8 +14,8 @@ Weights are the matmul's first operand, in registers: what a thread decodes of i
 has to hold, in their order, so x stays as it is. Tensor cores work on a stage while the next one's weights are decoded;
 where a block ends and they would wait, the other warpgroup has work for them: the two drift apart by themselves.
 
-A number is decoded with its base, to the bits that it had, so the sums need no scale. An escape reads as the least
-number of its matrix's code. For 16 escapes of a warpgroup's outputs a gatherer brings their columns of x, and the
+A number is decoded with its row's base, to the bits that it had, so the sums need no scale. An escape reads as the
+least number of its row's code. For 16 escapes of a warpgroup's outputs a gatherer brings their columns of x, and the
 warpgroup multiplies them by the escapes' values and by that least number negated, as if the matrix had 32 more inputs.
 
 Which row of a warpgroup's matmul is which output is free, since words come through shared memory. So an output is
@@ -73,11 +73,12 @@ class Tile:
 @gluon.constexpr_function
 def decoding(q):
     """PTX: bf16 of numbers 2q ($0) and 2q + 1 ($1) of a pair of lanes, of their words of high halves ($2, $3) and of
-    low bytes ($4, $5), and of four times the base ($6)."""
+    low bytes ($4, $5), and of the row's base ($6)."""
     high, low = f"${2 + q // 2}", f"${4 + q % 2}"
     turn = f"shf.l.wrap.b32 four, {high}, {high}, 28;" if q % 2 else f"mov.b32 four, {high};"
-    numbers = f"prmt.b32 $0, {low}, four, 0x5140; prmt.b32 $1, {low}, four, 0x7362;"
-    return f"{{ .reg .b32 four; {turn} and.b32 four, four, 0x87878787; add.u32 four, four, $6; {numbers} }}"
+    counted = f"prmt.b32 $0, {low}, four, 0x5140; prmt.b32 $1, {low}, four, 0x7362;"
+    numbers = "mad.lo.u32 $0, $6, 0x00800080, $0; mad.lo.u32 $1, $6, 0x00800080, $1;"
+    return f"{{ .reg .b32 four; {turn} and.b32 four, four, 0x87878787; {counted} {numbers} }}"
 
 
 @gluon.constexpr_function
@@ -249,27 +250,27 @@ def _beside(left, right):
 
 
 @gluon.jit
-def _numbers(high, low, bases, Q: gl.constexpr):
+def _numbers(high, low, base, Q: gl.constexpr):
     """bf16 of a block's numbers 2q and 2q + 1 of all lanes: [M, 2 · L]."""
     first, second = gl.inline_asm_elementwise(
-        decoding(Q), "=r,=r,r,r,r,r,r,r", [high, low, bases], (gl.bfloat16, gl.bfloat16), True, 2
+        decoding(Q), "=r,=r,r,r,r,r,r,r", [high, low, base], (gl.bfloat16, gl.bfloat16), True, 2
     )
     return _beside(first, second)
 
 
 @gluon.jit
-def _weights(high, low, bases, STAGE: gl.constexpr, LANES: gl.constexpr, DOT: gl.constexpr):
+def _weights(high, low, base, STAGE: gl.constexpr, LANES: gl.constexpr, DOT: gl.constexpr):
     """A block's nth stage: [M, 64]."""
     if LANES == 32:
-        weights = _numbers(high, low, bases, STAGE)
+        weights = _numbers(high, low, base, STAGE)
     else:
-        weights = _beside(_numbers(high, low, bases, 2 * STAGE), _numbers(high, low, bases, 2 * STAGE + 1))
+        weights = _beside(_numbers(high, low, base, 2 * STAGE), _numbers(high, low, base, 2 * STAGE + 1))
     return gl.convert_layout(weights, DOT)
 
 
 @gluon.jit
 def _multiply_block(
-    total, bases, x_ring, words_ring, x_ready, x_free, words_ready, words_free, stages, thirds,
+    total, base, x_ring, words_ring, x_ready, x_free, words_ready, words_free, stages, thirds,
     WARPGROUP: gl.constexpr, GATED: gl.constexpr, LANES: gl.constexpr, X_RING: gl.constexpr, WORDS_RING: gl.constexpr,
     DOT: gl.constexpr,
 ):  # fmt: skip
@@ -278,7 +279,7 @@ def _multiply_block(
     STAGES: gl.constexpr = 8 * LANES // _STAGE
     high = _take_third(words_ring, words_ready, thirds, WARPGROUP, GATED, LANES, WORDS_RING, DOT)
     low = _take_third(words_ring, words_ready, thirds + 1, WARPGROUP, GATED, LANES, WORDS_RING, DOT)
-    weights = _weights(high, low, bases, 0, LANES, DOT)
+    weights = _weights(high, low, base, 0, LANES, DOT)
     before = weights
     for stage in gl.static_range(STAGES):
         place = (stages + stage) % X_RING
@@ -295,7 +296,7 @@ def _multiply_block(
         if stage + 1 == STAGES // 2:
             low = _take_third(words_ring, words_ready, thirds + 2, WARPGROUP, GATED, LANES, WORDS_RING, DOT)
         if stage + 1 < STAGES:
-            weights = _weights(high, low, bases, stage + 1, LANES, DOT)
+            weights = _weights(high, low, base, stage + 1, LANES, DOT)
     total, before = warpgroup_mma_wait(0, [total, before])
     gl.thread_barrier()
     mbarrier.arrive(x_free.index((stages + STAGES - 1) % X_RING))
@@ -365,14 +366,13 @@ def _multiply(
         low, high = _shared_escapes(end - escape + second_end - second_escape, part, parts)
         wanted, done = (high - low + _ROUND - 1) // _ROUND, 0
         output = place_of + gl.where(place_of < _PIECE, start, second_start - _PIECE)
-        exponent = gl.load(scales + output, mask=output < N, other=1.0).to(gl.int32, bitcast=True) >> 23
-        base = exponent + 1 >> 1  # of a scale of 2 ^ (2 · base − 128)
-        least = (base << 24).to(gl.float32, bitcast=True).to(gl.bfloat16)
-        bases = (base * 0x01010101)[:, None]
+        scale = gl.load(scales + output, mask=output < N, other=0.0).to(gl.int32, bitcast=True) >> 23
+        base = gl.where(scale > 0, scale + 1, 0)  # of a scale of 2 ^ (base − 128), and of a row of zeros
+        least = (base << 23).to(gl.float32, bitcast=True).to(gl.bfloat16)
         total = gl.zeros([_GROUP, ROWS], gl.float32, SUM)
         for block in range(first, last):
             total = _multiply_block(
-                total, bases, x_ring, words_ring, x_ready, x_free, words_ready, words_free, stages, thirds, WARPGROUP,
+                total, base[:, None], x_ring, words_ring, x_ready, x_free, words_ready, words_free, stages, thirds, WARPGROUP,
                 GATED, LANES, X_RING, WORDS_RING, DOT,
             )  # fmt: skip
             stages += 8 * LANES // _STAGE

@@ -265,8 +265,8 @@ def assembly(text: str, constraints: str, args: list[Any], elements: Any, pure: 
             result = a
         elif operation == "and.b32":
             result = a & others[0]
-        elif operation == "add.u32":
-            result = a + others[0] & _BITS
+        elif operation == "mad.lo.u32":
+            result = a * others[0] + others[1] & _BITS
         elif operation == "shf.l.wrap.b32":  # $c:b turned left, of which the high half
             result = (others[0] << others[1] | a >> 32 - others[1]) & _BITS
         else:

@@ -22,6 +22,7 @@ from engine.kernels import coded_hopper
 from engine.kernels.coded_hopper import Tile, multiply_many, multiply_many_gated, serves, tile_of
 from engine.kernels.expand import expand
 from engine.weights.codec import Bf12
+from engine.weights.lanes import BASES, CODES
 from tests.engine.kernels.coded_weights import coded, every_value, same_bits, weights, without_escapes
 from tests.engine.kernels.gluon_in_torch import in_torch
 from tests.engine.kernels.steps import DEVICE, error, random
@@ -101,13 +102,15 @@ def test_gating_in_the_epilogue(inner: int, inputs: int, tile: Tile) -> None:
 def test_hundreds_of_escapes_of_one_warpgroup_beside_none_of_the_other() -> None:
     weight_NK = without_escapes(weights(128, 512))
     weight_NK[3, ::2] = 0
-    weight_NK[17, 5::9] = 40
+    weight_NK[17, 5::9] = 2.0**40
+    weight_NK[5] = -0.0
     x_TK = random(66, 512, dtype=BF16, seed=1)
     weight = coded(weight_NK)
     assert len(weight.index.places_E) > 300
     found_TN, wanted_TN = simulated(x_TK, weight, Tile(128, 2), 1).sum(0), multiplied(x_TK.cpu(), weight_NK)
     for output in (3, 17, 70):
         assert error(found_TN[:, output], wanted_TN[:, output]) < SUMMED
+    assert (found_TN[:, 5] == 0).all()
 
 
 def ones(columns: range, inputs: int) -> Tensor:
@@ -122,12 +125,12 @@ def finite(weight_NK: Tensor) -> Tensor:
     return torch.where(weight_NK.isfinite() & (weight_NK.abs() >= 2.0**-126), weight_NK, 0.0)
 
 
-@pytest.mark.parametrize("base", [1, 56, 119])
+@pytest.mark.parametrize("base", [BASES[0], 113, BASES[-1]])
 def test_each_number_that_has_a_code_and_some_that_have_none_are_multiplied_as_themselves(base: int) -> None:
-    high = every_value().view(torch.int16)[:, 0] >> 8 & 0x7F
-    has_code = (high >= base) & (high < base + 8)
+    exponent = every_value().view(torch.int16)[:, 0] >> 7 & 0xFF
+    has_code = (exponent >= base) & (exponent < base + CODES)
     weight_NK = finite(torch.cat((every_value()[has_code], every_value()[::16])))
-    found_TN = simulated(ones(range(128), 128), coded(weight_NK, bases=[base]), Tile(128, 1), 1)[0]
+    found_TN = simulated(ones(range(128), 128), coded(weight_NK, base=base), Tile(128, 1), 1)[0]
     assert same_bits(found_TN, weight_NK.T + 0.0)
 
 
@@ -244,11 +247,11 @@ def test_true_shapes_gated(inner: int, inputs: int, rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("base", [1, 56, 119])
+@pytest.mark.parametrize("base", [BASES[0], 113, BASES[-1]])
 @pytest.mark.parametrize("size", [128, 256])
 def test_each_of_all_values_is_multiplied_as_itself_on_a_gpu(size: int, base: int) -> None:
     weight_NK = finite(every_value())
-    found_TN = multiply_many(ones(range(128), 128), coded(weight_NK, bases=[base]), Tile(size, 1))[0]
+    found_TN = multiply_many(ones(range(128), 128), coded(weight_NK, base=base), Tile(size, 1))[0]
     assert same_bits(found_TN, weight_NK.T + 0.0)
 
 
