@@ -372,8 +372,8 @@ def _multiply(
         total = gl.zeros([_GROUP, ROWS], gl.float32, SUM)
         for block in range(first, last):
             total = _multiply_block(
-                total, base[:, None], x_ring, words_ring, x_ready, x_free, words_ready, words_free, stages, thirds, WARPGROUP,
-                GATED, LANES, X_RING, WORDS_RING, DOT,
+                total, base[:, None], x_ring, words_ring, x_ready, x_free, words_ready, words_free, stages, thirds,
+                WARPGROUP, GATED, LANES, X_RING, WORDS_RING, DOT,
             )  # fmt: skip
             stages += 8 * LANES // _STAGE
             thirds += 3
