@@ -34,7 +34,7 @@ from engine.kernels.gated import silu_and_multiply
 from engine.kernels.linear import Tiling
 from engine.kernels.measured import key_of, path_of, ratio_key_of
 from engine.kernels.norm import add_norm
-from engine.weights.codec import Bf12, choose_base, encode, stack
+from engine.weights.codec import Bf12, choose_bases, encode, stack
 from engine.weights.lanes import lanes_of
 
 Shape = tuple[int, int, bool]  # outputs, inputs, gated
@@ -94,26 +94,26 @@ def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Tili
 
 
 def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[CodedTiling]:
-    """As `candidates`, for 12 bits a number."""
-    block = 8 * lanes_of(inputs)
-    inner = outputs // 2 if gated else outputs
-    if bucket == 1:
-        grid = product((4, 8, 16, 32), (1, 2, 4), (1, 2, 4), (3, 5), (2, 4, 8), (1,))
-    elif bucket < 64:
-        grid = product((64, 128), (1,), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6), (4,), (1, 4, 8))
+    """As `candidates`, for 12 bits a number: by multiply and add for one row, and on tensor cores."""
+    lanes, inner, weights = lanes_of(inputs), outputs // 2 if gated else outputs, 2 if gated else 1
+    grid = [*product((4, 8, 16, 32, 64), (1, 2, 4), (1, 2, 4), (3, 5), (2, 4, 8), (0,))] if bucket == 1 else []
+    if bucket < 64:
+        grid += product((64, 128), (1,), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6), (4,), (4,) if bucket == 1 else (1, 4, 8))
     else:
-        grid = product((64, 128), (1,), (1, 2, 3, 4, 6), (2, 3, 4), (4, 8), (2, 4, 8))
+        grid += product((64, 128), (1,), (1, 2, 3, 4, 6), (2, 3, 4), (4, 8), (2, 4, 8))
     found = []
     for block_n, blocks, parts, stages, warps, joined in grid:
-        programs = inner // block_n * parts
-        staged = stages * block * (block_n * (3 if gated else 1.5) + 2 * max(16, bucket)) if bucket > 1 else 0
-        if (gated and parts > 1) or inner % block_n or inputs % (block * blocks) or staged > _SHARED_BYTES:
+        if (gated and parts > 1) or inner % block_n or inputs % (8 * lanes * blocks):
             continue
-        if inputs // (block * blocks) // parts < 2 or (programs < 90 and parts < 8) or (parts > 1 and programs > 1600):
+        programs, turns = inner // block_n * parts, inputs // (8 * lanes * blocks) // parts
+        if turns < 2 or (programs < 90 and parts < 8) or (parts > 1 and programs > 1600):
             continue
-        if bucket == 1 and block_n * blocks * lanes_of(inputs) // (warps * 32) not in (4, 8):
+        staged = stages * 8 * lanes * blocks * (1.5 * block_n * weights + (2 * max(16, bucket) if joined else 2))
+        if staged > _SHARED_BYTES:
             continue
-        if bucket > 1 and block_n * (2 if gated else 1) * max(bucket, 16) > 64 * 64 * warps // 2:
+        if joined == 0 and block_n * blocks * lanes // (warps * 32) not in (4, 8, 16):
+            continue  # words of a thread, of which four are 16 bytes
+        if joined > 0 and block_n * weights * max(bucket, 16) > 2048 * warps:
             continue  # sums and decoded weights would not fit the registers
         found.append(CodedTiling(block_n, blocks, parts, stages, warps, joined, 0))
     return found
@@ -180,7 +180,7 @@ def random_weights(shape: Shape, is_coded: bool) -> tuple[Tensor, list[Any]]:
     copies = min(24, max(2, -int(-_COPIES_BYTES // weight_bytes)))
     if not is_coded:
         return weight_NK, [weight_NK, *(weight_NK.clone() for _ in range(copies - 1))]
-    weight = stack([encode(weight_NK, choose_base(weight_NK))])
+    weight = stack([encode(weight_NK, choose_bases(weight_NK))])
     return weight_NK, [weight, *(Bf12(weight.words_NW.clone(), weight.index) for _ in range(copies - 1))]
 
 
@@ -191,7 +191,7 @@ def compile_some(task: tuple[Shape, int, list[tuple[Tiling | CodedTiling, bool]]
     weight_NK = torch.zeros(outputs, inputs, dtype=torch.bfloat16, device="cuda")
     words_NW = torch.zeros(outputs, inputs // 8 * 3, dtype=torch.int32, device="cuda")
     nothing = torch.zeros(1, 128, dtype=torch.bfloat16, device="cuda").add_(1)
-    index = encode(nothing, choose_base(nothing))
+    index = encode(nothing, choose_bases(nothing))
     for tiling, fused in tilings:
         weight: Any = weight_NK
         if isinstance(tiling, CodedTiling):

@@ -80,7 +80,7 @@ def _choose_coded(outputs: int, inputs: int, bucket: int, gated: bool, name: str
 def _coded_default(bucket: int) -> tuple[int, int, int, int]:
     """Outputs at once, warps, stages, and numbers that are joined."""
     if bucket == 1:
-        return 16, 4, 4, 1
+        return 16, 4, 4, 0
     if bucket <= 32:
         return 64, 4, 4 if bucket <= 16 else 3, 4
     return 128, 8, 3 if bucket == 64 else 2, 4

@@ -29,8 +29,8 @@ ROWS_MOST = 128  # of the kernels here
 class CodedTiling:
     """How a kernel goes through W: block_n outputs × some blocks of inputs at once, the inputs in `parts` parts.
 
-    blocks  of 8 · lanes inputs each, that divide the inputs; 1 where there is more than one row
-    joined  of a block's 8 numbers that one product on tensor cores takes: 1, 2, 4 or 8
+    blocks  of 8 · lanes inputs each, that divide the inputs; 1 on tensor cores
+    joined  of a block's 8 numbers that one product on tensor cores takes: 1, 2, 4 or 8; 0 for one row without them
     ahead   blocks of each output that are fetched into the L2 cache while the kernel before this one ends
     """
 
@@ -276,7 +276,8 @@ def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, outputs: int, tiling: Coded
         "BLOCK_N": tiling.block_n, "STAGES": tiling.stages, "num_warps": tiling.warps,
         "launch_pdl": overlaps(x_TK.device),
     }  # fmt: skip
-    if rows == 1:
+    if tiling.joined == 0:
+        assert rows == 1
         _multiply_row[grid](*tensors, *numbers, BLOCKS=tiling.blocks, **options)
         return
     assert tiling.blocks == 1

@@ -1,6 +1,6 @@
 """What kernels share that read weights in 12 bits (engine/weights/codec.py): words → numbers, and where escapes are.
 
-Numbers come out scaled, as the words hold them: value · 2^(128 − 2 · base). An escape's place comes out as 2.
+Numbers come out scaled, as the words hold them: value · 2^(128 − base). An escape's place comes out as 2.
 """
 
 import torch

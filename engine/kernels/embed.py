@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.kernels.decode import ESCAPES, decode, inline, some_escapes
 from engine.kernels.packed import ROWS, TOKENS, word
-from engine.weights.codec import GROUP_OUTPUTS, Bf12
-from engine.weights.lanes import lanes_of
+from engine.weights.codec import Bf12
+from engine.weights.lanes import GROUP_OUTPUTS, lanes_of
 
 _COLUMNS = 256  # words of a third of a block that a program decodes
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.kernels.decode import ESCAPES, decode, inline, some_escapes
 from engine.kernels.overlap import overlaps, release, wait
-from engine.weights.codec import GROUP_OUTPUTS, Bf12
-from engine.weights.lanes import lanes_of
+from engine.weights.codec import Bf12
+from engine.weights.lanes import GROUP_OUTPUTS, lanes_of
 
 _COLUMNS = 128  # words of a third of a block that a program reads at once: enough for 16 bytes of output a thread
 _TURNS = 2  # so many times

@@ -15,7 +15,8 @@ from engine.kernels.choices import choose_coded
 from engine.kernels.coded import multiply, multiply_gated
 from engine.kernels.expand import expand
 from engine.kernels.gated import silu_and_multiply
-from engine.weights.codec import GROUP_OUTPUTS, Bf12
+from engine.weights.codec import Bf12
+from engine.weights.lanes import GROUP_OUTPUTS
 
 CHUNK_BYTES: Final = 256 << 20  # of the expanded matrix at once: all but heads are multiplied as one
 

@@ -1,11 +1,9 @@
 """What tests of coded weights share: matrices that a GPU would read in 12 bits, with and without what has no code."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from engine.weights.codec import Bf12, choose_base, encode, stack
+from engine.weights.codec import Bf12, choose_bases, encode, stack
 from tests.engine.kernels.steps import DEVICE, random
 
 
@@ -14,10 +12,9 @@ def weights(outputs: int, inputs: int, sigma: float = 0.02, seed: int = 0) -> Te
     return (random(outputs, inputs, seed=seed) * sigma).bfloat16().cpu()
 
 
-def coded(*weights_NK: Tensor, bases: Sequence[int] = ()) -> Bf12:
-    """Below each other, with these bases or those that suit them, on the device."""
-    bases = bases or [choose_base(weight_NK) for weight_NK in weights_NK]
-    weight = stack([encode(weight_NK.to(DEVICE), base) for weight_NK, base in zip(weights_NK, bases, strict=True)])
+def coded(*weights_NK: Tensor, base: int | None = None) -> Bf12:
+    """Below each other, each row with this base or the one that suits it, on the device."""
+    weight = stack([encode(weight_NK, _bases(weight_NK, base)) for weight_NK in weights_NK])
     index = weight.index
     return Bf12(
         weight.words_NW.to(DEVICE),
@@ -27,9 +24,12 @@ def coded(*weights_NK: Tensor, bases: Sequence[int] = ()) -> Bf12:
 
 def without_escapes(weight_NK: Tensor) -> Tensor:
     """The same where all numbers have codes: what is too small is made the least that has one."""
-    least = 2.0 ** (2 * choose_base(weight_NK) - 127)
-    small = weight_NK.abs() < least
-    return torch.where(small, torch.full_like(weight_NK, least), weight_NK)
+    least_N1 = torch.exp2(choose_bases(weight_NK).float() - 127).bfloat16()[:, None]
+    return torch.where(weight_NK.abs() < least_N1, least_N1, weight_NK)
+
+
+def _bases(weight_NK: Tensor, base: int | None) -> Tensor:
+    return choose_bases(weight_NK) if base is None else torch.full((len(weight_NK),), base, dtype=torch.uint8)
 
 
 def every_value() -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels.expand import expand
-from engine.weights.codec import GROUP_OUTPUTS
+from engine.weights.lanes import BASES, GROUP_OUTPUTS
 from tests.engine.kernels.coded_weights import coded, every_value, same_bits, weights
 from tests.engine.kernels.steps import DEVICE, poisoned
 
@@ -24,15 +24,27 @@ def test_any_outputs_of_several_matrices(inputs: int) -> None:
 
 
 def test_all_values() -> None:
-    """Those of 16 exponents at a time, each with a base that has codes for most of them."""
+    """Those of 16 exponents at a time, with a base that has codes for most of them."""
     values = every_value().view(-1)
     exponents = values.view(torch.int16).int() >> 7 & 0xFF
-    parts = [values[exponents // 16 == part].view(32, 128) for part in range(16)]
-    weight = coded(*parts, bases=[min(max(8 * part, 1), 119) for part in range(16)])
-    assert len(weight.index.places_E) == 4 * 256
-    out_NK = poisoned(512, 128, dtype=BF16)
-    expand(weight, out_NK, range(512))
-    assert same_bits(out_NK, torch.cat(parts))
+    for first in range(0, 256, 16):
+        weight_NK = values[(exponents >= first) & (exponents < first + 16)].view(32, 128)
+        weight = coded(weight_NK, base=min(max(first, BASES.start), BASES.stop - 1))
+        assert len(weight.index.places_E) == {0: 512, 240: 256}.get(first, 0)
+        out_NK = poisoned(32, 128, dtype=BF16)
+        expand(weight, out_NK, range(32))
+        assert same_bits(out_NK, weight_NK)
+
+
+def test_rows_of_zeros() -> None:
+    weight_NK = weights(32, 128)
+    weight_NK[3], weight_NK[17] = 0.0, -0.0
+    weight_NK[17, ::3] = 0.0
+    weight = coded(weight_NK)
+    assert not weight.index.scales_N[3]
+    out_NK = poisoned(32, 128, dtype=BF16)
+    expand(weight, out_NK, range(32))
+    assert same_bits(out_NK, weight_NK)
 
 
 @pytest.mark.gpu
