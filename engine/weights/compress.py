@@ -75,8 +75,8 @@ def compress(folder: Folder, target: Path, level: Level, device: torch.device) -
     if target.resolve().is_relative_to(folder.path.resolve()):
         raise TargetError(f"{target} lies in {folder.path}: name a folder elsewhere")
     require_room(target, _least_bytes(folder, level))
-    total = folder.weights_bytes + folder.others_bytes
-    with _work(folder, level, device, "compressing", total) as work, appearing(target) as made:
+    size = folder.weights_bytes + folder.others_bytes
+    with _work(folder, level, device, "compressing", size) as work, appearing(target) as made:
         survey = _survey(work, lambda count: None)
         reports = [report for name in folder.weights for report in _compress(work, survey, name, made)]
         _copy_others(work, made)
@@ -120,12 +120,12 @@ def main() -> int:
 
 
 @contextmanager
-def _work(folder: Folder, level: Level, device: torch.device, doing: str, total: int) -> Iterator[Work]:
+def _work(folder: Folder, level: Level, device: torch.device, doing: str, size: int) -> Iterator[Work]:
     threads = threads_for(device)
     with (
         Opened(folder.path / name for name in folder.weights) as files,
         ThreadPoolExecutor(threads) as pool,
-        Progress(doing, total) as progress,
+        Progress(doing, size) as progress,
     ):
         yield Work(folder, level, device, files, pool, threads + 2, progress)
 
