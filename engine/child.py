@@ -157,7 +157,7 @@ class Child:
         self.address = address
         self.pulse_path = pulse
         self.boot = 0
-        self.problem = ""
+        self.problem = "not started yet"
         self.process: Process | None = None
         self.serving_since: float | None = None
         self.ending = False
