@@ -98,6 +98,7 @@ def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> lis
     lanes, inner, weights = lanes_of(inputs), outputs // 2 if gated else outputs, 2 if gated else 1
     grid = [*product((4, 8, 16, 32, 64), (1, 2, 4), (1, 2, 4), (3, 5), (2, 4, 8), (0,))] if bucket == 1 else []
     if bucket < 64:
+        grid += product((32,), (1,), (1, 2, 4, 8), (3, 4, 6), (2,), (4,))
         grid += product((64, 128), (1,), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6), (4,), (4,) if bucket == 1 else (1, 4, 8))
     else:
         grid += product((64, 128), (1,), (1, 2, 3, 4, 6), (2, 3, 4), (4, 8), (2, 4, 8))
@@ -106,7 +107,7 @@ def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> lis
         if (gated and parts > 1) or inner % block_n or inputs % (8 * lanes * blocks):
             continue
         programs, turns = inner // block_n * parts, inputs // (8 * lanes * blocks) // parts
-        if turns < 2 or (programs < 90 and parts < 8) or (parts > 1 and programs > 1600):
+        if turns < 1 or (programs < 90 and parts < 8) or (parts > 1 and programs > 1600):
             continue
         staged = stages * 8 * lanes * blocks * (1.5 * block_n * weights + (2 * max(16, bucket) if joined else 2))
         if staged > _SHARED_BYTES:

@@ -259,11 +259,11 @@ def multiply_gated(x_TK: Tensor, weight: Bf12, tiling: CodedTiling) -> Tensor:
 
 
 def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, outputs: int, tiling: CodedTiling, gated: bool) -> None:
-    """x is bfloat16; in the interpreter float32."""
     rows, inputs = x_TK.shape
     lanes, index = lanes_of(inputs), weight.index
     assert 1 <= rows <= ROWS_MOST
     assert weight.inputs == inputs
+    assert x_TK.dtype in (torch.bfloat16, torch.float32)  # others cannot hold a scaled number
     assert inputs % (8 * lanes * tiling.blocks) == 0
     assert tiling.block_n <= 32 * tiling.warps  # a thread for each output
     assert x_TK.is_contiguous()
