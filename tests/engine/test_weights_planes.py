@@ -275,6 +275,30 @@ def test_escapes_that_do_not_ascend_within_the_matrix_are_refused(file: Path, ch
         read(file.parent)
 
 
+@pytest.mark.parametrize("base", [1, 240, 255])
+def test_bases_that_are_none_are_refused(file: Path, base: int) -> None:
+    rewrite(file, resummed("wide.bases", lambda bases: bases[7].fill_(base)))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: wide has bases that are none: compress its model"):
+        read(file.parent)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_rows_of_zeros_come_back_with_their_signs(file: Path, level: Level, device: torch.device) -> None:
+    changed = originals()
+    changed["wide"][3:20] = 0.0
+    changed["wide"][4, 5:9] = -0.0
+    write_coded(file, changed, level)
+    found = numbers(read(file.parent, device))["both"]
+    assert bits(found[:40]).equal(bits(changed["wide"]))
+
+
+def test_an_escape_that_is_too_large_for_float16_is_refused(file: Path) -> None:
+    checkpoint = Checkpoint(file.parent)
+    forms = forms_of(TABLE, checkpoint.tensors, torch.float16, GPU)
+    with pytest.raises(CheckpointError, match=r"wide, stored as BF12, has 1 values .* as torch\.float16"):
+        fetch(checkpoint, TABLE, forms, CPU, lambda: None)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 def test_an_escape_that_is_not_finite_is_refused(file: Path, level: Level, value: float, device: torch.device) -> None:
