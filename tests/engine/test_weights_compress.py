@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from engine.weights import notes, survey
 from engine.weights.compress import compress, estimate
 from engine.weights.expand import expand
-from engine.weights.headers import read_header
+from engine.weights.headers import header_bytes, read_header
 from engine.weights.notes import ALIGNED_BYTES, Level
 from engine.weights.report import Report, lines
 from engine.weights.source import look
@@ -367,6 +368,46 @@ def test_an_altered_file_is_refused_or_gives_the_original(tmp_path: Path, level:
         assert files(tmp_path / "back") == files(folder)
         shutil.rmtree(tmp_path / "back")
     assert refused >= 140
+
+
+def test_what_was_altered_is_named(tmp_path: Path) -> None:
+    tensors = {"weight": gaussian(64, 1024), "bias": gaussian(1, 77)[0]}
+    folder, path = write_folder(tmp_path / "model", tensors), tmp_path / "made" / "model.safetensors"
+    compressed(folder, tmp_path / "made", Level.DISTRIBUTION)
+    good = path.read_bytes()
+    placed = {tensor.name: tensor for tensor in read_header(path).tensors}
+    padding = placed["weight.high"].last - 1
+    assert good[padding] == 0
+    for place, said in (
+        (placed["weight"].first, "weight was altered"),
+        (placed["bias"].first, "bias was altered"),
+        (placed["weight.bases"].first, "weight.bases was altered"),
+        (padding, "weight was altered behind its frames"),
+    ):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(CheckpointError, match=said):
+            expand(tmp_path / "made", tmp_path / "back", CPU)
+
+
+def test_every_sum_that_is_noted_counts(tmp_path: Path) -> None:
+    """Also those that only a wrong codec, or wrong notes with a right sum, would tell."""
+    folder = write_folder(tmp_path / "model", {"weight": gaussian(64, 256), "bias": gaussian(1, 64)[0]})
+    path = tmp_path / "made" / "model.safetensors"
+    compressed(folder, tmp_path / "made")
+    header, good = read_header(path), path.read_bytes()
+    said = notes.read(header.metadata)
+    assert said is not None
+    zeros = "0" * 32
+    for wrong, told in (
+        (structs.replace(said, codes={"weight": zeros}), "weight is not the tensor that was compressed"),
+        (structs.replace(said, original=structs.replace(said.original, xxh3_128=zeros)), "does not give the file"),
+        (structs.replace(said, pieces=said.pieces | {"bias": []}), "bias has 0 sums of 1 pieces"),
+        (structs.replace(said, codes={}), "weight.bases"),
+    ):
+        start = header_bytes(header.tensors, notes.written(wrong), header.first)
+        path.write_bytes(start + good[header.first :])
+        with pytest.raises(CheckpointError, match=told):
+            expand(tmp_path / "made", tmp_path / "back", CPU)
 
 
 def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:

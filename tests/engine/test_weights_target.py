@@ -203,6 +203,12 @@ def test_what_exists_is_never_replaced(tmp_path: Path, folder: Path) -> None:
     assert around(folder) == ["late", "model"]
 
 
+def test_what_makes_a_folder_a_model_comes_last(folder: Path) -> None:
+    (folder / "zeal").mkdir()
+    (folder / "zeal" / "config.json").write_text("{}")
+    assert files_of(folder) == [Path("model.safetensors"), Path("zeal/config.json"), Path("config.json")]
+
+
 def test_what_is_no_file_and_links_that_lead_back_are_told(folder: Path) -> None:
     for place, said in ((folder, "leads back"), (Path("gone"), "no file"), (Path("/dev/zero"), "no file")):
         (folder / "link").symlink_to(place)
