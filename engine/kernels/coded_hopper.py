@@ -397,7 +397,10 @@ def _multiply(
             _store(y.reshape([_GROUP, ROWS]), out + part * T * N, row_tile * ROWS, start, T, N, ROWS)
 
 
-@gluon.jit(do_not_specialize=["T", "blocks", "row_tiles", "output_tiles", "together", "parts"])
+@gluon.jit(
+    do_not_specialize=["T", "blocks", "row_tiles", "output_tiles", "together", "parts"],
+    do_not_specialize_on_alignment=["x_flat", "scales", "firsts", "places", "values"],
+)
 def _matmul(
     x, words, out, x_flat, scales, firsts, places, values, T, N, K, blocks, row_tiles, output_tiles, together, parts,
     inner, GATED: gl.constexpr, LANES: gl.constexpr, ROWS: gl.constexpr, X_RING: gl.constexpr,
@@ -429,6 +432,7 @@ def _matmul(
     for warpgroup in gl.static_range(2):
         mbarrier.init(escapes_ready.index(warpgroup), count=1)
         mbarrier.init(escapes_free.index(warpgroup), count=1)
+    fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (

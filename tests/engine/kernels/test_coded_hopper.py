@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -197,7 +198,7 @@ def compile_variant(name: str) -> str:
         "out": told["out"], "x_flat": "*bf16", "scales": "*fp32", "firsts": "*i32", "places": "*i32",
         "values": "*bf16", **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
-    aligned = [name for name in names if types[name].startswith("*") or name in ("N", "K", "inner")]
+    aligned = ["out", "N", "K", "inner"]
     source = GluonASTSource(
         kernel,
         {name: types[name] for name in names},
@@ -215,6 +216,7 @@ def compile_variant(name: str) -> str:
     return " ".join(map(str, [*counted, machine.count("HGMMA."), machine.count("WARPGROUP.DEPBAR")]))
 
 
+@cache
 def true_weight(outputs: int, inputs: int, rate: float = 0.0001) -> tuple[Tensor, Bf12]:
     """On the device."""
     weight_NK = with_escapes(random(outputs, inputs).cpu() * 0.02, rate).bfloat16()
