@@ -236,7 +236,7 @@ def _take_third(
     ring, ready, nth, WARPGROUP: gl.constexpr, GATED: gl.constexpr, LANES: gl.constexpr, RING: gl.constexpr,
     DOT: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's words [M, L] of a third of a block, which only then may be overwritten."""
+    """A warpgroup's words [M, L] of a third of a block, in registers: their place may be freed."""
     place = nth % RING
     mbarrier.wait(ready.index(place), nth // RING % 2)
     words = ring.index(place * 2 + WARPGROUP)._reinterpret(gl.int32, [_GROUP, LANES], _words_layout(LANES, GATED))
@@ -468,7 +468,7 @@ def serves(weight: Bf12, gated: bool, device: torch.device) -> bool:
 
 
 def multiply_many(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
-    """x·Wᵀ as [P, T, N]: in bfloat16 where P is 1, else float32 parts."""
+    """x·Wᵀ as [P, T, N]: in bfloat16 where P is 1, else float32 parts. Of a row of x that is not finite nothing is."""
     dtype = x_TK.dtype if tile.parts == 1 else torch.float32
     out_PTN = torch.empty(tile.parts, len(x_TK), weight.outputs, dtype=dtype, device=x_TK.device)
     _launch(x_TK, weight, out_PTN, tile, gated=False)
