@@ -5,6 +5,7 @@ For a GPU or a shape that nobody has measured it gives what is seldom bad: for b
 rows and cuBLAS for more, for 12 bits a number those of coded.py.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Final
 
@@ -21,6 +22,8 @@ CODED_BUCKETS: Final = (1, 8, 16, 32, 64, 128)
 _DEFAULT_ROW: Final = Tiling(16, 512, 1, 3, 4)
 _DEFAULT_ROWS: Final = Tiling(64, 128, 1, 4, 4)
 _DEFAULT_ROWS_MOST: Final = 16
+_DEFAULT_CODED_ROW: Final = CodedTiling(32, 1, 1, 4, 4, 0, 0)
+_DEFAULT_CODED_ROWS: Final = CodedTiling(64, 1, 1, 3, 4, 4, 0)
 _WAVE: Final = 264  # programs that keep a large GPU reading
 _PARTS_MOST: Final = 8
 
@@ -69,21 +72,13 @@ def _choose_coded(outputs: int, inputs: int, bucket: int, gated: bool, name: str
     if str(bucket) in measured:
         chosen = measured[str(bucket)]
         return None if chosen is None else CodedTiling(*chosen)
-    if gated and bucket > 32:  # two sums of so many rows leave no registers for the weights
+    if bucket > (32 if gated else 64):  # sums of more rows leave few registers for the weights
         return None
-    block_n, warps, stages, joined = _coded_default(bucket)
-    block = 8 * lanes_of(inputs)
-    parts = 1 if gated else min(_parts(outputs, block_n), max(1, inputs // block // 2))
-    return CodedTiling(block_n, 1, parts, stages, warps, joined, 0)
-
-
-def _coded_default(bucket: int) -> tuple[int, int, int, int]:
-    """Outputs at once, warps, stages, and numbers that are joined."""
+    block_n = _DEFAULT_CODED_ROW.block_n if bucket == 1 else _DEFAULT_CODED_ROWS.block_n
+    parts = 1 if gated else min(_parts(outputs, block_n), max(1, inputs // (16 * lanes_of(inputs))))
     if bucket == 1:
-        return 16, 4, 4, 0
-    if bucket <= 32:
-        return 64, 4, 4 if bucket <= 16 else 3, 4
-    return 128, 8, 3 if bucket == 64 else 2, 4
+        return replace(_DEFAULT_CODED_ROW, parts=parts)
+    return replace(_DEFAULT_CODED_ROWS, parts=parts, stages=2 if gated or bucket == 64 else 3)
 
 
 def _parts(outputs: int, block_n: int) -> int:

@@ -58,13 +58,13 @@ mov.u32 $0, 0;
 
 @triton.jit
 def _fetch(words, start, end, block, blocks, W, LANES: tl.constexpr):
-    """Some blocks of each output into the L2 cache, where they are found whatever is written meanwhile."""
-    at = (words + start.to(tl.int64) * W + block * (3 * LANES)).to(tl.int64)
-    if blocks > 0:
-        tl.inline_asm_elementwise(
-            _FETCH, "=r,l,r,r,r", [at, W * 4, end - start, blocks * (12 * LANES)], dtype=tl.int32, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+    """Some blocks of each output into the L2 cache, where they are found whatever is written meanwhile. From Hopper on;
+    before it there is no overlap either."""
+    if tl.target_info.cuda_capability_geq(9):  # noqa: SIM102  # this is known when it is compiled, the other is not
+        if blocks > 0:
+            at = (words + start.to(tl.int64) * W + block * (3 * LANES)).to(tl.int64)
+            sizes = [at, W * 4, end - start, blocks * (12 * LANES)]
+            tl.inline_asm_elementwise(_FETCH, "=r,l,r,r,r", sizes, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -108,11 +108,10 @@ def _multiply_row(
     end = tl.minimum(start + BLOCK_N, N)
     turns = K // (8 * LANES * BLOCKS)
     turn_first, turn_last = part * turns // parts, (part + 1) * turns // parts
-    if INLINE:
-        blocks = tl.minimum(ahead, (turn_last - turn_first) * BLOCKS)
-        _fetch(words, start, end, turn_first * BLOCKS, blocks, W, LANES)
-        if GATED:
-            _fetch(words, start + N, end + N, turn_first * BLOCKS, blocks, W, LANES)
+    blocks = tl.minimum(ahead, (turn_last - turn_first) * BLOCKS)
+    _fetch(words, start, end, turn_first * BLOCKS, blocks, W, LANES)
+    if GATED:
+        _fetch(words, start + N, end + N, turn_first * BLOCKS, blocks, W, LANES)
     outputs = start + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCKS * LANES)
     at = _words_at(words, outputs, columns, N, W, MASKED, LANES)
@@ -201,11 +200,10 @@ def _multiply_rows(
     end = tl.minimum(start + BLOCK_N, N)
     blocks = K // (8 * LANES)
     block_first, block_last = part * blocks // parts, (part + 1) * blocks // parts
-    if INLINE:
-        fetched = tl.minimum(ahead, block_last - block_first)
-        _fetch(words, start, end, block_first, fetched, W, LANES)
-        if GATED:
-            _fetch(words, start + N, end + N, block_first, fetched, W, LANES)
+    fetched = tl.minimum(ahead, block_last - block_first)
+    _fetch(words, start, end, block_first, fetched, W, LANES)
+    if GATED:
+        _fetch(words, start + N, end + N, block_first, fetched, W, LANES)
     outputs = start + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_T)
     at = _words_at(words, outputs, tl.arange(0, LANES), N, W, MASKED, LANES)

@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.weights.lanes import GROUP_OUTPUTS
+
+GROUP = tl.constexpr(GROUP_OUTPUTS)
 ESCAPES = tl.constexpr(32)  # that are looked at at once
 PLACEHOLDER = tl.constexpr(2.0)
 NOWHERE = tl.constexpr(-1)  # the place of what is no escape
@@ -89,8 +92,8 @@ def _number(high, low, SHIFT: tl.constexpr):
 @triton.jit
 def escapes_of(firsts, first_output, end_output, part, parts):
     """A part's slice of the escapes of some outputs, of whole groups."""
-    first = tl.load(firsts + first_output // 16)
-    last = tl.load(firsts + (end_output + 15) // 16)
+    first = tl.load(firsts + first_output // GROUP)
+    last = tl.load(firsts + tl.cdiv(end_output, GROUP))
     count = last - first
     return first + count * part // parts, first + count * (part + 1) // parts
 

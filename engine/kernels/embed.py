@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.decode import ESCAPES, decode, inline, some_escapes
+from engine.kernels.decode import ESCAPES, GROUP, decode, inline, some_escapes
 from engine.kernels.packed import ROWS, TOKENS, word
 from engine.weights.codec import Bf12
-from engine.weights.lanes import GROUP_OUTPUTS, lanes_of
+from engine.weights.lanes import lanes_of
 
 _COLUMNS = 256  # words of a third of a block that a program decodes
 
@@ -40,7 +40,7 @@ def _embed(step, sampled, embedding, out, hidden, BLOCK: tl.constexpr):
 @triton.jit
 def _embed_coded(
     step, sampled, words, scales, firsts, places, values, out, hidden, W, INLINE: tl.constexpr, LANES: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     first_column = tl.program_id(1) * COLUMNS
@@ -85,7 +85,7 @@ def embed(step: Tensor, sampled_R: Tensor, embedding: Tensor | Bf12, out_TH: Ten
         _embed_coded[rows, triton.cdiv(hidden, 8 * _COLUMNS)](
             step, sampled_R, embedding.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E, out_TH,
             hidden, embedding.words_NW.shape[1], INLINE=inline(out_TH.device), LANES=lanes_of(hidden),
-            COLUMNS=_COLUMNS, GROUP=GROUP_OUTPUTS,
+            COLUMNS=_COLUMNS,
         )  # fmt: skip
         return
     assert embedding.shape[1] == hidden

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.decode import ESCAPES, decode, inline, some_escapes
+from engine.kernels.decode import ESCAPES, GROUP, decode, inline, some_escapes
 from engine.kernels.overlap import overlaps, release, wait
 from engine.weights.codec import Bf12
 from engine.weights.lanes import GROUP_OUTPUTS, lanes_of
@@ -19,7 +19,7 @@ _TURNS = 2  # so many times
 @triton.jit
 def _expand(
     words, scales, firsts, places, values, out, first_output, end_output, K, W, INLINE: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     release()
     start = first_output + tl.program_id(0) * GROUP
@@ -66,5 +66,5 @@ def expand(weight: Bf12, out_NK: Tensor, outputs: range) -> None:
     _expand[grid](
         weight.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E, out_NK, outputs.start,
         outputs.stop, inputs, weight.words_NW.shape[1], INLINE=inline(out_NK.device), LANES=lanes, COLUMNS=_COLUMNS,
-        TURNS=_TURNS, GROUP=GROUP_OUTPUTS, num_warps=8, launch_pdl=overlaps(out_NK.device),
+        TURNS=_TURNS, num_warps=8, launch_pdl=overlaps(out_NK.device),
     )  # fmt: skip

@@ -58,7 +58,7 @@ def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("outputs", [1024, 4096, 28672, 151936])
 @pytest.mark.parametrize("inputs", [128, 896, 4096, 28672])
 def test_what_nobody_measured_has_a_tiling_that_fits(outputs: int, inputs: int) -> None:
-    for rows in range(1, 129):
+    for rows in range(1, 65):
         tiling = choose_coded(outputs, inputs, rows, False, torch.device("cpu"))
         assert tiling is not None
         assert tiling.block_n <= 32 * tiling.warps
