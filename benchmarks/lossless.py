@@ -97,7 +97,7 @@ def measure_files(plain: Path, coded: Path, device: str) -> None:
 
 def _run(program: str, source: Path, target: Path, device: str) -> float:
     began = time.monotonic()
-    command = [sys.executable, "-m", f"engine.weights.{program}", str(source), str(target), "--device", device]
+    command = [sys.executable, "-m", f"engine.compression.{program}", str(source), str(target), "--device", device]
     ended = subprocess.run([*command, "--json"], stdout=subprocess.PIPE)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with status {ended.returncode}")

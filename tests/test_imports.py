@@ -42,7 +42,7 @@ ONLY_IN = {
                 "ranks",
             )
         ),
-        *(f"engine.{folder}" for folder in ("weights", "model", "kernels", "ember", "bench")),
+        *(f"engine.{folder}" for folder in ("weights", "compression", "model", "kernels", "ember", "bench")),
         *(f"engine.encoder.{name}" for name in ("model", "runner")),
     ),
     "triton": ("engine.kernels",),

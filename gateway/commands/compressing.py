@@ -79,7 +79,7 @@ def _common(options: argparse.Namespace) -> list[str]:
 
 def _engine(module: str, arguments: Sequence[str]) -> int:
     """The status of a program of the engine, which says for itself what it does, and is told to end when this is."""
-    command = [sys.executable, "-P", "-m", f"engine.weights.{module}", *arguments]
+    command = [sys.executable, "-P", "-m", f"engine.compression.{module}", *arguments]
     with subprocess.Popen(command) as process, _passed_on(process):
         return process.wait()
 

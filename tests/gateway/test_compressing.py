@@ -12,14 +12,14 @@ import msgspec
 import pytest
 import torch
 
+from engine.compression.compress import compress
+from engine.compression.source import look
 from engine.model.config import read_config
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.compress import compress
 from engine.weights.forms import bytes_of, coded_bytes_of, forms_of
 from engine.weights.inspection import inspect
 from engine.weights.names import entries as table_of
 from engine.weights.notes import Level
-from engine.weights.source import look
 from engine.wire import MEMORY_SUFFIX, Memory, ModelSpec
 from gateway.catalogue import entries, spec_of
 from gateway.checksums import SUMS_NAME, write_sums
@@ -28,7 +28,7 @@ from gateway.commands import hardware
 from gateway.commands.sizes import sizes_of
 from gateway.compressed import read_compressed
 from gateway.config import load_config
-from tests.engine.weights_folders import llama_config, llama_tensors, write_file
+from tests.engine.compression.folders import llama_config, llama_tensors, write_file
 from tests.gateway.folders import EMBER
 
 NAME = "@cf/acme/assistant"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.weights.compress import compress
+from engine.compression.compress import compress
+from engine.compression.source import look
 from engine.weights.notes import Level
-from engine.weights.source import look
 from engine.wire import Pooling
 from gateway.catalogue import BUILT_IN, folder_of, open_catalogue
 from gateway.checksums import SUMS_NAME, read_sums, require_sums

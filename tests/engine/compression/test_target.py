@@ -1,4 +1,4 @@
-"""engine/weights/target.py: a folder appears whole or not at all, whatever ends its making, and the next one does."""
+"""engine/compression/target.py: a folder appears whole or not at all, whatever ends its making; so does the next."""
 
 import errno
 import os
@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.weights.compress import compress
-from engine.weights.expand import expand
+from engine.compression.compress import compress
+from engine.compression.expand import expand
+from engine.compression.source import look
+from engine.compression.target import SUFFIX, TargetError, appearing, files_of
 from engine.weights.notes import Level
-from engine.weights.source import look
-from engine.weights.target import SUFFIX, TargetError, appearing, files_of
+from tests.engine.compression.folders import write_folder
 from tests.engine.test_weights_codec import gaussian
-from tests.engine.weights_folders import write_folder
 
 CPU = torch.device("cpu")
 
@@ -112,7 +112,7 @@ def test_a_real_disk_that_is_full_is_said_before_and_left_clean(folder: Path, sm
     with pytest.raises(TargetError, match=r"needs 2\.\d+ MiB, and .*disk has 1\.00 MiB free"):
         compress(look(folder), small_disk / "made", Level.DEVICE, CPU)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("engine.weights.compress.require_room", lambda *_: None)
+        patched.setattr("engine.compression.compress.require_room", lambda *_: None)
         with pytest.raises(TargetError, match="cannot be written: No space left"):
             compress(look(folder), small_disk / "made", Level.DEVICE, CPU)
     assert [path.name for path in small_disk.iterdir()] == ["other"]
@@ -161,7 +161,7 @@ def test_a_process_that_is_told_to_end_takes_back_what_it_began(folder: Path) ->
 
 _ENDED = """
 import sys, time
-from engine.weights import compress
+from engine.compression import compress
 compress.copy_file = lambda *arguments: time.sleep(60)
 sys.argv = ["compress", {folder!r}, {target!r}]
 sys.exit(compress.main())

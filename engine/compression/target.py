@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from engine.weights.report import in_bytes
+from engine.compression.report import in_bytes
 
 SUFFIX: Final = ".partial-hearth"
 ARTEFACTS: Final = ".hearth"  # what a start has compiled and measured; it belongs to the folder that it was found for

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.weights import notes, sums
-from engine.weights.headers import Header, Placed, read_header
+from engine.compression import sums
+from engine.compression.headers import Header, Placed, read_header
+from engine.compression.survey import shape_reason
+from engine.compression.target import files_of
+from engine.weights import notes
 from engine.weights.notes import NotesError
 from engine.weights.stored import CheckpointError, listed
-from engine.weights.survey import shape_reason
-from engine.weights.target import files_of
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"

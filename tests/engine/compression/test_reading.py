@@ -1,4 +1,4 @@
-"""engine/weights/reading.py: pieces come in their order, only so many ahead, and of files that stay the same."""
+"""engine/compression/reading.py: pieces come in their order, only so many ahead, and of files that stay the same."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.weights.reading import Opened, ordered
+from engine.compression.reading import Opened, ordered
 from engine.weights.stored import CheckpointError
 
 

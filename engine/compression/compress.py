@@ -1,6 +1,6 @@
 """A model's folder → one whose weights take 12 bits each, without loss, in the format of notes.py.
 
-    python -m engine.weights.compress SOURCE TARGET [--level device|distribution] [--device auto|cpu|cuda:N]
+    python -m engine.compression.compress SOURCE TARGET [--level device|distribution] [--device auto|cpu|cuda:N]
                                       [--dry-run] [--json]
 
 Any architecture will do. Threads read pieces and code them, on a GPU where there is one with room; one takes what they
@@ -25,20 +25,20 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.weights import sums
+from engine.compression import sums
+from engine.compression.headers import Placed
+from engine.compression.program import add_options, device_for, print_json, run, threads_for
+from engine.compression.progress import Progress
+from engine.compression.reading import Opened, ordered
+from engine.compression.report import CODED, Report, TensorReport, lines
+from engine.compression.source import Folder, look
+from engine.compression.survey import Counted, Survey, Verdict, count, groups_of, shape_reason, total
+from engine.compression.target import TargetError, appearing, copy_file, require_new, require_room, write_file
+from engine.compression.writing import Made, Writing, as_bytes
 from engine.weights.codec import encode
-from engine.weights.headers import Placed
 from engine.weights.high import pack
 from engine.weights.notes import PIECE_BYTES, Level, piece_rows
-from engine.weights.program import add_options, device_for, print_json, run, threads_for
-from engine.weights.progress import Progress
-from engine.weights.reading import Opened, ordered
-from engine.weights.report import CODED, Report, TensorReport, lines
-from engine.weights.source import Folder, look
 from engine.weights.stored import CheckpointError
-from engine.weights.survey import Counted, Survey, Verdict, count, groups_of, shape_reason, total
-from engine.weights.target import TargetError, appearing, copy_file, require_new, require_room, write_file
-from engine.weights.writing import Made, Writing, as_bytes
 
 _ESCAPE_BYTES: Final = 10
 _SHARE_LEAST: Final = {Level.DEVICE: 0.75, Level.DISTRIBUTION: 0.6}  # of bf16, that what is coded takes
@@ -101,7 +101,7 @@ def estimate(folder: Folder, level: Level, device: torch.device) -> Report:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="engine.weights.compress")
+    parser = argparse.ArgumentParser(prog="engine.compression.compress")
     add_options(parser)
     parser.add_argument("target", type=Path, nargs="?", help="a new folder, not wanted in a dry run")
     parser.add_argument("--level", choices=[level.name.lower() for level in Level], default=Level.DEVICE.name.lower())

@@ -1,5 +1,5 @@
-"""engine/weights/compress.py and expand.py: every bit of every file comes back, in a format that others can read, and
-what cannot be compressed is refused by name. How folders appear is tested in test_weights_target.py.
+"""engine/compression: every bit of every file comes back, in a format that others can read, and
+what cannot be compressed is refused by name. How folders appear is tested in test_target.py.
 """
 
 import hashlib
@@ -21,19 +21,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.weights import notes, survey
-from engine.weights.compress import compress, estimate
-from engine.weights.expand import expand
-from engine.weights.headers import header_bytes, read_header
+from engine.compression import survey
+from engine.compression.compress import compress, estimate
+from engine.compression.expand import expand
+from engine.compression.headers import header_bytes, read_header
+from engine.compression.report import Report, lines
+from engine.compression.source import look
+from engine.compression.sums import sums_of, with_sums
+from engine.compression.writing import Writing
+from engine.weights import notes
 from engine.weights.notes import ALIGNED_BYTES, Level
-from engine.weights.report import Report, lines
-from engine.weights.source import look
 from engine.weights.stored import CheckpointError
-from engine.weights.sums import sums_of, with_sums
-from engine.weights.writing import Writing
 from gateway.checksums import read_sums, require_sums, write_sums
+from tests.engine.compression.folders import llama_config, llama_tensors, with_bits, write_file, write_folder
 from tests.engine.test_weights_codec import gaussian
-from tests.engine.weights_folders import llama_config, llama_tensors, with_bits, write_file, write_folder
 
 CPU = torch.device("cpu")
 LEVELS = pytest.mark.parametrize("level", Level, ids=lambda level: level.name)
@@ -420,7 +421,7 @@ def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         for _ in range(64):
             file.write(block)
-    command = [sys.executable, "-m", "engine.weights.compress", str(folder), str(tmp_path / "made"), "--json"]
+    command = [sys.executable, "-m", "engine.compression.compress", str(folder), str(tmp_path / "made"), "--json"]
     done = subprocess.run([sys.executable, "-c", _MEASURED, *command], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     said, _, peak = done.stdout.rpartition("\n")

@@ -1,6 +1,6 @@
 """A compressed folder (notes.py) → the one that it was made of, bit for bit.
 
-    python -m engine.weights.expand SOURCE TARGET [--device auto|cpu|cuda:N] [--json]
+    python -m engine.compression.expand SOURCE TARGET [--device auto|cpu|cuda:N] [--json]
 
 What is read is held against the sum of each piece, what comes of it against those of each tensor and of the whole file.
 Memory is bounded by the pieces under way and a tensor's escapes.
@@ -22,10 +22,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.weights import notes, sums
+from engine.compression import sums
+from engine.compression.headers import Header, Placed, parse_header, read_header
+from engine.compression.program import add_options, device_for, print_json, run, threads_for
+from engine.compression.progress import Progress
+from engine.compression.reading import Opened, ordered
+from engine.compression.report import Expanded
+from engine.compression.source import weights_of
+from engine.compression.target import appearing, copy_file, files_of, require_new, require_room
+from engine.compression.writing import as_bytes, put
+from engine.weights import notes
 from engine.weights.codec import Escapes
 from engine.weights.codec import expand as expanded
-from engine.weights.headers import Header, Placed, parse_header, read_header
 from engine.weights.high import HighError, unpack
 from engine.weights.lanes import fits, words_of
 from engine.weights.notes import (
@@ -41,14 +49,7 @@ from engine.weights.notes import (
     NotesError,
     piece_rows,
 )
-from engine.weights.program import add_options, device_for, print_json, run, threads_for
-from engine.weights.progress import Progress
-from engine.weights.reading import Opened, ordered
-from engine.weights.report import Expanded
-from engine.weights.source import weights_of
 from engine.weights.stored import CheckpointError, listed
-from engine.weights.target import appearing, copy_file, files_of, require_new, require_room
-from engine.weights.writing import as_bytes, put
 
 _AGAIN: Final = "get the file again"
 
@@ -120,7 +121,7 @@ def read(path: Path) -> File | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="engine.weights.expand")
+    parser = argparse.ArgumentParser(prog="engine.compression.expand")
     add_options(parser)
     parser.add_argument("target", type=Path, help="a new folder")
     options = parser.parse_args()

@@ -15,7 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.weights.headers import BYTES_MOST, Header, Placed, header_bytes
+from engine.compression.headers import BYTES_MOST, Header, Placed, header_bytes
+from engine.compression.survey import ESCAPES_MOST, shape_reason
 from engine.weights.lanes import words_of
 from engine.weights.notes import (
     ALIGNED_BYTES,
@@ -33,7 +34,6 @@ from engine.weights.notes import (
     written,
 )
 from engine.weights.stored import CheckpointError
-from engine.weights.survey import ESCAPES_MOST, shape_reason
 
 _FAR: Final = 10**15  # no file reaches so far, and no number in a header is longer
 _SUM_MOST: Final = (1 << 64) - 1
