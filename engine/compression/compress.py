@@ -26,7 +26,6 @@ import xxhash
 from torch import Tensor
 
 from engine.compression import sums
-from engine.compression.headers import Placed
 from engine.compression.program import add_options, device_for, print_json, run, threads_for
 from engine.compression.progress import Progress
 from engine.compression.reading import Opened, ordered
@@ -36,6 +35,7 @@ from engine.compression.survey import Counted, Survey, Verdict, count, groups_of
 from engine.compression.target import TargetError, appearing, copy_file, require_new, require_room, write_file
 from engine.compression.writing import Made, Writing, as_bytes
 from engine.weights.codec import encode
+from engine.weights.headers import Placed
 from engine.weights.high import pack
 from engine.weights.notes import PIECE_BYTES, Level, piece_rows
 from engine.weights.stored import CheckpointError

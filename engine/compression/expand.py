@@ -23,7 +23,6 @@ import xxhash
 from torch import Tensor
 
 from engine.compression import sums
-from engine.compression.headers import Header, Placed, parse_header, read_header
 from engine.compression.program import add_options, device_for, print_json, run, threads_for
 from engine.compression.progress import Progress
 from engine.compression.reading import Opened, ordered
@@ -34,22 +33,21 @@ from engine.compression.writing import as_bytes, put
 from engine.weights import notes
 from engine.weights.codec import Escapes
 from engine.weights.codec import expand as expanded
+from engine.weights.headers import Header, read_header, stored_in
 from engine.weights.high import HighError, unpack
-from engine.weights.lanes import fits, words_of
+from engine.weights.lanes import words_of
 from engine.weights.notes import (
     ALIGNED_BYTES,
     BASES,
-    HIGH,
-    HIGH_ENDS,
     PIECE_BYTES,
     POSITIONS,
     VALUES,
-    Level,
     Notes,
     NotesError,
     piece_rows,
 )
-from engine.weights.stored import CheckpointError, listed
+from engine.weights.planes import gather, original_of
+from engine.weights.stored import CheckpointError, Code, Packed, Stored
 
 _AGAIN: Final = "get the file again"
 
@@ -58,21 +56,15 @@ Job = Callable[[], bytearray | memoryview]  # gives a piece of the original
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A compressed file: its tensors by name, what it says, and the header that it was made of."""
+    """A compressed file: the tensors that it was made of by name, what it says, and the header that it had."""
 
     path: Path
-    tensors: dict[str, Placed]
+    tensors: dict[str, Stored]
     said: Notes
     original: Header
 
     def fail(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {name} {what}: {_AGAIN}")
-
-    def sums(self, name: str, pieces: int) -> list[int]:
-        found = self.said.pieces.get(name, [])
-        if len(found) != pieces:
-            raise self.fail(name, f"has {len(found)} sums of {pieces} pieces")
-        return found
 
 
 def expand(source: Path, target: Path, device: torch.device) -> Expanded:
@@ -110,14 +102,11 @@ def read(path: Path) -> File | None:
     header = read_header(path)
     try:
         said = notes.read(header.metadata)
-        if said is None:
-            return None
-        original = parse_header(said.original.header, said.original.bytes)
-    except (NotesError, ValueError) as error:
+    except NotesError as error:
         raise CheckpointError(f"{path} is a compressed file, and {error}") from error
-    file = File(path, {tensor.name: tensor for tensor in header.tensors}, said, original)
-    _require_planes(file)
-    return file
+    if said is None:
+        return None
+    return File(path, gather(path, stored_in(path, header), said), said, original_of(path, said))
 
 
 def main() -> int:
@@ -142,32 +131,6 @@ def _names_of(source: Path) -> list[Path]:
 
 def _name_of(name: Path) -> Path:
     return Path(sums.NAME) if name == Path(sums.ORIGINAL) else name
-
-
-def _require_planes(file: File) -> None:
-    """Raises CheckpointError unless the file has exactly the tensors that its notes mean."""
-    wanted: dict[str, tuple[str, tuple[int, ...] | None]] = {}
-    for tensor in file.original.tensors:
-        code = file.said.codes.get(tensor.name)
-        if code is None:
-            wanted[tensor.name] = (tensor.dtype, tensor.shape)
-            continue
-        if tensor.dtype != "BF16" or len(tensor.shape) != 2 or not fits(*tensor.shape):
-            raise file.fail(tensor.name, "is said to be coded and has no code")
-        outputs, inputs = tensor.shape
-        packed = file.said.level is Level.DISTRIBUTION
-        wanted[tensor.name] = ("I32", (outputs, words_of(inputs) // 3 * (2 if packed else 3)))
-        wanted |= {tensor.name + BASES: ("U8", (outputs,)), tensor.name + POSITIONS: ("I64", None)}
-        wanted |= {tensor.name + VALUES: ("BF16", None)}
-        if packed:
-            pieces = -(-outputs // piece_rows(inputs))
-            wanted |= {tensor.name + HIGH: ("U8", None), tensor.name + HIGH_ENDS: ("I64", (pieces,))}
-    if wrong := wanted.keys() ^ file.tensors.keys():
-        raise CheckpointError(f"{file.path}: {listed(wrong)}: either is not there or should not be: {_AGAIN}")
-    for name, (dtype, shape) in wanted.items():
-        found = file.tensors[name]
-        if found.dtype != dtype or (shape is not None and found.shape != shape):
-            raise file.fail(name, f"is {found.dtype} {list(found.shape)}, unlike what its notes say")
 
 
 def _run(job: Job) -> bytearray | memoryview:
@@ -201,55 +164,55 @@ def _restore(file: File, pieces: Iterator[bytearray | memoryview], path: Path, p
 def _jobs(opened: Opened, file: File, device: torch.device) -> Iterator[Job]:
     """What gives the original's pieces, in the order of their bytes."""
     for tensor in file.original.tensors:
-        code = file.said.codes.get(tensor.name)
-        if code is None:
-            yield from _kept(opened, file, file.tensors[tensor.name])
+        stored = file.tensors[tensor.name]
+        if stored.code is None:
+            yield from _kept(opened, file, tensor.name, stored)
         else:
-            yield from _coded(opened, file, tensor, device)
+            yield from _coded(opened, file, tensor.name, stored, stored.code, device)
 
 
-def _kept(opened: Opened, file: File, stored: Placed) -> Iterator[Job]:
-    starts = range(stored.first, stored.last, PIECE_BYTES)
-    for start, said in zip(starts, file.sums(stored.name, len(starts)), strict=True):
-        yield partial(_checked, opened, file, stored, start, min(PIECE_BYTES, stored.last - start), said)
+def _kept(opened: Opened, file: File, name: str, stored: Stored) -> Iterator[Job]:
+    for start, said in zip(range(stored.first, stored.last, PIECE_BYTES), _sums(stored), strict=True):
+        yield partial(_checked, opened, file, name, start, min(PIECE_BYTES, stored.last - start), said)
 
 
-def _checked(opened: Opened, file: File, stored: Placed, first: int, count: int, said: int) -> bytearray:
+def _checked(opened: Opened, file: File, name: str, first: int, count: int, said: int) -> bytearray:
     piece = opened.read(file.path, first, count)
     if xxhash.xxh3_64_intdigest(piece) != said:
-        raise file.fail(stored.name, "was altered")
+        raise file.fail(name, "was altered")
     return piece
 
 
-def _coded(opened: Opened, file: File, tensor: Placed, device: torch.device) -> Iterator[Job]:
-    outputs, inputs = tensor.shape
-    escapes = _escapes(opened, file, tensor)
+def _coded(opened: Opened, file: File, name: str, stored: Stored, code: Code, device: torch.device) -> Iterator[Job]:
+    outputs, inputs = stored.shape
+    escapes = _escapes(opened, file, name, stored, code)
     starts = range(0, outputs, piece_rows(inputs))
-    frames = _frames(opened, file, tensor.name, len(starts))
-    for start, said, frame in zip(starts, file.sums(tensor.name, len(starts)), frames, strict=True):
+    frames = [None] * len(starts) if code.high is None else _frames(opened, file, name, code.high)
+    for start, said, frame in zip(starts, _sums(stored), frames, strict=True):
         rows = range(start, min(start + starts.step, outputs))
-        yield partial(_decoded, opened, file, tensor.name, escapes, rows, said, frame, device)
+        yield partial(_decoded, opened, file, name, stored.first, escapes, rows, said, frame, device)
 
 
 def _decoded(
     opened: Opened,
     file: File,
     name: str,
+    first: int,
     escapes: Escapes,
     rows: range,
     said: int,
     frame: range | None,
     device: torch.device,
 ) -> memoryview:
-    """These rows of the matrix as bf16."""
-    stored = file.tensors[name]
-    width = 4 * stored.shape[1]
-    raw = opened.read(file.path, stored.first + rows.start * width, len(rows) * width)
+    """These rows of the matrix as bf16. Its words, or the low ones alone, begin at byte `first`."""
+    words = words_of(escapes.inputs)
+    width = 4 * words if frame is None else escapes.inputs
+    raw = opened.read(file.path, first + rows.start * width, len(rows) * width)
     words_NW = torch.frombuffer(raw, dtype=torch.int32).view(len(rows), -1)
     if frame is not None:
-        low_NV, words_NW = words_NW, torch.empty(len(rows), words_of(escapes.inputs), dtype=torch.int32)
+        low_NV, words_NW = words_NW, torch.empty(len(rows), words, dtype=torch.int32)
         try:
-            unpack(bytes(opened.read(file.path, frame.start, len(frame))), low_NV, words_NW)
+            unpack(memoryview(opened.read(file.path, frame.start, len(frame))), low_NV, words_NW)
         except HighError as error:
             raise file.fail(name, f"has {error}") from error
     if xxhash.xxh3_64_intdigest(as_bytes(words_NW)) != said:
@@ -258,35 +221,39 @@ def _decoded(
     return as_bytes(weight_NK)
 
 
-def _escapes(opened: Opened, file: File, tensor: Placed) -> Escapes:
-    bases_N = _plane(opened, file, tensor.name + BASES, torch.uint8)
-    positions_E = _plane(opened, file, tensor.name + POSITIONS, torch.int64)
-    values_E = _plane(opened, file, tensor.name + VALUES, torch.bfloat16)
-    outputs, inputs = tensor.shape
+def _escapes(opened: Opened, file: File, name: str, stored: Stored, code: Code) -> Escapes:
+    bases_N = _plane(opened, file, name + BASES, code.bases, torch.uint8)
+    positions_E = _plane(opened, file, name + POSITIONS, code.positions, torch.int64)
+    values_E = _plane(opened, file, name + VALUES, code.values, torch.bfloat16)
+    outputs, inputs = stored.shape
     ends = (positions_E[:1] < 0).any() or (positions_E[-1:] >= outputs * inputs).any()
-    if len(positions_E) != len(values_E) or ends or (positions_E.diff() <= 0).any():
-        raise file.fail(tensor.name, "has escapes out of their order")
+    if ends or (positions_E.diff() <= 0).any():
+        raise file.fail(name, "has escapes out of their order")
     return Escapes(outputs, inputs, bases_N, positions_E, values_E)
 
 
-def _plane(opened: Opened, file: File, name: str, dtype: torch.dtype) -> Tensor:
-    content = bytearray().join(job() for job in _kept(opened, file, file.tensors[name]))
+def _plane(opened: Opened, file: File, name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
+    content = bytearray().join(job() for job in _kept(opened, file, name, stored))
     return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
 
 
-def _frames(opened: Opened, file: File, name: str, pieces: int) -> Sequence[range | None]:
-    """Where in the file the frame of each piece lies; None of them where high words are not packed."""
-    if file.said.level is Level.DEVICE:
-        return [None] * pieces
-    high, stored = file.tensors[name + HIGH], file.tensors[name + HIGH_ENDS]
-    ends = torch.frombuffer(opened.read(file.path, stored.first, stored.bytes), dtype=torch.int64).tolist()
+def _frames(opened: Opened, file: File, name: str, high: Packed) -> Sequence[range]:
+    """Where in the file the frame of each piece lies."""
+    frames = high.frames
+    raw = opened.read(file.path, high.ends.first, high.ends.last - high.ends.first)
+    ends = torch.frombuffer(raw, dtype=torch.int64).tolist()
     starts = [0, *ends[:-1]]
-    padding = high.bytes - ends[-1]
+    padding = frames.last - frames.first - ends[-1]
     if any(start >= end for start, end in zip(starts, ends, strict=True)) or not 0 <= padding < ALIGNED_BYTES:
         raise file.fail(name, "has frames that end where they cannot")
-    if any(opened.read(file.path, high.last - padding, padding)):
+    if any(opened.read(file.path, frames.last - padding, padding)):
         raise file.fail(name, "was altered behind its frames")
-    return [range(high.first + start, high.first + end) for start, end in zip(starts, ends, strict=True)]
+    return [range(frames.first + start, frames.first + end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _sums(stored: Stored) -> tuple[int, ...]:
+    assert stored.sums is not None  # which all tensors of compressed files have
+    return stored.sums
 
 
 if __name__ == "__main__":

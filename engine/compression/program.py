@@ -59,10 +59,11 @@ def print_json(done: msgspec.Struct) -> None:
 def run(work: Callable[[], None]) -> int:
     """The exit status: 0, 1 with the reason on stderr, or as the shell has it for who was told to end. `work` has then
     left what it was in by exceptions, and taken back what it began."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
     torch.set_num_threads(1)  # the threads that take pieces use the cores
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # `hearth models` held them back
         work()
     except _Ended as ended:
         return _fail("stopped", 128 + ended.number)

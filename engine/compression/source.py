@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from engine.compression import sums
-from engine.compression.headers import Header, Placed, read_header
 from engine.compression.survey import shape_reason
 from engine.compression.target import files_of
 from engine.weights import notes
+from engine.weights.headers import Header, Placed, read_header
 from engine.weights.notes import NotesError
 from engine.weights.stored import CheckpointError, listed
 

@@ -13,13 +13,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.compression.headers import Placed
 from engine.encoder.config import is_encoder, read_encoder_config
 from engine.encoder.names import encoder_entries
 from engine.encoder.names import prefix_of as encoder_prefix_of
 from engine.kernels.measured import coded_pays
 from engine.model.config import ConfigError, read_config
 from engine.weights.codec import bases_for, codes_of, exponents_of
+from engine.weights.headers import Placed
 from engine.weights.lanes import CODES, fits
 from engine.weights.names import entries, prefix_of
 

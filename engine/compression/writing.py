@@ -15,8 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.compression.headers import BYTES_MOST, Header, Placed, header_bytes
 from engine.compression.survey import ESCAPES_MOST, shape_reason
+from engine.weights.headers import BYTES_MOST, Header, Placed, header_bytes
 from engine.weights.lanes import words_of
 from engine.weights.notes import (
     ALIGNED_BYTES,

@@ -5,21 +5,20 @@ Some of the files, or all, may be compressed. It reads headers and moves no weig
 
 import hashlib
 import json
-import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from engine.weights import notes
+from engine.weights.headers import read_header, stored_in
 from engine.weights.names import Source
-from engine.weights.planes import PLANE_BYTES, gather
+from engine.weights.planes import gather
 from engine.weights.stored import BF12, ITEM_BYTES, CheckpointError, Stored, listed
 
 __all__ = ["Checkpoint", "CheckpointError", "Stored"]
 
-_COUNTS: Final = {"I64": 8}  # positions that some encoders' files carry, never a weight
-_HEADER_BYTES_MAX: Final = 100_000_000
+_COUNTS: Final = ("I64",)  # positions that some encoders' files carry, never a weight
 _SMALL_BYTES: Final = 64 << 20  # checkpoints up to this size are digested whole
 _SAMPLE_BYTES: Final = 4096
 
@@ -32,7 +31,7 @@ class Checkpoint:
         self.paths = _paths(folder)
         self.tensors: dict[str, Stored] = {}
         for path in self.paths:
-            for name, stored in _read_header(path).items():
+            for name, stored in _read(path).items():
                 if name in self.tensors:
                     raise CheckpointError(f"{name} is in {self.tensors[name].path.name} and again in {path.name}")
                 self.tensors[name] = stored
@@ -106,46 +105,16 @@ def _paths(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(size - 8, _HEADER_BYTES_MAX):
-            raise CheckpointError(f"{path} is no safetensors file: a header of {length} bytes in a file of {size}")
-        try:
-            header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", {})
-            said = notes.read(metadata)
-        except notes.NotesError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-        except (ValueError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{path} is no safetensors file: {error}") from error
-    dtypes = ITEM_BYTES | _COUNTS | ({} if said is None else PLANE_BYTES)
-    stored = {name: _stored(path, name, entry, 8 + length, dtypes) for name, entry in header.items()}
-    _check_places(path, stored, 8 + length, size)
-    return stored if said is None else gather(path, stored, said)
-
-
-def _stored(path: Path, name: str, entry: Any, base: int, dtypes: Mapping[str, int]) -> Stored:
+def _read(path: Path) -> dict[str, Stored]:
+    header = read_header(path)
     try:
-        dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(isinstance(number, int) and number >= 0 for number in (*shape, first, last))
-        item_bytes = dtypes.get(dtype)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the header's entry of {name} is malformed") from error
-    if item_bytes is None:
-        raise CheckpointError(f"{path}: {name} has dtype {dtype}; {', '.join(ITEM_BYTES)} are supported")
-    if not whole or last - first != math.prod(shape) * item_bytes:
-        raise CheckpointError(f"{path}: {name} with shape {list(shape)} in {dtype} does not fit its offsets")
-    return Stored(path, dtype, shape, base + first, base + last)
-
-
-def _check_places(path: Path, stored: dict[str, Stored], base: int, size: int) -> None:
-    end = base
-    for name, tensor in sorted(stored.items(), key=lambda item: (item[1].first, item[1].last)):
-        if tensor.first != end:
-            raise CheckpointError(f"{path}: {name} begins at byte {tensor.first}, where {end} is due")
-        end = tensor.last
-    if end != size:
-        raise CheckpointError(f"{path}: {size} bytes long, its tensors end at {end}: cut short or added to")
+        said = notes.read(header.metadata)
+    except notes.NotesError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    tensors = stored_in(path, header)
+    if said is not None:
+        tensors = gather(path, tensors, said)
+    for name, tensor in tensors.items():
+        if tensor.code is None and tensor.dtype not in (*ITEM_BYTES, *_COUNTS):
+            raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; {', '.join(ITEM_BYTES)} are supported")
+    return tensors

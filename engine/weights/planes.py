@@ -9,25 +9,38 @@ from pathlib import Path
 from typing import Final
 
 from engine.weights import notes
+from engine.weights.headers import Header, parse_header
 from engine.weights.lanes import fits
 from engine.weights.notes import BASES, HIGH, HIGH_ENDS, POSITIONS, VALUES, Level, Notes, piece_rows
 from engine.weights.stored import BF12, CheckpointError, Code, Packed, Stored, listed
 
-PLANE_BYTES: Final = {"I32": 4, "U8": 1, "I64": 8}  # of what only compressed files have
 _AGAIN: Final = "get the file again, or compress its model anew"
 
 
+def original_of(path: Path, said: Notes) -> Header:
+    """That of the file which was compressed. Raises CheckpointError."""
+    try:
+        return parse_header(said.original.header, said.original.bytes)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is a compressed file, and {error}: {_AGAIN}") from error
+
+
 def gather(path: Path, stored: Mapping[str, Stored], said: Notes) -> dict[str, Stored]:
-    """The file's tensors by the names they had before it was compressed. Raises CheckpointError."""
+    """The tensors that it had before it was compressed, of which it has planes or themselves. Raises CheckpointError
+    unless these are all that it has, each of its dtype and shape, with a sum of each piece."""
     suffixes = ("", BASES, POSITIONS, VALUES, *((HIGH, HIGH_ENDS) if said.level is Level.DISTRIBUTION else ()))
     wanted = [name + suffix for name in said.codes for suffix in suffixes]
+    original = {tensor.name: tensor for tensor in original_of(path, said).tensors}
+    _require_none(path, "lacks", (name for name in original if name not in stored))
     _require_none(path, "lacks", (name for name in wanted if name not in stored))
     found = {name: _coded(path, name, stored, said) for name in said.codes}
     planes = set(wanted)
     plain = {name: tensor for name, tensor in stored.items() if name not in planes}
-    _require_none(
-        path, "has planes of no coded tensor:", (name for name in plain if plain[name].dtype in ("I32", "U8"))
-    )
+    _require_none(path, "has planes of no coded tensor:", (name for name in plain if name not in original))
+    for name, tensor in (plain | found).items():
+        dtype = "BF16" if name in found else tensor.dtype
+        if name not in original or (original[name].dtype, original[name].shape) != (dtype, tensor.shape):
+            raise CheckpointError(f"{path}: {name}, {dtype} {list(tensor.shape)}, is not what was compressed: {_AGAIN}")
     for name, tensor in plain.items():
         found[name] = replace(tensor, sums=_sums(path, name, said, _pieces_of(tensor)))
     summed = {name + suffix for name in said.codes for suffix in ("", BASES, POSITIONS, VALUES)} | plain.keys()

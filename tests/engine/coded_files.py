@@ -65,13 +65,19 @@ def write_coded(
         for plane, values in small.items():
             planes[f"{name}.{plane}"] = values
             sums[f"{name}.{plane}"] = sums_of(raw(values), notes.PIECE_BYTES)
-    original = Original(header="", bytes=0, xxh3_128="")
+    header, content = header_and_content(tensors)
+    original = Original(header=header.decode(), bytes=8 + len(header) + len(content), xxh3_128="")
     write_file(path, planes, notes.written(Notes(notes.VERSION, level, original, codes, sums)))
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    header, content = header_and_content(tensors, {"__metadata__": metadata})
+    path.write_bytes(struct.pack("<Q", len(header)) + header + content)
+
+
+def header_and_content(tensors: dict[str, Tensor], header: dict[str, Any] | None = None) -> tuple[bytes, bytes]:
     """The largest items first, so that all are aligned."""
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header = header or {}
     content = b""
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         first = len(content)
@@ -81,7 +87,7 @@ def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
         }  # fmt: skip
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content)
+    return encoded, content
 
 
 def compressed(source: Path, target: Path, level: Level, **options: Any) -> Path:

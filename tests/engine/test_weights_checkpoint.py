@@ -93,7 +93,12 @@ def malformed(header: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(shift, "begins at byte"), (grow, "does not fit"), (negative, "does not fit"), (malformed, "malformed")],
+    [
+        (shift, r"model\.norm\.weight is to lie from byte"),
+        (grow, r"model\.norm\.weight .* does not fit"),
+        (negative, r"model\.norm\.weight has the shape \[-64\]"),
+        (malformed, r"its entry of model\.norm\.weight is malformed"),
+    ],
 )
 def test_offsets_that_overlap_or_do_not_fit_are_refused(folder: Path, change: Any, said: str) -> None:
     reheader(folder, change)
@@ -109,6 +114,7 @@ def test_offsets_that_overlap_or_do_not_fit_are_refused(folder: Path, change: An
         (lambda content: struct.pack("<Q", 1 << 60) + content[8:], "no safetensors file"),
         (lambda content: content[:8] + b"[" + content[9:], "no safetensors file"),
         (lambda content: b"", "no safetensors file"),
+        (lambda content: struct.pack("<Q", 100_000) + b"[" * 100_000, "no safetensors file"),
     ],
 )
 def test_a_damaged_file_is_refused(folder: Path, spoil: Callable[[bytes], bytes], said: str) -> None:

@@ -24,12 +24,12 @@ from torch import Tensor
 from engine.compression import survey
 from engine.compression.compress import compress, estimate
 from engine.compression.expand import expand
-from engine.compression.headers import header_bytes, read_header
 from engine.compression.report import Report, lines
 from engine.compression.source import look
 from engine.compression.sums import sums_of, with_sums
 from engine.compression.writing import Writing
 from engine.weights import notes
+from engine.weights.headers import header_bytes, read_header
 from engine.weights.notes import ALIGNED_BYTES, Level
 from engine.weights.stored import CheckpointError
 from gateway.checksums import read_sums, require_sums, write_sums
@@ -402,7 +402,7 @@ def test_every_sum_that_is_noted_counts(tmp_path: Path) -> None:
     for wrong, told in (
         (structs.replace(said, codes={"weight": zeros}), "weight is not the tensor that was compressed"),
         (structs.replace(said, original=structs.replace(said.original, xxh3_128=zeros)), "does not give the file"),
-        (structs.replace(said, pieces=said.pieces | {"bias": []}), "bias has 0 sums of 1 pieces"),
+        (structs.replace(said, pieces=said.pieces | {"bias": []}), "has 0 sums of bias, which has 1 pieces"),
         (structs.replace(said, codes={}), "weight.bases"),
     ):
         start = header_bytes(header.tensors, notes.written(wrong), header.first)

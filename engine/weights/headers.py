@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from engine.weights.notes import ALIGNED_BYTES
-from engine.weights.stored import CheckpointError
+from engine.weights.stored import CheckpointError, Stored
 
 BYTES_MOST: Final = 100_000_000  # as the safetensors library has it
 _METADATA: Final = "__metadata__"
@@ -76,8 +76,8 @@ def parse_header(text: str, size: int) -> Header:
     try:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(entries.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
-        read = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
-    except msgspec.MsgspecError as error:
+        read = {name: _entry(name, entry) for name, entry in entries.items()}
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"its header: {error}") from error
     first = 8 + len(text.encode())
     tensors = [
@@ -87,6 +87,11 @@ def parse_header(text: str, size: int) -> Header:
     tensors.sort(key=lambda tensor: (tensor.first, tensor.last))
     _require_places(tensors, first, size)
     return Header(text, metadata, tuple(tensors), first, size)
+
+
+def stored_in(path: Path, header: Header) -> dict[str, Stored]:
+    """The file's tensors by name."""
+    return {each.name: Stored(path, each.dtype, each.shape, each.first, each.last) for each in header.tensors}
 
 
 def header_bytes(tensors: Iterable[Placed], metadata: Mapping[str, str], first: int = 0) -> bytes:
@@ -106,6 +111,13 @@ class _Entry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+def _entry(name: str, entry: msgspec.Raw) -> _Entry:
+    try:
+        return msgspec.json.decode(entry, type=_Entry)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"its entry of {name} is malformed: {error}") from error
 
 
 def _require_places(tensors: list[Placed], first: int, size: int) -> None:
