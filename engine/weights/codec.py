@@ -3,7 +3,7 @@
 A row of a trained matrix uses few exponents. Sixteen in a row have a code, the first of which is the row's base. Of
 each number the sign, the exponent counted from the base, and the mantissa are kept, 12 bits. What has another exponent
 is an escape: its place holds the least code there is, and it stands beside the matrix with its position, exactly,
-whatever its bits are. A row of zeros alone has base 0, and no escapes. That each row has its own base costs a byte, and
+whatever its bits are. A row of zeros has base 0: they alone have a code then. That each row has its own base costs a byte, and
 matters: rows of tokens that were never trained, and of neurons that died, are smaller than the others by far.
 
 A row is cut into blocks of 8 · L numbers, L lanes: number i · L + c of a block is lane c's i-th. A block is 3 · L words
@@ -162,7 +162,7 @@ def bases_for(counts_NX: Tensor) -> Tensor:
     below_NX = torch.nn.functional.pad(counts_NX.cumsum(1), (1, 0))
     coded_NB = below_NX[:, BASES.start + CODES : BASES.stop + CODES] - below_NX[:, BASES.start : BASES.stop]
     most_N, bases_N = coded_NB.max(1)
-    return (bases_N + BASES.start).where(most_N > 0, ZEROS).to(torch.uint8)
+    return (bases_N + BASES.start).where(most_N > counts_NX[:, 0], ZEROS).to(torch.uint8)
 
 
 def choose_bases(weight_NK: Tensor) -> Tensor:

@@ -70,8 +70,12 @@ def test_rows_of_zeros_leave_no_escapes_and_keep_their_signs() -> None:
 
 
 def test_no_other_base_of_a_row_leaves_fewer_escapes() -> None:
-    weight_NK = torch.cat((gaussian(4, 512), gaussian(4, 512, 1e-3), every_value().view(128, 512)[::9]))
+    sparse = gaussian(4, 512)
+    sparse[:2, 200:] = 0.0  # more than half, and less
+    sparse[2:, 300:] = -0.0
+    weight_NK = torch.cat((gaussian(4, 512), gaussian(4, 512, 1e-3), every_value().view(128, 512)[::9], sparse))
     chosen = choose_bases(weight_NK)
+    assert chosen[-4:].gt(0).tolist() == [False, False, True, True]
     for row, base in zip(weight_NK.split(1), chosen.split(1), strict=True):
         least = min(len(encode(row, based(row, other)).escapes.positions_E) for other in (0, *BASES))
         assert len(encode(row, base).escapes.positions_E) == least
