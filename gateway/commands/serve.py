@@ -56,7 +56,7 @@ _PROGRESS_S: Final = 5.0
 _REST_S: Final = 2.0  # who sleeps for so long is on standby
 _MACHINE_DRAIN_S: Final = 35.0
 _PR_SET_PDEATHSIG: Final = 1
-_LOADING: Final = re.compile(r"^loading \d+ %$")  # its percents are told with the time that has passed
+_STARTING: Final = re.compile(r"^(not started yet|loading( \d+ %)?)$")  # told with the time that has passed
 
 
 def add(commands: Any) -> None:
@@ -225,7 +225,7 @@ class Household:
         self._answered = False  # the gateway has lived, so that another start is worth trying
         self._callable: set[str] = set()  # models that were told to be ready or on standby
         self._resting_since: dict[str, float] = {}  # by address
-        self._said = {""}
+        self._said: dict[str, str] = {}  # of each replica that is not callable, by address
         self._progress_at = _PROGRESS_S
         self._machine_side = MachineSide(config.machine_address)
         settings = ["--config", str(Path(config_path).resolve())] if config_path is not None else []
@@ -276,15 +276,20 @@ class Household:
         said = self._machine_side.look()
         for replica in said.replicas if said is not None else []:
             if replica.residency is wire.Residency.DEVICE:
+                self._said.pop(replica.address, None)
                 self._welcome(replica.model, f"is ready after {elapsed_s:.1f} s")
             elif self._rests(replica, elapsed_s):
                 self._welcome(replica.model, "is on standby: its first call wakes it")
-            elif (news := _LOADING.sub("loading", replica.problem)) not in self._said:
-                self._said = {"", "loading", news}
+            elif self._is_news(replica):
+                self._said[replica.address] = replica.problem
                 self._say(f"{replica.model}: {replica.problem}")
             elif replica.problem and elapsed_s >= self._progress_at:
                 self._progress_at = elapsed_s + _PROGRESS_S
                 self._say(f"{replica.model}: {replica.problem}, {elapsed_s:.0f} s so far")
+
+    def _is_news(self, replica: wire.ReplicaState) -> bool:
+        said = self._said.get(replica.address)
+        return replica.problem not in ("", said) and not _STARTING.match(replica.problem)
 
     def _rests(self, replica: wire.ReplicaState, elapsed_s: float) -> bool:
         """Whether it has slept for a while: before, its machine may not have decided yet where it is to be."""

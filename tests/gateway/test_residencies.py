@@ -132,6 +132,7 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
     asleep = replica(Residency.MEMORY, "@cf/a/asleep")
     resting = replica(Residency.DISK, "@cf/a/resting")
     broken = replica(Residency.DISK, "@cf/a/broken", ready_ms=-1, problem="the folder is not whole")
+    dying = replica(Residency.DISK, "@cf/a/dying", problem="ended with signal 9, starts again after 0.5 s")
     starting = replica(Residency.DISK, toward=Residency.DEVICE, problem="loading 10 %")
 
     def told(elapsed_s: float, *replicas: ReplicaState) -> str:
@@ -144,10 +145,13 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
         return out.getvalue()
 
     try:
-        first = told(0.5, starting, asleep, resting, broken)
+        first = told(0.5, starting, asleep, resting, broken, dying)
         assert "standby" not in first, "its machine may not have decided yet"
-        assert "@cf/a/broken: the folder is not whole" in first
-        later = told(3.0, starting, asleep, resting, broken)
+        assert first.count("@cf/a/broken: the folder is not whole") == first.count("@cf/a/dying: ended") == 1
+        assert "loading" not in first, "it is told with the time that has passed"
+        again = told(0.6, starting, asleep, resting, broken, dying)
+        assert not again, "nothing is new"
+        later = told(3.0, starting, asleep, resting, broken, dying)
         assert "Hearth serves on http://x" in later
         assert later.count("@cf/a/asleep is on standby") == later.count("@cf/a/resting is on standby") == 1
         assert later.count("Your first call") == 1
