@@ -43,12 +43,13 @@ def add(actions: Any) -> None:
     compressing = add_action(actions, "compress", "make a folder whose weights take 12 bits each, without loss")
     compressing.epilog, compressing.formatter_class = _COMPRESSING, argparse.RawDescriptionHelpFormatter
     compressing.add_argument("source", metavar="NAME|FOLDER", help="a model of the catalogue, or a Hugging Face folder")
-    compressing.add_argument("target", metavar="TARGET", nargs="?", help="a new folder")
+    target = compressing.add_argument("target", metavar="TARGET", help="a new folder; not needed in a dry run")
+    target.required = False  # nargs="?" would be settled, empty, by the first option behind the source
     compressing.add_argument("--distribution", action="store_true", help="smaller still, for its way to other machines")
     compressing.add_argument("--dry-run", action="store_true", help="only say what each tensor would take")
     expanding = add_action(actions, "expand", "make the folder that a compressed one was made of, bit for bit")
     expanding.epilog, expanding.formatter_class = _EXPANDING, argparse.RawDescriptionHelpFormatter
-    expanding.add_argument("source", metavar="FOLDER", help="a compressed folder")
+    expanding.add_argument("source", metavar="NAME|FOLDER", help="a compressed model of the catalogue, or folder")
     expanding.add_argument("target", metavar="TARGET", help="a new folder")
     for parser in (compressing, expanding):
         parser.add_argument("--device", default="auto", help="where to compute: auto, cpu or cuda:N (default: auto)")
@@ -57,10 +58,8 @@ def add(actions: Any) -> None:
 def compress_model(config: Config, options: argparse.Namespace) -> int:
     if options.target is None and not options.dry_run:
         return fail("say which folder is to be made, or --dry-run to see what it would be")
-    named = next((folder_of(config, entry) for entry in entries(config) if entry.name == options.source), None)
-    source = named or Path(options.source)
-    if not source.is_dir():
-        return fail(f"{options.source} is neither a model of the catalogue nor a folder")
+    if (source := _source(config, options.source)) is None:
+        return _nowhere(options.source)
     level = ["--level", "distribution" if options.distribution else "device"]
     target = ["--dry-run"] if options.dry_run else [options.target]
     status = _engine("compress", [str(source), *target, *level, *_common(options)])
@@ -70,7 +69,19 @@ def compress_model(config: Config, options: argparse.Namespace) -> int:
 
 
 def expand_model(config: Config, options: argparse.Namespace) -> int:
-    return _engine("expand", [options.source, options.target, *_common(options)])
+    if (source := _source(config, options.source)) is None:
+        return _nowhere(options.source)
+    return _engine("expand", [str(source), options.target, *_common(options)])
+
+
+def _source(config: Config, named: str) -> Path | None:
+    of_catalogue = next((folder_of(config, entry) for entry in entries(config) if entry.name == named), None)
+    folder = of_catalogue or Path(named)
+    return folder if folder.is_dir() else None
+
+
+def _nowhere(named: str) -> int:
+    return fail(f"{named} is neither a folder nor a model of the catalogue, which `hearth models list` shows")
 
 
 def _common(options: argparse.Namespace) -> list[str]:
@@ -80,6 +91,7 @@ def _common(options: argparse.Namespace) -> list[str]:
 def _engine(module: str, arguments: Sequence[str]) -> int:
     """The status of a program of the engine, which says for itself what it does, and is told to end when this is."""
     command = [sys.executable, "-P", "-m", f"engine.compression.{module}", *arguments]
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the program takes them once it can end well
     with subprocess.Popen(command) as process, _passed_on(process):
         return process.wait()
 
@@ -87,6 +99,7 @@ def _engine(module: str, arguments: Sequence[str]) -> int:
 @contextmanager
 def _passed_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     before = [signal.signal(number, lambda number, _: process.send_signal(number)) for number in _SIGNALS]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ examples:
   hearth models remove @cf/acme/assistant              out of the catalogue; its folder stays
   hearth models warm --all                             compile and measure ahead, for the first start
   hearth models compress models/notes notes-12         weights in 12 bits each, without loss
-  hearth models expand notes-12 models/notes           and back, bit for bit
+  hearth models expand notes-12 notes-again            and back, bit for bit
   hearth pull Qwen/Qwen3-0.6B                          one more, from the hub
 
 `add` refuses a folder that could not be served: incomplete, of an architecture that is not known, larger than any

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+import pytest
+
 import engine.ember
 from tests.end_to_end.conftest import EMBER, Hearth, run_hearth, serving, wait_for
 
@@ -37,7 +40,9 @@ def completed(hearth: Hearth, model: str, prompt: str) -> str:
     return str(answer.json()["result"]["response"])
 
 
-def test_a_command_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_a_command_that_is_stopped_leaves_nothing(tmp_path: Path, early: bool) -> None:
+    """`early`: as a terminal's Ctrl-C stops it, all of its processes, of which one still imports."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("model.safetensors", "config.json"):
@@ -45,10 +50,17 @@ def test_a_command_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     with (folder / "large").open("wb") as large:  # a sparse one, to be copied for a while
         large.truncate(4 << 30)
     command = [sys.executable, "-m", "gateway.cli", "models", "compress", "model", "made", "--device", "cpu"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    wait_for(lambda: list(tmp_path.glob("made.*")), 60, "it began")
-    process.send_signal(signal.SIGINT)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, process_group=0
+    )
+    if early:
+        wait_for(psutil.Process(process.pid).children, 60, "the engine's process")
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        wait_for(lambda: list(tmp_path.glob("made.*")), 60, "it began")
+        process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "hearth: stopped" in said
+    assert said.splitlines()[-1] == "hearth: stopped"
+    assert "Traceback" not in said
     assert os.listdir(tmp_path) == ["model"]
