@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.attention_hopper import is_hopper
@@ -60,6 +61,7 @@ _ROUND = gl.constexpr(16)  # escapes at once: a step of a matmul
 _PANEL = gl.constexpr(64)  # rows at once of what is gathered or stored
 # Renamed between the versions of Triton that we take.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +201,7 @@ def _gather(
     """One warp: a warpgroup's escapes, 16 at a time: which of its outputs each is of, its value, its column of x."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [_ROUND, 32 // _ROUND], [1, 1], [1, 0])
     e = gl.arange(0, _ROUND, gl.SliceLayout(1, LOADED))
-    panels = columns._reinterpret(
-        gl.bfloat16, [2 * ROWS // _PANEL, _ROUND, _PANEL], gl.NVMMASharedLayout(128, 16, rank=2)
-    )
+    panels = _seen_as(columns, gl.bfloat16, [2 * ROWS // _PANEL, _ROUND, _PANEL], gl.NVMMASharedLayout(128, 16, rank=2))
     rounds = 0
     gdc_wait()
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
@@ -226,7 +226,7 @@ def _gather(
                 loaded = gl.load(column, mask=inside[:, None] & (rows < T)[None, :], other=0.0)
                 panels.index(WARPGROUP * (ROWS // _PANEL) + panel).store(loaded)
             fence_async_shared()
-            gl.thread_barrier()
+            debug_barrier()
             mbarrier.arrive(ready.index(WARPGROUP))
             rounds += 1
 
@@ -239,7 +239,8 @@ def _take_third(
     """A warpgroup's words [M, L] of a third of a block, in registers: their place may be freed."""
     place = nth % RING
     mbarrier.wait(ready.index(place), nth // RING % 2)
-    words = ring.index(place * 2 + WARPGROUP)._reinterpret(gl.int32, [_GROUP, LANES], _words_layout(LANES, GATED))
+    part = ring.index(place * 2 + WARPGROUP)
+    words = _seen_as(part, gl.int32, [_GROUP, LANES], _words_layout(LANES, GATED))
     return words.load(DOT)
 
 
@@ -287,7 +288,7 @@ def _multiply_block(
         total = warpgroup_mma(weights, x_ring.index(place).permute((1, 0)), total, is_async=True)
         if stage > 0:
             total, before = warpgroup_mma_wait(1, [total, before])
-            gl.thread_barrier()
+            debug_barrier()
             mbarrier.arrive(x_free.index((stages + stage - 1) % X_RING))
         if stage == 1:
             mbarrier.arrive(words_free.index(thirds % WORDS_RING))
@@ -298,7 +299,7 @@ def _multiply_block(
         if stage + 1 < STAGES:
             weights = _weights(high, low, base, stage + 1, LANES, DOT)
     total, before = warpgroup_mma_wait(0, [total, before])
-    gl.thread_barrier()
+    debug_barrier()
     mbarrier.arrive(x_free.index((stages + STAGES - 1) % X_RING))
     mbarrier.arrive(words_free.index((thirds + 2) % WORDS_RING))
     return total
@@ -319,7 +320,7 @@ def _replace(
     total = warpgroup_mma(taken, columns.index(WARPGROUP), total, is_async=True)
     total = warpgroup_mma(added, columns.index(WARPGROUP), total, is_async=True)
     total, taken, added = warpgroup_mma_wait(0, [total, taken, added])
-    gl.thread_barrier()
+    debug_barrier()
     mbarrier.arrive(free.index(WARPGROUP))
     return total
 

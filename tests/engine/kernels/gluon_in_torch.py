@@ -188,7 +188,7 @@ class Shared:
         assert self.places is not None
         return Shared(self.memory, [self.shape[at] for at in order], self.layout, self.places.permute(order))
 
-    def _reinterpret(self, element: Element, shape: list[int], layout: Any) -> "Shared":
+    def reinterpret(self, element: Element, shape: list[int], layout: Any) -> "Shared":
         return Shared(self.memory.view(element.torch), shape, layout)
 
     def load(self, layout: Any) -> Block:
@@ -352,7 +352,7 @@ _LANGUAGE = SimpleNamespace(
     zeros=lambda shape, element, _: block(torch.zeros(shape, dtype=element.torch)), exp=torch.exp, where=torch.where,
     join=lambda left, right: torch.stack((left, right), -1), convert_layout=lambda value, _: value,
     inline_asm_elementwise=assembly, allocate_shared_memory=allocate, warp_specialize=specialize,
-    thread_barrier=_nothing, NVMMASharedLayout=Swizzled, SharedLinearLayout=Linear, SwizzledSharedLayout=Flat,
+    shared_memory_descriptor=Shared, NVMMASharedLayout=Swizzled, SharedLinearLayout=Linear, SwizzledSharedLayout=Flat,
     **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), _nothing),
 )  # fmt: skip
 _GLUON = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function, language=_LANGUAGE)
@@ -365,6 +365,7 @@ _MODULES = {
     "triton.experimental.gluon": _GLUON,
     "triton.experimental.gluon.language.nvidia.hopper": _HOPPER,
     "triton.experimental.gluon.nvidia.hopper": SimpleNamespace(TensorDescriptor=TensorMap),
+    "triton.language": SimpleNamespace(debug_barrier=_nothing),
     "triton.language.extra.cuda": SimpleNamespace(gdc_launch_dependents=_nothing, gdc_wait=_nothing),
 }
 
