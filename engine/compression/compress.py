@@ -27,7 +27,6 @@ from torch import Tensor
 
 from engine.compression import sums
 from engine.compression.program import add_options, device_for, print_json, run, threads_for
-from engine.compression.progress import Progress
 from engine.compression.reading import Opened, ordered
 from engine.compression.report import CODED, Report, TensorReport, lines
 from engine.compression.source import Folder, look
@@ -38,6 +37,7 @@ from engine.weights.codec import encode
 from engine.weights.headers import Placed
 from engine.weights.high import pack
 from engine.weights.notes import PIECE_BYTES, Level, piece_rows
+from engine.weights.progress import Progress
 from engine.weights.stored import CheckpointError
 
 _ESCAPE_BYTES: Final = 10

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from engine.compression import sums
 from engine.compression.program import add_options, device_for, print_json, run, threads_for
-from engine.compression.progress import Progress
 from engine.compression.reading import Opened, ordered
 from engine.compression.report import Expanded
 from engine.compression.source import weights_of
@@ -47,6 +46,7 @@ from engine.weights.notes import (
     piece_rows,
 )
 from engine.weights.planes import gather, original_of
+from engine.weights.progress import Progress
 from engine.weights.stored import CheckpointError, Code, Packed, Stored
 
 _AGAIN: Final = "get the file again"

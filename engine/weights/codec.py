@@ -3,8 +3,8 @@
 A row of a trained matrix uses few exponents. Sixteen in a row have a code, the first of which is the row's base. Of
 each number the sign, the exponent counted from the base, and the mantissa are kept, 12 bits. What has another exponent
 is an escape: its place holds the least code there is, and it stands beside the matrix with its position, exactly,
-whatever its bits are. A row of zeros has base 0: they alone have a code then. That each row has its own base costs a byte, and
-matters: rows of tokens that were never trained, and of neurons that died, are smaller than the others by far.
+whatever its bits are. A row of zeros has base 0: they alone have a code then. That each row has its own base costs a
+byte, and matters: rows of tokens that were never trained, and of neurons that died, are smaller than the others by far.
 
 A row is cut into blocks of 8 · L numbers, L lanes: number i · L + c of a block is lane c's i-th. A block is 3 · L words
 of 32 bits: L words of high halves, then twice L of low bytes. Four bytes at a time belong to two numbers of two lanes,

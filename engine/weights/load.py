@@ -4,7 +4,6 @@ It follows the name table and knows no architecture beyond it. How bytes get the
 """
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,20 +11,18 @@ from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from engine.log import log
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.forms import Forms, allocate, bytes_of, coded_bytes_of
 from engine.weights.names import Entry
 from engine.weights.pieces import Matrix, matrices_of, plain_pieces
+from engine.weights.progress import Progress
 from engine.weights.random import random_revision
 from engine.weights.stored import Stored
 from engine.weights.transfer import Piece, transfer
 
 _log = logging.getLogger(__name__)
 
-_TELL_S: Final = 1.0
 _READ: Final = (".json", ".safetensors")
 Loaded = TypeVar("Loaded")
 
@@ -89,11 +86,11 @@ def fetch(
     parts = _parts(checkpoint, table, forms, tensors)
     matrices = matrices_of({part.name: part.stored for part in parts if part.stored.code is not None}, beat)
     pieces = [piece for part in parts for piece in _pieces(part, matrices)]
-    with Progress(sum(piece.bytes for piece in pieces)) as progress:
+    with Progress("loading", sum(piece.bytes for piece in pieces)) as progress:
 
         def moved(count: int) -> None:
             beat()
-            progress.moved(count)
+            progress.reached(count)
 
         transfer(pieces, device, moved)
     _write_beside(table, forms, matrices, tensors)
@@ -103,30 +100,6 @@ def fetch(
         torch.cuda.empty_cache()  # of what converted on the way
     _tell(parts, forms, device, time.monotonic() - started)
     return tensors
-
-
-class Progress:
-    """Tells how far it is: a bar where stderr is a terminal, else a line of the log every second."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._told_at = time.monotonic()
-        self._bar = tqdm(total=total, desc="loading", unit="B", unit_scale=True) if sys.stderr.isatty() else None
-
-    def moved(self, count: int) -> None:
-        """`count` bytes so far."""
-        if self._bar is not None:
-            self._bar.update(count - self._bar.n)
-        elif time.monotonic() - self._told_at >= _TELL_S:
-            self._told_at = time.monotonic()
-            log("loading", percent=100 * count // self._total)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _parts(checkpoint: Checkpoint, table: list[Entry], forms: Forms, tensors: dict[str, Tensor]) -> list[Part]:

@@ -17,7 +17,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_words_and_escapes_are_those_of_a_gpu(shape: tuple[int, int], zeros: int) -> None:
     weight_NK = gaussian(*shape)
-    weight_NK.view(-1)[torch.randperm(weight_NK.numel())[:zeros]] = 0.0
+    weight_NK.view(-1)[torch.randperm(weight_NK.numel(), generator=torch.Generator().manual_seed(zeros))[:zeros]] = 0.0
     weight_NK[::3] *= 3e-5
     weight_NK[2::4] = -0.0
     bases_N = choose_bases(weight_NK)

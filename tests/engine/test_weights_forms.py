@@ -28,6 +28,7 @@ from engine.weights.forms import (
 from engine.weights.names import Cut, Entry, Source, entries
 from engine.weights.notes import Level
 from tests.engine.coded_files import compressed, small_llama
+from tests.engine.test_weights_codec import gaussian
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -62,7 +63,7 @@ def test_bytes_are_those_of_the_tensors(folder: Path) -> None:
 
 
 def test_a_form_is_what_becomes_of_the_coded_matrices() -> None:
-    parts = [(torch.randn(rows, 256) * 0.02).bfloat16() for rows in (40, 24)]
+    parts = [gaussian(rows, 256, seed=rows) for rows in (40, 24)]
     for part in parts:
         part.view(-1)[::1000] = 0.0
     weight = stack([encode(part, choose_bases(part)) for part in parts])

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from engine.model.config import read_config
 from engine.model.layers import Parameters
-from engine.weights import load as module
+from engine.weights import progress as module
 from engine.weights.assembly import weights_bytes
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.load import Files, Progress
+from engine.weights.load import Files
 from engine.weights.origin import Origin
+from engine.weights.progress import Progress
 from tests.engine.small import reference_model, saved
 
 FAMILY = "llama 3.2 tied"
@@ -132,15 +133,15 @@ def test_it_tells_percents_to_a_log_and_draws_a_bar_on_a_terminal(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_TELL_S", 0.0)
-    with Progress(200) as progress:
+    with Progress("loading", 200) as progress:
         for count in (50, 86, 200):
-            progress.moved(count)
+            progress.reached(count)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["event"], line["percent"]) for line in lines] == [("loading", 25), ("loading", 43), ("loading", 100)]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress(200) as progress:
-        progress.moved(50)
-        progress.moved(200)
+    with Progress("loading", 200) as progress:
+        progress.reached(50)
+        progress.reached(200)
     assert "100%" in capfd.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""How far a long run over many bytes is: a bar where stderr is a terminal, else a line of the log every few seconds."""
+"""How far a long run over many bytes is: a bar where stderr is a terminal, else a line of the log every second."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from engine.log import log
 
-_TELL_S: Final = 5.0
+_TELL_S: Final = 1.0
 
 
 class Progress:
@@ -23,9 +23,13 @@ class Progress:
         self._bar = tqdm(total=total, desc=doing, unit="B", unit_scale=True) if shown else None
 
     def more(self, count: int) -> None:
-        self._done += count
+        self.reached(self._done + count)
+
+    def reached(self, count: int) -> None:
+        """`count` bytes so far."""
+        self._done = count
         if self._bar is not None:
-            self._bar.update(count)
+            self._bar.update(count - self._bar.n)
         elif time.monotonic() - self._told_at >= _TELL_S:
             self._told_at = time.monotonic()
             log(self._doing, percent=100 * self._done // max(1, self._total))
