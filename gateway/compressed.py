@@ -18,8 +18,8 @@ _CODED_BYTES: Final = 1.5  # a number; what has no code adds less than a thousan
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """Of a folder's compressed files: what they take, what they took, and how many of their numbers are in 12 bits. On
-    a device that computes with those they take `coded_bytes`, on another one as many as they took."""
+    """Of a folder's weights: what they take, what they took, and how many of the `numbers` of compressed files are in
+    12 bits. On a device that computes with those they take `coded_bytes`, on another one as many as they took."""
 
     level: str
     stored_bytes: int
@@ -44,7 +44,8 @@ def read_compressed(folder: Path) -> Compressed | None:
             size = path.stat().st_size
             header = _header(path)
             said = header.get("__metadata__", {}).get(_KEY)
-            if said is None:
+            if said is None:  # it lies beside compressed ones as it was
+                stored, original = stored + size, original + size
                 continue
             notes = msgspec.json.decode(said, type=_Notes)
             shapes = {

@@ -49,7 +49,7 @@ class Gateway:
         self._named = parts.netloc
         own = url is None and bool(config.server.hosts)  # a name of it need not lead here
         self._host = reached(config.server.host) if own else parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._port = _port(parts)
         self._context = None
         if parts.scheme == "https":
             self._context = ssl.create_default_context() if url else _own(config.server)
@@ -101,6 +101,10 @@ def _parts(url: str) -> SplitResult:
     raise Refused(f"{url!r} is no address: write it like https://hearth.example.com")
 
 
+def _port(parts: SplitResult) -> int:
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def _own(server: ServerConfig) -> ssl.SSLContext:
     """Believes this host's gateway its own certificate and nobody another one, by whatever name it is reached."""
     context = ssl.create_default_context(cafile=server.certificate or None)
@@ -112,7 +116,7 @@ def _own(server: ServerConfig) -> ssl.SSLContext:
 def _is_own(config: Config, url: str) -> bool:
     """Whether it leads to where this configuration's gateway listens, on this host."""
     own, asked = _parts(_own_url(config)), _parts(url)
-    return asked.port == own.port and asked.hostname in (*_LOOPBACK, reached(config.server.host))
+    return _port(asked) == _port(own) and asked.hostname in (*_LOOPBACK, reached(config.server.host))
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -142,6 +143,15 @@ def test_a_machine_guesses_by_what_a_device_has(twelve: Path, capsys: pytest.Cap
     sizes = sizes_of(config, entry)
     assert sizes is not None
     assert sizes.on_a_cpu.weights_bytes == original
+
+
+def test_a_file_beside_compressed_ones_is_counted_as_it_is(twelve: Path) -> None:
+    alone = read_compressed(twelve)
+    shutil.copy("assistant/model.safetensors", twelve / "other.safetensors")
+    size = (twelve / "other.safetensors").stat().st_size
+    both = read_compressed(twelve)
+    assert alone is not None
+    assert both == replace(alone, stored_bytes=alone.stored_bytes + size, original_bytes=alone.original_bytes + size)
 
 
 def test_folders_that_are_not_compressed_or_broken_are_not_taken_for_it(twelve: Path) -> None:
