@@ -244,7 +244,8 @@ def _frames(opened: Opened, file: File, name: str, high: Packed) -> Sequence[ran
     ends = torch.frombuffer(raw, dtype=torch.int64).tolist()
     starts = [0, *ends[:-1]]
     padding = frames.last - frames.first - ends[-1]
-    if any(start >= end for start, end in zip(starts, ends, strict=True)) or not 0 <= padding < ALIGNED_BYTES:
+    fit = all(0 < end - start <= PIECE_BYTES for start, end in zip(starts, ends, strict=True))
+    if not fit or not 0 <= padding < ALIGNED_BYTES:
         raise file.fail(name, "has frames that end where they cannot")
     if any(opened.read(file.path, frames.last - padding, padding)):
         raise file.fail(name, "was altered behind its frames")

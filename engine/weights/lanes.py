@@ -10,7 +10,7 @@ INPUTS_MOST: Final = 1 << 16  # a place has 16 bits for the input
 GROUP_OUTPUTS: Final = 16  # that have their escapes together
 CODES: Final = 16  # exponents that have one
 BASES: Final = range(2, 240)  # so that neither subnormals nor infinities have a code, and scales are normal numbers
-ZEROS: Final = 0  # the base of a row of zeros
+ZEROS: Final = 0  # the base of a row in which zeros alone have a code
 
 
 def fits(outputs: int, inputs: int) -> bool:

@@ -87,7 +87,7 @@ def read(metadata: Mapping[str, str]) -> Notes | None:
         if version != VERSION:
             raise NotesError(f"it is of version {version} of the format, this Hearth reads version {VERSION}")
         return msgspec.json.decode(text, type=Notes)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise NotesError(f"its metadata cannot be understood: {error}") from error
 
 

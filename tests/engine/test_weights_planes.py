@@ -248,6 +248,10 @@ def test_metadata_that_are_not_understood_are_refused(file: Path) -> None:
     write_file(file, {}, metadata)
     with pytest.raises(CheckpointError, match=r"of version 9 of the format, this Hearth reads version 1"):
         Checkpoint(file.parent)
+    said = '{"version":1,"odd":' + "[" * 100_000
+    write_file(file, {}, {notes.KEY: said, notes.SUM_KEY: xxhash.xxh3_128_hexdigest(said.encode())})
+    with pytest.raises(CheckpointError, match=r"its metadata cannot be understood"):
+        Checkpoint(file.parent)
 
 
 def resummed(plane: str, change: Callable[[Tensor], None]) -> Change:

@@ -33,6 +33,7 @@ from engine.weights.headers import header_bytes, read_header
 from engine.weights.notes import ALIGNED_BYTES, Level
 from engine.weights.stored import CheckpointError
 from gateway.checksums import read_sums, require_sums, write_sums
+from tests.engine import coded_files
 from tests.engine.compression.folders import llama_config, llama_tensors, with_bits, write_file, write_folder
 from tests.engine.test_weights_codec import gaussian
 
@@ -388,6 +389,16 @@ def test_what_was_altered_is_named(tmp_path: Path) -> None:
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with pytest.raises(CheckpointError, match=said):
             expand(tmp_path / "made", tmp_path / "back", CPU)
+
+
+def test_a_frame_is_no_longer_than_a_piece(tmp_path: Path) -> None:
+    folder, path = write_folder(tmp_path / "model", {"weight": gaussian(64, 256)}), tmp_path / "made/model.safetensors"
+    compressed(folder, tmp_path / "made", Level.DISTRIBUTION)
+    long = 2 * notes.PIECE_BYTES
+    planes = load_file(path) | {"weight.high": torch.zeros(long).byte(), "weight.high_ends": torch.tensor([long])}
+    coded_files.write_file(path, planes, read_header(path).metadata)
+    with pytest.raises(CheckpointError, match="weight has frames that end where they cannot"):
+        expand(tmp_path / "made", tmp_path / "back", CPU)
 
 
 def test_every_sum_that_is_noted_counts(tmp_path: Path) -> None:
