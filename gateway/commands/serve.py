@@ -280,16 +280,17 @@ class Household:
                 self._welcome(replica.model, f"is ready after {elapsed_s:.1f} s")
             elif self._rests(replica, elapsed_s):
                 self._welcome(replica.model, "is on standby: its first call wakes it")
-            elif self._is_news(replica):
-                self._said[replica.address] = replica.problem
-                self._say(f"{replica.model}: {replica.problem}")
-            elif replica.problem and elapsed_s >= self._progress_at:
+            elif not _STARTING.match(replica.problem):
+                self._say_news(replica)
+            elif elapsed_s >= self._progress_at:
                 self._progress_at = elapsed_s + _PROGRESS_S
                 self._say(f"{replica.model}: {replica.problem}, {elapsed_s:.0f} s so far")
 
-    def _is_news(self, replica: wire.ReplicaState) -> bool:
-        said = self._said.get(replica.address)
-        return replica.problem not in ("", said) and not _STARTING.match(replica.problem)
+    def _say_news(self, replica: wire.ReplicaState) -> None:
+        """Once, as long as it stays the same."""
+        if replica.problem not in ("", self._said.get(replica.address)):
+            self._said[replica.address] = replica.problem
+            self._say(f"{replica.model}: {replica.problem}")
 
     def _rests(self, replica: wire.ReplicaState, elapsed_s: float) -> bool:
         """Whether it has slept for a while: before, its machine may not have decided yet where it is to be."""

@@ -146,8 +146,12 @@ def test_one_that_serves_and_never_says_where_it_is_is_killed_and_left_alone_for
         assert "died 3 times" in left.problem
         assert "to its order to start, so it was killed" in left.problem
         assert left.ready_ms > 0
-        wait_for(lambda: len(host.events("replica_quarantined")) == 2)
-        assert [event["for_s"] for event in host.events("replica_quarantined")] == [0.3, 0.6]
+
+        def pauses_s() -> list[float]:  # of it alone: on a slow machine the others may take too long as well
+            return [event["for_s"] for event in host.events("replica_quarantined") if event["model"] == left.model]
+
+        wait_for(lambda: len(pauses_s()) == 2)
+        assert pauses_s() == [0.3, 0.6]
         assert host.moves()["start_failed"] >= 3
         host.behave("c", "serve")
         started(host)

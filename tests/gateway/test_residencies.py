@@ -159,6 +159,8 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
         assert ready.count(f"{EMBER} is ready after 4.0 s") == 1
         assert "asleep" not in ready
         assert "Your first call" not in ready
-        assert "standby" not in told(9.0, asleep, resting, broken)
+        last = told(9.0, asleep, resting, broken, starting)
+        assert "standby" not in last
+        assert last == f"{EMBER}: loading 10 %, 9 s so far\n", "what is wrong with others was said"
     finally:
         household._machine_side.close()
