@@ -192,13 +192,12 @@ def compile_some(task: tuple[Shape, int, list[tuple[Tiling | CodedTiling, bool]]
     weight_NK = torch.zeros(outputs, inputs, dtype=torch.bfloat16, device="cuda")
     words_NW = torch.zeros(outputs, inputs // 8 * 3, dtype=torch.int32, device="cuda")
     nothing = torch.zeros(1, 128, dtype=torch.bfloat16, device="cuda").add_(1)
-    index = encode(nothing, choose_bases(nothing))
+    ones = stack([encode(nothing, choose_bases(nothing))]).index
     for tiling, fused in tilings:
         weight: Any = weight_NK
         if isinstance(tiling, CodedTiling):
             scales_N = torch.ones(outputs, device="cuda")
             firsts_G = torch.zeros(-(-outputs // 16) + 1, dtype=torch.int32, device="cuda")
-            ones = stack([index]).index
             weight = Bf12(words_NW, replace(ones, scales_N=scales_N, firsts_G=firsts_G))
         try:
             runs(tiling, gated, fused)(x_TK, weight)

@@ -151,10 +151,15 @@ def stack(coded: Sequence[Coded]) -> Bf12:
 
 def exponents_of(weight_NK: Tensor) -> Tensor:
     """int64 [N, 256]: how many numbers of each row have each exponent; 0 counts zeros alone, 1 subnormals too."""
-    bits = weight_NK.contiguous().view(torch.int16) & 0x7FFF
-    exponents = torch.maximum(bits >> 7, bits != 0).int()
+    bits = weight_NK.contiguous().view(torch.int16)
+    exponents = (bits >> 7).to(torch.uint8).int()
     exponents += torch.arange(len(bits), dtype=torch.int32, device=bits.device)[:, None] * _EXPONENTS
-    return torch.bincount(exponents.view(-1), minlength=len(bits) * _EXPONENTS).view(-1, _EXPONENTS)
+    counts_NX = torch.bincount(exponents.view(-1), minlength=len(bits) * _EXPONENTS).view(-1, _EXPONENTS)
+    some_S = counts_NX[:, 0].nonzero().view(-1)  # of few rows it is asked which of these are zeros
+    zeros_S = (bits[some_S] & 0x7FFF == 0).sum(1)
+    counts_NX[some_S, 1] += counts_NX[some_S, 0] - zeros_S
+    counts_NX[some_S, 0] = zeros_S
+    return counts_NX
 
 
 def bases_for(counts_NX: Tensor) -> Tensor:
