@@ -169,6 +169,7 @@ def test_it_is_not_for_other_devices() -> None:
     assert not serves(coded(weights(32, 128)), False, torch.device("cpu"))
 
 
+@pytest.mark.timeout(300)  # a loaded machine compiles for a minute
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_compiles_to_matmuls_that_do_not_wait_for_each_other(name: str) -> None:
     told = subprocess.run(
