@@ -1,6 +1,7 @@
 """What tests of several rooms share: a real Redis, and Triton's interpreter where there is no GPU."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from tests.redis_server import VOLATILE, RedisServer
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
+for _number in (signal.SIGINT, signal.SIGHUP):  # a run in the background ignores them, and so would all that it starts
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
