@@ -63,7 +63,7 @@ def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
     compressed = None if entry.random_weights else read_compressed(folder)
     context, keeps = context_of(said), not is_encoder(said)
     return Sizes(
-        weights_bytes=weights_bytes(folder, compressed) if made_up is None else made_up,
+        weights_bytes=_weights_bytes(folder, entry, compressed, keeps) if made_up is None else made_up,
         compressed=compressed,
         parameters_type="" if entry.random_weights else str(said.get("torch_dtype") or said.get("dtype") or "float32"),
         context_tokens=min(context, entry.context_tokens or context),
@@ -72,10 +72,11 @@ def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
     )
 
 
-def weights_bytes(folder: Path, compressed: Compressed | None) -> int:
-    """On a device that computes with 12 bits a number, if that is how they are stored."""
+def _weights_bytes(folder: Path, entry: ModelConfig, compressed: Compressed | None, generates: bool) -> int:
+    """On a GPU, which computes with 12 bits a number in models that generate, and beside others in bfloat16."""
     if compressed is not None:
-        return compressed.coded_bytes
+        coded = generates and entry.dtype in ("auto", "bfloat16")
+        return compressed.coded_bytes if coded else compressed.original_bytes
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 

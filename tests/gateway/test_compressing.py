@@ -143,6 +143,9 @@ def test_a_machine_guesses_by_what_a_device_has(twelve: Path, capsys: pytest.Cap
     sizes = sizes_of(config, entry)
     assert sizes is not None
     assert sizes.on_a_cpu.weights_bytes == original
+    half = sizes_of(config, msgspec.structs.replace(entry, dtype="float16"))
+    assert half is not None
+    assert half.weights_bytes == original, "a GPU expands it too"
 
 
 def test_a_file_beside_compressed_ones_is_counted_as_it_is(twelve: Path) -> None:
