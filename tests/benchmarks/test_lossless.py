@@ -24,6 +24,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[t
     return kept
 
 
+@pytest.mark.timeout(300)  # four processes that import torch, one after the other and two together
 def test_all_parts_that_need_no_gpu_give_their_rows(
     tmp_path: Path, rows: Callable[[], dict[tuple[str, str | None], float]]
 ) -> None:
