@@ -63,7 +63,7 @@ def lines(report: Report) -> Iterator[str]:
     """A table of the tensors, and what it comes to."""
     width = max((len(tensor.name) for tensor in report.tensors), default=0)
     for tensor in report.tensors:
-        escapes = "" if tensor.escapes is None else f"{tensor.escapes:,} escapes ({tensor.escape_rate or 0.0:.4%})"
+        escapes = "" if tensor.escapes is None else f"{tensor.escape_rate or 0.0:.4%} escapes ({tensor.escapes:,})"
         shape = "×".join(map(str, tensor.shape)) or "a number"
         size = f"{in_bytes(tensor.bytes_before):>9} → {in_bytes(tensor.bytes_after):>9}"
         found = f"{tensor.name:{width}}  {shape:>14}  {tensor.kind:5}  {size}"

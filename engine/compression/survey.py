@@ -55,7 +55,8 @@ class Verdict:
 
 
 class Survey:
-    """`counts` goes through a bf16 tensor. With `every` those are counted as well whose shape has no code."""
+    """`counts` goes through a bf16 tensor. With `every` matrices are counted as well whose shape has no
+    code."""
 
     def __init__(
         self,
@@ -82,9 +83,8 @@ class Survey:
         outputs = sum(tensor.shape[0] for tensor in group if tensor.shape)
         if not any(reasons.values()) and not coded_pays(outputs, group[0].shape[1], gated):
             reasons = {tensor.name: "in 12 bits it is slower, as measured" for tensor in group}
-        counted = [
-            tensor for tensor in group if tensor.dtype == "BF16" and (self._every or not any(reasons.values()))
-        ]  # fmt: skip
+        matrices = [tensor for tensor in group if tensor.dtype == "BF16" and len(tensor.shape) == 2]
+        counted = matrices if self._every or not any(reasons.values()) else []
         found = {tensor.name: _verdict(self._counts(tensor)) for tensor in counted}
         for tensor in counted:
             if not reasons[tensor.name] and (found[tensor.name].escapes or 0) > ESCAPES_MOST * tensor.bytes / 2:

@@ -243,6 +243,7 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, level: 
     assert seen.bytes_after == pytest.approx(made.bytes_after, rel=0.01)
     narrow = next(tensor for tensor in seen.tensors if tensor.name == "narrow")
     assert (narrow.reason, narrow.escapes is not None) == ("its shape has no code", True)
+    assert next(tensor.escapes for tensor in seen.tensors if tensor.name == "vector") is None
     shown = "\n".join(lines(seen))
     assert "512×1024" in shown
     assert "its shape has no code" in shown
