@@ -19,6 +19,7 @@ from typing import IO, Final
 import llguidance
 
 from engine.grammar.library import open_matcher, open_tokenizer
+from engine.orphans import dies_with
 
 TIME_S: Final = 0.5  # of a processor
 MEMORY_BYTES: Final = 512 << 20  # beside the tokenizer
@@ -82,9 +83,11 @@ def main(folder: str, time_s: float, memory_bytes: int) -> int:
         address_bytes = resource.RLIM_INFINITY
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its replica
+    die = dies_with(os.getpid())
     while True:
         fork = os.fork()
         if fork == 0:
+            die()  # or it would answer for one that is gone, once
             _try_one(tokenizer, time_s, address_bytes)
         _, status = os.waitpid(fork, 0)
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _OVER:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +50,7 @@ def test_what_is_nested_deeply_harms_nobody(trial: Trial) -> None:
 def test_who_waits_for_one_that_is_gone_is_told() -> None:
     trial = Trial(EMBER)
     assert trial.problem('start: "a"') == ""
+    time.sleep(0.2)  # until it has the next fork
     os.kill(trial._process.pid, signal.SIGKILL)
     trial._process.wait()
     with pytest.raises(Unavailable):
