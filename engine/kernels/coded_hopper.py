@@ -365,7 +365,7 @@ def _multiply(
         escape, end = _listed(firsts, N, start)
         second_escape, second_end = _listed(firsts, N, second_start)
         low, high = _shared_escapes(end - escape + second_end - second_escape, part, parts)
-        wanted, done = (high - low + _ROUND - 1) // _ROUND, 0
+        wanted, begun = (high - low + _ROUND - 1) // _ROUND, rounds
         output = place_of + gl.where(place_of < _PIECE, start, second_start - _PIECE)
         scale = gl.load(scales + output, mask=output < N, other=0.0).to(gl.int32, bitcast=True) >> 23
         base = gl.where(scale > 0, scale + 1, 0)  # of a scale of 2 ^ (base − 128), and of a row of zeros
@@ -379,14 +379,12 @@ def _multiply(
             stages += 8 * LANES // _STAGE
             thirds += 3
             due = (wanted * (block - first + 1) + (last - first) // 2) // (last - first)
-            for _ in range(done, due):
+            for _ in range(rounds - begun, due):
                 total = _replace(
                     total, place_of, least, columns, outputs, replacements, escapes_ready, escapes_free, rounds,
                     WARPGROUP, DOT,
                 )  # fmt: skip
                 rounds += 1
-            done = due
-
         gdc_wait()
         bits = total.reshape([2, 2, 2, 2, 2, 2, ROWS])
         y = bits.permute((ORDER[0], ORDER[1], ORDER[2], ORDER[3], ORDER[4], ORDER[5], 6))
