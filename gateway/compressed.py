@@ -55,7 +55,7 @@ def read_compressed(folder: Path) -> Compressed | None:
             }
             level, stored, original = max(level, notes.level), stored + size, original + notes.original.bytes
             numbers, coded = numbers + sum(shapes.values()), coded + sum(shapes[name] for name in notes.codes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return None
     return Compressed(_LEVELS.get(level, str(level)), stored, original, numbers, coded) if level else None
 

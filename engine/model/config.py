@@ -200,7 +200,7 @@ def read_json(path: Path) -> dict[str, Any]:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: a model folder holds config.json and safetensors files") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path} holds no JSON object")

@@ -95,7 +95,7 @@ def _paths(folder: Path) -> list[Path]:
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index of safetensors files: {error!r}") from error
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():

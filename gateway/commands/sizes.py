@@ -84,7 +84,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json; empty where there is none that can be read."""
     try:
         said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 

@@ -92,7 +92,7 @@ def test_stop_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
     assert read_config(tmp_path).stop_ids == (3, 9)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+@pytest.mark.parametrize("content", ["{", "[]", "\xff", "[" * 100_000], ids=["cut", "a list", "no text", "nested"])
 def test_a_broken_config_is_a_clear_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json"):

@@ -193,6 +193,14 @@ def larger_tokenizer(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
+    "JSON without end": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "cannot be read as JSON"),
+    "nested index": (
+        lambda folder: (
+            (folder / "model.safetensors").rename(folder / "other.safetensors"),
+            (folder / "model.safetensors.index.json").write_text("[" * 100_000),
+        ),
+        "is no index of safetensors files",
+    ),
     "no object": (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
     "architecture": (lambda folder: change(folder, architectures=["GPT2LMHeadModel"]), "Qwen3ForCausalLM"),
     "architectures": (lambda folder: change(folder, architectures=5), "XLMRobertaModel"),
