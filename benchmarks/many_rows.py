@@ -33,7 +33,7 @@ from benchmarks.linear import (
     microseconds,
     random_weights,
 )
-from engine.kernels.coded_hopper import Tile, multiply_many, multiply_many_gated, multiprocessors_of, tile_of
+from engine.kernels.coded_hopper import Tile, multiply, multiply_gated, multiprocessors_of, tile_of
 from engine.kernels.expand import expand
 from engine.weights.codec import Bf12
 from engine.weights.lanes import GROUP_OUTPUTS
@@ -74,7 +74,7 @@ def by_chunks(chunk: int, inputs: int) -> Call:
 
 
 def by_tiles(tile: Tile, gated: bool) -> Call:
-    call = multiply_many_gated if gated else multiply_many
+    call = multiply_gated if gated else multiply
     return lambda x_TK, weight: call(x_TK, weight, tile)
 
 

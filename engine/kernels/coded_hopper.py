@@ -50,15 +50,15 @@ from engine.weights.lanes import GROUP_OUTPUTS, lanes_of
 
 _OUTPUTS: Final = 128  # of a tile: two warpgroups'
 _TOGETHER: Final = 16  # tiles of rows that go with one tile of outputs before the next comes
-_RINGS: Final = {128: (6, 6), 256: (4, 4)}  # a tile's rows → stages of x and thirds of words in shared memory
 _PARTS_MOST: Final = 8
+_WORTH: Final = 1.5  # of the fewest cycles, to be measured too
+_CANDIDATES_MOST: Final = 6
 _INNER_STEP: Final = GROUP_OUTPUTS  # so that up's escapes begin with a group
 _GROUP = gl.constexpr(64)  # a warpgroup's outputs, in two pieces
 _PIECE = gl.constexpr(32)
 _LISTED = gl.constexpr(GROUP_OUTPUTS)
 _STAGE = gl.constexpr(64)  # inputs: 128 bytes of a row
 _ROUND = gl.constexpr(16)  # escapes at once: a step of a matmul
-_PANEL = gl.constexpr(64)  # rows at once of what is gathered or stored
 # Renamed between the versions of Triton that we take.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -66,10 +66,33 @@ _seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.share
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`rows` of x at once, 128 or 256; the inputs in `parts` parts."""
+    """`rows` of x at once, one of ROWS; the inputs in `parts` parts."""
 
     rows: int
     parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What a program with a tile of so many rows takes of its multiprocessor."""
+
+    stages: int  # of x in shared memory
+    thirds: int  # of blocks of words in shared memory
+    registers: int  # of a thread that multiplies
+    registers_others: int
+    registers_mean: int | None  # of all threads; None is all there are
+
+
+# With few rows half of a multiprocessor, so that the next kernel's program finds room beside this one.
+_SIZES: Final = {
+    8: _Size(8, 6, 96, 48, 80),
+    16: _Size(6, 6, 96, 48, 80),
+    32: _Size(3, 6, 96, 48, 80),
+    64: _Size(3, 5, 104, 32, 80),
+    128: _Size(6, 6, 224, 56, None),
+    256: _Size(4, 4, 224, 56, None),
+}
+ROWS: Final = tuple(_SIZES)
 
 
 @gluon.constexpr_function
@@ -111,6 +134,17 @@ def _place_order(gated):
     return tuple(6 - row.bit_length() for row in reversed(row_bits(gated)))
 
 
+@gluon.constexpr_function
+def _stored_layout(rows, gated):
+    """[outputs, rows] in the threads that have their sums: of M's bit 8 two outputs beside each other, if it is not a
+    gate and its up, which are one by then."""
+    of_m = {m: [1 << bit, 0] for bit, m in enumerate(row_bits(gated)) if not (gated and m == 8)}
+    across = [[0, 1 << bit] for bit in range(rows.bit_length() - 1)]
+    registers = [*([] if gated else [of_m[8]]), across[0], *across[3:]]
+    lanes = [across[1], across[2], of_m[1], of_m[2], of_m[4]]
+    return gl.DistributedLinearLayout(registers, lanes, [of_m[16], of_m[32]], [], [32 if gated else 64, rows])
+
+
 @gluon.jit
 def _item(item, blocks, row_tiles, output_tiles, together, parts):
     """(tile of rows, tile of outputs, part, its first block, its last): those that share words run at once."""
@@ -148,49 +182,46 @@ def _shared_escapes(count, part, parts):
 
 
 @gluon.jit
-def _fetch_third(
-    words, ring, ready, free, nth, column, output_tile, inner, GATED: gl.constexpr, LANES: gl.constexpr,
-    RING: gl.constexpr,
+def _fetch_words(
+    words, ring, ready, free, blocks, row_tiles, output_tiles, together, parts, inner, GATED: gl.constexpr,
+    LANES: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """A third of a block's words of all 128 outputs, once its place in the ring is free."""
-    place = nth % RING
-    mbarrier.wait(free.index(place), nth // RING % 2 ^ 1)
-    mbarrier.expect(ready.index(place), 2 * _GROUP * LANES * 4)
-    for warpgroup in gl.static_range(2):
-        first, second = _pieces(output_tile, inner, warpgroup, GATED)
-        part = ring.index(place * 2 + warpgroup)
-        _copy(words, [first, column], ready.index(place), part.slice(0, _PIECE))
-        _copy(words, [second, column], ready.index(place), part.slice(_PIECE, _PIECE))
+    """One warp: all items' words in turn, a third of a block at a time. No kernel writes them: the ring is filled while
+    the kernel before this one ends. So the next kernel is let in when there is nothing left to fetch: its own words
+    come while this one ends. Any earlier they would only come instead of these."""
+    thirds = 0
+    for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
+        _, output_tile, _, first, last = _item(item, blocks, row_tiles, output_tiles, together, parts)
+        for third in range(first * 3, last * 3):
+            place = thirds % RING
+            mbarrier.wait(free.index(place), thirds // RING % 2 ^ 1)
+            mbarrier.expect(ready.index(place), 2 * _GROUP * LANES * 4)
+            for warpgroup in gl.static_range(2):
+                start, second_start = _pieces(output_tile, inner, warpgroup, GATED)
+                part = ring.index(place * 2 + warpgroup)
+                _copy(words, [start, third * LANES], ready.index(place), part.slice(0, _PIECE))
+                _copy(words, [second_start, third * LANES], ready.index(place), part.slice(_PIECE, _PIECE))
+            thirds += 1
+    gdc_launch_dependents()
 
 
 @gluon.jit
-def _fetch(
-    x, words, x_ring, words_ring, x_ready, x_free, words_ready, words_free, blocks, row_tiles, output_tiles, together,
-    parts, inner, GATED: gl.constexpr, LANES: gl.constexpr, ROWS: gl.constexpr, X_RING: gl.constexpr,
-    WORDS_RING: gl.constexpr,
+def _fetch_x(
+    x, ring, ready, free, blocks, row_tiles, output_tiles, together, parts, LANES: gl.constexpr, ROWS: gl.constexpr,
+    RING: gl.constexpr,
 ):  # fmt: skip
-    """One warp: all items' words and x in turn. The first words come before the kernel before this one has ended."""
+    """One warp: all items' x in turn, as soon as it is there."""
     STAGES: gl.constexpr = 8 * LANES // _STAGE
-    stages, thirds = 0, 0
+    stages = 0
+    gdc_wait()
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
-        row_tile, output_tile, _, first, last = _item(item, blocks, row_tiles, output_tiles, together, parts)
-        for block in range(first, last):
-            for stage in gl.static_range(STAGES):
-                for third in gl.static_range(3):
-                    if stage == (STAGES // 2 if third == 2 else 0):
-                        _fetch_third(
-                            words, words_ring, words_ready, words_free, thirds + third, (block * 3 + third) * LANES,
-                            output_tile, inner, GATED, LANES, WORDS_RING,
-                        )  # fmt: skip
-                if stage == 0:
-                    gdc_wait()
-                place = stages % X_RING
-                mbarrier.wait(x_free.index(place), stages // X_RING % 2 ^ 1)
-                mbarrier.expect(x_ready.index(place), ROWS * _STAGE * 2)
-                column = (block * STAGES + stage) * _STAGE
-                _copy(x, [row_tile * ROWS, column], x_ready.index(place), x_ring.index(place))
-                stages += 1
-            thirds += 3
+        row_tile, _, _, first, last = _item(item, blocks, row_tiles, output_tiles, together, parts)
+        for stage in range(first * STAGES, last * STAGES):
+            place = stages % RING
+            mbarrier.wait(free.index(place), stages // RING % 2 ^ 1)
+            mbarrier.expect(ready.index(place), ROWS * _STAGE * 2)
+            _copy(x, [row_tile * ROWS, stage * _STAGE], ready.index(place), ring.index(place))
+            stages += 1
 
 
 @gluon.jit
@@ -199,11 +230,13 @@ def _gather(
     together, parts, inner, WARPGROUP: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """One warp: a warpgroup's escapes, 16 at a time: which of its outputs each is of, its value, its column of x."""
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [_ROUND, 32 // _ROUND], [1, 1], [1, 0])
-    e = gl.arange(0, _ROUND, gl.SliceLayout(1, LOADED))
-    panels = _seen_as(columns, gl.bfloat16, [2 * ROWS // _PANEL, _ROUND, _PANEL], gl.NVMMASharedLayout(128, 16, rank=2))
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
+    AT_ONCE: gl.constexpr = 32 if ROWS > 32 else ROWS
+    e = gl.arange(0, _ROUND, gl.SliceLayout(0, LOADED))
+    pieces = _seen_as(
+        columns, gl.bfloat16, [2 * ROWS // AT_ONCE, AT_ONCE, _ROUND], gl.NVMMASharedLayout(32, 16, rank=2)
+    )
     rounds = 0
-    gdc_wait()
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
         row_tile, output_tile, part, _, _ = _item(item, blocks, row_tiles, output_tiles, together, parts)
         start, second_start = _pieces(output_tile, inner, WARPGROUP, GATED)
@@ -220,11 +253,12 @@ def _gather(
             mbarrier.wait(free.index(WARPGROUP), rounds % 2 ^ 1)
             outputs.index(WARPGROUP).store(gl.where(inside, output + gl.where(second, _PIECE, 0), -1))
             replacements.index(WARPGROUP).store(gl.load(values + where, mask=inside, other=0.0))
-            for panel in range(ROWS // _PANEL):
-                rows = row_tile * ROWS + panel * _PANEL + gl.arange(0, _PANEL, gl.SliceLayout(0, LOADED))
-                column = x + (place & 0xFFFF)[:, None] + rows[None, :] * K
-                loaded = gl.load(column, mask=inside[:, None] & (rows < T)[None, :], other=0.0)
-                panels.index(WARPGROUP * (ROWS // _PANEL) + panel).store(loaded)
+            gdc_wait()
+            for piece in range(ROWS // AT_ONCE):
+                rows = row_tile * ROWS + piece * AT_ONCE + gl.arange(0, AT_ONCE, gl.SliceLayout(1, LOADED))
+                column = x + (place & 0xFFFF)[None, :] + rows[:, None] * K
+                loaded = gl.load(column, mask=inside[None, :] & (rows < T)[:, None], other=0.0)
+                pieces.index(WARPGROUP * (ROWS // AT_ONCE) + piece).store(loaded)
             fence_async_shared()
             debug_barrier()
             mbarrier.arrive(ready.index(WARPGROUP))
@@ -317,8 +351,8 @@ def _replace(
     hit = output[None, :] == place_of[:, None]
     nothing = gl.zeros([_GROUP, _ROUND], gl.bfloat16, DOT)
     taken, added = gl.where(hit, -least[:, None], nothing), gl.where(hit, value[None, :], nothing)
-    total = warpgroup_mma(taken, columns.index(WARPGROUP), total, is_async=True)
-    total = warpgroup_mma(added, columns.index(WARPGROUP), total, is_async=True)
+    total = warpgroup_mma(taken, columns.index(WARPGROUP).permute((1, 0)), total, is_async=True)
+    total = warpgroup_mma(added, columns.index(WARPGROUP).permute((1, 0)), total, is_async=True)
     total, taken, added = warpgroup_mma_wait(0, [total, taken, added])
     debug_barrier()
     mbarrier.arrive(free.index(WARPGROUP))
@@ -326,21 +360,13 @@ def _replace(
 
 
 @gluon.jit
-def _store(y, out, row, output, T, N, ROWS: gl.constexpr):
-    """y [outputs, rows], 64 rows at a time: threads exchange them through little memory."""
-    if ROWS > _PANEL:
-        low, high = y.reshape([y.shape[0], 2, ROWS // 2]).permute((0, 2, 1)).split()
-        _store(low, out, row, output, T, N, ROWS // 2)
-        _store(high, out, row + ROWS // 2, output, T, N, ROWS // 2)
-    else:
-        WIDE: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
-        ACROSS: gl.constexpr = y.shape[0] // WIDE
-        STORED: gl.constexpr = gl.BlockedLayout([WIDE, 1], [ACROSS, 32 // ACROSS], [1, 4], [0, 1])
-        outputs = output + gl.arange(0, y.shape[0], gl.SliceLayout(1, STORED))
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, STORED))
-        inside = (outputs < N)[:, None] & (rows < T)[None, :]
-        stored = gl.convert_layout(y.to(out.dtype.element_ty), STORED)
-        gl.store(out + outputs[:, None] + rows[None, :] * N, stored, mask=inside)
+def _store(y, out, row, output, T, N, STORED: gl.constexpr):
+    """y [outputs, rows] from where it is: 8 threads have neighbouring outputs of a row."""
+    outputs = output + gl.arange(0, y.shape[0], gl.SliceLayout(1, STORED))
+    rows = row + gl.arange(0, y.shape[1], gl.SliceLayout(0, STORED))
+    inside = (outputs < N)[:, None] & (rows < T)[None, :]
+    stored = gl.convert_layout(y.to(out.dtype.element_ty), STORED)
+    gl.store(out + outputs[:, None] + rows[None, :] * N, stored, mask=inside)
 
 
 @gluon.jit
@@ -354,6 +380,7 @@ def _multiply(
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
     ORDER: gl.constexpr = _place_order(GATED)
+    STORED: gl.constexpr = _stored_layout(ROWS, GATED)
     m = gl.arange(0, _GROUP, gl.SliceLayout(1, DOT))
     place_of = m * 0
     for bit in gl.static_range(6):
@@ -391,9 +418,9 @@ def _multiply(
         if GATED:
             gate, up = y.reshape([2, _PIECE, ROWS]).permute((1, 2, 0)).split()
             y = gate / (1.0 + gl.exp(-gate)) * up
-            _store(y, out, row_tile * ROWS, start, T, inner, ROWS)
+            _store(y, out, row_tile * ROWS, start, T, inner, STORED)
         else:
-            _store(y.reshape([_GROUP, ROWS]), out + part * T * N, row_tile * ROWS, start, T, N, ROWS)
+            _store(y.reshape([_GROUP, ROWS]), out + part * T * N, row_tile * ROWS, start, T, N, STORED)
 
 
 @gluon.jit(
@@ -403,9 +430,8 @@ def _multiply(
 def _matmul(
     x, words, out, x_flat, scales, firsts, places, values, T, N, K, blocks, row_tiles, output_tiles, together, parts,
     inner, GATED: gl.constexpr, LANES: gl.constexpr, ROWS: gl.constexpr, X_RING: gl.constexpr,
-    WORDS_RING: gl.constexpr,
+    WORDS_RING: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_OTHERS: gl.constexpr,
 ):  # fmt: skip
-    gdc_launch_dependents()
     panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -413,7 +439,7 @@ def _matmul(
     words_ring = gl.allocate_shared_memory(
         gl.int32, [2 * WORDS_RING, _GROUP, LANES], gl.NVMMASharedLayout(4 * LANES, 32, rank=2)
     )
-    columns = gl.allocate_shared_memory(gl.bfloat16, [2, _ROUND, ROWS], panel)
+    columns = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, _ROUND], gl.NVMMASharedLayout(32, 16, rank=2))
     outputs = gl.allocate_shared_memory(gl.int32, [2, _ROUND], flat)
     replacements = gl.allocate_shared_memory(gl.bfloat16, [2, _ROUND], flat)
     x_ready = gl.allocate_shared_memory(gl.int64, [X_RING, 1], barrier)
@@ -444,9 +470,12 @@ def _matmul(
                 words_free, escapes_ready, escapes_free, T, N, blocks, row_tiles, output_tiles, together, parts, inner,
                 1, GATED, LANES, ROWS, X_RING, WORDS_RING,
             )),
-            (_fetch, (
-                x, words, x_ring, words_ring, x_ready, x_free, words_ready, words_free, blocks, row_tiles, output_tiles,
-                together, parts, inner, GATED, LANES, ROWS, X_RING, WORDS_RING,
+            (_fetch_words, (
+                words, words_ring, words_ready, words_free, blocks, row_tiles, output_tiles, together, parts, inner,
+                GATED, LANES, WORDS_RING,
+            )),
+            (_fetch_x, (
+                x, x_ring, x_ready, x_free, blocks, row_tiles, output_tiles, together, parts, LANES, ROWS, X_RING,
             )),
             (_gather, (
                 x_flat, firsts, places, values, columns, outputs, replacements, escapes_ready, escapes_free, T, N, K,
@@ -457,16 +486,16 @@ def _matmul(
                 blocks, row_tiles, output_tiles, together, parts, inner, 1, GATED, ROWS,
             )),
         ],
-        [4, 1, 1, 1], [224, 56, 56, 56],
+        [4, 1, 1, 1, 1], [REGISTERS, REGISTERS_OTHERS, REGISTERS_OTHERS, REGISTERS_OTHERS, REGISTERS_OTHERS],
     )  # fmt: skip
 
 
-def serves(weight: Bf12, gated: bool, device: torch.device) -> bool:
-    """Whether the kernel is made for these."""
-    return is_hopper(device) and not (gated and weight.outputs // 2 % _INNER_STEP)
+def serves(outputs: int, gated: bool, device: torch.device) -> bool:
+    """Whether the kernel is made for weights of so many outputs there."""
+    return is_hopper(device) and not (gated and outputs // 2 % _INNER_STEP)
 
 
-def multiply_many(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
+def multiply(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
     """x·Wᵀ as [P, T, N]: in bfloat16 where P is 1, else float32 parts. Of a row of x that is not finite nothing is."""
     dtype = x_TK.dtype if tile.parts == 1 else torch.float32
     out_PTN = torch.empty(tile.parts, len(x_TK), weight.outputs, dtype=dtype, device=x_TK.device)
@@ -474,7 +503,7 @@ def multiply_many(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
     return out_PTN
 
 
-def multiply_many_gated(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
+def multiply_gated(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
     """silu(x·Gᵀ)·(x·Uᵀ) as [T, I], where W is G above U. The tile has one part."""
     assert tile.parts == 1
     assert weight.outputs // 2 % _INNER_STEP == 0
@@ -483,22 +512,35 @@ def multiply_many_gated(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
     return out_TI
 
 
+def candidates(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> list[Tile]:
+    """The tiles that are worth measuring, the most promising first."""
+    holding = [size for size in ROWS if size >= rows]
+    sizes = holding[:1] if holding else []
+    sizes += [size for size in ROWS[-3:] if size < rows]
+    most = 1 if gated else min(_PARTS_MOST, inputs // (8 * lanes_of(inputs)))
+    tiles = [Tile(size, parts) for size in sizes for parts in range(1, most + 1)]
+    cycles = {tile: _cycles(tile, outputs, inputs, rows, multiprocessors) for tile in tiles}
+    tiles = sorted(tiles, key=lambda tile: cycles[tile])
+    return [tile for tile in tiles if cycles[tile] <= _WORTH * cycles[tiles[0]]][:_CANDIDATES_MOST]
+
+
 def tile_of(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> Tile:
     """The tile that should take the fewest cycles, for shapes that nobody has measured."""
-    most = 1 if gated else min(_PARTS_MOST, inputs // (8 * lanes_of(inputs)))
-    tiles = [Tile(size, parts) for size in _RINGS for parts in range(1, most + 1)]
-    return min(tiles, key=lambda tile: _cycles(tile, outputs, inputs, rows, multiprocessors))
+    return candidates(outputs, inputs, rows, gated, multiprocessors)[0]
 
 
 def _cycles(tile: Tile, outputs: int, inputs: int, rows: int, multiprocessors: int) -> int:
-    """Of a multiprocessor: 4 per row and stage on tensor cores, 640 for memory to bring a stage's words to all of them;
-    what is about a tile; and 2,500 bytes a cycle of parts to write and read."""
+    """The longer of what memory and multiprocessors take. Memory gives 2,450 bytes a cycle, to a program 48 at most.
+    A multiprocessor takes 4 cycles a row and stage on tensor cores, or 250 to decode the stage, and something for each
+    tile. Parts are written and read."""
     row_tiles = triton.cdiv(rows, tile.rows)
-    waves = triton.cdiv(row_tiles * triton.cdiv(outputs, _OUTPUTS) * tile.parts, multiprocessors)
+    items = row_tiles * triton.cdiv(outputs, _OUTPUTS) * tile.parts
     stages = triton.cdiv(inputs // _STAGE.value, tile.parts)
-    stage = max(4 * tile.rows, 640 // row_tiles)
+    busy = triton.cdiv(items, multiprocessors) * (stages * max(4 * tile.rows, 250) + 1500 + 10 * tile.rows)
+    turns = triton.cdiv(row_tiles, _TOGETHER)  # of reading the weight
+    memory = turns * outputs * inputs * 3 // 2 // min(2450, 48 * items)
     parts_bytes = 8 * tile.parts * rows * outputs if tile.parts > 1 else 0
-    cycles: int = waves * (stages * stage + 1500 + 10 * tile.rows) + parts_bytes // 2500
+    cycles: int = max(busy, memory) + parts_bytes // 2450
     return cycles
 
 
@@ -510,7 +552,7 @@ def multiprocessors_of(device: torch.device) -> int:
 
 def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, tile: Tile, gated: bool) -> None:
     rows, inputs = x_TK.shape
-    outputs, lanes, index = weight.outputs, lanes_of(inputs), weight.index
+    outputs, lanes, index, size = weight.outputs, lanes_of(inputs), weight.index, _SIZES[tile.rows]
     assert weight.inputs == inputs
     assert x_TK.dtype == torch.bfloat16
     assert x_TK.is_contiguous()
@@ -523,15 +565,17 @@ def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, tile: Tile, gated: bool) ->
     )
     assert 1 <= tile.parts <= blocks
     programs = min(multiprocessors_of(x_TK.device), row_tiles * output_tiles * tile.parts)
-    x_ring, words_ring = _RINGS[tile.rows]
     _matmul[(programs,)](
         _tensor_map(x_TK, [tile.rows, _STAGE.value]), _tensor_map(weight.words_NW, [_PIECE.value, lanes]), out, x_TK,
         index.scales_N, index.firsts_G, index.places_E, index.values_E, rows, outputs, inputs, blocks, row_tiles,
-        output_tiles, _TOGETHER, tile.parts, outputs // 2, GATED=gated, LANES=lanes, ROWS=tile.rows, X_RING=x_ring,
-        WORDS_RING=words_ring, num_warps=4, launch_pdl=True,
+        output_tiles, _TOGETHER, tile.parts, outputs // 2, GATED=gated, LANES=lanes, ROWS=tile.rows,
+        X_RING=size.stages, WORDS_RING=size.thirds, REGISTERS=size.registers, REGISTERS_OTHERS=size.registers_others,
+        num_warps=4, maxnreg=size.registers_mean, launch_pdl=True,
     )  # fmt: skip
 
 
 def _tensor_map(tensor: Tensor, box: list[int]) -> Any:
+    """Of a contiguous matrix: what torch says of one row's stride may be anything."""
+    rows, columns = tensor.shape
     swizzled = gl.NVMMASharedLayout(box[1] * tensor.itemsize, 8 * tensor.itemsize, rank=2)
-    return TensorDescriptor.from_tensor(tensor, box, swizzled)
+    return TensorDescriptor(tensor, [rows, columns], [columns, 1], box, swizzled)

@@ -203,14 +203,15 @@ class Shared:
 @dataclass(frozen=True)
 class TensorMap:
     tensor: torch.Tensor
+    shape: list[int]
+    strides: list[int]
     box: list[int]
     layout: Swizzled
 
-    @staticmethod
-    def from_tensor(tensor: torch.Tensor, box: list[int], layout: Swizzled) -> "TensorMap":
-        assert layout.width == box[1] * tensor.itemsize
-        assert tensor.stride(0) * tensor.itemsize % 16 == 0
-        return TensorMap(tensor, box, layout)
+    def __post_init__(self) -> None:
+        assert self.layout.width == self.box[1] * self.tensor.itemsize
+        assert self.strides == [self.shape[1], 1]
+        assert self.strides[0] * self.tensor.itemsize % 16 == 0
 
 
 def copy(source: TensorMap, at: list[int], barrier: Barrier, to: Shared) -> None:
@@ -309,7 +310,7 @@ class Kernel:
         return self.function(*args, **constants)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, maxnreg: int | None, launch_pdl: bool, **constants: Any) -> None:
             pointers = [Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
             for Program.identity in range(grid[0]):
                 Program.count = grid[0]
@@ -354,6 +355,7 @@ _LANGUAGE = SimpleNamespace(
     inline_asm_elementwise=assembly, allocate_shared_memory=allocate, warp_specialize=specialize,
     shared_memory_descriptor=Shared, NVMMASharedLayout=Swizzled, SharedLinearLayout=Linear, SwizzledSharedLayout=Flat,
     **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), _nothing),
+    DistributedLinearLayout=_nothing,
 )  # fmt: skip
 _GLUON = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function, language=_LANGUAGE)
 _HOPPER = SimpleNamespace(
