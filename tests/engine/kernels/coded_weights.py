@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.weights.codec import Bf12, choose_bases, encode, stack
+from engine.weights.lanes import CODES
 from tests.engine.kernels.steps import DEVICE, random
 
 
@@ -23,9 +24,11 @@ def coded(*weights_NK: Tensor, base: int | None = None) -> Bf12:
 
 
 def without_escapes(weight_NK: Tensor) -> Tensor:
-    """The same where all numbers have codes: what is too small is made the least that has one."""
-    least_N1 = torch.exp2(choose_bases(weight_NK).float() - 127).bfloat16()[:, None]
-    return torch.where(weight_NK.abs() < least_N1, least_N1, weight_NK)
+    """The same where all numbers have codes: what is too small or too large is made the nearest that has one."""
+    exponents_N1 = choose_bases(weight_NK).float()[:, None] - 127
+    least_N1 = torch.exp2(exponents_N1).bfloat16()
+    greatest_N1 = (torch.exp2(exponents_N1 + (CODES - 1)) * (2 - 2**-7)).bfloat16()
+    return weight_NK.abs().clamp(least_N1, greatest_N1).copysign(weight_NK)
 
 
 def _bases(weight_NK: Tensor, base: int | None) -> Tensor:
