@@ -5,8 +5,7 @@ for weights in bf16, and for the same in 12 bits a number.
     python -m benchmarks.linear --only bf12 --models llama-3.1-8b --rows 1,8
 
 Each candidate runs in a CUDA graph over several copies of the weight, more than the L2 cache holds, as a decode step
-reads each weight once. Its time stands beside the bound: bytes of the weight ÷ the memory's speed. How much is fetched
-ahead is tried last, behind a norm, as in a decode step: only there is time for it.
+reads each weight once. Its time stands beside the bound: bytes of the weight ÷ the memory's speed.
 """
 
 import argparse
@@ -33,7 +32,6 @@ from engine.kernels.expand import expand
 from engine.kernels.gated import silu_and_multiply
 from engine.kernels.linear import Tiling
 from engine.kernels.measured import key_of, path_of, ratio_key_of
-from engine.kernels.norm import add_norm
 from engine.weights.codec import Bf12, choose_bases, encode, stack
 from engine.weights.lanes import lanes_of
 
@@ -54,7 +52,6 @@ _COPIES_BYTES = 400 << 20
 _SHARED_BYTES = 200 << 10
 _REPEATS = 5
 _WIN = 0.99  # a kernel of ours is chosen over cuBLAS where it takes less than this of its time
-_AHEAD = (0, 2, 4, 8, 16)
 _SIGMA = 0.02
 
 # What multiplies rows by a weight, in either storage.
@@ -116,7 +113,7 @@ def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> lis
             continue  # words of a thread, of which four are 16 bytes
         if joined > 0 and block_n * weights * max(bucket, 16) > 2048 * warps:
             continue  # sums and decoded weights would not fit the registers
-        found.append(CodedTiling(block_n, blocks, parts, stages, warps, joined, 0))
+        found.append(CodedTiling(block_n, blocks, parts, stages, warps, joined))
     return found
 
 
@@ -148,8 +145,8 @@ def by_expanding(x_TK: Tensor, weight: Bf12) -> Tensor:
     return torch.nn.functional.linear(x_TK, weight_NK)
 
 
-def microseconds(call: Call, x_TK: Tensor, weights: Sequence[Any], before: Callable[[], None] | None = None) -> float:
-    """The median time of one call (and of what is run before it), over copies that the L2 cache does not hold
+def microseconds(call: Call, x_TK: Tensor, weights: Sequence[Any]) -> float:
+    """The median time of one call, over copies that the L2 cache does not hold
     together."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -158,8 +155,6 @@ def microseconds(call: Call, x_TK: Tensor, weights: Sequence[Any], before: Calla
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for weight in weights:
-            if before is not None:
-                before()
             call(x_TK, weight)
     graph.replay()
     took = []
@@ -236,25 +231,7 @@ def measure(shape: Shape, bucket: int, is_coded: bool) -> list[Timed]:
         except Exception as error:
             print(f"{shape} {bucket} {tiling}: {error!r}"[:200], file=sys.stderr)
     found.sort(key=lambda timed: timed.us)
-    best = found[0]
-    if isinstance(best.tiling, CodedTiling):
-        found[0] = replace(best, tiling=fetching_ahead(best.tiling, gated, best.fused, x_TK, weights))
     return found
-
-
-def fetching_ahead(tiling: CodedTiling, gated: bool, fused: bool, x_TK: Tensor, weights: list[Any]) -> CodedTiling:
-    """The same with as much fetched ahead as is fastest behind a norm."""
-    sum_TK, weight_K = torch.randn(x_TK.shape, device="cuda"), torch.ones(x_TK.shape[1], device="cuda")
-    took = {}
-    for ahead in _AHEAD:
-        tried = replace(tiling, ahead=ahead)
-        took[tried] = microseconds(
-            runs(tried, gated, fused), x_TK, weights, lambda: add_norm(sum_TK, None, weight_K, 1e-5, x_TK)
-        )
-    print(
-        "    ahead, µs with a norm: " + ", ".join(f"{tried.ahead}: {us:.2f}" for tried, us in took.items()), flush=True
-    )
-    return min(took, key=lambda tried: took[tried])
 
 
 def bf16_us(shape: Shape, bucket: int) -> float:
@@ -270,9 +247,7 @@ def numbers_of(tiling: Tiling | CodedTiling | None) -> list[int] | None:
         return None
     if isinstance(tiling, Tiling):
         return [tiling.block_n, tiling.block_k, tiling.parts, tiling.stages, tiling.warps]
-    return [
-        tiling.block_n, tiling.blocks, tiling.parts, tiling.stages, tiling.warps, tiling.joined, tiling.ahead,
-    ]  # fmt: skip
+    return [tiling.block_n, tiling.blocks, tiling.parts, tiling.stages, tiling.warps, tiling.joined]
 
 
 class Found:

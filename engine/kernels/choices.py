@@ -22,8 +22,8 @@ CODED_BUCKETS: Final = (1, 8, 16, 32, 64, 128)
 _DEFAULT_ROW: Final = Tiling(16, 512, 1, 3, 4)
 _DEFAULT_ROWS: Final = Tiling(64, 128, 1, 4, 4)
 _DEFAULT_ROWS_MOST: Final = 16
-_DEFAULT_CODED_ROW: Final = CodedTiling(32, 1, 1, 4, 4, 0, 0)
-_DEFAULT_CODED_ROWS: Final = CodedTiling(64, 1, 1, 3, 4, 4, 0)
+_DEFAULT_CODED_ROW: Final = CodedTiling(32, 1, 1, 4, 4, 0)
+_DEFAULT_CODED_ROWS: Final = CodedTiling(64, 1, 1, 3, 4, 4)
 _WAVE: Final = 264  # programs that keep a large GPU reading
 _PARTS_MOST: Final = 8
 

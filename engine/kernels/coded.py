@@ -5,7 +5,7 @@ where outputs are few. Sums are those of the numbers as the words hold them, sca
 its output's scale, a power of two: without escapes it has the bits that linear.py's sum has in the same order. Escapes'
 placeholders are taken out before that, and their values added after it.
 
-What a kernel reads of a weight alone it reads, or fetches, before it waits for the kernel before it.
+What a kernel reads of a weight alone it reads before it waits for the kernel before it.
 
 T rows, K inputs, N outputs, W words of a row, P parts, I inner size, C columns, E escapes at once.
 """
@@ -23,6 +23,7 @@ from engine.weights.codec import Bf12
 from engine.weights.lanes import lanes_of
 
 ROWS_MOST = 128  # of the kernels here
+_DECODED = 2  # words that a thread decodes at once, of neighbouring lanes: threads with one word give wrong numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,6 @@ class CodedTiling:
 
     blocks  of 8 · lanes inputs each, that divide the inputs; 1 on tensor cores
     joined  of a block's 8 numbers that one product on tensor cores takes: 1, 2, 4 or 8; 0 for one row without them
-    ahead   blocks of each output that are fetched into the L2 cache while the kernel before this one ends
     """
 
     block_n: int
@@ -40,31 +40,6 @@ class CodedTiling:
     stages: int
     warps: int
     joined: int
-    ahead: int
-
-
-# Thread t fetches row t.
-_FETCH = tl.constexpr("""{
-.reg .pred inside;
-.reg .b32 row;
-.reg .b64 at;
-mov.u32 row, %tid.x;
-setp.lt.s32 inside, row, $3;
-mad.wide.s32 at, row, $2, $1;
-@inside cp.async.bulk.prefetch.L2.global [at], $4;
-mov.u32 $0, 0;
-}""")
-
-
-@triton.jit
-def _fetch(words, start, end, block, blocks, W, LANES: tl.constexpr):
-    """Some blocks of each output into the L2 cache, where they are found whatever is written meanwhile. From Hopper on;
-    before it there is no overlap either."""
-    if tl.target_info.cuda_capability_geq(9):  # noqa: SIM102  # this is known when it is compiled, the other is not
-        if blocks > 0:
-            at = (words + start.to(tl.int64) * W + block * (3 * LANES)).to(tl.int64)
-            sizes = [at, W * 4, end - start, blocks * (12 * LANES)]
-            tl.inline_asm_elementwise(_FETCH, "=r,l,r,r,r", sizes, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -98,9 +73,9 @@ def _finish_row(y, x, scales, places, values, place, value, first, last, outputs
     return (y - held) * tl.load(scales + outputs, mask=outputs < N, other=0.0) + missing
 
 
-@triton.jit(do_not_specialize=["parts", "ahead"])
+@triton.jit(do_not_specialize=["parts"])
 def _multiply_row(
-    x, words, scales, firsts, places, values, out, N, K, W, parts, ahead, GATED: tl.constexpr, MASKED: tl.constexpr,
+    x, words, scales, firsts, places, values, out, N, K, W, parts, GATED: tl.constexpr, MASKED: tl.constexpr,
     INLINE: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
@@ -108,10 +83,6 @@ def _multiply_row(
     end = tl.minimum(start + BLOCK_N, N)
     turns = K // (8 * LANES * BLOCKS)
     turn_first, turn_last = part * turns // parts, (part + 1) * turns // parts
-    blocks = tl.minimum(ahead, (turn_last - turn_first) * BLOCKS)
-    _fetch(words, start, end, turn_first * BLOCKS, blocks, W, LANES)
-    if GATED:
-        _fetch(words, start + N, end + N, turn_first * BLOCKS, blocks, W, LANES)
     outputs = start + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCKS * LANES)
     at = _words_at(words, outputs, columns, N, W, MASKED, LANES)
@@ -189,9 +160,9 @@ def _finish_rows(total, x, scales, places, values, place, value, first, last, ou
     return total * tl.load(scales + outputs, mask=outputs < N, other=0.0)[:, None] + missing
 
 
-@triton.jit(do_not_specialize=["T", "parts", "ahead"])
+@triton.jit(do_not_specialize=["T", "parts"])
 def _multiply_rows(
-    x, words, scales, firsts, places, values, out, T, N, K, W, parts, ahead, GATED: tl.constexpr,
+    x, words, scales, firsts, places, values, out, T, N, K, W, parts, GATED: tl.constexpr,
     MASKED: tl.constexpr, INLINE: tl.constexpr, LANES: tl.constexpr, JOINED: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -200,10 +171,6 @@ def _multiply_rows(
     end = tl.minimum(start + BLOCK_N, N)
     blocks = K // (8 * LANES)
     block_first, block_last = part * blocks // parts, (part + 1) * blocks // parts
-    fetched = tl.minimum(ahead, block_last - block_first)
-    _fetch(words, start, end, block_first, fetched, W, LANES)
-    if GATED:
-        _fetch(words, start + N, end + N, block_first, fetched, W, LANES)
     outputs = start + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_T)
     at = _words_at(words, outputs, tl.arange(0, LANES), N, W, MASKED, LANES)
@@ -263,12 +230,12 @@ def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, outputs: int, tiling: Coded
     assert weight.inputs == inputs
     assert x_TK.dtype in (torch.bfloat16, torch.float32)  # others cannot hold a scaled number
     assert inputs % (8 * lanes * tiling.blocks) == 0
-    assert tiling.block_n <= 32 * tiling.warps  # a thread for each output
+    assert tiling.block_n * tiling.blocks * lanes >= _DECODED * 32 * tiling.warps
     assert x_TK.is_contiguous()
     assert weight.words_NW.is_contiguous()
     grid = (triton.cdiv(outputs, tiling.block_n), tiling.parts)
     tensors = (x_TK, weight.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E, out)
-    numbers = (outputs, inputs, weight.words_NW.shape[1], tiling.parts, tiling.ahead)
+    numbers = (outputs, inputs, weight.words_NW.shape[1], tiling.parts)
     options = {
         "GATED": gated, "MASKED": bool(outputs % tiling.block_n), "INLINE": inline(x_TK.device), "LANES": lanes,
         "BLOCK_N": tiling.block_n, "STAGES": tiling.stages, "num_warps": tiling.warps,

@@ -40,13 +40,13 @@ def test_it_takes_what_words_escapes_and_bias_take() -> None:
 def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
         "96x128": {"16": [32, 16, 2, 2, 4]},
-        "96x128 bf12": {"8": [32, 1, 2, 2, 4, 8, 0], "16": None},
+        "96x128 bf12": {"8": [32, 1, 2, 2, 4, 8], "16": None},
         "96x128 gated bf12": {"8": None},
     }
     monkeypatch.setattr(choices, "table_of", lambda gpu: table)
     monkeypatch.setattr(choices, "_choose_coded", choices._choose_coded.__wrapped__)
     device = torch.device("cpu")
-    assert choose_coded(96, 128, 2, False, device) == CodedTiling(32, 1, 2, 2, 4, 8, 0)
+    assert choose_coded(96, 128, 2, False, device) == CodedTiling(32, 1, 2, 2, 4, 8)
     assert choose_coded(96, 128, 9, False, device) is None
     assert choose_coded(96, 128, 8, True, device) is None
     assert choose_coded(96, 128, 129, False, device) is None

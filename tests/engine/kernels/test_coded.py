@@ -19,9 +19,9 @@ from engine.weights.lanes import lanes_of
 from tests.engine.kernels.coded_weights import coded, every_value, weights, without_escapes
 from tests.engine.kernels.steps import DEVICE, error, random
 
-WHOLE, PARTED = CodedTiling(16, 1, 1, 2, 4, 4, 0), CodedTiling(32, 1, 3, 2, 4, 8, 0)
-ALONE, APART = CodedTiling(64, 1, 1, 2, 4, 1, 0), CodedTiling(64, 1, 1, 2, 4, 2, 0)
-ONE_ROW = CodedTiling(16, 1, 1, 2, 4, 0, 0)
+WHOLE, PARTED = CodedTiling(16, 1, 1, 2, 4, 4), CodedTiling(32, 1, 3, 2, 4, 8)
+ALONE, APART = CodedTiling(64, 1, 1, 2, 4, 1), CodedTiling(64, 1, 1, 2, 4, 2)
+ONE_ROW = CodedTiling(16, 1, 1, 2, 4, 0)
 SHAPES = [(1, 48, 256), (1, 50, 384), (2, 33, 128), (3, 20, 1024), (17, 40, 640), (100, 16, 128)]
 BF16 = torch.bfloat16
 TRUE = [(6144, 4096), (4096, 14336), (128256, 4096)]
@@ -80,7 +80,7 @@ def test_few_rows(rows: int, outputs: int, inputs: int, tiling: CodedTiling) -> 
 @pytest.mark.parametrize("joined", [1, 2, 4, 8])
 def test_any_number_joined(joined: int) -> None:
     weight_NK, x_TK = torch.cat(pieces(20, 256)), random(5, 256, seed=1)
-    found_PTN = multiply(x_TK, coded(weight_NK), CodedTiling(32, 1, 1, 2, 4, joined, 0))
+    found_PTN = multiply(x_TK, coded(weight_NK), CodedTiling(32, 1, 1, 2, 4, joined))
     assert error(found_PTN[0], product(x_TK, weight_NK)) < 1e-6
 
 
@@ -88,16 +88,23 @@ def test_any_number_joined(joined: int) -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_any_number_of_parts(rows: int, parts: int) -> None:
     weight_NK, x_TK = torch.cat(pieces(20, 1024)), random(rows, 1024, seed=1)
-    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4, 0), rows))
+    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4), rows))
     assert len(found_PTN) == parts
     assert error(found_PTN.double().sum(0), product(x_TK, weight_NK)) < 1e-6
 
 
-@pytest.mark.parametrize(("inputs", "blocks"), [(1024, 2), (1024, 4), (384, 1)])
-def test_one_row_takes_several_blocks_at_once(inputs: int, blocks: int) -> None:
+@pytest.mark.parametrize(("inputs", "block_n", "blocks"), [(1024, 8, 2), (1024, 8, 4), (384, 16, 1)])
+def test_one_row_takes_several_blocks_at_once(inputs: int, block_n: int, blocks: int) -> None:
     weight_NK, x_TK = torch.cat(pieces(20, inputs)), random(1, inputs, seed=1)
-    found_PTN = multiply(x_TK, coded(weight_NK), CodedTiling(8, blocks, 1, 2, 4, 0, 0))
+    found_PTN = multiply(x_TK, coded(weight_NK), CodedTiling(block_n, blocks, 1, 2, 4, 0))
     assert error(found_PTN[0], product(x_TK, weight_NK)) < 1e-6
+
+
+@pytest.mark.parametrize(("rows", "joined"), [(1, 0), (2, 4)])
+def test_a_tiling_that_leaves_a_thread_one_word_is_refused(rows: int, joined: int) -> None:
+    weight, x_TK = coded(weights(16, 384)), random(rows, 384)
+    with pytest.raises(AssertionError):
+        multiply(x_TK, weight, CodedTiling(8, 1, 1, 2, 4, joined))
 
 
 @pytest.mark.parametrize("tiling", [WHOLE, ALONE], ids=str)
@@ -115,7 +122,7 @@ def test_hundreds_of_escapes_in_one_group(rows: int, parts: int) -> None:
     weight_NK, x_TK = weights(48, 512), random(rows, 512, seed=1)
     weight_NK[16:32].view(-1)[torch.randperm(16 * 512, generator=torch.Generator().manual_seed(2))[:700]] = 1e20
     weight_NK[5], weight_NK[6, 100:] = 0.0, 0.0  # of the latter what is left has no code
-    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4, 0), rows))
+    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4), rows))
     for group in (slice(0, 16), slice(16, 32), slice(32, 48)):
         assert error(found_PTN.double().sum(0)[:, group], product(x_TK, weight_NK[group])) < 1e-6
 
@@ -182,7 +189,7 @@ def test_without_escapes_sums_have_the_bits_of_bf16s_in_the_same_order(rows: int
     assert not len(weight.index.places_E)
     lanes = lanes_of(inputs)
     wanted = linear.multiply(x_TK, weight_NK.float(), Tiling(32, lanes if rows == 1 else 8 * lanes, parts, 2, 4))
-    assert torch.equal(multiply(x_TK, weight, fitting(CodedTiling(32, 1, parts, 2, 4, 8, 0), rows)), wanted)
+    assert torch.equal(multiply(x_TK, weight, fitting(CodedTiling(32, 1, parts, 2, 4, 8), rows)), wanted)
 
 
 @lru_cache(1)
@@ -193,9 +200,9 @@ def true_weight(outputs: int, inputs: int) -> tuple[Tensor, Bf12]:
 
 def tilings(outputs: int, inputs: int, rows: int) -> list[CodedTiling]:
     chosen = choose_coded(outputs, inputs, rows, False, DEVICE)
-    fixed = [CodedTiling(16, 1, 1, 3, 4, 0, 8), CodedTiling(8, 2, 2, 4, 4, 0, 0), CodedTiling(64, 1, 1, 3, 4, 4, 0)]
+    fixed = [CodedTiling(16, 1, 1, 3, 4, 0), CodedTiling(8, 2, 2, 4, 4, 0), CodedTiling(64, 1, 1, 3, 4, 4)]
     if rows > 1:
-        fixed = [CodedTiling(64, 1, parts, 3, 4, joined, 2) for joined, parts in ((1, 1), (2, 3), (4, 1), (8, 2))]
+        fixed = [CodedTiling(64, 1, parts, 3, 4, joined) for joined, parts in ((1, 1), (2, 3), (4, 1), (8, 2))]
     return fixed if chosen is None else [*fixed, chosen]
 
 
@@ -225,7 +232,7 @@ def test_true_shapes_gated(rows: int) -> None:
     weight_NK, weight = true_weight(28672, 4096)
     x_TK = random(rows, 4096, dtype=BF16, seed=1)
     chosen = choose_coded(28672, 4096, rows, True, DEVICE)
-    for tiling in (chosen, CodedTiling(16, 1, 1, 3, 4, 0, 8) if rows == 1 else CodedTiling(64, 1, 1, 3, 4, 2, 4)):
+    for tiling in (chosen, CodedTiling(16, 1, 1, 3, 4, 0) if rows == 1 else CodedTiling(64, 1, 1, 3, 4, 2)):
         assert tiling is not None
         found_TI = multiply_gated(x_TK, weight, tiling)
         assert error(found_TI, silu_and_multiply(product(x_TK, weight_NK))) < 8e-3
@@ -238,7 +245,7 @@ def test_each_of_all_values_is_multiplied_as_itself_on_a_gpu(rows: int) -> None:
     weight_NK[~(weight_NK.isfinite() & (weight_NK.abs() >= 2.0**-126))] = 0.0  # nothing is promised of subnormal sums
     weight, x_TK = coded(weight_NK, base=112), torch.eye(128, device=DEVICE, dtype=BF16)
     for first in range(0, 128, rows):
-        found_TN = multiply(x_TK[first : first + rows], weight, fitting(CodedTiling(64, 1, 1, 2, 4, 4, 1), rows))[0]
+        found_TN = multiply(x_TK[first : first + rows], weight, fitting(CodedTiling(64, 1, 1, 2, 4, 4), rows))[0]
         assert torch.equal(found_TN.T.cpu().float(), weight_NK[:, first : first + rows].float())
 
 
@@ -265,7 +272,7 @@ def test_without_escapes_tensor_cores_give_the_bits_of_bf16(outputs: int, inputs
     assert not len(weight.index.places_E)
     for parts in (1, 2):
         wanted = linear.multiply(x_TK, weight_NK.to(DEVICE), Tiling(64, 8 * lanes_of(inputs), parts, 3, 4))
-        assert torch.equal(multiply(x_TK, weight, CodedTiling(64, 1, parts, 3, 4, joined, 0)), wanted)
+        assert torch.equal(multiply(x_TK, weight, CodedTiling(64, 1, parts, 3, 4, joined)), wanted)
 
 
 @pytest.mark.gpu

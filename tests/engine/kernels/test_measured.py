@@ -50,7 +50,7 @@ def test_it_needs_no_torch() -> None:
 def test_the_tables_here_are_as_they_are_read() -> None:
     for path in measured._TABLES.glob("*.json"):
         for key, row in measured.table_of(path.stem).items():
-            sizes = {7} if " bf12" in key else {5}
+            sizes = {6} if " bf12" in key else {5}
             assert all(int(bucket) > 0 for bucket in row)
             if key.endswith(" / bf16"):
                 assert all(isinstance(ratio, float) and 0 < ratio < 10 for ratio in row.values())
