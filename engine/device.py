@@ -38,6 +38,7 @@ from engine.drawing import PLAIN, Reports, Wants, draw_tokens
 from engine.found import Measured, on_device
 from engine.graphs import HOT, Graphs, buckets
 from engine.kept import Kept
+from engine.kernels.choices import CODED_BUCKETS
 from engine.kernels.compiled import keep_beside, name_kernels
 from engine.kv import KvPool, KvShape
 from engine.landing import Landing, Most
@@ -196,9 +197,9 @@ class Device:
         return sum(len(graphs) for graphs in self._graphs)
 
     def compile(self, context_tokens: int, beat: Callable[[], None]) -> None:
-        """Runs a step of each hot size, the largest that has a graph, and the largest there is, in the first block: the
-        workspace has what steps need then."""
-        for rows in [size for size in HOT if size <= self._most.rows]:
+        """Runs a step of each hot size, of larger ones that may have other kernels, the largest that has a graph, and
+        the largest there is, in the first block: the workspace has what steps need then."""
+        for rows in sorted({size for size in (*HOT, *CODED_BUCKETS) if size <= self._most.rows}):
             self._try(rows, context_tokens)
             beat()
         for rows in (self.sequences, min(GRAPH_ROWS, self._most.rows), self._most.rows):

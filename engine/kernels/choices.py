@@ -2,28 +2,33 @@
 (measured.py).
 
 For a GPU or a shape that nobody has measured it gives what is seldom bad: for bf16 the kernels of linear.py for few
-rows and cuBLAS for more, for 12 bits a number those of coded.py.
+rows and cuBLAS for more; for 12 bits a number the tiles of coded_hopper.py where they run, elsewhere coded.py's kernels
+for few rows, and cuBLAS for more.
 """
 
+from bisect import bisect_left
 from dataclasses import replace
 from functools import cache
 from typing import Final
 
 import torch
 
-from engine.kernels import coded, linear
+from engine.kernels import coded_hopper, linear
 from engine.kernels.coded import CodedTiling
+from engine.kernels.coded_hopper import Tile
 from engine.kernels.linear import Tiling
 from engine.kernels.measured import key_of, table_of
 from engine.weights.lanes import lanes_of
 
 BUCKETS: Final = (1, 16, 32, 64, 128)  # rows for which a table has a choice: the next larger one is taken
-CODED_BUCKETS: Final = (1, 8, 16, 32, 64, 128)
+CODED_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # or the last one, for any more
+CODED_KERNELS: Final[dict[str, type[CodedTiling | Tile]]] = {"coded": CodedTiling, "coded_hopper": Tile}
 _DEFAULT_ROW: Final = Tiling(16, 512, 1, 3, 4)
 _DEFAULT_ROWS: Final = Tiling(64, 128, 1, 4, 4)
 _DEFAULT_ROWS_MOST: Final = 16
 _DEFAULT_CODED_ROW: Final = CodedTiling(32, 1, 1, 4, 4, 0)
 _DEFAULT_CODED_ROWS: Final = CodedTiling(64, 1, 1, 3, 4, 4)
+_TILES_ROWS_MOST: Final = 1024  # above it the time to expand a matrix is little beside that of its product
 _WAVE: Final = 264  # programs that keep a large GPU reading
 _PARTS_MOST: Final = 8
 
@@ -36,13 +41,11 @@ def choose(outputs: int, inputs: int, rows: int, gated: bool, device: torch.devi
     return _choose(outputs, inputs, bucket, gated, device_name(device))
 
 
-def choose_coded(outputs: int, inputs: int, rows: int, gated: bool, device: torch.device) -> CodedTiling | None:
-    """The tiling for a weight in 12 bits a number, or None: what is to be gated is gated after its product, and what is
-    only to be multiplied is expanded for cuBLAS."""
-    if rows > coded.ROWS_MOST:
-        return None
-    bucket = next(bucket for bucket in CODED_BUCKETS if rows <= bucket)
-    return _choose_coded(outputs, inputs, bucket, gated, device_name(device))
+def choose_coded(outputs: int, inputs: int, rows: int, gated: bool, device: torch.device) -> CodedTiling | Tile | None:
+    """As `choose`. None: what is to be gated is gated after its product, and what is only to be multiplied is expanded
+    for cuBLAS."""
+    bucket = CODED_BUCKETS[min(bisect_left(CODED_BUCKETS, rows), len(CODED_BUCKETS) - 1)]
+    return _choose_coded(outputs, inputs, bucket, gated, device)
 
 
 @cache
@@ -67,11 +70,23 @@ def _choose(outputs: int, inputs: int, bucket: int, gated: bool, name: str) -> T
 
 
 @cache
-def _choose_coded(outputs: int, inputs: int, bucket: int, gated: bool, name: str) -> CodedTiling | None:
-    measured = table_of(name).get(key_of(outputs, inputs, gated, True), {})
+def _choose_coded(
+    outputs: int, inputs: int, bucket: int, gated: bool, device: torch.device
+) -> CodedTiling | Tile | None:  # fmt: skip
+    measured = table_of(device_name(device)).get(key_of(outputs, inputs, gated, True), {})
     if str(bucket) in measured:
-        chosen = measured[str(bucket)]
-        return None if chosen is None else CodedTiling(*chosen)
+        if measured[str(bucket)] is None:
+            return None
+        kernel, *numbers = measured[str(bucket)]
+        return CODED_KERNELS[kernel](*numbers)
+    if coded_hopper.serves(outputs, gated, device):
+        if bucket > _TILES_ROWS_MOST:
+            return None
+        return coded_hopper.tile_of(outputs, inputs, bucket, gated, coded_hopper.multiprocessors_of(device))
+    return _default_coded(outputs, inputs, bucket, gated)
+
+
+def _default_coded(outputs: int, inputs: int, bucket: int, gated: bool) -> CodedTiling | None:
     if bucket > (32 if gated else 64):  # sums of more rows leave few registers for the weights
         return None
     block_n = _DEFAULT_CODED_ROW.block_n if bucket == 1 else _DEFAULT_CODED_ROWS.block_n

@@ -1,5 +1,6 @@
 """silu(gate) · up: what a gated MLP does between its two matmuls. T rows, I inner size."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,14 +21,15 @@ def _silu_and_multiply(x, out, inner, BLOCK: tl.constexpr):
     tl.store(out + row * inner + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_and_multiply(x_T2I: Tensor, out_TI: Tensor) -> None:
-    """out = silu of the first half of each row · its second half, in float32 between."""
-    rows, inner = out_TI.shape
-    assert x_T2I.shape == (rows, 2 * inner)
-    assert x_T2I.dtype == out_TI.dtype
+def silu_and_multiply(x_T2I: Tensor) -> Tensor:
+    """silu of the first half of each row · its second half, [T, I], in float32 between."""
+    rows, width = x_T2I.shape
+    assert width % 2 == 0
     assert x_T2I.is_contiguous()
-    assert out_TI.is_contiguous()
+    inner = width // 2
+    out_TI = torch.empty(rows, inner, dtype=x_T2I.dtype, device=x_T2I.device)
     block = min(2048, triton.next_power_of_2(inner))
     _silu_and_multiply[rows, triton.cdiv(inner, block)](
         x_T2I, out_TI, inner, BLOCK=block, launch_pdl=overlaps(out_TI.device)
     )
+    return out_TI

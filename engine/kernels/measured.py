@@ -3,7 +3,8 @@ without either can read it.
 
     "6144x4096"              outputs × inputs of a weight: its tiling for some numbers of rows (buckets), null: cuBLAS
     "28672x4096 gated"       the same with silu · up between its halves in the kernel
-    "6144x4096 bf12"         the same for a weight in 12 bits a number, null: expanded, then cuBLAS
+    "6144x4096 bf12"         the same for a weight in 12 bits a number: the kernel's module before its tiling's numbers;
+                             null: expanded, then cuBLAS
     "6144x4096 bf12 / bf16"  the time that 12 bits take there ÷ the time of bf16
 """
 
@@ -23,7 +24,7 @@ def path_of(gpu: str) -> Path:
 
 @cache
 def table_of(gpu: str) -> dict[str, dict[str, Any]]:
-    """Key → bucket → a tiling's numbers or null, or a ratio."""
+    """Key → bucket → a tiling or null, or a ratio."""
     path = path_of(gpu)
     table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     return table

@@ -1,7 +1,7 @@
 """A linear layer's weight on a GPU in 12 bits a number, and its matmul for any number of rows.
 
-As resident.py. Few rows are multiplied by the numbers as they are decoded; many by the expanded matrix, a chunk of it
-at a time.
+As resident.py. Rows are multiplied by the numbers as they are decoded, or, where there are very many of them, by the
+expanded matrix, a chunk of it at a time.
 
 T rows, K inputs, N outputs, P parts, I inner size.
 """
@@ -11,8 +11,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engine.kernels import coded, coded_hopper
 from engine.kernels.choices import choose_coded
-from engine.kernels.coded import multiply, multiply_gated
+from engine.kernels.coded import CodedTiling
+from engine.kernels.coded_hopper import Tile
 from engine.kernels.expand import expand
 from engine.kernels.gated import silu_and_multiply
 from engine.weights.codec import Bf12
@@ -35,39 +37,47 @@ class Compressed:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """[P, T, N]: in x's dtype if P is 1, else float32 parts that sum up to the result."""
-        if self._bias_N is None:
-            tiling = choose_coded(self.outputs, self.inputs, len(x_TK), False, x_TK.device)
-            if tiling is not None:
-                return multiply(x_TK, self._weight, tiling)
-        return self._expanded(x_TK)[None]
+        match self._choice(x_TK, gated=False):
+            case None:
+                return multiply_expanded(x_TK, self._weight, self._bias_N)[None]
+            case CodedTiling() as tiling:
+                return coded.multiply(x_TK, self._weight, tiling)
+            case tile:
+                return coded_hopper.multiply(x_TK, self._weight, tile)
 
     def gated(self, x_TK: Tensor) -> Tensor:
         """silu of the first half of the outputs · the second half, [T, I]."""
-        if self._bias_N is None:
-            tiling = choose_coded(self.outputs, self.inputs, len(x_TK), True, x_TK.device)
-            if tiling is not None:
-                return multiply_gated(x_TK, self._weight, tiling)
-        x_T2I = self.logits(x_TK)
-        out_TI = x_T2I.new_empty(len(x_TK), self.outputs // 2)
-        silu_and_multiply(x_T2I, out_TI)
-        return out_TI
+        match self._choice(x_TK, gated=True):
+            case None:
+                return silu_and_multiply(self.logits(x_TK))
+            case CodedTiling() as tiling:
+                return coded.multiply_gated(x_TK, self._weight, tiling)
+            case tile:
+                return coded_hopper.multiply_gated(x_TK, self._weight, tile)
 
     def logits(self, x_TK: Tensor) -> Tensor:
         """[T, N] in one part, as the head's logits are wanted."""
         parts_PTN = self(x_TK)
         return parts_PTN[0] if len(parts_PTN) == 1 else parts_PTN.sum(0).to(x_TK.dtype)
 
-    def _expanded(self, x_TK: Tensor) -> Tensor:
-        """By the library, from a copy of the matrix in x's dtype."""
-        out_TN = x_TK.new_empty(len(x_TK), self.outputs)
-        outputs = CHUNK_BYTES // (self.inputs * x_TK.itemsize) // GROUP_OUTPUTS * GROUP_OUTPUTS
-        for first in range(0, self.outputs, outputs):
-            chunk = range(first, min(first + outputs, self.outputs))
-            weight_NK = x_TK.new_empty(len(chunk), self.inputs)
-            expand(self._weight, weight_NK, chunk)
-            part_TN = out_TN[:, chunk.start : chunk.stop]
-            if self._bias_N is None:
-                torch.mm(x_TK, weight_NK.T, out=part_TN)
-            else:
-                torch.addmm(self._bias_N[chunk.start : chunk.stop], x_TK, weight_NK.T, out=part_TN)
-        return out_TN
+    def _choice(self, x_TK: Tensor, gated: bool) -> CodedTiling | Tile | None:
+        """No kernel adds a bias."""
+        if self._bias_N is not None:
+            return None
+        return choose_coded(self.outputs, self.inputs, len(x_TK), gated, x_TK.device)
+
+
+def multiply_expanded(x_TK: Tensor, weight: Bf12, bias_N: Tensor | None = None) -> Tensor:
+    """[T, N] by the library, from a copy of the matrix in x's dtype, of which there is no more than a chunk at once."""
+    out_TN = x_TK.new_empty(len(x_TK), weight.outputs)
+    outputs = CHUNK_BYTES // (weight.inputs * x_TK.itemsize) // GROUP_OUTPUTS * GROUP_OUTPUTS
+    copy_NK = x_TK.new_empty(min(outputs, weight.outputs), weight.inputs)
+    for first in range(0, weight.outputs, outputs):
+        chunk = range(first, min(first + outputs, weight.outputs))
+        chunk_NK, part_TN = copy_NK[: len(chunk)], out_TN[:, chunk.start : chunk.stop]
+        expand(weight, chunk_NK, chunk)
+        if bias_N is None:
+            torch.mm(x_TK, chunk_NK.T, out=part_TN)
+        else:
+            torch.addmm(bias_N[chunk.start : chunk.stop], x_TK, chunk_NK.T, out=part_TN)
+    return out_TN

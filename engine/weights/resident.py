@@ -42,10 +42,7 @@ class Resident:
             tiling = choose(self.outputs, self.inputs, len(x_TK), True, x_TK.device)
             if tiling is not None:
                 return multiply_gated(x_TK, self._weight_NK, tiling)
-        x_T2I = torch.nn.functional.linear(x_TK, self._weight_NK, self._bias_N)
-        out_TI = x_T2I.new_empty(len(x_TK), self.outputs // 2)
-        silu_and_multiply(x_T2I, out_TI)
-        return out_TI
+        return silu_and_multiply(torch.nn.functional.linear(x_TK, self._weight_NK, self._bias_N))
 
     def logits(self, x_TK: Tensor) -> Tensor:
         """[T, N] in one part, as the head's logits are wanted."""
