@@ -1,0 +1,175 @@
+"""benchmarks/linear.py without a GPU: what it tries can run, and what it writes is what the engine reads."""
+
+import json
+from itertools import product
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from time import sleep
+
+import pytest
+import torch
+
+from benchmarks import linear
+from benchmarks.linear import (
+    CODED_CANDIDATES_MOST,
+    SHAPES,
+    AnyTiling,
+    Found,
+    Measured,
+    Shape,
+    Timed,
+    Work,
+    bound_us,
+    coded_candidates,
+    finalists,
+    numbers_of,
+    tilings_of,
+    works_of,
+)
+from engine.kernels import choices, coded, coded_hopper
+from engine.kernels.choices import CODED_BUCKETS, choose, choose_coded
+from engine.kernels.coded import CodedTiling
+from engine.kernels.coded_hopper import Tile
+from engine.kernels.expand import expand
+from engine.kernels.linear import Tiling
+from engine.weights.codec import Bf12, Index
+
+CPU = torch.device("cpu")
+TILING, TILE = CodedTiling(64, 1, 2, 3, 4, 4), Tile(128, 4)
+ALL = sorted({shape for shapes in SHAPES.values() for shape in shapes})
+
+
+def launched(shape: Shape, rows: int, tiling: CodedTiling, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the kernel takes the tiling, up to its launch."""
+    outputs, inputs, gated = shape
+    kernels = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int]) -> object:
+            return lambda *arguments, **options: kernels.append(grid)
+
+    for name in ("_multiply_row", "_multiply_rows"):
+        monkeypatch.setattr(coded, name, Kernel())
+    none = torch.zeros(0)
+    weight = Bf12(
+        torch.empty(outputs, inputs // 8 * 3, dtype=torch.int32, device="meta"), Index(none, none, none, none)
+    )
+    x_TK = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
+    (coded.multiply_gated if gated else coded.multiply)(x_TK, weight, tiling)
+    return bool(kernels)
+
+
+@pytest.mark.parametrize("shape", ALL, ids=str)
+def test_the_few_candidates_for_few_rows_are_taken_by_their_kernel(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs, inputs, gated = shape
+    for rows in CODED_BUCKETS:
+        found = coded_candidates(outputs, inputs, rows, gated)
+        assert len(found) == len(set(found)) <= CODED_CANDIDATES_MOST
+        assert bool(found) == (rows <= 64)
+        assert all(launched(shape, rows, tiling, monkeypatch) for tiling in found)
+
+
+def test_tiles_are_tried_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work((4096, 4096, False), 64, True)
+    assert not any(isinstance(tiling, Tile) for tiling in tilings_of(work, CPU))
+    monkeypatch.setattr(coded_hopper, "serves", lambda outputs, gated, device: True)
+    monkeypatch.setattr(coded_hopper, "multiprocessors_of", lambda device: 132)
+    tried = tilings_of(work, CPU)
+    assert {*coded_candidates(4096, 4096, 64, False)} < {*tried}
+    assert {tiling for tiling in tried if isinstance(tiling, Tile)} == {
+        *coded_hopper.candidates(4096, 4096, 64, False, 132)
+    }
+    assert all(isinstance(tiling, Tile) for tiling in tilings_of(Work((4096, 4096, False), 2048, True), CPU))
+    assert all(isinstance(tiling, Tiling) for tiling in tilings_of(Work((4096, 4096, False), 64, False), CPU))
+
+
+def test_every_bucket_of_a_model_is_measured_but_a_heads_of_prompts() -> None:
+    works = works_of(["llama-3.1-8b"], None, "bf12")
+    assert len(works) == 4 * len(CODED_BUCKETS) + 8
+    assert {work.rows for work in works if work.shape[0] == 128256} == {1, 8, 16, 32, 64, 128, 256, 512}
+    assert works_of(["llama-3.1-8b"], [1], None)[::5] == [
+        Work((6144, 4096, False), 1, False), Work((6144, 4096, False), 1, True)
+    ]  # fmt: skip
+
+
+def test_few_rows_are_bound_by_memory_and_many_by_arithmetic() -> None:
+    assert bound_us(Work((4096, 4096, False), 1, True)) == pytest.approx(4096 * 4096 * 1.5 / 4.3e6)
+    assert bound_us(Work((4096, 4096, False), 1, False)) == pytest.approx(4096 * 4096 * 2 / 4.3e6)
+    assert bound_us(Work((4096, 4096, False), 8192, True)) == pytest.approx(2 * 8192 * 4096 * 4096 / 790e6)
+
+
+def test_the_fastest_of_each_kernel_and_the_library_are_in_the_final() -> None:
+    tiles = [Tile(rows, parts) for rows, parts in product((128, 256), (1, 2, 3))]
+    slow = [CodedTiling(64, 1, parts, 3, 4, 4) for parts in (1, 2)]
+    first: dict[AnyTiling | None, float] = {tile: 1.0 + place for place, tile in enumerate(tiles)} | {
+        slow[1]: 20.0,
+        slow[0]: 21.0,
+        None: 30.0,
+    }
+    assert finalists(first) == {*tiles[:4], slow[1], None}
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is written here is what the engine reads."""
+    monkeypatch.setattr(choices, "table_of", lambda gpu: json.loads((tmp_path / "gpu.json").read_text()))
+    for name in ("_choose", "_choose_coded"):
+        monkeypatch.setattr(choices, name, getattr(choices, name).__wrapped__)
+    return tmp_path / "gpu.json"
+
+
+def put(table: Path, shape: Shape, rows: int, is_coded: bool, *found: tuple[float, object]) -> None:
+    adding = Found(table, records=False)
+    adding.add(Measured(Work(shape, rows, is_coded), [Timed(us, tiling) for us, tiling in found], 10.0))  # type: ignore[arg-type]
+    adding.write()
+
+
+@pytest.mark.parametrize("wins", [TILING, TILE])
+def test_what_is_fastest_is_what_the_engine_takes(wins: CodedTiling | Tile, table: Path) -> None:
+    put(table, (96, 256, False), 64, True, (8.0, wins), (9.0, None))
+    put(table, (96, 256, False), 8192, True, (7.99, TILE), (8.0, None))
+    assert choose_coded(96, 256, 40, False, CPU) == wins
+    assert choose_coded(96, 256, 8000, False, CPU) is None, "too little is won"
+    assert json.loads(table.read_text())["96x256 bf12 / bf16"] == {"64": 0.8, "8192": 0.8}
+
+
+def test_where_nothing_beats_the_library_a_gated_matrix_is_expanded(table: Path) -> None:
+    put(table, (96, 256, True), 8, True, (8.0, None), (9.0, TILE))
+    assert choose_coded(96, 256, 8, True, CPU) is None
+    assert choose_coded(96, 256, 8, False, CPU) is None, "the product that is gated after it"
+
+
+def test_the_table_of_bf16_has_numbers_alone(table: Path) -> None:
+    put(table, (96, 256, False), 16, False, (8.0, Tiling(32, 16, 2, 2, 4)), (9.0, None))
+    assert json.loads(table.read_text()) == {"96x256": {"16": [32, 16, 2, 2, 4]}}
+    assert choose(96, 256, 9, False, CPU) == Tiling(32, 16, 2, 2, 4)
+
+
+def test_numbers_are_those_of_the_kernel_before_them() -> None:
+    assert numbers_of(None) is None
+    assert numbers_of(TILE) == ["coded_hopper", 128, 4]
+    assert numbers_of(TILING) == ["coded", 64, 1, 2, 3, 4, 4]
+
+
+def test_made_up_weights_are_what_they_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_GPU", CPU)
+    monkeypatch.setattr(linear, "_copies", lambda weight_bytes: 3)
+    plain, words = linear.random_weights((384, 256, False), True)
+    assert len(plain) == len(words) == 3
+    assert all(torch.equal(weight_NK, plain[0]) for weight_NK in plain)
+    expanded_NK = torch.empty(384, 256)
+    expand(words[2], expanded_NK, range(384))
+    assert torch.equal(expanded_NK, plain[0].float())
+
+
+def test_what_fails_costs_no_other_its_result() -> None:
+    with ThreadPool(2) as pool:
+        assert sorted(linear.done(pool, lambda number: 12 // number, [3, 0, 4])) == [3, 4]
+
+
+def test_what_is_stuck_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_STUCK_S", 0.01)
+    with ThreadPool(1) as pool, pytest.raises(SystemExit, match="Stuck"):
+        next(linear.done(pool, lambda number: sleep(0.3), [1]))
