@@ -41,13 +41,16 @@ class Compressed:
             case None:
                 return multiply_expanded(x_TK, self._weight, self._bias_N)[None]
             case CodedTiling() as tiling:
-                return coded.multiply(x_TK, self._weight, tiling)
+                parts_PTN = coded.multiply(x_TK, self._weight, tiling)
             case tile:
-                return coded_hopper.multiply(x_TK, self._weight, tile)
+                parts_PTN = coded_hopper.multiply(x_TK, self._weight, tile)
+        if self._bias_N is not None:
+            parts_PTN[0] += self._bias_N
+        return parts_PTN
 
     def gated(self, x_TK: Tensor) -> Tensor:
-        """silu of the first half of the outputs · the second half, [T, I]."""
-        match self._choice(x_TK, gated=True):
+        """silu of the first half of the outputs · the second half, [T, I]. No kernel gates what has a bias."""
+        match None if self._bias_N is not None else self._choice(x_TK, gated=True):
             case None:
                 return silu_and_multiply(self.logits(x_TK))
             case CodedTiling() as tiling:
@@ -61,9 +64,6 @@ class Compressed:
         return parts_PTN[0] if len(parts_PTN) == 1 else parts_PTN.sum(0).to(x_TK.dtype)
 
     def _choice(self, x_TK: Tensor, gated: bool) -> CodedTiling | Tile | None:
-        """No kernel adds a bias."""
-        if self._bias_N is not None:
-            return None
         return choose_coded(self.outputs, self.inputs, len(x_TK), gated, x_TK.device)
 
 

@@ -2,6 +2,7 @@
 linear layer must do is tested in test_weights_resident.py."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -130,12 +131,15 @@ def test_each_kind_of_choice_is_taken(plain: Any, gated: Any, monkeypatch: pytes
         assert taken == [plain, gated, *([plain] if gated is None else [])]
 
 
-def test_a_bias_is_added_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "choose_coded", None)
-    weight_NK, bias_N, x_TK = weights(96, 128), random(96, dtype=BF16), random(5, 128, dtype=BF16, seed=1)
-    linear, wanted = Compressed(coded(weight_NK), bias_N), Resident(weight_NK.to(DEVICE), bias_N)
-    assert torch.equal(linear(x_TK), wanted(x_TK))
-    assert error(linear.gated(x_TK), wanted.gated(x_TK)) < 1.2e-2
+@pytest.mark.parametrize("tiling", [TILING, replace(TILING, parts=2), None], ids=["whole", "parts", "expanded"])
+def test_a_bias_is_added_once(tiling: CodedTiling | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "choose_coded", lambda *_: tiling)
+    weight_NK, bias_N, x_TK = weights(96, 512), random(96, seed=2) * 10, random(5, 512, seed=1)
+    linear = Compressed(coded(weight_NK), bias_N)
+    wanted_TN = x_TK.double() @ weight_NK.to(DEVICE).double().T + bias_N.double()
+    assert error(linear.logits(x_TK), wanted_TN) < 1e-5
+    gate, up = wanted_TN.chunk(2, -1)
+    assert error(linear.gated(x_TK), torch.nn.functional.silu(gate) * up) < 1e-5
 
 
 def test_of_the_expanded_matrix_there_is_a_chunk_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
