@@ -9,23 +9,20 @@ from time import sleep
 import pytest
 import torch
 
-from benchmarks import linear
-from benchmarks.linear import (
+from benchmarks.linear import alone, chain
+from benchmarks.linear.alone import Measured, Timed, finalists
+from benchmarks.linear.chain import Chain, Choices, DeviceLostError, descend, shapes_in_turn, worth_trying
+from benchmarks.linear.shapes import (
     CODED_CANDIDATES_MOST,
-    SHAPES,
+    MODELS,
     AnyTiling,
-    Found,
-    Measured,
     Shape,
-    Timed,
     Work,
-    bound_us,
     coded_candidates,
-    finalists,
-    numbers_of,
     tilings_of,
     works_of,
 )
+from benchmarks.linear.table import Found, numbers_of
 from engine.kernels import choices, coded, coded_hopper
 from engine.kernels.choices import CODED_BUCKETS, choose, choose_coded
 from engine.kernels.coded import CodedTiling
@@ -36,7 +33,7 @@ from engine.weights.codec import Bf12, Index
 
 CPU = torch.device("cpu")
 TILING, TILE = CodedTiling(64, 1, 2, 3, 4, 4), Tile(128, 4)
-ALL = sorted({shape for shapes in SHAPES.values() for shape in shapes})
+ALL = sorted({shape for model in MODELS.values() for shape in model.shapes})
 
 
 def launched(shape: Shape, rows: int, tiling: CodedTiling, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -95,9 +92,9 @@ def test_every_bucket_of_a_model_is_measured_but_a_heads_of_prompts() -> None:
 
 
 def test_few_rows_are_bound_by_memory_and_many_by_arithmetic() -> None:
-    assert bound_us(Work((4096, 4096, False), 1, True)) == pytest.approx(4096 * 4096 * 1.5 / 4.3e6)
-    assert bound_us(Work((4096, 4096, False), 1, False)) == pytest.approx(4096 * 4096 * 2 / 4.3e6)
-    assert bound_us(Work((4096, 4096, False), 8192, True)) == pytest.approx(2 * 8192 * 4096 * 4096 / 790e6)
+    assert Work((4096, 4096, False), 1, True).bound_us == pytest.approx(4096 * 4096 * 1.5 / 4.3e6)
+    assert Work((4096, 4096, False), 1, False).bound_us == pytest.approx(4096 * 4096 * 2 / 4.3e6)
+    assert Work((4096, 4096, False), 8192, True).bound_us == pytest.approx(2 * 8192 * 4096 * 4096 / 790e6)
 
 
 def test_the_fastest_of_each_kernel_and_the_library_are_in_the_final() -> None:
@@ -121,9 +118,9 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(table: Path, shape: Shape, rows: int, is_coded: bool, *found: tuple[float, object]) -> None:
-    adding = Found(table, records=False)
-    adding.add(Measured(Work(shape, rows, is_coded), [Timed(us, tiling) for us, tiling in found], 10.0))  # type: ignore[arg-type]
-    adding.write()
+    adding = Found(table, keeps=False)
+    adding.add(Measured(Work(shape, rows, is_coded), [Timed(us, tiling) for us, tiling in found], [], 10.0))  # type: ignore[arg-type]
+    adding._write()
 
 
 @pytest.mark.parametrize("wins", [TILING, TILE])
@@ -154,9 +151,9 @@ def test_numbers_are_those_of_the_kernel_before_them() -> None:
 
 
 def test_made_up_weights_are_what_they_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_GPU", CPU)
-    monkeypatch.setattr(linear, "_copies", lambda weight_bytes: 3)
-    plain, words = linear.random_weights((384, 256, False), True)
+    monkeypatch.setattr(alone, "GPU", CPU)
+    monkeypatch.setattr(alone, "_copies", lambda weight_bytes: 3)
+    plain, words = alone.random_weights((384, 256, False), True)
     assert len(plain) == len(words) == 3
     assert all(torch.equal(weight_NK, plain[0]) for weight_NK in plain)
     expanded_NK = torch.empty(384, 256)
@@ -166,10 +163,71 @@ def test_made_up_weights_are_what_they_are_said_to_be(monkeypatch: pytest.Monkey
 
 def test_what_fails_costs_no_other_its_result() -> None:
     with ThreadPool(2) as pool:
-        assert sorted(linear.done(pool, lambda number: 12 // number, [3, 0, 4])) == [3, 4]
+        assert sorted(alone.done(pool, lambda number: 12 // number, [3, 0, 4])) == [3, 4]
 
 
 def test_what_is_stuck_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_STUCK_S", 0.01)
+    monkeypatch.setattr(alone, "_STUCK_S", 0.01)
     with ThreadPool(1) as pool, pytest.raises(SystemExit, match="Stuck"):
-        next(linear.done(pool, lambda number: sleep(0.3), [1]))
+        next(alone.done(pool, lambda number: sleep(0.3), [1]))
+
+
+QKV, DOWN = (6144, 4096, False), (4096, 14336, False)
+A, B, C = (CodedTiling(64, 1, 1, stages, 4, 4) for stages in (2, 3, 4))
+
+
+def test_the_descent_finds_what_is_fastest_together() -> None:
+    took = {(A, A): 10.0, (A, B): 9.0, (B, A): 10.5, (B, B): 8.0}
+
+    def chain_ms(choices: Choices) -> float:
+        return took[choices[QKV], choices[DOWN]]  # type: ignore[index]
+
+    steps = [*descend({QKV: A, DOWN: A}, {QKV: [A, B], DOWN: [A, B]}, chain_ms)]
+    assert [(step.shape, step.became) for step in steps] == [(QKV, A), (DOWN, B), (QKV, B), (DOWN, B)]
+    assert (steps[2].before_ms, steps[2].after_ms) == (9.0, 8.0)
+
+
+def test_what_may_be_chance_or_fails_changes_nothing() -> None:
+    def chain_ms(choices: Choices) -> float:
+        if choices[QKV] == C:
+            raise RuntimeError
+        return {A: 10.0, B: 9.98}[choices[QKV]]  # type: ignore[index]
+
+    assert [step.became for step in descend({QKV: A}, {QKV: [A, B, C]}, chain_ms)] == [A]
+
+
+def test_a_lost_device_ends_the_descent() -> None:
+    def chain_ms(choices: Choices) -> float:
+        raise DeviceLostError
+
+    with pytest.raises(DeviceLostError):
+        next(descend({QKV: A}, {QKV: [A, B]}, chain_ms))
+
+
+def test_the_slow_alone_are_not_tried() -> None:
+    measured = Measured(Work(QKV, 8, True), [Timed(10.0, A), Timed(20.0, None)], [Timed(12.0, C), Timed(15.0, B)], 9.0)
+    assert worth_trying(measured) == [A, C]
+
+
+def test_a_chain_is_in_the_order_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ran = MODELS["qwen3-0.6b"], list[object]()
+    monkeypatch.setattr(chain, "GPU", CPU)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(chain, "add_norm", lambda *arguments: ran.append("norm"))
+
+    def call(shape: Shape) -> alone.Call:
+        def multiply(x_TK: torch.Tensor, weight: int) -> torch.Tensor:
+            assert x_TK.shape == (2, shape[1])
+            ran.append((shape, weight))
+            return torch.zeros(2, shape[0] // 2 if shape[2] else shape[0])
+
+        return multiply
+
+    Chain(model, 2).run({shape: call(shape) for shape in model.shapes}, {shape: [0, 1] for shape in model.shapes}, 2)
+    layers = [
+        ["norm", (model.qkv, layer), (model.output, layer), "norm", (model.gate_up, layer), (model.down, layer)]
+        for layer in (0, 1)
+    ]
+    assert ran == [*layers[0], *layers[1], "norm", (model.head, 0)]
+    assert shapes_in_turn(MODELS["llama-3.1-8b"])[0] == (28672, 4096, True)
