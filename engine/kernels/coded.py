@@ -5,7 +5,8 @@ where outputs are few. Sums are those of the numbers as the words hold them, sca
 its output's scale, a power of two: without escapes it has the bits that linear.py's sum has in the same order. Escapes'
 placeholders are taken out before that, and their values added after it.
 
-What a kernel reads of a weight alone it reads before it waits for the kernel before it.
+What a kernel reads of a weight alone it reads before it waits for the kernel before it: escapes, and for one row the
+first turn's words too.
 
 T rows, K inputs, N outputs, W words of a row, P parts, I inner size, C columns, E escapes at once.
 """
@@ -73,6 +74,13 @@ def _finish_row(y, x, scales, places, values, place, value, first, last, outputs
     return (y - held) * tl.load(scales + outputs, mask=outputs < N, other=0.0) + missing
 
 
+@triton.jit
+def _add_turn(total, numbers, x_at, LANES: tl.constexpr):
+    for number in tl.static_range(8):
+        total += numbers[number].to(tl.float32) * tl.load(x_at + number * LANES).to(tl.float32)[None, :]
+    return total
+
+
 @triton.jit(do_not_specialize=["parts"])
 def _multiply_row(
     x, words, scales, firsts, places, values, out, N, K, W, parts, GATED: tl.constexpr, MASKED: tl.constexpr,
@@ -95,16 +103,20 @@ def _multiply_row(
         first_up, last_up = escapes_of(firsts, start + N, end + N, part, parts)
         place_up, value_up = some_escapes(places, values, first_up, last_up)
         total_up = tl.zeros([BLOCK_N, BLOCKS * LANES], tl.float32)
+    numbers = _load(at + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
+    if GATED:
+        numbers_up = _load(at_up + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
     wait()
-    for turn in tl.range(turn_first, turn_last, num_stages=STAGES):
+    x_first = x_at + turn_first * (8 * LANES * BLOCKS)
+    total = _add_turn(total, numbers, x_first, LANES)
+    if GATED:
+        total_up = _add_turn(total_up, numbers_up, x_first, LANES)
+    for turn in tl.range(turn_first + 1, turn_last, num_stages=STAGES):
         numbers = _load(at + turn * (3 * LANES * BLOCKS), LANES, INLINE)
+        total = _add_turn(total, numbers, x_at + turn * (8 * LANES * BLOCKS), LANES)
         if GATED:
             numbers_up = _load(at_up + turn * (3 * LANES * BLOCKS), LANES, INLINE)
-        for number in tl.static_range(8):
-            x_C = tl.load(x_at + turn * (8 * LANES * BLOCKS) + number * LANES).to(tl.float32)[None, :]
-            total += numbers[number].to(tl.float32) * x_C
-            if GATED:
-                total_up += numbers_up[number].to(tl.float32) * x_C
+            total_up = _add_turn(total_up, numbers_up, x_at + turn * (8 * LANES * BLOCKS), LANES)
     release()
     y = _finish_row(tl.sum(total, 1), x, scales, places, values, place, value, first, last, outputs, N)
     if GATED:
@@ -243,6 +255,7 @@ def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, outputs: int, tiling: Coded
     }  # fmt: skip
     if tiling.joined == 0:
         assert rows == 1
+        assert tiling.parts <= inputs // (8 * lanes * tiling.blocks)  # a part has a first turn
         _multiply_row[grid](*tensors, *numbers, BLOCKS=tiling.blocks, **options)
         return
     assert tiling.blocks == 1

@@ -44,8 +44,9 @@ def silu_and_multiply(y: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def fitting(tiling: CodedTiling, rows: int) -> CodedTiling:
-    return tiling if rows > 1 else replace(tiling, joined=0)
+def fitting(tiling: CodedTiling, rows: int, inputs: int) -> CodedTiling:
+    turns = inputs // (8 * lanes_of(inputs))
+    return tiling if rows > 1 else replace(tiling, joined=0, parts=min(tiling.parts, turns))
 
 
 def product(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -67,7 +68,8 @@ def pieces(outputs: int, inputs: int, sigmas: tuple[float, ...] = (0.02, 0.9, 30
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
 def test_few_rows(rows: int, outputs: int, inputs: int, tiling: CodedTiling) -> None:
     parts, x_TK = pieces(outputs, inputs), random(rows, inputs, seed=1)
-    found_PTN = multiply(x_TK, coded(*parts), fitting(tiling, rows))
+    tiling = fitting(tiling, rows, inputs)
+    found_PTN = multiply(x_TK, coded(*parts), tiling)
     assert found_PTN.shape == (tiling.parts, rows, outputs)
     for found_TN, wanted_TN in zip(
         found_PTN.double().sum(0).split([len(part) for part in parts], 1),
@@ -84,11 +86,11 @@ def test_any_number_joined(joined: int) -> None:
     assert error(found_PTN[0], product(x_TK, weight_NK)) < 1e-6
 
 
-@pytest.mark.parametrize("parts", [2, 4, 5, 8])
+@pytest.mark.parametrize("parts", [2, 4, 5, 8])  # of eight blocks
 @pytest.mark.parametrize("rows", [1, 5])
 def test_any_number_of_parts(rows: int, parts: int) -> None:
-    weight_NK, x_TK = torch.cat(pieces(20, 1024)), random(rows, 1024, seed=1)
-    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4), rows))
+    weight_NK, x_TK = torch.cat(pieces(20, 2048)), random(rows, 2048, seed=1)
+    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4), rows, 2048))
     assert len(found_PTN) == parts
     assert error(found_PTN.double().sum(0), product(x_TK, weight_NK)) < 1e-6
 
@@ -107,12 +109,17 @@ def test_a_tiling_that_leaves_a_thread_one_word_is_refused(rows: int, joined: in
         multiply(x_TK, weight, CodedTiling(8, 1, 1, 2, 4, joined))
 
 
+def test_a_part_of_one_row_without_a_turn_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        multiply(random(1, 512), coded(weights(16, 512)), replace(ONE_ROW, parts=3))
+
+
 @pytest.mark.parametrize("tiling", [WHOLE, ALONE], ids=str)
 @pytest.mark.parametrize(("rows", "inner", "inputs"), [(1, 32, 256), (1, 24, 384), (5, 36, 128), (17, 40, 256)])
 def test_gating_in_the_epilogue(rows: int, inner: int, inputs: int, tiling: CodedTiling) -> None:
     gate_NK, up_NK = (torch.cat(pieces(inner, inputs, sigmas)) for sigmas in ((0.01, 0.1, 0.02), (0.5, 3.0, 0.02)))
     x_TK = random(rows, inputs, seed=1)
-    found_TI = multiply_gated(x_TK, coded(gate_NK, up_NK), fitting(tiling, rows))
+    found_TI = multiply_gated(x_TK, coded(gate_NK, up_NK), fitting(tiling, rows, inputs))
     assert error(found_TI, silu_and_multiply(product(x_TK, torch.cat((gate_NK, up_NK))))) < 1e-6
 
 
@@ -122,7 +129,7 @@ def test_hundreds_of_escapes_in_one_group(rows: int, parts: int) -> None:
     weight_NK, x_TK = weights(48, 512), random(rows, 512, seed=1)
     weight_NK[16:32].view(-1)[torch.randperm(16 * 512, generator=torch.Generator().manual_seed(2))[:700]] = 1e20
     weight_NK[5], weight_NK[6, 100:] = 0.0, 0.0  # of the latter what is left has no code
-    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4), rows))
+    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4), rows, 512))
     for group in (slice(0, 16), slice(16, 32), slice(32, 48)):
         assert error(found_PTN.double().sum(0)[:, group], product(x_TK, weight_NK[group])) < 1e-6
 
@@ -131,14 +138,14 @@ def test_hundreds_of_escapes_in_one_group(rows: int, parts: int) -> None:
 @pytest.mark.parametrize("fill", [0.0, -0.0, 1e-40])
 def test_a_matrix_without_codes(rows: int, fill: float) -> None:
     weight_NK, x_TK = torch.full((16, 128), fill, dtype=BF16), random(rows, 128, seed=1)
-    assert error(multiply(x_TK, coded(weight_NK), fitting(WHOLE, rows))[0], product(x_TK, weight_NK)) < 1e-6
+    assert error(multiply(x_TK, coded(weight_NK), fitting(WHOLE, rows, 128))[0], product(x_TK, weight_NK)) < 1e-6
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_is_not_finite_is_only_in_its_own_output(rows: int) -> None:
     weight_NK, x_TK = weights(40, 256), random(rows, 256, seed=1).abs()
     weight_NK[3, 7], weight_NK[17, 255], weight_NK[18, 0] = float("nan"), float("inf"), -float("inf")
-    found_TN = multiply(x_TK, coded(weight_NK), fitting(PARTED, rows)).sum(0)
+    found_TN = multiply(x_TK, coded(weight_NK), fitting(PARTED, rows, 256)).sum(0)
     assert found_TN[:, 3].isnan().all()
     assert (found_TN[:, 17] == float("inf")).all()
     assert (found_TN[:, 18] == -float("inf")).all()
@@ -189,7 +196,7 @@ def test_without_escapes_sums_have_the_bits_of_bf16s_in_the_same_order(rows: int
     assert not len(weight.index.places_E)
     lanes = lanes_of(inputs)
     wanted = linear.multiply(x_TK, weight_NK.float(), Tiling(32, lanes if rows == 1 else 8 * lanes, parts, 2, 4))
-    assert torch.equal(multiply(x_TK, weight, fitting(CodedTiling(32, 1, parts, 2, 4, 8), rows)), wanted)
+    assert torch.equal(multiply(x_TK, weight, fitting(CodedTiling(32, 1, parts, 2, 4, 8), rows, inputs)), wanted)
 
 
 @lru_cache(1)
@@ -244,7 +251,7 @@ def test_each_of_all_values_is_multiplied_as_itself_on_a_gpu(rows: int) -> None:
     weight_NK[~(weight_NK.isfinite() & (weight_NK.abs() >= 2.0**-126))] = 0.0  # nothing is promised of subnormal sums
     weight, x_TK = coded(weight_NK, base=112), torch.eye(128, device=DEVICE, dtype=BF16)
     for first in range(0, 128, rows):
-        found_TN = multiply(x_TK[first : first + rows], weight, fitting(CodedTiling(64, 1, 1, 2, 4, 4), rows))[0]
+        found_TN = multiply(x_TK[first : first + rows], weight, fitting(CodedTiling(64, 1, 1, 2, 4, 4), rows, 128))[0]
         assert torch.equal(found_TN.T.cpu().float(), weight_NK[:, first : first + rows].float())
 
 
