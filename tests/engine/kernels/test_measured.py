@@ -1,4 +1,4 @@
-"""engine/kernels/measured.py: only a measured, clear loss keeps a weight in bf16; and it is read where no torch is."""
+"""engine/kernels/measured.py: only a measured loss in the mean keeps a weight in bf16; it is read where no torch is."""
 
 import json
 import subprocess
@@ -27,13 +27,15 @@ def test_what_nobody_measured_pays(tables: Path) -> None:
 @pytest.mark.parametrize(
     ("ratios", "pays"),
     [
-        ({"1": 0.76, "64": 1.04}, True),
-        ({"1": 0.76, "64": 1.05}, False),
+        ({"1": 0.84, "8": 0.8, "16": 0.87, "32": 0.92, "64": 1.1}, True),
+        ({"1": 0.9, "64": 1.12}, False),
         ({"1": 0.76, "128": 1.5}, True),
         ({"1": 1.2}, False),
     ],
 )
-def test_a_shape_that_is_slower_for_few_rows_does_not_pay(tables: Path, ratios: dict[str, float], pays: bool) -> None:
+def test_a_shape_that_is_slower_in_the_mean_of_few_rows_does_not_pay(
+    tables: Path, ratios: dict[str, float], pays: bool
+) -> None:
     (tables / "a.json").write_text(json.dumps({"4096x4096 bf12 / bf16": {"1": 0.8}}))
     (tables / "b.json").write_text(json.dumps({"4096x4096 bf12 / bf16": ratios, "64x128 gated bf12 / bf16": {"1": 9}}))
     assert coded_pays(4096, 4096, False) == pays
