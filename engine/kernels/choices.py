@@ -2,8 +2,8 @@
 (measured.py).
 
 For a GPU or a shape that nobody has measured it gives what is seldom bad: for bf16 the kernels of linear.py for few
-rows and cuBLAS for more; for 12 bits a number the tiles of coded_hopper.py where they run, elsewhere coded.py's kernels
-for few rows, and cuBLAS for more.
+rows and cuBLAS for more; for 12 bits a number coded.py's kernels for few rows, for more the tiles of coded_hopper.py
+where they run, and cuBLAS for yet more.
 """
 
 from bisect import bisect_left
@@ -26,8 +26,10 @@ CODED_KERNELS: Final[dict[str, type[CodedTiling | Tile]]] = {"coded": CodedTilin
 _DEFAULT_ROW: Final = Tiling(16, 512, 1, 3, 4)
 _DEFAULT_ROWS: Final = Tiling(64, 128, 1, 4, 4)
 _DEFAULT_ROWS_MOST: Final = 16
-_DEFAULT_CODED_ROW: Final = CodedTiling(32, 1, 1, 4, 4, 0)
-_DEFAULT_CODED_ROWS: Final = CodedTiling(64, 1, 1, 3, 4, 4)
+_DEFAULT_CODED_ROW: Final = CodedTiling(16, 2, 1, 4, 4, 0)
+_DEFAULT_CODED_ROW_OF_ODD_BLOCKS: Final = CodedTiling(32, 1, 1, 4, 4, 0)
+_DEFAULT_CODED_ROWS: Final = CodedTiling(64, 1, 1, 4, 4, 4)
+_DEFAULT_CODED_ROWS_MOST: Final = 64  # sums of more rows leave few registers for the weights
 _TILES_ROWS_MOST: Final = 1024  # above it the time to expand a matrix is little beside that of its product
 _WAVE: Final = 264  # programs that keep a large GPU reading
 _PARTS_MOST: Final = 8
@@ -82,18 +84,23 @@ def _choose_coded(
     if coded_hopper.serves(outputs, gated, device):
         if bucket > _TILES_ROWS_MOST:
             return None
-        return coded_hopper.tile_of(outputs, inputs, bucket, gated, coded_hopper.multiprocessors_of(device))
-    return _default_coded(outputs, inputs, bucket, gated)
-
-
-def _default_coded(outputs: int, inputs: int, bucket: int, gated: bool) -> CodedTiling | None:
-    if bucket > (32 if gated else 64):  # sums of more rows leave few registers for the weights
+        if bucket > _DEFAULT_CODED_ROWS_MOST:
+            return coded_hopper.tile_of(outputs, inputs, bucket, gated, coded_hopper.multiprocessors_of(device))
+        return _default_coded(outputs, inputs, bucket, gated, stages=2 if gated else 4)
+    if bucket > (32 if gated else _DEFAULT_CODED_ROWS_MOST):
         return None
-    block_n = _DEFAULT_CODED_ROW.block_n if bucket == 1 else _DEFAULT_CODED_ROWS.block_n
-    parts = 1 if gated else min(_parts(outputs, block_n), max(1, inputs // (16 * lanes_of(inputs))))
-    if bucket == 1:
-        return replace(_DEFAULT_CODED_ROW, parts=parts)
-    return replace(_DEFAULT_CODED_ROWS, parts=parts, stages=2 if gated or bucket == 64 else 3)
+    return _default_coded(outputs, inputs, bucket, gated, stages=2 if gated or bucket == 64 else 3)
+
+
+def _default_coded(outputs: int, inputs: int, bucket: int, gated: bool, stages: int) -> CodedTiling:
+    """`stages` for more than one row, which take much shared memory."""
+    blocks = inputs // (8 * lanes_of(inputs))
+    if bucket > 1:
+        tiling = replace(_DEFAULT_CODED_ROWS, stages=stages)
+    else:
+        tiling = _DEFAULT_CODED_ROW_OF_ODD_BLOCKS if blocks % 2 else _DEFAULT_CODED_ROW
+    turns = blocks // tiling.blocks
+    return replace(tiling, parts=1 if gated else max(1, min(_parts(outputs, tiling.block_n), turns // 2)))
 
 
 def _parts(outputs: int, block_n: int) -> int:

@@ -83,17 +83,20 @@ def test_what_nobody_measured_has_a_tiling_that_fits(outputs: int, inputs: int) 
             assert rows > 32
             continue
         assert isinstance(tiling, CodedTiling)
-        assert tiling.block_n * lanes_of(inputs) >= 64 * tiling.warps
+        assert tiling.block_n * tiling.blocks * lanes_of(inputs) >= 64 * tiling.warps
         assert 1 <= tiling.parts <= (1 if gated else max(1, inputs // 256))
-        assert tiling.blocks == 1
+        assert inputs % (8 * lanes_of(inputs) * tiling.blocks) == 0
 
 
-def test_on_hopper_what_nobody_measured_is_multiplied_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_hopper_many_rows_that_nobody_measured_are_multiplied_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     follow(monkeypatch, {"4096x4096 bf12": {"1": ["coded", 16, 2, 1, 4, 4, 0]}})
     monkeypatch.setattr(coded_hopper, "serves", lambda outputs, gated, device: not gated or outputs == 4096)
     monkeypatch.setattr(coded_hopper, "multiprocessors_of", lambda device: 132)
     assert choose_coded(4096, 4096, 1, False, CPU) == CodedTiling(16, 2, 1, 4, 4, 0)
-    for rows, bucket in ((5, 8), (100, 128), (1000, 1024)):
+    assert choose_coded(6144, 4096, 1, False, CPU) == CodedTiling(16, 2, 1, 4, 4, 0)
+    assert choose_coded(4096, 4096, 33, False, CPU) == CodedTiling(64, 1, 4, 4, 4, 4)
+    assert choose_coded(4096, 4096, 64, True, CPU) == CodedTiling(64, 1, 1, 2, 4, 4)
+    for rows, bucket in ((65, 128), (100, 128), (1000, 1024)):
         assert choose_coded(4096, 4096, rows, False, CPU) == tile_of(4096, 4096, bucket, False, 132)
         assert choose_coded(4096, 4096, rows, True, CPU) == tile_of(4096, 4096, bucket, True, 132)
     assert choose_coded(4096, 4096, 1025, False, CPU) is None
