@@ -59,6 +59,9 @@ _PIECE = gl.constexpr(32)
 _LISTED = gl.constexpr(GROUP_OUTPUTS)
 _STAGE = gl.constexpr(64)  # inputs: 128 bytes of a row
 _ROUND = gl.constexpr(16)  # escapes at once: a step of a matmul
+_GATHERED = gl.constexpr(32)  # rows of x at once
+_REGISTERS = gl.constexpr(224)  # of a thread that multiplies
+_REGISTERS_OTHERS = gl.constexpr(56)
 # Renamed between the versions of Triton that we take.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -72,27 +75,9 @@ class Tile:
     parts: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """What a program with a tile of so many rows takes of its multiprocessor."""
-
-    stages: int  # of x in shared memory
-    thirds: int  # of blocks of words in shared memory
-    registers: int  # of a thread that multiplies
-    registers_others: int
-    registers_mean: int | None  # of all threads; None is all there are
-
-
-# With few rows half of a multiprocessor, so that the next kernel's program finds room beside this one.
-_SIZES: Final = {
-    8: _Size(8, 6, 96, 48, 80),
-    16: _Size(6, 6, 96, 48, 80),
-    32: _Size(3, 6, 96, 48, 80),
-    64: _Size(3, 5, 104, 32, 80),
-    128: _Size(6, 6, 224, 56, None),
-    256: _Size(4, 4, 224, 56, None),
-}
-ROWS: Final = tuple(_SIZES)
+# Rows of a tile → how many stages of x, and thirds of blocks of words, are in shared memory.
+_RING: Final = {128: 6, 256: 4}
+ROWS: Final = tuple(_RING)
 
 
 @gluon.constexpr_function
@@ -187,8 +172,8 @@ def _fetch_words(
     LANES: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """One warp: all items' words in turn, a third of a block at a time. No kernel writes them: the ring is filled while
-    the kernel before this one ends. So the next kernel is let in when there is nothing left to fetch: its own words
-    come while this one ends. Any earlier they would only come instead of these."""
+    the kernel before this one ends. The next kernel is let in when there is nothing left to fetch: where a program
+    has ended its words come while the others multiply. Any earlier they would only come instead of these."""
     thirds = 0
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
         _, output_tile, _, first, last = _item(item, blocks, row_tiles, output_tiles, together, parts)
@@ -231,10 +216,9 @@ def _gather(
 ):  # fmt: skip
     """One warp: a warpgroup's escapes, 16 at a time: which of its outputs each is of, its value, its column of x."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
-    AT_ONCE: gl.constexpr = 32 if ROWS > 32 else ROWS
     e = gl.arange(0, _ROUND, gl.SliceLayout(0, LOADED))
     pieces = _seen_as(
-        columns, gl.bfloat16, [2 * ROWS // AT_ONCE, AT_ONCE, _ROUND], gl.NVMMASharedLayout(32, 16, rank=2)
+        columns, gl.bfloat16, [2 * ROWS // _GATHERED, _GATHERED, _ROUND], gl.NVMMASharedLayout(32, 16, rank=2)
     )
     rounds = 0
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
@@ -254,11 +238,11 @@ def _gather(
             outputs.index(WARPGROUP).store(gl.where(inside, output + gl.where(second, _PIECE, 0), -1))
             replacements.index(WARPGROUP).store(gl.load(values + where, mask=inside, other=0.0))
             gdc_wait()
-            for piece in range(ROWS // AT_ONCE):
-                rows = row_tile * ROWS + piece * AT_ONCE + gl.arange(0, AT_ONCE, gl.SliceLayout(1, LOADED))
+            for piece in range(ROWS // _GATHERED):
+                rows = row_tile * ROWS + piece * _GATHERED + gl.arange(0, _GATHERED, gl.SliceLayout(1, LOADED))
                 column = x + (place & 0xFFFF)[None, :] + rows[:, None] * K
                 loaded = gl.load(column, mask=inside[None, :] & (rows < T)[:, None], other=0.0)
-                pieces.index(WARPGROUP * (ROWS // AT_ONCE) + piece).store(loaded)
+                pieces.index(WARPGROUP * (ROWS // _GATHERED) + piece).store(loaded)
             fence_async_shared()
             debug_barrier()
             mbarrier.arrive(ready.index(WARPGROUP))
@@ -430,7 +414,7 @@ def _multiply(
 def _matmul(
     x, words, out, x_flat, scales, firsts, places, values, T, N, K, blocks, row_tiles, output_tiles, together, parts,
     inner, GATED: gl.constexpr, LANES: gl.constexpr, ROWS: gl.constexpr, X_RING: gl.constexpr,
-    WORDS_RING: gl.constexpr, REGISTERS: gl.constexpr, REGISTERS_OTHERS: gl.constexpr,
+    WORDS_RING: gl.constexpr,
 ):  # fmt: skip
     panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -486,7 +470,7 @@ def _matmul(
                 blocks, row_tiles, output_tiles, together, parts, inner, 1, GATED, ROWS,
             )),
         ],
-        [4, 1, 1, 1, 1], [REGISTERS, REGISTERS_OTHERS, REGISTERS_OTHERS, REGISTERS_OTHERS, REGISTERS_OTHERS],
+        [4, 1, 1, 1, 1], [_REGISTERS, _REGISTERS_OTHERS, _REGISTERS_OTHERS, _REGISTERS_OTHERS, _REGISTERS_OTHERS],
     )  # fmt: skip
 
 
@@ -514,11 +498,8 @@ def multiply_gated(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
 
 def candidates(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> list[Tile]:
     """The tiles that are worth measuring, the most promising first."""
-    holding = [size for size in ROWS if size >= rows]
-    sizes = holding[:1] if holding else []
-    sizes += [size for size in ROWS[-3:] if size < rows]
     most = 1 if gated else min(_PARTS_MOST, inputs // (8 * lanes_of(inputs)))
-    tiles = [Tile(size, parts) for size in sizes for parts in range(1, most + 1)]
+    tiles = [Tile(size, parts) for size in ROWS for parts in range(1, most + 1)]
     cycles = {tile: _cycles(tile, outputs, inputs, rows, multiprocessors) for tile in tiles}
     tiles = sorted(tiles, key=lambda tile: cycles[tile])
     return [tile for tile in tiles if cycles[tile] <= _WORTH * cycles[tiles[0]]][:_CANDIDATES_MOST]
@@ -530,15 +511,15 @@ def tile_of(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: 
 
 
 def _cycles(tile: Tile, outputs: int, inputs: int, rows: int, multiprocessors: int) -> int:
-    """The longer of what memory and multiprocessors take. Memory gives 2,450 bytes a cycle, to a program 48 at most.
-    A multiprocessor takes 4 cycles a row and stage on tensor cores, or 250 to decode the stage, and something for each
-    tile. Parts are written and read."""
+    """The longer of what multiprocessors and memory take, which gives 2,450 bytes a cycle. Tensor cores take 4 cycles
+    a row and stage, and a tile has something beside. The last tiles take as long as if no multiprocessor were idle.
+    Parts are written and read."""
     row_tiles = triton.cdiv(rows, tile.rows)
     items = row_tiles * triton.cdiv(outputs, _OUTPUTS) * tile.parts
-    stages = triton.cdiv(inputs // _STAGE.value, tile.parts)
-    busy = triton.cdiv(items, multiprocessors) * (stages * max(4 * tile.rows, 250) + 1500 + 10 * tile.rows)
-    turns = triton.cdiv(row_tiles, _TOGETHER)  # of reading the weight
-    memory = turns * outputs * inputs * 3 // 2 // min(2450, 48 * items)
+    blocks = triton.cdiv(inputs // (8 * lanes_of(inputs)), tile.parts)
+    stages = blocks * 8 * lanes_of(inputs) // _STAGE.value
+    busy = triton.cdiv(items, multiprocessors) * (stages * 4 * tile.rows + 1500 + 10 * tile.rows)
+    memory = triton.cdiv(row_tiles, _TOGETHER) * outputs * inputs * 3 // 2 // 2450
     parts_bytes = 8 * tile.parts * rows * outputs if tile.parts > 1 else 0
     cycles: int = max(busy, memory) + parts_bytes // 2450
     return cycles
@@ -552,7 +533,7 @@ def multiprocessors_of(device: torch.device) -> int:
 
 def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, tile: Tile, gated: bool) -> None:
     rows, inputs = x_TK.shape
-    outputs, lanes, index, size = weight.outputs, lanes_of(inputs), weight.index, _SIZES[tile.rows]
+    outputs, lanes, index, ring = weight.outputs, lanes_of(inputs), weight.index, _RING[tile.rows]
     assert weight.inputs == inputs
     assert x_TK.dtype == torch.bfloat16
     assert x_TK.is_contiguous()
@@ -569,8 +550,7 @@ def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, tile: Tile, gated: bool) ->
         _tensor_map(x_TK, [tile.rows, _STAGE.value]), _tensor_map(weight.words_NW, [_PIECE.value, lanes]), out, x_TK,
         index.scales_N, index.firsts_G, index.places_E, index.values_E, rows, outputs, inputs, blocks, row_tiles,
         output_tiles, _TOGETHER, tile.parts, outputs // 2, GATED=gated, LANES=lanes, ROWS=tile.rows,
-        X_RING=size.stages, WORDS_RING=size.thirds, REGISTERS=size.registers, REGISTERS_OTHERS=size.registers_others,
-        num_warps=4, maxnreg=size.registers_mean, launch_pdl=True,
+        X_RING=ring, WORDS_RING=ring, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 

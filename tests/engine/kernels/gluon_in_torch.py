@@ -310,7 +310,7 @@ class Kernel:
         return self.function(*args, **constants)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, maxnreg: int | None, launch_pdl: bool, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
             pointers = [Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
             for Program.identity in range(grid[0]):
                 Program.count = grid[0]

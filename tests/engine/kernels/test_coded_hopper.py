@@ -30,7 +30,6 @@ from tests.engine.kernels.steps import DEVICE, error, random
 
 BF16 = torch.bfloat16
 SHARED_MOST = 232_448  # bytes of an H200's multiprocessor that one program may have
-SHARED_OF_TWO = 115_712  # that each of two may have
 MULTIPROCESSORS = 132
 ROUNDED = 4e-3  # of a result in bfloat16
 SUMMED = 1e-5  # of float32 sums in another order
@@ -38,7 +37,6 @@ TRUE = [(6144, 4096), (4096, 14336), (28672, 4096)]
 VARIANTS: dict[str, dict[str, Any]] = {
     "large tiles": {"ROWS": 256, "out": "*fp32"},
     "of 16 lanes, gated": {"ROWS": 128, "LANES": 16, "GATED": True},
-    "small tiles": {"ROWS": 8, "out": "*fp32"},
 }
 
 
@@ -76,12 +74,6 @@ def simulated(x_TK: Tensor, weight: Bf12, tile: Tile, programs: int, gated: bool
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "tile", "programs"),
     [
-        (1, 144, 512, Tile(8, 1), 2),
-        (5, 96, 384, Tile(8, 2), 1),  # fewer rows than a tile has, in 16 lanes
-        (9, 144, 1024, Tile(16, 3), 2),
-        (33, 72, 512, Tile(8, 1), 2),  # many tiles of few rows
-        (64, 144, 512, Tile(64, 2), 2),
-        (100, 64, 512, Tile(32, 1), 2),
         (1, 16, 128, Tile(128, 1), 1),  # a tile that is nearly empty, in 16 lanes
         (129, 144, 256, Tile(128, 1), 3),  # a row and a few outputs more than tiles
         (257, 128, 384, Tile(256, 1), 1),  # rings go round, in 16 lanes
@@ -101,7 +93,7 @@ def test_many_rows(rows: int, outputs: int, inputs: int, tile: Tile, programs: i
 
 
 @pytest.mark.parametrize(
-    ("inner", "inputs", "tile"), [(32, 256, Tile(16, 1)), (80, 512, Tile(64, 1)), (80, 384, Tile(256, 1))]
+    ("inner", "inputs", "tile"), [(32, 256, Tile(128, 1)), (80, 512, Tile(128, 1)), (80, 384, Tile(256, 1))]
 )
 def test_gating_in_the_epilogue(inner: int, inputs: int, tile: Tile) -> None:
     gate, up = (with_escapes(weights(inner, inputs, sigma, seed=7), 0.002) for sigma in (0.5, 0.02))
@@ -168,9 +160,9 @@ def test_threads_that_read_words_at_once_read_different_banks(gated: bool) -> No
 
 
 def test_a_tile_is_chosen_that_keeps_multiprocessors_busy() -> None:
-    few = tile_of(4096, 4096, 100, False, MULTIPROCESSORS)
-    assert few == Tile(64, 2)
+    assert tile_of(4096, 4096, 100, False, MULTIPROCESSORS) == Tile(128, 4)
     assert tile_of(28672, 4096, 100, True, MULTIPROCESSORS) == Tile(128, 1)
+    assert tile_of(28672, 4096, 256, True, MULTIPROCESSORS) == Tile(256, 1)  # in two waves, not four
     assert tile_of(28672, 4096, 4096, False, MULTIPROCESSORS) == Tile(256, 1)
     assert tile_of(128, 128, 100, False, MULTIPROCESSORS).parts == 1  # one block is not divided
 
@@ -188,7 +180,7 @@ def test_it_compiles_to_matmuls_that_do_not_wait_for_each_other(name: str) -> No
     ).stdout  # fmt: skip
     shared, copies, loads, decoded, matmuls, waits = map(int, re.findall(r"\d+", told))
     lanes = VARIANTS[name].get("LANES", 32)
-    assert shared <= (SHARED_MOST if VARIANTS[name]["ROWS"] > 64 else SHARED_OF_TWO)
+    assert shared <= SHARED_MOST
     assert copies == 4 + 1
     assert loads == 2 * (3 * lanes // 4 + 2)  # as wide as they may be: two words
     assert decoded == 2 * lanes  # times four numbers of a thread, in two warpgroups
@@ -199,10 +191,9 @@ def test_it_compiles_to_matmuls_that_do_not_wait_for_each_other(name: str) -> No
 def compile_variant(name: str) -> str:
     told: dict[str, Any] = {"out": "*bf16", "LANES": 32, "GATED": False} | VARIANTS[name]
     rows, lanes = told["ROWS"], told["LANES"]
-    size = coded_hopper._SIZES[rows]
+    ring = coded_hopper._RING[rows]
     constants = {
-        "GATED": told["GATED"], "LANES": lanes, "ROWS": rows, "X_RING": size.stages, "WORDS_RING": size.thirds,
-        "REGISTERS": size.registers, "REGISTERS_OTHERS": size.registers_others,
+        "GATED": told["GATED"], "LANES": lanes, "ROWS": rows, "X_RING": ring, "WORDS_RING": ring,
     }  # fmt: skip
     kernel = coded_hopper._matmul
     names = kernel.arg_names
@@ -219,9 +210,7 @@ def compile_variant(name: str) -> str:
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": size.registers_mean}
-    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     with NamedTemporaryFile() as binary:
         binary.write(compiled.asm["cubin"])
@@ -285,7 +274,8 @@ def test_it_gives_what_the_simulation_gives(rate: float) -> None:
 
 @pytest.mark.gpu
 def test_weights_are_those_of_bf16_to_the_bit() -> None:
-    weight_NK, weight = true_weight(4096, 4096)
+    """Escapes as natural weights have them: of one that is 2^-30 of others the sum of it and these keeps little."""
+    weight_NK, weight = true_weight(4096, 4096, rate=0.0)
     expanded_NK = torch.empty_like(weight_NK)
     expand(weight, expanded_NK, range(4096))
     x_TK = ones(range(0, 4096, 16), 4096)
