@@ -60,18 +60,24 @@ def _load(at, LANES: tl.constexpr, INLINE: tl.constexpr):
 
 
 @triton.jit
-def _finish_row(y, x, scales, places, values, place, value, first, last, outputs, N):
+def _x_of(x, place):
+    """One row's x at some escapes."""
+    return tl.load(x + (place & 0xFFFF), mask=place >= 0, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _finish_row(y, x, scale, places, values, place, value, x_E, first, last, outputs):
     """One row's sums in their true size, with what the words do not hold. The first escapes are loaded already."""
     held = tl.zeros_like(y)
     missing = tl.zeros_like(y)
     for escape in tl.range(first, last, ESCAPES, num_stages=1):
         if escape > first:
             place, value = some_escapes(places, values, escape, last)
-        x_E = tl.load(x + (place & 0xFFFF), mask=place >= 0, other=0.0).to(tl.float32)
+            x_E = _x_of(x, place)
         hit = hits(place, outputs)
         held += tl.sum(tl.where(hit, (x_E * PLACEHOLDER)[None, :], 0.0), 1)
         missing += tl.sum(tl.where(hit, (x_E * value.to(tl.float32))[None, :], 0.0), 1)
-    return (y - held) * tl.load(scales + outputs, mask=outputs < N, other=0.0) + missing
+    return (y - held) * scale + missing
 
 
 @triton.jit
@@ -79,6 +85,15 @@ def _add_turn(total, numbers, x_at, LANES: tl.constexpr):
     for number in tl.static_range(8):
         total += numbers[number].to(tl.float32) * tl.load(x_at + number * LANES).to(tl.float32)[None, :]
     return total
+
+
+@triton.jit
+def _add_gated_turn(total, total_up, numbers, numbers_up, x_at, LANES: tl.constexpr):
+    for number in tl.static_range(8):
+        x_C = tl.load(x_at + number * LANES).to(tl.float32)[None, :]
+        total += numbers[number].to(tl.float32) * x_C
+        total_up += numbers_up[number].to(tl.float32) * x_C
+    return total, total_up
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -95,33 +110,41 @@ def _multiply_row(
     columns = tl.arange(0, BLOCKS * LANES)
     at = _words_at(words, outputs, columns, N, W, MASKED, LANES)
     x_at = x + columns // LANES * (8 * LANES) + columns % LANES
+    numbers = _load(at + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
+    scale = tl.load(scales + outputs, mask=outputs < N, other=0.0)
     first, last = escapes_of(firsts, start, end, part, parts)
     place, value = some_escapes(places, values, first, last)
     total = tl.zeros([BLOCK_N, BLOCKS * LANES], tl.float32)
     if GATED:
         at_up = at + N.to(tl.int64) * W
+        numbers_up = _load(at_up + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
+        scale_up = tl.load(scales + outputs + N, mask=outputs < N, other=0.0)
         first_up, last_up = escapes_of(firsts, start + N, end + N, part, parts)
         place_up, value_up = some_escapes(places, values, first_up, last_up)
         total_up = tl.zeros([BLOCK_N, BLOCKS * LANES], tl.float32)
-    numbers = _load(at + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
-    if GATED:
-        numbers_up = _load(at_up + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
     wait()
-    x_first = x_at + turn_first * (8 * LANES * BLOCKS)
-    total = _add_turn(total, numbers, x_first, LANES)
+    x_E = _x_of(x, place)
     if GATED:
-        total_up = _add_turn(total_up, numbers_up, x_first, LANES)
+        x_up_E = _x_of(x, place_up)
+    x_first = x_at + turn_first * (8 * LANES * BLOCKS)
+    if GATED:
+        total, total_up = _add_gated_turn(total, total_up, numbers, numbers_up, x_first, LANES)
+    else:
+        total = _add_turn(total, numbers, x_first, LANES)
     for turn in tl.range(turn_first + 1, turn_last, num_stages=STAGES):
         numbers = _load(at + turn * (3 * LANES * BLOCKS), LANES, INLINE)
-        total = _add_turn(total, numbers, x_at + turn * (8 * LANES * BLOCKS), LANES)
+        x_turn = x_at + turn * (8 * LANES * BLOCKS)
         if GATED:
             numbers_up = _load(at_up + turn * (3 * LANES * BLOCKS), LANES, INLINE)
-            total_up = _add_turn(total_up, numbers_up, x_at + turn * (8 * LANES * BLOCKS), LANES)
+            total, total_up = _add_gated_turn(total, total_up, numbers, numbers_up, x_turn, LANES)
+        else:
+            total = _add_turn(total, numbers, x_turn, LANES)
     release()
-    y = _finish_row(tl.sum(total, 1), x, scales, places, values, place, value, first, last, outputs, N)
+    y = _finish_row(tl.sum(total, 1), x, scale, places, values, place, value, x_E, first, last, outputs)
     if GATED:
         up = tl.sum(total_up, 1)
-        up = _finish_row(up, x, scales, places, values, place_up, value_up, first_up, last_up, outputs + N, 2 * N)
+        outputs_up = outputs + N
+        up = _finish_row(up, x, scale_up, places, values, place_up, value_up, x_up_E, first_up, last_up, outputs_up)
         y = y / (1.0 + tl.exp(-y)) * up
     tl.store(out + part * N + outputs, y.to(out.dtype.element_ty), mask=outputs < N)
 
@@ -148,28 +171,32 @@ def _joined(numbers, JOINED: tl.constexpr):
 
 
 @triton.jit
-def _escaped(total, missing, x, place, value, outputs, rows, T, K):
-    """Takes some escapes' placeholders out of the scaled sums, and adds their values to what is missing."""
-    dtype = x.dtype.element_ty
+def _rows_x_of(x, place, rows, T, K):
+    """All rows' x at some escapes."""
     inside = (place >= 0)[:, None] & (rows < T)[None, :]
-    x_ET = tl.load(x + rows[None, :] * K + (place & 0xFFFF)[:, None], mask=inside, other=0.0)
+    return tl.load(x + rows[None, :] * K + (place & 0xFFFF)[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def _escaped(total, missing, x_ET, place, value, outputs):
+    """Takes some escapes' placeholders out of the sums, and adds their values to what is missing."""
     hit = hits(place, outputs)
-    held = tl.where(hit, -PLACEHOLDER, 0.0).to(dtype)
-    value = tl.where(hit, value.to(tl.float32)[None, :], 0.0).to(dtype)
+    held = tl.where(hit, -PLACEHOLDER, 0.0).to(x_ET.dtype)
+    value = tl.where(hit, value.to(tl.float32)[None, :], 0.0).to(x_ET.dtype)
     total = tl.dot(held, x_ET, total, input_precision="ieee")
     return total, tl.dot(value, x_ET, missing, input_precision="ieee")
 
 
 @triton.jit
-def _finish_rows(total, x, scales, places, values, place, value, first, last, outputs, N, rows, T, K):
+def _finish_rows(total, x, scale, places, values, place, value, x_ET, first, last, outputs, rows, T, K):
     """As `_finish_row`. The first escapes are not in the loop: without a product right after the loop over the
     inputs, the assembler would have each of its products wait for the one before."""
     missing = tl.zeros_like(total)
-    total, missing = _escaped(total, missing, x, place, value, outputs, rows, T, K)
+    total, missing = _escaped(total, missing, x_ET, place, value, outputs)
     for escape in tl.range(first + ESCAPES, last, ESCAPES, num_stages=1):
         place, value = some_escapes(places, values, escape, last)
-        total, missing = _escaped(total, missing, x, place, value, outputs, rows, T, K)
-    return total * tl.load(scales + outputs, mask=outputs < N, other=0.0)[:, None] + missing
+        total, missing = _escaped(total, missing, _rows_x_of(x, place, rows, T, K), place, value, outputs)
+    return total * scale[:, None] + missing
 
 
 @triton.jit(do_not_specialize=["T", "parts"])
@@ -188,15 +215,22 @@ def _multiply_rows(
     at = _words_at(words, outputs, tl.arange(0, LANES), N, W, MASKED, LANES)
     x_at = x + rows[None, :] * K + tl.arange(0, JOINED * LANES)[:, None]
     inside = (rows < T)[None, :]
+    scale = tl.load(scales + outputs, mask=outputs < N, other=0.0)
     first, last = escapes_of(firsts, start, end, part, parts)
     place, value = some_escapes(places, values, first, last)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     if GATED:
         at_up = at + N.to(tl.int64) * W
+        scale_up = tl.load(scales + outputs + N, mask=outputs < N, other=0.0)
         first_up, last_up = escapes_of(firsts, start + N, end + N, part, parts)
         place_up, value_up = some_escapes(places, values, first_up, last_up)
         total_up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     wait()
+    EARLY: tl.constexpr = BLOCK_T <= 32  # of more rows registers do not hold escapes' x beside all else
+    if EARLY:
+        x_ET = _rows_x_of(x, place, rows, T, K)
+        if GATED:
+            x_up_ET = _rows_x_of(x, place_up, rows, T, K)
     for block in tl.range(block_first, block_last, num_stages=STAGES):
         weights = _joined(_load(at + block * (3 * LANES), LANES, INLINE), JOINED)
         if GATED:
@@ -207,10 +241,14 @@ def _multiply_rows(
             if GATED:
                 total_up = tl.dot(weights_up[piece].to(x_CT.dtype), x_CT, total_up, input_precision="ieee")
     release()
-    total = _finish_rows(total, x, scales, places, values, place, value, first, last, outputs, N, rows, T, K)
+    if not EARLY:
+        x_ET = _rows_x_of(x, place, rows, T, K)
+        if GATED:
+            x_up_ET = _rows_x_of(x, place_up, rows, T, K)
+    total = _finish_rows(total, x, scale, places, values, place, value, x_ET, first, last, outputs, rows, T, K)
     if GATED:
         total_up = _finish_rows(
-            total_up, x, scales, places, values, place_up, value_up, first_up, last_up, outputs + N, 2 * N, rows,
+            total_up, x, scale_up, places, values, place_up, value_up, x_up_ET, first_up, last_up, outputs + N, rows,
             T, K,
         )  # fmt: skip
         total = total / (1.0 + tl.exp(-total)) * total_up
