@@ -19,6 +19,7 @@ CODED_CANDIDATES_MOST: Final = 16
 BYTES_PER_S: Final = 4.3e12
 _FLOP_PER_S: Final = 790e12
 _SHARED_BYTES: Final = 200 << 10
+_FEW_ROWS = 64  # for which Hopper's tiles, made for more, never won
 _WORDS_LEAST: Final = 2  # of a thread at once: coded.py takes no fewer
 _HEAD_ROWS_MOST: Final = 512  # a head multiplies a row of each sequence, not of each token
 
@@ -159,7 +160,7 @@ def tilings_of(work: Work, device: torch.device) -> list[AnyTiling]:
     if not work.is_coded:
         return [*candidates(outputs, inputs, work.rows, gated)]
     few = coded_candidates(outputs, inputs, work.rows, gated)
-    if not coded_hopper.serves(outputs, gated, device):
+    if work.rows <= _FEW_ROWS or not coded_hopper.serves(outputs, gated, device):
         return [*few]
     multiprocessors = coded_hopper.multiprocessors_of(device)
     return [*few, *coded_hopper.candidates(outputs, inputs, work.rows, gated, multiprocessors)]
