@@ -312,6 +312,8 @@ def served(plain: Path, coded: Path) -> standby.Models:
 def measure_wakes(running: standby.Hearth, rounds: int) -> None:
     """The first of each kind, which may still compile, is left out."""
     plain, coded, large = running.models.names
+    for name in (large, plain, coded):  # what a model takes is a guess until it has run: more of them may be awake
+        _wake(running, name, None)
     took: dict[str, list[float]] = {plain: [], coded: []}
     for number in range(2 * rounds + 2):
         other, measured = (plain, coded) if number % 2 else (coded, plain)
@@ -326,13 +328,18 @@ def measure_wakes(running: standby.Hearth, rounds: int) -> None:
     _row("lossless-wake", coded_s / plain_s, "ratio", WAKE_MOST)
 
 
-def _wake(running: standby.Hearth, model: str, awake: set[str]) -> float:
-    """The time to its first token; afterwards just these are awake."""
+def _wake(running: standby.Hearth, model: str, awake: set[str] | None) -> float:
+    """The time to its first token; afterwards it is awake, and just these are if they are told."""
     answered = running.once(model, running.prompt(standby.PROMPT_TOKENS))
+    wanted = {model} if awake is None else awake
     running.await_places(
-        lambda seen: all((one.residency == "DEVICE") is (name in awake) for name, one in seen.items()),
+        lambda seen: all(
+            (one.residency == "DEVICE") is (name in wanted)
+            for name, one in seen.items()
+            if awake is not None or name in wanted
+        ),
         _MOVED_S,
-        f"{' and '.join(sorted(awake))} are awake",
+        f"{' and '.join(sorted(wanted))} are awake",
     )
     time.sleep(0.3)
     return answered.first_s
