@@ -4,7 +4,7 @@ It knows the code (weights/codec.py), no layers, and not when it is faster than 
 outputs × 128 or 256 rows and goes through the inputs; each of its warps keeps to one task (Gluon, as in
 attention_hopper.py):
 
-    fetch       TMA: words 128 × L ───► ring of thirds of a block: high halves, low bytes, low bytes ──┐
+    fetch ×2    TMA: words 128 × L ───► ring of thirds of a block: high halves, low bytes, low bytes ──┐
                 TMA: x  rows × 64 ────► ring of stages: 64 inputs ────────────────────────────┐        │
     gather ×2   x at 16 escapes' inputs ─► columns ──────────────────────────────────────┐    │        │
                                                                                          ▼    ▼        ▼
