@@ -401,6 +401,7 @@ class Fleet:
                 except (OSError, TimeoutError) as error:
                     known.problem = f"the replica at {address} cannot be reached: {said(error)}"
                 else:
+                    known.problem = ""
                     if await self._use(known, known.connection):
                         waits = self._waits()
             wait_s = BACKOFF_S[0] if known.starting else next(waits) if known.reachable else None

@@ -228,6 +228,17 @@ async def test_a_replica_on_the_device_is_preferred_and_one_that_leaves_it_is_no
 
 
 @looped
+async def test_a_sleeping_replica_tells_of_no_problem_that_a_new_connection_has_ended(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (stub, fleet):
+        stub.replicas[0].die()
+        await until(lambda: "was lost" in fleet.replicas()[0].problem)
+        await until(lambda: fleet.serves(MODEL))
+        stub.move(0, MEMORY)
+        await until(lambda: not fleet.serves(MODEL))
+        assert fleet.replicas()[0].problem == ""
+
+
+@looped
 async def test_the_wait_ends_when_no_machine_can_ever_serve_the_model(tmp_path: Path) -> None:
     async with asleep(tmp_path, replicas=2) as (stub, fleet):
         (task,) = await held(fleet)
