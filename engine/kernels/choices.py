@@ -1,4 +1,4 @@
-"""Which kernel multiplies a weight of some shape with some rows: measured by benchmarks/linear.py, kept in tables
+"""Which kernel multiplies a weight of some shape with some rows: measured by benchmarks/linear, kept in tables
 (measured.py).
 
 For a GPU or a shape that nobody has measured it gives what is seldom bad: for bf16 the kernels of linear.py for few

@@ -5,8 +5,8 @@ where outputs are few. Sums are those of the numbers as the words hold them, sca
 its output's scale, a power of two: without escapes it has the bits that linear.py's sum has in the same order. Escapes'
 placeholders are taken out before that, and their values added after it.
 
-What a kernel reads of a weight alone it reads before it waits for the kernel before it: escapes, and for one row the
-first turn's words too.
+What a kernel reads of a weight alone it reads before it waits for the kernel before it: scales and escapes, and
+for one row the first turn's words too.
 
 T rows, K inputs, N outputs, W words of a row, P parts, I inner size, C columns, E escapes at once.
 """

@@ -1,4 +1,4 @@
-"""benchmarks/linear.py without a GPU: what it tries can run, and what it writes is what the engine reads."""
+"""benchmarks/linear without a GPU: what it tries can run, and what it writes is what the engine reads."""
 
 import json
 from itertools import product
