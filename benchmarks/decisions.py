@@ -25,13 +25,13 @@ import uvloop
 from msgspec import structs
 
 from benchmarks.record import record
-from tenants import store_redis_scripts as scripts
-from tenants.accounts import Accounts
-from tenants.caps import Size, caps, limited
-from tenants.store import Granted, Hold, Store, StoreUnavailable, open_store
-from tenants.store_redis import RedisStore
-from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Limits
-from tenants.usage import DAY_US, EXPIRED, MICRO, UsageRecord
+from tenants.auth.accounts import Accounts
+from tenants.limits.caps import Size, caps, limited
+from tenants.records.store_types import Granted, Hold, Store, StoreUnavailable, open_store
+from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits
+from tenants.records.usage import DAY_US, EXPIRED, MICRO, UsageRecord
+from tenants.store.redis import scripts as scripts
+from tenants.store.redis.store import RedisStore
 from tests.redis_server import DURABLE, RedisServer
 
 SECRET: Final = b"a benchmark's secret of 32 bytes"

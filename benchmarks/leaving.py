@@ -15,7 +15,7 @@ from typing import Final
 import uvloop
 
 from benchmarks.record import record
-from tenants.store import Limits
+from tenants.records.store_types import Limits
 from tests.gateway.leaving import Held, leaving
 from tests.gateway.served import served
 

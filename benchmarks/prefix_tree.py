@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable
 
 from benchmarks.record import record
-from prefixcache.names import Keep, Namespace
+from prefixcache.namespace import Keep, Namespace
 from prefixcache.tree import Lease, Tree
 
 BLOCK_TOKENS = 16

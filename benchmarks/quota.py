@@ -19,10 +19,10 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.record import record
-from tenants.accounts import Accounts, Caller
-from tenants.quota import Demand, Price, Quota, QuotaExceeded, Reservation, Spent
-from tenants.store import Store, open_store
-from tenants.terms import Limits
+from tenants.auth.accounts import Accounts, Caller
+from tenants.limits.quota import Demand, Price, Quota, QuotaExceeded, Reservation, Spent
+from tenants.records.store_types import Store, open_store
+from tenants.records.terms import Limits
 from tests.redis_server import RedisServer
 
 SECRET = b"a benchmark's secret of 32 bytes"

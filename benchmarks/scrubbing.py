@@ -19,7 +19,7 @@ SCRUBBING: Final = {
     "PYTHONMALLOC": "malloc",
     "GLIBC_TUNABLES": "glibc.malloc.perturb=255:glibc.malloc.tcache_count=0",
 }
-EMBER: Final = Path(__file__).parents[1] / "engine" / "ember" / "model"
+EMBER: Final = Path(__file__).parents[1] / "engine" / "builtin_model"
 SEQUENCES: Final = 16
 OUTPUT: Final = 64
 PROMPT: Final = 512

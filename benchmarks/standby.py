@@ -53,7 +53,7 @@ from gateway.catalogue import BUILT_IN
 from gateway.commands.operator import Gateway, operator_token
 
 GEOMETRY: Final = "llama-3.1-8b"
-BUILT_IN_FOLDER: Final = Path(__file__).parents[1] / "engine" / "ember" / "model"
+BUILT_IN_FOLDER: Final = Path(__file__).parents[1] / "engine" / "builtin_model"
 TRACE: Final = RESULTS / "standby_trace.csv"
 COPY_BYTES_S: Final = 55e9  # from pinned host memory to an H200, measured
 PER_SECOND: Final = 2.0

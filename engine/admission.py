@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.fairness import Standing, portions
 from engine.sequence import Sequence, Stage
-from prefixcache.names import Namespace
+from prefixcache.namespace import Namespace
 
 LOOK_AHEAD: Final = 4  # how many of an account are looked at for one that does not wait for another's prefix
 

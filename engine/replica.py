@@ -55,7 +55,7 @@ from engine.wire import (
     encode,
     memory_path,
 )
-from prefixcache.names import Share
+from prefixcache.namespace import Share
 
 if TYPE_CHECKING:
     from engine.traces import Traces

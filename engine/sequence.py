@@ -16,7 +16,7 @@ from engine.batch import Int32s
 from engine.blocks import Pages
 from engine.fairness import Standing
 from engine.wire import Pooling, RejectReason, Sampling, Scope, ScopeKind, Submit, Terms
-from prefixcache.names import Keep, Namespace, Share
+from prefixcache.namespace import Keep, Namespace, Share
 from prefixcache.tree import Lease
 
 CHOICES_MAX: Final = 128

@@ -44,13 +44,13 @@ from gateway.suspects import Suspects
 from gateway.traces import Traces, open_traces
 from gateway.turns import Turns
 from gateway.webhook import Webhook
-from tenants.accounts import Accounts, Caller, MalformedToken, Permission, Suspended, Unauthenticated
 from tenants.audit import Audit
-from tenants.issuers import Issuers, IssuerUnavailable
-from tenants.notices import Thresholds, signer
-from tenants.quota import Quota
-from tenants.reconciler import Reconciler
-from tenants.store import Store, StoreUnavailable, open_store
+from tenants.auth.accounts import Accounts, Caller, MalformedToken, Permission, Suspended, Unauthenticated
+from tenants.auth.issuers import Issuers, IssuerUnavailable
+from tenants.limits.quota import Quota
+from tenants.limits.reconciler import Reconciler
+from tenants.limits.soft_caps import Thresholds, signer
+from tenants.records.store_types import Store, StoreUnavailable, open_store
 
 KEY_MARGIN_S: Final = 60  # beyond a request's longest life, for which its Idempotency-Key is taken
 REVOKED_S: Final = 2.0  # how often running requests' tokens are asked for again

@@ -21,7 +21,7 @@ from gateway.config import Config, ConfigError, ModelConfig, PriceConfig
 from gateway.published import public_prefixes
 from gateway.tasks import Task, Vectors, context_of, read_vectors, task_of
 from gateway.text import FolderError, Text
-from tenants.quota import Price
+from tenants.limits.quota import Price
 
 BUILT_IN: Final = "@cf/hearth/ember"
 _BUILT_IN_DESCRIPTION: Final = (

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tenants.issuers import Issuer
+from tenants.auth.issuers import Issuer
 
 SOCKET_PATH_BYTES_MAX = 100
 _LONGEST_SOCKET_NAME = "/ffffffffffff-999.sock"

@@ -27,8 +27,8 @@ from gateway.text import TextError
 from gateway.texts import Answer, AskedVectors, Floats, Item, Kind, Score, Texts
 from gateway.traces import Span
 from gateway.underway import LONG_TEXT_CHARS, TRIES_MAX, link, link_deadline, rejection, reserve, wait_ms
-from tenants.accounts import Caller
-from tenants.quota import Demand, Reservation, Spent
+from tenants.auth.accounts import Caller
+from tenants.limits.quota import Demand, Reservation, Spent
 
 AT_ONCE_MAX: Final = 256  # texts of one request that are at replicas: others' have places there too
 _WRITTEN: Final = 16  # vectors that are written before other requests have their turn: a millisecond or two

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from tenants.batches import OPEN_BATCHES_MAX, OPEN_ITEMS_MAX
+from tenants.records.batches import OPEN_BATCHES_MAX, OPEN_ITEMS_MAX
 
 _encode = msgspec.json.encode
 

@@ -32,9 +32,9 @@ from gateway.tasks import Task
 from gateway.text import TextError
 from gateway.texts import AskedVectors
 from gateway.underway import LONG_TEXT_CHARS, TRIES_MAX, link, link_deadline, rejection, reserve, wait_ms
-from tenants.accounts import Caller
-from tenants.quota import Demand
-from tenants.store import StoreUnavailable
+from tenants.auth.accounts import Caller
+from tenants.limits.quota import Demand
+from tenants.records.store_types import StoreUnavailable
 
 THOUGHT_TOKENS_MAX: Final = 16  # of a prompt, in which "<think>" and some line breaks behind it are
 

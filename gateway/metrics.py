@@ -21,10 +21,10 @@ from gateway.fleet import Fleet
 from gateway.outage import Outage
 from gateway.shares import Shares
 from gateway.tally import CAUSES, TURNED_AWAY, Tally
-from tenants import outbox
-from tenants.batches import Waiting
-from tenants.quota import Quota, Spent
-from tenants.reconciler import Reconciler
+from tenants.limits import outbox
+from tenants.limits.quota import Quota, Spent
+from tenants.limits.reconciler import Reconciler
+from tenants.records.batches import Waiting
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES_MAX: Final = 64

@@ -2,7 +2,7 @@
 
 import logging
 
-from tenants.store import StoreUnavailable
+from tenants.records.store_types import StoreUnavailable
 
 log = logging.getLogger(__name__)
 

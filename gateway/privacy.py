@@ -8,8 +8,8 @@ import hashlib
 from engine.wire import Scope, ScopeKind, Terms
 from gateway.errors import bad_input
 from gateway.exchange import Exchange
-from tenants.accounts import Caller
-from tenants.terms import kept_s
+from tenants.auth.accounts import Caller
+from tenants.records.terms import kept_s
 
 
 def zero_retention(exchange: Exchange, caller: Caller) -> bool:

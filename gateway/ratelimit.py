@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from gateway.exchange import Header
-from tenants.caps import Left
-from tenants.store import BUDGETS, RATES, Refusal
+from tenants.limits.caps import Left
+from tenants.records.store_types import BUDGETS, RATES, Refusal
 
 DAY_S: Final = 86_400
 

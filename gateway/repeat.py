@@ -17,8 +17,8 @@ from gateway import errors, sse
 from gateway.errors import Refusal
 from gateway.exchange import JSON, ClientGone, Exchange, Header
 from gateway.once import Claim, Once
-from tenants.accounts import Caller
-from tenants.store import StoreUnavailable
+from tenants.auth.accounts import Caller
+from tenants.records.store_types import StoreUnavailable
 
 log = logging.getLogger(__name__)
 

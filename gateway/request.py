@@ -29,9 +29,9 @@ from gateway.residue import Residue
 from gateway.suspects import Suspects
 from gateway.traces import Span, Traces
 from gateway.turns import Turns
-from tenants.accounts import Accounts, Caller
-from tenants.notices import Thresholds
-from tenants.quota import Quota, Reservation, Spent
+from tenants.auth.accounts import Accounts, Caller
+from tenants.limits.quota import Quota, Reservation, Spent
+from tenants.limits.soft_caps import Thresholds
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from tenants.quota import Spent
+from tenants.limits.quota import Spent
 
 OTHER: Final = "other"
 ENDINGS: Final = ("done", "left", "limited", "refused", "failed")

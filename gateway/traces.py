@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gateway.config import TelemetryConfig
-from tenants.quota import Spent
+from tenants.limits.quota import Spent
 
 EXPORT_S: Final = 2.0  # for one batch, its retry included
 FLUSH_S: Final = 2.0  # for all that is left at the end

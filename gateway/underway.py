@@ -17,9 +17,9 @@ from gateway.exchange import Exchange
 from gateway.fleet import Unavailable
 from gateway.options import RunOptions
 from gateway.request import Gateway
-from tenants.accounts import Caller, Suspended, UnknownToken
-from tenants.quota import Demand, QuotaExceeded, Reservation
-from tenants.store import BUDGETS, StoreUnavailable
+from tenants.auth.accounts import Caller, Suspended, UnknownToken
+from tenants.limits.quota import Demand, QuotaExceeded, Reservation
+from tenants.records.store_types import BUDGETS, StoreUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
-from tenants.notices import signature
-from tenants.store import Clock, Notice, Store, StoreUnavailable
+from tenants.limits.soft_caps import signature
+from tenants.records.store_types import Clock, Notice, Store, StoreUnavailable
 
 LOOK_S: Final = 2.0
 SEND_S: Final = 10.0  # for one try as a whole

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Final
 
-from prefixcache.names import Namespace
+from prefixcache.namespace import Namespace
 
 if TYPE_CHECKING:
-    from prefixcache.accounts import Account, Scope
+    from prefixcache.shares import Account, Scope
 
 TOKEN_BYTES: Final = 4
 

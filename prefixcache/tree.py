@@ -21,10 +21,10 @@ from itertools import count as numbers
 from math import inf, nextafter
 from typing import Final, Literal
 
-from prefixcache.accounts import Account, Accounts, Scope
-from prefixcache.lazy import Lazy
-from prefixcache.names import Keep, Namespace, ScopeName
+from prefixcache.lazy_heap import Lazy
+from prefixcache.namespace import Keep, Namespace, ScopeName
 from prefixcache.radix import TOKEN_BYTES, Node, Root
+from prefixcache.shares import Account, Accounts, Scope
 
 EPOCHS_MAX: Final = 1 << 16
 Cause = Literal["space", "cap", "epoch", "age"]

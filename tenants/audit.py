@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from tenants.store import AuditEntry, Clock, Store
+from tenants.records.store_types import AuditEntry, Clock, Store
 
 SYSTEM: Final = ""  # the chain of what concerns no one account
 DETAIL_BYTES_MAX: Final = 4096

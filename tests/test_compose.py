@@ -170,7 +170,7 @@ def test_monitoring_is_asked_for_by_its_profile_and_loads_the_rules_and_the_dash
     services, configs = compose["services"], compose["configs"]
     assert {name for name, service in services.items() if "profiles" in service} == {"prometheus", "grafana"}
     for name, file in (("rules", "hearth.rules.yml"), ("dashboard", "hearth.dashboard.json")):
-        assert configs[name]["file"] == f"gateway/monitoring/{file}"
+        assert configs[name]["file"] == f"gateway/observability/monitoring/{file}"
         assert (ROOT / configs[name]["file"]).is_file()
     targets = {config["source"]: config["target"] for name in services for config in services[name].get("configs", [])}
     scraping = yaml.safe_load(configs["prometheus"]["content"])

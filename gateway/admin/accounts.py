@@ -19,9 +19,9 @@ from gateway.admin.operation import (
 )
 from gateway.errors import bad_input
 from gateway.listing.pages import sliced
-from tenants.accounts import NotFound, Permission, named
-from tenants.store import Account
-from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
+from tenants.auth.accounts import NotFound, Permission, named
+from tenants.records.store_types import Account
+from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
 
 ACCOUNTS: Final = f"{OPERATOR}/accounts"
 ONE: Final = f"{ACCOUNTS}/{{account_id}}"

@@ -18,8 +18,8 @@ from gateway.body import asked_in, decode
 from gateway.errors import Refusal
 from gateway.exchange import JSON, Exchange, Header
 from gateway.listing.pages import PageItem
-from tenants.accounts import Caller, Conflict, NotFound, Permission
-from tenants.store import StoreUnavailable
+from tenants.auth.accounts import Caller, Conflict, NotFound, Permission
+from tenants.records.store_types import StoreUnavailable
 
 BODY_BYTES_MAX: Final = 64 << 10
 ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")

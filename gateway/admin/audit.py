@@ -18,9 +18,9 @@ from gateway.admin.operation import (
     Time,
     time_of,
 )
-from tenants.accounts import Permission
 from tenants.audit import SYSTEM
-from tenants.store import AuditEntry
+from tenants.auth.accounts import Permission
+from tenants.records.store_types import AuditEntry
 
 CHUNK: Final = 500  # entries in one call of the store
 LOOKED_AT_MAX: Final = 10_000  # entries for one answer; the cursor goes on from there

@@ -6,8 +6,8 @@ import msgspec
 
 from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
 from gateway.admin.usage import Days, span
-from tenants.accounts import Permission
-from tenants.terms import kept_s
+from tenants.auth.accounts import Permission
+from tenants.records.terms import kept_s
 
 
 class CacheItem(msgspec.Struct, frozen=True):

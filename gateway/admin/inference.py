@@ -38,7 +38,7 @@ from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
 from gateway.listing.pages import Listed
 from gateway.listing.schemas import SchemaQuery, Schemas
 from gateway.options import RunQuery
-from tenants.accounts import Permission
+from tenants.auth.accounts import Permission
 
 INFERENCE: Final = (Permission.INFERENCE,)
 # 405: an adapter is asked for. 409: the Idempotency-Key is taken. 422: it is another request's; or this one was running

@@ -9,10 +9,10 @@ from gateway import errors, ratelimit
 from gateway.admin.account import LimitsItem, limits_item
 from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
 from gateway.admin.tokens import own_token
-from tenants.accounts import Permission
-from tenants.caps import Left
-from tenants.store import Account
-from tenants.terms import NO_LIMITS, RANGES, Limits
+from tenants.auth.accounts import Permission
+from tenants.limits.caps import Left
+from tenants.records.store_types import Account
+from tenants.records.terms import NO_LIMITS, RANGES, Limits
 
 
 class LeftQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ import msgspec
 from engine import wire
 from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
 from gateway.fleet import Fleet, MachineSeen, Seen
-from tenants.accounts import Permission
+from tenants.auth.accounts import Permission
 
 
 class DeviceItem(msgspec.Struct, frozen=True):

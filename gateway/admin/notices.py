@@ -5,8 +5,8 @@ from typing import Final
 import msgspec
 
 from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
-from tenants.accounts import Permission
-from tenants.notices import shown
+from tenants.auth.accounts import Permission
+from tenants.limits.soft_caps import shown
 
 
 class KeyItem(msgspec.Struct, frozen=True):

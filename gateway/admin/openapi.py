@@ -17,7 +17,7 @@ from gateway.options import (
     SESSION_BYTES_MAX,
     TIMEOUT_MS_MAX,
 )
-from tenants.terms import RANGES
+from tenants.records.terms import RANGES
 
 Json = dict[str, Any]
 
@@ -203,7 +203,7 @@ class _Schemas:
 
 
 def _bound(limits: dict[str, Json]) -> None:
-    """Says of each limit what tenants/terms.py accepts."""
+    """Says of each limit what tenants/records/terms.py accepts."""
     for name, (low, high) in RANGES.items():
         limits[name]["anyOf"][0].update(minimum=low, maximum=high)
 

@@ -16,9 +16,9 @@ from gateway.errors import bad_input
 from gateway.listing.pages import PAGE_MAX, PageItem
 from gateway.once import Once
 from gateway.request import Gateway
-from tenants.accounts import NAME_MAX, Caller, Permission
 from tenants.audit import Audit, fitting
-from tenants.store import Store
+from tenants.auth.accounts import NAME_MAX, Caller, Permission
+from tenants.records.store_types import Store
 
 BASE: Final = "/client/v4"
 OPERATOR: Final = f"{BASE}/operator"

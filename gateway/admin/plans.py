@@ -7,9 +7,9 @@ from msgspec import NODEFAULT, structs
 
 from gateway import errors
 from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation, values_checked
-from tenants.accounts import NotFound, Permission
 from tenants.audit import SYSTEM
-from tenants.terms import Plan
+from tenants.auth.accounts import NotFound, Permission
+from tenants.records.terms import Plan
 
 PLANS: Final = f"{OPERATOR}/plans"
 

@@ -2,7 +2,7 @@
 roll an account's.
 
 What is Hearth's own: a token's `models` and `limits` beside its `policies`, and the ids of permission groups
-(tenants/grants.py). Ids of another account's tokens answer like ids that nobody has.
+(tenants/records/grants.py). Ids of another account's tokens answer like ids that nobody has.
 """
 
 from datetime import datetime
@@ -28,9 +28,9 @@ from gateway.admin.operation import (
     values_checked,
 )
 from gateway.listing.pages import PAGE_MAX, sliced
-from tenants.accounts import ApiToken, NotFound, Permission, named
-from tenants.grants import ENTRIES_MAX, Grant
-from tenants.terms import NO_LIMITS, Limits
+from tenants.auth.accounts import ApiToken, NotFound, Permission, named
+from tenants.records.grants import ENTRIES_MAX, Grant
+from tenants.records.terms import NO_LIMITS, Limits
 
 GRACE_S_MAX: Final = 7 * 86400
 TOKENS_MAX: Final = 1_000  # of one account, revoked ones left out

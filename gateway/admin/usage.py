@@ -12,9 +12,9 @@ from msgspec import UNSET, Meta, UnsetType
 from gateway.admin.operation import ACCOUNT, OPERATOR, Answer, Ask, Nothing, Office, Operation
 from gateway.errors import bad_input
 from gateway.listing.pages import PAGE_MAX, sliced
-from tenants.accounts import Permission
-from tenants.store import KEPT_DAYS, UsageRow
-from tenants.usage import MICRO, day_of
+from tenants.auth.accounts import Permission
+from tenants.records.store_types import KEPT_DAYS, UsageRow
+from tenants.records.usage import MICRO, day_of
 
 DAYS_DEFAULT: Final = 30
 ROWS_MAX: Final = 100_000  # that are told apart for one answer

@@ -13,7 +13,7 @@ from msgspec import Meta
 from gateway.body import decode, options
 from gateway.errors import Refusal, bad_input
 from gateway.texts import AskedVectors
-from tenants.batches import BATCH_BYTES_MAX, BATCH_ITEMS_MAX
+from tenants.records.batches import BATCH_BYTES_MAX, BATCH_ITEMS_MAX
 
 if TYPE_CHECKING:
     from gateway.reply import Dialect

@@ -21,9 +21,9 @@ from gateway.errors import bad_input
 from gateway.exchange import JSON, Exchange
 from gateway.options import run_options
 from gateway.reply import enveloped
-from tenants.accounts import Caller
-from tenants.batches import ARRIVING_S, Batch, Batches, BatchStatus
-from tenants.store import StoreUnavailable
+from tenants.auth.accounts import Caller
+from tenants.records.batches import ARRIVING_S, Batch, Batches, BatchStatus
+from tenants.records.store_types import StoreUnavailable
 
 _SLICE: Final = 64  # requests that are read, or results that are opened, before others have their turn
 Status = Literal["queued", "running", "done", "cancelled", "failed"]

@@ -35,11 +35,11 @@ from gateway.prompt import SEED_BITS
 from gateway.reply import Asked, Dialect
 from gateway.request import Gateway, Request, report
 from gateway.texts import AskedVectors
-from tenants.accounts import Caller, Suspended, UnknownToken
-from tenants.batches import Batches, BatchItem, BatchStatus, Waiting
-from tenants.quota import AlreadyRecorded
-from tenants.store import StoreUnavailable
-from tenants.usage import UsageRecord
+from tenants.auth.accounts import Caller, Suspended, UnknownToken
+from tenants.limits.quota import AlreadyRecorded
+from tenants.records.batches import Batches, BatchItem, BatchStatus, Waiting
+from tenants.records.store_types import StoreUnavailable
+from tenants.records.usage import UsageRecord
 
 LEASE_S: Final = 10.0  # shorter than a hold lasts, so that whoever takes over finds it
 RENEW_S: Final = 2.0

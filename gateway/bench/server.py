@@ -20,9 +20,9 @@ from gateway.bench.load import word
 from gateway.catalogue import BUILT_IN
 from gateway.config import Config, load_config
 from gateway.state import Credentials, open_state, read_credentials, server_secret, write_credentials
-from tenants.accounts import Accounts
-from tenants.store import open_store
-from tenants.terms import Limits
+from tenants.auth.accounts import Accounts
+from tenants.records.store_types import open_store
+from tenants.records.terms import Limits
 
 _READY_S: Final = 300.0
 _END_S: Final = 60.0

@@ -20,8 +20,8 @@ from gateway.commands.words import (
     split,
     time_text,
 )
-from tenants.accounts import Account
-from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Settings
+from tenants.auth.accounts import Account
+from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Settings
 
 _TEACHING = """\
 examples:

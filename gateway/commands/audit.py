@@ -13,7 +13,7 @@ from tqdm import tqdm
 from gateway.commands.tenantry import Tenantry, ask
 from gateway.commands.words import add_action, add_command, print_json, print_table, read_settings, time_text
 from tenants.audit import SYSTEM, Verdict
-from tenants.store import AuditEntry
+from tenants.records.store_types import AuditEntry
 
 _TEACHING = """\
 examples:

@@ -17,11 +17,11 @@ from gateway.commands.usage import Compared, balances
 from gateway.commands.words import add_command, fail, in_bytes, print_json, read_settings
 from gateway.config import Config
 from gateway.state import server_secret
-from tenants import transfer
+from tenants import export
 from tenants.audit import SYSTEM, Audit
-from tenants.outbox import SUFFIX
-from tenants.store import KEPT_DAYS, Store, StoreUnavailable, open_store
-from tenants.store_sqlite_backup import check, close_up, copy
+from tenants.limits.outbox import SUFFIX
+from tenants.records.store_types import KEPT_DAYS, Store, StoreUnavailable, open_store
+from tenants.store.sqlite.backup import check, close_up, copy
 
 _TEACHING = """\
 examples:
@@ -159,7 +159,7 @@ async def _export(config: Config, target: Path, secret: bytes) -> list[str]:
     try:
         found, now_s = await store.accounts(), int(time.time())
         with open(target, "xb", opener=_private) as file:  # noqa: ASYNC230 nothing else runs on this loop
-            async for line in transfer.export(store, secret, found, now_s, whole=True, usage=True, audit=True):
+            async for line in export.export(store, secret, found, now_s, whole=True, usage=True, audit=True):
                 file.write(line)
             file.flush()
             os.fsync(file.fileno())

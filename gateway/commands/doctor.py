@@ -29,8 +29,8 @@ from gateway.state import read_credentials
 from gateway.tasks import Vectors
 from gateway.text import Text
 from gateway.tls import expiry, open_certificate
-from tenants.issuers import keys_of
-from tenants.store import StoreUnavailable, open_store
+from tenants.auth.issuers import keys_of
+from tenants.records.store_types import StoreUnavailable, open_store
 
 _TEACHING = """\
 examples:

@@ -8,7 +8,7 @@ from gateway.commands.words import add_command, fail, read_settings
 from gateway.journal import keep_journal
 from gateway.scrub import scrub_memory
 from gateway.state import server_secret
-from tenants.store import StoreUnavailable
+from tenants.records.store_types import StoreUnavailable
 
 _TEACHING = """\
 examples:

@@ -16,8 +16,8 @@ from gateway.commands.serve import base_url, reached
 from gateway.commands.tenantry import Tenantry, tenantry_of
 from gateway.config import Config, ServerConfig
 from gateway.state import read_credentials, server_secret
-from tenants.accounts import Account, Grant, Permission
-from tenants.store import StoreUnavailable, open_store
+from tenants.auth.accounts import Account, Grant, Permission
+from tenants.records.store_types import StoreUnavailable, open_store
 
 _BASE: Final = "/client/v4/operator/"
 _ANSWER_S: Final = 3.0

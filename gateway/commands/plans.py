@@ -9,9 +9,9 @@ from msgspec import structs
 from gateway.commands.limits import add_limits, amount, changed, given, in_words, or_none, rows
 from gateway.commands.tenantry import Tenantry, ask, plan_json
 from gateway.commands.words import add_action, add_command, duration, print_json, print_table, read_settings
-from tenants.accounts import NotFound
 from tenants.audit import SYSTEM
-from tenants.terms import Plan
+from tenants.auth.accounts import NotFound
+from tenants.records.terms import Plan
 
 _TEACHING = """\
 examples:

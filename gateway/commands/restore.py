@@ -29,11 +29,11 @@ from gateway.commands.transfer import bring_in
 from gateway.commands.words import add_command, fail, print_json, read_settings, time_text
 from gateway.config import Config, ConfigError
 from gateway.state import only_one, open_state
-from tenants import transfer
+from tenants import export as transfer
 from tenants.audit import SYSTEM
-from tenants.outbox import SUFFIX
-from tenants.store import StoreUnavailable, open_store
-from tenants.store_sqlite_backup import close_up
+from tenants.limits.outbox import SUFFIX
+from tenants.records.store_types import StoreUnavailable, open_store
+from tenants.store.sqlite.backup import close_up
 
 _TEACHING = """\
 examples:

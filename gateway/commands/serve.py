@@ -35,8 +35,8 @@ from gateway.config import Config, ConfigError, ServerConfig
 from gateway.scrub import scrub_memory
 from gateway.state import Credentials, only_one, open_state, read_credentials, server_secret, write_credentials
 from gateway.tls import open_certificate
-from tenants.accounts import NotFound, Unauthenticated
-from tenants.store import StoreUnavailable, open_store
+from tenants.auth.accounts import NotFound, Unauthenticated
+from tenants.records.store_types import StoreUnavailable, open_store
 
 _TEACHING = """\
 examples:

@@ -13,10 +13,10 @@ from gateway.commands.limits import limits_json
 from gateway.commands.words import fail
 from gateway.config import Config
 from gateway.state import server_secret
-from tenants.accounts import Account, Accounts, ApiToken, Conflict, NotFound
 from tenants.audit import Audit, fitting
-from tenants.store import Store, StoreUnavailable, open_store
-from tenants.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
+from tenants.auth.accounts import Account, Accounts, ApiToken, Conflict, NotFound
+from tenants.records.store_types import Store, StoreUnavailable, open_store
+from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
 
 ACTOR = "command line"
 

@@ -18,8 +18,8 @@ from gateway.commands.words import (
     split,
     time_text,
 )
-from tenants.accounts import ApiToken, Grant, Permission
-from tenants.terms import NO_LIMITS
+from tenants.auth.accounts import ApiToken, Grant, Permission
+from tenants.records.terms import NO_LIMITS
 
 _TEACHING = """\
 examples:

@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.commands.operator import Away, Gateway, Refused, operator_token
 from gateway.commands.words import add_command, fail, read_settings
-from tenants.store import StoreUnavailable
+from tenants.records.store_types import StoreUnavailable
 
 if TYPE_CHECKING:
     from gateway.admin.machines import MachinesItem

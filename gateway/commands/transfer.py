@@ -1,4 +1,4 @@
-"""`hearth accounts export` and `import`: tenants/transfer.py with files, a progress bar and an audit log."""
+"""`hearth accounts export` and `import`: tenants/export.py with files, a progress bar and an audit log."""
 
 import argparse
 import os
@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from gateway.commands.tenantry import Tenantry
 from gateway.commands.words import add_action, print_json
-from tenants import transfer
+from tenants import export as transfer
 from tenants.audit import SYSTEM
-from tenants.transfer import Imported
+from tenants.export import Imported
 
 
 def add(actions: Any) -> None:

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from gateway.commands.limits import amount
 from gateway.commands.tenantry import Tenantry, ask
 from gateway.commands.words import add_command, day, day_text, fail, print_json, print_table, read_settings
-from tenants.store import KEPT_DAYS, Store, UsageRow
-from tenants.usage import MICRO, Totals
+from tenants.records.store_types import KEPT_DAYS, Store, UsageRow
+from tenants.records.usage import MICRO, Totals
 
 _TEACHING = """\
 examples:
@@ -40,7 +40,7 @@ _KEYS: Final[dict[str, Callable[[UsageRow], list[str]]]] = {
 
 
 class Compared(NamedTuple):
-    """Counters beside the same sums of records; `subject` is whose limits they count for (tenants/caps.py)."""
+    """Counters beside the same sums of records; `subject` is whose limits they count for (tenants/limits/caps.py)."""
 
     account_id: str
     day: int

@@ -11,7 +11,7 @@ from tests.end_to_end.conftest import EMBER, Hearth, serving
 
 CHAT = "@cf/hearth/ember-chat"
 EMBEDDER = "@cf/sentence-transformers/all-minilm-l6-v2"
-EMBER_FOLDER = Path(__file__).parents[2] / "engine" / "ember" / "model"
+EMBER_FOLDER = Path(__file__).parents[2] / "engine" / "builtin_model"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 from tests.conformance import node_sdks
 from tests.conformance.server import Target
 
-PAGE = Path(__file__).parents[2] / "gateway" / "EXAMPLES.md"
+PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
 SNIPPET = re.compile(r"(?:<!-- prints: (?P<prints>.*?) -->\n)?```(?P<language>\w+)\n(?P<source>.*?)```", re.DOTALL)
 HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
 

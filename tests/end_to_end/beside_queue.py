@@ -14,7 +14,7 @@ import httpx
 from gateway.batch.drain import RENEW_S
 from tests.end_to_end.conftest import EMBER, Hearth
 
-FOLDER: Final = Path(__file__).parents[2] / "engine" / "ember" / "model"
+FOLDER: Final = Path(__file__).parents[2] / "engine" / "builtin_model"
 NO_END: Final = {str(json.loads((FOLDER / "generation_config.json").read_text())["eos_token_id"]): -100.0}
 PLENTY: Final = ("--requests-per-minute", "6000000", "--neurons-per-day", "1e9", "--concurrent-requests", "1000000")
 PART: Final = 0.3  # of what one request after the other could be served

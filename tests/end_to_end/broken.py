@@ -10,10 +10,10 @@ from typing import Any, Final
 import msgspec
 
 from gateway.cli import main
-from tenants import store_redis
-from tenants.quota import Quota, Reservation, Spent
-from tenants.store import Granted
-from tenants.usage import UsageRecord
+from tenants.limits.quota import Quota, Reservation, Spent
+from tenants.records.store_types import Granted
+from tenants.records.usage import UsageRecord
+from tenants.store.redis import store
 
 
 def leaving_keeps_its_hold() -> None:
@@ -39,14 +39,14 @@ def leaving_is_free() -> None:
 
 def nothing_is_held() -> None:
     """The budget is compared with what has been used, and what runs is not counted: check, then add."""
-    reserve = store_redis.RedisStore.reserve
+    reserve = store.RedisStore.reserve
 
     async def naive(self: Any, hold: Any) -> Any:
         caps = tuple(msgspec.structs.replace(cap, amount=min(cap.amount, 1), least=0) for cap in hold.caps)
         decision = await reserve(self, msgspec.structs.replace(hold, held=0, caps=caps))
         return msgspec.structs.replace(decision, held=hold.held) if isinstance(decision, Granted) else decision
 
-    store_redis.RedisStore.reserve = naive  # type: ignore[method-assign]
+    store.RedisStore.reserve = naive  # type: ignore[method-assign]
 
 
 def an_outage_loses_settlements() -> None:

@@ -19,10 +19,10 @@ import httpx
 
 from gateway.config import load_config
 from gateway.state import server_secret
-from tenants.accounts import Accounts
-from tenants.caps import limited
-from tenants.store import Store, open_store
-from tenants.terms import Limits
+from tenants.auth.accounts import Accounts
+from tenants.limits.caps import limited
+from tenants.records.store_types import Store, open_store
+from tenants.records.terms import Limits
 from tests.gateway.stub_replica import MODEL
 from tests.redis_server import RedisServer, free_port
 
@@ -181,7 +181,7 @@ address = "unix:{folder / "machine.sock"}"
 drain_s = 5
 [[models]]
 name = "{MODEL}"
-folder = "{ROOT / "engine" / "ember" / "model"}"
+folder = "{ROOT / "engine" / "builtin_model"}"
 price = {{ input = {INPUT_PRICE}, output = {OUTPUT_PRICE} }}
 """
 

@@ -4,8 +4,8 @@ import asyncio
 import time
 from pathlib import Path
 
-from tenants.store import open_store
-from tenants.usage import MICRO, Totals, day_of
+from tenants.records.store_types import open_store
+from tenants.records.usage import MICRO, Totals, day_of
 
 
 def read_totals(folder: Path, account_id: str) -> Totals:

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from gateway.batch.drain import LEASE_S
-from tenants.store import open_store
-from tenants.usage import MICRO, UsageRecord, day_of
+from tenants.records.store_types import open_store
+from tenants.records.usage import MICRO, UsageRecord, day_of
 from tests.end_to_end.beside_queue import measure
 from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for
 from tests.end_to_end.ledger import read_totals

@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engine.builtin_model
 import psutil
 import pytest
 import torch
 
-import engine.ember
 from engine.compression.expand import expand
 from tests.end_to_end.conftest import EMBER, Hearth, run_hearth, serving, wait_for
 
-WEIGHTS = Path(engine.ember.__file__).parent / "model"
+WEIGHTS = Path(engine.builtin_model.__file__).parent
 PACKED = "@cf/acme/packed"
 PROMPTS = ("What is Hearth?", "The capital of France is", "1, 2, 3,")
 

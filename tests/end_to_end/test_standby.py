@@ -9,7 +9,7 @@ from typing import Any, Final
 from tests.end_to_end.conftest import EMBER, Hearth, events, serving
 
 OTHER: Final = "@cf/test/other"
-FOLDER: Final = Path(__file__).parents[2] / "engine" / "ember" / "model"
+FOLDER: Final = Path(__file__).parents[2] / "engine" / "builtin_model"
 MODELS: Final = (EMBER, OTHER)
 QUESTIONS: Final = ("When are you open?", "Where is the harbour?", "Who wrote this book?")
 TOKENS: Final = 8

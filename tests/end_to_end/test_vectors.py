@@ -29,7 +29,7 @@ TEXTS = [
     "x",
     "Long text. " * 40,
 ]
-EMBER = Path(__file__).parents[2] / "engine" / "ember" / "model"
+EMBER = Path(__file__).parents[2] / "engine" / "builtin_model"
 
 
 def reranker(folder: Path) -> Path:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import engine.builtin_model
 import httpx
 import psutil
 import pytest
 import redis
 import torch
 
-import engine.ember
 from engine.arena import HostMemory
 from engine.kv import KvShape, extent_blocks
 from engine.wire import Memory, memory_path
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("zero")
 
 
-EMBER_FOLDER = Path(engine.ember.__file__).parent / "model"
+EMBER_FOLDER = Path(engine.builtin_model.__file__).parent
 TEXT = Text(EMBER_FOLDER)
 NEVER = {str(id): -100 for id in TEXT.stop_ids}  # the answer goes on to its max_tokens
 

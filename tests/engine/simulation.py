@@ -36,7 +36,7 @@ from engine.wire import (
     Terms,
     TokenLogprobs,
 )
-from prefixcache.names import Share
+from prefixcache.namespace import Share
 from prefixcache.tree import Tree
 from tests.engine.stamp import PUBLIC, Claim, Rule, StampFlight, Stamps, logprobs_of, solo
 

@@ -34,7 +34,7 @@ from tests.engine.small import (
 )
 
 GREEDY = Sampling()
-EMBER = Path(__file__).parents[2] / "engine" / "ember" / "model"
+EMBER = Path(__file__).parents[2] / "engine" / "builtin_model"
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from engine import wire
 from engine.wire import Residency
 from tests.engine.hosting import short_folder, wait_for
 
-EMBER = Path(wire.__file__).parent / "ember" / "model"
+EMBER = Path(wire.__file__).parents[1] / "builtin_model"
 MIB = 1 << 20
 ONE_ROOM = 225 * MIB  # weights and a context take about 124 MiB
 _F = TypeVar("_F", bound=wire.Frame)

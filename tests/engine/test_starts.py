@@ -22,7 +22,7 @@ from engine.wire import FrameReader, Hello, ModelSpec, ReplicaSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each replica is a new program")
 ROOT = Path(__file__).parents[2]
-EMBER = ROOT / "engine" / "ember" / "model"
+EMBER = ROOT / "engine" / "builtin_model"
 PROGRAM = [sys.executable, "-c", "print('a program')"]
 
 

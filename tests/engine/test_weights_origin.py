@@ -36,7 +36,7 @@ from tests.engine.test_device import logits as device_logits
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LEVELS = pytest.mark.parametrize("level", list(Level), ids=[level.name for level in Level])
-EMBER = Path(__file__).parents[2] / "engine/ember/model"
+EMBER = Path(__file__).parents[2] / "engine/builtin_model"
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["head", "tied"])

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from tenants import store_line
+from tenants.store.redis import pipeline
 
 
 @pytest.fixture(params=["sqlite", "redis"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "sqlite":
         return f"sqlite:{tmp_path / 'hearth.db'}"
-    monkeypatch.setattr(store_line, "ANSWER_S", 1.0)  # what is tested is not how fast a busy machine's Redis answers
+    monkeypatch.setattr(pipeline, "ANSWER_S", 1.0)  # what is tested is not how fast a busy machine's Redis answers
     url: str = request.getfixturevalue("redis_url")
     with redis.Redis.from_url(url) as client:
         client.flushall()

@@ -21,10 +21,10 @@ from gateway.config import Config, MachineConfig, ModelConfig, PriceConfig, Serv
 from gateway.serve import Server, listen
 from gateway.tls import open_certificate
 from gateway.traces import Traces
-from tenants.accounts import Accounts
-from tenants.issuers import Issuer
-from tenants.terms import Limits
-from tenants.usage import day_of
+from tenants.auth.accounts import Accounts
+from tenants.auth.issuers import Issuer
+from tenants.records.terms import Limits
+from tenants.records.usage import day_of
 from tests.gateway.stub_replica import MODEL, Behaviour, StubFleet, StubReplica
 
 SECRET = bytes(range(32))
@@ -183,7 +183,7 @@ async def served(
 
 
 def config_for(folder: Path, fleet: StubFleet, server: dict[str, Any]) -> Config:
-    ember = Path(__file__).parents[2] / "engine" / "ember" / "model"
+    ember = Path(__file__).parents[2] / "engine" / "builtin_model"
     return Config(
         state_folder=str(folder / "state"),
         server=ServerConfig(**{"drain_s": 0.5, "port": 0, **server}),

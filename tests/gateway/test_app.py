@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tenants.store import StoreUnavailable
+from tenants.records.store_types import StoreUnavailable
 from tests.gateway.served import Client, Served, looped, served
 from tests.gateway.stub_replica import MODEL
 

@@ -17,9 +17,9 @@ from msgspec import structs
 from engine import wire
 from gateway.batch import drain
 from gateway.config import ModelConfig, PriceConfig
-from tenants.accounts import Grant
-from tenants.batches import BATCH_ITEMS_MAX, OPEN_BATCHES_MAX, BatchStatus
-from tenants.terms import Limits, Settings
+from tenants.auth.accounts import Grant
+from tenants.records.batches import BATCH_ITEMS_MAX, OPEN_BATCHES_MAX, BatchStatus
+from tenants.records.terms import Limits, Settings
 from tests.gateway.served import Answer, Served, looped, served, until
 from tests.gateway.stub_replica import MODEL
 
@@ -116,7 +116,7 @@ async def test_each_request_has_one_record_at_the_batch_price_and_the_counters_a
 @looped
 async def test_a_price_of_its_own_holds_for_the_whole_batch(tmp_path: Path) -> None:
     price = PriceConfig(input=1000.0, cached_input=100.0, output=4000.0, batch=0.0)
-    folder = str(Path(__file__).parents[2] / "engine" / "ember" / "model")
+    folder = str(Path(__file__).parents[2] / "engine" / "builtin_model")
     async with served(tmp_path, models=[ModelConfig(name=MODEL, folder=folder, price=price)]) as world:
         await ended(world, await submit(world))
         assert [one.micro_neurons for one in await world.records()] == [0, 0, 0]

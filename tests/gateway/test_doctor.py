@@ -13,7 +13,7 @@ from gateway.commands import doctor, hardware
 from gateway.config import Config, ModelConfig, settings
 from tests import minilm
 from tests.gateway.certificates import write_certificate
-from tests.tenants.issuing import jwk
+from tests.support.issuers import jwk
 
 EMBER = folder_of(Config(), ModelConfig(name=BUILT_IN))
 

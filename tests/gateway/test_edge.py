@@ -13,7 +13,7 @@ from msgspec import structs
 
 from gateway.config import ServerConfig
 from gateway.edge import Edge, Origin
-from tenants.accounts import Grant, Permission, _checksum
+from tenants.auth.accounts import Grant, Permission, _checksum
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL
 

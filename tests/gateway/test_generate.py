@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import wire
-from tenants.terms import Limits
+from tenants.records.terms import Limits
 from tests.gateway.served import Served, looped, served, until
 from tests.gateway.stub_replica import MODEL, WORDS
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from gateway import app as app_module
-from tenants import jwks
-from tenants.accounts import Account
-from tenants.terms import Limits
+from tenants.auth import jwks
+from tenants.auth.accounts import Account
+from tenants.records.terms import Limits
 from tests.gateway.served import Answer, Served, looped, served
 from tests.gateway.stub_replica import MODEL
-from tests.tenants.attacks import ATTACKS, FORM
-from tests.tenants.issuing import ACCOUNT, JwksServer, World, documents
+from tests.support.issuers import ACCOUNT, JwksServer, World, documents
+from tests.support.jwt_attacks import ATTACKS, FORM
 
 HELLO: dict[str, Any] = {"prompt": "hello", "max_tokens": 2}
 VERIFY = "/client/v4/user/tokens/verify"

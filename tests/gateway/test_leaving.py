@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tenants.store import Limits
+from tenants.records.store_types import Limits
 from tests.gateway.leaving import Held, leaving
 from tests.gateway.served import looped, served
 

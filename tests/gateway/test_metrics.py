@@ -8,11 +8,11 @@ from gateway.app import build_app
 from gateway.fleet import Fleet
 from gateway.metrics import OUTCOMES_MAX, Metrics
 from gateway.outage import Outage
-from tenants.grants import Grant, Permission
-from tenants.quota import Quota, Spent
-from tenants.reconciler import Reconciler
-from tenants.store import Store, StoreUnavailable
-from tenants.terms import Limits
+from tenants.limits.quota import Quota, Spent
+from tenants.limits.reconciler import Reconciler
+from tenants.records.grants import Grant, Permission
+from tenants.records.store_types import Store, StoreUnavailable
+from tenants.records.terms import Limits
 from tests.gateway.certificates import write_certificate
 from tests.gateway.served import SECRET, config_for, looped, served, until
 from tests.gateway.stub_replica import MODEL, StubFleet

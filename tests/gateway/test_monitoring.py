@@ -20,8 +20,8 @@ import uvloop
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tenants.grants import Grant, Permission
-from tenants.terms import Limits
+from tenants.records.grants import Grant, Permission
+from tenants.records.terms import Limits
 from tests.gateway.certificates import write_certificate
 from tests.gateway.served import Served, served
 from tests.gateway.stub_replica import MODEL

@@ -20,10 +20,10 @@ import redis
 from gateway.cli import main, parser
 from gateway.config import load_config
 from gateway.state import only_one, server_secret
-from tenants.accounts import Accounts, Caller, Unauthenticated
 from tenants.audit import Audit
-from tenants.store import Hold, Store, open_store
-from tenants.usage import MICRO, UsageRecord
+from tenants.auth.accounts import Accounts, Caller, Unauthenticated
+from tenants.records.store_types import Hold, Store, open_store
+from tenants.records.usage import MICRO, UsageRecord
 
 ROOT = Path(__file__).parent.parent.parent
 TODAY = int(time.time()) // 86_400
@@ -151,7 +151,7 @@ def test_a_class_of_models_has_limits_of_its_own(shell: Shell) -> None:
 def test_what_the_administrators_lowered_stays_lowered(shell: Shell) -> None:
     from msgspec import structs
 
-    from tenants.terms import Limits
+    from tenants.records.terms import Limits
 
     id, secret = shell.account(), server_secret(load_config())
     own = Limits(concurrent_requests=2)

@@ -11,9 +11,9 @@ from engine.wire import Scope, ScopeKind, Submit
 from gateway.journal import Lines
 from gateway.privacy import scope_of, terms_of
 from gateway.text import Text
-from tenants.accounts import Accounts, Caller
-from tenants.store import open_store
-from tenants.terms import Limits, Plan, Settings
+from tenants.auth.accounts import Accounts, Caller
+from tenants.records.store_types import open_store
+from tenants.records.terms import Limits, Plan, Settings
 from tests.gateway.served import SECRET, Served, looped, served
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 3}

@@ -10,7 +10,7 @@ import pytest
 from gateway import repeat
 from gateway.repeat import Copy
 from gateway.sse import PING
-from tenants.store import StoreUnavailable
+from tenants.records.store_types import StoreUnavailable
 from tests.gateway.served import Answer, Served, looped, served, until
 from tests.gateway.stub_replica import MODEL
 

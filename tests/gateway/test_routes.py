@@ -7,7 +7,7 @@ from gateway.config import ModelConfig
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL
 
-EMBER = Path(__file__).parents[2] / "engine" / "ember" / "model"
+EMBER = Path(__file__).parents[2] / "engine" / "builtin_model"
 CHAT = [
     ModelConfig(name=MODEL, folder=str(EMBER), dialect="chat")
 ]  # in place of the entry that is of the native family

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from engine.wire import GrammarKind
 from gateway.config import ModelConfig
-from tenants.terms import Limits
+from tenants.records.terms import Limits
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL
 
@@ -205,7 +205,7 @@ async def test_the_best_of_several_completions_is_shown(tmp_path: Path) -> None:
 async def test_a_template_gets_the_variables_that_it_knows(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    ember = Path(__file__).parents[2] / "engine" / "ember" / "model"
+    ember = Path(__file__).parents[2] / "engine" / "builtin_model"
     for name in ("config.json", "tokenizer.json"):
         (folder / name).symlink_to(ember / name)
     (folder / "chat_template.jinja").write_text(

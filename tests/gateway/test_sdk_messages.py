@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from anthropic.types import ThreadUnsupportedRequestError
 from pydantic import BaseModel
 
-from tenants.terms import Limits
+from tenants.records.terms import Limits
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL
 

@@ -15,7 +15,7 @@ from cloudflare import AsyncCloudflare
 from openai import AsyncOpenAI
 
 from engine.wire import RejectReason
-from tenants.terms import Limits
+from tenants.records.terms import Limits
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL
 

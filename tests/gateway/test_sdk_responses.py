@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from engine.wire import GrammarKind
-from tenants.terms import Limits
+from tenants.records.terms import Limits
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 from gateway import shares
 from gateway.shares import OTHER, Shares
-from tenants.quota import Spent
+from tenants.limits.quota import Spent
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
 

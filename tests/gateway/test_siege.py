@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tenants.store import Limits
+from tenants.records.store_types import Limits
 from tests.gateway.certificates import trusting, write_certificate
 from tests.gateway.served import looped, served, until
 from tests.gateway.siege import besieged, go_on

@@ -24,9 +24,9 @@ import pytest
 from gateway.cli import main
 from gateway.config import load_config
 from gateway.state import server_secret
-from tenants.accounts import Accounts, Permission, Unauthenticated
 from tenants.audit import Audit
-from tenants.store import open_store
+from tenants.auth.accounts import Accounts, Permission, Unauthenticated
+from tenants.records.store_types import open_store
 from tests.gateway.test_screen import MACHINE
 
 _CODES = re.compile(r"\x1b\[[0-9;]*m")  # of colours

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from gateway import traces as module
 from gateway.config import ModelConfig
 from gateway.traces import Traces
-from tenants.quota import Spent
+from tenants.limits.quota import Spent
 from tests import minilm
 from tests.gateway.served import looped, served
 from tests.gateway.stub_replica import MODEL

@@ -186,7 +186,7 @@ async def test_what_can_never_be_is_503_at_once_and_its_cause_is_the_operators(
 
 @looped
 async def test_texts_that_no_replica_began_with_wait_for_the_model_to_come_back(tmp_path: Path) -> None:
-    folder = Path(__file__).parents[2] / "engine" / "ember" / "model"
+    folder = Path(__file__).parents[2] / "engine" / "builtin_model"
     models = [ModelConfig(name=VECTORS, folder=str(folder), task="Text Embeddings")]
     async with served(tmp_path, models=models, stubs=[VECTORS]) as gateway:
         gateway.behaviour.first_s = 60.0
@@ -210,7 +210,7 @@ async def test_texts_that_no_replica_began_with_wait_for_the_model_to_come_back(
 async def test_texts_that_come_back_to_a_replica_that_reads_too_slowly_are_429(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Path(__file__).parents[2] / "engine" / "ember" / "model"
+    folder = Path(__file__).parents[2] / "engine" / "builtin_model"
     models = [ModelConfig(name=VECTORS, folder=str(folder), task="Text Embeddings")]
     async with served(tmp_path, models=models, stubs=[VECTORS]) as gateway:
         gateway.behaviour.first_s = 60.0

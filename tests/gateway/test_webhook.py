@@ -13,11 +13,11 @@ import pytest
 from msgspec import structs
 
 from gateway.webhook import TRIES_MAX, Webhook, _public
-from tenants.accounts import Accounts
-from tenants.caps import Left
-from tenants.notices import Thresholds, shown, signer
-from tenants.store import Notice, Refusal, StoreUnavailable, open_store
-from tenants.terms import Limits, Notices, Settings
+from tenants.auth.accounts import Accounts
+from tenants.limits.caps import Left
+from tenants.limits.soft_caps import Thresholds, shown, signer
+from tenants.records.store_types import Notice, Refusal, StoreUnavailable, open_store
+from tenants.records.terms import Limits, Notices, Settings
 from tests.gateway.served import SECRET, looped, served, until
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}
@@ -58,7 +58,7 @@ async def test_a_part_of_a_budget_that_is_used_is_told_once_and_signed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.webhook.LOOK_S", 0.1)
-    monkeypatch.setattr("tenants.notices.WRITE_S", 0.1)
+    monkeypatch.setattr("tenants.limits.soft_caps.WRITE_S", 0.1)
     limits = Limits(neurons_per_day=0.2)
     async with receiver() as told, served(tmp_path, limits=limits, private_notices=True) as gateway:
         settings = Settings(notices=Notices(told.url, (0.5, 1.0)))

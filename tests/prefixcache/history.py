@@ -13,7 +13,7 @@ from types import ModuleType
 
 from engine.blocks import Blocks
 from prefixcache import tree as unbroken
-from prefixcache.names import Keep, Namespace, ScopeName, Share
+from prefixcache.namespace import Keep, Namespace, ScopeName, Share
 from prefixcache.tree import Lease
 
 SIZE = 4

@@ -10,7 +10,7 @@ import pytest
 
 from engine.blocks import Blocks
 from prefixcache import tree as module
-from prefixcache.names import Keep, Namespace, Share
+from prefixcache.namespace import Keep, Namespace, Share
 from prefixcache.tree import Lease
 
 SIZE = 4

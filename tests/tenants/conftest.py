@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from tenants import store_line
-from tenants.accounts import Accounts, Caller
-from tenants.store import Store, open_store
-from tenants.store_sqlite import SqliteStore
-from tenants.terms import Limits
+from tenants.auth.accounts import Accounts, Caller
+from tenants.records.store_types import Store, open_store
+from tenants.records.terms import Limits
+from tenants.store.redis import pipeline
+from tenants.store.sqlite.store import SqliteStore
 
 DAY_S = 86_400
 SECRET = b"the server's secret, 32 bytes up"
@@ -42,7 +42,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def patient_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine an answer may take longer than in service; test_store_line.py measures the real deadline."""
-    monkeypatch.setattr(store_line, "ANSWER_S", 0.3)
+    monkeypatch.setattr(pipeline, "ANSWER_S", 0.3)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import redis
 from msgspec import structs
 
 from tenants.audit import Audit
-from tenants.store import AuditEntry, Store
-from tenants.store_sqlite import SqliteStore
+from tenants.records.store_types import AuditEntry, Store
+from tenants.store.sqlite.store import SqliteStore
 
 pytestmark = pytest.mark.anyio
 SECRET = b"the server's secret, 32 bytes up"
@@ -53,7 +53,7 @@ def tampered(store: Store, url: str, seq: int, entry: AuditEntry | None) -> None
         else:
             run("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?)", structs.astuple(entry))
         return
-    from tenants.store_redis import _pack
+    from tenants.store.redis.store import _pack
 
     with redis.Redis.from_url(url) as client:
         key = f"hearth:{{{ANN}}}:audit"

@@ -22,7 +22,7 @@ from engine.sampler import sample
 from engine.sequence import Compilation, Matcher, Refused
 from engine.wire import Grammar, GrammarKind, Sampling
 
-EMBER = Path(__file__).parents[3] / "engine" / "ember" / "model"
+EMBER = Path(__file__).parents[3] / "engine" / "builtin_model"
 ACCOUNT = b"a" * 16
 CLOSING = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b'":', b":", b",", b"0", b"1")
 LONGEST = 400  # tokens

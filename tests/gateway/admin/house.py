@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from jsonschema import Draft202012Validator, FormatChecker
 
-from tenants.accounts import Grant, Permission
-from tenants.batches import Batch
+from tenants.auth.accounts import Grant, Permission
+from tenants.records.batches import Batch
 from tests.gateway.served import Answer, Served, served
 from tests.gateway.stub_replica import MODEL
 

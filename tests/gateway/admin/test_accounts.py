@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tenants.accounts import Permission, Plan
-from tenants.terms import Limits
+from tenants.auth.accounts import Permission, Plan
+from tenants.records.terms import Limits
 from tests.gateway.admin.house import EVERYTHING, kept
 from tests.gateway.served import looped
 

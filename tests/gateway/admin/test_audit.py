@@ -9,8 +9,8 @@ import pytest
 
 from gateway.admin import audit as module
 from gateway.admin.table import OPERATIONS
-from tenants.accounts import Plan
-from tenants.store import AuditEntry, StoreUnavailable
+from tenants.auth.accounts import Plan
+from tenants.records.store_types import AuditEntry, StoreUnavailable
 from tests.gateway.admin.house import OPERATOR, House, body_of, filled, kept
 from tests.gateway.served import looped
 

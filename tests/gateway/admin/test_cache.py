@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tenants.accounts import Permission
+from tenants.auth.accounts import Permission
 from tests.gateway.admin.house import kept
 from tests.gateway.served import looped
 

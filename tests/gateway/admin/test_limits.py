@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tenants.accounts import Permission
-from tenants.terms import Limits
+from tenants.auth.accounts import Permission
+from tenants.records.terms import Limits
 from tests.gateway.admin.house import kept
 from tests.gateway.served import looped
 

@@ -5,7 +5,7 @@ import base64
 import hmac
 from pathlib import Path
 
-from tenants.terms import Limits
+from tenants.records.terms import Limits
 from tests.gateway.admin.house import kept
 from tests.gateway.served import looped
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tenants.store import StoreUnavailable
+from tenants.records.store_types import StoreUnavailable
 from tests.gateway.admin.house import kept
 from tests.gateway.served import looped
 

@@ -9,7 +9,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 from gateway.admin.inference import ROUTES
 from gateway.admin.table import OPERATIONS
 from gateway.config import ModelConfig
-from tenants.accounts import Permission, Plan
+from tenants.auth.accounts import Permission, Plan
 from tests import minilm
 from tests.gateway.admin.house import EVERYTHING, OPERATOR, VECTORS, House, body_of, filled, kept, same
 from tests.gateway.served import Answer, looped

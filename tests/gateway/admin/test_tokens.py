@@ -8,7 +8,7 @@ import cloudflare
 import pytest
 
 from gateway.admin import tokens as module
-from tenants.accounts import Grant, Permission
+from tenants.auth.accounts import Grant, Permission
 from tests.gateway.admin.house import kept
 from tests.gateway.served import Answer, Served, looped, served
 from tests.gateway.stub_replica import MODEL

@@ -9,8 +9,8 @@ import pytest
 
 from gateway.admin import usage as module
 from gateway.admin.usage import UsageItem, table
-from tenants.accounts import Permission
-from tenants.usage import MICRO, UsageRecord, day_of
+from tenants.auth.accounts import Permission
+from tenants.records.usage import MICRO, UsageRecord, day_of
 from tests.gateway.admin.house import House, kept
 from tests.gateway.served import looped
 from tests.gateway.stub_replica import MODEL

@@ -14,7 +14,7 @@ from engine.grammar.library import open_matcher
 from engine.grammar.source import lark_of
 from engine.wire import Grammar
 
-EMBER = Path(__file__).parents[3] / "engine" / "ember" / "model" / "tokenizer.json"
+EMBER = Path(__file__).parents[3] / "engine" / "builtin_model" / "tokenizer.json"
 END = "<|end|>"
 
 

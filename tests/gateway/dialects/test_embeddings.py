@@ -15,7 +15,7 @@ from engine.wire import Pooling, RejectReason
 from gateway.catalogue import BUILT_IN
 from gateway.config import ModelConfig
 from gateway.embed import AT_ONCE_MAX
-from tenants.terms import Limits
+from tenants.records.terms import Limits
 from tests import minilm
 from tests.gateway.served import PRICE, Served, looped, served, until
 from tests.gateway.stub_replica import MODEL, spread

@@ -10,11 +10,11 @@ import pytest
 
 from gateway.catalogue import BUILT_IN
 from gateway.config import ConfigError, ModelConfig, PriceConfig, load_config
-from tenants.accounts import Grant, Permission
+from tenants.auth.accounts import Grant, Permission
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL
 
-FOLDER = str(Path(__file__).parents[3] / "engine" / "ember" / "model")
+FOLDER = str(Path(__file__).parents[3] / "engine" / "builtin_model")
 TODAY = datetime.fromtimestamp(time.time(), UTC).date()
 TRIAL = "@hf/acme/trial"
 GONE = "@cf/acme/gone"

@@ -1,0 +1,431 @@
+"""Who is calling: accounts, ApiTokens, JWTs and the scope that separates prefix caches. It knows no prices and no HTTP.
+
+An ApiToken's text is `hearth_` + key id (11) + `_` + 256 random bits (43) + CRC-32 of all before it (6), in base62.
+Only its HMAC under the server's secret is kept.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import structs
+
+from tenants.auth.issuers import Issuers
+from tenants.auth.jwt import JwtRefused, is_jwt
+from tenants.records.grants import Grant, Permission
+from tenants.records.store_types import Account, ApiToken, Clock, Seal, Store, StoreUnavailable
+from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
+
+__all__ = [
+    "Account",
+    "Accounts",
+    "ApiToken",
+    "Caller",
+    "Conflict",
+    "Grant",
+    "Limits",
+    "MalformedToken",
+    "NotFound",
+    "Permission",
+    "Plan",
+    "Suspended",
+    "Unauthenticated",
+    "UnknownToken",
+]
+
+PEPPER: Final = 1  # the version of the pepper that seals new tokens
+TRUSTED_S: Final = 0.5  # how long a verified token is believed; revocation must be seen within 1 s
+VERIFIED_MAX: Final = 10_000  # verified tokens kept in memory
+NAME_MAX: Final = 100
+AMENDS_MAX: Final = 10  # tries of one change beside others
+PLANS_MAX: Final = 50
+SECRET_BYTES_MIN: Final = 32
+
+_DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 11, 43, 6
+_TEXT: Final = re.compile(r"hearth_([0-9A-Za-z]{11})_[0-9A-Za-z]{43}([0-9A-Za-z]{6})")
+
+
+class Unauthenticated(Exception):
+    """This credential opens nothing."""
+
+
+class MalformedToken(Unauthenticated):
+    """The text is no ApiToken; it was refused without asking the store."""
+
+
+class UnknownToken(Unauthenticated):
+    """A well-formed ApiToken that was never issued here, is revoked, or has expired; or a JWT that is not believed."""
+
+
+class Suspended(Exception):
+    """The credential is good, and its account is suspended by the operator."""
+
+
+class NotFound(LookupError):
+    """There is no account, token or plan of this id."""
+
+
+class Conflict(Exception):
+    """It was changed since the revision that this change is based on, or is in use. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a verified credential speaks for, and until when (seconds since 1970).
+
+    limits        what holds for its account; `token_limits` what the token has of its own beside.
+    scope         16 bytes that separate the prefix caches which it may share from all others.
+    own_scope     the same of its account alone, whatever it shares.
+    """
+
+    account: Account
+    token_id: str
+    grant: Grant
+    expires_at: int | None = None
+    limits: Limits = NO_LIMITS
+    token_limits: Limits = NO_LIMITS
+    scope: bytes = b""
+    own_scope: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    caller: Caller
+    token: ApiToken
+    until: int | None  # of a secret that was rolled
+    at: float
+
+
+class Accounts:
+    """Accounts and ApiTokens in one store. `secret` is the server's, 32 bytes or more; another opens no old token.
+    Without `issuers` a JWT is no credential."""
+
+    def __init__(
+        self,
+        store: Store,
+        secret: bytes,
+        clock: Clock = time.time,
+        entropy: Callable[[int], bytes] = secrets.token_bytes,
+        issuers: Issuers | None = None,
+    ) -> None:
+        if len(secret) < SECRET_BYTES_MIN:
+            raise ValueError(f"the server's secret has {len(secret)} bytes; it needs {SECRET_BYTES_MIN} random ones")
+        self._store = store
+        self._pepper = hmac.digest(secret, b"hearth ApiToken", "sha256")
+        self._scope_key = hmac.digest(secret, b"hearth scope", "sha256")
+        self._clock = clock
+        self._entropy = entropy
+        self._issuers = issuers
+        self._verified: OrderedDict[bytes, _Verified] = OrderedDict()
+
+    async def verify(self, credential: str) -> Caller:
+        """Raises MalformedToken, UnknownToken, Suspended or StoreUnavailable. What is revoked, suspended or changed
+        anywhere is so here within 1 s.
+
+        Costs one hash for a token seen in the last half second, one look-up else.
+        """
+        key = hashlib.sha256(credential.encode()).digest()
+        seen, now = self._verified.get(key), self._clock()
+        if seen is None or not 0 <= now - seen.at < TRUSTED_S:
+            if self._issuers is not None and is_jwt(credential):
+                seen = await self._look_up_jwt(self._issuers, credential)
+            else:
+                seen = await self._look_up(credential, seen)
+            self._remember(key, seen)
+        token_id = seen.token.id
+        if seen.token.revoked_at is not None:
+            raise UnknownToken(f"ApiToken {token_id} was revoked")
+        if seen.token.expires_at is not None and now >= seen.token.expires_at:
+            raise UnknownToken(f"ApiToken {token_id} has expired")
+        if seen.until is not None and now >= seen.until:
+            raise UnknownToken(f"this secret of ApiToken {token_id} was rolled")
+        if seen.caller.account.suspended_at is not None:
+            raise Suspended(f"account {seen.caller.account.id} is suspended")
+        return seen.caller
+
+    async def absent(self, account_id: str, token_id: str) -> Caller:
+        """The caller who asked for something that runs now. Raises UnknownToken where the account is gone or the
+        ApiToken was revoked or has expired since, and Suspended. Whoever came with a JWT needs none any more."""
+        found, account = await self._store.token(token_id), await self._store.account(account_id)
+        if account is None:
+            raise UnknownToken(f"there is no account {account_id}")
+        if account.suspended_at is not None:
+            raise Suspended(f"account {account.id} is suspended")
+        if found is None:
+            return await self._caller(account, ApiToken(token_id, account.id, token_id, account.created_at))
+        token = found[0]
+        if token.revoked_at is not None or (token.expires_at is not None and self._clock() >= token.expires_at):
+            raise UnknownToken(f"ApiToken {token_id} was revoked or has expired")
+        return await self._caller(account, token)
+
+    async def _look_up(self, credential: str, seen: _Verified | None) -> _Verified:
+        token_id, asked_at = parse_token(credential), self._clock()
+        try:
+            found = await self._store.token(token_id)
+        except StoreUnavailable:
+            if seen is not None and seen.token.revoked_at is not None:
+                return seen  # a revocation that was seen stays in force while the store is away
+            raise
+        if found is None:
+            raise UnknownToken(f"no ApiToken {token_id}")
+        token, seals, account = found
+        digest = self._digest(credential)
+        opened = [seal for seal in seals if hmac.compare_digest(digest, seal.digest) and seal.pepper == PEPPER]
+        if not opened:
+            raise UnknownToken(f"ApiToken {token_id} has another secret")
+        return _Verified(await self._caller(account, token), token, opened[0].until, asked_at)
+
+    async def _look_up_jwt(self, issuers: Issuers, credential: str) -> _Verified:
+        try:
+            proof = await issuers.verify(credential)
+        except JwtRefused as refused:
+            raise UnknownToken(f"the JWT is refused: {refused}") from None
+        asked_at = self._clock()
+        account = await self._store.account(proof.account_id)
+        if account is None:
+            raise UnknownToken(f"the JWT is refused: there is no account {proof.account_id}")
+        times = (proof.issued_at, proof.expires_at)
+        token = ApiToken(proof.token_id, account.id, proof.token_id, *times, grant=proof.grant)
+        return _Verified(await self._caller(account, token), token, None, asked_at)
+
+    async def _caller(self, account: Account, token: ApiToken) -> Caller:
+        scope = await self._shared_scope(account)
+        own_scope = self.scope(account.id)
+        return Caller(
+            account=account,
+            token_id=token.id,
+            grant=token.grant,
+            expires_at=token.expires_at,
+            limits=account.limits,
+            token_limits=token.limits,
+            scope=scope,
+            own_scope=own_scope,
+        )
+
+    async def _shared_scope(self, account: Account) -> bytes:
+        """That of its sharing group once all its members name the very same accounts, else its own."""
+        members = frozenset(account.settings.sharing)
+        if account.id not in members or len(members) < 2:
+            return self.scope(account.id)
+        for member in members - {account.id}:
+            other = await self._store.account(member)
+            if other is None or frozenset(other.settings.sharing) != members:
+                return self.scope(account.id)
+        return self.scope(" ".join(sorted(members)))
+
+    def _remember(self, key: bytes, verified: _Verified) -> None:
+        self._verified[key] = verified
+        self._verified.move_to_end(key)
+        if len(self._verified) > VERIFIED_MAX:
+            self._verified.popitem(last=False)
+
+    async def create(self, name: str, ceiling: Limits | None = None, plan: str = DEFAULT_PLAN.name) -> Account:
+        """A new account. Names are for people and need not differ. Raises NotFound where there is no such plan."""
+        account = Account(
+            id=self._entropy(16).hex(),
+            name=named(name),
+            ceiling=ceiling or NO_LIMITS,
+            created_at=int(self._clock()),
+            plan=await self.plan(plan),
+        )
+        await self._store.add_account(account)
+        return account
+
+    async def get(self, account_id: str) -> Account:
+        account = await self._store.account(account_id)
+        if account is None:
+            raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
+        return account
+
+    async def amend(
+        self, account_id: str, change: Callable[[Account], Account], revision: int | None = None
+    ) -> Account:
+        """What `change` makes of the account, in force on every gateway within 1 s.
+
+        With a revision, only if the account still has it; without one `change` may be called again, for what somebody
+        else made of it meanwhile. Raises NotFound, Conflict, and what `change` raises.
+        """
+        for _ in range(AMENDS_MAX):
+            account = await self.get(account_id)
+            if revision is not None and account.revision != revision:
+                raise Conflict(f"the account has revision {account.revision} by now, not {revision}: read it again")
+            changed = structs.replace(change(account), revision=account.revision + 1)
+            if changed.settings.zero_retention and not account.settings.zero_retention:
+                changed = structs.replace(changed, epoch=changed.epoch + 1)  # what was cached before is to go too
+            if await self._store.change_account(changed):
+                if changed.settings.zero_retention:
+                    await self._store.batches.drop(account_id)
+                return changed
+        raise Conflict("the account is being changed by others all the time; try again")
+
+    async def set_ceiling(self, account_id: str, ceiling: Limits) -> Account:
+        """What the operator gives this account in place of its plan's limits."""
+        return await self.amend(account_id, lambda account: structs.replace(account, ceiling=ceiling))
+
+    async def suspend(self, account_id: str) -> Account:
+        """Its calls are refused on every gateway within 1 s, and those that run end within 5 s."""
+        now = int(self._clock())
+        return await self.amend(
+            account_id, lambda account: structs.replace(account, suspended_at=account.suspended_at or now)
+        )
+
+    async def resume(self, account_id: str) -> Account:
+        return await self.amend(account_id, lambda account: structs.replace(account, suspended_at=None))
+
+    async def purge_cache(self, account_id: str) -> Account:
+        """No prefix that was cached for it until now is found by a request that begins a second from now."""
+        return await self.amend(account_id, lambda account: structs.replace(account, epoch=account.epoch + 1))
+
+    async def plans(self) -> Sequence[Plan]:
+        """All that an account may have, by name."""
+        kept = {plan.name: plan for plan in await self._store.plans()}
+        return sorted({DEFAULT_PLAN.name: DEFAULT_PLAN, **kept}.values(), key=lambda plan: plan.name)
+
+    async def plan(self, name: str) -> Plan:
+        for plan in await self.plans():
+            if plan.name == name:
+                return plan
+        raise NotFound(f"no plan {name!r}; `hearth plans list` shows them")
+
+    async def keep_plan(self, plan: Plan, revision: int | None = None) -> Plan:
+        """A new plan, or another content of one; in force for its accounts on every gateway within 1 s.
+
+        `revision` is the one that it is based on, 0 where there must be none yet. Raises Conflict, and ValueError for
+        more plans than PLANS_MAX.
+        """
+        for _ in range(AMENDS_MAX):
+            kept = {one.name: one.revision for one in await self._store.plans()}
+            before = kept.get(plan.name, 0)
+            if revision is not None and revision != before:
+                raise Conflict(f"plan {plan.name} has revision {before} by now, not {revision}: read it again")
+            if not before and len(kept) >= PLANS_MAX:
+                raise ValueError(f"there are {len(kept)} plans, and the most is {PLANS_MAX}")
+            changed = structs.replace(plan, revision=before + 1)
+            if await self._store.keep_plan(changed):
+                return changed
+        raise Conflict("the plan is being changed by others all the time; try again")
+
+    async def remove_plan(self, name: str) -> None:
+        """Raises NotFound, and Conflict where accounts have it. The default one has its first content again."""
+        held = [account.id for account in await self._store.accounts() if account.plan.name == name]
+        if held and name != DEFAULT_PLAN.name:
+            raise Conflict(f"{len(held)} accounts have the plan {name}, {held[0]} among them: give them another first")
+        if not await self._store.remove_plan(name):
+            raise NotFound(f"no plan {name!r} to remove; `hearth plans list` shows them")
+
+    async def mint(
+        self,
+        account_id: str,
+        name: str,
+        expires_at: float | None = None,
+        grant: Grant | None = None,
+        limits: Limits = NO_LIMITS,
+    ) -> tuple[ApiToken, str]:
+        """A new ApiToken and its text, shown this once and kept nowhere. `expires_at` is seconds since 1970."""
+        text = _token_text(_base62(int.from_bytes(self._entropy(8), "big"), _ID_LENGTH), self._entropy)
+        expiry = None if expires_at is None else int(expires_at)
+        now = int(self._clock())
+        token = ApiToken(parse_token(text), account_id, named(name), now, expiry, grant=grant or Grant(), limits=limits)
+        if not await self._store.add_token(token, Seal(self._digest(text), PEPPER)):
+            raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
+        return token, text
+
+    async def roll(self, token_id: str, grace_s: float = 0.0) -> tuple[ApiToken, str]:
+        """A new secret for a token, and its text, shown this once. The one before it opens for `grace_s` seconds yet,
+        on every gateway; older ones no more. Raises NotFound, also where the token was revoked."""
+        token, seals = await self._kept(token_id)
+        text = _token_text(token_id, self._entropy)
+        now = int(self._clock())
+        before = [structs.replace(seals[0], until=now + int(grace_s))] if grace_s > 0 else []
+        await self._store.change_token(token, [Seal(self._digest(text), PEPPER), *before])
+        return token, text
+
+    async def change(
+        self, token_id: str, name: str, expires_at: float | None, grant: Grant, limits: Limits = NO_LIMITS
+    ) -> ApiToken:
+        """The token said anew, in force on every gateway within 1 s. Raises NotFound."""
+        token, seals = await self._kept(token_id)
+        expiry = None if expires_at is None else int(expires_at)
+        changed = structs.replace(token, name=named(name), expires_at=expiry, grant=grant, limits=limits)
+        await self._store.change_token(changed, seals)
+        return changed
+
+    async def token(self, token_id: str) -> ApiToken:
+        """Raises NotFound."""
+        found = await self._store.token(token_id)
+        if found is None:
+            raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+        return found[0]
+
+    async def _kept(self, token_id: str) -> tuple[ApiToken, Sequence[Seal]]:
+        found = await self._store.token(token_id)
+        if found is None or found[0].revoked_at is not None:
+            raise NotFound(f"no live ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+        return found[0], found[1]
+
+    async def tokens(self, account_id: str) -> Sequence[ApiToken]:
+        """All of one account, revoked and expired ones too, oldest first."""
+        await self.get(account_id)
+        return await self._store.tokens(account_id)
+
+    async def revoke(self, token_id: str) -> None:
+        """For good, and on every gateway within 1 s."""
+        if not await self._store.revoke(token_id, int(self._clock())):
+            raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+
+    async def list(self) -> Sequence[Account]:
+        """All accounts, oldest first."""
+        return await self._store.accounts()
+
+    def scope(self, account_id: str) -> bytes:
+        """16 bytes that separate this account's prefix caches from all others; they reveal nothing about it."""
+        return hashlib.blake2b(account_id.encode(), digest_size=16, key=self._scope_key).digest()
+
+    def _digest(self, text: str) -> bytes:
+        return hmac.digest(self._pepper, text.encode(), "sha256")
+
+
+def parse_token(text: str) -> str:
+    """The key id of an ApiToken's text. Raises MalformedToken for anything that was not printed by `mint`."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise MalformedToken("an ApiToken looks like hearth_<id>_<secret>; copy all of it")
+    if match[2] != _checksum(text[: match.start(2)]):
+        raise MalformedToken("this ApiToken has a typing error: its checksum is wrong; copy it again")
+    return match[1]
+
+
+def _token_text(key_id: str, entropy: Callable[[int], bytes]) -> str:
+    secret = _base62(int.from_bytes(entropy(32), "big"), _SECRET_LENGTH)
+    text = f"hearth_{key_id}_{secret}"
+    return text + _checksum(text)
+
+
+def _checksum(text: str) -> str:
+    return _base62(zlib.crc32(text.encode()), _CHECK_LENGTH)
+
+
+def _base62(number: int, length: int) -> str:
+    """Exactly `length` digits."""
+    digits = []
+    for _ in range(length):
+        number, digit = divmod(number, 62)
+        digits.append(_DIGITS[digit])
+    assert number == 0, f"needs more than {length} digits"
+    return "".join(reversed(digits))
+
+
+def named(name: str) -> str:
+    """The name as it is kept, or ValueError."""
+    name = name.strip()
+    if not name or len(name) > NAME_MAX or not name.isprintable():
+        raise ValueError(f"a name is 1 to {NAME_MAX} printable characters, not {name!r}")
+    return name

@@ -1,0 +1,378 @@
+"""Accounts as lines of JSON, out of one store and into another. It knows no paths and prints nothing.
+
+A header, the plans, then account by account itself, its tokens, its usage records by day and request id, its audit log;
+an end. Secrets of tokens are in no store, so here are their seals alone, which open under the same server's secret and
+no other. The end is an HMAC under that secret of all lines before it: a file that was cut or altered is not imported.
+What is not in it: open requests, rates of the running minute, notices on their way, idempotency keys, batches.
+"""
+
+import hmac
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, BinaryIO, Final
+
+import msgspec
+from msgspec import structs
+
+from tenants.audit import PAGE, SYSTEM
+from tenants.records.store_types import KEPT_DAYS, Account, ApiToken, AuditEntry, Seal, Store
+from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan, Settings
+from tenants.records.usage import UsageRecord
+
+FORMAT: Final = 1
+LINE_BYTES_MAX: Final = 1 << 20
+SETTLED_AT_ONCE: Final = 500
+
+Progress = Callable[[int], object]  # so many bytes more are done
+
+
+class BadFile(ValueError):
+    """The file cannot be imported here; the message says where and why. Nothing was changed."""
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type"):
+    pass
+
+
+class _Header(_Line, frozen=True, tag="header"):
+    """`secret` tells the server's secret from others and nothing else of it."""
+
+    format: int
+    made_at: int
+    secret: str
+
+
+class _Plan(_Line, frozen=True, tag="plan"):
+    plan: Plan
+
+
+class _Account(_Line, frozen=True, tag="account"):
+    """The fields of Account, but the plan by its name."""
+
+    id: str
+    name: str
+    created_at: int
+    plan: str
+    ceiling: Limits = NO_LIMITS
+    own: Limits = NO_LIMITS
+    settings: Settings = Settings()
+    epoch: int = 0
+    suspended_at: int | None = None
+    revision: int = 1
+
+
+class _Token(_Line, frozen=True, tag="token"):
+    token: ApiToken
+    seals: list[Seal]
+
+
+class _Usage(_Line, frozen=True, tag="usage"):
+    record: UsageRecord
+
+
+class _Audit(_Line, frozen=True, tag="audit"):
+    entry: AuditEntry
+
+
+class _End(_Line, frozen=True, tag="end"):
+    lines: int
+    seal: str
+
+
+_Any = _Header | _Plan | _Account | _Token | _Usage | _Audit | _End
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_Any).decode
+
+
+def fingerprint(secret: bytes) -> str:
+    """Tells secrets from each other, and nothing else of them."""
+    return hmac.digest(secret, b"hearth fingerprint", "sha256").hex()[:16]
+
+
+async def export(
+    store: Store, secret: bytes, accounts: Sequence[Account], now_s: int, *, whole: bool, usage: bool, audit: bool
+) -> AsyncIterator[bytes]:
+    """The lines. `whole`: these are all accounts, so that every plan, and with `audit` the system's own log, goes with
+    them; else the plans that they have."""
+    seal, lines = _sealer(secret), 0
+    async for line in _lines(store, secret, accounts, now_s, whole, usage, audit):
+        encoded = _encode(line) + b"\n"
+        seal.update(encoded)
+        lines += 1
+        yield encoded
+    yield _encode(_End(lines, seal.hexdigest())) + b"\n"
+
+
+async def _lines(
+    store: Store, secret: bytes, accounts: Sequence[Account], now_s: int, whole: bool, usage: bool, audit: bool
+) -> AsyncIterator[_Line]:
+    yield _Header(FORMAT, now_s, fingerprint(secret))
+    plans = {account.plan.name: account.plan for account in accounts}
+    kept = {plan.name: plan for plan in await store.plans()} if whole else {}
+    for _, plan in sorted({**plans, **kept}.items()):
+        yield _Plan(plan)
+    if whole and audit:
+        async for entry in _entries(store, SYSTEM):
+            yield entry
+    for account in accounts:
+        yield _account_line(account)
+        for token in await store.tokens(account.id):
+            found = await store.token(token.id)
+            assert found is not None, f"token {token.id} of {account.id} is listed and not there"
+            yield _Token(found[0], list(found[1]))
+        if usage:
+            async for record in _records(store, account.id, now_s):
+                yield record
+        if audit:
+            async for entry in _entries(store, account.id):
+                yield entry
+
+
+async def _records(store: Store, account_id: str, now_s: int) -> AsyncIterator[_Usage]:
+    today = now_s // 86_400
+    used = await store.usage(account_id, today - KEPT_DAYS, today + 1)
+    for day in sorted({row.day for row in used}):
+        for record in await store.records(account_id, day):
+            yield _Usage(record)
+
+
+async def _entries(store: Store, account_id: str) -> AsyncIterator[_Audit]:
+    seq = 1
+    while page := await store.audit(account_id, seq, PAGE):
+        for entry in page:
+            yield _Audit(entry)
+        seq += len(page)
+
+
+@dataclass(slots=True)
+class Imported:
+    """How much of the file was not there yet; `accounts` are the ids of the new ones."""
+
+    accounts: list[str] = field(default_factory=list)
+    plans: int = 0
+    tokens: int = 0
+    records: int = 0
+    entries: int = 0
+
+    @property
+    def nothing(self) -> bool:
+        return self == Imported()
+
+
+async def look(file: BinaryIO, store: Store, secret: bytes, progress: Progress) -> Imported:
+    """Reads the whole file and compares it with the store; returns what bring_in() would add. Raises BadFile."""
+    file.seek(0)
+    _check_seal(file, secret, progress)
+    return await _merge(file, store, progress, write=False)
+
+
+async def bring_in(file: BinaryIO, store: Store, progress: Progress) -> Imported:
+    """Adds what is not there yet, of a file that look() has found to be good. What fails halfway, with
+    StoreUnavailable, is completed by a second call."""
+    return await _merge(file, store, progress, write=True)
+
+
+def _check_seal(file: BinaryIO, secret: bytes, progress: Progress) -> None:
+    """Raises BadFile for what is no export, another format or secret, cut, or altered."""
+    first = file.readline(LINE_BYTES_MAX)
+    _check_header(first, secret)
+    seal, lines, line = _sealer(secret), 0, first
+    while following := file.readline(LINE_BYTES_MAX):
+        seal.update(line)
+        lines += 1
+        progress(len(line))
+        line = following
+    progress(len(line))
+    try:
+        end = msgspec.json.decode(line, type=_End)
+    except msgspec.MsgspecError:
+        raise BadFile("the file was cut off: its last line is missing") from None
+    if end.lines != lines or not hmac.compare_digest(end.seal, seal.hexdigest()):
+        raise BadFile("the file was altered: its seal is not that of its lines")
+
+
+def _check_header(line: bytes, secret: bytes) -> None:
+    try:
+        header = msgspec.json.decode(line)
+        known = header["type"] == "header" and isinstance(header["format"], int)
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        known = False
+    if not known:
+        raise BadFile("this is no export: its first line is not the header of `hearth accounts export`")
+    if header["format"] != FORMAT:
+        raise BadFile(f"the file has format {header['format']}; this Hearth reads {FORMAT}: use the one that wrote it")
+    if header.get("secret") != fingerprint(secret):
+        raise BadFile(
+            "the file was written under another server's secret, so its tokens would open nothing here: take the file "
+            "`secret` of that server's state folder along, or export from a server with this one"
+        )
+
+
+def _sealer(secret: bytes) -> "hmac.HMAC":
+    return hmac.new(hmac.digest(secret, b"hearth export", "sha256"), digestmod="sha256")
+
+
+async def _merge(file: BinaryIO, store: Store, progress: Progress, write: bool) -> Imported:
+    file.seek(0)
+    kept = {plan.name: plan for plan in await store.plans()}
+    known = {account.id: account for account in await store.accounts()}
+    merger = _Merger(store, kept, known, write)
+    for _, lines in groupby(_read(file, progress), _together):
+        await merger.take(list(lines))
+    return merger.imported
+
+
+def _read(file: BinaryIO, progress: Progress) -> Iterator[_Line]:
+    for number, encoded in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1):
+        progress(len(encoded))
+        try:
+            line = _decode(encoded)
+        except msgspec.MsgspecError as error:
+            raise BadFile(f"line {number}: {error}") from None
+        if not isinstance(line, _Header | _End):
+            yield line
+
+
+def _together(line: _Line) -> object:
+    """Lines that follow each other with an equal key are compared with the store at once."""
+    match line:
+        case _Usage(record=record):
+            return record.account_id, record.day
+        case _Audit(entry=entry):
+            return entry.account_id, "audit", entry.seq // PAGE
+        case _:
+            return id(line)
+
+
+class _Merger:
+    """One walk through the file. It raises BadFile where an id is there twice, or is something else in the store."""
+
+    def __init__(self, store: Store, kept: dict[str, Plan], known: dict[str, Account], write: bool) -> None:
+        self._store = store
+        self._kept = kept  # the store's plans
+        self._known = known  # its accounts
+        self._default_in_use = any(account.plan.name == DEFAULT_PLAN.name for account in known.values())
+        self._write = write
+        self._plans: dict[str, Plan] = {}
+        self._tokens: set[str] = set()
+        self._accounts: set[str] = set()
+        self._account = SYSTEM  # whose lines these are
+        self._record: tuple[int, str] = (0, "")  # the day and id of the record before
+        self._seq = 0  # of the audit entry before
+        self.imported = Imported()
+
+    async def take(self, lines: list[_Line]) -> None:
+        match lines[0]:
+            case _Plan(plan=plan):
+                await self._take_plan(plan)
+            case _Account() as line:
+                await self._take_account(line)
+            case _Token(token=token, seals=seals):
+                await self._take_token(token, seals)
+            case _Usage():
+                await self._take_records([line.record for line in lines if isinstance(line, _Usage)])
+            case _Audit():
+                await self._take_entries([line.entry for line in lines if isinstance(line, _Audit)])
+
+    async def _take_plan(self, plan: Plan) -> None:
+        _once("plan", plan.name, plan.name in self._plans)
+        self._plans[plan.name] = plan
+        there = self._kept.get(plan.name) or (DEFAULT_PLAN if plan.name == DEFAULT_PLAN.name else None)
+        if there is not None and structs.replace(there, revision=0) == structs.replace(plan, revision=0):
+            return
+        if plan.name in self._kept or (there is not None and self._default_in_use):
+            raise BadFile(f"the plan {plan.name} is another one here: rename one of them, or make them the same")
+        self.imported.plans += 1
+        if self._write:
+            await self._store.keep_plan(structs.replace(plan, revision=1))
+
+    async def _take_account(self, line: _Account) -> None:
+        _once("account", line.id, line.id in self._accounts)
+        if line.plan not in self._plans:
+            raise BadFile(f"account {line.id} has the plan {line.plan}, which is not in the file")
+        self._accounts.add(line.id)
+        self._account, self._record, self._seq = line.id, (0, ""), 0
+        there = self._known.get(line.id)
+        if there is not None:
+            if _account_line(there) != line:
+                raise BadFile(
+                    f"account {line.id} is there already, in revision {there.revision}, and not as it is in the file"
+                )
+            return
+        self.imported.accounts.append(line.id)
+        if self._write:
+            self._known[line.id] = Account(**{**structs.asdict(line), "plan": self._plans[line.plan]})
+            await self._store.add_account(self._known[line.id])
+
+    async def _take_token(self, token: ApiToken, seals: list[Seal]) -> None:
+        _once("token", token.id, token.id in self._tokens)
+        self._tokens.add(token.id)
+        self._check_owner(token.account_id)
+        # A Redis without any account does not answer this: it takes itself for one that was emptied.
+        there = await self._store.token(token.id) if self._known else None
+        sealed = [] if there is None else list(there[1])
+        # The newest seal alone is what an import leaves that was interrupted.
+        if there is not None and (there[0] != token or sealed not in (seals, seals[:1])):
+            raise BadFile(f"token {token.id} is there already and not as the file has it")
+        self.imported.tokens += sealed != seals
+        if self._write:
+            await self._complete(token, seals, sealed)
+
+    async def _complete(self, token: ApiToken, seals: list[Seal], sealed: list[Seal]) -> None:
+        if not sealed:
+            await self._store.add_token(token, seals[0])
+        if token.revoked_at is not None:
+            await self._store.revoke(token.id, token.revoked_at)
+        if sealed != seals and len(seals) > 1:
+            await self._store.change_token(token, seals)
+
+    async def _take_records(self, records: list[UsageRecord]) -> None:
+        """All of one account and day, by request id."""
+        account_id, day = records[0].account_id, records[0].day
+        self._check_owner(account_id)
+        there = {record.request_id: record for record in await self._store.records(account_id, day)}
+        added = []
+        for record in records:
+            key = (day, record.request_id)
+            _once("usage record", record.request_id, key <= self._record)
+            self._record = key
+            if record.request_id not in there:
+                added.append(record)
+            elif there[record.request_id] != record:
+                raise BadFile(f"usage record {record.request_id} of account {account_id} is another one here")
+        self.imported.records += len(added)
+        if self._write:
+            for start in range(0, len(added), SETTLED_AT_ONCE):
+                await self._store.settle(added[start : start + SETTLED_AT_ONCE])
+
+    async def _take_entries(self, entries: list[AuditEntry]) -> None:
+        """One account's, in their order; they are the beginning of what is there, or what is there is theirs."""
+        account_id, first = entries[0].account_id, entries[0].seq
+        self._check_owner(account_id)
+        for entry in entries:
+            if entry.seq != self._seq + 1:
+                raise BadFile(f"the audit log of {account_id or 'the system'} lacks what is before entry {entry.seq}")
+            self._seq = entry.seq
+        there = await self._store.audit(account_id, first, len(entries))
+        if list(there) != entries[: len(there)]:
+            raise BadFile(f"the audit log of {account_id or 'the system'} is another one here, from entry {first} on")
+        self.imported.entries += len(entries) - len(there)
+        if self._write:
+            for entry in entries[len(there) :]:
+                if not await self._store.append_audit(entry):
+                    raise ValueError(f"others wrote to the audit log of {account_id} meanwhile: it is not all there")
+
+    def _check_owner(self, account_id: str) -> None:
+        if account_id != self._account:
+            raise BadFile(f"a line of account {account_id} is not behind its account's line")
+
+
+def _once(kind: str, key: str, seen: bool) -> None:
+    if seen:
+        raise BadFile(f"the {kind} {key} is in the file twice")
+
+
+def _account_line(account: Account) -> _Account:
+    fields: dict[str, Any] = structs.asdict(account)
+    return _Account(**{**fields, "plan": account.plan.name})

@@ -1,0 +1,1 @@
+"""What a caller may use, reserved before a call and settled after it."""

@@ -1,0 +1,464 @@
+"""What a caller may use: neurons are reserved before a request runs and settled exactly once after. It knows no routes.
+
+    reserve ─► [checkpoint …] ─► settle ─► run() writes it to the store ──► ledger
+                                              └─ store away ─► outbox (fsync) ─► replayed when it is back
+
+A reservation is a hold in the store that lasts HOLD_S unless it is renewed; run() renews every open one each
+CHECKPOINT_S with what its request used so far. So a killed gateway costs nobody more than that: its holds expire and
+are charged at their last checkpoints, and settlements in its outbox are replayed by the next gateway on the machine.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from tenants.auth.accounts import Caller, Suspended, UnknownToken
+from tenants.limits.caps import Left, Size, caps, left_of, limited
+from tenants.limits.outbox import Outbox
+from tenants.records.store_types import BUDGETS, Account, Cap, Clock, Hold, Refusal, Refused, Store, StoreUnavailable
+from tenants.records.terms import NO_LIMITS, Limits
+from tenants.records.usage import EXPIRED, MICRO, UsageRecord, day_of
+
+HOLD_S: Final = 60.0
+CHECKPOINT_S: Final = 5.0
+SWEEP_S: Final = 10.0
+REPLAY_S: Final = 1.0
+BATCH: Final = 256  # settlements or checkpoints in one call of the store
+UNSETTLED_MAX: Final = 100_000  # open reservations and settlements not yet written
+
+log = logging.getLogger(__name__)
+
+
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Neurons per million tokens, which is micro-neurons per token."""
+
+    input: float = 0.0
+    cached_input: float = 0.0
+    output: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cached_input <= self.input <= 1e9 or not 0 <= self.output <= 1e9:
+            raise ValueError(f"{self}: prices are 0 to 1e9, and a cached token costs at most what a fresh one does")
+
+    def times(self, factor: float) -> "Price":
+        return Price(self.input * factor, self.cached_input * factor, self.output * factor)
+
+    def micro_neurons(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+        """Rounded up; never falls when a count rises and `cached_tokens` does not."""
+        fresh_tokens = max(prompt_tokens - cached_tokens, 0)
+        cost = fresh_tokens * self.input + cached_tokens * self.cached_input + completion_tokens * self.output
+        return math.ceil(cost)
+
+
+class Demand(NamedTuple):
+    """What a request asks for: at most `output_tokens`, over all its choices, behind its prompt. Where its budget has
+    less it is content with `least_tokens`. `tags` and `metadata`, a JSON object, go into its record."""
+
+    model: str
+    price: Price
+    prompt_tokens: int
+    output_tokens: int
+    least_tokens: int | None = None
+    model_class: str = ""
+    tags: tuple[str, ...] = ()
+    metadata: str = ""
+
+    def size(self) -> Size:
+        most, price = self.output_tokens, self.price
+        least = most if self.least_tokens is None else min(self.least_tokens, most)
+        return Size(
+            micro_neurons=price.micro_neurons(self.prompt_tokens, 0, most),
+            least=price.micro_neurons(self.prompt_tokens, 0, least),
+            input_tokens=self.prompt_tokens,
+            output_tokens=most,
+        )
+
+    def affordable(self, micro_neurons: int) -> int:
+        """How many of its output tokens so much pays for, behind the whole prompt."""
+        if not self.price.output or micro_neurons >= self.size().micro_neurons:
+            return self.output_tokens
+        tokens = int((micro_neurons - self.prompt_tokens * self.price.input) / self.price.output)
+        while self.price.micro_neurons(self.prompt_tokens, 0, tokens) > micro_neurons:
+            tokens -= 1  # floating point rounded up
+        return tokens
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """What a request has used, so far or in the end. `outcome` is the gateway's word for how it ended."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    outcome: str = ""
+    first_token_ms: float | None = None
+    total_ms: float = 0.0
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """A granted request. `held` micro-neurons are charged to `day` until it is settled.
+
+    `output_tokens` are what it may generate: fewer than it asked for where its budget has no more. `left` is what its
+    limits have left while it holds these.
+    """
+
+    account_id: str
+    request_id: str
+    day: int
+    held: int
+    token_id: str
+    model: str
+    price: Price
+    started_us: int
+    output_tokens: int
+    subjects: str = ""
+    tags: str = ""
+    metadata: str = ""
+    left: tuple[Left, ...] = ()
+
+    def after(self, spent: Spent) -> tuple[Left, ...]:
+        """What its neuron limits have left once it is settled, if nobody else used them meanwhile."""
+        back = (self.held - self._micro_neurons(spent)) / MICRO
+        budgets = (left for left in self.left if left.measure in BUDGETS)
+        return tuple(left._replace(left=max(0.0, min(left.allowed, left.left + back))) for left in budgets)
+
+    def neurons(self, spent: Spent) -> float:
+        """What `spent` costs; the same number that the ledger keeps."""
+        return self._micro_neurons(spent) / MICRO
+
+    def record(self, spent: Spent, outcome: str) -> UsageRecord:
+        return UsageRecord(
+            account_id=self.account_id,
+            request_id=self.request_id,
+            day=self.day,
+            micro_neurons=self._micro_neurons(spent),
+            prompt_tokens=spent.prompt_tokens,
+            cached_tokens=spent.cached_tokens,
+            completion_tokens=spent.completion_tokens,
+            outcome=outcome,
+            token_id=self.token_id,
+            model=self.model,
+            started_us=self.started_us,
+            total_ms=spent.total_ms,
+            first_token_ms=spent.first_token_ms,
+            subjects=self.subjects,
+            tags=self.tags,
+            metadata=self.metadata,
+        )
+
+    def _micro_neurons(self, spent: Spent) -> int:
+        return self.price.micro_neurons(spent.prompt_tokens, spent.cached_tokens, spent.completion_tokens)
+
+
+class QuotaExceeded(Exception):
+    """Over a limit; nothing was kept or counted. `message` is for the caller, `retry_after_s` ≥ 1.
+
+    `limit` is the name of the limit as in Limits, `left` what there is of it. `lasting`: no waiting makes it enough.
+    """
+
+    def __init__(self, left: Left, retry_after_s: int, message: str, *, lasting: bool) -> None:
+        super().__init__(message)
+        self.limit = left.measure.value
+        self.left = left
+        self.retry_after_s = retry_after_s
+        self.message = message
+        self.lasting = lasting
+
+
+class AlreadyRecorded(Exception):
+    """A request of this id ran before and has its usage record; a new request needs a new id."""
+
+
+@dataclass(slots=True)
+class _Open:
+    reservation: Reservation
+    spent: Spent
+    written_s: float  # when the store last heard of it
+
+
+class Quota:
+    """Reservations of one gateway process. Everything here is called from one event loop."""
+
+    def __init__(self, store: Store, outbox: Path, clock: Clock = time.time) -> None:
+        self._store = store
+        self._outbox = Outbox(outbox)
+        self._clock = clock
+        self._open: dict[tuple[str, str], _Open] = {}  # oldest written first
+        self._settled: deque[UsageRecord] = deque()  # not yet in the store or the outbox
+        self._woken = asyncio.Event()
+        self._draining = asyncio.Lock()
+
+    @property
+    def open(self) -> int:
+        """Reservations that are not settled."""
+        return len(self._open)
+
+    @property
+    def unwritten(self) -> int:
+        """Settlements that are neither in the store nor in the outbox yet."""
+        return len(self._settled)
+
+    async def reserve(self, caller: Caller, request_id: str, demand: Demand) -> Reservation:
+        """Holds the most that this request can cost. One call of the store: about 30 µs on SQLite, 150 µs on Redis.
+
+        `request_id` is new for every request and at most 64 characters; a repeated call with the same one is granted
+        again and counted once. Raises QuotaExceeded, StoreUnavailable, UnknownToken when the token was revoked since it
+        was verified, Suspended, AlreadyRecorded. When it raises nothing is held; what a store took too late is given
+        back as soon as it takes settlements again.
+        """
+        if len(self._open) + len(self._settled) >= UNSETTLED_MAX:
+            raise StoreUnavailable(f"{UNSETTLED_MAX:,} requests are open or wait to be written; try again later")
+        started_us = int(self._clock() * MICRO)
+        subjects = limited(caller.limits, caller.token_id, caller.token_limits, demand.model_class)
+        size = demand.size()
+        asked = Reservation(
+            account_id=caller.account.id,
+            request_id=request_id,
+            day=day_of(started_us),
+            held=size.micro_neurons,
+            token_id=caller.token_id,
+            model=demand.model,
+            price=demand.price,
+            started_us=started_us,
+            output_tokens=demand.output_tokens,
+            subjects="\n".join(subject for subject, _ in subjects if subject),
+            tags="\n".join(demand.tags),
+            metadata=demand.metadata,
+        )
+        measured = caps(subjects, size)
+        hold = Hold(
+            asked.record(Spent(), EXPIRED), size.micro_neurons, int(HOLD_S * MICRO), measured, demand.output_tokens
+        )
+        try:
+            decision = await self._store.reserve(hold)
+        except asyncio.CancelledError:
+            self._write_later(asked.record(Spent(), "cancelled"))  # the store may have granted it
+            raise
+        except StoreUnavailable as outage:
+            if outage.unsure:
+                self._write_later(asked.record(Spent(), "store_unavailable"))
+            raise
+        if isinstance(decision, Refused):
+            raise _refusal(decision, caller, hold)
+        granted = msgspec.structs.replace(
+            asked,
+            day=decision.day,
+            held=decision.held,
+            output_tokens=demand.affordable(decision.held),
+            left=left_now(measured, decision.left, started_us),
+        )
+        opened = self._open.setdefault((asked.account_id, request_id), _Open(granted, Spent(), self._clock()))
+        return opened.reservation
+
+    async def left(self, account: Account, token_id: str = "", token: Limits = NO_LIMITS) -> Sequence[Left]:
+        """What the account's limits have left now, and those of one of its tokens; of all classes that have any."""
+        classes = sorted(account.limits.classes.keys() | token.classes.keys())
+        pairs = [pair for name in ("", *classes) for pair in limited(account.limits, token_id, token, name)]
+        measured = caps(list(dict(pairs).items()), Size())
+        return left_now(measured, await self._store.left(account.id, measured), int(self._clock() * MICRO))
+
+    def checkpoint(self, reservation: Reservation, spent: Spent) -> None:
+        """Remembers what the request has used so far; run() tells the store. Ignored once it is settled."""
+        opened = self._open.get((reservation.account_id, reservation.request_id))
+        if opened is not None:
+            opened.spent = spent
+
+    def settle(self, reservation: Reservation, spent: Spent) -> None:
+        """The end of a request: what it really used. Never blocks, never raises; only the first call counts."""
+        if self._open.pop((reservation.account_id, reservation.request_id), None) is not None:
+            self._write_later(reservation.record(spent, spent.outcome))
+
+    def _write_later(self, record: UsageRecord) -> None:
+        self._settled.append(record)
+        self._woken.set()
+
+    def forget(self, reservation: Reservation) -> None:
+        """Somebody else settles it: whoever wrote its record in another way, or runs it again under the same id."""
+        self._open.pop((reservation.account_id, reservation.request_id), None)
+
+    async def run(self) -> None:
+        """Until cancelled: writes settlements as they come, renews holds, sweeps expired ones, replays the outbox."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._drain())
+            tasks.create_task(self._every(CHECKPOINT_S / 5, self.renew))
+            tasks.create_task(self._every(REPLAY_S, self.replay))
+            tasks.create_task(self._every(SWEEP_S, self._store.sweep))
+
+    async def _drain(self) -> None:
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            await self.flush()
+
+    async def _every(self, seconds: float, act: Callable[[], Awaitable[object]]) -> None:
+        """However long the store or the disk is away, the next turn tries again; the log has its beginning and end."""
+        waits = False
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await act()
+            except (StoreUnavailable, OSError) as problem:
+                if not waits:
+                    log.warning("quota_waits", extra={"fields": {"for": str(problem)}})
+                waits = True
+            else:
+                if waits:
+                    log.info("quota_goes_on")
+                waits = False
+
+    async def flush(self) -> None:
+        """Every settlement so far is in the store or, when the store is away, in the outbox. They stay in memory only
+        where both fail, and the next call tries again."""
+        async with self._draining:
+            while self._settled:
+                batch = list(islice(self._settled, BATCH))
+                try:
+                    await self._store.settle(batch)
+                except StoreUnavailable as outage:
+                    if not await self._put_aside(batch, outage):
+                        return
+                for _ in batch:
+                    self._settled.popleft()
+
+    async def _put_aside(self, batch: Sequence[UsageRecord], outage: StoreUnavailable) -> bool:
+        try:
+            await asyncio.to_thread(self._outbox.append, batch)
+        except OSError as error:
+            log.error("%d settlements wait in memory: %s; the outbox fails too: %s", len(batch), outage, error)
+            return False
+        log.warning("%d settlements went to the outbox: %s", len(batch), outage)
+        return True
+
+    async def renew(self) -> None:
+        """Tells the store what open requests have used, each every CHECKPOINT_S, so that their holds last."""
+        while due := list(islice(self._due(), BATCH)):
+            now_s = self._clock()
+            records = []
+            for key in due:
+                opened = self._open.pop(key)
+                opened.written_s = now_s
+                self._open[key] = opened
+                records.append(opened.reservation.record(opened.spent, EXPIRED))
+            await self._store.checkpoint(records, int(HOLD_S * MICRO))
+            await asyncio.sleep(0)
+
+    def _due(self) -> Iterator[tuple[str, str]]:
+        now_s = self._clock()
+        for key, opened in self._open.items():
+            if 0 <= now_s - opened.written_s < CHECKPOINT_S:
+                return
+            yield key
+
+    async def replay(self) -> None:
+        """Writes what waits in memory and in the outbox, this gateway's and dead ones', to the store.
+
+        Raises StoreUnavailable, and OSError for a file that cannot be read or removed, once the others are done.
+        """
+        await self.flush()
+        problem: OSError | None = None
+        async with self._draining:
+            for path in self._outbox.waiting():
+                try:
+                    await self._replay(path)
+                except OSError as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+
+    async def _replay(self, path: Path) -> None:
+        records, damaged = self._outbox.read(path)
+        for start in range(0, len(records), BATCH):
+            await self._store.settle(records[start : start + BATCH])
+        self._outbox.remove(path, damaged)
+        log.warning("replayed %d settlements from %s; %d damaged lines", len(records), path.name, damaged)
+
+    async def close(self) -> None:
+        """The last settlements and checkpoints are written. Call it when run() has ended."""
+        await self.flush()
+        if self._settled:
+            log.error("%d settlements end with this process; their holds are charged as checkpointed", self.unwritten)
+        for opened in self._open.values():
+            opened.written_s = -math.inf
+        try:
+            await self.renew()
+        except StoreUnavailable as outage:
+            log.warning("%d open requests keep their older checkpoints: %s", self.open, outage)
+        self._outbox.close()
+
+    def check(self) -> None:
+        """Raises AssertionError where this process would settle a request twice or never."""
+        waiting = [(record.account_id, record.request_id) for record in self._settled]
+        assert len(waiting) == len(set(waiting)), "a request is settled twice"
+        assert not self._open.keys() & set(waiting), "an open request is settled"
+        assert len(self._open) + len(waiting) <= UNSETTLED_MAX
+
+
+def left_now(measured: Sequence[Cap], left: Sequence[int], now_us: int) -> tuple[Left, ...]:
+    return tuple(left_of(cap, one, now_us) for cap, one in zip(measured, left, strict=True))
+
+
+def _refusal(refused: Refused, caller: Caller, hold: Hold) -> Exception:
+    """What reserve() raises for it, in words that say what to change."""
+    reason = refused.reason
+    if reason in (Refusal.REVOKED, Refusal.NO_ACCOUNT):
+        return UnknownToken(f"ApiToken {caller.token_id} was revoked or its account is gone")
+    if reason is Refusal.SUSPENDED:
+        return Suspended(f"account {caller.account.id} is suspended")
+    if reason is Refusal.RECORDED:
+        return AlreadyRecorded("this request id was used before; send the request under a new one")
+    retry_after_s = max(1, -(-refused.retry_after_us // MICRO))
+    (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (refused.subject, reason)]
+    message = _explained(refused, cap, _whose(refused.subject, caller), retry_after_s)
+    allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
+    lasting = cap.least > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
+    return QuotaExceeded(Left(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message, lasting=lasting)
+
+
+def _whose(subject: str, caller: Caller) -> str:
+    """`account acme`, `this token for models of class large`, …"""
+    of_class = subject.partition("class:")[2]
+    whose = "this token" if subject.startswith("token:") else f"account {caller.account.name}"
+    return f"{whose} for models of class {of_class}" if of_class else whose
+
+
+def _explained(refused: Refused, cap: Cap, whose: str, retry_after_s: int) -> str:
+    allowed = refused.allowed
+    match refused.reason:
+        case Refusal.NEURONS_PER_DAY | Refusal.NEURONS_PER_MONTH:
+            return _over_budget(refused, cap, whose)
+        case Refusal.REQUESTS_PER_MINUTE:
+            return f"{whose} may start {allowed:,} requests per minute; wait {retry_after_s} s"
+        case Refusal.CONCURRENT_REQUESTS:
+            return f"{whose} may run {allowed:,} requests at once; wait for one to end"
+        case _:
+            kind = "input" if refused.reason is Refusal.INPUT_TOKENS_PER_MINUTE else "output"
+            if cap.cost_us > cap.room_us:
+                return (
+                    f"this request may need {cap.amount:,} {kind} tokens, and {whose} has {allowed:,} a minute: it can "
+                    "never run; shorten the prompt, lower max_tokens, or ask for a higher limit"
+                )
+            return f"{whose} may use {allowed:,} {kind} tokens per minute; wait {retry_after_s} s"
+
+
+def _over_budget(refused: Refused, cap: Cap, whose: str) -> str:
+    needed, used, allowed = cap.least / MICRO, refused.used / MICRO, refused.allowed / MICRO
+    day = refused.reason is Refusal.NEURONS_PER_DAY
+    if needed > allowed:
+        return (
+            f"this request may need {needed:,.1f} neurons, and {whose} has {allowed:,.1f} for a whole "
+            f"{'day' if day else 'month'}: it can never run; shorten the prompt, lower max_tokens, or ask the operator "
+            "for a higher limit"
+        )
+    return (
+        f"this request may need {needed:,.1f} neurons, and {used:,.1f} of {'today' if day else 'this month'}'s "
+        f"{allowed:,.1f} of {whose} are used or reserved: lower max_tokens, or wait until 00:00 UTC"
+        f"{'' if day else ' of the first of the next month'}"
+    )

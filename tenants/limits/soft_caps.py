@@ -1,0 +1,105 @@
+"""Soft caps: that a part of an account's neurons is used, told once a window. It does not know how that is sent."""
+
+import asyncio
+import hmac
+import logging
+from base64 import b64encode
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Final
+
+import msgspec
+
+from tenants.limits.caps import Left
+from tenants.records.store_types import BUDGETS, Account, Clock, Notice, Refusal, Store, StoreUnavailable
+from tenants.records.usage import MICRO, day_of, first_of_month
+
+TOLD_MAX: Final = 50_000  # thresholds remembered, so that the store is asked once for each
+PENDING_MAX: Final = 1_000  # notices that wait for the store; more are told by the next request that passes them
+WRITE_S: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Thresholds:
+    """What one gateway saw passed. Everything here is called from one event loop."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._told: OrderedDict[str, None] = OrderedDict()
+        self._pending: dict[str, Notice] = {}
+
+    def consider(self, account: Account, found: Iterable[Left]) -> None:
+        """What its neuron limits have left now. A few microseconds where nobody wants to know; never raises."""
+        notices = account.settings.notices
+        if notices is None:
+            return
+        for left in found:
+            if left.measure not in BUDGETS:
+                continue
+            used = 1.0 if left.allowed <= 0 else 1 - left.left / left.allowed
+            for part in notices.at:
+                if used >= part - 1e-9:
+                    self._pass(account, notices.url, left, part)
+
+    def _pass(self, account: Account, url: str, left: Left, part: float) -> None:
+        now = self._clock()
+        day = day_of(int(now * MICRO))
+        first = day if left.measure is Refusal.NEURONS_PER_DAY else first_of_month(day)
+        window = datetime.fromtimestamp(first * 86_400, UTC).strftime("%Y-%m-%d")
+        which = f"{account.id} {left.subject} {left.measure} {window} {part} {left.allowed}"
+        id = f"notice_{sha256(which.encode()).hexdigest()[:32]}"
+        if id in self._told or id in self._pending or len(self._pending) >= PENDING_MAX:
+            return
+        body = {
+            "type": "limit.used",
+            "timestamp": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
+            "data": {
+                "account_id": account.id,
+                "limit": left.measure.value,
+                "subject": left.subject,
+                "window": window,
+                "part": part,
+                "allowed": left.allowed,
+                "used_or_reserved": round(left.allowed - left.left, 6),
+            },
+        }
+        self._pending[id] = Notice(id, account.id, url, msgspec.json.encode(body), now)
+
+    async def run(self) -> None:
+        """Until cancelled: writes what was passed to the store."""
+        while True:
+            await asyncio.sleep(WRITE_S)
+            try:
+                await self.flush()
+            except StoreUnavailable as problem:
+                log.warning("notices_wait", extra={"fields": {"for": str(problem), "count": len(self._pending)}})
+
+    async def flush(self) -> None:
+        """All notices so far are in the store. Raises StoreUnavailable; those not written stay."""
+        for id, notice in list(self._pending.items()):
+            await self._store.add_notice(notice)
+            del self._pending[id]
+            self._told[id] = None
+            if len(self._told) > TOLD_MAX:
+                self._told.popitem(last=False)
+
+
+def signer(secret: bytes) -> Callable[[str], bytes]:
+    """From an account's id to the key that signs what it is told; `secret` is the server's."""
+    root = hmac.digest(secret, b"hearth notices", "sha256")
+    return lambda account_id: hmac.digest(root, account_id.encode(), "sha256")
+
+
+def shown(key: bytes) -> str:
+    """The key in the form of the Standard Webhooks specification, for whoever checks the signatures."""
+    return f"whsec_{b64encode(key).decode()}"
+
+
+def signature(key: bytes, notice: Notice, timestamp: int) -> str:
+    """The `webhook-signature` of the Standard Webhooks specification, version 1."""
+    signed = f"{notice.id}.{timestamp}.".encode() + notice.body
+    return f"v1,{b64encode(hmac.digest(key, signed, 'sha256')).decode()}"

@@ -1,0 +1,1 @@
+"""One Store protocol, two implementations, and the one decision that both take."""

@@ -1,0 +1,88 @@
+"""Whether a request may start: its caps against what their subjects have used. It does not know where that is kept.
+
+The Lua of store_redis_scripts.py takes the same steps in the same order.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tenants.records.store_types import BUDGETS, Cap, Granted, Hold, Refusal, Refused
+from tenants.records.terms import MINUTE_US
+from tenants.records.usage import MICRO, day_of, month_us_left, us_left
+
+
+class Used(NamedTuple):
+    """What one subject has used. The times are when it is in step with its rate again, of what was settled; `output`
+    tokens are held beside that. The neurons are micro-neurons, held ones among them."""
+
+    requests_us: int = 0
+    input_us: int = 0
+    output_us: int = 0
+    output: int = 0
+    open: int = 0
+    day: int = 0
+    month: int = 0
+
+
+def decide(hold: Hold, used: Mapping[str, Used], now_us: int) -> Granted | Refused:
+    """Compares everything, adds nothing. `used` has all subjects of the hold's caps."""
+    held = hold.held
+    for cap in hold.caps:
+        refused = _refused(cap, used[cap.subject], now_us)
+        if refused is not None:
+            return refused
+        if cap.measure in BUDGETS:
+            held = min(held, left(cap, used[cap.subject], now_us))
+    after = tuple(left(cap, used[cap.subject], now_us) - _taken(cap, held) for cap in hold.caps)
+    return Granted(day_of(now_us), held, after)
+
+
+def left(cap: Cap, used: Used, now_us: int) -> int:
+    """What there is before the request: micro-neurons, requests, or microseconds of a rate."""
+    match cap.measure:
+        case Refusal.NEURONS_PER_DAY:
+            return cap.allowed - used.day
+        case Refusal.NEURONS_PER_MONTH:
+            return cap.allowed - used.month
+        case Refusal.REQUESTS_PER_MINUTE:
+            return cap.room_us - max(used.requests_us - now_us, 0)
+        case Refusal.INPUT_TOKENS_PER_MINUTE:
+            return cap.room_us - max(used.input_us - now_us, 0)
+        case Refusal.OUTPUT_TOKENS_PER_MINUTE:
+            return cap.room_us - max(used.output_us - now_us, 0) - lasts_us(used.output, cap.allowed)
+        case Refusal.CONCURRENT_REQUESTS:
+            return cap.allowed - used.open
+        case _:
+            raise AssertionError(f"{cap.measure} is no limit")
+
+
+def lasts_us(tokens: int, per_minute: int) -> int:
+    """For how long so many tokens take a rate up, rounded up."""
+    return -(-tokens * MINUTE_US // per_minute)
+
+
+def _refused(cap: Cap, used: Used, now_us: int) -> Refused | None:
+    room = left(cap, used, now_us)
+    match cap.measure:
+        case Refusal.NEURONS_PER_DAY | Refusal.NEURONS_PER_MONTH:
+            if room >= cap.least:
+                return None
+            return Refused(cap.measure, _until_us(cap, now_us), cap.allowed, cap.allowed - room, cap.subject)
+        case Refusal.CONCURRENT_REQUESTS:
+            return None if room > 0 else Refused(cap.measure, MICRO, cap.allowed, used.open, cap.subject)
+        case _:
+            wait_us = cap.cost_us - room
+            return None if wait_us <= 0 else Refused(cap.measure, wait_us, cap.allowed, 0, cap.subject)
+
+
+def _until_us(cap: Cap, now_us: int) -> int:
+    """Until its window ends."""
+    if cap.measure is Refusal.NEURONS_PER_DAY:
+        return us_left(now_us)
+    return month_us_left(now_us)
+
+
+def _taken(cap: Cap, held: int) -> int:
+    if cap.measure in BUDGETS:
+        return held
+    return 1 if cap.measure is Refusal.CONCURRENT_REQUESTS else cap.cost_us

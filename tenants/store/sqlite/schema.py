@@ -1,0 +1,133 @@
+"""The tables of the SQLite store, version by version. It does not know what they mean.
+
+`days.held` and `days.open` are the sums over `holds`, the other columns of `days` the sums over `ledger`; `gauges.open`
+and `gauges.output_held` are sums over `holds` too. `accounts.sweep_us` is a time before which no hold of it expires.
+"""
+
+from typing import Final
+
+# The first version; what came after it is in MIGRATIONS.
+SCHEMA: Final = """
+CREATE TABLE accounts (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, created_at INTEGER NOT NULL,
+    requests_per_minute INTEGER NOT NULL, micro_neurons_per_day INTEGER NOT NULL,
+    concurrent_requests INTEGER NOT NULL, burst INTEGER,
+    arrival_us INTEGER NOT NULL DEFAULT 0, sweep_us INTEGER NOT NULL DEFAULT 0
+) STRICT, WITHOUT ROWID;
+CREATE TABLE tokens (
+    id TEXT PRIMARY KEY, account_id TEXT NOT NULL, name TEXT NOT NULL, created_at INTEGER NOT NULL,
+    expires_at INTEGER, revoked_at INTEGER, digest BLOB NOT NULL, pepper INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE INDEX tokens_of_account ON tokens (account_id);
+CREATE TABLE days (
+    account_id TEXT NOT NULL, day INTEGER NOT NULL, requests INTEGER NOT NULL, micro_neurons INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+    held INTEGER NOT NULL, open INTEGER NOT NULL,
+    PRIMARY KEY (account_id, day)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE holds (
+    account_id TEXT NOT NULL, request_id TEXT NOT NULL, day INTEGER NOT NULL, held INTEGER NOT NULL,
+    expires_us INTEGER NOT NULL, micro_neurons INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, token_id TEXT NOT NULL, model TEXT NOT NULL,
+    started_us INTEGER NOT NULL, total_ms REAL NOT NULL, first_token_ms REAL,
+    PRIMARY KEY (account_id, request_id)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE ledger (
+    account_id TEXT NOT NULL, request_id TEXT NOT NULL, day INTEGER NOT NULL, micro_neurons INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+    outcome TEXT NOT NULL, token_id TEXT NOT NULL, model TEXT NOT NULL, started_us INTEGER NOT NULL,
+    total_ms REAL NOT NULL, first_token_ms REAL,
+    PRIMARY KEY (account_id, day, request_id)
+) STRICT, WITHOUT ROWID;
+"""
+
+# A token's grant, and the seals of its secrets after the newest, as msgpack.
+_GRANTS: Final = "ALTER TABLE tokens ADD COLUMN permitted BLOB; ALTER TABLE tokens ADD COLUMN rolled BLOB"
+
+# Accounts are kept as a JSON document; what is counted is counted for subjects (tenants/limits/caps.py), "" for the
+# account.
+_SUBJECTS: Final = """
+CREATE TABLE gauges (
+    account_id TEXT NOT NULL, subject TEXT NOT NULL, requests_us INTEGER NOT NULL, input_us INTEGER NOT NULL,
+    output_us INTEGER NOT NULL, output_held INTEGER NOT NULL, open INTEGER NOT NULL,
+    PRIMARY KEY (account_id, subject)
+) STRICT, WITHOUT ROWID;
+INSERT INTO gauges SELECT id, '', arrival_us, 0, 0, 0,
+    (SELECT count(*) FROM holds WHERE account_id = accounts.id) FROM accounts;
+ALTER TABLE accounts RENAME TO old_accounts;
+CREATE TABLE accounts (
+    id TEXT PRIMARY KEY, created_at INTEGER NOT NULL, revision INTEGER NOT NULL, suspended_at INTEGER,
+    plan TEXT NOT NULL, document TEXT NOT NULL, sweep_us INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+INSERT INTO accounts SELECT id, created_at, 1, NULL, 'default', json_object('name', name, 'ceiling', json_object(
+    'requests_per_minute', requests_per_minute, 'neurons_per_day', micro_neurons_per_day / 1e6,
+    'concurrent_requests', concurrent_requests, 'burst', burst)), sweep_us FROM old_accounts;
+DROP TABLE old_accounts;
+ALTER TABLE days RENAME TO old_days;
+CREATE TABLE days (
+    account_id TEXT NOT NULL, subject TEXT NOT NULL, day INTEGER NOT NULL, requests INTEGER NOT NULL,
+    micro_neurons INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL, held INTEGER NOT NULL, open INTEGER NOT NULL,
+    PRIMARY KEY (account_id, subject, day)
+) STRICT, WITHOUT ROWID;
+INSERT INTO days SELECT account_id, '', day, requests, micro_neurons, prompt_tokens, cached_tokens, completion_tokens,
+    held, open FROM old_days;
+DROP TABLE old_days;
+ALTER TABLE tokens ADD COLUMN limits BLOB;
+ALTER TABLE holds ADD COLUMN subjects TEXT NOT NULL DEFAULT '';
+ALTER TABLE holds ADD COLUMN output INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE holds ADD COLUMN rates TEXT NOT NULL DEFAULT '';
+ALTER TABLE ledger ADD COLUMN subjects TEXT NOT NULL DEFAULT '';
+CREATE TABLE plans (name TEXT PRIMARY KEY, revision INTEGER NOT NULL, document TEXT NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE audit (
+    account_id TEXT NOT NULL, seq INTEGER NOT NULL, at INTEGER NOT NULL, actor TEXT NOT NULL, action TEXT NOT NULL,
+    target TEXT NOT NULL, detail TEXT NOT NULL, seal TEXT NOT NULL,
+    PRIMARY KEY (account_id, seq)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE claims (
+    account_id TEXT NOT NULL, key TEXT NOT NULL, value BLOB NOT NULL, until_s INTEGER NOT NULL,
+    PRIMARY KEY (account_id, key)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE notices (
+    id TEXT PRIMARY KEY, account_id TEXT NOT NULL, url TEXT NOT NULL, body BLOB NOT NULL, due_at REAL NOT NULL,
+    tries INTEGER NOT NULL, closed_at INTEGER
+) STRICT, WITHOUT ROWID;
+CREATE INDEX notices_due ON notices (due_at) WHERE closed_at IS NULL
+"""
+
+# A caller's own words for a request.
+_TAGS: Final = """
+ALTER TABLE holds ADD COLUMN tags TEXT NOT NULL DEFAULT '';
+ALTER TABLE holds ADD COLUMN metadata TEXT NOT NULL DEFAULT '';
+ALTER TABLE ledger ADD COLUMN tags TEXT NOT NULL DEFAULT '';
+ALTER TABLE ledger ADD COLUMN metadata TEXT NOT NULL DEFAULT ''
+"""
+
+# What tenants/store/sqlite/batches.py keeps. Items are claimed in the order of their numbers; `until` is the end of a
+# lease.
+_BATCHES: Final = """
+CREATE TABLE batches (
+    id TEXT PRIMARY KEY, account_id TEXT NOT NULL, token_id TEXT NOT NULL, model TEXT NOT NULL, items INTEGER NOT NULL,
+    keep_s INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, status TEXT NOT NULL,
+    ended_at INTEGER, succeeded INTEGER NOT NULL, failed INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE INDEX batches_of_account ON batches (account_id, created_at);
+CREATE INDEX batches_expiring ON batches (expires_at);
+CREATE INDEX batches_open ON batches (model) WHERE ended_at IS NULL;
+CREATE TABLE batch_items (
+    number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL, place INTEGER NOT NULL, account_id TEXT NOT NULL,
+    model TEXT NOT NULL, body BLOB NOT NULL, state INTEGER NOT NULL, until REAL NOT NULL, tries INTEGER NOT NULL,
+    result BLOB
+) STRICT;
+CREATE UNIQUE INDEX batch_items_of_batch ON batch_items (batch_id, place);
+CREATE INDEX batch_items_waiting ON batch_items (model, account_id) WHERE state = 0;
+CREATE INDEX batch_items_leased ON batch_items (until) WHERE state = 1;
+CREATE TABLE batch_lines (
+    model TEXT NOT NULL, account_id TEXT NOT NULL, turn REAL NOT NULL, PRIMARY KEY (model, account_id)
+) STRICT, WITHOUT ROWID
+"""
+
+# From version i + 1 to i + 2. A new file goes through all of them as well: there is one way to every version.
+MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS, _BATCHES)
+SCHEMA_VERSION: Final = 1 + len(MIGRATIONS)

@@ -1,0 +1,134 @@
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis
+
+from tenants.records.store_types import StoreUnavailable
+from tenants.store.redis import pipeline as module
+from tenants.store.redis.pipeline import FLIGHT, Line
+
+pytestmark = pytest.mark.anyio
+ANSWER_S = module.ANSWER_S  # in service, before the fixture patient_line raises it
+
+
+@pytest.fixture
+async def line(empty_redis_url: str) -> AsyncIterator[Line]:
+    line = Line(empty_redis_url)
+    yield line
+    await line.close()
+
+
+@pytest.fixture
+def deadline_of_service(patient_line: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", ANSWER_S)
+
+
+async def test_each_question_gets_its_own_answer(line: Line) -> None:
+    async def ask(n: int) -> None:
+        assert await line.ask(("ECHO", f"{n}"), ("ECHO", f"again {n}")) == [b"%d" % n, b"again %d" % n]
+
+    await asyncio.gather(*(ask(n) for n in range(3 * FLIGHT)))
+    assert await line.ask() == []
+    assert not line._waiting
+
+
+async def test_an_error_of_one_command_leaves_the_others_alone(line: Line) -> None:
+    fine, wrong, also_fine = await line.ask(("ECHO", "a"), ("INCR",), ("ECHO", "b"))
+    assert (fine, also_fine) == (b"a", b"b")
+    assert isinstance(wrong, redis.ResponseError)
+
+
+async def test_the_commands_of_a_caller_who_left_are_not_sent(line: Line, empty_redis_url: str) -> None:
+    first = asyncio.create_task(line.ask(("RPUSH", "list", "first")))
+    await asyncio.sleep(0)
+    left = asyncio.create_task(line.ask(("RPUSH", "list", "left")))
+    stayed = asyncio.create_task(line.ask(("RPUSH", "list", "stayed")))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(first, left, stayed, return_exceptions=True)
+    with redis.Redis.from_url(empty_redis_url) as client:
+        assert client.lrange("list", 0, -1) == [b"first", b"stayed"]
+
+
+async def test_a_caller_who_leaves_in_flight_takes_nobody_along(line: Line) -> None:
+    await line.ask(("PING",))
+    for _ in range(50):
+        tasks = [asyncio.create_task(line.ask(("ECHO", f"{n}"))) for n in range(5)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(answers[0], asyncio.CancelledError)
+        assert answers[1:] == [[b"%d" % n] for n in range(1, 5)]
+
+
+async def test_a_frozen_redis_is_noticed_within_a_fifth_of_a_second(
+    line: Line, frozen_redis: Any, deadline_of_service: None
+) -> None:
+    assert await line.ask(("PING",)) == [b"PONG"]
+    times = []
+    with frozen_redis():
+        for _ in range(5):
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="does not answer in time"):
+                await line.ask(("PING",))
+            times.append(time.monotonic() - began)
+    assert min(times) < 2 * ANSWER_S + 0.05, times
+    assert sorted(times)[2] < 0.2, times
+
+
+async def test_200_callers_of_a_frozen_redis_wait_no_longer_than_one(
+    line: Line, frozen_redis: Any, deadline_of_service: None
+) -> None:
+    with frozen_redis():
+        began = time.monotonic()
+        outcomes = await asyncio.gather(*(line.ask(("PING",)) for _ in range(200)), return_exceptions=True)
+        assert time.monotonic() - began < 20 * ANSWER_S, "they waited for one another"
+    assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
+
+
+async def test_a_redis_that_thawed_answers_the_next_caller(line: Line, frozen_redis: Any) -> None:
+    with frozen_redis(), pytest.raises(StoreUnavailable):
+        await line.ask(("ECHO", "frozen"))
+    assert await line.ask(("ECHO", "thawed")) == [b"thawed"]
+
+
+async def test_nothing_that_was_asked_of_a_frozen_redis_is_done_when_it_thaws_but_what_was_on_its_way(
+    line: Line, frozen_redis: Any, empty_redis_url: str
+) -> None:
+    assert await line.ask(("INCR", "asked")) == [1]
+    unsure = []
+    with frozen_redis():
+        for _ in range(5):
+            with pytest.raises(StoreUnavailable) as raised:
+                await line.ask(("INCR", "asked"))
+            unsure.append(raised.value.unsure)
+    assert unsure == [True, False, False, False, False]
+    assert await line.ask(("INCR", "asked")) == [3]
+
+
+async def test_a_caller_of_a_redis_that_is_known_to_be_silent_waits_for_one_deadline(
+    line: Line, frozen_redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    times = []
+    with frozen_redis():
+        for _ in range(4):
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                await line.ask(("PING",))
+            times.append(time.monotonic() - began)
+    assert times[0] >= 0.4, "the first caller's command is sent twice"
+    assert min(times[1:]) < 0.3, times
+
+
+async def test_an_answer_that_came_while_this_process_was_late_is_taken(line: Line, empty_redis_url: str) -> None:
+    """Else every pause of the process would be taken for one of Redis."""
+    await line.ask(("PING",))
+    asking = asyncio.ensure_future(line.ask(("INCR", "asked")))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    time.sleep(module.ANSWER_S + 0.1)  # noqa: ASYNC251 the pause
+    assert await asking == [1], "it was sent once more"
