@@ -17,11 +17,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from engine import tiles
-from engine.batch import Segment, Slice, pack, unpack
 from engine.kernels import attention
 from engine.kernels.attention import Cut
-from engine.wire import Sampling
+from engine.protocol.frames import Sampling
+from engine.step import attention_plan
+from engine.step.layout import Segment, Slice, pack, unpack
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK_TOKENS = 32, 8, 128, 32, 16
 BYTES_PER_S, FLOP_PER_S = 4.3e12, 790e12
@@ -105,7 +105,7 @@ class Bench:
         packed = pack(slices, BLOCK_TOKENS, shape.segments)
         batch = unpack(packed)
         layout = attention.layout_for((None,), HEADS, KV_HEADS, 512, DEVICE)
-        work = tiles.build(packed, batch, layout)
+        work = attention_plan.build(packed, batch, layout)
         step = torch.from_numpy(np.concatenate((packed, work.words))).to(DEVICE)
         rows = len(batch.tokens_T)
         q_THD = torch.randn(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)

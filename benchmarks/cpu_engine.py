@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.record import record
-from engine.batch import Slice, pack
-from engine.runner import Runner
-from engine.wire import ModelSpec, Sampling
+from engine.execution.open import Runner
+from engine.protocol.frames import ModelSpec, Sampling
+from engine.step.layout import Slice, pack
 
 HIDDEN, INNER, LAYERS, VOCABULARY, HEADS, KV_HEADS, HEAD = 576, 1536, 30, 49152, 9, 3, 64
 BLOCK_TOKENS = 16

@@ -18,11 +18,11 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.record import record
-from engine.batch import Int32s, Slice, pack
 from engine.bench.geometries import GEOMETRIES, write_folder
-from engine.device import Device
-from engine.runner import Runner
-from engine.wire import ModelSpec, Sampling
+from engine.execution.gpu_runner import Device
+from engine.execution.open import Runner
+from engine.protocol.frames import ModelSpec, Sampling
+from engine.step.layout import Int32s, Slice, pack
 
 CONTEXT_TOKENS: Final = 8192
 DEVICE_BYTES: Final = 24 << 30

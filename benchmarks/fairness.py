@@ -31,8 +31,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.record import record
-from engine.fairness import GENERATED_TOKEN, PROMPT_TOKEN
-from engine.wire import (
+from engine.protocol.frames import (
     FrameReader,
     Hello,
     Load,
@@ -46,6 +45,7 @@ from engine.wire import (
     Submit,
     encode,
 )
+from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN
 
 ROOT: Final = Path(__file__).parents[1]
 FOLDER: Final = ROOT / "engine" / "builtin_model"
@@ -218,7 +218,7 @@ def replica(folder: Path) -> Iterator[Replica]:
     )
     spec = ReplicaSpec(model=model, address=address, pulse=str(folder / "pulse"), boot=1, device="cpu", threads=1)
     with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "engine.replica", msgspec.json.encode(spec).decode()]
+        command = [sys.executable, "-m", "engine.replica.server", msgspec.json.encode(spec).decode()]
         child = subprocess.Popen(command, cwd=ROOT, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         until = time.monotonic() + START_S

@@ -28,7 +28,7 @@ import psutil
 import uvloop
 
 from benchmarks.record import record
-from engine import wire
+from engine.protocol import frames
 from gateway.app import build_app
 from gateway.config import Config, MachineConfig, ModelConfig, ServerConfig, StoreConfig
 from gateway.serve import Server, listen
@@ -256,7 +256,7 @@ class Direct(asyncio.Protocol):
     """Speaks frames to the stub itself, so many sequences at once: the time to first token without a gateway."""
 
     def __init__(self, streams: int, tokens: bytes, max_tokens: int) -> None:
-        self._reader = wire.FrameReader()
+        self._reader = frames.FrameReader()
         self._next, self._streams = 1, streams
         self._tokens, self._max_tokens = tokens, max_tokens
         self._asked_at: dict[int, float] = {}
@@ -269,10 +269,10 @@ class Direct(asyncio.Protocol):
     def data_received(self, received: bytes) -> None:
         now = time.perf_counter()
         for frame in self._reader.feed(received):
-            if isinstance(frame, wire.Hello):
+            if isinstance(frame, frames.Hello):
                 for _ in range(self._streams):
                     self._ask()
-            elif isinstance(frame, wire.Progress):
+            elif isinstance(frame, frames.Progress):
                 for started in frame.started:
                     self.first_s.append(now - self._asked_at.pop(started.id))
                 for _ in frame.finished:
@@ -282,8 +282,8 @@ class Direct(asyncio.Protocol):
         assert self._transport is not None
         self._asked_at[self._next] = time.perf_counter()
         max_tokens = spread(self._max_tokens, self._next)
-        frame = wire.Submit(self._next, self._tokens, wire.Scope(), wire.Sampling(), max_tokens, [1])
-        self._transport.write(wire.encode(frame))
+        frame = frames.Submit(self._next, self._tokens, frames.Scope(), frames.Sampling(), max_tokens, [1])
+        self._transport.write(frames.encode(frame))
         self._next += 1
 
 

@@ -28,15 +28,15 @@ import numpy as np
 import torch
 
 from benchmarks.record import record
-from engine.batch import Int32s
 from engine.bench.session import Engine, Session
 from engine.bench.shapes import grammar_source
 from engine.bench.vocabulary import write_tokenizer
-from engine.grammar.grammars import Grammars
-from engine.grammar.library import open_tokenizer
-from engine.sequence import Matcher, Refused
-from engine.wire import Grammar, GrammarKind, ModelSpec, RejectReason
-from tests.engine.grammar.texts import EMBER, Judgement, Scribe, compiled, judge
+from engine.protocol.frames import Grammar, GrammarKind, ModelSpec, RejectReason
+from engine.scheduling.sequence import Matcher, Refused
+from engine.step.layout import Int32s
+from engine.structured_output.llguidance_backend import open_tokenizer
+from engine.structured_output.manager import Grammars
+from tests.engine.structured_output.texts import EMBER, Judgement, Scribe, compiled, judge
 
 VOCABULARY = 128256
 SOURCE = json.dumps(json.loads(grammar_source(1))["items"])

@@ -37,8 +37,8 @@ from typing import Any, Final, Self
 from benchmarks import standby
 from benchmarks.record import record
 from engine.bench.geometries import BYTES_PER_S, FLOP_PER_S, GEOMETRIES, Bound
-from engine.model.config import read_config
-from engine.wire import Memory, ModelSpec
+from engine.models.config import read_config
+from engine.protocol.frames import Memory, ModelSpec
 from gateway.catalogue import BUILT_IN
 
 PARTS: Final = ("files", "steps", "prompts", "wake")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import record
-from engine.batch import Slice, pack, unpack
-from engine.drawing import Wants, draw_tokens
-from engine.wire import Sampling
+from engine.execution.gpu_sampler import Wants, draw_tokens
+from engine.protocol.frames import Sampling
+from engine.step.layout import Slice, pack, unpack
 
 VOCABULARY, ROWS = 128256, (1, 64, 256)
 BYTES_PER_S = 4.3e12

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.record import record
-from engine.batch import Int32s, Sampled
-from engine.blocks import Blocks
-from engine.budget import Limits
-from engine.costs import Costs
-from engine.grouping import Groups
-from engine.loop import Loop
-from engine.scheduler import Scheduler
-from engine.sequence import Door, Sequence
-from engine.wire import Sampling, Scope, ScopeKind, Submit
+from engine.execution.step_loop import Loop
+from engine.protocol.frames import Sampling, Scope, ScopeKind, Submit
+from engine.scheduling.block_pool import Blocks
+from engine.scheduling.prefix_groups import Groups
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Door, Sequence
+from engine.scheduling.token_budget import Limits
+from engine.step.cost_model import Costs
+from engine.step.layout import Int32s, Sampled
 from prefixcache.tree import Tree
 
 DECODES = 256

@@ -29,10 +29,10 @@ def measure() -> tuple[float, float]:
     """(tokens per CPU second of sequences side by side, CPU milliseconds to the first token of one prompt)."""
     import numpy as np
 
-    from engine.loop import Loop, open_scheduler
-    from engine.runner import Runner
-    from engine.sequence import Door
-    from engine.wire import ModelSpec, Sampling, Scope, ScopeKind, Submit
+    from engine.execution.open import Runner
+    from engine.execution.step_loop import Loop, open_scheduler
+    from engine.protocol.frames import ModelSpec, Sampling, Scope, ScopeKind, Submit
+    from engine.scheduling.sequence import Door
 
     spec = ModelSpec(name="ember", folder=str(EMBER), kv_bytes=60_000_000)
     runner = Runner.open(spec, "cpu", 1, lambda: None)

@@ -40,11 +40,11 @@ from typing import Final
 import msgspec
 
 from benchmarks.record import RESULTS, record
-from engine import wire
-from engine.child import Programs, Starts
-from engine.machine import parent_modules, replica_command
-from engine.pulse import Phase, Pulse
-from engine.starts import Forks
+from engine.host.agent import parent_modules, replica_command
+from engine.host.forkserver import Forks
+from engine.host.supervisor import Programs, Starts
+from engine.process.heartbeat import Phase, Pulse
+from engine.protocol import frames as wire
 from gateway.admin.machines import MachineReplicaItem, MachinesItem
 from gateway.bench.client import Measured, Target, request
 from gateway.bench.load import word
@@ -145,8 +145,8 @@ def make_weights(folder: Path, device: str, shards: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from engine.model.config import read_config
-    from engine.weights.names import entries
+    from engine.models.config import read_config
+    from engine.models.weight_names import entries
 
     began, index = time.monotonic(), {}
     draw = torch.Generator(device).manual_seed(0)

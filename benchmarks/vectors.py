@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.record import record
-from engine.encoder.packed import pack
-from engine.encoder.runner import EncoderRunner
-from engine.wire import ModelSpec, Pooling
+from engine.execution.encoder_runner import EncoderRunner
+from engine.protocol.frames import ModelSpec, Pooling
+from engine.step.encoder_layout import pack
 from gateway.text import Text
 from tests import minilm
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engine import wire
+from engine.protocol import frames
 from gateway.added import added
 from gateway.calls.format import FORMATS, Format, format_of
 from gateway.calls.thought import thinks
@@ -59,7 +59,7 @@ class Model:
     text: Text
     calls: Format | None
     thinks: bool
-    spec: wire.ModelSpec
+    spec: frames.ModelSpec
 
     @property
     def id(self) -> str:
@@ -151,7 +151,7 @@ def folder_of(config: Config, entry: ModelConfig) -> Path:
     if entry.folder is not None:
         return Path(entry.folder)
     if entry.name == BUILT_IN:
-        return Path(str(importlib.resources.files("engine") / "ember" / "model"))
+        return Path(str(importlib.resources.files("engine") / "builtin_model"))
     return pulled_folder(config, entry.name)
 
 
@@ -166,11 +166,11 @@ def pulled(config: Config) -> list[str]:
     return [f"@hf/{folder.parent.name}/{folder.name}" for folder in folders]
 
 
-def spec_of(config: Config, entry: ModelConfig) -> wire.ModelSpec:
+def spec_of(config: Config, entry: ModelConfig) -> frames.ModelSpec:
     """What a machine is told about an entry. Reads the model's tokenizer only where prefixes are published."""
     folder, paths = folder_of(config, entry), entry.public_prefixes
     task = _task(folder, entry)
-    return wire.ModelSpec(
+    return frames.ModelSpec(
         name=entry.name,
         folder=str(folder),
         replicas=entry.replicas,

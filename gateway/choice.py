@@ -6,7 +6,7 @@ It does not know dialects, accounts or replicas.
 import secrets
 from typing import Final
 
-from engine.wire import FinishReason, TokenLogprobs
+from engine.protocol.frames import FinishReason, TokenLogprobs
 from gateway.calls.parts import CallArguments, CallBegan, CallEnded, Parser, Part, Plain, Thought
 from gateway.calls.parts import Text as Said
 from gateway.calls.thought import MARKERS, Thinking

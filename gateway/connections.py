@@ -13,7 +13,7 @@ from typing import Self, TypeVar, cast
 
 import msgspec
 
-from engine import wire
+from engine.protocol import frames
 from gateway.tally import Lately, Tally
 
 WRITE_BYTES_MAX = 32 << 20
@@ -28,7 +28,7 @@ class ReplicaLost(Exception):
 class Rejected(Exception):
     """The replica did not accept the request; nothing of it runs."""
 
-    def __init__(self, reason: wire.RejectReason, message: str, retry_after_ms: int) -> None:
+    def __init__(self, reason: frames.RejectReason, message: str, retry_after_ms: int) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
@@ -44,9 +44,9 @@ class Step(msgspec.Struct, frozen=True):
 
     index_in_n: int
     tokens: list[int]
-    started: wire.Started | None = None
-    finish: wire.Finish | None = None
-    logprobs: list[wire.TokenLogprobs] = []
+    started: frames.Started | None = None
+    finish: frames.Finish | None = None
+    logprobs: list[frames.TokenLogprobs] = []
     vector: bytes | None = None  # what a prompt with `pooling` became; its only step has it
 
 
@@ -83,7 +83,7 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._lost: Exception | None = None
         self._submitted_s = time.monotonic()
-        self.started: wire.Started | None = None  # of the choice that started last, whoever took that step
+        self.started: frames.Started | None = None  # of the choice that started last, whoever took that step
         self.taken_s: float | None = None  # from the order's writing to the arrival of its first token
 
     def __aiter__(self) -> Self:
@@ -138,7 +138,7 @@ class Stream:
         steps.append(step)
         self._wake()
 
-    def _begin(self, started: wire.Started) -> None:
+    def _begin(self, started: frames.Started) -> None:
         self.started = started
         if self._asked_s is not None:
             self._connection.waited(self._connection.received_s - self._asked_s)
@@ -181,7 +181,7 @@ class Link:
         self.held_s = held_s
 
     @property
-    def hello(self) -> wire.Hello:
+    def hello(self) -> frames.Hello:
         """What the replica said of itself: context, vocabulary, blocks."""
         assert self._replica.hello is not None
         return self._replica.hello
@@ -190,20 +190,20 @@ class Link:
         self,
         *,
         tokens: bytes,
-        scope: wire.Scope,
-        sampling: wire.Sampling,
+        scope: frames.Scope,
+        sampling: frames.Sampling,
         max_tokens: int,
         stop_ids: list[int] | None = None,
         n: int = 1,
         traceparent: str = "",
-        terms: wire.Terms = wire.Terms(),  # noqa: B008 frozen
+        terms: frames.Terms = frames.Terms(),  # noqa: B008 frozen
         deadline_ms: int = 0,
-        grammar: wire.Grammar | None = None,
-        pooling: wire.Pooling | None = None,
+        grammar: frames.Grammar | None = None,
+        pooling: frames.Pooling | None = None,
     ) -> Stream:
         """Writes one frame. Raises ReplicaLost where the connection ended meanwhile, Rejected where it is congested."""
         return self._replica.submit(
-            lambda id: wire.Submit(
+            lambda id: frames.Submit(
                 id=id,
                 tokens=tokens,
                 scope=scope,
@@ -231,7 +231,7 @@ class Connection(asyncio.Protocol):
         self.lost: asyncio.Future[None] = self.loop.create_future()
         self.why = "the connection was closed"
         self.received_s = 0.0  # when the last bytes came
-        self._frames = wire.FrameReader()
+        self._frames = frames.FrameReader()
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -242,7 +242,7 @@ class Connection(asyncio.Protocol):
         try:
             for frame in self._frames.feed(received):
                 self.receive(frame)
-        except wire.FrameError as error:
+        except frames.FrameError as error:
             self.close(f"it sent {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -250,13 +250,13 @@ class Connection(asyncio.Protocol):
         if not self.lost.done():
             self.lost.set_result(None)
 
-    def receive(self, frame: wire.Frame) -> None:
+    def receive(self, frame: frames.Frame) -> None:
         raise NotImplementedError
 
-    def send(self, frame: wire.Frame) -> None:
+    def send(self, frame: frames.Frame) -> None:
         """Nothing is sent on a connection that has ended."""
         if self._transport is not None:
-            self._transport.write(wire.encode(frame))
+            self._transport.write(frames.encode(frame))
 
     def close(self, why: str) -> None:
         self.why = why
@@ -275,16 +275,16 @@ class Connection(asyncio.Protocol):
 class MachineConnection(Connection):
     """The connection to one machine. `models` are those that it said last it has replicas of."""
 
-    def __init__(self, changed: Callable[["MachineConnection", wire.Fleet], None]) -> None:
+    def __init__(self, changed: Callable[["MachineConnection", frames.Fleet], None]) -> None:
         super().__init__()
         self.models: frozenset[str] = frozenset()
         self._changed = changed
 
-    def receive(self, frame: wire.Frame) -> None:
-        if isinstance(frame, wire.Fleet):
+    def receive(self, frame: frames.Frame) -> None:
+        if isinstance(frame, frames.Fleet):
             self._changed(self, frame)
 
-    def tell(self, wake: wire.Wake) -> None:
+    def tell(self, wake: frames.Wake) -> None:
         """Left out where the machine does not read: it is told again."""
         if self._transport is not None and self._transport.get_write_buffer_size() <= WRITE_BYTES_MAX:
             self.send(wake)
@@ -302,8 +302,8 @@ class ReplicaConnection(Connection):
         self.address = address
         self.waited = waited
         self.lately = Lately()
-        self.hello: wire.Hello | None = None
-        self.load: wire.Load | None = None
+        self.hello: frames.Hello | None = None
+        self.load: frames.Load | None = None
         self._changed = changed
         self._streams: dict[int, Stream] = {}
         self._next = 1
@@ -325,15 +325,15 @@ class ReplicaConnection(Connection):
         return self._since_load[True] + (self.load.background if self.load else 0)
 
     def submit(
-        self, frame_for: Callable[[int], wire.Submit], n: int, *, background: bool, asked_s: float | None
+        self, frame_for: Callable[[int], frames.Submit], n: int, *, background: bool, asked_s: float | None
     ) -> Stream:
         transport = self._transport
         if transport is None:
             raise ReplicaLost(f"the replica at {self.address} was lost: {self.why}")
         if transport.get_write_buffer_size() > WRITE_BYTES_MAX:
-            raise Rejected(wire.RejectReason.BUSY, "the replica reads too slowly, try again", 1000)
+            raise Rejected(frames.RejectReason.BUSY, "the replica reads too slowly, try again", 1000)
         first, self._next = self._next, self._next + n
-        transport.write(wire.encode(frame_for(first)))
+        transport.write(frames.encode(frame_for(first)))
         stream = Stream(self, first, n, asked_s)
         for id in range(first, first + n):
             self._streams[id] = stream
@@ -343,7 +343,7 @@ class ReplicaConnection(Connection):
     def forget(self, stream: Stream, *, cancel: bool) -> None:
         ids = [id for id in range(stream._first, stream._first + stream._n) if self._streams.pop(id, None)]
         if cancel and ids:
-            self.send(wire.Cancel(ids))
+            self.send(frames.Cancel(ids))
 
     def take_back(self) -> None:
         """Ends with Asleep what the replica has not begun with."""
@@ -356,13 +356,13 @@ class ReplicaConnection(Connection):
         """False where that sequence has ended already."""
         if self._streams.pop(id, None) is None:
             return False
-        self.send(wire.Cancel([id]))
+        self.send(frames.Cancel([id]))
         return True
 
-    def receive(self, frame: wire.Frame) -> None:
-        if isinstance(frame, wire.Progress):
+    def receive(self, frame: frames.Frame) -> None:
+        if isinstance(frame, frames.Progress):
             self._progress(frame)
-        elif isinstance(frame, wire.Load):
+        elif isinstance(frame, frames.Load):
             was = self.ready
             self.load, self._since_load = frame, [0, 0]
             if self.hello is not None:
@@ -370,21 +370,21 @@ class ReplicaConnection(Connection):
                 self.lately.take(self.received_s, frame)
             if was != self.ready:
                 self._changed()
-        elif isinstance(frame, wire.Reject):
+        elif isinstance(frame, frames.Reject):
             stream = self._streams.get(frame.id)
             if stream is not None:
                 self.forget(stream, cancel=False)
                 stream._fail(Rejected(frame.reason, frame.message, frame.retry_after_ms))
-        elif isinstance(frame, wire.Hello):
-            if frame.protocol != wire.PROTOCOL:
+        elif isinstance(frame, frames.Hello):
+            if frame.protocol != frames.PROTOCOL:
                 self.close(
-                    f"it speaks protocol {frame.protocol}, this gateway {wire.PROTOCOL}: install the same hearth"
+                    f"it speaks protocol {frame.protocol}, this gateway {frames.PROTOCOL}: install the same hearth"
                 )
                 return
             self.hello = frame
             self._changed()
 
-    def _progress(self, frame: wire.Progress) -> None:
+    def _progress(self, frame: frames.Progress) -> None:
         """What begins or ends goes first: a first token is written before the others' next ones."""
         tokens = memoryview(frame.tokens).cast("I").tolist()
         special = {item.id for column in (frame.started, frame.finished, frame.logprobs) for item in column}
@@ -396,7 +396,7 @@ class ReplicaConnection(Connection):
                 stream._push(Step(id - stream._first, tokens[start : start + count]))
             start += count
 
-    def _progress_in_full(self, frame: wire.Progress, tokens: list[int], special: set[int]) -> None:
+    def _progress_in_full(self, frame: frames.Progress, tokens: list[int], special: set[int]) -> None:
         """Of the sequences of which the frame says more than their tokens, in the order started, going on, ended."""
         gained, start = {item.id: list[int]() for item in frame.started}, 0
         for id, count in zip(frame.ids, frame.counts, strict=True):
@@ -406,7 +406,7 @@ class ReplicaConnection(Connection):
         started = {item.id: item for item in frame.started}
         finished = {item.id: item for item in frame.finished}
         vectors = {item.id: item.values for item in frame.vectors}
-        logprobs: dict[int, list[wire.TokenLogprobs]] = {}
+        logprobs: dict[int, list[frames.TokenLogprobs]] = {}
         for item in frame.logprobs:
             logprobs.setdefault(item.id, []).append(item)
         for id in {**gained, **finished}:
@@ -435,7 +435,7 @@ _C = TypeVar("_C", bound=Connection)
 async def connect(address: str, make: Callable[[], _C]) -> _C:
     """Raises OSError or TimeoutError."""
     loop = asyncio.get_running_loop()
-    target = wire.parse_address(address)
+    target = frames.parse_address(address)
     async with asyncio.timeout(CONNECT_S):
         if isinstance(target, str):
             return (await loop.create_unix_connection(make, target))[1]

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from engine.wire import FinishReason, Pooling, RejectReason, Sampling
+from engine.protocol.frames import FinishReason, Pooling, RejectReason, Sampling
 from gateway import errors, ratelimit
 from gateway.catalogue import Model
 from gateway.connections import Asleep, Rejected, ReplicaLost, Stream, pack

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine import wire
-from engine.wire import Residency
+from engine.protocol import frames
+from engine.protocol.frames import Residency
 from gateway import route
 from gateway.connections import Link, MachineConnection, ReplicaConnection, connect, said
 from gateway.tally import Lately, Tally
@@ -44,7 +44,7 @@ class Unavailable(Exception):
 class _Known:
     """A replica that a machine told of, and the task that keeps the connection to it."""
 
-    state: wire.ReplicaState
+    state: frames.ReplicaState
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     connection: ReplicaConnection | None = None
@@ -105,11 +105,11 @@ class Seen:
     """
 
     machine: str
-    state: wire.ReplicaState
+    state: frames.ReplicaState
     ready: bool
     expected_s: float | None
     problem: str
-    load: wire.Load | None
+    load: frames.Load | None
     lately: Lately
 
     @property
@@ -122,7 +122,7 @@ class MachineSeen:
     """What a machine said last, and why there is no connection to it, where there is none."""
 
     address: str
-    said: wire.Fleet
+    said: frames.Fleet
     problem: str
     replicas: list[Seen]
 
@@ -140,7 +140,7 @@ class Fleet:
         rng: random.Random | None = None,
     ) -> None:
         for address in machine_addresses:
-            wire.parse_address(address)  # a wrong one is an error at the start, not a retry for ever
+            frames.parse_address(address)  # a wrong one is an error at the start, not a retry for ever
         self._addresses = list(dict.fromkeys(machine_addresses))
         self._rng = rng or random.Random()
         self.tally = Tally()
@@ -148,7 +148,7 @@ class Fleet:
         self._waiters = Waiters(self._tell)
         self._known: dict[tuple[str, str], _Known] = {}
         self._machines: dict[str, MachineConnection] = {}
-        self._said: dict[str, wire.Fleet] = {}
+        self._said: dict[str, frames.Fleet] = {}
         self._problems: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -184,7 +184,7 @@ class Fleet:
         return [
             MachineSeen(
                 address,
-                self._said.get(address, wire.Fleet("", [])),
+                self._said.get(address, frames.Fleet("", [])),
                 self._problems.get(address, ""),
                 [replica for replica in seen if replica.machine == address],
             )
@@ -199,7 +199,7 @@ class Fleet:
         """Requests that wait here for the model to come."""
         return self._waiters.count(model)
 
-    def hello(self, model: str) -> wire.Hello | None:
+    def hello(self, model: str) -> frames.Hello | None:
         """What a replica of this model said of itself, on the device or asleep; None while none is connected."""
         of = [known for known in self._of(model) if known.ready]
         first = min(of, key=lambda known: not known.present, default=None)
@@ -329,7 +329,7 @@ class Fleet:
             if self._able(model) or self._hopeless(model):
                 self._waiters.release(model)
 
-    def _tell(self, wake: wire.Wake) -> None:
+    def _tell(self, wake: frames.Wake) -> None:
         for machine in self._machines.values():
             if wake.model in machine.models:
                 machine.tell(wake)
@@ -337,7 +337,7 @@ class Fleet:
     # Connections
 
     async def _keep_machine(self, address: str, group: asyncio.TaskGroup) -> None:
-        def told(machine: MachineConnection, fleet: wire.Fleet) -> None:
+        def told(machine: MachineConnection, fleet: frames.Fleet) -> None:
             self._machines[address] = machine
             self._told(address, machine, fleet, group)
 
@@ -355,7 +355,7 @@ class Fleet:
                 waits = self._waits()
             await asyncio.sleep(next(waits))
 
-    def _told(self, address: str, machine: MachineConnection, fleet: wire.Fleet, group: asyncio.TaskGroup) -> None:
+    def _told(self, address: str, machine: MachineConnection, fleet: frames.Fleet, group: asyncio.TaskGroup) -> None:
         """A machine's new word replaces its old one. Connections stay: they end by themselves when a replica does."""
         self._said[address] = fleet
         told = {state.address: state for state in fleet.replicas}
@@ -427,7 +427,7 @@ class Fleet:
             wait = min(2 * wait, most)
 
 
-def _tell_operators(machine: str, state: wire.ReplicaState) -> None:
+def _tell_operators(machine: str, state: frames.ReplicaState) -> None:
     """Why calls of the model are refused; its callers are told only that they are."""
     fields = {"machine": machine, "model": state.model, "problem": state.problem, "quarantined": state.quarantined}
     log.error("replica_cannot_serve", extra={"fields": fields})

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, Protocol
 
-from engine.wire import Grammar, RejectReason, Scope, Terms
+from engine.protocol.frames import Grammar, RejectReason, Scope, Terms
 from gateway import errors, ratelimit
 from gateway.batch.asked import AskedBatch, AskedResults
 from gateway.calls.thought import MARKERS, after_thought, opens_thought

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.wire import Grammar, GrammarKind
+from engine.protocol.frames import Grammar, GrammarKind
 from gateway.calls import lark
 from gateway.calls.format import Format
 from gateway.errors import Refusal, bad_grammar, bad_input

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from engine import wire
-from engine.wire import Residency
+from engine.protocol import frames
+from engine.protocol.frames import Residency
 from gateway import tls
 from gateway.config import ConfigError
 from gateway.fleet import Fleet
@@ -293,7 +293,7 @@ class _Machines(Collector):
         yield from _memory(said)
 
 
-def _moves(said: Mapping[str, wire.Fleet]) -> CounterMetricFamily:
+def _moves(said: Mapping[str, frames.Fleet]) -> CounterMetricFamily:
     """A machine that starts again counts from zero."""
     counter = CounterMetricFamily("hearth_machine_moves", "Moves of replicas", labels=["machine", "kind", "ending"])
     for machine, fleet in said.items():
@@ -303,7 +303,7 @@ def _moves(said: Mapping[str, wire.Fleet]) -> CounterMetricFamily:
     return counter
 
 
-def _memory(said: Mapping[str, wire.Fleet]) -> Iterator[GaugeMetricFamily]:
+def _memory(said: Mapping[str, frames.Fleet]) -> Iterator[GaugeMetricFamily]:
     """What replicas hold, and what of it they may: of each device, by its index, and of host memory."""
     held = GaugeMetricFamily("hearth_device_held_bytes", "Held of a device's memory", labels=["machine", "device"])
     budget = GaugeMetricFamily("hearth_device_budget_bytes", "Of it, for replicas", labels=["machine", "device"])

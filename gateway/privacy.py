@@ -5,7 +5,7 @@ It decides from the caller's account, its token and its own words alone; a calle
 
 import hashlib
 
-from engine.wire import Scope, ScopeKind, Terms
+from engine.protocol.frames import Scope, ScopeKind, Terms
 from gateway.errors import bad_input
 from gateway.exchange import Exchange
 from tenants.auth.accounts import Caller

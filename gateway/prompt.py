@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.wire import Grammar, Sampling
+from engine.protocol.frames import Grammar, Sampling
 from gateway.body import check_depth
 from gateway.errors import bad_input
 from gateway.options import Within

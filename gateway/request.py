@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from engine.wire import FinishReason
+from engine.protocol.frames import FinishReason
 from gateway import errors, ratelimit
 from gateway.batch.desk import Desk
 from gateway.body import is_json

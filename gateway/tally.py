@@ -5,7 +5,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final
 
-from engine.wire import Hello, Load
+from engine.protocol.frames import Hello, Load
 
 CAUSES: Final = ("space", "cap", "epoch", "age")  # why blocks were evicted
 TURNED_AWAY: Final = ("refused_full", "refused_deadline", "expired_requests", "displaced_requests")  # from the queue

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.wire import Pooling
+from engine.protocol.frames import Pooling
 from gateway.options import Within
 from gateway.reply import Usage
 

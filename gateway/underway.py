@@ -8,7 +8,7 @@ import logging
 import math
 from typing import Final, Protocol
 
-from engine.wire import RejectReason, Scope
+from engine.protocol.frames import RejectReason, Scope
 from gateway import errors, ratelimit
 from gateway.catalogue import Model
 from gateway.connections import Link, Rejected

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from engine.wire import Wake
+from engine.protocol.frames import Wake
 
 AGAIN_S: Final = 1.0  # a machine hears of them anew after it
 GATHER_S: Final = 0.005  # what changes within it is told at once

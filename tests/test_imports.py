@@ -12,7 +12,7 @@ ROOMS = ("gateway", "engine", "prefixcache", "tenants")
 
 # What a room may import of ours: whole rooms, or single modules.
 ALLOWED = {
-    "gateway": ("gateway", "tenants", "engine.wire"),
+    "gateway": ("gateway", "tenants", "engine.protocol.frames"),
     "engine": ("engine", "prefixcache"),
     "tenants": ("tenants",),
     "prefixcache": ("prefixcache",),
@@ -20,40 +20,18 @@ ALLOWED = {
 # Who may import what others made.
 ONLY_IN = {
     "torch": (
-        *(
-            f"engine.{name}"
-            for name in (
-                "runner",
-                "host",
-                "device",
-                "places",
-                "streams",
-                "drawing",
-                "kv",
-                "sampler",
-                "graphs",
-                "arena",
-                "pinned",
-                "kept",
-                "workspace",
-                "sleeping",
-                "landing",
-                "groups",
-                "ranks",
-            )
-        ),
-        *(f"engine.{folder}" for folder in ("weights", "compression", "model", "kernels", "ember", "bench")),
-        *(f"engine.encoder.{name}" for name in ("model", "runner")),
+        *(f"engine.{name}" for name in ("memory", "kvcache", "kernels", "layers", "models", "weights", "execution")),
+        *("engine.bf12", "engine.compression", "engine.bench", "engine.step.sampling"),
     ),
     "triton": ("engine.kernels",),
     "starlette": ("gateway", "tenants.admin"),
     "uvicorn": ("gateway",),
-    "redis": ("tenants.records.store_types*",),
-    "sqlite3": ("tenants.records.store_types*",),
+    "redis": ("tenants.store.redis",),
+    "sqlite3": ("tenants.store.sqlite",),
     "jwt": ("tenants.auth.jwks",),
-    "llguidance": ("engine.grammar",),
+    "llguidance": ("engine.structured_output",),
     "asyncio": ("gateway", "tenants"),
-    "opentelemetry": ("gateway.traces", "engine.traces"),
+    "opentelemetry": ("gateway.traces", "engine.replica.tracing"),
     "pickle": (),
     "marshal": (),
     "shelve": (),
@@ -93,9 +71,9 @@ def _offences(module: str, source: str) -> list[str]:
     found = []
     for name in _imports(module, source):
         top = name.split(".")[0]
-        if top in ROOMS and not _within(name, ALLOWED[room]) and name != "engine.wire":
+        if top in ROOMS and not _within(name, ALLOWED[room]) and name != "engine.protocol.frames":
             found.append(f"{module} imports {name}")
-        if name == "engine.wire" and room not in ("gateway", "engine"):
+        if name == "engine.protocol.frames" and room not in ("gateway", "engine"):
             found.append(f"{module} imports {name}")
         if top in ONLY_IN and not _within(module, ONLY_IN[top]):
             found.append(f"{module} imports {name}")
@@ -116,22 +94,22 @@ def test_imports_go_one_way(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("gateway.generate", "from engine.scheduler import Scheduler"),
-        ("gateway.generate", "import engine.batch"),
+        ("gateway.generate", "from engine.scheduling.scheduler import Scheduler"),
+        ("gateway.generate", "import engine.step.layout"),
         ("gateway.generate", "from engine import batch"),
         ("gateway.generate", "def f():\n    import torch"),
-        ("engine.scheduler", "from tenants.auth.accounts import Account"),
-        ("engine.scheduler", "import torch.nn"),
-        ("engine.scheduler", "from llguidance import LLMatcher"),
-        ("engine.replica", "import asyncio"),
-        ("engine.replica", "def f():\n    from opentelemetry import trace"),
-        ("engine.machine", "import gateway.config"),
-        ("tenants.limits.quota", "from engine.wire import Scope"),
+        ("engine.scheduling.scheduler", "from tenants.auth.accounts import Account"),
+        ("engine.scheduling.scheduler", "import torch.nn"),
+        ("engine.scheduling.scheduler", "from llguidance import LLMatcher"),
+        ("engine.replica.server", "import asyncio"),
+        ("engine.replica.server", "def f():\n    from opentelemetry import trace"),
+        ("engine.host.agent", "import gateway.config"),
+        ("tenants.limits.quota", "from engine.protocol.frames import Scope"),
         ("tenants.limits.quota", "import redis.asyncio"),
         ("prefixcache.tree", "import numpy"),
-        ("prefixcache.tree", "from engine.wire import Scope"),
-        ("engine.wire", "import pickle"),
-        ("engine.ember.train", "from ...gateway import text"),
+        ("prefixcache.tree", "from engine.protocol.frames import Scope"),
+        ("engine.protocol.frames", "import pickle"),
+        ("engine.bench.shapes", "from ...gateway import text"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str) -> None:
@@ -141,14 +119,14 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("gateway.fleet", "from engine import wire"),
-        ("gateway.fleet", "from engine.wire import Scope"),
+        ("gateway.fleet", "from engine.protocol import frames"),
+        ("gateway.fleet", "from engine.protocol.frames import Scope"),
         ("gateway.app", "from tenants.auth.accounts import Accounts"),
-        ("engine.scheduler", "from prefixcache.tree import Tree"),
-        ("engine.model.layers", "import torch"),
+        ("engine.scheduling.scheduler", "from prefixcache.tree import Tree"),
+        ("engine.models.decoder_layer", "import torch"),
         ("tenants.store.redis.store", "import redis.asyncio"),
         ("prefixcache.tree", "import heapq"),
-        ("engine.ember.train", "from .corpus import talk"),
+        ("engine.bench.shapes", "from .session import Engine"),
     ],
 )
 def test_an_allowed_import_is_not_found(module: str, source: str) -> None:

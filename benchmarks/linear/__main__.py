@@ -23,8 +23,8 @@ from benchmarks.linear.alone import GPU, compile_all, done, measure
 from benchmarks.linear.chain import DeviceLostError, tune
 from benchmarks.linear.shapes import MODELS, storages_of, works_of
 from benchmarks.linear.table import Found
-from engine.kernels.choices import device_name
-from engine.kernels.measured import path_of
+from engine.kernels.tuning import device_name
+from engine.kernels.tuning_tables import path_of
 
 
 def main() -> None:

@@ -22,16 +22,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.linear.shapes import BYTES_PER_S, AnyTiling, Shape, Work, tilings_of
-from engine.kernels import coded, coded_hopper, linear
-from engine.kernels.coded import CodedTiling
-from engine.kernels.coded_hopper import Tile
-from engine.kernels.gated import silu_and_multiply
+from engine.bf12.codec import Bf12, Coded, choose_bases, encode, stack
+from engine.bf12.layout import lanes_of
+from engine.kernels import bf12_linear, bf12_linear_hopper, linear
+from engine.kernels.bf12_linear import CodedTiling
+from engine.kernels.bf12_linear_hopper import Tile
 from engine.kernels.linear import Tiling
-from engine.kernels.norm import add_norm
-from engine.weights.codec import Bf12, Coded, choose_bases, encode, stack
-from engine.weights.compressed import multiply_expanded
-from engine.weights.lanes import lanes_of
-from engine.weights.resident import Resident
+from engine.kernels.rms_norm import add_norm
+from engine.kernels.swiglu import silu_and_multiply
+from engine.layers.linear_bf12 import multiply_expanded
+from engine.layers.linear_gpu import Resident
 
 GPU: Final = torch.device("cuda")
 _COPIES_BYTES: Final = 400 << 20
@@ -77,7 +77,7 @@ class Measured:
 
 
 def runs(tiling: AnyTiling, gated: bool) -> Call:
-    module: Any = {Tiling: linear, CodedTiling: coded, Tile: coded_hopper}[type(tiling)]
+    module: Any = {Tiling: linear, CodedTiling: bf12_linear, Tile: bf12_linear_hopper}[type(tiling)]
     multiply = module.multiply_gated if gated else module.multiply
     return lambda x_TK, weight: multiply(x_TK, weight, tiling)
 

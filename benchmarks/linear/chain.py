@@ -31,7 +31,7 @@ from benchmarks.linear.alone import (
 )
 from benchmarks.linear.shapes import MODELS, AnyTiling, Model, Shape, Work, buckets_of
 from benchmarks.linear.table import Found
-from engine.kernels.norm import add_norm
+from engine.kernels.rms_norm import add_norm
 
 _ROWS_MOST: Final = 128
 _REPLAYS: Final = 7

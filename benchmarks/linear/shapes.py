@@ -7,13 +7,13 @@ from typing import Final
 
 import torch
 
-from engine.kernels import coded_hopper
-from engine.kernels.choices import BUCKETS, CODED_BUCKETS
-from engine.kernels.coded import CodedTiling
-from engine.kernels.coded_hopper import Tile
+from engine.bf12.layout import lanes_of
+from engine.kernels import bf12_linear_hopper
+from engine.kernels.bf12_linear import CodedTiling
+from engine.kernels.bf12_linear_hopper import Tile
 from engine.kernels.linear import Tiling
-from engine.kernels.measured import key_of
-from engine.weights.lanes import lanes_of
+from engine.kernels.tuning import BUCKETS, CODED_BUCKETS
+from engine.kernels.tuning_tables import key_of
 
 CODED_CANDIDATES_MOST: Final = 16
 BYTES_PER_S: Final = 4.3e12
@@ -160,7 +160,7 @@ def tilings_of(work: Work, device: torch.device) -> list[AnyTiling]:
     if not work.is_coded:
         return [*candidates(outputs, inputs, work.rows, gated)]
     few = coded_candidates(outputs, inputs, work.rows, gated)
-    if work.rows <= _FEW_ROWS or not coded_hopper.serves(outputs, gated, device):
+    if work.rows <= _FEW_ROWS or not bf12_linear_hopper.serves(outputs, gated, device):
         return [*few]
-    multiprocessors = coded_hopper.multiprocessors_of(device)
-    return [*few, *coded_hopper.candidates(outputs, inputs, work.rows, gated, multiprocessors)]
+    multiprocessors = bf12_linear_hopper.multiprocessors_of(device)
+    return [*few, *bf12_linear_hopper.candidates(outputs, inputs, work.rows, gated, multiprocessors)]

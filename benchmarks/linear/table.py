@@ -9,11 +9,11 @@ from typing import Any
 from benchmarks.linear.alone import Measured
 from benchmarks.linear.shapes import AnyTiling
 from benchmarks.record import record
-from engine.kernels.choices import CODED_KERNELS
-from engine.kernels.coded import CodedTiling
-from engine.kernels.coded_hopper import Tile
+from engine.kernels.bf12_linear import CodedTiling
+from engine.kernels.bf12_linear_hopper import Tile
 from engine.kernels.linear import Tiling
-from engine.kernels.measured import key_of, ratio_key_of
+from engine.kernels.tuning import CODED_KERNELS
+from engine.kernels.tuning_tables import key_of, ratio_key_of
 
 
 def numbers_of(tiling: AnyTiling | None) -> list[Any] | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine.model.config import ModelConfig
+from engine.models.config import ModelConfig
 
 BYTES_PER_S: Final = 4.3e12  # an H200's memory, measured by a copy
 FLOP_PER_S: Final = 790e12  # its bf16 matmuls, measured

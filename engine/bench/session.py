@@ -8,14 +8,14 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from engine.batch import Flight, Int32s, Runs, Sampled
 from engine.bench.vocabulary import write_tokenizer
-from engine.costs import Costs
-from engine.grammar.grammars import Grammars
-from engine.loop import Loop, open_scheduler
-from engine.runner import Runner
-from engine.sequence import Door
-from engine.wire import Grammar, ModelSpec, Sampling, Scope, ScopeKind, Submit
+from engine.execution.open import Runner
+from engine.execution.step_loop import Loop, open_scheduler
+from engine.protocol.frames import Grammar, ModelSpec, Sampling, Scope, ScopeKind, Submit
+from engine.scheduling.sequence import Door
+from engine.step.cost_model import Costs
+from engine.step.layout import Flight, Int32s, Runs, Sampled
+from engine.structured_output.manager import Grammars
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import msgspec
 from engine.bench.breakdown import break_down
 from engine.bench.geometries import Bound
 from engine.bench.session import Engine, Session
-from engine.wire import FrameReader, Grammar, GrammarKind, Hello, ModelSpec, ReplicaSpec
+from engine.protocol.frames import FrameReader, Grammar, GrammarKind, Hello, ModelSpec, ReplicaSpec
 
 _SEED: Final = 1
 _GROUP_PROMPT: Final = 64  # own tokens of a request behind a shared prefix
@@ -257,7 +257,7 @@ def measure_start(model: ModelSpec, device: str) -> Figure:
         took = []
         for _ in range(2):  # the first may still compile
             began = time.perf_counter()
-            command = [sys.executable, "-m", "engine.replica", msgspec.json.encode(spec).decode()]
+            command = [sys.executable, "-m", "engine.replica.server", msgspec.json.encode(spec).decode()]
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             try:
                 _await_hello(Path(folder) / "replica", process)

@@ -25,20 +25,20 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.compression import sums
+from engine.bf12.codec import encode
+from engine.bf12.metadata import PIECE_BYTES, Level, piece_rows
+from engine.bf12.zstd_plane import pack
+from engine.compression import checksums
 from engine.compression.program import add_options, device_for, print_json, run, threads_for
-from engine.compression.reading import Opened, ordered
+from engine.compression.reader import Opened, ordered
 from engine.compression.report import CODED, Report, TensorReport, lines
 from engine.compression.source import Folder, look
 from engine.compression.survey import Counted, Survey, Verdict, count, groups_of, shape_reason, total
 from engine.compression.target import TargetError, appearing, copy_file, require_new, require_room, write_file
-from engine.compression.writing import Made, Writing, as_bytes
-from engine.weights.codec import encode
-from engine.weights.headers import Placed
-from engine.weights.high import pack
-from engine.weights.notes import PIECE_BYTES, Level, piece_rows
+from engine.compression.writer import Made, Writing, as_bytes
 from engine.weights.progress import Progress
-from engine.weights.stored import CheckpointError
+from engine.weights.safetensors_header import Placed
+from engine.weights.tensor_index import CheckpointError
 
 _ESCAPE_BYTES: Final = 10
 _SHARE_LEAST: Final = {Level.DEVICE: 0.75, Level.DISTRIBUTION: 0.6}  # of bf16, that what is coded takes
@@ -150,7 +150,7 @@ def _compress(work: Work, survey: Survey, name: Path, made: Path) -> Iterator[Te
     """Writes one file."""
     header, path = work.folder.weights[name], work.folder.path / name
     digest = hashlib.sha256()
-    said = sums.sums_of(work.folder.sums).get(str(name))
+    said = checksums.sums_of(work.folder.sums).get(str(name))
     pieces = (piece for tensor in header.tensors for piece in _pieces(path, tensor, survey.of(tensor.name).bases_N))
     with (
         closing(Writing(made / name, header, work.level, digest if said else None)) as writing,
@@ -167,7 +167,7 @@ def _compress(work: Work, survey: Survey, name: Path, made: Path) -> Iterator[Te
             yield _reported(name, tensor, verdict, size)
         writing.finish(partial(work.files.read, path))
     if said and digest.hexdigest() != said:
-        raise CheckpointError(f"{path} is not what {sums.NAME} says: get the file again")
+        raise CheckpointError(f"{path} is not what {checksums.NAME} says: get the file again")
 
 
 def _starts(tensor: Placed, coded: bool) -> range:
@@ -235,12 +235,12 @@ def _told(pieces: Iterator[Made], progress: Progress) -> Iterator[Made]:
 def _copy_others(work: Work, made: Path) -> None:
     """All that is not weights, and what the sums of the weights are now."""
     folder = work.folder
-    said = sums.sums_of(folder.sums)
+    said = checksums.sums_of(folder.sums)
     if folder.sums:
         new = [name for name in folder.weights if str(name) in said]
         found = dict(zip(map(str, new), work.pool.map(lambda name: _sha256(made / name), new), strict=True))
-        write_file(made / sums.NAME, sums.encoded(sums.with_sums(folder.sums, found)))
-        write_file(made / sums.ORIGINAL, sums.encoded(folder.sums))
+        write_file(made / checksums.NAME, checksums.encoded(checksums.with_sums(folder.sums, found)))
+        write_file(made / checksums.ORIGINAL, checksums.encoded(folder.sums))
     for name in folder.others:
         copy_file(folder.path / name, made / name, work.progress.more, said.get(str(name)))
 

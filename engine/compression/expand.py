@@ -22,32 +22,23 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.compression import sums
+from engine.bf12 import metadata
+from engine.bf12.codec import Escapes
+from engine.bf12.codec import expand as expanded
+from engine.bf12.layout import words_of
+from engine.bf12.metadata import ALIGNED_BYTES, BASES, PIECE_BYTES, POSITIONS, VALUES, Notes, NotesError, piece_rows
+from engine.bf12.zstd_plane import HighError, unpack
+from engine.compression import checksums
 from engine.compression.program import add_options, device_for, print_json, run, threads_for
-from engine.compression.reading import Opened, ordered
+from engine.compression.reader import Opened, ordered
 from engine.compression.report import Expanded
 from engine.compression.source import weights_of
 from engine.compression.target import appearing, copy_file, files_of, require_new, require_room
-from engine.compression.writing import as_bytes, put
-from engine.weights import notes
-from engine.weights.codec import Escapes
-from engine.weights.codec import expand as expanded
-from engine.weights.headers import Header, read_header, stored_in
-from engine.weights.high import HighError, unpack
-from engine.weights.lanes import words_of
-from engine.weights.notes import (
-    ALIGNED_BYTES,
-    BASES,
-    PIECE_BYTES,
-    POSITIONS,
-    VALUES,
-    Notes,
-    NotesError,
-    piece_rows,
-)
-from engine.weights.planes import gather, original_of
+from engine.compression.writer import as_bytes, put
+from engine.weights.bf12_reader import gather, original_of
 from engine.weights.progress import Progress
-from engine.weights.stored import CheckpointError, Code, Packed, Stored
+from engine.weights.safetensors_header import Header, read_header, stored_in
+from engine.weights.tensor_index import CheckpointError, Code, Packed, Stored
 
 _AGAIN: Final = "get the file again"
 
@@ -101,7 +92,7 @@ def read(path: Path) -> File | None:
     """None of a file that is not compressed. Raises CheckpointError."""
     header = read_header(path)
     try:
-        said = notes.read(header.metadata)
+        said = metadata.read(header.metadata)
     except NotesError as error:
         raise CheckpointError(f"{path} is a compressed file, and {error}") from error
     if said is None:
@@ -126,11 +117,11 @@ def _names_of(source: Path) -> list[Path]:
     """But for the sums of the compressed files."""
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}")
-    return [name for name in files_of(source) if name != Path(sums.NAME)]
+    return [name for name in files_of(source) if name != Path(checksums.NAME)]
 
 
 def _name_of(name: Path) -> Path:
-    return Path(sums.NAME) if name == Path(sums.ORIGINAL) else name
+    return Path(checksums.NAME) if name == Path(checksums.ORIGINAL) else name
 
 
 def _run(job: Job) -> bytearray | memoryview:

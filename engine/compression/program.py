@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from engine.compression.target import TargetError
-from engine.weights.stored import CheckpointError
+from engine.weights.tensor_index import CheckpointError
 
 _FREE_BYTES: Final = 2 << 30  # what pieces may take of a GPU that others use as well
 _THREADS_MOST: Final = {"cpu": 16, "cuda": 8}  # with more, the one that writes is what the others wait for

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.compression import sums
+from engine.bf12 import metadata
+from engine.bf12.metadata import NotesError
+from engine.compression import checksums
 from engine.compression.survey import shape_reason
 from engine.compression.target import files_of
-from engine.weights import notes
-from engine.weights.headers import Header, Placed, read_header
-from engine.weights.notes import NotesError
-from engine.weights.stored import CheckpointError, listed
+from engine.weights.safetensors_header import Header, Placed, read_header
+from engine.weights.tensor_index import CheckpointError, listed
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _SUFFIX: Final = ".safetensors"
 _PICKLES: Final = frozenset((".bin", ".pt", ".pth", ".ckpt", ".pkl"))
-_PLANES: Final = (notes.HIGH, notes.HIGH_ENDS, notes.BASES, notes.POSITIONS, notes.VALUES)
+_PLANES: Final = (metadata.HIGH, metadata.HIGH_ENDS, metadata.BASES, metadata.POSITIONS, metadata.VALUES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,15 @@ def look(path: Path) -> Folder:
     """Raises CheckpointError where nothing of it can be compressed, TargetError where it has what cannot be copied."""
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}")
-    names = [name for name in files_of(path) if name != Path(sums.NAME)]
-    if Path(sums.ORIGINAL) in names:
-        raise CheckpointError(f"{path} has a {sums.ORIGINAL}, which is what its {sums.NAME} would become: rename it")
+    names = [name for name in files_of(path) if name != Path(checksums.NAME)]
+    if Path(checksums.ORIGINAL) in names:
+        raise CheckpointError(
+            f"{path} has a {checksums.ORIGINAL}, which is what its {checksums.NAME} would become: rename it"
+        )
     weights = {name: read_header(path / name) for name in weights_of(path, names)}
     _require_names(path, weights)
     _require_coded(path, weights)
-    said = path / sums.NAME
+    said = path / checksums.NAME
     return Folder(
         path=path,
         weights=weights,
@@ -109,7 +111,7 @@ def _require_names(folder: Path, weights: dict[Path, Header]) -> None:
 
 def _require_original(path: Path, header: Header) -> None:
     try:
-        said = notes.read(header.metadata)
+        said = metadata.read(header.metadata)
     except NotesError as error:
         raise CheckpointError(f"{path} was compressed, and {error}") from error
     if said is not None:

@@ -13,15 +13,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.encoder.config import is_encoder, read_encoder_config
-from engine.encoder.names import encoder_entries
-from engine.encoder.names import prefix_of as encoder_prefix_of
-from engine.kernels.measured import coded_pays
-from engine.model.config import ConfigError, read_config
-from engine.weights.codec import bases_for, codes_of, exponents_of
-from engine.weights.headers import Placed
-from engine.weights.lanes import CODES, fits
-from engine.weights.names import entries, prefix_of
+from engine.bf12.codec import bases_for, codes_of, exponents_of
+from engine.bf12.layout import CODES, fits
+from engine.kernels.tuning_tables import coded_pays
+from engine.models.config import ConfigError, read_config
+from engine.models.encoder_config import is_encoder, read_encoder_config
+from engine.models.encoder_names import encoder_entries
+from engine.models.encoder_names import prefix_of as encoder_prefix_of
+from engine.models.weight_names import entries, prefix_of
+from engine.weights.safetensors_header import Placed
 
 ESCAPES_MOST: Final = 0.0002  # per number: more of them slow a kernel down
 _GATED: Final = "gate_up.weight"

@@ -1,4 +1,4 @@
-"""Attention over paged KV for any mixture of prompts and single rows, by the entries of engine/tiles.py.
+"""Attention over paged KV for any mixture of prompts and single rows, by the entries of engine/step/attention_plan.py.
 
 All query heads of one KV head are rows of one small matmul; a wide entry stacks several rows of the step as well. The
 softmax is the online one of FlashAttention (Dao et al., 2022), partial results are merged by log-sum-exp: exact. The
@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.batch import SEGMENTS_MAX, SPARE_WORD
 from engine.kernels import attention_hopper
-from engine.kernels.overlap import overlaps, release, wait
-from engine.kernels.packed import POSITIONS, TABLE_WIDTH, TABLES, word
-from engine.tiles import ENTRY_WORDS, HEAD_WORDS, Layout
+from engine.kernels.pdl import overlaps, release, wait
+from engine.kernels.step_layout import POSITIONS, TABLE_WIDTH, TABLES, word
+from engine.step.attention_plan import ENTRY_WORDS, HEAD_WORDS, Layout
+from engine.step.layout import SEGMENTS_MAX, SPARE_WORD
 
 _WORDS = tl.constexpr(ENTRY_WORDS)
 _HEAD = tl.constexpr(HEAD_WORDS)  # narrow entries follow at once: one load fewer before the first key is known

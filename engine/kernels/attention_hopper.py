@@ -30,8 +30,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels import packed
-from engine.tiles import ENTRY_WORDS
+from engine.kernels import step_layout
+from engine.step.attention_plan import ENTRY_WORDS
 
 ROWS: Final = 128  # stacked rows of an entry: two warpgroups of 64
 _KEYS: Final = 128
@@ -43,9 +43,9 @@ _NARROW_REGISTERS: Final = 128  # of a thread, before the consumer takes the pro
 _UNIT_MOST: Final = 16  # keys that one copy takes; entries begin at multiples
 _HEAD_DIMS: Final = (64, 128)
 _BLOCK_LEAST: Final = 8  # rows that swizzled shared memory takes together
-_POSITIONS = gl.constexpr(packed.POSITIONS.value)
-_TABLE_WIDTH = gl.constexpr(packed.TABLE_WIDTH.value)
-_TABLES = gl.constexpr(packed.TABLES.value)
+_POSITIONS = gl.constexpr(step_layout.POSITIONS.value)
+_TABLE_WIDTH = gl.constexpr(step_layout.TABLE_WIDTH.value)
+_TABLES = gl.constexpr(step_layout.TABLES.value)
 _WORDS = gl.constexpr(ENTRY_WORDS)
 _HALF = gl.constexpr(ROWS // 2)
 _PANEL = gl.constexpr(64)  # columns of a tile that lie together in shared memory: 128 bytes

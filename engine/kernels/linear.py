@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.overlap import overlaps, release, wait
+from engine.kernels.pdl import overlaps, release, wait
 
 ROWS_MOST = 128  # of the kernels here
 

@@ -1,4 +1,4 @@
-"""Logits → tokens on the device, with the meaning, the order and the noise of engine/sampler.py.
+"""Logits → tokens on the device, with the meaning, the order and the noise of engine/step/sampling.py.
 
 `draw` alone is enough where every row is greedy or has a temperature and nothing else: it reads the logits once. What
 only some rows need comes before it: `add_biases`, `penalise` and `forbid`, on a float32 copy, and `cut`, which finds
@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.batch import SAMPLING_WORDS
-from engine.kernels.packed import (
+from engine.kernels.step_layout import (
     BIAS_IDS,
     BIAS_STARTS,
     BIAS_VALUES,
@@ -24,6 +23,7 @@ from engine.kernels.packed import (
     SAMPLING,
     word,
 )
+from engine.step.layout import SAMPLING_WORDS
 
 CHUNK = 8192  # of the vocabulary, for one program
 _BLOCK = 2048  # of the vocabulary, that a program of `cut` looks at together
@@ -45,7 +45,7 @@ _MASK = tl.constexpr(11)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # splitmix64's
 _FACTOR_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
-_REST_MOST = tl.constexpr(1.0 - 2.0**-24)  # this and the next as engine/sampler.py has them
+_REST_MOST = tl.constexpr(1.0 - 2.0**-24)  # this and the next as engine/step/sampling.py has them
 _TEMPERATURE_LEAST = tl.constexpr(1e-10)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _EDGES = tl.constexpr(4)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig
-from engine.model.layers import Bare, Head, Layer, Linear, Parameters
-from engine.weights.codec import Bf12, Index
-from engine.weights.forms import FIRSTS, PLACES, SCALES, VALUES, WORDS
-from engine.weights.storage import Dense
+from engine.bf12.codec import Bf12, Index
+from engine.layers.linear_cpu import Dense
+from engine.models.config import ModelConfig
+from engine.models.decoder_layer import Bare, Head, Layer, Linear, Parameters
+from engine.weights.formats import FIRSTS, PLACES, SCALES, VALUES, WORDS
 
 
 def assemble(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> Parameters:
@@ -76,11 +76,11 @@ def _tied(embedding: Tensor | Bf12) -> Linear:
 
 def _stored(weight_NK: Tensor | Bf12, bias_N: Tensor | None) -> Linear:
     if isinstance(weight_NK, Bf12):
-        from engine.weights.compressed import Compressed  # only here, like the next: a CPU needs no Triton
+        from engine.layers.linear_bf12 import Compressed  # only here, like the next: a CPU needs no Triton
 
         return Compressed(weight_NK, bias_N)
     if weight_NK.is_cuda:
-        from engine.weights.resident import Resident
+        from engine.layers.linear_gpu import Resident
 
         return Resident(weight_NK, bias_N)
     return Dense(weight_NK, bias_N)

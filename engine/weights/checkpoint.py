@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from engine.weights import notes
-from engine.weights.headers import read_header, stored_in
-from engine.weights.names import Source
-from engine.weights.planes import gather
-from engine.weights.stored import BF12, ITEM_BYTES, CheckpointError, Stored, listed
+from engine.bf12 import metadata
+from engine.models.weight_names import Source
+from engine.weights.bf12_reader import gather
+from engine.weights.safetensors_header import read_header, stored_in
+from engine.weights.tensor_index import BF12, ITEM_BYTES, CheckpointError, Stored, listed
 
 __all__ = ["Checkpoint", "CheckpointError", "Stored"]
 
@@ -108,8 +108,8 @@ def _paths(folder: Path) -> list[Path]:
 def _read(path: Path) -> dict[str, Stored]:
     header = read_header(path)
     try:
-        said = notes.read(header.metadata)
-    except notes.NotesError as error:
+        said = metadata.read(header.metadata)
+    except metadata.NotesError as error:
         raise CheckpointError(f"{path}: {error}") from error
     tensors = stored_in(path, header)
     if said is not None:

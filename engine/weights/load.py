@@ -12,14 +12,14 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from engine.models.weight_names import Entry
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.forms import Forms, allocate, bytes_of, coded_bytes_of
-from engine.weights.names import Entry
+from engine.weights.formats import Forms, allocate, bytes_of, coded_bytes_of
 from engine.weights.pieces import Matrix, matrices_of, plain_pieces
 from engine.weights.progress import Progress
 from engine.weights.random import random_revision
-from engine.weights.stored import Stored
-from engine.weights.transfer import Piece, transfer
+from engine.weights.streaming import Piece, transfer
+from engine.weights.tensor_index import Stored
 
 _log = logging.getLogger(__name__)
 

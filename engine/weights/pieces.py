@@ -9,12 +9,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.weights import lanes, notes
-from engine.weights.codec import Escapes
-from engine.weights.lanes import ZEROS, words_of
-from engine.weights.notes import BASES, HIGH_ENDS, POSITIONS, VALUES, piece_rows
-from engine.weights.stored import CheckpointError, Packed, Stored
-from engine.weights.transfer import Piece, Rows, pieces_of, transfer
+from engine.bf12 import layout, metadata
+from engine.bf12.codec import Escapes
+from engine.bf12.layout import ZEROS, words_of
+from engine.bf12.metadata import BASES, HIGH_ENDS, POSITIONS, VALUES, piece_rows
+from engine.weights.streaming import Piece, Rows, pieces_of, transfer
+from engine.weights.tensor_index import CheckpointError, Packed, Stored
 
 _CPU: Final = torch.device("cpu")
 _DTYPES: Final = {
@@ -80,7 +80,7 @@ def _matrix(name: str, stored: Stored, small: Mapping[str, Tensor]) -> Matrix:
     code = stored.code
     assert code is not None
     bases_N, positions_E, values_E = (small[name + plane] for plane in (BASES, POSITIONS, VALUES))
-    if bool(((bases_N != ZEROS) & ((bases_N < lanes.BASES.start) | (bases_N >= lanes.BASES.stop))).any()):
+    if bool(((bases_N != ZEROS) & ((bases_N < layout.BASES.start) | (bases_N >= layout.BASES.stop))).any()):
         raise CheckpointError(f"{stored.path}: {name} has bases that are none: compress its model anew")
     if len(positions_E) and not _ascend(positions_E, stored.numbers):
         raise CheckpointError(f"{stored.path}: {name} has escapes at no places of it: compress its model anew")
@@ -97,6 +97,6 @@ def _ascend(positions_E: Tensor, numbers: int) -> bool:
 def _frames(name: str, high: Packed, small: Mapping[str, Tensor]) -> list[range]:
     ends = small[name + HIGH_ENDS].tolist()
     frames = [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
-    if not all(0 < len(frame) <= notes.PIECE_BYTES for frame in frames) or ends[-1] > high.frames.bytes:
+    if not all(0 < len(frame) <= metadata.PIECE_BYTES for frame in frames) or ends[-1] > high.frames.bytes:
         raise CheckpointError(f"{high.ends.path}: {name} has frames that do not fit: get the file again")
     return [range(high.frames.first + frame.start, high.frames.first + frame.stop) for frame in frames]

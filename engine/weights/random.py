@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.weights.forms import allocate, is_norm, plain
-from engine.weights.names import Entry
+from engine.models.weight_names import Entry
+from engine.weights.formats import allocate, is_norm, plain
 
 log = logging.getLogger(__name__)
 

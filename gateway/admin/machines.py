@@ -4,7 +4,7 @@ from typing import Final
 
 import msgspec
 
-from engine import wire
+from engine.protocol import frames
 from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
 from gateway.fleet import Fleet, MachineSeen, Seen
 from tenants.auth.accounts import Permission
@@ -99,7 +99,7 @@ def _machine(fleet: Fleet, machine: MachineSeen) -> MachineItem:
 
 def _replica(seen: Seen, waiting: int) -> MachineReplicaItem:
     state = seen.state
-    held = state.memory or wire.Placed(state.residency)
+    held = state.memory or frames.Placed(state.residency)
     return MachineReplicaItem(
         model=state.model,
         residency=state.residency.name,

@@ -10,7 +10,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 _ANSWER_S: Final = 10.0
-_KINDS: Final = {"gateway": ("gateway.cli", "gateway"), "replica": ("engine.replica",)}
+_KINDS: Final = {"gateway": ("gateway.cli", "gateway"), "replica": ("engine.replica.server",)}
 
 
 class Cores:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from engine.wire import Grammar
+from engine.protocol.frames import Grammar
 from gateway.calls.deepseek import DeepSeek, DeepSeekFenced
 from gateway.calls.ember import Ember
 from gateway.calls.hermes import Hermes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.wire import Grammar, GrammarKind
+from engine.protocol.frames import Grammar, GrammarKind
 from gateway.calls.schemas import Function, arguments, offered, refusal
 from gateway.calls.tape import CALLS_MAX
 from gateway.prompt import ToolChoice

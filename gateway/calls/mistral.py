@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from engine.wire import Grammar
+from engine.protocol.frames import Grammar
 from gateway.calls import lark, objects
 from gateway.calls.schemas import Function, arguments, offered
 from gateway.calls.tape import Reader, Reading, Tape

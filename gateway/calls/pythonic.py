@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from engine.wire import Grammar
+from engine.protocol.frames import Grammar
 from gateway.calls import lark, literals, objects
 from gateway.calls.schemas import Function, Property, offered, properties, refusal, types
 from gateway.calls.tape import Reader, Reading, Tape

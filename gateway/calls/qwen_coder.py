@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NoReturn
 
-from engine.wire import Grammar
+from engine.protocol.frames import Grammar
 from gateway.calls import lark, literals, objects
 from gateway.calls.schemas import (
     ANNOTATIONS,

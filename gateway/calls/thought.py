@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from engine.wire import Grammar, GrammarKind
+from engine.protocol.frames import Grammar, GrammarKind
 from gateway.calls import lark
 from gateway.calls.parts import Parser, Part, Thought
 from gateway.calls.tape import Reading, Tape, overlap

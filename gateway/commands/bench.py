@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from engine.wire import MEMORY_SUFFIX
+from engine.protocol.frames import MEMORY_SUFFIX
 from gateway.bench.beside import Cores, Share
 from gateway.bench.client import Measured, Target, measure_in_processes
 from gateway.bench.load import Load

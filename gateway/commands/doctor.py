@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.wire import MEMORY_SHARE
+from engine.protocol.frames import MEMORY_SHARE
 from gateway.catalogue import entries
 from gateway.commands import hardware
 from gateway.commands.folders import Unserved, look

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from engine import wire
+from engine.protocol import frames
 from gateway.catalogue import folder_of
 from gateway.commands.hardware import MEMORY, Room
 from gateway.commands.sizes import Sizes, read_config, sizes_of
@@ -65,15 +65,15 @@ def look(config: Config, entry: ModelConfig, rooms: list[Room]) -> Look:
     return Look(sizes, text, vectors)
 
 
-def _inspected(folder: Path, entry: ModelConfig, task: Task) -> wire.Inspected:
+def _inspected(folder: Path, entry: ModelConfig, task: Task) -> frames.Inspected:
     """What its replica loads. Raises Unserved with what the engine says of the folder."""
-    spec = wire.ModelSpec(
+    spec = frames.ModelSpec(
         name=entry.name,
         folder=str(folder),
         context_tokens=entry.context_tokens,
         vectors=task is Task.EMBEDDINGS,
     )
-    command = [sys.executable, "-P", "-m", "engine.weights.inspection", msgspec.json.encode(spec).decode()]
+    command = [sys.executable, "-P", "-m", "engine.weights.validate", msgspec.json.encode(spec).decode()]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_S)
     except subprocess.TimeoutExpired as error:
@@ -81,7 +81,7 @@ def _inspected(folder: Path, entry: ModelConfig, task: Task) -> wire.Inspected:
     if asked.returncode:
         said = asked.stderr.strip().splitlines() or [f"looking at {folder} ended with status {asked.returncode}"]
         raise Unserved(said[-1], _OTHER if asked.returncode == _OF_CONFIG else _COMPLETE)
-    return msgspec.json.decode(asked.stdout, type=wire.Inspected)
+    return msgspec.json.decode(asked.stdout, type=frames.Inspected)
 
 
 def _require_ids(folder: Path, text: Text, vocabulary: int) -> None:
@@ -93,7 +93,7 @@ def _require_ids(folder: Path, text: Text, vocabulary: int) -> None:
 
 
 def _require_room(
-    entry: ModelConfig, sizes: Sizes, inspected: wire.Inspected | None, task: Task, rooms: list[Room]
+    entry: ModelConfig, sizes: Sizes, inspected: frames.Inspected | None, task: Task, rooms: list[Room]
 ) -> None:
     """Raises Unserved where weights and the KV of one context are more than the largest device may hold."""
     room = max(rooms, key=lambda room: room.budget_bytes)
@@ -112,7 +112,7 @@ def _require_room(
     )
 
 
-def _weights_bytes(entry: ModelConfig, inspected: wire.Inspected, task: Task, room: Room) -> int:
+def _weights_bytes(entry: ModelConfig, inspected: frames.Inspected, task: Task, room: Room) -> int:
     """On the device: only GPUs have weights in 12 bits, and only beside others in bfloat16."""
     number_bytes = _number_bytes(entry, task, room)
     if room.device == MEMORY or entry.dtype not in ("auto", "bfloat16"):

@@ -1,4 +1,5 @@
-"""`hearth machine`: this host's replicas alone. It becomes `python -m engine.machine`; nothing of the gateway stays."""
+"""`hearth machine`: this host's replicas alone. It becomes `python -m engine.host.agent`; nothing of the gateway
+stays."""
 
 import argparse
 import os
@@ -7,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine import wire
+from engine.protocol import frames
 from gateway.catalogue import entries, spec_of
 from gateway.commands.words import add_command, read_settings
 from gateway.config import Config
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 def machine_command(config: Config) -> list[str]:
     """The command line of this host's machine."""
     url = config.telemetry.otlp_url
-    spec = wire.MachineSpec(
+    spec = frames.MachineSpec(
         name=config.machine.name,
         address=config.machine_address,
         folder=str(config.run_folder),
@@ -57,6 +58,6 @@ def machine_command(config: Config) -> list[str]:
         device_bytes=config.machine.device_bytes,
         memory_bytes=config.machine.memory_bytes,
         threads=config.machine.threads,
-        telemetry=wire.Telemetry(otlp_url=url, service=config.telemetry.service) if url is not None else None,
+        telemetry=frames.Telemetry(otlp_url=url, service=config.telemetry.service) if url is not None else None,
     )
-    return [sys.executable, "-P", "-m", "engine.machine", msgspec.json.encode(spec).decode()]
+    return [sys.executable, "-P", "-m", "engine.host.agent", msgspec.json.encode(spec).decode()]

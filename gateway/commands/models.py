@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.wire import MEMORY_SUFFIX, Fleet, Memory
+from engine.protocol.frames import MEMORY_SUFFIX, Fleet, Memory
 from gateway.catalogue import entries, folder_of, price_of
 from gateway.commands import adding, compressing, hardware, warm
 from gateway.commands.residencies import fleets, in_words, replicas_of

@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from engine import wire
+from engine.protocol import frames
 from gateway.config import Config
 
 _ASK_S = 1.0
@@ -15,12 +15,12 @@ class MachineSide:
     """A watcher of one machine's word about its replicas. Never blocks for long."""
 
     def __init__(self, address: str) -> None:
-        self._target = wire.parse_address(address)
+        self._target = frames.parse_address(address)
         self._socket: socket.socket | None = None
-        self._frames = wire.FrameReader()
-        self._said: wire.Fleet | None = None
+        self._frames = frames.FrameReader()
+        self._said: frames.Fleet | None = None
 
-    def look(self) -> wire.Fleet | None:
+    def look(self) -> frames.Fleet | None:
         """What it said last; None while it cannot be reached."""
         try:
             if self._socket is None:
@@ -28,18 +28,18 @@ class MachineSide:
             assert self._socket is not None
             received = self._socket.recv(1 << 16)
             for frame in self._frames.feed(received):
-                if isinstance(frame, wire.Fleet):
+                if isinstance(frame, frames.Fleet):
                     self._said = frame
             if not received:
                 self.close()
         except BlockingIOError:
             pass
-        except (OSError, wire.FrameError):
+        except (OSError, frames.FrameError):
             self.close()
         return self._said
 
     def _connect(self) -> None:
-        self._frames = wire.FrameReader()
+        self._frames = frames.FrameReader()
         kind = socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET
         self._socket = socket.socket(kind)
         self._socket.settimeout(0.5)
@@ -57,7 +57,7 @@ class MachineSide:
         self._said = None
 
 
-def fleets(config: Config) -> list[wire.Fleet]:
+def fleets(config: Config) -> list[frames.Fleet]:
     """What those of the configured machines say that answer within a second in all."""
     sides = [MachineSide(address) for address in config.machine_addresses]
     try:
@@ -74,25 +74,25 @@ def fleets(config: Config) -> list[wire.Fleet]:
             side.close()
 
 
-def replicas_of(model: str, said: Iterable[wire.Fleet]) -> Iterator[wire.ReplicaState]:
+def replicas_of(model: str, said: Iterable[frames.Fleet]) -> Iterator[frames.ReplicaState]:
     for fleet in said:
         yield from (replica for replica in fleet.replicas if replica.model == model)
 
 
-def at_rest(replica: wire.ReplicaState) -> bool:
+def at_rest(replica: frames.ReplicaState) -> bool:
     """Whether it sleeps and would wake for a call; not while it moves, nor where it cannot be started."""
-    asleep = replica.residency is not wire.Residency.DEVICE and replica.toward is replica.residency
+    asleep = replica.residency is not frames.Residency.DEVICE and replica.toward is replica.residency
     return asleep and not replica.problem and replica.ready_ms >= 0 and not replica.quarantined
 
 
-def in_words(replicas: Sequence[wire.ReplicaState]) -> str:
+def in_words(replicas: Sequence[frames.ReplicaState]) -> str:
     """`2 × device`, `memory → device`, …; `-` where there are none."""
     told = [_words(replica) for replica in replicas]
     counted = [f"{told.count(word)} × {word}" if told.count(word) > 1 else word for word in dict.fromkeys(told)]
     return ", ".join(counted) or "-"
 
 
-def _words(replica: wire.ReplicaState) -> str:
+def _words(replica: frames.ReplicaState) -> str:
     where = replica.residency.name.lower()
     moving = "" if replica.toward is replica.residency else f" → {replica.toward.name.lower()}"
     return f"{where}{moving}{', quarantined' if replica.quarantined else ''}"

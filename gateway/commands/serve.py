@@ -25,7 +25,7 @@ from typing import Any, Final, TextIO
 
 import msgspec
 
-from engine import wire
+from engine.protocol import frames
 from gateway.catalogue import entries
 from gateway.commands.machine import machine_command
 from gateway.commands.residencies import MachineSide, at_rest
@@ -275,7 +275,7 @@ class Household:
         self._answered = self._answered or self._answers("/healthz")
         said = self._machine_side.look()
         for replica in said.replicas if said is not None else []:
-            if replica.residency is wire.Residency.DEVICE:
+            if replica.residency is frames.Residency.DEVICE:
                 self._said.pop(replica.address, None)
                 self._welcome(replica.model, f"is ready after {elapsed_s:.1f} s")
             elif self._rests(replica, elapsed_s):
@@ -286,13 +286,13 @@ class Household:
                 self._progress_at = elapsed_s + _PROGRESS_S
                 self._say(f"{replica.model}: {replica.problem}, {elapsed_s:.0f} s so far")
 
-    def _say_news(self, replica: wire.ReplicaState) -> None:
+    def _say_news(self, replica: frames.ReplicaState) -> None:
         """Once, as long as it stays the same."""
         if replica.problem not in ("", self._said.get(replica.address)):
             self._said[replica.address] = replica.problem
             self._say(f"{replica.model}: {replica.problem}")
 
-    def _rests(self, replica: wire.ReplicaState, elapsed_s: float) -> bool:
+    def _rests(self, replica: frames.ReplicaState, elapsed_s: float) -> bool:
         """Whether it has slept for a while: before, its machine may not have decided yet where it is to be."""
         if not at_rest(replica):
             self._resting_since.pop(replica.address, None)

@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 import msgspec
 from tqdm import tqdm
 
-from engine.wire import ModelSpec, Warmed
+from engine.protocol.frames import ModelSpec, Warmed
 from gateway.catalogue import entries, spec_of
 from gateway.commands.words import add_action, fail, print_json
 from gateway.config import Config, ConfigError
@@ -94,7 +94,7 @@ def _told(config: Config, spec: ModelSpec, checking: bool, report: Callable[[str
 def _warm(config: Config, spec: ModelSpec, checking: bool, report: Callable[[str], object]) -> Warmed:
     """Raises WarmError. It runs in a process of its own, as replicas do: they alone load torch."""
     device = config.machine.device
-    command = [sys.executable, "-P", "-m", "engine.warming", msgspec.json.encode(spec).decode(), device]
+    command = [sys.executable, "-P", "-m", "engine.execution.warmup", msgspec.json.encode(spec).decode(), device]
     environment = {_CACHE_NAME: str(config.kernels_folder), **os.environ}
     process = subprocess.Popen(
         [*command, "look"] if checking else command, env=environment, text=True, stdout=subprocess.PIPE,

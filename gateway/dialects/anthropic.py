@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.wire import Sampling
+from engine.protocol.frames import Sampling
 from gateway import sse
 from gateway.body import decode
 from gateway.constraint import FREE, of_schema

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.wire import Pooling
+from engine.protocol.frames import Pooling
 from gateway.body import decode
 from gateway.errors import bad_input
 from gateway.options import Within

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from engine.wire import Sampling
+from engine.protocol.frames import Sampling
 from gateway.constraint import (
     Constraint,
     GuidedChoice,

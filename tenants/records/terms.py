@@ -99,7 +99,8 @@ def tighter(limits: Limits, own: Limits) -> Limits:
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an operator sells: limits, and the treatment beside others (engine.wire.Terms says what each does there).
+    """What an operator sells: limits, and the treatment beside others (engine.protocol.frames.Terms says what each
+    does there).
 
     `wait_s` is how long a request may wait for its turn before it is refused, None: as long as it lives.
     `revision` grows with every change.

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import escapes
 from benchmarks.lossless import SMALL_GEOMETRY
-from engine.weights.codec import choose_bases, encode
+from engine.bf12.codec import choose_bases, encode
 
 
 @pytest.fixture

@@ -23,13 +23,13 @@ from benchmarks.linear.shapes import (
     works_of,
 )
 from benchmarks.linear.table import Found, numbers_of
-from engine.kernels import choices, coded, coded_hopper
-from engine.kernels.choices import CODED_BUCKETS, choose, choose_coded
-from engine.kernels.coded import CodedTiling
-from engine.kernels.coded_hopper import Tile
-from engine.kernels.expand import expand
+from engine.bf12.codec import Bf12, Index
+from engine.kernels import bf12_linear, bf12_linear_hopper, tuning
+from engine.kernels.bf12_expand import expand
+from engine.kernels.bf12_linear import CodedTiling
+from engine.kernels.bf12_linear_hopper import Tile
 from engine.kernels.linear import Tiling
-from engine.weights.codec import Bf12, Index
+from engine.kernels.tuning import CODED_BUCKETS, choose, choose_coded
 
 CPU = torch.device("cpu")
 TILING, TILE = CodedTiling(64, 1, 2, 3, 4, 4), Tile(128, 4)
@@ -46,13 +46,13 @@ def launched(shape: Shape, rows: int, tiling: CodedTiling, monkeypatch: pytest.M
             return lambda *arguments, **options: kernels.append(grid)
 
     for name in ("_multiply_row", "_multiply_rows"):
-        monkeypatch.setattr(coded, name, Kernel())
+        monkeypatch.setattr(bf12_linear, name, Kernel())
     none = torch.zeros(0)
     weight = Bf12(
         torch.empty(outputs, inputs // 8 * 3, dtype=torch.int32, device="meta"), Index(none, none, none, none)
     )
     x_TK = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
-    (coded.multiply_gated if gated else coded.multiply)(x_TK, weight, tiling)
+    (bf12_linear.multiply_gated if gated else bf12_linear.multiply)(x_TK, weight, tiling)
     return bool(kernels)
 
 
@@ -71,10 +71,10 @@ def test_the_few_candidates_for_few_rows_are_taken_by_their_kernel(
 def test_tiles_are_tried_where_they_run_and_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work((4096, 4096, False), 128, True)
     assert not any(isinstance(tiling, Tile) for tiling in tilings_of(work, CPU))
-    monkeypatch.setattr(coded_hopper, "serves", lambda outputs, gated, device: True)
-    monkeypatch.setattr(coded_hopper, "multiprocessors_of", lambda device: 132)
+    monkeypatch.setattr(bf12_linear_hopper, "serves", lambda outputs, gated, device: True)
+    monkeypatch.setattr(bf12_linear_hopper, "multiprocessors_of", lambda device: 132)
     assert tilings_of(work, CPU) == [
-        *coded_candidates(4096, 4096, 128, False), *coded_hopper.candidates(4096, 4096, 128, False, 132)
+        *coded_candidates(4096, 4096, 128, False), *bf12_linear_hopper.candidates(4096, 4096, 128, False, 132)
     ]  # fmt: skip
     few = Work((4096, 4096, False), 64, True)
     assert tilings_of(few, CPU) == coded_candidates(4096, 4096, 64, False) != []
@@ -111,9 +111,9 @@ def test_the_fastest_of_each_kernel_and_the_library_are_in_the_final() -> None:
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What is written here is what the engine reads."""
-    monkeypatch.setattr(choices, "table_of", lambda gpu: json.loads((tmp_path / "gpu.json").read_text()))
+    monkeypatch.setattr(tuning, "table_of", lambda gpu: json.loads((tmp_path / "gpu.json").read_text()))
     for name in ("_choose", "_choose_coded"):
-        monkeypatch.setattr(choices, name, getattr(choices, name).__wrapped__)
+        monkeypatch.setattr(tuning, name, getattr(tuning, name).__wrapped__)
     return tmp_path / "gpu.json"
 
 

@@ -60,7 +60,11 @@ class Hearth:
     def replicas(self) -> list[psutil.Process]:
         """Without the warm parent, which is told their modules' names."""
         lines = {found: " ".join(found.cmdline()) for found in self.processes()}
-        return [found for found, line in lines.items() if "engine.replica" in line and "engine.parent" not in line]
+        return [
+            found
+            for found, line in lines.items()
+            if "engine.replica.server" in line and "engine.replica.zygote" not in line
+        ]
 
 
 def run_hearth(folder: Path, *words: str) -> str:

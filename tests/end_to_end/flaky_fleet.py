@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import uvloop
 
-from engine import wire
+from engine.protocol import frames
 from tests.gateway.stub_replica import Behaviour, Running, StubConnection, StubFleet, StubReplica
 
 FAILING: Final = 350  # of 10,000 sequences end with an error of the replica's
@@ -23,13 +23,13 @@ CUTTING: Final = 5  # of 10,000 take the gateway's connection along, and all tha
 class FlakyConnection(StubConnection):
     """Which sequences fail, and at which token, depends on what was asked, and when."""
 
-    def _next(self, running: Running, behaviour: Behaviour) -> tuple[list[int], wire.Finish | None]:
+    def _next(self, running: Running, behaviour: Behaviour) -> tuple[list[int], frames.Finish | None]:
         draw = zlib.crc32(b"%d %d" % (running.seed, running.id)) % 10_000
         if running.emitted >= running.submit.max_tokens // 2:
             if draw < CUTTING:
                 self.close()
             elif draw < CUTTING + FAILING:
-                return [], wire.Finish(running.id, wire.FinishReason.ERROR, running.emitted, "it was drawn to fail")
+                return [], frames.Finish(running.id, frames.FinishReason.ERROR, running.emitted, "it was drawn to fail")
         return super()._next(running, behaviour)
 
 

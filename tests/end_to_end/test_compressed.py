@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import engine.builtin_model
 import psutil
 import pytest
 import torch
 
+import engine.builtin_model
 from engine.compression.expand import expand
 from tests.end_to_end.conftest import EMBER, Hearth, run_hearth, serving, wait_for
 

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import engine.builtin_model
 import httpx
 import psutil
 import pytest
 import redis
 import torch
 
-from engine.arena import HostMemory
-from engine.kv import KvShape, extent_blocks
-from engine.wire import Memory, memory_path
+import engine.builtin_model
+from engine.kvcache.tensors import KvShape, extent_blocks
+from engine.memory.virtual_memory import HostMemory
+from engine.protocol.frames import Memory, memory_path
 from gateway.text import Text
 from tests.collector import Collector, collecting
 from tests.end_to_end.canary import Canaries, Hit, mappings, read_memory

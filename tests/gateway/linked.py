@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from engine import wire
+from engine.protocol import frames
 from gateway.connections import Link, Step, Stream, pack
 from gateway.fleet import Fleet
 from tests.gateway.served import until
@@ -36,10 +36,10 @@ async def link(fleet: Fleet, wait_s: float = 5.0, model: str = MODEL) -> Link:
 
 
 async def submit(fleet: Fleet, max_tokens: int = 8, n: int = 1, logprobs: int | None = None) -> Stream:
-    sampling = wire.Sampling(logprobs=logprobs)
+    sampling = frames.Sampling(logprobs=logprobs)
     chosen = await link(fleet)
     return chosen.submit(
-        tokens=PROMPT, scope=wire.Scope(wire.ScopeKind.TENANT, SCOPE), sampling=sampling, max_tokens=max_tokens, n=n
+        tokens=PROMPT, scope=frames.Scope(frames.ScopeKind.TENANT, SCOPE), sampling=sampling, max_tokens=max_tokens, n=n
     )
 
 

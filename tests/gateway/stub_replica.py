@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 
-from engine import wire
+from engine.protocol import frames
 
 MODEL = "@cf/test/stub"
 WORDS = list(range(1000, 1064))  # ids of ordinary text in the tests' tokenizer
@@ -36,7 +36,7 @@ class Behaviour:
     step_tokens: int = 1  # tokens per sequence and step
     cached_tokens: int = 0
     announce: bool = False  # a start is told at once, before the first token
-    reject: wire.RejectReason | None = None
+    reject: frames.RejectReason | None = None
     reject_s: float = 0.0  # and so long after it was submitted
     die_at: int | None = None  # every connection is cut once a sequence has this many tokens
     stop_at: int | None = None  # the sequence ends here with its first stop id
@@ -50,7 +50,7 @@ class Running:
     """One sequence."""
 
     id: int
-    submit: wire.Submit
+    submit: frames.Submit
     seed: int
     due: float
     emitted: int = 0
@@ -62,7 +62,7 @@ class StubConnection(asyncio.Protocol):
 
     def __init__(self, replica: "StubReplica") -> None:
         self._replica = replica
-        self._reader = wire.FrameReader()
+        self._reader = frames.FrameReader()
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._running: dict[int, Running] = {}
@@ -89,16 +89,16 @@ class StubConnection(asyncio.Protocol):
 
     def data_received(self, received: bytes) -> None:
         for frame in self._reader.feed(received):
-            if isinstance(frame, wire.Submit):
+            if isinstance(frame, frames.Submit):
                 self._submit(frame)
-            elif isinstance(frame, wire.Cancel):
+            elif isinstance(frame, frames.Cancel):
                 self._replica.cancels.extend(frame.ids)
                 for id in frame.ids:
                     self._running.pop(id, None)
 
-    def send(self, frame: wire.Frame) -> None:
+    def send(self, frame: frames.Frame) -> None:
         if self._transport is not None:
-            self._transport.write(wire.encode(frame))
+            self._transport.write(frames.encode(frame))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -116,11 +116,11 @@ class StubConnection(asyncio.Protocol):
     def sequences(self) -> list[Running]:
         return list(self._running.values())
 
-    def _submit(self, submit: wire.Submit) -> None:
+    def _submit(self, submit: frames.Submit) -> None:
         behaviour = self._replica.behaviour
         self._replica.submits.append(submit)
         if behaviour.reject is not None:
-            reject = wire.Reject(submit.id, behaviour.reject, "as told", 1500)
+            reject = frames.Reject(submit.id, behaviour.reject, "as told", 1500)
             self._loop.call_later(behaviour.reject_s, self.send, reject) if behaviour.reject_s else self.send(reject)
             return
         seed = sum(array("I", submit.tokens))
@@ -129,30 +129,30 @@ class StubConnection(asyncio.Protocol):
             running = Running(submit.id + choice, submit, seed + choice, due, waiting=not behaviour.announce)
             self._running[running.id] = running
             if behaviour.announce:
-                self.send(wire.Progress([], [], b"", [wire.Started(running.id, behaviour.cached_tokens, 0.0)]))
+                self.send(frames.Progress([], [], b"", [frames.Started(running.id, behaviour.cached_tokens, 0.0)]))
         self._step_soon()
 
     def _step_soon(self, after_s: float = 0.0) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._paused and self._running and self._replica.state.residency is wire.Residency.DEVICE:
+        if not self._paused and self._running and self._replica.state.residency is frames.Residency.DEVICE:
             loop = self._loop
             self._timer = loop.call_later(after_s, self._step) if after_s else loop.call_soon(self._step)
 
     def _step(self) -> None:
         """One step for every sequence whose time has come, as one Progress."""
         self._timer = None
-        if self._replica.state.residency is not wire.Residency.DEVICE:
+        if self._replica.state.residency is not frames.Residency.DEVICE:
             return
         behaviour, now = self._replica.behaviour, self._loop.time()
         ids: list[int] = []
         counts: list[int] = []
         tokens: list[int] = []
-        started: list[wire.Started] = []
-        finished: list[wire.Finish] = []
-        logprobs: list[wire.TokenLogprobs] = []
-        vectors: list[wire.Vector] = []
+        started: list[frames.Started] = []
+        finished: list[frames.Finish] = []
+        logprobs: list[frames.TokenLogprobs] = []
+        vectors: list[frames.Vector] = []
         for running in list(self._running.values()):
             if running.due > now + 0.0005:
                 continue
@@ -161,11 +161,11 @@ class StubConnection(asyncio.Protocol):
                 return
             if running.waiting:
                 running.waiting = False
-                started.append(wire.Started(running.id, behaviour.cached_tokens, 0.0))
+                started.append(frames.Started(running.id, behaviour.cached_tokens, 0.0))
             if running.submit.pooling is not None and behaviour.fail_at is None:
                 numbers = behaviour.numbers(array("I", running.submit.tokens).tolist())
-                vectors.append(wire.Vector(running.id, array("f", numbers).tobytes()))
-                finished.append(wire.Finish(running.id, wire.FinishReason.STOP, 0))
+                vectors.append(frames.Vector(running.id, array("f", numbers).tobytes()))
+                finished.append(frames.Finish(running.id, frames.FinishReason.STOP, 0))
                 del self._running[running.id]
                 continue
             new, finish = self._next(running, behaviour)
@@ -179,11 +179,11 @@ class StubConnection(asyncio.Protocol):
                 finished.append(finish)
                 del self._running[running.id]
         if ids or finished:
-            self.send(wire.Progress(ids, counts, array("I", tokens).tobytes(), started, finished, logprobs, vectors))
+            self.send(frames.Progress(ids, counts, array("I", tokens).tobytes(), started, finished, logprobs, vectors))
         if self._running:
             self._step_soon(max(0.0, min(running.due for running in self._running.values()) - self._loop.time()))
 
-    def _next(self, running: Running, behaviour: Behaviour) -> tuple[list[int], wire.Finish | None]:
+    def _next(self, running: Running, behaviour: Behaviour) -> tuple[list[int], frames.Finish | None]:
         submit = running.submit
         count = min(behaviour.step_tokens, submit.max_tokens - running.emitted)
         if behaviour.script is not None:
@@ -194,22 +194,22 @@ class StubConnection(asyncio.Protocol):
         running.emitted += len(new)
         done = running.emitted
         if behaviour.fail_at is not None and done >= behaviour.fail_at:
-            return new, wire.Finish(running.id, wire.FinishReason.ERROR, done, "the stub was told to fail")
+            return new, frames.Finish(running.id, frames.FinishReason.ERROR, done, "the stub was told to fail")
         ended = behaviour.stop_at is not None and done >= behaviour.stop_at
         if behaviour.script is not None and done >= len(behaviour.script):
             ended = True
         if ended and done < submit.max_tokens:
             new = [*new, submit.stop_ids[0]]
-            return new, wire.Finish(running.id, wire.FinishReason.STOP, done + 1)
+            return new, frames.Finish(running.id, frames.FinishReason.STOP, done + 1)
         if done >= submit.max_tokens:
-            return new, wire.Finish(running.id, wire.FinishReason.LENGTH, done)
+            return new, frames.Finish(running.id, frames.FinishReason.LENGTH, done)
         return new, None
 
 
-def _scored(running: Running, token: int) -> wire.TokenLogprobs:
+def _scored(running: Running, token: int) -> frames.TokenLogprobs:
     alternatives = running.submit.sampling.logprobs or 0
     top = [token, *(token + 1 + i for i in range(alternatives - 1))] if alternatives else []
-    return wire.TokenLogprobs(running.id, -0.25, top, [-0.25 - i for i in range(len(top))])
+    return frames.TokenLogprobs(running.id, -0.25, top, [-0.25 - i for i in range(len(top))])
 
 
 def spread(ids: list[int], width: int = 384) -> list[float]:
@@ -226,11 +226,11 @@ class StubReplica:
         self.behaviour = behaviour
         self.model = model
         self.connections: set[StubConnection] = set()
-        self.submits: deque[wire.Submit] = deque(maxlen=100_000)
+        self.submits: deque[frames.Submit] = deque(maxlen=100_000)
         self.cancels: deque[int] = deque(maxlen=100_000)
         self.deaths = 0
-        device = wire.Residency.DEVICE
-        self.state = wire.ReplicaState(model, f"unix:{path}", device, 1, toward=device)
+        device = frames.Residency.DEVICE
+        self.state = frames.ReplicaState(model, f"unix:{path}", device, 1, toward=device)
 
     @property
     def running(self) -> int:
@@ -241,10 +241,10 @@ class StubReplica:
         """Tokens so far of the sequences that run."""
         return sum(one.emitted for connection in self.connections for one in connection.sequences)
 
-    def hello(self) -> wire.Hello:
+    def hello(self) -> frames.Hello:
         behaviour = self.behaviour
-        return wire.Hello(
-            protocol=wire.PROTOCOL,
+        return frames.Hello(
+            protocol=frames.PROTOCOL,
             model=self.model,
             revision="stub",
             boot="1",
@@ -267,7 +267,7 @@ class StubReplica:
         """Tells every gateway how full it is."""
         for connection in list(self.connections):
             running = connection.running
-            load = wire.Load(running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks, blocks=blocks)
+            load = frames.Load(running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks, blocks=blocks)
             connection.send(load)
 
     def die(self) -> None:
@@ -286,7 +286,7 @@ class StubMachine(asyncio.Protocol):
 
     def __init__(self, fleet: "StubFleet") -> None:
         self._fleet = fleet
-        self._frames = wire.FrameReader()
+        self._frames = frames.FrameReader()
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -300,13 +300,13 @@ class StubMachine(asyncio.Protocol):
 
     def data_received(self, received: bytes) -> None:
         for frame in self._frames.feed(received):
-            assert isinstance(frame, wire.Wake), frame
+            assert isinstance(frame, frames.Wake), frame
             self._fleet.wakes.append(frame)
             self._fleet.woken(frame)
 
     def tell(self) -> None:
         if self._transport is not None:
-            self._transport.write(wire.encode(self._fleet.said()))
+            self._transport.write(frames.encode(self._fleet.said()))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -323,13 +323,13 @@ class StubFleet:
         self.replicas = [StubReplica(folder / f"replica-{i}.sock", self.behaviour, model) for i in range(replicas)]
         self.hidden: set[int] = set()  # replicas that the machine does not tell of
         self.machines: set[StubMachine] = set()
-        self.wakes: list[wire.Wake] = []
-        self.woken: Callable[[wire.Wake], None] = lambda wake: None
+        self.wakes: list[frames.Wake] = []
+        self.woken: Callable[[frames.Wake], None] = lambda wake: None
         self.moves = {"wake": 3, "sleep": 2, "wake_failed": 1}
 
-    def said(self) -> wire.Fleet:
+    def said(self) -> frames.Fleet:
         states = [replica.state for i, replica in enumerate(self.replicas) if i not in self.hidden]
-        return wire.Fleet("stub", states, [wire.DeviceState("cpu", 800, 600, 500)], 70, 90, self.moves)
+        return frames.Fleet("stub", states, [frames.DeviceState("cpu", 800, 600, 500)], 70, 90, self.moves)
 
     def tell(self) -> None:
         """The machine says again what it has."""
@@ -339,8 +339,8 @@ class StubFleet:
     def move(
         self,
         index: int,
-        residency: wire.Residency,
-        toward: wire.Residency | None = None,
+        residency: frames.Residency,
+        toward: frames.Residency | None = None,
         ready_ms: int = 0,
         **told: Any,
     ) -> None:
@@ -357,7 +357,7 @@ class StubFleet:
         return sum(replica.running for replica in self.replicas)
 
     @property
-    def submits(self) -> list[wire.Submit]:
+    def submits(self) -> list[frames.Submit]:
         return [submit for replica in self.replicas for submit in replica.submits]
 
     @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.wire import Finish, FinishReason, Sampling
+from engine.protocol.frames import Finish, FinishReason, Sampling
 from gateway.calls.format import FORMATS
 from gateway.calls.thought import MARKERS, opens_thought
 from gateway.catalogue import Model, open_catalogue

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.wire import MEMORY_SUFFIX, Memory
+from engine.protocol.frames import MEMORY_SUFFIX, Memory
 from gateway.cli import main, parser
 from gateway.commands.serve import LOG_BYTES_MAX, base_url, first_call, trim
 from gateway.config import ServerConfig, load_config

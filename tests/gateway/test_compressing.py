@@ -14,15 +14,15 @@ import msgspec
 import pytest
 import torch
 
+from engine.bf12.metadata import Level
 from engine.compression.compress import compress
 from engine.compression.source import look
-from engine.model.config import read_config
+from engine.models.config import read_config
+from engine.models.weight_names import entries as table_of
+from engine.protocol.frames import MEMORY_SUFFIX, Memory, ModelSpec
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.forms import bytes_of, coded_bytes_of, forms_of
-from engine.weights.inspection import inspect
-from engine.weights.names import entries as table_of
-from engine.weights.notes import Level
-from engine.wire import MEMORY_SUFFIX, Memory, ModelSpec
+from engine.weights.formats import bytes_of, coded_bytes_of, forms_of
+from engine.weights.validate import inspect
 from gateway.catalogue import entries, spec_of
 from gateway.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
@@ -30,8 +30,8 @@ from gateway.commands import hardware
 from gateway.commands.sizes import sizes_of
 from gateway.compressed import read_compressed
 from gateway.config import load_config
-from tests.engine.compression.folders import llama_config, llama_tensors, write_file
 from tests.gateway.folders import EMBER
+from tests.support.compressed_folders import llama_config, llama_tensors, write_file
 
 NAME = "@cf/acme/assistant"
 VOCABULARY = 4096

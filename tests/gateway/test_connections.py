@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from engine import wire
+from engine.protocol import frames
 from gateway.connections import STEPS_MAX, Asleep, Rejected, ReplicaLost, Step, pack
 from gateway.fleet import Fleet
 from tests.gateway.linked import PROMPT, SCOPE, collect, connected, link, submit
 from tests.gateway.served import looped, until
 from tests.gateway.stub_replica import StubFleet
 
-DISK, MEMORY, DEVICE = wire.Residency
+DISK, MEMORY, DEVICE = frames.Residency
 
 
 def test_a_request_streams_back_with_start_and_finish(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_a_request_streams_back_with_start_and_finish(tmp_path: Path) -> None:
             assert steps[-1].finish is not None
             assert steps[-1].finish.completion_tokens == 5
             assert all(step.finish is None for step in steps[:-1])
-            assert stub.submits[0].scope == wire.Scope(wire.ScopeKind.TENANT, SCOPE)
+            assert stub.submits[0].scope == frames.Scope(frames.ScopeKind.TENANT, SCOPE)
 
     asyncio.run(scenario())
 
@@ -68,9 +68,9 @@ def test_what_begins_or_ends_in_a_step_is_woken_before_what_goes_on(tmp_path: Pa
                 await until(lambda: len(stub.submits) == 3)
                 goes_on, ends, begins = (submitted.id for submitted in stub.submits)
                 tokens = pack([1, 2, 3, 4])
-                started, finish = [wire.Started(begins, 0, 1.0)], [wire.Finish(ends, wire.FinishReason.LENGTH, 2)]
+                started, finish = [frames.Started(begins, 0, 1.0)], [frames.Finish(ends, frames.FinishReason.LENGTH, 2)]
                 (connection,) = stub.replicas[0].connections
-                connection.send(wire.Progress([goes_on, ends, begins], [1, 2, 1], tokens, started, finish))
+                connection.send(frames.Progress([goes_on, ends, begins], [1, 2, 1], tokens, started, finish))
             assert woken == [2, 1, 0]
             assert [task.result().tokens for task in tasks] == [[1], [2, 3], [4]]
             assert [task.result().finish for task in tasks] == [None, finish[0], None]
@@ -139,7 +139,7 @@ def test_submitting_on_a_link_whose_replica_went_raises(tmp_path: Path) -> None:
             stub.replicas[0].die()
             await until(lambda: not fleet.replicas()[0].ready)
             with pytest.raises(ReplicaLost):
-                chosen.submit(tokens=PROMPT, scope=wire.Scope(), sampling=wire.Sampling(), max_tokens=1)
+                chosen.submit(tokens=PROMPT, scope=frames.Scope(), sampling=frames.Sampling(), max_tokens=1)
 
     asyncio.run(scenario())
 
@@ -147,10 +147,10 @@ def test_submitting_on_a_link_whose_replica_went_raises(tmp_path: Path) -> None:
 def test_a_rejection_reaches_the_caller_with_its_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path) as (stub, fleet):
-            stub.behaviour.reject = wire.RejectReason.BUSY
+            stub.behaviour.reject = frames.RejectReason.BUSY
             with pytest.raises(Rejected) as raised:
                 await collect(await submit(fleet, n=2))
-            assert (raised.value.reason, raised.value.retry_after_ms) == (wire.RejectReason.BUSY, 1500)
+            assert (raised.value.reason, raised.value.retry_after_ms) == (frames.RejectReason.BUSY, 1500)
             stub.behaviour.reject = None
             assert len(await collect(await submit(fleet))) == 8
 
@@ -160,7 +160,7 @@ def test_a_rejection_reaches_the_caller_with_its_reason(tmp_path: Path) -> None:
 def test_another_protocol_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         stub = StubFleet(tmp_path)
-        monkeypatch.setattr(wire, "PROTOCOL", 99)
+        monkeypatch.setattr(frames, "PROTOCOL", 99)
         hello = stub.replicas[0].hello()
         monkeypatch.undo()
         monkeypatch.setattr(stub.replicas[0], "hello", lambda: hello)

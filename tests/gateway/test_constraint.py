@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.wire import GrammarKind
+from engine.protocol.frames import GrammarKind
 from gateway.constraint import FREE, SOURCE_BYTES_MAX, ResponseFormat, constraint
 from gateway.errors import Refusal
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.wire import Grammar, GrammarKind, Sampling
+from engine.protocol.frames import Grammar, GrammarKind, Sampling
 from gateway.calls.ember import Ember
 from gateway.calls.format import Format
 from gateway.calls.hermes import Hermes

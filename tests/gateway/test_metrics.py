@@ -3,7 +3,7 @@ import time
 from pathlib import Path
 from typing import cast
 
-from engine.wire import Residency
+from engine.protocol.frames import Residency
 from gateway.app import build_app
 from gateway.fleet import Fleet
 from gateway.metrics import OUTCOMES_MAX, Metrics

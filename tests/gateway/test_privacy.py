@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.wire import Scope, ScopeKind, Submit
+from engine.protocol.frames import Scope, ScopeKind, Submit
 from gateway.journal import Lines
 from gateway.privacy import scope_of, terms_of
 from gateway.text import Text

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.bf12.metadata import Level
 from engine.compression.compress import compress
 from engine.compression.source import look
-from engine.weights.notes import Level
-from engine.wire import Pooling
+from engine.protocol.frames import Pooling
 from gateway.catalogue import BUILT_IN, folder_of, open_catalogue
 from gateway.checksums import SUMS_NAME, read_sums, require_sums
 from gateway.compressed import read_compressed

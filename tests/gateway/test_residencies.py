@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.wire import DeviceState, Fleet, ReplicaState, Residency, encode
+from engine.protocol.frames import DeviceState, Fleet, ReplicaState, Residency, encode
 from gateway.cli import main
 from gateway.commands.residencies import at_rest, fleets, in_words
 from gateway.commands.serve import Household

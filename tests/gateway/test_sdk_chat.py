@@ -10,7 +10,7 @@ from cloudflare import AsyncCloudflare
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from engine.wire import GrammarKind
+from engine.protocol.frames import GrammarKind
 from gateway.config import ModelConfig
 from tenants.records.terms import Limits
 from tests.gateway.served import Served, looped, served

@@ -14,7 +14,7 @@ import pytest
 from cloudflare import AsyncCloudflare
 from openai import AsyncOpenAI
 
-from engine.wire import RejectReason
+from engine.protocol.frames import RejectReason
 from tenants.records.terms import Limits
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from engine.wire import GrammarKind
+from engine.protocol.frames import GrammarKind
 from tenants.records.terms import Limits
 from tests.gateway.served import Served, looped, served
 from tests.gateway.stub_replica import MODEL

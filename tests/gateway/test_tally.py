@@ -1,4 +1,4 @@
-from engine.wire import PROTOCOL, Hello, Load
+from engine.protocol.frames import PROTOCOL, Hello, Load
 from gateway.tally import COUNTED, LATELY_S, Lately, Tally
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.wire import Pooling
+from engine.protocol.frames import Pooling
 from gateway.config import ModelConfig
 from gateway.tasks import Task, context_of, read_vectors, task_of
 from gateway.text import FolderError

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine import wire
-from engine.wire import Residency
+from engine.protocol import frames
+from engine.protocol.frames import Residency
 from gateway import connections
 from gateway.config import ModelConfig
 from tests.gateway.served import Served, looped, served, until
@@ -27,7 +27,7 @@ async def sleep(gateway: Served, index: int = 0, **told: Any) -> None:
 def wakes_after(gateway: Served, seconds: float, index: int = 0) -> None:
     """The machine moves the replica to the device once it is asked, and takes so long."""
 
-    def woken(wake: wire.Wake) -> None:
+    def woken(wake: frames.Wake) -> None:
         if wake.requests and gateway.fleet.replicas[index].state.toward is not DEVICE:
             gateway.fleet.move(index, MEMORY, toward=DEVICE, ready_ms=int(1000 * seconds))
             asyncio.get_running_loop().call_later(seconds, gateway.fleet.move, index, DEVICE)
@@ -130,7 +130,7 @@ async def test_past_the_least_of_all_deadlines_it_is_503_with_the_expected_wait(
 async def test_whose_time_ends_in_a_replica_that_wakes_is_told_when_to_come_back(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         await sleep(gateway, toward=DEVICE, ready_ms=6_500)
-        gateway.behaviour.reject = wire.RejectReason.BUSY
+        gateway.behaviour.reject = frames.RejectReason.BUSY
         answer = await gateway.run(prompt="hello")
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, 3040, "7")
         assert "is being loaded" in answer.message

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from engine.wire import Wake
+from engine.protocol.frames import Wake
 from gateway import waiters
 from gateway.waiters import QUEUED_PATIENCE_MS, Waiters
 from tests.gateway.served import looped, until

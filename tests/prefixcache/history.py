@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from engine.blocks import Blocks
+from engine.scheduling.block_pool import Blocks
 from prefixcache import tree as unbroken
 from prefixcache.namespace import Keep, Namespace, ScopeName, Share
 from prefixcache.tree import Lease

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.blocks import Blocks
+from engine.scheduling.block_pool import Blocks
 from prefixcache import tree as module
 from prefixcache.namespace import Keep, Namespace, Share
 from prefixcache.tree import Lease

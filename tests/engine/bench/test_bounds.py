@@ -6,7 +6,7 @@ import pytest
 
 from engine.bench.geometries import GEOMETRIES, Bound, write_folder
 from engine.bench.shapes import nano_draw
-from engine.model.config import read_config
+from engine.models.config import read_config
 
 
 def _bound(name: str, folder: Path) -> Bound:

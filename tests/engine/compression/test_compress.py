@@ -21,21 +21,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engine.bf12 import metadata as notes
+from engine.bf12.metadata import ALIGNED_BYTES, Level
 from engine.compression import survey
+from engine.compression.checksums import sums_of, with_sums
 from engine.compression.compress import compress, estimate
 from engine.compression.expand import expand
 from engine.compression.report import Report, lines
 from engine.compression.source import look
-from engine.compression.sums import sums_of, with_sums
-from engine.compression.writing import Writing
-from engine.weights import notes
-from engine.weights.headers import header_bytes, read_header
-from engine.weights.notes import ALIGNED_BYTES, Level
-from engine.weights.stored import CheckpointError
+from engine.compression.writer import Writing
+from engine.weights.safetensors_header import header_bytes, read_header
+from engine.weights.tensor_index import CheckpointError
 from gateway.checksums import read_sums, require_sums, write_sums
-from tests.engine import coded_files
-from tests.engine.compression.folders import llama_config, llama_tensors, with_bits, write_file, write_folder
-from tests.engine.test_weights_codec import gaussian
+from tests.engine.bf12.test_codec import gaussian
+from tests.support import bf12_files
+from tests.support.compressed_folders import llama_config, llama_tensors, with_bits, write_file, write_folder
 
 CPU = torch.device("cpu")
 LEVELS = pytest.mark.parametrize("level", Level, ids=lambda level: level.name)
@@ -397,7 +397,7 @@ def test_a_frame_is_no_longer_than_a_piece(tmp_path: Path) -> None:
     compressed(folder, tmp_path / "made", Level.DISTRIBUTION)
     long = 2 * notes.PIECE_BYTES
     planes = load_file(path) | {"weight.high": torch.zeros(long).byte(), "weight.high_ends": torch.tensor([long])}
-    coded_files.write_file(path, planes, read_header(path).metadata)
+    bf12_files.write_file(path, planes, read_header(path).metadata)
     with pytest.raises(CheckpointError, match="weight has frames that end where they cannot"):
         expand(tmp_path / "made", tmp_path / "back", CPU)
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine.bf12.metadata import Level
 from engine.compression.compress import compress
 from engine.compression.expand import expand
 from engine.compression.source import look
 from engine.compression.target import SUFFIX, TargetError, appearing, files_of
-from engine.weights.notes import Level
-from tests.engine.compression.folders import write_folder
-from tests.engine.test_weights_codec import gaussian
+from tests.engine.bf12.test_codec import gaussian
+from tests.support.compressed_folders import write_folder
 
 CPU = torch.device("cpu")
 

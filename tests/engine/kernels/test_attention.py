@@ -1,5 +1,5 @@
-"""engine/tiles.py with engine/kernels/attention.py against an oracle that knows neither: mixtures of prompts, single
-rows and segments; what a row must not read is NaN, and so is the output before."""
+"""engine/step/attention_plan.py with engine/kernels/attention.py against an oracle that knows neither: mixtures of
+prompts, single rows and segments; what a row must not read is NaN, and so is the output before."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import tiles
-from engine.batch import Segment, Slice, pack, unpack
 from engine.kernels import attention, reference
-from engine.wire import Sampling
-from tests.engine.kernels.steps import DEVICE, error, poisoned, random
+from engine.protocol.frames import Sampling
+from engine.step import attention_plan
+from engine.step.layout import Segment, Slice, pack, unpack
+from tests.support.steps import DEVICE, error, poisoned, random
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
@@ -62,7 +62,7 @@ def check(case: Case, seed: int = 0) -> None:
     )  # fmt: skip
     if DEVICE.type == "cpu":
         layout = replace(layout, narrow_programs=case.programs, few_programs=case.programs, wide_programs=case.programs)
-    work = tiles.build(packed, batch, layout)
+    work = attention_plan.build(packed, batch, layout)
     step = torch.from_numpy(np.concatenate((packed, work.words))).to(DEVICE)
     rows = len(batch.tokens_T)
     slices_T = np.repeat(np.arange(len(slices)), np.diff(batch.query_starts_S1))

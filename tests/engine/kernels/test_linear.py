@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.kernels.choices import BUCKETS, choose
 from engine.kernels.linear import Tiling, multiply, multiply_gated
-from tests.engine.kernels.steps import DEVICE, error, poisoned, random
+from engine.kernels.tuning import BUCKETS, choose
+from tests.support.steps import DEVICE, error, poisoned, random
 
 SMALL = [Tiling(16, 32, 1, 2, 4), Tiling(32, 16, 3, 2, 4)]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

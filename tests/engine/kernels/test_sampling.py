@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import Slice, pack, unpack
 from engine.kernels import sampling
-from engine.sampler import _key, noise, sample
-from engine.wire import Sampling
-from tests.engine.kernels.steps import DEVICE, random
+from engine.protocol.frames import Sampling
+from engine.step.layout import Slice, pack, unpack
+from engine.step.sampling import _key, noise, sample
+from tests.support.steps import DEVICE, random
 
 
 def step_of(

@@ -4,8 +4,8 @@ import asyncio
 import os
 from pathlib import Path
 
-from engine import wire
-from engine.wire import Residency
+from engine.protocol import frames
+from engine.protocol.frames import Residency
 from tests.gateway.admin.house import kept
 from tests.gateway.served import looped, until
 from tests.gateway.stub_replica import MODEL
@@ -15,7 +15,7 @@ from tests.gateway.stub_replica import MODEL
 async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) -> None:
     async with kept(tmp_path, replicas=2) as house:
         stub, fleet = house.gateway.fleet, house.gateway.app._gateway.fleet
-        placed = wire.Placed(
+        placed = frames.Placed(
             Residency.MEMORY,
             device_bytes=11,
             memory_bytes=12,

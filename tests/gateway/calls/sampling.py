@@ -10,9 +10,9 @@ import numpy as np
 from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.grammar.library import open_matcher
-from engine.grammar.source import lark_of
-from engine.wire import Grammar
+from engine.protocol.frames import Grammar
+from engine.structured_output.lark_source import lark_of
+from engine.structured_output.llguidance_backend import open_matcher
 
 EMBER = Path(__file__).parents[3] / "engine" / "builtin_model" / "tokenizer.json"
 END = "<|end|>"

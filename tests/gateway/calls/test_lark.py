@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from engine.grammar.library import open_matcher
-from engine.grammar.source import lark_of
-from engine.wire import Grammar, GrammarKind
+from engine.protocol.frames import Grammar, GrammarKind
+from engine.structured_output.lark_source import lark_of
+from engine.structured_output.llguidance_backend import open_matcher
 from gateway.calls import lark
 from gateway.calls.format import FORMATS
 from gateway.errors import Refusal

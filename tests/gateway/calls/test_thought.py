@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.wire import Grammar, GrammarKind
+from engine.protocol.frames import Grammar, GrammarKind
 from gateway.calls.format import FORMATS
 from gateway.calls.thought import MARKERS, Thinking, after_thought, opens_thought, thinks
 from gateway.prompt import AUTO, ToolChoice

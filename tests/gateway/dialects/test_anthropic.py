@@ -18,7 +18,7 @@ from anthropic.types import (
 from anthropic.types.beta.message_create_params import MessageCreateParamsStreaming as BetaStreaming
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
-from engine.wire import GrammarKind
+from engine.protocol.frames import GrammarKind
 from gateway.dialects.anthropic import CountTokens, Messages
 from gateway.errors import Refusal
 from gateway.prompt import Prompt, ToolChoice

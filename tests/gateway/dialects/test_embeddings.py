@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from engine.wire import Pooling, RejectReason
+from engine.protocol.frames import Pooling, RejectReason
 from gateway.catalogue import BUILT_IN
 from gateway.config import ModelConfig
 from gateway.embed import AT_ONCE_MAX

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.wire import Grammar, GrammarKind
+from engine.protocol.frames import Grammar, GrammarKind
 from gateway.dialects.native import Native, Reply
 from gateway.errors import Refusal
 from gateway.options import Within

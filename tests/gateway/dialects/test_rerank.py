@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from engine.wire import Pooling
+from engine.protocol.frames import Pooling
 from gateway.config import ModelConfig
 from tests import minilm
 from tests.gateway.served import PRICE, Served, looped, served

@@ -7,7 +7,7 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine.wire import Sampling
+from engine.protocol.frames import Sampling
 from gateway import errors
 from gateway.dialects.response_items import Reply
 from gateway.dialects.responses import Input, echoed

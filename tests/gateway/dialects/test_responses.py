@@ -16,7 +16,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from openai.types.responses.response_input_param import FunctionCallOutput
 from openai.types.shared_params import Reasoning
 
-from engine.wire import GrammarKind
+from engine.protocol.frames import GrammarKind
 from gateway.dialects.responses import InputTokens, Responses
 from gateway.errors import Refusal
 from gateway.prompt import Prompt, ToolChoice

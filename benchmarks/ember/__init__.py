@@ -1,0 +1,1 @@
+"""Ember, the built-in model: the text it learns from, its tokenizer, its training and its measure."""

@@ -1,0 +1,296 @@
+"""bf16 weights in 12 bits each, without loss: the code, and what it leaves out. It knows no files and no kernels.
+
+A row of a trained matrix uses few exponents. Sixteen in a row have a code, the first of which is the row's base. Of
+each number the sign, the exponent counted from the base, and the mantissa are kept, 12 bits. What has another exponent
+is an escape: its place holds the least code there is, and it stands beside the matrix with its position, exactly,
+whatever its bits are. A row of zeros has base 0: they alone have a code then. That each row has its own base costs a
+byte, and matters: rows of tokens that were never trained, and of neurons that died, are smaller than the others by far.
+
+A row is cut into blocks of 8 · L numbers, L lanes: number i · L + c of a block is lane c's i-th. A block is 3 · L words
+of 32 bits: L words of high halves, then twice L of low bytes. Four bytes at a time belong to two numbers of two lanes,
+q counting pairs of numbers and j pairs of lanes:
+
+    bytes of (q, j)   lane 2j of number 2q, lane 2j+1 of 2q, lane 2j of 2q+1, lane 2j+1 of 2q+1
+    high              word 2j: those of q=0, and of q=1 turned left by 4 bits; word 2j+1: of q=2, and of q=3 turned
+    low               words 2j and 2j+1 of the first L: of q=0 and q=1; of the second L: of q=2 and q=3
+
+A high byte has the sign in bit 7 and the counted exponent's upper bits in 2, 1 and 0, so that two fit into one; a low
+byte has the exponent's last bit above the mantissa. Two masks, one turn and a byte permutation per pair of numbers make
+bf16 of it: (high | 0x40) above low. That is the number times 2^(128 − base), which a matmul undoes on its float32 sums.
+
+E escapes, N outputs, K inputs, W = 3 · K ÷ 8 words of a row, G groups of 16 outputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from engine.bf12 import codec_numpy
+from engine.bf12.layout import (  # fmt: skip
+    BASES,
+    CODES,
+    GROUP_OUTPUTS,
+    INPUTS_MOST,
+    LANES,
+    ZEROS,
+    block_of,
+    fits,
+    lanes_of,
+    words_of,
+)
+
+__all__ = [
+    "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "bases_for",
+    "choose_bases", "codes_of", "decode", "encode", "expand", "exponents_of", "fits", "index", "lanes_of", "stack",
+    "words_of",
+]  # fmt: skip
+
+_EXPONENTS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Escapes:
+    """What a coded matrix [outputs, inputs] does not hold. Positions are output · inputs + input, ascending."""
+
+    outputs: int
+    inputs: int
+    bases_N: Tensor  # uint8
+    positions_E: Tensor  # int64
+    values_E: Tensor  # bfloat16
+
+    def cut(self, outputs: range, inputs: range) -> Self:
+        """Those of a part of the matrix, counted within it."""
+        n_E, k_E = self.positions_E // self.inputs, self.positions_E % self.inputs
+        inside_E = (n_E >= outputs.start) & (n_E < outputs.stop) & (k_E >= inputs.start) & (k_E < inputs.stop)
+        n_E, k_E = n_E[inside_E] - outputs.start, k_E[inside_E] - inputs.start
+        positions_E = n_E * len(inputs) + k_E
+        bases_N = self.bases_N[outputs.start : outputs.stop]
+        return type(self)(len(outputs), len(inputs), bases_N, positions_E, self.values_E[inside_E])
+
+    def rows(self, outputs: range) -> Self:
+        """Those of some whole rows, counted within them. It takes no time to speak of."""
+        ends = torch.tensor((outputs.start * self.inputs, outputs.stop * self.inputs), device=self.positions_E.device)
+        first, last = torch.searchsorted(self.positions_E, ends).tolist()
+        positions_E = self.positions_E[first:last] - outputs.start * self.inputs
+        bases_N = self.bases_N[outputs.start : outputs.stop]
+        return type(self)(len(outputs), self.inputs, bases_N, positions_E, self.values_E[first:last])
+
+    def to(self, device: torch.device) -> Self:
+        moved = (tensor.to(device) for tensor in (self.bases_N, self.positions_E, self.values_E))
+        return type(self)(self.outputs, self.inputs, *moved)
+
+    @property
+    def rate(self) -> float:
+        """Escapes per number."""
+        return len(self.positions_E) / max(1, self.outputs * self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A bf16 matrix in 12 bits a number."""
+
+    words_NW: Tensor  # int32
+    escapes: Escapes
+
+    def cut(self, outputs: range, inputs: range) -> Self:
+        """A part of it, for one of several ranks. `inputs` are whole blocks of the matrix."""
+        words = words_of(len(inputs))
+        first = words_of(inputs.start)
+        assert lanes_of(len(inputs)) == lanes_of(self.escapes.inputs), "a part whose blocks are others"
+        assert inputs.start % block_of(self.escapes.inputs) == 0, "a part that begins within a block"
+        words_NW = self.words_NW[outputs.start : outputs.stop, first : first + words]
+        return type(self)(words_NW.contiguous(), self.escapes.cut(outputs, inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The escapes of several matrices of equal inputs below each other, as kernels look for them: by groups of 16
+    outputs, of which a kernel's tile has one or more.
+
+    scales_N    float32: what a sum of each output is multiplied with: 2^(base − 128); 0 of zeros
+    firsts_G    int32, G + 1 of them: the first escape of each group, and their number
+    places_E    int32: the output's lowest 15 bits, then 16 bits of input
+    values_E    bfloat16: the numbers themselves, not scaled
+    """
+
+    scales_N: Tensor
+    firsts_G: Tensor
+    places_E: Tensor
+    values_E: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bf12:
+    """A weight in 12 bits a number as kernels take it: coded matrices of equal inputs below each other."""
+
+    words_NW: Tensor  # int32, contiguous
+    index: Index
+
+    @property
+    def outputs(self) -> int:
+        return len(self.words_NW)
+
+    @property
+    def inputs(self) -> int:
+        return self.words_NW.shape[1] * 8 // 3
+
+    @property
+    def bytes(self) -> int:
+        index = self.index
+        tensors = (self.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def stack(coded: Sequence[Coded]) -> Bf12:
+    """Below each other in this order."""
+    return Bf12(torch.cat([one.words_NW for one in coded]), index([one.escapes for one in coded]))
+
+
+def exponents_of(weight_NK: Tensor) -> Tensor:
+    """int64 [N, 256]: how many numbers of each row have each exponent; 0 counts zeros alone, 1 subnormals too."""
+    bits = weight_NK.contiguous().view(torch.int16)
+    exponents = (bits >> 7).to(torch.uint8).int()
+    exponents += torch.arange(len(bits), dtype=torch.int32, device=bits.device)[:, None] * _EXPONENTS
+    counts_NX = torch.bincount(exponents.view(-1), minlength=len(bits) * _EXPONENTS).view(-1, _EXPONENTS)
+    some_S = counts_NX[:, 0].nonzero().view(-1)  # of few rows it is asked which of these are zeros
+    zeros_S = (bits[some_S] & 0x7FFF == 0).sum(1)
+    counts_NX[some_S, 1] += counts_NX[some_S, 0] - zeros_S
+    counts_NX[some_S, 0] = zeros_S
+    return counts_NX
+
+
+def bases_for(counts_NX: Tensor) -> Tensor:
+    """uint8 [N]: the base that leaves each row the fewest escapes, of what `exponents_of` has counted."""
+    below_NX = torch.nn.functional.pad(counts_NX.cumsum(1), (1, 0))
+    coded_NB = below_NX[:, BASES.start + CODES : BASES.stop + CODES] - below_NX[:, BASES.start : BASES.stop]
+    most_N, bases_N = coded_NB.max(1)
+    return (bases_N + BASES.start).where(most_N > counts_NX[:, 0], ZEROS).to(torch.uint8)
+
+
+def choose_bases(weight_NK: Tensor) -> Tensor:
+    """uint8 [N]: the base that leaves each row the fewest escapes; any base is right."""
+    return bases_for(exponents_of(weight_NK))
+
+
+def codes_of(counts_NX: Tensor, bases_N: Tensor) -> Tensor:
+    """int64 [17]: how many numbers have each code with these bases, and last how many are escapes."""
+    codes_C = torch.arange(CODES, device=counts_NX.device)
+    coded_C = counts_NX.gather(1, bases_N.long()[:, None] + codes_C)
+    coded_C = coded_C.where((bases_N != ZEROS)[:, None] | (codes_C == 0), 0).sum(0)
+    return torch.cat((coded_C, (counts_NX.sum() - coded_C.sum())[None]))
+
+
+def encode(weight_NK: Tensor, bases_N: Tensor) -> Coded:
+    """The result lies on the weight's device, as the bases do. On a GPU it takes some 6 bytes of memory a number."""
+    assert weight_NK.dtype == torch.bfloat16
+    assert bases_N.dtype == torch.uint8
+    outputs, inputs = weight_NK.shape
+    assert fits(outputs, inputs)
+    by = _encode_on_host if weight_NK.device.type == "cpu" else _encode
+    words_NW, positions_E = by(weight_NK.contiguous(), bases_N)
+    return Coded(words_NW, Escapes(outputs, inputs, bases_N, positions_E, weight_NK.reshape(-1)[positions_E]))
+
+
+def _encode_on_host(weight_NK: Tensor, bases_N: Tensor) -> tuple[Tensor, Tensor]:
+    outputs, inputs = weight_NK.shape
+    words_NW = torch.empty(outputs, words_of(inputs), dtype=torch.int32)
+    positions = codec_numpy.encode(*_on_host(weight_NK, words_NW, bases_N))
+    return words_NW, torch.from_numpy(positions)
+
+
+def _on_host(
+    weight_NK: Tensor, words_NW: Tensor, bases_N: Tensor
+) -> tuple[codec_numpy.Integers, codec_numpy.Integers, codec_numpy.Bases]:
+    """Their memory as codec_host.py has it."""
+    inputs = weight_NK.shape[1]
+    pairs = lanes_of(inputs) // 2
+    numbers, words = (tensor.numpy().view("u4") for tensor in (weight_NK.view(torch.int16), words_NW))
+    bases_M = bases_N.numpy().repeat(inputs // block_of(inputs))
+    return numbers.reshape(-1, 8, pairs), words.reshape(-1, 3, pairs, 2), bases_M
+
+
+def _encode(weight_NK: Tensor, bases_N: Tensor) -> tuple[Tensor, Tensor]:
+    bits = weight_NK.view(torch.int16)
+    counted = (bits & 0x7FFF) - (bases_N.to(torch.int16) << 7)[:, None]
+    most_N = (bases_N != ZEROS).to(torch.int16) * (CODES * 128 - 1)
+    outside = (counted < 0) | (counted > most_N[:, None])
+    counted.masked_fill_(outside, 0)
+    high = ((bits >> 8 & 0x80) | counted >> 8).to(torch.uint8).masked_fill_(outside, 0)
+    high_NBQJ, low_NBQJ = _fours(high), _fours(counted.to(torch.uint8))
+    turned = high_NBQJ[:, :, 1::2]
+    turned = (turned << 4) | ((turned >> 28) & 0xF)
+    high_NBL = (high_NBQJ[:, :, 0::2] | turned).transpose(2, 3)
+    low_NBPL = low_NBQJ.unflatten(2, (2, 2)).transpose(3, 4)  # P halves, then lanes
+    words_NW = torch.cat((high_NBL.unsqueeze(2), low_NBPL), 2).reshape(len(weight_NK), -1)
+    return words_NW, outside.view(-1).nonzero().view(-1)
+
+
+def decode(coded: Coded) -> Tensor:
+    """The matrix again, bit for bit, on the device of its code."""
+    return expand(coded.words_NW, coded.escapes)
+
+
+def expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
+    """As `decode`."""
+    by = _expand_on_host if words_NW.device.type == "cpu" else _expand
+    weight_NK = by(words_NW.contiguous(), escapes)
+    weight_NK.view(-1)[escapes.positions_E] = escapes.values_E
+    return weight_NK
+
+
+def _expand_on_host(words_NW: Tensor, escapes: Escapes) -> Tensor:
+    weight_NK = torch.empty(len(words_NW), escapes.inputs, dtype=torch.bfloat16)
+    codec_numpy.expand(*_on_host(weight_NK, words_NW, escapes.bases_N))
+    return weight_NK
+
+
+def _expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
+    lanes = lanes_of(escapes.inputs)
+    words_NBSL = words_NW.view(len(words_NW), -1, 3, lanes)
+    high, low = words_NBSL[:, :, 0].unflatten(2, (lanes // 2, 2)), words_NBSL[:, :, 1:]
+    turned = ((high >> 4) & 0x0FFFFFFF) | (high << 28)
+    high_NBQJ = torch.stack((high, turned), 4).flatten(3).transpose(2, 3) & _SIGNED  # lanes' pairs, then q
+    low_NBQJ = low.unflatten(3, (lanes // 2, 2)).transpose(3, 4).flatten(2, 3)
+    high_NK, low_NK = _rows(high_NBQJ), _rows(low_NBQJ)
+    counted = (high_NK & 7).to(torch.int16) << 8 | low_NK
+    counted += (escapes.bases_N.to(torch.int16) << 7)[:, None]
+    return ((high_NK & 0x80).to(torch.int16) << 8 | counted).view(torch.bfloat16)
+
+
+def index(escapes: Sequence[Escapes]) -> Index:
+    """Of matrices below each other in this order."""
+    scales, places, values, counts = [], [], [], []
+    first = 0
+    for one in escapes:
+        assert one.inputs == escapes[0].inputs
+        scales_N = torch.ldexp(torch.ones(one.outputs), one.bases_N.cpu().int() - 128)
+        scales.append(scales_N.to(one.bases_N.device).where(one.bases_N != ZEROS, 0.0))
+        n_E, k_E = one.positions_E // one.inputs + first, one.positions_E % one.inputs
+        places.append(((n_E & 0x7FFF) << 16 | k_E).int())
+        values.append(one.values_E)
+        counts.append(n_E // GROUP_OUTPUTS)
+        first += one.outputs
+    groups = -(-first // GROUP_OUTPUTS)
+    ends = torch.bincount(torch.cat(counts), minlength=groups).cumsum(0)
+    firsts_G = torch.cat((ends.new_zeros(1), ends)).int()
+    return Index(torch.cat(scales), firsts_G, torch.cat(places), torch.cat(values))
+
+
+_SIGNED: Final = -0x78787879  # 0x87878787: of each byte the sign and the pair of exponents
+
+
+def _fours(bytes_NK: Tensor) -> Tensor:
+    """Bytes in the order of numbers → int32 [N, blocks, 4, L ÷ 2], the format's (q, j)."""
+    outputs, inputs = bytes_NK.shape
+    lanes = lanes_of(inputs)
+    pairs = bytes_NK.view(torch.int16).view(outputs, -1, 4, 2, lanes // 2)  # number 2q or 2q+1, pairs of lanes
+    return pairs.transpose(3, 4).contiguous().view(torch.int32).squeeze(4)
+
+
+def _rows(fours_NBQJ: Tensor) -> Tensor:
+    """What `_fours` was made of."""
+    pairs = fours_NBQJ.contiguous().unsqueeze(4).view(torch.int16).transpose(3, 4).contiguous()
+    return pairs.view(torch.uint8).view(len(fours_NBQJ), -1)

@@ -1,0 +1,100 @@
+"""What a compressed safetensors file says of itself and of the file that it was made of. It reads no weights.
+
+A folder that `hearth models compress` wrote has the original's files under their names; only the *.safetensors differ.
+Of a tensor NAME that was coded (codec.py) such a file has
+
+    NAME                    I32 [outputs, words]    its words; of level DISTRIBUTION the low ones alone
+    NAME.high               U8  [bytes]             of level DISTRIBUTION: the high ones, a zstd frame for each piece
+                                                    (high.py), then zeros up to a multiple of ALIGNED_BYTES
+    NAME.high_ends          I64 [pieces]            where each frame ends in NAME.high
+    NAME.bases              U8  [outputs]           the rows' bases
+    NAME.escape_positions   I64 [escapes]           output · inputs + input, ascending
+    NAME.escape_values      BF16 [escapes]
+
+and every other tensor as it was. Words begin at multiples of ALIGNED_BYTES, all else at those of its numbers. What is
+said of them lies in the header's metadata as JSON, with a sum of its own.
+
+A piece is what is read, checked and sent at once: of words as many whole rows as PIECE_BYTES hold, of any other tensor
+PIECE_BYTES; the last one is shorter. Its sum is that of the words as a GPU has them, whatever the level.
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import xxhash
+
+from engine.bf12.layout import words_of
+
+VERSION: Final = 1
+PIECE_BYTES: Final = 4 << 20
+ALIGNED_BYTES: Final = 64
+KEY: Final = "hearth.compressed"
+SUM_KEY: Final = "hearth.compressed.xxh3_128"
+HIGH: Final = ".high"
+HIGH_ENDS: Final = ".high_ends"
+BASES: Final = ".bases"
+POSITIONS: Final = ".escape_positions"
+VALUES: Final = ".escape_values"
+
+
+class NotesError(ValueError):
+    """A file's metadata are not those of a compressed file that this version reads."""
+
+
+class Level(enum.IntEnum):
+    """How far a folder is compressed: as a GPU reads it, or further, for its way to other machines."""
+
+    DEVICE = 1
+    DISTRIBUTION = 2
+
+
+class Original(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file that a compressed one was made of."""
+
+    header: str  # its header as it was, blanks included
+    bytes: int
+    xxh3_128: str
+
+
+class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By tensors' names: `codes` has the sum (xxh3_128) of the bf16 numbers that each coded one was made of, `pieces`
+    those (xxh3_64) of the pieces of each stored one, but of `.high` and `.high_ends`."""
+
+    version: int
+    level: Level
+    original: Original
+    codes: dict[str, str]
+    pieces: dict[str, list[int]]
+
+
+def written(notes: Notes) -> dict[str, str]:
+    """As a header's metadata have it."""
+    text = msgspec.json.encode(notes)
+    return {KEY: text.decode(), SUM_KEY: xxhash.xxh3_128_hexdigest(text)}
+
+
+def read(metadata: Mapping[str, str]) -> Notes | None:
+    """None of a file that is not compressed. Raises NotesError."""
+    text = metadata.get(KEY)
+    if text is None:
+        return None
+    if xxhash.xxh3_128_hexdigest(text.encode()) != metadata.get(SUM_KEY):
+        raise NotesError("its metadata were altered: get the file again")
+    try:
+        version = msgspec.json.decode(text, type=_Version).version
+        if version != VERSION:
+            raise NotesError(f"it is of version {version} of the format, this Hearth reads version {VERSION}")
+        return msgspec.json.decode(text, type=Notes)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise NotesError(f"its metadata cannot be understood: {error}") from error
+
+
+def piece_rows(inputs: int) -> int:
+    """How many rows of words a piece has at most."""
+    return max(1, PIECE_BYTES // (4 * words_of(inputs)))
+
+
+class _Version(msgspec.Struct):
+    version: int

@@ -1,0 +1,58 @@
+"""The high words of a piece as a zstd frame, for a folder's way to other machines. It knows no files.
+
+Of a word's two bytes of sign and exponents trained weights use few, so zstd's Huffman code takes a piece of high words
+to some 68 % of what they are: to 67.0 % of bf16 with the low words, which nothing makes smaller. Gaussian weights have
+66.7 % as the bound of any code that takes byte for byte, and 65.9 % of one that also knew the exponent's last bit.
+On one core of a Xeon, in GB/s of bf16: level 1 packs 1.7 and unpacks 2.7. Levels from 3 on search for repetitions that
+are not there, ten times slower, for files that are larger; levels below 0 have no Huffman code at all. zstd's own
+parameters (its tables' sizes, the least match) change nothing at level 1, and signs apart from exponents not the size.
+
+N outputs, W words of a row, V = 2 · W ÷ 3 low words of a row.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+from torch import Tensor
+
+from engine.bf12.codec import lanes_of
+
+_LEVEL: Final = 1
+
+
+class HighError(ValueError):
+    """A frame does not hold a piece's high words."""
+
+
+def pack(words_NW: Tensor) -> tuple[bytes, Tensor]:
+    """The frame of the high words, and the low ones [N, V], a copy. The words lie in host memory."""
+    words = _blocks(words_NW)
+    high, low = words[:, :, 0], words_NW.view(words.shape)[:, :, 1:]
+    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(np.ascontiguousarray(high).data)
+    return frame, low.flatten(1).contiguous()
+
+
+def unpack(frame: bytes | memoryview, low_NV: Tensor, words_NW: Tensor) -> None:
+    """Fills `words_NW`, contiguous in host memory, with what was packed. Raises HighError where the frame is none of
+    such a piece; whether the words are right, only their sum says. Takes a third of their memory meanwhile."""
+    words = _blocks(words_NW)
+    high, low = words[:, :, 0], words[:, :, 1:]
+    try:
+        said = zstandard.get_frame_parameters(frame).content_size
+        if said != high.nbytes:  # before memory is taken for what it says
+            raise HighError(f"a frame of {said} bytes, where {high.nbytes} are due")
+        content = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise HighError(f"a frame that cannot be read: {error}") from error
+    if len(content) != high.nbytes:
+        raise HighError(f"a frame that ends after {len(content)} bytes of {high.nbytes}")
+    high[...] = np.frombuffer(content, np.int32).reshape(high.shape)
+    low[...] = low_NV.numpy().reshape(low.shape)
+
+
+def _blocks(words_NW: Tensor) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    """[N, blocks, 3, lanes] in the same memory."""
+    assert words_NW.is_contiguous()
+    outputs, words = words_NW.shape
+    return words_NW.numpy().reshape(outputs, -1, 3, lanes_of(words * 8 // 3))

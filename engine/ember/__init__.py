@@ -1,1 +1,0 @@
-"""Ember, Hearth's built-in model: the text it learns from, its tokenizer, its training and its weights in `model/`."""

@@ -1,0 +1,96 @@
+"""What a start takes over from an earlier one, and everything that this depends on. It knows no tensors."""
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from engine.execution.artifacts import Artefacts, Key, digest_of
+from engine.models.config import ModelConfig
+from engine.protocol.frames import ModelSpec
+from engine.step.cost_model import Costs
+
+_ENGINE: Final = Path(__file__).parents[1]
+# What decides which kernels a step on a GPU has and how it is measured, and on a CPU how a dtype is chosen.
+_OF_DEVICES: Final = (
+    *("kernels/**/*.py", "kernels/tables/*.json", "layers/*.py", "models/*.py", "step/*.py"),
+    *("execution/gpu_runner.py", "execution/cuda_graphs.py", "execution/gpu_sampler.py", "execution/profiling.py"),
+)
+_OF_HOSTS: Final = ("execution/cpu_runner.py", "layers/linear_cpu.py")
+_DRIVER: Final = Path("/sys/module/nvidia/version")
+_PROCESSORS: Final = Path("/proc/cpuinfo")
+_PROCESSOR: Final = ("model name", "flags", "Features", "CPU part")  # of its lines, on x86 and on ARM
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Of a model on a GPU. `segments` are what steps of all sizes compute in, as workspace.Workspace has it, beside
+    what is there before any; `blocks` the Room.used_blocks of the costs."""
+
+    segments: list[int]
+    blocks: int
+    costs: Costs
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """Of a model on a CPU: the dtype it is fastest in."""
+
+    dtype: Literal["float32", "bfloat16"]
+
+
+def on_device(
+    model: ModelSpec, config: ModelConfig, context_tokens: int, dtype: str, coded: Sequence[str], device: str
+) -> Artefacts[Measured]:
+    """`coded` are the parameters in 12 bits a number, which other kernels take; `device` as its driver names it."""
+    key: Key = {
+        "device": device,
+        "driver": _DRIVER.read_text().strip() if _DRIVER.exists() else "",
+        "torch": version("torch"),
+        "triton": _triton(),
+        "source": _source(_OF_DEVICES),
+        "config": repr(config),
+        "dtype": dtype,
+        "coded": " ".join(coded),
+        "kv_dtype": model.kv_dtype,
+        "context_tokens": context_tokens,
+        "block_tokens": model.block_tokens,
+        "step_tokens": model.step_tokens,
+        "sequences": model.sequences,
+    }
+    return Artefacts(Path(model.folder), key, Measured)
+
+
+def on_host(model: ModelSpec, config: ModelConfig) -> Artefacts[Chosen]:
+    key: Key = {
+        "processor": _processor(),
+        "torch": version("torch"),
+        "source": _source(_OF_HOSTS),
+        "config": repr(config),
+        "onednn": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+    }
+    return Artefacts(Path(model.folder), key, Chosen)
+
+
+def _triton() -> str:
+    """GPUs need it, and there it may be one that was built for them under another name."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def _source(patterns: tuple[str, ...]) -> str:
+    return digest_of(file for pattern in patterns for file in _ENGINE.glob(pattern))
+
+
+def _processor() -> str:
+    """The first one's name and what it can do; empty where the system does not tell."""
+    try:
+        lines = _PROCESSORS.read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line for line in lines if line.startswith(_PROCESSOR))

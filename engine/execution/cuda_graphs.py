@@ -1,0 +1,99 @@
+"""CUDA graphs of one computation at several sizes: which sizes, capture, replay. It knows nothing of what is computed.
+
+A graph serves every size up to its own: what is computed for the rows beyond must harm nobody. All graphs, and what
+runs without one, share a workspace, since no two run at once. A size that is not captured yet is served by the next
+larger one that is.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+
+from engine.memory.workspace import Workspace
+
+_FINE: Final = (1, 2, 4)
+_STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # up to the one, in steps of the other
+HOT: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def buckets(most: int) -> list[int]:
+    """The sizes worth a graph, ascending, for up to `most` rows; the last holds them or is the largest there is."""
+    if most == 0:
+        return []
+    sizes = list(_FINE)
+    for end, step in _STEPS:
+        sizes += range(sizes[-1] - sizes[-1] % step + step, end + 1, step)
+    return sizes[: bisect_left(sizes, most) + 1]
+
+
+class Graphs:
+    """Graphs of `run`, which computes for a given number of rows on the current stream, and always in one place.
+
+    `sizes` are all that may be captured; those of HOT come first, small ones before large ones.
+    """
+
+    def __init__(self, run: Callable[[int], object], sizes: Iterable[int], workspace: Workspace) -> None:
+        self._run = run
+        self._workspace = workspace
+        self._sizes = sorted(sizes)
+        self._missing = sorted(sizes, key=lambda size: (size in HOT, -size))  # taken from the end
+        self._captured: list[int] = []
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def __len__(self) -> int:
+        """How many have been captured."""
+        return len(self._captured)
+
+    @property
+    def wanted(self) -> int:
+        """How many there may be in the end."""
+        return len(self._sizes)
+
+    @property
+    def hot(self) -> bool:
+        """Whether the next to be captured is a hot one."""
+        return bool(self._missing) and self._missing[-1] in HOT
+
+    def capture_next(self) -> bool:
+        """Captures one size more, without computing it; some 10 ms. False where none is left, or no memory for it."""
+        return bool(self._missing) and self._capture(self._missing[-1])
+
+    def capture_for(self, rows: int) -> bool:
+        """Captures the size that `rows` rows should have, as capture_next does; False where that has been done."""
+        index = bisect_left(self._sizes, rows)
+        return index < len(self._sizes) and self._sizes[index] in self._missing and self._capture(self._sizes[index])
+
+    def _capture(self, size: int) -> bool:
+        self._missing.remove(size)
+        try:
+            self._graphs[size] = _captured(lambda: self._run(size), self._workspace.graphs)
+        except torch.OutOfMemoryError:
+            self._missing.clear()
+            return False
+        insort(self._captured, size)
+        return True
+
+    def launch(self, rows: int) -> None:
+        """Computes for `rows` rows at least: replays the smallest graph that holds them, or runs without one."""
+        index = bisect_left(self._captured, rows)
+        if index == len(self._captured):
+            with self._workspace.entered():
+                self._run(rows)
+        else:
+            self._graphs[self._captured[index]].replay()
+
+
+def _captured(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="relaxed")  # a kernel not met yet may be loaded meanwhile
+    try:
+        run()
+    except BaseException:
+        with suppress(RuntimeError):  # it ends all the same, and says why it is no good, which the first error tells
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph

@@ -1,0 +1,105 @@
+"""Logits → tokens on a GPU: which of the sampling kernels a step needs, and the log probabilities that rows ask for.
+
+The meaning is engine/step/sampling.py's. It knows no sequences and no text.
+
+R rows, V vocabulary, K alternatives, M masked rows, W words of a bit mask.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.sampling import add_biases, cut, draw, forbid, penalise
+from engine.scheduling.sequence import LOGPROBS_MAX
+from engine.step.layout import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What some row of a step asks for beyond a temperature."""
+
+    biases: bool
+    penalties: bool
+    masks: bool
+    filters: bool
+    logprobs: bool
+
+    @classmethod
+    def of(cls, batch: Batch) -> Self:
+        filtered_R = (batch.top_k_R > 0) | (batch.top_p_R < 1) | (batch.min_p_R > 0)
+        return cls(
+            biases=len(batch.bias_ids_B) > 0,
+            penalties=len(batch.history_H) > 0,
+            masks=batch.masked,
+            filters=bool((filtered_R & (batch.temperature_R > 0)).any()),
+            logprobs=bool((batch.logprobs_R >= 0).any()),
+        )
+
+    @property
+    def plain(self) -> bool:
+        return not (self.biases or self.penalties or self.masks or self.filters or self.logprobs)
+
+
+PLAIN: Final = Wants(biases=False, penalties=False, masks=False, filters=False, logprobs=False)
+
+
+def draw_tokens(words: Tensor, logits_RV: Tensor, sampled_R: Tensor, masks_MW: Tensor, wants: Wants) -> None:
+    """Chooses a token for each row. Until then `sampled_R` holds those of the step before, which histories may name."""
+    if wants.biases or wants.penalties or wants.masks:
+        logits_RV = logits_RV.to(torch.float32, copy=True)
+    if wants.biases:
+        add_biases(words, logits_RV)
+    if wants.penalties:
+        penalise(words, logits_RV, sampled_R)
+    if wants.masks:
+        forbid(words, logits_RV, masks_MW)
+    draw(words, logits_RV, sampled_R, cut(words, logits_RV) if wants.filters else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Log probabilities of the raw logits: of each row's token, and of its K most likely ones, asked for or not.
+
+    On the device, or in host memory that it is copied to.
+    """
+
+    chosen_R: Tensor
+    ids_RK: Tensor
+    best_RK: Tensor
+
+    @classmethod
+    def of(cls, logits_RV: Tensor, tokens_R: Tensor) -> Self:
+        """Costs a float32 copy of the logits."""
+        logits_RV = logits_RV.float()
+        whole_R1 = logits_RV.logsumexp(-1, keepdim=True)
+        best_RK, ids_RK = _best(logits_RV, min(LOGPROBS_MAX, logits_RV.shape[1]))
+        chosen_R1 = logits_RV.gather(1, tokens_R[:, None].long().clamp_min(0))
+        return cls((chosen_R1 - whole_R1)[:, 0], ids_RK, best_RK - whole_R1)
+
+    def copy_to(self, host: "Reports") -> None:
+        """Queues the copy, into its first rows."""
+        rows, count = self.ids_RK.shape
+        host.chosen_R[:rows].copy_(self.chosen_R, non_blocking=True)
+        host.ids_RK[:rows, :count].copy_(self.ids_RK, non_blocking=True)
+        host.best_RK[:rows, :count].copy_(self.best_RK, non_blocking=True)
+
+    def read(self, row: int, count: int) -> tuple[float, list[int], list[float]]:
+        """As batch.Sampled has it, of host memory. Of equally likely ones the lower id comes first."""
+        ids_K, best_K = self.ids_RK[row].numpy(), self.best_RK[row].numpy()
+        order = np.lexsort((ids_K, -best_K))[:count]
+        return float(self.chosen_R[row]), ids_K[order].tolist(), best_K[order].tolist()
+
+
+def _best(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The greatest and their ids; of those that equal the last one, where topk takes any, the lowest ids."""
+    best_RK, ids_RK = logits_RV.topk(count, -1)
+    vocabulary = logits_RV.shape[1]
+    every_V = torch.arange(vocabulary, dtype=torch.int32, device=logits_RV.device)
+    ties_RV = torch.where(logits_RV == best_RK[:, -1:], every_V, vocabulary)
+    ties_RK = ties_RV.topk(count, -1, largest=False, sorted=True).values.long()
+    above_RK = best_RK > best_RK[:, -1:]
+    place_RK = torch.arange(count, device=logits_RV.device) - above_RK.sum(-1, keepdim=True)
+    return best_RK, torch.where(above_RK, ids_RK, ties_RK.gather(1, place_RK.clamp_min(0)))

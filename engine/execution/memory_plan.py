@@ -1,0 +1,94 @@
+"""How a replica's memory is shared out: what a context needs, how much of its KV there is room for, what does not fit.
+
+Arithmetic only: who measures what is free and what a step needs is host.py's and device.py's business.
+"""
+
+from typing import Final
+
+from engine.kernels.reference import KEY_STEP
+from engine.kvcache.tensors import KvPool, KvShape
+from engine.models.config import ModelConfig
+from engine.protocol.frames import ModelSpec
+
+CONTEXT_BYTES: Final = 752 << 20  # what the driver keeps of a GPU for a process, kernels included, as measured
+
+
+class DoesNotFit(RuntimeError):
+    """The model and one full context do not fit into memory, or the spec's sizes contradict each other."""
+
+
+def require_sizes(model: ModelSpec, device: str) -> None:
+    """Raises DoesNotFit where the spec asks for what the device type has no kernels for."""
+    if KEY_STEP % model.block_tokens:
+        raise DoesNotFit(f"block_tokens {model.block_tokens} does not divide {KEY_STEP}: 8, 16, 32 and 64 do")
+    if device == "cpu" and model.kv_dtype == "fp8":
+        raise DoesNotFit("kv_dtype fp8 is for GPUs; on a CPU leave it out")
+
+
+def context_tokens(model: ModelSpec, config: ModelConfig) -> int:
+    """The longest sequence that will be run."""
+    asked = model.context_tokens
+    if asked is not None and asked > config.context_tokens:
+        raise DoesNotFit(f"context_tokens {asked} is more than the model's {config.context_tokens}")
+    return asked or config.context_tokens
+
+
+def least_blocks(model: ModelSpec, tokens: int) -> int:
+    """What a replica has whenever it is awake: the blocks of one context, and those of its public prefixes."""
+    return _published_blocks(model) - (-tokens // model.block_tokens)
+
+
+def kept_bytes(model: ModelSpec, pool: KvPool, tokens: int) -> int:
+    """How much KV is kept at most while it sleeps: its public prefixes in any case, and no more than it wakes with."""
+    published = _published_blocks(model) * pool.shape.block_bytes
+    return min(max(model.kept_kv_bytes, published), least_extents(model, pool, tokens) * pool.extent_bytes)
+
+
+def _published_blocks(model: ModelSpec) -> int:
+    return sum(len(prefix) // model.block_tokens for prefix in model.public_prefixes)
+
+
+def kv_blocks(model: ModelSpec, shape: KvShape, tokens: int, sequences: int, room: int, free: int) -> int:
+    """As many as kv_bytes hold; else as many as `room` holds, at most for all sequences of `tokens` each.
+
+    One context gets its blocks where `free` bytes hold it, though there be less room. Raises DoesNotFit.
+    """
+    context_blocks = -(-tokens // shape.block_tokens)
+    if model.kv_bytes is not None:
+        blocks = model.kv_bytes // shape.block_bytes
+        if blocks < 1:
+            raise DoesNotFit(f"kv_bytes {model.kv_bytes} is less than one block's {shape.block_bytes}")
+        if blocks * shape.block_bytes > free:
+            raise DoesNotFit(
+                f"kv_bytes {model.kv_bytes} is more than the {free} that are free: set less, or leave it out"
+            )
+        return blocks
+    blocks = max(min(room // shape.block_bytes, sequences * context_blocks), context_blocks)
+    if blocks * shape.block_bytes > free:
+        fitting = max(0, free) // shape.block_bytes * shape.block_tokens
+        advice = f"set context_tokens to at most {fitting}" if fitting else "use a device with more memory"
+        raise DoesNotFit(
+            f"one context of {tokens} tokens takes {blocks * shape.block_bytes / 1e9:.1f} GB of KV, "
+            f"{max(0, free) / 1e9:.1f} GB are free: {advice}"
+        )
+    return blocks
+
+
+def first_extents(model: ModelSpec, pool: KvPool, tokens: int, room: int, free: int) -> int:
+    """How many extents of the pool get memory as it is opened: as many as `room` holds.
+
+    What least_blocks says it has where `free` bytes hold it, though there be less room. Raises DoesNotFit.
+    """
+    count = min(max(room // pool.extent_bytes, least_extents(model, pool, tokens)), pool.extents)
+    needed = count * pool.extent_bytes
+    if needed > free:
+        raise DoesNotFit(
+            f"one context of {tokens} tokens takes {needed / 1e9:.1f} GB of KV, {max(0, free) / 1e9:.1f} GB are free: "
+            f"set a smaller context_tokens, end what else uses the device, or give the machine more of it"
+        )
+    return count
+
+
+def least_extents(model: ModelSpec, pool: KvPool, tokens: int) -> int:
+    """The extents that hold least_blocks, or all where the pool is smaller."""
+    return min(-(-least_blocks(model, tokens) // pool.extent_blocks), pool.extents)

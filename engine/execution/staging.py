@@ -1,0 +1,76 @@
+"""Flights on a GPU: the host memory that a step goes up from and its tokens come down to, and how much that is at most.
+
+It knows no kernels.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+import torch
+
+from engine.execution.cpu_runner import given
+from engine.execution.gpu_sampler import Reports
+from engine.memory.streams import Stream
+from engine.scheduling.sequence import LOGPROBS_MAX
+from engine.step.layout import HEADER_WORDS, Batch, Sampled
+
+_STEP_TOKENS: Final = 2048
+_PROMPT_STEP_TOKENS: Final = 8192
+_SEQUENCES: Final = 512
+_ROW_WORDS: Final = 48  # what a step has per row, tiles included
+_MORE_WORDS: Final = 1 << 20  # histories, and tiles that are divided
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """What a step has at most; memory of fixed size is made for it."""
+
+    rows: int
+    sequences: int
+    words: int
+    step_tokens: int
+    prompt_step_tokens: int
+
+    @classmethod
+    def of(cls, sequences: int | None, step_tokens: int | None, context_tokens: int, block_tokens: int) -> Self:
+        """`sequences` and `step_tokens` as a spec asks for them, or None."""
+        sequences = sequences or _SEQUENCES
+        prompt_step_tokens = step_tokens or _PROMPT_STEP_TOKENS
+        rows = min(max(prompt_step_tokens, sequences), sequences * context_tokens)
+        tables = sequences * -(-context_tokens // block_tokens)
+        words = HEADER_WORDS + rows * _ROW_WORDS + tables + _MORE_WORDS
+        return cls(rows, sequences, words, step_tokens or _STEP_TOKENS, prompt_step_tokens)
+
+
+class Landing:
+    """A flight, and the host memory that its step goes up from and its tokens come down to. `wait` frees it. `batch` is
+    the step while it lacks its masks."""
+
+    def __init__(self, stream: Stream, most: Most, vector_width: int) -> None:
+        """`vector_width` is 0 for a model that gives text."""
+        self.words = stream.staging(most.words, dtype=torch.int32)
+        self.tokens_R = stream.staging(most.sequences, dtype=torch.int32)
+        self.reports = Reports(
+            stream.staging(most.sequences, dtype=torch.float32),
+            stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.int64),
+            stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.float32),
+        )
+        self.vectors_RH = stream.staging(most.sequences, vector_width, dtype=torch.float32)
+        self.mark = stream.mark()
+        self.batch: Batch | None = None
+        self.rows = 0
+        self.asked: dict[int, int] = {}
+        self._tokens_R = self.tokens_R.numpy()
+
+    def begin(self, batch: Batch) -> None:
+        """What will be read of it when it has landed."""
+        self.rows = len(batch.rows_R)
+        self.asked = {row: int(batch.logprobs_R[row]) for row in np.flatnonzero(batch.logprobs_R >= 0).tolist()}
+
+    def wait(self) -> Sampled:
+        self.mark.wait()
+        if self.vectors_RH.shape[1]:
+            return given(self.vectors_RH[: self.rows].clone())
+        logprobs = {row: self.reports.read(row, count) for row, count in self.asked.items()}
+        return Sampled(self._tokens_R[: self.rows].copy(), logprobs)

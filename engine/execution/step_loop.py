@@ -1,0 +1,213 @@
+"""Keeps a runner's device at work: plans, launches, waits for the oldest flight, commits. It knows no sockets.
+
+With two flights in the air the host plans and packs a step while the device computes the one before it; the only thing
+that waits for the device is the landing of a flight. What a masked row may become depends on the token before it: such
+a flight gets its masks when the one before it has landed, while the device computes its layers.
+"""
+
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from engine.log import log
+from engine.protocol.frames import ModelSpec
+from engine.scheduling.block_pool import Blocks
+from engine.scheduling.encoder_scheduler import TextScheduler
+from engine.scheduling.public_prefixes import Unpublishable
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Matcher, Sequence, Stage
+from engine.scheduling.step_plan import FLIGHTS_MAX, Plan
+from engine.scheduling.token_budget import Limits
+from engine.step.layout import Flight, Int32s, Moves, OutOfDeviceMemory, Runs, Sampled
+from prefixcache.tree import Tree
+
+Masks = Callable[[list[Matcher | None]], Int32s]
+
+
+class Lost:
+    """A flight that did not take off."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> Sampled:
+        raise self._error
+
+
+class Schedules(Protocol):
+    """What the loop asks of a scheduler; those of Scheduler say what each means."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    def next_batch(self) -> Plan | None: ...
+
+    def commit(self, plan: Plan, sampled: Sampled) -> None: ...
+
+    def fail(self, plan: Plan, message: str) -> None: ...
+
+    def retry_smaller(self, plan: Plan) -> int: ...
+
+    def sweep(self) -> bool: ...
+
+    def unerased(self) -> list[int]: ...
+
+
+class Loop:
+    """`turn` after turn; between two of them sequences may come and go. `failures` is how many steps failed in a row,
+    those that found too little memory not counted."""
+
+    def __init__(self, runner: Runs, scheduler: Schedules, masks: Masks | None = None) -> None:
+        """`masks` makes those of masked rows, whose sequences have matchers; without it there may be none."""
+        assert 1 <= runner.depth <= FLIGHTS_MAX
+        self.failures = 0
+        self._runner = runner
+        self._scheduler = scheduler
+        self._masks = masks
+        self._flights: deque[tuple[Plan, Flight]] = deque()
+        self._unmasked: Plan | None = None  # the newest flight's, while it waits for its masks
+
+    @property
+    def idle(self) -> bool:
+        """Whether a turn would do nothing."""
+        return self._scheduler.idle and not self._flights
+
+    def turn(self) -> bool:
+        """Launches until as many flights are in the air as the runner takes, then lands the oldest of them.
+
+        Where a launch fails all of them land: what comes next must not build on it. False when there was nothing to do.
+        """
+        while len(self._flights) < self._runner.depth and (plan := self._scheduler.next_batch()) is not None:
+            self.erase()
+            flight = self._launch(plan)
+            self._flights.append((plan, flight))
+            if isinstance(flight, Lost):
+                while self._flights:
+                    self._land()
+                return True
+            self._unmasked = plan if plan.masked else None
+            self._give_masks()
+            if not self._flights:
+                return True
+        if not self._flights:
+            return False
+        self._land()
+        self._give_masks()
+        return True
+
+    def sweep(self) -> bool:
+        """Gives back what is cached and found no more, and erases all that waits for it. To be called between turns,
+        and where there is nothing to turn for, again and again while it is True."""
+        more = self._scheduler.sweep()
+        self.erase()
+        return more
+
+    def land_all(self) -> None:
+        """Lands what is in the air and launches nothing: all tokens are known then."""
+        while self._flights:
+            self._land()
+            self._give_masks()
+
+    def erase(self) -> None:
+        """Before the next launch: what erases is not seen by flights in the air, which read none of these blocks."""
+        blocks = self._scheduler.unerased()
+        if blocks:
+            self._runner.erase(blocks)
+
+    def _launch(self, plan: Plan) -> Flight:
+        try:
+            return self._runner.launch(plan.packed)
+        except Exception as error:
+            return Lost(error)
+
+    def _give_masks(self) -> None:
+        """To the only flight in the air, if it waits for them: all tokens before its own are known."""
+        if self._unmasked is None or len(self._flights) != 1:
+            return
+        plan, flight = self._flights[0]
+        assert plan is self._unmasked
+        assert self._masks is not None
+        self._unmasked = None
+        ended = Stage.ENDED
+        matchers = [None if sequence.stage == ended else sequence.matcher for sequence in plan.masked]
+        try:
+            self._runner.sample(flight, self._masks(matchers))
+        except Exception as error:
+            self._flights[0] = (plan, Lost(error))
+            self._land()
+
+    def _land(self) -> None:
+        plan, flight = self._flights.popleft()
+        try:
+            sampled = flight.wait()
+        except OutOfDeviceMemory as error:
+            self._retry_smaller(plan, error)
+        except Exception as error:
+            self._fail(plan, error)
+        else:
+            self.failures = 0
+            self._scheduler.commit(plan, sampled)
+
+    def _retry_smaller(self, plan: Plan, error: OutOfDeviceMemory) -> None:
+        """What was launched behind it computed with what it did not: that lands for nothing."""
+        for _, younger in self._flights:
+            with suppress(Exception):
+                younger.wait()
+        self._flights.clear()
+        self._unmasked = None
+        rows_max = self._scheduler.retry_smaller(plan)
+        log(
+            "step_out_of_memory",
+            sequences=len(plan.sequences),
+            rows=sum(plan.chunks),
+            next_rows_at_most=rows_max,
+            error=repr(error)[:200],
+        )
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        self.failures += 1
+        where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+        log(
+            "step_failed",
+            sequences=len(plan.sequences),
+            failures=self.failures,
+            error=repr(error)[:200],
+            where=where,
+        )
+        self._scheduler.fail(plan, "the model failed in this step; send the request again")
+
+
+def publish(loop: Loop, scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    """Computes prompts whose KV stays, for everybody to read; before anything else. Raises Unpublishable."""
+    for sequence in sequences:
+        scheduler.add([sequence])
+        while loop.turn():
+            pass
+    scheduler.news()
+    for number, sequence in enumerate(sequences):
+        if not scheduler.publish(sequence):
+            raise Unpublishable(f"public_prefixes[{number}] could not be computed by this model: change it")
+
+
+def open_scheduler(runner: Moves, model: ModelSpec, clock: Callable[[], float]) -> Scheduler | TextScheduler:
+    """A scheduler for all of a runner's blocks, or of texts where it has none, within what the runner and the model's
+    settings allow."""
+    limits = Limits(
+        step_tokens=runner.step_tokens,
+        prompt_step_tokens=runner.prompt_step_tokens,
+        sequences=runner.sequences,
+        waiting=model.waiting,
+        gap_ms=model.gap_ms,
+        costs=runner.costs,
+    )
+    if not runner.blocks:
+        return TextScheduler(limits, clock)
+    blocks = Blocks(runner.blocks, runner.extent_blocks, runner.mapped, blocks_least(runner))
+    return Scheduler(Tree(runner.blocks, runner.block_tokens, clock), blocks, limits, clock)
+
+
+def blocks_least(runner: Moves) -> int:
+    """How many blocks have memory whenever the runner is awake."""
+    return min(runner.sizes().extents_least * runner.extent_blocks, runner.blocks)

@@ -1,0 +1,66 @@
+"""Prepares what starts of a model take over: opens it as a replica would, and ends. It serves nobody.
+
+    python -m engine.execution.warmup '<ModelSpec JSON>' DEVICE [look]
+
+With `look` nothing is opened. A line of JSON on stdout says what is kept; what went wrong is the last one on stderr,
+with exit status 1.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from engine.execution.open import artefacts_of, open_model
+from engine.log import log
+from engine.protocol.frames import ModelSpec, Warmed
+
+_TOLD_S: Final = 1.0
+
+
+def warm(model: ModelSpec, device: str, opening: bool) -> Warmed:
+    """Raises as runner.open_model."""
+    began = time.monotonic()
+    kept = artefacts_of(model, device)
+    if kept is None:
+        return Warmed(needed=False, found=False, seconds=0.0)
+    found = kept.read() is not None
+    if opening:
+        runner = open_model(model, device, None, _beats())
+        while runner.idle():
+            pass
+        kept.spread()  # what another model of the same sizes has left is to lie beside this one, too
+    files = [str(file) for file in kept.files if file.exists()] if found or opening else []
+    return Warmed(needed=True, found=found, seconds=time.monotonic() - began, files=files)
+
+
+def _beats() -> Callable[[], None]:
+    """Says now and then that it goes on."""
+    told_at = time.monotonic()
+
+    def beat() -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= _TOLD_S:
+            told_at = time.monotonic()
+            log("preparing")
+
+    return beat
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    model = msgspec.json.decode(argv[0], type=ModelSpec)
+    try:
+        warmed = warm(model, argv[1], opening=argv[2:] != ["look"])
+    except (ValueError, RuntimeError, OSError) as error:
+        print(str(error) or type(error).__name__, file=sys.stderr)
+        return 1
+    print(msgspec.json.encode(warmed).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""What a machine has on its host for itself: the lock on its folder, where it and its replicas listen, and the cache of
+compiled kernels. It knows neither processes nor models' weights."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from engine.log import log
+from engine.protocol import connection
+from engine.protocol.frames import MachineSpec, ModelSpec, parse_address
+
+CACHE_NAME: Final = "TRITON_CACHE_DIR"
+
+
+class MachineError(RuntimeError):
+    """This machine cannot run; the message says why and what to do."""
+
+
+def lock(path: Path) -> int:
+    """Held until the process ends: two machines in one folder would take each other's sockets."""
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise MachineError(f"another machine runs in {path.parent}: stop it, or use another state folder") from None
+    return held
+
+
+def places(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]:
+    """(model, file name, address) of every replica. A machine on tcp: gives its replicas the ports after its own."""
+    target, count = parse_address(spec.address), 0
+    for model in spec.models:
+        digest = hashlib.sha256(model.name.encode()).hexdigest()[:12]
+        for index in range(model.replicas):
+            count += 1
+            name = f"{digest}-{index}"
+            yield (
+                model,
+                name,
+                f"unix:{Path(spec.folder) / name}.sock"
+                if isinstance(target, str)
+                else f"tcp:{target[0]}:{target[1] + count}",
+            )
+
+
+def kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
+    """Where kernels are kept once they are compiled: where the user says, else in the folder of this machine; a folder
+    in `scratch`, which ends with the machine, where that cannot be written."""
+    if CACHE_NAME in os.environ:
+        return os.environ[CACHE_NAME]
+    folder = Path(spec.cache) if spec.cache is not None else Path(spec.folder) / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except OSError as error:
+        instead = scratch.enter_context(
+            tempfile.TemporaryDirectory(prefix="hearth-kernels-", ignore_cleanup_errors=True)
+        )
+        log("kernel_cache_not_kept", folder=str(folder), error=str(error), instead=instead)
+        return instead
+
+
+def listen(address: str) -> socket.socket:
+    """As connection.listen. Raises MachineError where that is not possible."""
+    try:
+        return connection.listen(address)
+    except OSError as error:
+        raise MachineError(f"cannot listen on {address}: {error}") from error
+
+
+def family(target: str | tuple[str, int]) -> socket.AddressFamily:
+    """Of a socket for what `parse_address` gave."""
+    if isinstance(target, str):
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+
+
+def remove_socket(address: str) -> None:
+    target = parse_address(address)
+    if isinstance(target, str):
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(target).st_mode):
+                os.unlink(target)

@@ -1,0 +1,378 @@
+"""One replica's process: started, watched by its pulse, listened to, collected, and started again after a pause that
+grows with its failures. It knows files, pulses and clocks, and neither what a replica serves nor where its weights are.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from engine.host.paths import remove_socket
+from engine.log import log, write
+from engine.process.death_signal import dies_with
+from engine.process.heartbeat import Phase, Pulse
+from engine.protocol.frames import ReplicaSpec, memory_path
+
+_LINE_BYTES_MAX: Final = 4096
+_SERVING: Final = (Phase.IDLE, Phase.STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a replica may be silent in each phase, and how its machine waits. Seconds, but for `deaths`."""
+
+    step_s: float = 4.0  # IDLE and STEP: a beat per layer, twice a second when idle
+    starting_s: float = 300.0  # imports from a cold disk
+    loading_s: float = 300.0  # LOADING and COMPILING: between two beats, not in all
+    stopping_s: float = 30.0
+    look_s: float = 0.2  # between two looks at the pulses
+    backoff_s: float = 0.5  # before the first restart, doubled for each further one
+    backoff_s_max: float = 30.0
+    stable_s: float = 60.0  # a replica that served this long starts again without back-off
+    drain_s: float = 30.0  # from SIGTERM to SIGKILL
+    deaths: int = 5  # so many of them within window_s, the lives of its processes left out,
+    window_s: float = 180.0  # or once after that before it was stable,
+    quarantine_s: float = 60.0  # and a replica is quarantined: for so long at first, doubled each further time
+    quarantine_s_max: float = 1800.0
+    connect_s: float = 2.0  # until a replica has taken a connection; also the longest pause between two attempts
+    order_s: float = 30.0  # a move may take so long, beside what its bytes take; a first answer, once it serves
+    again_s: float = 1.0  # before a move that failed is tried again, doubled for each further one up to backoff_s_max
+    demand_s: float = 3.0  # what a gateway said it wants holds for so long
+
+    def for_phase(self, phase: Phase) -> float:
+        if phase in _SERVING:
+            return self.step_s
+        if phase is Phase.STARTING:
+            return self.starting_s
+        return self.stopping_s if phase is Phase.STOPPING else self.loading_s
+
+
+class Process(Protocol):
+    """A started process, as the machine needs it. Its stdout and stderr are one pipe."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def output(self) -> int:
+        """The pipe's end to read from; it is open until `close`."""
+        ...
+
+    def poll(self) -> int | None:
+        """None while it runs; then its status, or the negative number of the signal that ended it."""
+        ...
+
+    def wait(self) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None:
+        """Of one that has ended, and was polled."""
+        ...
+
+
+class Starts(Protocol):
+    """Whatever can make a process of a ReplicaSpec."""
+
+    def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> Process:
+        """`environment` is what it has beyond this process's own. It dies with this process. Raises OSError where there
+        is no program, no memory, no room on the disk."""
+        ...
+
+    def ready(self, now: float) -> bool:
+        """Whether a replica that is started now serves as soon as one that is started a moment later. To be asked each
+        turn, whether or not there is one to start."""
+        ...
+
+    def close(self) -> None:
+        """Once all that was started has ended."""
+        ...
+
+
+Command = Callable[[ReplicaSpec], Sequence[str]]
+
+
+class Programs:
+    """Starts replicas as programs: a new interpreter for each."""
+
+    def __init__(self, command: Command) -> None:
+        self._command = command
+
+    def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> Process:
+        return _Program(
+            subprocess.Popen(
+                self._command(spec),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                preexec_fn=dies_with(os.getpid()),
+            )
+        )
+
+    def ready(self, now: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        """It has nothing of its own."""
+
+
+class _Program:
+    """A Popen, whose pipe is an int here."""
+
+    def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
+        assert popen.stdout is not None
+        self._pipe = popen.stdout
+        self.pid = popen.pid
+        self.output = popen.stdout.fileno()
+        self.poll, self.wait = popen.poll, popen.wait
+        self.terminate, self.kill = popen.terminate, popen.kill
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+class Child:
+    """At most one process at a time, and what is known of it and of those before.
+
+    boot      counts the starts.
+    problem   why it does not serve, in words, or empty: nobody wants it to; what it says while it serves means nothing.
+    """
+
+    def __init__(
+        self, name: str, address: str, pulse: Path, patience: Patience, starts: Starts,
+        selector: selectors.BaseSelector,
+    ) -> None:  # fmt: skip
+        """`name` is what its lines in the log begin with, `pulse` where the file of its pulse is to be, `selector` the
+        loop's, in which what it writes is waited for."""
+        self.name = name
+        self.address = address
+        self.pulse_path = pulse
+        self.boot = 0
+        self.problem = "not started yet"
+        self.process: Process | None = None
+        self.serving_since: float | None = None
+        self.ending = False
+        self.killed = False
+        self._start_at = 0.0
+        self._quarantined_until = 0.0
+        self._quarantines = 0
+        self._died_at: deque[float] = deque(maxlen=patience.deaths)  # on a clock that stood still while it lived
+        self._lived_s = 0.0  # of those that died
+        self._started_at = 0.0
+        self._pulse: Pulse | None = None
+        self._patience = patience
+        self._starts = starts
+        self._selector = selector
+        self._word = (Phase.STARTING, 0)
+        self._beat_at = 0.0
+        self._kill_at: float | None = None
+        self._failures = 0
+        self._unended = b""
+        self._lines: deque[str] = deque(maxlen=3)
+
+    @property
+    def serving(self) -> bool:
+        return self.process is not None and self.serving_since is not None and self._word[0] is not Phase.STOPPING
+
+    @property
+    def starting(self) -> bool:
+        """Whether it may begin to serve at any moment, which nothing but its pulse says."""
+        return self.process is not None and self.serving_since is None
+
+    @property
+    def memory_path(self) -> Path:
+        """Where its process says where its memory went."""
+        return memory_path(self.pulse_path)
+
+    def startable(self, now: float) -> bool:
+        return self.process is None and now >= max(self._start_at, self._quarantined_until)
+
+    def quarantined(self, now: float) -> bool:
+        return now < self._quarantined_until
+
+    def waits_s(self, now: float) -> float:
+        """Until it may be started."""
+        return 0.0 if self.process is not None else max(0.0, max(self._start_at, self._quarantined_until) - now)
+
+    def start(self, spec: ReplicaSpec, environment: Mapping[str, str], now: float) -> bool:
+        """False where there is no process after all: then it is tried again like one that ended."""
+        assert self.process is None
+        assert spec.boot == self.boot + 1
+        self.boot = spec.boot
+        self._started_at = now
+        self._remove_files()
+        if self._pulse is not None:
+            self._pulse.close()
+        self.serving_since = self._kill_at = None
+        self.ending = self.killed = False
+        self._unended = b""
+        self._lines.clear()
+        self.problem = "loading"
+        try:
+            self._pulse = Pulse.create(self.pulse_path)
+            self._word, self._beat_at = self._pulse.read(), now
+            self.process = self._starts.start(spec, environment)
+        except OSError as error:
+            wait_s = self._failed(now)
+            self.problem = f"cannot be started, tried again after {wait_s:g} s: {error}"
+            log("replica_not_started", model=self.name, error=str(error), again_after_s=wait_s)
+            return False
+        os.set_blocking(self.process.output, False)
+        self._selector.register(self.process.output, selectors.EVENT_READ, self._read)
+        log("replica_started", model=self.name, pid=self.process.pid, boot=self.boot, **_shown(environment))
+        return True
+
+    def look(self, now: float) -> None:
+        """Reads the pulse, and kills a process that is silent for longer than its phase allows, or does not end."""
+        if self.process is None or self._pulse is None:
+            return
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            log("replica_not_ended", model=self.name, pid=self.process.pid)
+            self.process.kill()
+        word = self._pulse.read()
+        if word != self._word:
+            self._word, self._beat_at = word, now
+            if word[0] in _SERVING and self.serving_since is None:
+                self.serving_since = now
+                log("replica_ready", model=self.name, pid=self.process.pid, boot=self.boot)
+            return
+        silent_s = now - self._beat_at
+        if silent_s > self._patience.for_phase(word[0]):
+            log("replica_hung", model=self.name, pid=self.process.pid, phase=word[0].name, silent_s=silent_s)
+            self._beat_at = now
+            self.kill(f"silent for {silent_s:.1f} s in phase {word[0].name}, so it was killed")
+
+    def forgive(self, lost_s: float, now: float) -> None:
+        """This machine was itself not running for so long: nobody is judged by that time."""
+        self._beat_at = now
+        if self._kill_at is not None:
+            self._kill_at += lost_s
+
+    def kill(self, why: str) -> None:
+        """`why` is what its problem will say."""
+        assert self.process is not None
+        self._lines.append(why)
+        self.killed = True
+        self.process.kill()
+
+    def end(self, now: float) -> None:
+        """Tells it to end, which is no failure. After its patience it is killed."""
+        assert self.process is not None
+        self.ending, self._kill_at = True, now + self._patience.drain_s
+        self.process.terminate()
+
+    def reap(self, now: float) -> bool:
+        """Whether the process has ended; then it is collected, and `startable` says when the next one may start."""
+        if self.process is None or (status := self.process.poll()) is None:
+            return False
+        self._read()
+        self._hear_no_more()
+        self.process.close()
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        if self.ending:
+            self._start_at, self.problem = now, ""
+            log("replica_ended", model=self.name, pid=self.process.pid, how=how, asked=True)
+        else:
+            self._died(how, now)
+        self._remove_files()
+        self.process = None
+        return True
+
+    def _died(self, how: str, now: float) -> None:
+        assert self.process is not None
+        wait_s = self._failed(now)
+        said = self._lines[-1] if self._lines else "it said nothing"
+        if self.quarantined(now):
+            self.problem = f"died {len(self._died_at)} times in a short while, left alone for {wait_s:g} s: {said}"
+        else:
+            self.problem = f"ended with {how}, starts again after {wait_s:g} s: {said}"
+        log("replica_ended", model=self.name, pid=self.process.pid, how=how, again_after_s=wait_s)
+
+    def _failed(self, now: float) -> float:
+        """Says when the next process may start, and how long that is from now."""
+        if self.serving_since is not None and now - self.serving_since >= self._patience.stable_s:
+            self._failures = self._quarantines = 0
+            self._died_at.clear()
+        else:
+            self._failures += 1
+        self._lived_s += now - self._started_at
+        self._died_at.append(now - self._lived_s)
+        exponent = min(max(self._failures - 1, 0), 16)
+        wait_s = min(self._patience.backoff_s * 2.0**exponent, self._patience.backoff_s_max)
+        passed_s = self._died_at[-1] - self._died_at[0]
+        often = len(self._died_at) == self._patience.deaths and passed_s <= self._patience.window_s
+        if often or self._quarantines:
+            wait_s = min(self._patience.quarantine_s * 2.0**self._quarantines, self._patience.quarantine_s_max)
+            self._quarantines = min(self._quarantines + 1, 16)
+            self._quarantined_until = now + wait_s
+            log("replica_quarantined", model=self.name, deaths=len(self._died_at), for_s=wait_s)
+        self._start_at = now + wait_s
+        return wait_s
+
+    def _read(self) -> None:
+        """Passes on what the process wrote, each line behind the model's name."""
+        assert self.process is not None
+        try:
+            while written := os.read(self.process.output, 1 << 16):
+                *lines, self._unended = (self._unended + written).split(b"\n")
+                for line in lines:
+                    self._pass_on(line)
+                if len(self._unended) > _LINE_BYTES_MAX:
+                    self._pass_on(self._unended)
+                    self._unended = b""
+        except BlockingIOError:
+            return
+        self._pass_on(self._unended)
+        self._unended = b""
+        self._hear_no_more()
+
+    def _hear_no_more(self) -> None:
+        assert self.process is not None
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self.process.output)
+
+    def _pass_on(self, written: bytes) -> None:
+        line = written[:_LINE_BYTES_MAX].decode("utf-8", "replace").rstrip()
+        if line:
+            percent = _percent(line)
+            if percent is not None:
+                self.problem = f"loading {percent} %"
+            self._lines.append(line)
+            write(f"[{self.name}] {line}")
+
+    def close(self) -> None:
+        """Leaves no file behind."""
+        assert self.process is None
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        """What an earlier process left, or this one."""
+        remove_socket(self.address)
+        self.memory_path.unlink(missing_ok=True)
+
+
+def _shown(environment: Mapping[str, str]) -> dict[str, str]:
+    gpu = environment.get("CUDA_VISIBLE_DEVICES")
+    return {} if gpu is None else {"gpu": gpu}
+
+
+def _percent(line: str) -> int | None:
+    """How much of its weights a replica has read, where the line of its log says that."""
+    if '"event": "loading"' not in line:
+        return None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return int(json.loads(line)["percent"])
+    return None

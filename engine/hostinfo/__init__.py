@@ -1,0 +1,1 @@
+"""What this host has, without torch: GPUs, memory and the limits of its control group."""

@@ -1,0 +1,112 @@
+"""What kernels share that read weights in 12 bits (engine/bf12/codec.py): words → numbers, and where escapes are.
+
+Numbers come out scaled, as the words hold them: value · 2^(128 − base). An escape's place comes out as 2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.bf12.layout import GROUP_OUTPUTS
+
+GROUP = tl.constexpr(GROUP_OUTPUTS)
+ESCAPES = tl.constexpr(32)  # that are looked at at once
+PLACEHOLDER = tl.constexpr(2.0)
+NOWHERE = tl.constexpr(-1)  # the place of what is no escape
+
+# Two words of high halves and four of low bytes: both lanes' eight numbers, a pair of lanes in each register.
+_PAIRS = tl.constexpr("""{
+.reg .b32 turned, q0, q1, q2, q3;
+shf.l.wrap.b32 turned, $8, $8, 28;
+lop3.b32 q0, $8, 0x87878787, 0x40404040, 0xEA;
+lop3.b32 q1, turned, 0x87878787, 0x40404040, 0xEA;
+shf.l.wrap.b32 turned, $9, $9, 28;
+lop3.b32 q2, $9, 0x87878787, 0x40404040, 0xEA;
+lop3.b32 q3, turned, 0x87878787, 0x40404040, 0xEA;
+prmt.b32 $0, $10, q0, 0x5140;
+prmt.b32 $1, $10, q0, 0x7362;
+prmt.b32 $2, $11, q1, 0x5140;
+prmt.b32 $3, $11, q1, 0x7362;
+prmt.b32 $4, $12, q2, 0x5140;
+prmt.b32 $5, $12, q2, 0x7362;
+prmt.b32 $6, $13, q3, 0x5140;
+prmt.b32 $7, $13, q3, 0x7362;
+}""")
+_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 6))
+_EIGHT = tl.constexpr((tl.bfloat16,) * 8)
+_SIGNED = tl.constexpr(-0x78787879)  # 0x87878787: of each byte the sign and the pair of exponents
+_OFFSET = tl.constexpr(0x40)  # what a pair of exponents is counted from in what comes out
+
+
+def inline(device: torch.device) -> bool:
+    """Whether `decode` is to use the GPU's own instructions; without them it is the same, slower, anywhere."""
+    return device.type == "cuda"
+
+
+@triton.jit
+def decode(high, low0, low1, INLINE: tl.constexpr):
+    """Words [N, C] → eight [N, C], number after number: bfloat16, or float32 if not INLINE."""
+    if INLINE:
+        numbers = tl.inline_asm_elementwise(
+            _PAIRS, _OPERANDS, [high, low0, low1], dtype=_EIGHT, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        even, odd = _lanes(high)
+        low_0, low_1 = _lanes(low0)
+        low_2, low_3 = _lanes(low1)
+        n0, n1 = _two(even, low_0)
+        n2, n3 = _two(_turned(even), low_1)
+        n4, n5 = _two(odd, low_2)
+        n6, n7 = _two(_turned(odd), low_3)
+        numbers = (n0, n1, n2, n3, n4, n5, n6, n7)
+    return numbers
+
+
+@triton.jit
+def _lanes(words):
+    """[N, C] → those of even and of odd lanes, [N, C ÷ 2]."""
+    return tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _turned(high):
+    return (high << 28) | ((high >> 4) & 0x0FFFFFFF)
+
+
+@triton.jit
+def _two(high, low):
+    """Four bytes each: two lanes of one number and of the next."""
+    high = high & _SIGNED
+    first = tl.join(_number(high, low, 0), _number(high, low, 8))
+    second = tl.join(_number(high, low, 16), _number(high, low, 24))
+    shape: tl.constexpr = [high.shape[0], high.shape[1] * 2]
+    return tl.reshape(first, shape), tl.reshape(second, shape)
+
+
+@triton.jit
+def _number(high, low, SHIFT: tl.constexpr):
+    bits = ((((high >> SHIFT) & 0xFF) | _OFFSET) << 24) | (((low >> SHIFT) & 0xFF) << 16)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def escapes_of(firsts, first_output, end_output, part, parts):
+    """A part's slice of the escapes of some outputs, of whole groups."""
+    first = tl.load(firsts + first_output // GROUP)
+    last = tl.load(firsts + tl.cdiv(end_output, GROUP))
+    count = last - first
+    return first + count * part // parts, first + count * (part + 1) // parts
+
+
+@triton.jit
+def some_escapes(places, values, first, last):
+    """Places and values of the first of these."""
+    escapes = first + tl.arange(0, ESCAPES)
+    there = escapes < last
+    return tl.load(places + escapes, mask=there, other=NOWHERE), tl.load(values + escapes, mask=there, other=0.0)
+
+
+@triton.jit
+def hits(place, outputs):
+    """[N, E]: whose escape it is."""
+    return (place >> 16)[None, :] == (outputs & 0x7FFF)[:, None]

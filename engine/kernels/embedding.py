@@ -1,0 +1,94 @@
+"""Token → row of the embedding, as it is or in 12 bits a number, also for a token that the flight before this one has
+only just sampled.
+
+T rows of a bucket, H hidden size, V vocabulary, W words of a coded row, R sampled rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.bf12.codec import Bf12
+from engine.bf12.layout import lanes_of
+from engine.kernels.bf12_decode import ESCAPES, GROUP, decode, inline, some_escapes
+from engine.kernels.step_layout import ROWS, TOKENS, word
+
+_COLUMNS = 256  # words of a third of a block that a program decodes
+
+
+@triton.jit
+def _token(step, sampled, row):
+    token = word(step, TOKENS, row)
+    if token < 0:
+        token = tl.load(sampled - 1 - token)
+    return tl.maximum(token, 0)  # what was not finite sampled −1: its sequence ends, whatever is computed here
+
+
+@triton.jit
+def _embed(step, sampled, embedding, out, hidden, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    values = tl.zeros([BLOCK], tl.float32)
+    if row < tl.load(step + ROWS):
+        at = embedding + _token(step, sampled, row).to(tl.int64) * hidden + columns
+        values = tl.load(at, mask=inside).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * hidden + columns, values, mask=inside)
+
+
+@triton.jit
+def _embed_coded(
+    step, sampled, words, scales, firsts, places, values, out, hidden, W, INLINE: tl.constexpr, LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    first_column = tl.program_id(1) * COLUMNS
+    columns = first_column + tl.arange(0, COLUMNS)[None, :]
+    block, lane = columns // LANES, columns % LANES
+    inside = block * (8 * LANES) < hidden
+    out_row = out + row.to(tl.int64) * hidden
+    at_out = out_row + block * (8 * LANES) + lane
+    if row < tl.load(step + ROWS):
+        token = _token(step, sampled, row)
+        at = words + token.to(tl.int64) * W + block * (3 * LANES) + lane
+        high = tl.load(at, mask=inside, other=0)
+        low0 = tl.load(at + LANES, mask=inside, other=0)
+        low1 = tl.load(at + 2 * LANES, mask=inside, other=0)
+        numbers = decode(high, low0, low1, INLINE)
+        scale = tl.load(scales + token)
+        for number in tl.static_range(8):
+            tl.store(at_out + number * LANES, numbers[number].to(tl.float32) * scale, mask=inside)
+        tl.debug_barrier()  # what follows is written over it by other threads
+        first, last = tl.load(firsts + token // GROUP), tl.load(firsts + token // GROUP + 1)
+        for escape in tl.range(first, last, ESCAPES, num_stages=1):
+            place, value = some_escapes(places, values, escape, last)
+            k = place & 0xFFFF
+            here = (place >> 16) == (token & 0x7FFF)
+            here &= (k >= first_column * 8) & (k < (first_column + COLUMNS) * 8)
+            tl.store(out_row + k, value.to(tl.float32), mask=here)
+    else:
+        for number in tl.static_range(8):
+            tl.store(at_out + number * LANES, tl.zeros([1, COLUMNS], tl.float32), mask=inside)
+
+
+def embed(step: Tensor, sampled_R: Tensor, embedding: Tensor | Bf12, out_TH: Tensor) -> None:
+    """out (float32) = embedding of the step's tokens; 0 in rows past them. Token −1−r stands for sampled_R[r]."""
+    rows, hidden = out_TH.shape
+    assert step.dtype == sampled_R.dtype == torch.int32
+    assert out_TH.dtype == torch.float32
+    assert out_TH.is_contiguous()
+    if isinstance(embedding, Bf12):
+        assert embedding.inputs == hidden
+        assert embedding.words_NW.is_contiguous()
+        index = embedding.index
+        _embed_coded[rows, triton.cdiv(hidden, 8 * _COLUMNS)](
+            step, sampled_R, embedding.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E, out_TH,
+            hidden, embedding.words_NW.shape[1], INLINE=inline(out_TH.device), LANES=lanes_of(hidden),
+            COLUMNS=_COLUMNS,
+        )  # fmt: skip
+        return
+    assert embedding.shape[1] == hidden
+    assert embedding.is_contiguous()
+    block = min(2048, triton.next_power_of_2(hidden))
+    _embed[rows, triton.cdiv(hidden, block)](step, sampled_R, embedding, out_TH, hidden, BLOCK=block)

@@ -1,0 +1,97 @@
+"""RMSNorm, fused with adding up what the linear layer before it left in parts. The sum stays float32. And the narrowing
+of a step to its wanted rows.
+
+P parts of one result, T rows of a bucket, R wanted rows, H hidden size, W width of all heads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.pdl import overlaps, release, wait
+from engine.kernels.step_layout import SAMPLED, WANTED, word
+
+_LATENCY_WARPS = 16  # one row on one SM is bound by latency: more threads, fewer steps for each
+_ROWS_OF_LATENCY = 32
+_GATHERED = 1024  # columns at once
+
+
+@triton.jit
+def _add(total, parts, offset, part_stride, columns, inside, P: tl.constexpr):
+    x = tl.load(total + offset + columns, mask=inside, other=0.0)
+    for part in tl.static_range(P):
+        x += tl.load(parts + part * part_stride + offset + columns, mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _add_norm(total, parts, weight, out, hidden, part_stride, epsilon, P: tl.constexpr, BLOCK: tl.constexpr):
+    release()
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    offset = tl.program_id(0).to(tl.int64) * hidden
+    scale = tl.load(weight + columns, mask=inside, other=0.0)
+    wait()
+    x = _add(total, parts, offset, part_stride, columns, inside, P)
+    if P > 0:
+        tl.store(total + offset + columns, x, mask=inside)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + epsilon) * scale
+    tl.store(out + offset + columns, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gather(step, total, attended, total_out, attended_out, hidden, width, BLOCK: tl.constexpr):
+    release()
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    if row < tl.load(step + SAMPLED):
+        wanted = word(step, WANTED, row).to(tl.int64)
+        wait()
+        x = tl.load(total + wanted * hidden + columns, mask=columns < hidden, other=0.0)
+        tl.store(total_out + row.to(tl.int64) * hidden + columns, x, mask=columns < hidden)
+        y = tl.load(attended + wanted * width + columns, mask=columns < width, other=0.0)
+        tl.store(attended_out + row.to(tl.int64) * width + columns, y, mask=columns < width)
+    wait()  # without a row too: who waits for this kernel waits for all before it
+
+
+def add_norm(sum_TH: Tensor, parts_PTH: Tensor | None, weight_H: Tensor, epsilon: float, out_TH: Tensor) -> None:
+    """sum += Σ parts, in place; out = sum ÷ its root mean square · weight."""
+    rows, hidden = sum_TH.shape
+    assert sum_TH.dtype == weight_H.dtype == torch.float32
+    assert weight_H.shape == (hidden,)
+    assert out_TH.shape == sum_TH.shape
+    for each in (sum_TH, weight_H, out_TH):
+        assert each.is_contiguous()
+    count, stride = 0, 0
+    if parts_PTH is not None:
+        count, stride = len(parts_PTH), parts_PTH.stride(0)
+        assert parts_PTH.shape[1:] == sum_TH.shape
+        assert parts_PTH.stride()[1:] == (hidden, 1)
+    block = triton.next_power_of_2(hidden)
+    _add_norm[(rows,)](
+        sum_TH, sum_TH if parts_PTH is None else parts_PTH, weight_H, out_TH, hidden, stride, epsilon,
+        P=count, BLOCK=block, num_warps=_warps(rows, block), launch_pdl=overlaps(sum_TH.device),
+    )  # fmt: skip
+
+
+def gather(step: Tensor, sum_TH: Tensor, attended_TW: Tensor, sum_RH: Tensor, attended_RW: Tensor) -> None:
+    """The step's wanted rows of both; rows past their number stay as they are."""
+    rows, hidden = sum_RH.shape
+    width = attended_RW.shape[1]
+    assert step.dtype == torch.int32
+    assert sum_TH.dtype == sum_RH.dtype
+    assert attended_TW.dtype == attended_RW.dtype
+    assert sum_TH.shape[1] == hidden
+    assert attended_TW.shape[1] == width
+    for each in (sum_TH, attended_TW, sum_RH, attended_RW):
+        assert each.is_contiguous()
+    block = min(_GATHERED, triton.next_power_of_2(max(hidden, width)))
+    _gather[rows, triton.cdiv(max(hidden, width), block)](
+        step, sum_TH, attended_TW, sum_RH, attended_RW, hidden, width, BLOCK=block, launch_pdl=overlaps(sum_TH.device)
+    )
+
+
+def _warps(rows: int, block: int) -> int:
+    most = _LATENCY_WARPS if rows <= _ROWS_OF_LATENCY else 4
+    return max(1, min(most, block // 128))

@@ -1,0 +1,1 @@
+"""The cache's tensors, and the tiers below the device."""

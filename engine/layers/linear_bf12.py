@@ -1,0 +1,83 @@
+"""A linear layer's weight on a GPU in 12 bits a number, and its matmul for any number of rows.
+
+As resident.py. Rows are multiplied by the numbers as they are decoded, or, where there are very many of them, by the
+expanded matrix, a chunk of it at a time.
+
+T rows, K inputs, N outputs, P parts, I inner size.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.bf12.codec import Bf12
+from engine.bf12.layout import GROUP_OUTPUTS
+from engine.kernels import bf12_linear, bf12_linear_hopper
+from engine.kernels.bf12_expand import expand
+from engine.kernels.bf12_linear import CodedTiling
+from engine.kernels.bf12_linear_hopper import Tile
+from engine.kernels.swiglu import silu_and_multiply
+from engine.kernels.tuning import choose_coded
+
+CHUNK_BYTES: Final = 256 << 20  # of the expanded matrix at once: all but heads are multiplied as one
+
+
+class Compressed:
+    """A Bf12 with an optional bias_N of the rows' dtype. `bytes` is what they occupy.
+
+    What it returns is new memory; in a CUDA graph's capture it is the graph's.
+    """
+
+    def __init__(self, weight: Bf12, bias_N: Tensor | None = None) -> None:
+        self.outputs, self.inputs = weight.outputs, weight.inputs
+        self.bytes = weight.bytes + (0 if bias_N is None else bias_N.nbytes)
+        self._weight = weight
+        self._bias_N = bias_N
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        """[P, T, N]: in x's dtype if P is 1, else float32 parts that sum up to the result."""
+        match self._choice(x_TK, gated=False):
+            case None:
+                return multiply_expanded(x_TK, self._weight, self._bias_N)[None]
+            case CodedTiling() as tiling:
+                parts_PTN = bf12_linear.multiply(x_TK, self._weight, tiling)
+            case tile:
+                parts_PTN = bf12_linear_hopper.multiply(x_TK, self._weight, tile)
+        if self._bias_N is not None:
+            parts_PTN[0] += self._bias_N
+        return parts_PTN
+
+    def gated(self, x_TK: Tensor) -> Tensor:
+        """silu of the first half of the outputs · the second half, [T, I]. No kernel gates what has a bias."""
+        match None if self._bias_N is not None else self._choice(x_TK, gated=True):
+            case None:
+                return silu_and_multiply(self.logits(x_TK))
+            case CodedTiling() as tiling:
+                return bf12_linear.multiply_gated(x_TK, self._weight, tiling)
+            case tile:
+                return bf12_linear_hopper.multiply_gated(x_TK, self._weight, tile)
+
+    def logits(self, x_TK: Tensor) -> Tensor:
+        """[T, N] in one part, as the head's logits are wanted."""
+        parts_PTN = self(x_TK)
+        return parts_PTN[0] if len(parts_PTN) == 1 else parts_PTN.sum(0).to(x_TK.dtype)
+
+    def _choice(self, x_TK: Tensor, gated: bool) -> CodedTiling | Tile | None:
+        return choose_coded(self.outputs, self.inputs, len(x_TK), gated, x_TK.device)
+
+
+def multiply_expanded(x_TK: Tensor, weight: Bf12, bias_N: Tensor | None = None) -> Tensor:
+    """[T, N] by the library, from a copy of the matrix in x's dtype, of which there is no more than a chunk at once."""
+    out_TN = x_TK.new_empty(len(x_TK), weight.outputs)
+    outputs = CHUNK_BYTES // (weight.inputs * x_TK.itemsize) // GROUP_OUTPUTS * GROUP_OUTPUTS
+    copy_NK = x_TK.new_empty(min(outputs, weight.outputs), weight.inputs)
+    for first in range(0, weight.outputs, outputs):
+        chunk = range(first, min(first + outputs, weight.outputs))
+        chunk_NK, part_TN = copy_NK[: len(chunk)], out_TN[:, chunk.start : chunk.stop]
+        expand(weight, chunk_NK, chunk)
+        if bias_N is None:
+            torch.mm(x_TK, chunk_NK.T, out=part_TN)
+        else:
+            torch.addmm(bias_N[chunk.start : chunk.stop], x_TK, chunk_NK.T, out=part_TN)
+    return out_TN

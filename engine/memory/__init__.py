@@ -1,0 +1,1 @@
+"""Bytes: address ranges, pinned host memory, streams, workspace and scrubbing. It does not know what lies in them."""

@@ -1,0 +1,119 @@
+"""The memory that a GPU's steps compute in, graphs' included: it comes from an arena, so that it can be given back
+while its addresses stay in captured graphs. It knows no steps.
+
+    with workspace.entered(): …     what torch allocates there comes from the workspace, and stays its own when freed
+
+Torch keeps what it once got, in segments. Eager steps and graphs share them: all of them run one behind the other.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+
+from engine.memory.virtual_memory import Arena, Region
+from engine.step.layout import OutOfDeviceMemory
+
+_LARGE: Final = 20 << 20  # torch's segments for smaller tensors have this size, or a tenth of it
+_ALLOCATE: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_FREE: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+
+class Workspace:
+    """On a CPU there is none: torch's allocator gives what is computed in, and keeps it."""
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self._device = device
+        self._segments = _Segments(arena)
+        self._pool = _pool(self._segments) if device.type == "cuda" else None
+
+    @property
+    def bytes(self) -> int:
+        """What it takes of the device when it is there."""
+        return sum(region.size for region in self._segments)
+
+    @property
+    def segments(self) -> list[int]:
+        """Their bytes, in the order in which torch got them."""
+        return [region.size for region in self._segments]
+
+    def grow(self, segments: Items[int]) -> None:
+        """Gets the large ones of these ahead, for the stream that is entered. Raises OutOfDeviceMemory.
+
+        What is as large as a segment lies in one of its own, and leaves it to steps.
+        """
+        if self._pool is None:
+            return
+        with self.entered():
+            try:
+                got = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segments if size >= _LARGE]
+            except torch.OutOfMemoryError as error:
+                raise OutOfDeviceMemory(str(error)) from error
+            del got
+
+    @property
+    def graphs(self) -> Any:
+        """The pool that graphs are captured into, as torch names it. While one is, the workspace is not entered."""
+        return None if self._pool is None else self._pool.id
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self._device)
+
+    def clear(self) -> None:
+        """Zeroes all of it, in the order of the stream that is entered."""
+        for region in self._segments:
+            region.tensor().zero_()
+
+    def map(self) -> None:
+        """Takes its memory again, in which anything may lie. Raises OutOfDeviceMemory, and then it has none."""
+        done: list[Region] = []
+        try:
+            for region in self._segments:
+                region.map_all()
+                done.append(region)
+        except OutOfDeviceMemory:
+            for region in done:
+                region.unmap_all()
+            raise
+
+    def unmap(self) -> None:
+        """Gives its memory back. Nothing that is queued reads or writes it."""
+        for region in self._segments:
+            region.unmap_all()
+
+
+class _Segments:
+    """What torch has got, each a region of its own."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._regions: dict[int, Region] = {}
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._regions.values())
+
+    def allocate(self, size: int, device: int, stream: int | None) -> int | None:
+        """The address, or None, as torch wants it, where there is too little memory."""
+        unit = self._arena.driver.granularity
+        try:
+            region = self._arena.reserve("workspace", size, -(-size // unit) * unit)
+            region.map_all()
+        except OutOfDeviceMemory:
+            return None
+        self._regions[region.address] = region
+        return region.address
+
+    def free(self, address: int, size: int, device: int, stream: int | None) -> None:
+        del self._regions[address]
+
+
+def _pool(segments: _Segments) -> torch.cuda.MemPool:
+    """Torch's pool over them. It may call them for as long as the process lives, so they stay, empty in the end."""
+    calls = _ALLOCATE(segments.allocate), _FREE(segments.free)
+    for call in calls:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))
+    allocate, free = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
+    return torch.cuda.MemPool(allocator=torch._C._cuda_customAllocator(allocate, free))

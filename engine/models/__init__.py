@@ -1,0 +1,1 @@
+"""Architectures: config, parameters, checkpoint names, and the forward pass over a step."""

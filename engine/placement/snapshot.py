@@ -1,0 +1,172 @@
+"""What a decision over residency is made of, and what it says: replicas as they are, moves, and what arithmetic alone
+makes of them. Nothing here decides, and no clock runs but the `now` that it is given.
+"""
+
+from dataclasses import dataclass
+
+from engine.protocol.frames import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """A model's own, as its ModelSpec says."""
+
+    pinned: bool = False
+    priority: float = 1.0
+    resident_s: float = 0.2
+    wake_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What moves of a replica take, in seconds: as measured, or as its bytes let expect."""
+
+    start_s: float  # from DISK to DEVICE
+    wake_s: float  # from MEMORY to DEVICE
+    sleep_s: float  # from DEVICE to MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """One replica and its model's demand. Times are on the clock of View.now; `None`: never.
+
+    A start from DISK shows as `residency` DISK until it serves, with `device` and `granted_bytes` as its Move said.
+    """
+
+    name: str  # of the replica, unique
+    model: str
+    device: int  # index of its device; where it is on DISK, where it was, or −1
+    residency: Residency
+    toward: Residency  # where it is moving, else equal to `residency`
+    wishes: Wishes
+    times: Times
+    device_bytes: int  # of the device, that it holds now
+    granted_bytes: int  # that it may hold, as the last Move toward DEVICE said; 0 once it sleeps or has ended
+    asleep_bytes: int  # of the device, held in MEMORY
+    least_bytes: int  # of the device, to serve
+    most_bytes: int  # of the device, that it could use
+    memory_bytes: int  # of host memory, that it holds now
+    standby_bytes: int  # of host memory, that it holds in MEMORY
+    resizing: bool = False  # a Move from DEVICE to DEVICE is not done yet
+    waiting: int = 0  # requests that wait for its model in gateways, and for it in the replica itself
+    weight: float = 1.0  # the largest plan's weight among them
+    waited_s: float = 0.0  # the first of them
+    running: int = 0  # sequences
+    kv_used: float = 0.0  # share of its KV that is in use or cached
+    kv_short: bool = False  # sequences wait there, or were preempted, for want of KV
+    asked_at: float | None = None  # the last request for it
+    rate: float = 0.0  # requests per second lately
+    arrived_at: float | None = None  # on the device, last
+    left_at: float | None = None  # the device, last: since then its requests wait for it to come back
+    startable: bool = True  # False: quarantined, or backing off
+
+    @property
+    def rests(self) -> bool:
+        return self.toward is self.residency and not self.resizing
+
+    @property
+    def serves(self) -> bool:
+        return self.toward is Residency.DEVICE and self.residency is Residency.DEVICE
+
+    @property
+    def busy(self) -> bool:
+        return self.running > 0 or self.waiting > 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Of its device, that nobody else can have now."""
+        if self.residency is self.toward is Residency.DISK:
+            return 0
+        if self.residency is self.toward is Residency.MEMORY:
+            return max(self.asleep_bytes, self.device_bytes)
+        return max(self.device_bytes, self.granted_bytes)
+
+    @property
+    def need_bytes(self) -> int:
+        """Of its device, to serve, beside those that it holds."""
+        return self.least_bytes - self.held_bytes
+
+    @property
+    def coming_bytes(self) -> int:
+        """Of its device, that will be free soon: not what a start leaves, which may take long."""
+        if self.rests or self.residency is Residency.DISK:
+            return 0
+        if self.toward is Residency.DEVICE:
+            return max(0, self.held_bytes - self.granted_bytes)
+        return max(0, self.held_bytes - (self.asleep_bytes if self.toward is Residency.MEMORY else 0))
+
+    @property
+    def excess_bytes(self) -> int:
+        """Of its device, that it would give up of its KV. One that holds more than it was granted needs that while it
+        runs."""
+        if self.running and self.device_bytes > self.granted_bytes:
+            return 0
+        return max(0, self.held_bytes - self.least_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, that nobody else can have now."""
+        if self.residency is self.toward is Residency.DISK:
+            return 0
+        if self.serves or self.toward is Residency.DISK:
+            return self.memory_bytes
+        return max(self.memory_bytes, self.standby_bytes)
+
+    @property
+    def protected_s(self) -> float:
+        """It stays for so long once it came; while it is busy at least for twice what its moves take, so that a device
+        serves for most of its time, however many contend for it."""
+        moves_s = self.times.wake_s + self.times.sleep_s
+        return max(self.wishes.resident_s, 2 * moves_s if self.busy else 0.0)
+
+    def expected(self, now: float) -> float:
+        """Requests a second that count for it: its rate, or less where it has been silent for longer than that lets
+        expect; times its priority."""
+        if self.asked_at is None:
+            return 0.0
+        return self.wishes.priority * min(self.rate, 1 / max(now - self.asked_at, 1e-3))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    now: float
+    residents: tuple[Resident, ...]  # in the order of the catalogue
+    devices: tuple[int, ...]  # the budget of each, in bytes
+    memory_bytes: int  # the budget of host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`device_bytes` is what it may hold on `device` when it is there; `drain_s` what runs has until it is preempted.
+
+    DISK → DEVICE        starts it.
+    DISK → MEMORY        starts it, and puts it to sleep when it serves; meanwhile `device_bytes` of `device` are its.
+                         While it starts, a Move to DEVICE may follow: then it stays when it serves.
+    MEMORY → DEVICE      wakes it.
+    DEVICE → DEVICE      lets its KV grow or shrink.
+    DEVICE → MEMORY      puts it to sleep.
+    any → DISK           ends its process.
+    """
+
+    name: str
+    to: Residency
+    device: int = -1
+    device_bytes: int = 0
+    drain_s: float = 0.0
+    standby: bool = False  # of a start: it may have to sleep, so its weights are copied to host memory ahead
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What is left of each device's moves, at `at`: token buckets. An empty one is full."""
+
+    at: float = 0.0
+    moves: tuple[float, ...] = ()
+    resizes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    moves: tuple[Move, ...]  # in the order in which they are to begin
+    allowance: Allowance  # for the next decision

@@ -1,0 +1,1 @@
+"""How processes watch and outlive each other."""

@@ -1,0 +1,91 @@
+"""A replica's listening socket and its connections: whole frames in, bytes out as fast as the peer reads them, and
+nothing that waits. It does not know what the frames mean."""
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from typing import Final
+
+from engine.protocol.frames import Frame, FrameReader, parse_address
+
+_RECEIVE_BYTES: Final = 1 << 18
+
+
+class Gone(Exception):
+    """The peer of a connection has left, or has to."""
+
+
+class Connection:
+    """One peer's socket. At most `received_most` bytes are taken of it at once, and it is Gone where it leaves more
+    than `unsent_most` unread."""
+
+    def __init__(self, number: int, peer: socket.socket, received_most: int, unsent_most: int) -> None:
+        peer.setblocking(False)
+        self.number = number
+        self.socket = peer
+        self._received_most = received_most
+        self._unsent_most = unsent_most
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the peer has not taken yet."""
+        return len(self._unsent)
+
+    def frames(self) -> Iterator[Frame]:
+        """The frames that have arrived. Raises Gone at the end of the stream, FrameError on rubbish."""
+        taken = 0
+        while taken < self._received_most:
+            try:
+                received = self.socket.recv(min(_RECEIVE_BYTES, self._received_most - taken))
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise Gone(str(error)) from error
+            if not received:
+                raise Gone("closed by the peer")
+            taken += len(received)
+            yield from self._reader.feed(received)
+
+    def send(self, encoded: bytes) -> None:
+        """Hands the bytes to the peer or keeps them for later. Raises Gone where too much is kept already."""
+        self._unsent += encoded
+        self.flush()
+        if len(self._unsent) > self._unsent_most:
+            raise Gone(f"{len(self._unsent)} bytes unread by the peer")
+
+    def flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = self.socket.send(self._unsent)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise Gone(str(error)) from error
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket that does not block. A unix socket left behind by an earlier process is replaced."""
+    place = parse_address(address)
+    if isinstance(place, tuple):
+        listener = socket.create_server(place, family=socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(place).st_mode):
+                os.unlink(place)
+        listener = socket.socket(socket.AF_UNIX)
+        before = os.umask(0o077)  # prompts travel here: for this user alone
+        try:
+            listener.bind(place)
+        except OSError:
+            listener.close()
+            raise
+        finally:
+            os.umask(before)
+        listener.listen()
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,150 @@
+"""The warm parent: a process that has imported all a replica needs, and forks one for each request of its machine.
+
+It computes nothing, starts no thread and never touches a GPU, since neither would survive a fork. What it imported is
+shared by all that it forks; they get a spec, an environment and descriptors, and know nothing of it.
+
+    python -m engine.replica.zygote DESCRIPTOR MODULE[:FUNCTION] …
+
+The descriptor is a socket to the machine (starts.py); when that closes, it ends. The functions are called once.
+"""
+
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from engine.host.forkserver import GO, HEAD, READY, Request
+from engine.log import log
+from engine.process.death_signal import dies_with
+from engine.replica import server
+
+_NOT_OURS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # said to the whole group: the machine decides
+_TITLE: Final = "engine.replica.server\0"  # one word of a command line
+_ARGUMENTS: Final = 48  # of /proc/self/stat, counted from 1: where the command line lies
+
+
+class Child(NamedTuple):
+    """What a fork is to become. `output` is where it writes, `go` where it hears that its machine knows of it."""
+
+    request: Request
+    output: int
+    go: int
+
+
+def main(argv: list[str]) -> int:
+    machine = socket.socket(fileno=int(argv[0]))
+    signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
+    for name in argv[1:]:
+        _import(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to the pages of all that it looks at
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        log("warm_parent_has_threads", threads=threads)
+    machine.sendall(READY)
+    parent = os.getppid()
+    child = _serve(machine)
+    machine.close()
+    return 0 if child is None else _become(child, parent)
+
+
+def _import(told: str) -> None:
+    """What is missing a replica says itself, with what to do."""
+    name, _, function = told.partition(":")
+    try:
+        module = importlib.import_module(name)
+        if function:
+            getattr(module, function)()
+    except ImportError as error:
+        log("not_imported", module=name, error=str(error))
+
+
+def _serve(machine: socket.socket) -> Child | None:
+    """Forks until the machine is gone: then None. Returns in each fork with what that is to become."""
+    while (child := _receive(machine)) is not None:
+        try:
+            pid = _fork()
+        except OSError as error:
+            log("replica_not_forked", error=str(error))
+            pid = None
+        if pid == 0:
+            return child
+        os.close(child.output)
+        os.close(child.go)
+        machine.sendall(HEAD.pack(pid or 0))
+    return None
+
+
+def _receive(machine: socket.socket) -> Child | None:
+    head, files, _, _ = socket.recv_fds(machine, HEAD.size, 2)
+    if len(head) < HEAD.size:
+        return None
+    (count,) = HEAD.unpack(head)
+    body = machine.recv(count, socket.MSG_WAITALL)
+    if len(body) < count:
+        return None
+    output, go = files
+    return Child(msgspec.msgpack.decode(body, type=Request), output, go)
+
+
+def _fork() -> int:
+    """0 in the fork. A process between it and us ends at once, so that it is the machine's, which adopts orphans."""
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            pid = os.fork()
+            if pid:
+                os.write(writing, HEAD.pack(pid))
+        except OSError:
+            os._exit(1)
+        if pid:
+            os._exit(0)
+        os.close(reading)
+        os.close(writing)
+        return 0
+    os.close(writing)
+    said = os.read(reading, HEAD.size)
+    os.close(reading)
+    os.waitpid(between, 0)
+    if len(said) < HEAD.size:
+        raise OSError("there is no memory or no process left for one more")
+    pid = HEAD.unpack(said)[0]
+    assert isinstance(pid, int)
+    return pid
+
+
+def _become(child: Child, parent: int) -> int:
+    """`parent` is the machine's process."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(child.output, sys.stdout.fileno())
+    os.dup2(child.output, sys.stderr.fileno())
+    os.close(child.output)
+    os.environ.update(child.request.environment)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_OURS)  # what it was sent meanwhile comes now
+    if os.read(child.go, len(GO)) != GO:  # it has not waited for us
+        return 0
+    os.close(child.go)
+    dies_with(parent)()
+    _call_ourselves(_TITLE + child.request.spec.model.name)
+    return server.main([msgspec.json.encode(child.request.spec).decode()])
+
+
+def _call_ourselves(title: str) -> None:
+    """What `ps` shows: the command line is memory of our own, as long as it was at the start."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, last = (int(field) for field in fields[_ARGUMENTS - 3 : _ARGUMENTS - 1])
+    told = title.encode()[: last - first - 1]
+    ctypes.memmove(first, told.ljust(last - first, b"\0"), last - first)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

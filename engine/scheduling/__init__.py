@@ -1,0 +1,1 @@
+"""Who runs in the next step, and where its KV blocks are. It is pure: it knows no torch and no sockets."""

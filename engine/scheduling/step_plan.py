@@ -1,0 +1,59 @@
+"""One step as it is planned: which sequences compute how many of their tokens, packed for a runner. It does not know
+why these, nor what comes of it.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Final
+
+from engine.scheduling.sequence import Sequence
+from engine.step.layout import Int32s, Segment, Slice, pack
+
+FLIGHTS_MAX: Final = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; rows[i] of what is sampled is its
+    next token, or none where that is −1. planned_us is what it is to take, 0 where nobody needs to know; planned_s when
+    it was planned. The rows of `masked` are sampled by their masks, in this order."""
+
+    packed: Int32s
+    sequences: list[Sequence]
+    chunks: list[int]
+    rows: list[int]
+    planned_us: float
+    planned_s: float
+    masked: list[Sequence] = field(default_factory=list)
+
+
+def plan_step(
+    sequences: list[Sequence],
+    chunks: list[int],
+    segments: Items[Segment],
+    block_tokens: int,
+    planned_us: float,
+    planned_s: float,
+) -> Plan:
+    """Packs the next tokens of each, which count as launched from now on; `segments` are read once for several."""
+    slices = [_slice(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
+    rows, sampled = [-1] * len(slices), 0
+    for index, sequence in enumerate(sequences):
+        sequence.flying += 1
+        sequence.launched += chunks[index]
+        if slices[index].sampling is not None:
+            rows[index] = sequence.row = sampled
+            sampled += 1
+    masked = [sequence for sequence, each in zip(sequences, slices, strict=True) if each.masked]
+    return Plan(pack(slices, block_tokens, segments), sequences, chunks, rows, planned_us, planned_s, masked)
+
+
+def _slice(sequence: Sequence, chunk: int) -> Slice:
+    """Its next `chunk` tokens as a step computes them."""
+    tokens, start = sequence.tokens, sequence.launched
+    table, end = sequence.table[: sequence.blocks], start + chunk
+    if end < len(tokens):
+        return Slice(tokens[start:end], start, table)
+    history = (tokens, sequence.prompt_tokens) if sequence.penalized else None
+    computed = tokens[start:end] if start < len(tokens) else (-1 - sequence.row,)
+    return Slice(computed, start, table, sequence.sampling, history, sequence.matcher is not None)

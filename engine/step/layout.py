@@ -1,0 +1,456 @@
+"""One step's work as one flat int32 array, and back. It does not know why these slices were chosen.
+
+The array is what travels to every rank and to the device in one copy. Sections follow each other in the order of
+`Section`. The header says how long each is and where it starts, so that a kernel finds what it needs from the array's
+address alone. Floats travel as their bits.
+
+    word 0 … 7    the counts T, S, W, R, H, B, G, M
+    word 8 … 23   the first word of each Section, in its order
+    word 24 … 31  left to whoever appends to the array (engine/step/attention_plan.py)
+
+    header | tokens_T | positions_T | slots_T | query_starts_S+1 | contexts_S | tables_SxW | rows_R |
+    sampling_Rx12 | history_starts_R+1 | history_H | bias_starts_R+1 | bias_ids_B | bias_values_B |
+    own_starts_S | segments_Gx4 | members_M
+
+A token −1−r, among the tokens and in the history, is the one that row r of the flight before this one sampled: a step
+may be packed and launched while that is still being computed. What a masked row may become is told by a bit mask that
+comes later, when the tokens before it are known: bit (id % 32) of word (id ÷ 32) is 1 where a token is allowed.
+
+Segments are what prefix groups are made of: keys that several slices of one namespace have in common, each a range of
+keys in the blocks of one of them. The segments of a slice and its keys from own_starts on are its whole context.
+
+T tokens in the step, S slices, W blocks in the widest table, R rows to sample, H history tokens, B biases,
+G segments, M their members.
+"""
+
+import enum
+import struct
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.protocol.frames import Sampling
+from engine.step.cost_model import Costs
+
+Int32s = NDArray[np.int32]
+HEADER_WORDS = 32
+OFFSET_WORD = 8  # where the header keeps the first word of Section 0
+SPARE_WORD = 24
+SAMPLING_WORDS = 12
+SEGMENTS_MAX: Final = 4  # of one slice
+# temperature, top_k, top_p, min_p, the three penalties, seed low and high, position, logprobs, mask
+_SAMPLING: Final = struct.Struct("<fifffffIIiii")
+_POSITION: Final = 9  # the columns of sampling_R12 that pack fills in itself
+_MASK: Final = 11
+
+
+class Section(enum.IntEnum):
+    """The sections of a packed array, in their order; header word OFFSET_WORD + section is its first word."""
+
+    TOKENS = 0
+    POSITIONS = 1
+    SLOTS = 2
+    QUERY_STARTS = 3
+    CONTEXTS = 4
+    TABLES = 5
+    ROWS = 6
+    SAMPLING = 7
+    HISTORY_STARTS = 8
+    HISTORY = 9
+    BIAS_STARTS = 10
+    BIAS_IDS = 11
+    BIAS_VALUES = 12
+    OWN_STARTS = 13
+    SEGMENTS = 14
+    MEMBERS = 15
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """A run of one sequence's tokens in a step.
+
+    tokens      the ids to compute, positions start … start+len−1; all KV before `start` is already written, or is by
+                the flight before. The last may be −1−r: what row r of that flight samples.
+    blocks      the sequence's block table, covering at least start+len(tokens) positions.
+    sampling    None while the prompt is not finished; else how to sample the token after the last one.
+    history     (ids of prompt and output so far, number of them that are prompt) where penalties need them; a token
+                that is not known yet is added by `pack`.
+    masked      a mask says which tokens may be sampled.
+    """
+
+    tokens: Items[int]
+    start: int
+    blocks: Items[int] | Int32s
+    sampling: Sampling | None = None
+    history: tuple[Items[int], int] | None = None
+    masked: bool = False
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Keys first … last−1 that all members read from the same blocks: those of members[0]'s table.
+
+    `members` are indices of slices, two or more. A slice's segments follow each other from key 0 without a gap, and it
+    has keys after the last of them. first and last are multiples of the block size.
+    """
+
+    members: Items[int]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Views into the packed array; nothing is copied. The letters are those of the module's drawing."""
+
+    tokens_T: Int32s
+    positions_T: Int32s
+    slots_T: Int32s  # block · block_tokens + offset: where each token's K and V are written
+    query_starts_S1: Int32s
+    contexts_S: Int32s  # tokens of KV each slice attends to, its own included
+    tables_SW: Int32s  # padded with 0
+    rows_R: Int32s  # index into T of the rows whose next token is sampled
+    sampling_R12: Int32s  # columns in _sampling_words' order
+    history_starts_R1: Int32s
+    history_H: Int32s  # per row: its prompt length, then prompt and output ids; empty without penalties
+    bias_starts_R1: Int32s
+    bias_ids_B: Int32s
+    bias_values_B: NDArray[np.float32]
+    own_starts_S: Int32s  # the first key of each slice that lies in no segment
+    segments_G4: Int32s  # slice whose table has the keys, first key, last key, where its members end in members_M
+    members_M: Int32s  # slices
+
+    @property
+    def temperature_R(self) -> NDArray[np.float32]:
+        return self._float_column(0)
+
+    @property
+    def top_k_R(self) -> Int32s:
+        return self.sampling_R12[:, 1]
+
+    @property
+    def top_p_R(self) -> NDArray[np.float32]:
+        return self._float_column(2)
+
+    @property
+    def min_p_R(self) -> NDArray[np.float32]:
+        return self._float_column(3)
+
+    @property
+    def repetition_penalty_R(self) -> NDArray[np.float32]:
+        return self._float_column(4)
+
+    @property
+    def frequency_penalty_R(self) -> NDArray[np.float32]:
+        return self._float_column(5)
+
+    @property
+    def presence_penalty_R(self) -> NDArray[np.float32]:
+        return self._float_column(6)
+
+    @property
+    def seed_R(self) -> NDArray[np.int64]:
+        low, high = self.sampling_R12[:, 7].view(np.uint32), self.sampling_R12[:, 8].astype(np.int64)
+        return (high << 32) | low.astype(np.int64)
+
+    @property
+    def sample_position_R(self) -> Int32s:
+        """The position that the sampled token will have; with the seed it keys the random numbers."""
+        return self.sampling_R12[:, 9]
+
+    @property
+    def logprobs_R(self) -> Int32s:
+        """How many alternatives to report; −1 where none were asked for."""
+        return self.sampling_R12[:, 10]
+
+    @property
+    def masks_R(self) -> Int32s:
+        """Which of the step's masks holds for the row, they are in the order of their rows; −1 where none does."""
+        return self.sampling_R12[:, _MASK]
+
+    @property
+    def masked(self) -> bool:
+        """Whether a row has a mask."""
+        return bool((self.masks_R >= 0).any())
+
+    def _float_column(self, column: int) -> NDArray[np.float32]:
+        return np.ascontiguousarray(self.sampling_R12[:, column]).view(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step gives back, row by row in the order of `rows_R`.
+
+    A token of −1: the row's logits were not finite. What its sequence reads is not to be trusted.
+    `logprobs` maps a row that asked to (chosen token's logprob, top ids, top logprobs), best first.
+    `vectors_RH` are what the rows of a model that gives vectors became; its tokens say no more than whether these are
+    finite.
+    """
+
+    tokens_R: Int32s
+    logprobs: dict[int, tuple[float, list[int], list[float]]]
+    vectors_RH: NDArray[np.float32] | None = None
+
+
+class OutOfDeviceMemory(Exception):
+    """A step found too little memory on its device. Nothing of it counts; a smaller one may fit."""
+
+
+class Flight(Protocol):
+    """A batch launched and not yet committed."""
+
+    def wait(self) -> Sampled:
+        """Blocks until the step is done. Called once. May raise OutOfDeviceMemory."""
+        ...
+
+
+class OutOfHostMemory(RuntimeError):
+    """The host has too little memory left for what a replica is to keep while it sleeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a runner holds and needs, in bytes, as in wire.Placed. `extent_bytes` is one extent of its KV; asleep it
+    holds asleep_bytes of the device, and awake at the least least_bytes, with `extents_least` extents of KV."""
+
+    device_bytes: int
+    asleep_bytes: int
+    least_bytes: int
+    most_bytes: int
+    memory_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    kept_bytes: int
+    standby_bytes: int
+    extent_bytes: int
+    extents_least: int
+
+
+class Runs(Protocol):
+    """What the loop asks of a runner; the stamp engine of the tests is another one.
+
+    blocks              tables may name 0 … blocks−1, of those whose extent is mapped: a run of extent_blocks of them,
+                        the last may be shorter, that gets memory or gives it back as a whole.
+    mapped              the extents that have memory, ascending.
+    depth               launches that may be in the air at once: 1, or 2 where launching does not wait for the step.
+    costs               what steps take, where that was measured.
+    step_tokens         the most rows of a step in which some sequence decodes,
+    prompt_step_tokens  and of one in which none does.
+    sequences           how many may run at once.
+    """
+
+    blocks: int
+    extent_blocks: int
+    block_tokens: int
+    depth: int
+    costs: Costs | None
+    step_tokens: int
+    prompt_step_tokens: int
+    sequences: int
+
+    def launch(self, packed: Int32s) -> Flight:
+        """Begins a step, after those launched before. One with masked rows computes them, and waits for their masks.
+        May raise OutOfDeviceMemory."""
+        ...
+
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        """Gives a flight its masks: before it is waited for, unless nobody wants what it computes any more, and before
+        the next launch. May raise OutOfDeviceMemory."""
+        ...
+
+    @property
+    def mapped(self) -> list[int]: ...
+
+    def erase(self, blocks: Items[int]) -> None:
+        """Zeroes these blocks in all layers: after the steps launched before, and before those launched later. Asleep,
+        what is kept of them in host memory."""
+        ...
+
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        """Copies whole blocks in all layers, in the order of launches like `erase`. No target is a source."""
+        ...
+
+    def map(self, extents: Items[int]) -> None:
+        """Gives these extents memory: what is in it is anything. Steps in the air go on. Raises OutOfDeviceMemory, and
+        then none of them has got any."""
+        ...
+
+    def unmap(self, extents: Items[int]) -> None:
+        """Gives their memory back, to whomever wants it. No step in the air reads or writes them."""
+        ...
+
+
+class Moves(Runs, Protocol):
+    """What moving asks of a runner, beside what the loop does."""
+
+    def prepare(self) -> int:
+        """Copies a little of what `sleep` would have to copy, within some milliseconds and beside the steps in the air;
+        gives its bytes, 0 where all is copied. Raises OutOfHostMemory."""
+        ...
+
+    def sleep(self, kept: Items[int]) -> int:
+        """Gives back all of the device that can be given back, once the steps launched before are done. The contents of
+        these blocks are kept in host memory, of all others lost. Gives how many bytes were copied.
+
+        Nothing may be launched until `wake`. Raises OutOfHostMemory, and then it is awake as before.
+        """
+        ...
+
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
+        """Takes the device again with these extents mapped, and puts what was kept into these blocks, in the order in
+        which `sleep` was told to keep it; gives how many bytes that copies. Steps may be launched at once, they wait
+        where they have to; `arrived` says when all is there.
+
+        Raises OutOfDeviceMemory, and then it sleeps as before; CheckpointError where it reads files again.
+        """
+        ...
+
+    def arrived(self) -> bool: ...
+
+    def sizes(self) -> Sizes:
+        """What it holds now, awake or asleep."""
+        ...
+
+
+def _sampling_words(sampling: Sampling) -> bytes:
+    """A row of `sampling_R12` without its position and its mask; it depends on `sampling` alone."""
+    return _SAMPLING.pack(
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+        sampling.seed & 0xFFFFFFFF,
+        sampling.seed >> 32,
+        0,
+        -1 if sampling.logprobs is None else sampling.logprobs,
+        -1,
+    )
+
+
+def pack(slices: Items[Slice], block_tokens: int, segments: Items[Segment] = ()) -> Int32s:
+    """The slices' step as one array that `unpack` reads; nothing of it is shared with the slices.
+
+    Rows to sample keep the order of their slices. Costs a few microseconds per slice and a copy of its table.
+    """
+    assert slices, "a step without slices"
+    sampled = [item for item in slices if item.sampling is not None]
+    histories = [_history_words(item) for item in sampled]
+    biases = [item.sampling.logit_bias for item in sampled if item.sampling is not None]
+    lengths_S = np.array([len(item.tokens) for item in slices], np.int32)
+    widths_S = [len(item.blocks) for item in slices]
+    history_lengths, bias_lengths = [len(words) for words in histories], [len(bias) for bias in biases]
+    t, s, w, r = int(lengths_S.sum()), len(slices), max(widths_S), len(sampled)
+    members = sum(len(segment.members) for segment in segments)
+    counts = (t, s, w, r, sum(history_lengths), sum(bias_lengths), len(segments), members)
+    ends = np.cumsum([HEADER_WORDS, *_lengths(counts)])
+    packed = np.zeros(ends[-1], np.int32)
+    packed[: len(counts)] = counts
+    packed[OFFSET_WORD:SPARE_WORD] = ends[:-1]
+    batch = unpack(packed)
+
+    starts_S = np.array([item.start for item in slices], np.int32)
+    ends_S = np.cumsum(lengths_S, dtype=np.int32)
+    batch.query_starts_S1[1:] = ends_S
+    batch.contexts_S[:] = contexts_S = starts_S + lengths_S
+    assert lengths_S.min() > 0, "a slice computes at least one token"
+    assert starts_S.min() >= 0, "a slice starts before its sequence"
+    assert (contexts_S <= np.array(widths_S) * block_tokens).all(), "a block table shorter than its tokens"
+    for row_W, width, item in zip(batch.tables_SW, widths_S, slices, strict=True):
+        row_W[:width] = item.blocks
+
+    batch.tokens_T[:] = np.fromiter(chain.from_iterable([item.tokens for item in slices]), np.int32, t)
+    batch.positions_T[:] = np.arange(t, dtype=np.int32) + np.repeat(contexts_S - ends_S, lengths_S)
+    block_T, offset_T = np.divmod(batch.positions_T, np.int32(block_tokens))
+    batch.slots_T[:] = batch.tables_SW[np.repeat(np.arange(s), lengths_S), block_T] * block_tokens + offset_T
+
+    picked_S = np.fromiter([item.sampling is not None for item in slices], np.bool_, s)
+    batch.rows_R[:] = ends_S[picked_S] - 1
+    if r:
+        words = b"".join([_sampling_words(item.sampling) for item in sampled if item.sampling is not None])
+        batch.sampling_R12[:] = np.frombuffer(words, "<i4").reshape(r, SAMPLING_WORDS)
+        batch.sampling_R12[:, _POSITION] = contexts_S[picked_S]
+        masked = [row for row, item in enumerate(sampled) if item.masked]
+        batch.masks_R[masked] = np.arange(len(masked))
+    np.cumsum(history_lengths, out=batch.history_starts_R1[1:])
+    np.cumsum(bias_lengths, out=batch.bias_starts_R1[1:])
+    if counts[4]:
+        np.concatenate(histories, out=batch.history_H)
+    if counts[5]:
+        batch.bias_ids_B[:] = list(chain.from_iterable(biases))
+        batch.bias_values_B[:] = list(chain.from_iterable(bias.values() for bias in biases))
+    if segments:
+        _write_segments(batch, segments)
+    return packed
+
+
+def _write_segments(batch: Batch, segments: Items[Segment]) -> None:
+    end = 0
+    for row_4, segment in zip(batch.segments_G4, segments, strict=True):
+        assert len(segment.members) > 1, "a segment of one"
+        start, end = end, end + len(segment.members)
+        batch.members_M[start:end] = segment.members
+        row_4[:] = segment.members[0], segment.first, segment.last, end
+    for row_4, segment in sorted(zip(batch.segments_G4, segments, strict=True), key=lambda pair: pair[1].first):
+        members = np.asarray(segment.members)
+        assert (batch.own_starts_S[members] == row_4[1]).all(), "a gap before a segment"
+        batch.own_starts_S[members] = row_4[2]
+    assert (batch.own_starts_S < batch.contexts_S).all(), "a slice without keys of its own"
+
+
+_NO_HISTORY: Final = np.empty(0, np.int32)
+
+
+def _history_words(item: Slice) -> Int32s:
+    if item.history is None:
+        return _NO_HISTORY
+    ids, prompt_tokens = item.history
+    unknown = item.tokens[-1] < 0
+    words = np.empty(1 + len(ids) + unknown, np.int32)
+    words[0], words[1 : 1 + len(ids)] = prompt_tokens, ids
+    if unknown:
+        words[-1] = item.tokens[-1]
+    return words
+
+
+def _lengths(counts: Items[int]) -> list[int]:
+    t, s, w, r, h, b, g, m = counts
+    return [t, t, t, s + 1, s, s * w, r, r * SAMPLING_WORDS, r + 1, h, r + 1, b, b, s, 4 * g, m]
+
+
+def unpack(packed: Int32s) -> Batch:
+    """Views of a packed array (int32, contiguous); the result holds as long as the array is not written.
+
+    What follows the last section is not looked at.
+    """
+    assert packed.dtype == np.int32
+    assert packed.ndim == 1
+    assert len(packed) >= HEADER_WORDS
+    lengths = _lengths(packed[:OFFSET_WORD].tolist())
+    starts = packed[OFFSET_WORD:SPARE_WORD].tolist()
+    assert starts[-1] + lengths[-1] <= len(packed), f"{len(packed)} words, header says {starts[-1] + lengths[-1]}"
+    parts = [packed[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    width = int(packed[2])
+    return Batch(
+        tokens_T=parts[0],
+        positions_T=parts[1],
+        slots_T=parts[2],
+        query_starts_S1=parts[3],
+        contexts_S=parts[4],
+        tables_SW=parts[5].reshape(-1, width),
+        rows_R=parts[6],
+        sampling_R12=parts[7].reshape(-1, SAMPLING_WORDS),
+        history_starts_R1=parts[8],
+        history_H=parts[9],
+        bias_starts_R1=parts[10],
+        bias_ids_B=parts[11],
+        bias_values_B=parts[12].view(np.float32),
+        own_starts_S=parts[13],
+        segments_G4=parts[14].reshape(-1, 4),
+        members_M=parts[15],
+    )

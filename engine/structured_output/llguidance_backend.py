@@ -1,0 +1,43 @@
+"""What we ask of llguidance: a model's tokenizer, and matchers within limits. It knows no callers and no threads."""
+
+from pathlib import Path
+from typing import Final
+
+import llguidance
+
+from engine.models.config import ConfigError, read_config
+
+LIMITS: Final = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,  # some 20 ms
+    step_lexer_fuel=50_000,  # of one mask: 4 ms, and
+    step_max_items=20_000,  # 1 ms
+    max_items_in_row=2_000,
+    max_lexer_states=250_000,  # of some 100 bytes, seldom of 2 KB
+    max_grammar_size=500_000,
+    verbose_errors=False,  # they would repeat the grammar and the text
+)
+
+
+class NoTokenizer(Exception):
+    """A model's folder from which no grammar can be compiled; the message says why."""
+
+
+def open_tokenizer(folder: Path) -> llguidance.LLTokenizer:
+    """From tokenizer.json and config.json. At 128,256 tokens it takes 0.7 s, in which no other thread runs."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise NoTokenizer("this model's folder has no tokenizer.json, so it knows no grammars")
+    try:
+        config = read_config(folder)
+        stop_ids = list(config.stop_ids) or None
+        return llguidance.LLTokenizer(str(path), n_vocab=config.vocabulary, eos_token=stop_ids)
+    except (ConfigError, ValueError) as error:
+        raise NoTokenizer(f"this model's tokenizer.json cannot be used for grammars: {error}") from error
+
+
+def open_matcher(tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMatcher:
+    """Of a new text; its `get_error` says what is wrong with the grammar. What its first mask costs is spent."""
+    matcher = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher

@@ -1,0 +1,301 @@
+"""A model's grammars: compiled beside the replica's loop, kept per account, and turned into masks of a step's rows.
+
+Two threads compile, each after a trial in a process of its own. Accounts take turns, and nothing of one is another's:
+what a grammar costs tells nobody whether somebody else has it. It knows no sequences and no tensors.
+
+M masked rows, W words of a bit mask.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Final
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.log import log
+from engine.protocol.frames import Grammar, GrammarKind, RejectReason
+from engine.scheduling.sequence import Matcher, Refused
+from engine.step.layout import Int32s
+from engine.structured_output.lark_source import lark_of
+from engine.structured_output.llguidance_backend import NoTokenizer, open_matcher, open_tokenizer
+from engine.structured_output.sandbox import Trial, Unavailable
+
+COMPILERS: Final = 2
+PENDING_MAX: Final = 64  # of one account
+KEPT_MAX, KEPT_ACCOUNT_MAX = 512, 16
+WORN_TOKENS: Final = 50_000  # what a grammar learns of texts is memory: after so many tokens it is compiled anew
+_FILLERS_MAX: Final = 8  # threads that write the masks of one step
+_DETAIL_MAX: Final = 300  # characters
+_BUSY: Final = "too many grammars of this account are being compiled; try again later"
+_UNAVAILABLE: Final = "the grammar could not be compiled; send the request again"
+_BROKEN: Final = "the text could not be kept to its grammar: "
+_GOES_ON: Final = "the grammar goes on behind a token that ends the text; let it end there"
+
+
+class LarkMatcher:
+    """As sequence.Matcher, of one text."""
+
+    def __init__(self, compilation: "LarkCompilation", inner: llguidance.LLMatcher, stop_ids: frozenset[int]) -> None:
+        self.inner = inner
+        self.over = False
+        self._compilation = compilation
+        self._stop_ids = stop_ids
+        tokenizer = compilation.tokenizer
+        self._own = stop_ids.difference(tokenizer.eos_tokens)  # the library ends texts at the others by itself
+        self._own_bits = _bits(self._own)
+        self._plain_bits = _bits(token for token in self._own if not tokenizer.is_special_token(token))
+
+    def accept(self, token: int) -> str:
+        inner = self.inner
+        ends = token in self._stop_ids
+        if ends and token in self._own and not inner.is_error() and inner.is_accepting():
+            return ""
+        if inner.is_error() or not inner.consume_token(token):  # of one that has failed it would take a token at an end
+            self._compilation.worn = True  # what they learn is common to its matchers: the next one would fail as well
+            return _BROKEN + _detail(inner.get_error())
+        self._compilation.tokens += 1
+        if ends and not inner.is_accepting():
+            return _GOES_ON
+        self.over = inner.is_stopped()
+        return ""
+
+    def mend(self, mask_W: Int32s) -> None:
+        """Lets the request's own stop tokens come where the text is whole. Elsewhere those that are text may not."""
+        if not self._own:
+            return
+        if self.inner.is_accepting():
+            words, bits = self._own_bits
+            np.bitwise_or.at(mask_W, words, bits)
+        else:
+            words, bits = self._plain_bits
+            np.bitwise_and.at(mask_W, words, ~bits)
+
+
+class LarkCompilation:
+    """As sequence.Compilation. Once it is done its matchers are copies of one, and learn together."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer | None, grammar: Grammar, account: bytes) -> None:
+        self.account = account
+        self.grammar = grammar
+        self.done = False
+        self.worn = False
+        self.tokens = 0  # that its matchers have taken
+        self._tokenizer = tokenizer
+        self._refusal: tuple[RejectReason, str] | None = None
+        self._first: llguidance.LLMatcher | None = None
+
+    @property
+    def tokenizer(self) -> llguidance.LLTokenizer:
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def matcher(self, stop_ids: frozenset[int]) -> LarkMatcher:
+        assert self.done
+        if self._refusal is not None:
+            raise Refused(*self._refusal)
+        assert self._first is not None
+        return LarkMatcher(self, self._first.deep_copy(), stop_ids)
+
+    def refuse(self, reason: RejectReason, message: str) -> None:
+        self._refusal, self.done = (reason, message), True
+
+    def compile(self, trial: Trial) -> None:
+        """In any thread, mostly without the interpreter's lock. Raises Refused and Unavailable."""
+        lark = lark_of(self.grammar)
+        problem = trial.problem(lark)
+        if not problem:
+            first = open_matcher(self.tokenizer, lark)
+            problem = first.get_error()
+        if problem:
+            raise Refused(RejectReason.GRAMMAR, _detail(problem, placed=self.grammar.kind is GrammarKind.LARK))
+        self._first, self.done = first, True
+
+
+class Grammars:
+    """`compile` and `masks` are for the loop's thread. `bell` can be read when a compilation is done; `close` ends the
+    threads."""
+
+    def __init__(self, folder: Path, threads: int | None) -> None:
+        """Begins to read the folder's tokenizer; `wait` until that is done. Masks are written by so many threads."""
+        self.bell, self._clapper = socket.socketpair()
+        self.bell.setblocking(False)
+        self._clapper.setblocking(False)
+        self._executor = llguidance.LLExecutor(min(threads or os.cpu_count() or 1, _FILLERS_MAX))
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._words = 0
+        self._problem = ""
+        self._kept: dict[bytes, OrderedDict[Grammar, LarkCompilation]] = {}
+        self._pending: OrderedDict[bytes, deque[LarkCompilation]] = OrderedDict()  # whose turn is next comes first
+        self._compiling: set[bytes] = set()  # accounts
+        self._turn = threading.Condition()
+        self._closed = False
+        self._trials: list[Trial] = []
+        self._opened = threading.Event()
+        self._threads: list[threading.Thread] = []
+        if (folder / "tokenizer.json").exists():
+            targets = [self._open, *[self._work] * COMPILERS]
+            self._threads = [threading.Thread(target=target, args=[folder]) for target in targets]
+            for thread in self._threads:
+                thread.start()
+        else:
+            self._open(folder)
+
+    def wait(self) -> None:
+        """Until the tokenizer is read, in which time no other thread may run."""
+        self._opened.wait()
+
+    def compile(self, grammar: Grammar, account: bytes, keep: bool) -> LarkCompilation:
+        """A compilation that is done, if it is kept, or will be. What `keep` forbids is found by nobody later."""
+        self.wait()
+        kept = self._kept.setdefault(account, OrderedDict()) if keep and account else OrderedDict()
+        compilation = kept.get(grammar)
+        if compilation is not None and not compilation.worn and compilation.tokens < WORN_TOKENS:
+            kept.move_to_end(grammar)
+            return compilation
+        compilation = kept[grammar] = LarkCompilation(self._tokenizer, grammar, account)
+        kept.move_to_end(grammar)
+        self._forget(kept)
+        if self._problem:
+            compilation.refuse(RejectReason.GRAMMAR, self._problem)
+        else:
+            self._queue(compilation)
+        return compilation
+
+    def masks(self, matchers: Items[Matcher | None]) -> Int32s:
+        """[M, W]: bit (id % 32) of word (id ÷ 32) says whether a token may be next; all may where there is no matcher.
+
+        Some 70 µs per row at 128,256 tokens, several at a time.
+        """
+        masks_MW = np.empty((len(matchers), self._words), np.int32)
+        rows = []
+        for row, matcher in enumerate(matchers):
+            if matcher is None:
+                masks_MW[row] = -1
+            else:
+                assert isinstance(matcher, LarkMatcher)
+                rows.append((matcher, row))
+        if rows:
+            inner = [(matcher.inner, row) for matcher, row in rows]
+            self._executor.unsafe_compute_mask_ptr(inner, masks_MW.ctypes.data, 4 * self._words, len(matchers))
+        for matcher, row in rows:
+            matcher.mend(masks_MW[row])
+        return masks_MW
+
+    def close(self) -> None:
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+        for trial in self._trials:
+            trial.end()
+        for thread in self._threads:
+            thread.join()
+        self.bell.close()
+        self._clapper.close()
+
+    def _forget(self, kept: "OrderedDict[Grammar, LarkCompilation]") -> None:
+        """What was not used for longest, of the account itself, then of the one that has most."""
+        if len(kept) > KEPT_ACCOUNT_MAX:
+            kept.popitem(last=False)
+        if sum(map(len, self._kept.values())) > KEPT_MAX:
+            account = max(self._kept, key=lambda each: len(self._kept[each]))
+            self._kept[account].popitem(last=False)
+            if not self._kept[account]:
+                del self._kept[account]
+
+    def _queue(self, compilation: LarkCompilation) -> None:
+        with self._turn:
+            pending = self._pending.setdefault(compilation.account, deque())
+            if len(pending) >= PENDING_MAX:
+                compilation.worn = True
+                compilation.refuse(RejectReason.BUSY, _BUSY)
+            else:
+                pending.append(compilation)
+                self._turn.notify()
+
+    def _open(self, folder: Path) -> None:
+        try:
+            self._tokenizer = open_tokenizer(folder)
+            self._words = -(-self._tokenizer.vocab_size // 32)
+        except NoTokenizer as error:
+            self._problem = str(error)
+        finally:
+            self._opened.set()
+
+    def _work(self, folder: Path) -> None:
+        self._opened.wait()
+        if self._problem:
+            return
+        trial = self._open_trial(folder)
+        while (compilation := self._next()) is not None:
+            for tries_left in (1, 0):  # it may be the one before that ended the process
+                try:
+                    compilation.compile(trial)
+                except Refused as refused:
+                    compilation.refuse(refused.reason, refused.message)
+                except Unavailable as error:
+                    log("grammar_trial_ended", error=str(error))
+                    trial.end()
+                    self._trials.remove(trial)
+                    trial = self._open_trial(folder)
+                    if tries_left:
+                        continue
+                    compilation.worn = True
+                    compilation.refuse(RejectReason.BUSY, _UNAVAILABLE)
+                break
+            with self._turn:
+                self._compiling.discard(compilation.account)
+                self._turn.notify()
+            with contextlib.suppress(BlockingIOError):  # it is full: it rings already
+                self._clapper.send(b"!")
+        trial.end()
+
+    def _open_trial(self, folder: Path) -> Trial:
+        trial = Trial(folder)
+        self._trials.append(trial)
+        return trial
+
+    def _next(self) -> LarkCompilation | None:
+        """Waits for the next one in turn; of each account one at a time. None when there will be no more."""
+        with self._turn:
+            while not self._closed:
+                account = next((each for each in self._pending if each not in self._compiling), None)
+                if account is None:
+                    self._turn.wait()
+                    continue
+                pending = self._pending[account]
+                compilation = pending.popleft()
+                if pending:
+                    self._pending.move_to_end(account)
+                else:
+                    del self._pending[account]
+                self._compiling.add(account)
+                return compilation
+            return None
+
+
+def _bits(tokens: Iterable[int]) -> tuple[NDArray[np.int64], Int32s]:
+    """The words of a mask and the bits in them that stand for these tokens."""
+    words, bits = np.divmod(np.array(sorted(tokens), np.int64), 32)
+    return words, np.left_shift(np.uint32(1), bits.astype(np.uint32)).view(np.int32)
+
+
+def _detail(problem: str, *, placed: bool = False) -> str:
+    """What the library says is wrong, without its own options; `placed`: with the line of a text that a caller wrote,
+    before which we put one of ours."""
+    regex_error = re.search(r"^error: (.*)$", problem, re.MULTILINE)
+    line = regex_error[1] if regex_error else re.sub(r"^at \d+\(\d+\): ", "", problem.partition("\n")[0])
+    line = line.partition("failed to compile JSON schema: ")[2] or line
+    line = re.sub(r"^Unimplemented keys: \[(.*)\]$", r"these keywords are not supported: \1", line)
+    line = re.sub(r"^oneOf constraints are.*", "oneOf is supported only where its schemas exclude each other", line)
+    if placed and (place := re.match(r"at (\d+)(\(\d+\)): ", problem)):
+        line = f"at {int(place[1]) - 1}{place[2]}: {line}"
+    return line[:_DETAIL_MAX]

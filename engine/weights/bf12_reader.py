@@ -1,0 +1,114 @@
+"""A compressed file's planes → the tensors that they are, each held against what the file says of itself (notes.py).
+
+It reads no weights: whether the bytes are those that were written, only the sums of their pieces say.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from engine.bf12 import metadata
+from engine.bf12.layout import fits
+from engine.bf12.metadata import BASES, HIGH, HIGH_ENDS, POSITIONS, VALUES, Level, Notes, piece_rows
+from engine.weights.safetensors_header import Header, parse_header
+from engine.weights.tensor_index import BF12, CheckpointError, Code, Packed, Stored, listed
+
+_AGAIN: Final = "get the file again, or compress its model anew"
+
+
+def original_of(path: Path, said: Notes) -> Header:
+    """That of the file which was compressed. Raises CheckpointError."""
+    try:
+        return parse_header(said.original.header, said.original.bytes)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is a compressed file, and {error}: {_AGAIN}") from error
+
+
+def gather(path: Path, stored: Mapping[str, Stored], said: Notes) -> dict[str, Stored]:
+    """The tensors that it had before it was compressed, of which it has planes or themselves. Raises CheckpointError
+    unless these are all that it has, each of its dtype and shape, with a sum of each piece."""
+    suffixes = ("", BASES, POSITIONS, VALUES, *((HIGH, HIGH_ENDS) if said.level is Level.DISTRIBUTION else ()))
+    wanted = [name + suffix for name in said.codes for suffix in suffixes]
+    original = {tensor.name: tensor for tensor in original_of(path, said).tensors}
+    _require_none(path, "lacks", (name for name in original if name not in stored))
+    _require_none(path, "lacks", (name for name in wanted if name not in stored))
+    found = {name: _coded(path, name, stored, said) for name in said.codes}
+    planes = set(wanted)
+    plain = {name: tensor for name, tensor in stored.items() if name not in planes}
+    _require_none(path, "has planes of no coded tensor:", (name for name in plain if name not in original))
+    for name, tensor in (plain | found).items():
+        dtype = "BF16" if name in found else tensor.dtype
+        if name not in original or (original[name].dtype, original[name].shape) != (dtype, tensor.shape):
+            raise CheckpointError(f"{path}: {name}, {dtype} {list(tensor.shape)}, is not what was compressed: {_AGAIN}")
+    for name, tensor in plain.items():
+        found[name] = replace(tensor, sums=_sums(path, name, said, _pieces_of(tensor)))
+    summed = {name + suffix for name in said.codes for suffix in ("", BASES, POSITIONS, VALUES)} | plain.keys()
+    _require_none(path, "has sums of tensors that are not there:", (name for name in said.pieces if name not in summed))
+    return found
+
+
+def _coded(path: Path, name: str, stored: Mapping[str, Stored], said: Notes) -> Stored:
+    words = stored[name]
+    shape = _shape(path, name, words, said.level)
+    bases = _plane(path, name + BASES, stored, "U8")
+    if bases.numbers != shape[0]:
+        raise CheckpointError(f"{path}: {name}, {list(shape)}, has {bases.numbers} bases: {_AGAIN}")
+    positions = _plane(path, name + POSITIONS, stored, "I64")
+    values = _plane(path, name + VALUES, stored, "BF16")
+    if positions.shape != values.shape or positions.numbers > shape[0] * shape[1]:
+        counts = f"{positions.numbers} positions and {values.numbers} values"
+        raise CheckpointError(f"{path}: {name}, {list(shape)}, has {counts} of escapes: {_AGAIN}")
+    pieces = -(-shape[0] // piece_rows(shape[1]))
+    return replace(
+        words,
+        dtype=BF12,
+        shape=shape,
+        sums=_sums(path, name, said, pieces),
+        code=Code(
+            replace(bases, sums=_sums(path, name + BASES, said, _pieces_of(bases))),
+            replace(positions, sums=_sums(path, name + POSITIONS, said, _pieces_of(positions))),
+            replace(values, sums=_sums(path, name + VALUES, said, _pieces_of(values))),
+            _packed(path, name, stored, pieces) if said.level is Level.DISTRIBUTION else None,
+        ),
+    )
+
+
+def _shape(path: Path, name: str, words: Stored, level: Level) -> tuple[int, int]:
+    """Of the matrix: a row has 3 words for 8 numbers, 2 of them low."""
+    if words.dtype == "I32" and len(words.shape) == 2:
+        outputs, width = words.shape
+        of_eight = 2 if level is Level.DISTRIBUTION else 3
+        if width % of_eight == 0 and fits(outputs, width // of_eight * 8):
+            return outputs, width // of_eight * 8
+    raise CheckpointError(f"{path}: {name} is {words.dtype} {list(words.shape)}, which are no words: {_AGAIN}")
+
+
+def _packed(path: Path, name: str, stored: Mapping[str, Stored], pieces: int) -> Packed:
+    frames, ends = _plane(path, name + HIGH, stored, "U8"), _plane(path, name + HIGH_ENDS, stored, "I64")
+    if ends.numbers != pieces:
+        raise CheckpointError(f"{path}: {name} has {ends.numbers} frames for {pieces} pieces: {_AGAIN}")
+    return Packed(frames, ends)
+
+
+def _plane(path: Path, name: str, stored: Mapping[str, Stored], dtype: str) -> Stored:
+    plane = stored[name]
+    if plane.dtype != dtype or len(plane.shape) != 1:
+        raise CheckpointError(f"{path}: {name} is {plane.dtype} {list(plane.shape)}, a row of {dtype} is due: {_AGAIN}")
+    return plane
+
+
+def _pieces_of(stored: Stored) -> int:
+    return -(-(stored.last - stored.first) // metadata.PIECE_BYTES)
+
+
+def _sums(path: Path, name: str, said: Notes, pieces: int) -> tuple[int, ...]:
+    sums = tuple(said.pieces.get(name, ()))
+    if len(sums) != pieces:
+        raise CheckpointError(f"{path} has {len(sums)} sums of {name}, which has {pieces} pieces: {_AGAIN}")
+    return sums
+
+
+def _require_none(path: Path, problem: str, names: Iterable[str]) -> None:
+    if found := list(names):
+        raise CheckpointError(f"{path} {problem} {listed(found)}, unlike what its metadata say: {_AGAIN}")

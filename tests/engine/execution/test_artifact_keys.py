@@ -1,0 +1,87 @@
+"""What a start finds of an earlier one, and what makes it begin anew."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.bench.geometries import GEOMETRIES, write_folder
+from engine.execution.artifact_keys import Chosen, Measured, on_device, on_host
+from engine.execution.artifacts import Artefacts
+from engine.models.config import ModelConfig, read_config
+from engine.protocol.frames import ModelSpec
+from engine.step.cost_model import Costs
+
+MEASURED = Measured([7, 8], 9, Costs(((1, 1.5),), 0.1, 0.2, math.inf, 0.3, 0.0, 1.0))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder("tiny", tmp_path / "model")
+
+
+def spec_of(folder: Path) -> ModelSpec:
+    return ModelSpec(name="m", folder=str(folder))
+
+
+def kept(
+    folder: Path, dtype: str = "bfloat16", device: str = "H200", tokens: int = 4096, config: ModelConfig | None = None,
+    coded: tuple[str, ...] = (), **settings: Any,
+) -> Artefacts[Measured]:  # fmt: skip
+    model = ModelSpec(**{"name": "m", "folder": str(folder), **settings})
+    return on_device(model, config or read_config(folder), tokens, dtype, coded, device)
+
+
+def test_a_later_start_finds_what_was_measured(folder: Path) -> None:
+    kept(folder).write(MEASURED)
+    assert kept(folder).read() == MEASURED
+    assert kept(folder, name="another name", waiting=5, priority=3.0).read() == MEASURED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "B200"},
+        {"dtype": "float16"},
+        {"tokens": 2048},
+        {"kv_dtype": "fp8"},
+        {"sequences": 64},
+        {"step_tokens": 512},
+        {"block_tokens": 32},
+        {"coded": ("head.weight",)},
+    ],
+)
+def test_it_is_not_found_for_other_sizes(folder: Path, changes: dict[str, Any]) -> None:
+    kept(folder).write(MEASURED)
+    assert kept(folder, **changes).read() is None
+
+
+def test_it_is_not_found_for_another_model_in_its_place(folder: Path) -> None:
+    kept(folder).write(MEASURED)
+    assert kept(folder, config=replace(read_config(folder), layers=3)).read() is None
+
+
+def test_a_cpu_has_a_dtype_and_no_other(folder: Path) -> None:
+    chosen = on_host(spec_of(folder), read_config(folder))
+    (file,) = chosen.write(Chosen("bfloat16"))
+    assert chosen.read() == Chosen("bfloat16")
+    file.write_text(file.read_text().replace("bfloat16", "int3"))
+    assert chosen.read() is None
+    document = json.loads(file.read_text())
+    assert document["key"]["processor"]
+
+
+def test_the_geometries_differ_in_their_keys(tmp_path: Path) -> None:
+    files = set()
+    for name in GEOMETRIES:
+        folder = write_folder(name, tmp_path / name)
+        files |= {file.name for file in on_host(spec_of(folder), read_config(folder)).files}
+    assert len(files) == len(GEOMETRIES)

@@ -1,0 +1,67 @@
+"""A GPU's replica that starts again: what it takes over of what an earlier one has measured."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.execution import gpu_runner
+from engine.execution.open import Runner, artefacts_of
+from engine.protocol.frames import Sampling
+from engine.step.layout import pack
+from tests.support.small_models import BLOCK_TOKENS, Text, reference_model, saved, shuffled_tables, spec
+
+pytestmark = pytest.mark.gpu
+SIZES = {"sequences": 64, "context_tokens": 1024, "dtype": "bfloat16", "kv_bytes": 64 << 20}
+
+
+def opened(folder: Path) -> Runner:
+    return Runner.open(spec(folder, **SIZES), "cuda", None, lambda: None)
+
+
+def answers(runner: Runner) -> list[list[int]]:
+    """Greedy tokens of prompts and of steps that decode, of one sequence and of many."""
+    found = []
+    for count in (1, 3, 40):
+        rng = np.random.default_rng(count)
+        texts = [
+            Text(rng.integers(0, 160, 104).tolist(), table)
+            for table in shuffled_tables(runner, [110] * count, seed=count)
+        ]
+        for tokens in (100, 1, 1):
+            slices = [text.slice(tokens, Sampling()) for text in texts]
+            found.append(runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R.tolist())
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return saved(reference_model("llama 3.1"), tmp_path / "model")
+
+
+def test_a_later_start_measures_nothing_and_answers_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = opened(folder)
+    assert any((folder / ".hearth" / "kernels").iterdir())
+    said, workspace_bytes = answers(first), first.memory.workspace_bytes
+    monkeypatch.setattr(gpu_runner.Device, "compile", lambda *_: pytest.fail("it tries all sizes"))
+    monkeypatch.setattr(gpu_runner, "measure", lambda *_: pytest.fail("it measures"))
+    second = opened(folder)
+    assert second.costs == first.costs
+    assert second.memory.kv_blocks == first.memory.kv_blocks
+    assert second.memory.workspace_bytes == pytest.approx(workspace_bytes, rel=0.05)
+    assert answers(second) == said
+    while second.idle():
+        pass
+    assert answers(second) == said
+    assert second.memory.workspace_bytes == pytest.approx(workspace_bytes, rel=0.05)
+
+
+def test_a_start_without_what_was_measured_measures_again(folder: Path) -> None:
+    opened(folder)
+    kept = artefacts_of(spec(folder, **SIZES), "cuda")
+    assert kept is not None
+    for file in kept.files:
+        file.write_text("{")
+    opened(folder)
+    assert kept.read() is not None

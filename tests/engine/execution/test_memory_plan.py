@@ -1,0 +1,77 @@
+"""engine/execution/memory_plan.py: how many blocks there is room for, and what is refused with which advice."""
+
+import msgspec
+import pytest
+import torch
+
+from engine.execution.memory_plan import DoesNotFit, first_extents, kept_bytes, kv_blocks, least_blocks, least_extents
+from engine.kvcache.tensors import KvPool, KvShape
+from engine.protocol.frames import ModelSpec
+
+SHAPE = KvShape(layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.bfloat16)
+BLOCK = SHAPE.block_bytes
+
+
+def spec(kv_bytes: int | None = None) -> ModelSpec:
+    return ModelSpec(name="m", folder="", kv_bytes=kv_bytes)
+
+
+def test_the_pool_takes_the_room_there_is_and_no_more_than_all_sequences_need() -> None:
+    assert kv_blocks(spec(), SHAPE, 160, 64, room=99 * BLOCK + 5, free=200 * BLOCK) == 99
+    assert kv_blocks(spec(), SHAPE, 160, 4, room=99 * BLOCK, free=200 * BLOCK) == 40
+
+
+def test_one_context_gets_its_blocks_where_they_are_free() -> None:
+    assert kv_blocks(spec(), SHAPE, 160, 64, room=3 * BLOCK, free=10 * BLOCK) == 10
+
+
+def test_a_context_that_does_not_fit_is_refused_with_the_one_that_would() -> None:
+    with pytest.raises(DoesNotFit, match="set context_tokens to at most 144"):
+        kv_blocks(spec(), SHAPE, 160, 64, room=3 * BLOCK, free=10 * BLOCK - 1)
+
+
+def test_where_nothing_is_free_no_context_is_advised() -> None:
+    with pytest.raises(DoesNotFit, match="a device with more memory"):
+        kv_blocks(spec(), SHAPE, 160, 64, room=-5, free=-5)
+
+
+def test_kv_bytes_are_kept_to() -> None:
+    assert kv_blocks(spec(7 * BLOCK + 1), SHAPE, 160, 64, room=0, free=7 * BLOCK) == 7
+    with pytest.raises(DoesNotFit, match="less than one block"):
+        kv_blocks(spec(BLOCK - 1), SHAPE, 160, 64, room=BLOCK, free=BLOCK)
+    with pytest.raises(DoesNotFit, match="more than the"):
+        kv_blocks(spec(9 * BLOCK), SHAPE, 160, 64, room=BLOCK, free=8 * BLOCK)
+
+
+def pool_of(extents: int) -> KvPool:
+    """Of extents of four blocks, without memory."""
+    shape = KvShape(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype=torch.float32)  # 4 blocks are a page
+    pool = KvPool(shape, 4 * extents, extents=0)
+    assert (pool.extents, pool.extent_blocks) == (extents, 4)
+    return pool
+
+
+def test_no_more_is_kept_than_one_asks_for_or_wakes_with_and_public_prefixes_always() -> None:
+    pool = pool_of(20)
+    block, least = pool.shape.block_bytes, 3 * pool.extent_bytes
+    model = ModelSpec(name="m", folder="", kept_kv_bytes=2 * block)
+    assert kept_bytes(model, pool, 160) == 2 * block
+    assert kept_bytes(msgspec.structs.replace(model, kept_kv_bytes=1 << 40), pool, 160) == least
+    assert kept_bytes(msgspec.structs.replace(model, public_prefixes=[[1] * 90]), pool, 160) == 5 * block
+
+
+def test_a_pool_opens_with_the_extents_that_there_is_room_for() -> None:
+    pool = pool_of(20)
+    size = pool.extent_bytes
+    assert first_extents(spec(), pool, 160, room=7 * size + 5, free=9 * size) == 7
+    assert first_extents(spec(), pool, 160, room=99 * size, free=99 * size) == 20
+    assert first_extents(spec(), pool, 160, room=-5, free=9 * size) == 3, "of one context's ten blocks"
+    with pytest.raises(DoesNotFit, match="one context of 160 tokens"):
+        first_extents(spec(), pool, 160, room=0, free=3 * size - 1)
+
+
+def test_the_least_is_one_context_beside_what_is_published() -> None:
+    model = ModelSpec(name="m", folder="", public_prefixes=[[1] * 95, [2] * 33])
+    assert least_blocks(model, 160) == 5 + 2 + 10
+    assert least_extents(model, pool_of(20), 160) == 5
+    assert least_extents(model, pool_of(2), 160) == 2, "no more than there are"

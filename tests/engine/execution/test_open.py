@@ -1,0 +1,369 @@
+"""engine/execution/open.py: what opening promises, and that a row's logits are the same bits however its text is
+computed."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.execution import cpu_runner
+from engine.execution.open import DoesNotFit, Runner
+from engine.layers import linear_cpu
+from engine.protocol.frames import ModelSpec, Sampling
+from engine.step.layout import OutOfDeviceMemory, OutOfHostMemory, Slice, pack
+from engine.weights.checkpoint import CheckpointError
+from tests.support.small_models import (
+    BLOCK_TOKENS,
+    CONTEXT_TOKENS,
+    Text,
+    logits,
+    open_small,
+    poison,
+    reference_model,
+    saved,
+    shuffled_tables,
+    spec,
+)
+
+GREEDY = Sampling()
+EMBER = Path(__file__).parents[3] / "engine" / "builtin_model"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    families = ("llama 3.2 tied", "mistral window", "qwen3")
+    folders = {family: saved(reference_model(family), tmp_path_factory.mktemp("model")) for family in families}
+    return folders | {"ember": EMBER}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama 3.2 tied", "mistral window", "qwen3", "ember"])
+def test_logits_are_equal_to_the_bit_whatever_the_chunks_the_company_and_the_blocks(
+    folders: dict[str, Path], name: str, dtype: str
+) -> None:
+    runner = open_small(folders[name], dtype=dtype, kv_bytes=24 << 20)
+    poison(runner)
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, runner.vocabulary, 700).tolist()
+    ends = sorted({*rng.integers(1, 700, 60).tolist(), 1, 63, 64, 65, 128, 129, 512, 513, 700})
+    alone = compute(runner, ids, ends, company=0, seed=1)
+    for seed in range(2, 8):
+        cuts = sorted({*rng.choice(ends, int(rng.integers(1, 30))).tolist(), 700})
+        again = compute(runner, ids, cuts, company=seed % 4 * 3, seed=seed)
+        for end in cuts:
+            assert torch.equal(again[end], alone[end]), (seed, cuts, end)
+    runner.place.pool.check()
+
+
+def compute(runner: Runner, ids: list[int], cuts: list[int], company: int, seed: int) -> dict[int, Tensor]:
+    """Logits after each cut, the text computed in runs that end there, in other blocks for each seed, among others."""
+    rng = np.random.default_rng(seed)
+    lengths = [len(ids), *rng.integers(1, 60, company).tolist()]
+    tables = shuffled_tables(runner, lengths, seed)
+    text, found = Text(ids, tables[0]), {}
+    for cut in cuts:
+        others = [
+            Slice(rng.integers(0, runner.vocabulary, length).tolist(), 0, table, GREEDY)
+            for length, table in zip(lengths[1:], tables[1:], strict=True)
+        ]
+        mine = text.slice(cut - text.computed, GREEDY)
+        place = int(rng.integers(0, company + 1))
+        found[cut] = logits(runner, [*others[:place], mine, *others[place:]])[place]
+    return found
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, top_p=0.95, seed=4)])
+def test_text_is_the_same_with_cache_hits_chunks_preemption_and_company(
+    folders: dict[str, Path], sampling: Sampling
+) -> None:
+    runner = open_small(folders["ember"], dtype="auto", kv_bytes=24 << 20)
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(10, runner.vocabulary, length).tolist() for length in (5, 130, 200)]
+    tables = shuffled_tables(runner, [300] * 3, 1)
+    plain = [write(runner, prompt, table, sampling, 40) for prompt, table in zip(prompts, tables, strict=True)]
+
+    # Cache hit: the first 128 tokens of the last prompt lie in the blocks of the run before; only the rest is computed.
+    cached = tables[2][:8] + shuffled_tables(runner, [300] * 4, 1)[3]
+    assert write(runner, prompts[2], cached, sampling, 40, computed=128) == plain[2]
+
+    # Preemption: after 17 tokens the blocks are lost, and prompt and output are computed again in chunks elsewhere.
+    other = shuffled_tables(runner, [400], 9)[0]
+    first = write(runner, prompts[1], tables[1], sampling, 17)
+    again = write(runner, prompts[1] + first, other, sampling, 23, chunk=33)
+    assert first + again == plain[1]
+
+    # Company: all three at once, a token each per step.
+    texts, written = prompts, [[token[0]] for token in plain]
+    for prompt, table in zip(texts, tables, strict=True):
+        runner.launch(pack([Slice(prompt, 0, table)], BLOCK_TOKENS)).wait()
+    for step in range(39):
+        slices = [
+            Slice([done[-1]], len(prompt) + step, table, sampling)
+            for done, prompt, table in zip(written, texts, tables, strict=True)
+        ]
+        for done, token in zip(written, runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R, strict=True):
+            done.append(int(token))
+    assert written == plain
+
+
+def write(
+    runner: Runner,
+    prompt: list[int],
+    table: list[int],
+    sampling: Sampling,
+    count: int,
+    computed: int = 0,
+    chunk: int = 512,
+) -> list[int]:
+    """`count` tokens after the prompt, which is computed from `computed` on in chunks."""
+    ids, written = list(prompt), []
+    while len(written) < count:
+        end = min(computed + chunk, len(ids))
+        wanted = sampling if end == len(ids) else None
+        done = runner.launch(pack([Slice(ids[computed:end], computed, table, wanted)], BLOCK_TOKENS)).wait()
+        computed = end
+        if wanted:
+            written.append(int(done.tokens_R[0]))
+            ids.append(written[-1])
+    return written
+
+
+def test_opening_says_what_the_replica_must_know(folders: dict[str, Path]) -> None:
+    beats: list[int] = []
+    runner = Runner.open(spec(folders["qwen3"]), "cpu", 1, lambda: beats.append(1))
+    assert beats
+    assert (runner.context_tokens, runner.vocabulary, runner.stop_ids) == (CONTEXT_TOKENS, 160, [1])
+    assert runner.block_tokens == BLOCK_TOKENS
+    assert runner.memory.kv_bytes <= 8 << 20
+    assert runner.memory.kv_bytes == runner.blocks * 3 * 2 * 2 * 32 * 4 * BLOCK_TOKENS
+    assert runner.kv_layout == "kv-float32-l3-h2x32-b16"
+    assert runner.memory.weights_bytes > 0
+    assert len(runner.revision) == 32
+    loading = len(beats)
+    runner.launch(pack([Slice([1, 2, 3], 0, [0], GREEDY)], BLOCK_TOKENS)).wait()
+    assert len(beats) == loading + 3, "one beat for each layer"
+
+
+def test_a_step_without_rows_to_sample_gives_no_tokens(folders: dict[str, Path]) -> None:
+    runner = open_small(folders["qwen3"])
+    assert len(runner.launch(pack([Slice([1, 2], 0, [0])], BLOCK_TOKENS)).wait().tokens_R) == 0
+
+
+def test_auto_measures_both_dtypes_and_says_so(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "engine"):
+        runner = open_small(folders["qwen3"], dtype="auto")
+    assert runner.kv_layout.startswith(("kv-float32", "kv-bfloat16"))
+    said = caplog.text
+    assert "dtype auto" in said
+    assert "MB/s" in said
+    assert f"{runner.blocks} KV blocks" in said
+
+
+def test_a_dtype_in_which_rows_depend_on_their_company_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found on a processor whose bfloat16 adds up in another order for each count of rows."""
+    least = linear_cpu.rows_least
+
+    def of_such_a_processor(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int:
+        if dtype is torch.bfloat16 and inputs > 1000:
+            raise linear_cpu.RowsDiffer("no row count")
+        return least(inputs, outputs, dtype, threads)
+
+    monkeypatch.setattr(linear_cpu, "rows_least", of_such_a_processor)
+    with caplog.at_level("INFO"):
+        runner = Runner.open(ModelSpec(name="m", folder=str(EMBER), kv_bytes=10_000_000), "cpu", 1, lambda: None)
+    assert runner.kv_layout.startswith("kv-float32")
+    assert "torch.bfloat16" not in caplog.text
+
+
+def test_the_pool_holds_one_context_at_least_and_all_sequences_at_most(folders: dict[str, Path]) -> None:
+    context_blocks = CONTEXT_TOKENS // BLOCK_TOKENS
+    assert open_small(folders["qwen3"], kv_bytes=None, sequences=1).blocks == context_blocks
+    assert open_small(folders["qwen3"], kv_bytes=None, sequences=3).blocks == 3 * context_blocks
+    assert open_small(folders["qwen3"], kv_bytes=None, sequences=1, context_tokens=64).blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"context_tokens": CONTEXT_TOKENS + 1}, "context_tokens"),
+        ({"kv_bytes": 100}, "kv_bytes"),
+        ({"block_tokens": 24}, "block_tokens"),
+        ({"kv_dtype": "fp8"}, "for GPUs"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(folders: dict[str, Path], changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(DoesNotFit, match=said):
+        open_small(folders["qwen3"], **changes)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        Slice([1], CONTEXT_TOKENS, list(range(129)), GREEDY),
+        Slice([160], 0, [0], GREEDY),
+        Slice([1], 0, [10**6], GREEDY),
+    ],
+)
+def test_launch_asserts_that_the_step_is_within_the_model_and_the_pool(folders: dict[str, Path], item: Slice) -> None:
+    runner = open_small(folders["qwen3"])
+    with pytest.raises(AssertionError, match="past the"):
+        runner.launch(pack([item], BLOCK_TOKENS))
+
+
+# Asleep and awake again
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("name", ["qwen3", "ember"])
+def test_what_wakes_says_the_same_and_reads_the_kv_that_was_kept(
+    folders: dict[str, Path], name: str, dtype: str
+) -> None:
+    runner = open_small(folders[name], dtype=dtype, kv_bytes=24 << 20)
+    prompt = np.random.default_rng(3).integers(10, runner.vocabulary, 120).tolist()
+    table = list(range(40, 60))
+    expected = write(runner, prompt, table, GREEDY, 12)
+    layers = [rows.view(runner.blocks + 1, -1)[40:47].clone() for rows in runner.place.pool.layers]
+    for cycle in range(3):
+        moved = runner.sleep(table[:7])
+        assert (runner.mapped, moved) == ([], sum(rows.nbytes for rows in layers))
+        assert runner.sizes().kept_bytes == moved
+        runner.wake(range(4), restored := list(range(cycle, cycle + 14, 2)))
+        assert runner.arrived()
+        for before, after in zip(layers, runner.place.pool.layers, strict=True):
+            assert torch.equal(before, after.view(runner.blocks + 1, -1)[restored])
+        table = restored + list(range(20, 33))
+        assert write(runner, prompt, table, GREEDY, 12, computed=112) == expected
+    runner.place.pool.check()
+
+
+def test_kept_kv_that_is_erased_asleep_comes_back_as_nothing(folders: dict[str, Path]) -> None:
+    runner = open_small(folders["qwen3"])
+    write(runner, list(range(2, 50)), [5, 6, 7, 8], GREEDY, 2)
+    runner.sleep([5, 6, 7])
+    runner.erase([6])
+    runner.wake(range(2), [1, 2, 3])
+    for rows in runner.place.pool.layers:
+        blocks = rows.view(runner.blocks + 1, -1)
+        assert [bool(blocks[block].any()) for block in (1, 2, 3)] == [True, False, True]
+
+
+def test_blocks_that_moved_are_read_where_they_are(folders: dict[str, Path]) -> None:
+    runner = open_small(folders["qwen3"])
+    prompt = list(range(2, 50))
+    expected = write(runner, prompt, [5, 6, 7, 8], GREEDY, 9)
+    runner.copy([5, 6, 7], [20, 9, 21])
+    runner.erase([])
+    runner.erase([5, 6])
+    assert write(runner, prompt, [20, 9, 21, 30], GREEDY, 9, computed=47) == expected
+
+
+def test_sizes_say_what_is_held_awake_and_asleep(folders: dict[str, Path]) -> None:
+    runner = Runner.open(spec(folders["qwen3"], sequences=4, kv_bytes=None), "cpu", 1, lambda: None, device_bytes=0)
+    held = runner.sizes()
+    assert len(runner.mapped) == held.extents_least < len(range(0, runner.blocks, runner.extent_blocks))
+    assert held.extents_least * runner.extent_blocks >= CONTEXT_TOKENS // BLOCK_TOKENS
+    assert held.device_bytes == held.least_bytes == held.weights_bytes + held.kv_bytes
+    runner.map([len(runner.mapped)])
+    assert runner.sizes().device_bytes == held.device_bytes + held.extent_bytes
+    runner.sleep([])
+    asleep = runner.sizes()
+    assert (asleep.device_bytes, asleep.kv_bytes, asleep.kept_bytes) == (0, 0, 0)
+    assert (asleep.least_bytes, asleep.most_bytes) == (held.least_bytes, held.most_bytes)
+
+
+def test_random_weights_are_made_again_as_they_were(folders: dict[str, Path]) -> None:
+    runner = open_small(folders["qwen3"], random_weights=True)
+    expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
+    runner.sleep([])
+    runner.wake([0], [])
+    assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
+
+
+def test_the_built_in_model_wakes_within_three_tenths_of_a_second() -> None:
+    """Of this process's own time, the least of some: who else computes here meanwhile is not its fault."""
+    runner = Runner.open(ModelSpec(name="m", folder=str(EMBER), kv_bytes=24 << 20), "cpu", 1, lambda: None)
+    took = []
+    for _ in range(5):
+        runner.sleep([])
+        began = time.process_time()
+        runner.wake([0], [])
+        took.append(time.process_time() - began)
+    assert min(took) < 0.3, took
+
+
+def test_what_sleeps_gives_its_memory_back_and_takes_no_more_after_many_cycles(tmp_path: Path) -> None:
+    """In a process of its own, where nobody else's memory comes and goes."""
+    config = json.loads((EMBER / "config.json").read_text()) | {"hidden_size": 512, "intermediate_size": 1536}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    program = """
+import json, sys, psutil, torch
+from engine.execution.open import Runner
+from engine.protocol.frames import ModelSpec
+resident = lambda: psutil.Process().memory_info().rss
+model = ModelSpec(name="m", folder=sys.argv[1], random_weights=True, dtype="float32", kv_bytes=64 << 20)
+runner = Runner.open(model, "cpu", 1, lambda: None)
+with torch.inference_mode():
+    for rows in runner.place.pool.layers:
+        rows[: runner.blocks * runner.block_tokens] = 1
+extents, awake = runner.mapped, [resident()]
+asleep = []
+for _ in range(3):
+    runner.sleep([])
+    asleep.append(resident())
+    runner.wake(extents, [])
+    awake.append(resident())
+print(json.dumps([runner.sizes().weights_bytes, runner.sizes().kv_bytes, awake, asleep]))
+"""
+    ran = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    weights_bytes, kv_bytes, awake, asleep = json.loads(ran.stdout)
+    assert weights_bytes > 100 << 20
+    assert awake[0] - asleep[0] > 0.9 * (weights_bytes + kv_bytes)
+    assert asleep[-1] - asleep[0] < 0.1 * weights_bytes
+    assert awake[-1] <= awake[0]
+
+
+def test_a_folder_that_changed_or_is_gone_is_not_woken_and_sleeps_as_before(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders["qwen3"], tmp_path, dirs_exist_ok=True)
+    runner = open_small(tmp_path)
+    expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
+    runner.sleep([0])
+    held = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="changed"):
+        runner.wake([0], [0])
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError):
+        runner.wake([0], [0])
+    (tmp_path / "model.safetensors").write_bytes(held)
+    runner.wake([0], [0])
+    assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
+
+
+def test_without_memory_it_neither_wakes_nor_sleeps_and_is_as_before(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = open_small(folders["qwen3"])
+    expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_runner, "available_bytes", lambda: 10)
+        with pytest.raises(OutOfHostMemory):
+            runner.sleep([0])
+        assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
+        runner.sleep([])
+        with pytest.raises(OutOfDeviceMemory):
+            runner.wake([0], [])
+    runner.wake([0], [])
+    assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected

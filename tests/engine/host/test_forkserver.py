@@ -1,0 +1,242 @@
+"""engine/host/forkserver.py and engine/replica/zygote.py as real processes. Most forks only tell what they find
+themselves to be."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.host.forkserver import Forks
+from engine.host.supervisor import Process, Programs
+from engine.process.heartbeat import Phase, Pulse
+from engine.protocol.frames import FrameReader, Hello, ModelSpec, ReplicaSpec
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each replica is a new program")
+ROOT = Path(__file__).parents[3]
+EMBER = ROOT / "engine" / "builtin_model"
+PROGRAM = [sys.executable, "-c", "print('a program')"]
+
+
+def spec_of(name: str, folder: Path) -> ReplicaSpec:
+    model = ModelSpec(name=name, folder=str(EMBER), kv_bytes=1 << 24)
+    address = f"unix:{folder}/replica.sock"
+    return ReplicaSpec(model=model, address=address, pulse=str(folder / "pulse"), boot=1, device="cpu", threads=1)
+
+
+@contextlib.contextmanager
+def open_forks(*modules: str) -> Iterator[Forks]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        with contextlib.closing(Forks(modules, Programs(lambda spec: PROGRAM), time.monotonic)) as forks:
+            yield forks
+
+
+def warm(forks: Forks) -> None:
+    until = time.monotonic() + 30.0
+    while not forks.ready(time.monotonic()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def spied() -> Iterator[Forks]:
+    with open_forks("tests.support.zygote_spy") as forks:
+        warm(forks)
+        yield forks
+
+
+def read_line(process: Process) -> str:
+    line = b""
+    while not line.endswith(b"\n"):
+        got = os.read(process.output, 1)
+        assert got, line
+        line += got
+    return line.decode()
+
+
+def told(process: Process) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(read_line(process))
+    return found
+
+
+@contextlib.contextmanager
+def started(forks: Forks, name: str, folder: Path, **environment: str) -> Iterator[Process]:
+    process = forks.start(spec_of(name, folder), environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.close()
+
+
+def test_a_fork_is_a_child_of_ours_with_everything_imported(spied: Forks, tmp_path: Path) -> None:
+    assert spied.parent is not None
+    with started(spied, "stays", tmp_path) as process:
+        found = told(process)
+        assert (found["pid"], found["parent"]) == (process.pid, os.getpid())
+        assert found["imported_by"] == spied.parent
+        assert psutil.Process(process.pid).cmdline()[:2] == ["engine.replica.server", "stays"]
+
+
+def test_a_fork_has_an_environment_and_descriptors_of_its_own(spied: Forks, tmp_path: Path) -> None:
+    with started(spied, "ends", tmp_path, GIVEN_BY_THE_TEST="to this one") as process:
+        found = told(process)
+        assert found["environment"] == "to this one"
+        assert (found["blocked"], found["handled"]) == ([], [True] * 3)
+        output = os.readlink(f"/proc/self/fd/{process.output}")
+        assert sorted(found["files"].items()) == [("0", "/dev/null"), ("1", output), ("2", output)]
+    with started(spied, "ends", tmp_path) as process:
+        assert told(process)["environment"] is None
+
+
+def test_who_reads_a_fork_s_output_hears_that_it_has_ended(spied: Forks, tmp_path: Path) -> None:
+    with started(spied, "ends", tmp_path) as process:
+        told(process)
+        assert os.read(process.output, 1) == b""
+        assert process.wait() == 3
+
+
+def test_a_fork_that_is_killed_says_so(spied: Forks, tmp_path: Path) -> None:
+    with started(spied, "stays", tmp_path) as process:
+        told(process)
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait() == -signal.SIGTERM
+        process.kill()  # its number may be another's by now
+        assert process.poll() == -signal.SIGTERM
+
+
+def test_a_fork_that_is_told_to_end_at_once_ends(spied: Forks, tmp_path: Path) -> None:
+    for _ in range(5):
+        with started(spied, "stays", tmp_path) as process:
+            process.terminate()
+            assert process.wait() == -signal.SIGTERM
+
+
+def test_the_warm_parent_leaves_signals_to_the_machine(spied: Forks, tmp_path: Path) -> None:
+    assert spied.parent is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(spied.parent, number)
+    with started(spied, "stays", tmp_path) as process:
+        assert told(process)["imported_by"] == spied.parent
+
+
+def test_descendants_that_lose_their_parent_are_collected(spied: Forks, tmp_path: Path) -> None:
+    before = psutil.Process().children()
+    with started(spied, "leaves an orphan", tmp_path) as process:
+        told(process)
+        process.wait()
+        orphans = [child for child in psutil.Process().children() if child not in before and child.pid != spied.parent]
+        assert len(orphans) == 1
+        until = time.monotonic() + 5
+        while orphans[0].is_running():
+            assert time.monotonic() < until
+            assert spied.ready(time.monotonic())
+            time.sleep(0.02)
+
+
+def test_forks_outlive_the_warm_parent_and_programs_stand_in_for_it(tmp_path: Path) -> None:
+    with open_forks("tests.support.zygote_spy") as forks:
+        warm(forks)
+        first = forks.parent
+        assert first is not None
+        with started(forks, "stays", tmp_path) as process:
+            told(process)
+            os.kill(first, signal.SIGKILL)
+            psutil.wait_procs([psutil.Process(first)], timeout=5)
+            with started(forks, "ends", tmp_path) as program:
+                assert read_line(program) == "a program\n"
+            assert process.poll() is None
+            assert told_in_the_end(forks, tmp_path)["imported_by"] != first
+
+
+def told_in_the_end(forks: Forks, folder: Path) -> dict[str, Any]:
+    """What a fork tells, when there are forks again; programs meanwhile."""
+    until = time.monotonic() + 30.0
+    while True:
+        assert forks.ready(time.monotonic()), "nobody waits for a second warm parent"
+        with started(forks, "ends", folder) as process:
+            if (line := read_line(process)) != "a program\n":
+                found: dict[str, Any] = json.loads(line)
+                return found
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_a_warm_parent_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    with open_forks("tests.support.zygote_spy") as forks:
+        warm(forks)
+        assert forks.parent is not None
+        os.kill(forks.parent, signal.SIGSTOP)
+        with started(forks, "ends", tmp_path) as program:
+            assert read_line(program) == "a program\n"
+        assert forks.parent is None
+
+
+def test_replicas_are_not_started_while_the_warm_parent_imports(tmp_path: Path) -> None:
+    with open_forks("tests.support.zygote_spy") as forks:
+        assert not forks.ready(time.monotonic())
+        assert forks.ready(time.monotonic() + 61)
+        with started(forks, "ends", tmp_path) as program:
+            assert read_line(program) == "a program\n"
+
+
+def test_a_module_that_is_missing_is_left_to_the_replica_to_tell(tmp_path: Path) -> None:
+    with open_forks("engine.no_such_module", "tests.support.zygote_spy") as forks:
+        warm(forks)
+        with started(forks, "ends", tmp_path) as process:
+            told(process)
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from engine.host.supervisor import Programs
+from engine.host.forkserver import Forks
+from tests.engine.host.test_forkserver import spec_of, told, warm
+forks = Forks(["tests.support.zygote_spy"], Programs(lambda spec: []), time.monotonic)
+warm(forks)
+print(forks.parent, told(forks.start(spec_of("stays", Path(sys.argv[1])), {}))["pid"], flush=True)
+time.sleep(60)
+"""
+
+
+def test_all_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    assert owner.stdout is not None
+    descendants = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+    assert len(descendants) == 2
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert psutil.wait_procs(descendants, timeout=5)[1] == []
+
+
+def test_a_forked_replica_serves(tmp_path: Path) -> None:
+    with open_forks("engine.execution.open") as forks:
+        warm(forks)
+        spec = spec_of("@cf/hearth/ember", tmp_path)
+        with contextlib.closing(Pulse.create(tmp_path / "pulse")) as pulse, started(forks, "ends", tmp_path) as process:
+            while pulse.read()[0] is not Phase.IDLE:
+                assert process.poll() is None
+                time.sleep(0.01)
+            with socket.socket(socket.AF_UNIX) as gateway:
+                gateway.connect(spec.address.removeprefix("unix:"))
+                hello = next(FrameReader().feed(gateway.recv(1 << 16)))
+                assert isinstance(hello, Hello)
+                assert hello.pid == process.pid
+            process.terminate()
+            assert process.wait() == 0

@@ -1,0 +1,147 @@
+"""engine/host/peers.py over real sockets."""
+
+import selectors
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.host.peers import Channel, Link
+from engine.protocol.frames import PROTOCOL, Frame, FrameReader, Hello, Load, Place, Placed, Residency, Wake, encode
+from tests.support.machine import short_folder
+
+STAY = Place(Residency.DEVICE)
+
+
+class Loop:
+    """A selector, a link to an address, and the replica's end of it, on a clock of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 0.0
+        self.path = str(folder / "r.sock")
+        self.selector = selectors.DefaultSelector()
+        self.link = Link(self.selector, f"unix:{self.path}", connect_s=2.0)
+
+    def listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self.path)
+        listener.listen()
+        listener.settimeout(5)
+        return listener
+
+    def turn(self, first: Place = STAY) -> None:
+        self.link.keep(first, self.now)
+        for key, _ in self.selector.select(0.05):
+            key.data()
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    with short_folder() as folder:
+        yield Loop(folder)
+
+
+def frames(peer: socket.socket) -> list[Frame]:
+    peer.settimeout(5)
+    return list(FrameReader().feed(peer.recv(1 << 16)))
+
+
+def hello(protocol: int = PROTOCOL) -> Hello:
+    return Hello(protocol, "m", "", "1", 1, 1, 1, 1, 1)
+
+
+def test_a_link_says_where_to_be_first_and_keeps_what_it_is_told(loop: Loop) -> None:
+    with loop.listen() as listener:
+        loop.turn()
+        peer, _ = listener.accept()
+        with peer:
+            assert frames(peer) == [STAY]
+            load = Load(1, 2, 3, 4, 5, 6)
+            answer = Placed(Residency.DEVICE, device_bytes=7)
+            peer.sendall(encode(hello()) + encode(load))
+            loop.turn()
+            assert (loop.link.load, loop.link.placed) == (load, None)
+            peer.sendall(encode(answer))
+            loop.turn()
+            assert loop.link.placed == answer
+            assert (loop.link.taken(), loop.link.taken()) == ([answer], [])
+            loop.link.send(Place(Residency.MEMORY))
+            assert frames(peer) == [Place(Residency.MEMORY)]
+    loop.link.close()
+
+
+def test_a_lost_link_forgets_what_it_knew_and_is_opened_again_after_growing_pauses(loop: Loop) -> None:
+    with loop.listen() as listener:
+        loop.turn()
+        peer, _ = listener.accept()
+        peer.sendall(encode(hello()) + encode(Placed(Residency.DEVICE)))
+        loop.turn()
+        assert loop.link.placed is not None
+        peer.close()
+        loop.turn()
+        assert loop.link.load is None
+        assert loop.link.placed is None
+        assert loop.link.taken() == []
+        loop.now = 0.04
+        loop.turn()
+        listener.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+        loop.now = 0.06
+        loop.turn(Place(Residency.MEMORY))
+        again, _ = listener.accept()
+        assert frames(again) == [Place(Residency.MEMORY)]
+        again.close()
+    loop.link.close()
+
+
+def test_nobody_who_listens_is_tried_again(loop: Loop) -> None:
+    loop.turn()
+    with loop.listen() as listener:
+        loop.now = 1.0
+        loop.turn()
+        listener.accept()[0].close()
+    loop.link.close()
+
+
+@pytest.mark.parametrize("rubbish", [b"\xff" * 64, encode(hello(PROTOCOL + 1)), encode(Wake("m", 1))])
+def test_what_a_replica_does_not_say_loses_the_link(loop: Loop, rubbish: bytes) -> None:
+    with loop.listen() as listener:
+        loop.turn()
+        peer, _ = listener.accept()
+        frames(peer)
+        peer.sendall(rubbish)
+        loop.turn()
+        assert peer.recv(1) == b""
+        peer.close()
+    loop.link.close()
+
+
+def test_one_that_takes_a_connection_and_says_nothing_is_given_up(loop: Loop) -> None:
+    with loop.listen() as listener:
+        loop.turn()
+        peer, _ = listener.accept()
+        frames(peer)
+        loop.now = 2.1
+        loop.turn()
+        assert peer.recv(1) == b""
+        peer.close()
+    loop.link.close()
+
+
+def test_a_peer_that_does_not_read_is_lost_once_too_much_is_kept_for_it() -> None:
+    ours, its = socket.socketpair()
+    ours.setblocking(False)
+    lost: list[str] = []
+    selector = selectors.DefaultSelector()
+    channel = Channel(selector, ours, lambda frame: None, lost.append)
+    sent = 0
+    while not channel.closed and sent < 64 << 20:
+        channel.pass_on(bytes(1 << 20))
+        sent += 1 << 20
+    assert channel.closed
+    assert "unread" in lost[0]
+    assert not selector.get_map()
+    channel.pass_on(b"late")
+    its.close()

@@ -1,0 +1,56 @@
+"""engine/model: logits agree with the reference library for each family, however a text is cut, packed and paged."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.protocol.frames import Sampling
+from tests.support.small_models import (
+    FAMILIES,
+    Text,
+    logits,
+    open_small,
+    poison,
+    reference_model,
+    saved,
+    shuffled_tables,
+)
+
+GREEDY = Sampling()
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def test_logits_agree_with_the_reference_library_packed_chunked_and_paged(family: str, tmp_path: Path) -> None:
+    reference = reference_model(family)
+    runner = open_small(saved(reference, tmp_path))
+    poison(runner)
+    rng = np.random.default_rng(7)
+    lengths = [1, 5, 70, 150, 600]
+    texts = [
+        Text(rng.integers(0, runner.vocabulary, length).tolist(), table)
+        for length, table in zip(lengths, shuffled_tables(runner, lengths, seed=3), strict=True)
+    ]
+    with torch.no_grad():
+        expected = [reference(torch.tensor([text.ids])).logits[0] for text in texts]
+    compared = 0
+    # Every step takes of each text a run of random length, single tokens among them, so that chunks and decodes mix.
+    while any(text.computed < len(text.ids) for text in texts):
+        slices, rows = [], []
+        for text, wanted in zip(texts, expected, strict=True):
+            left = len(text.ids) - text.computed
+            if left:
+                slices.append(text.slice(min(left, int(rng.choice([1, 1, 3, 16, 17, 90, 250]))), GREEDY))
+                rows.append(wanted[text.computed - 1])
+        difference = (logits(runner, slices) - torch.stack(rows)).abs().max().item()
+        assert difference <= TOLERANCE
+        compared += len(rows)
+    assert compared >= len(texts) * 3
+    runner.place.pool.check()

@@ -1,0 +1,397 @@
+"""Machines whose replicas only move and take time: the policy of engine/placement/policy.py over traces of requests,
+and what the best possible would have done with the same ones. After each event all that the policy promises is checked.
+"""
+
+import csv
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Final
+
+from engine.placement.capacity import MOVES_A_MINUTE, RESIZES_A_MINUTE
+from engine.placement.policy import decide
+from engine.placement.snapshot import Allowance, Move, Resident, Times, View, Wishes
+from engine.protocol.frames import Residency
+
+DISK, MEMORY, DEVICE = Residency.DISK, Residency.MEMORY, Residency.DEVICE
+GB: Final = 10**9
+_LOOK_S: Final = 0.2
+_RATE_S: Final = 60.0  # requests older than this say nothing of a rate
+_KV_SEQUENCE: Final = GB // 8  # of a device, that a sequence takes
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    at: float
+    model: str
+    tokens: int
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    least_bytes: int = 18 * GB
+    most_bytes: int = 26 * GB
+    wishes: Wishes = field(default_factory=Wishes)
+    start_s: float = 4.0
+    asleep_bytes: int = GB * 7 // 10
+
+    @property
+    def times(self) -> Times:
+        return Times(self.start_s, self.least_bytes / 55e9, 0.1)
+
+
+def zipf(
+    random_: random.Random, models: Sequence[str], per_second: float, seconds: float, s: float = 1.0
+) -> list[Request]:
+    """Poisson arrivals, the model of rank i as often as i⁻ˢ."""
+    weights = [(rank + 1) ** -s for rank in range(len(models))]
+    return [
+        Request(at, random_.choices(models, weights)[0], random_.randint(8, 64))
+        for at in _poisson(random_, per_second, seconds)
+    ]
+
+
+def bursts(random_: random.Random, models: Sequence[str], seconds: float) -> list[Request]:
+    """One model after the other is asked for four times a second, for some seconds; now and then another one."""
+    requests, at = [], 0.0
+    while at < seconds:
+        model, until = random_.choice(models), at + random_.uniform(5, 20)
+        while at < until:
+            at += random_.expovariate(4)
+            requests.append(Request(at, model if random_.random() < 0.97 else random_.choice(models), 16))
+    return requests
+
+
+def diurnal(random_: random.Random, models: Sequence[str], per_second: float, seconds: float) -> list[Request]:
+    """Each model has its hour: its rate follows a wave, and the waves one another."""
+    requests = []
+    for at in _poisson(random_, per_second, seconds):
+        waves = [(1.0 + math.cos(2 * math.pi * (at / seconds * 2 - i / len(models)))) ** 4 for i in range(len(models))]
+        requests.append(Request(at, random_.choices(models, waves)[0], 24))
+    return requests
+
+
+def round_robin(models: Sequence[str], every_s: float, seconds: float) -> list[Request]:
+    """The worst for who must guess: always the model that was asked for the longest time ago."""
+    return [Request(i * every_s, models[i % len(models)], 8) for i in range(int(seconds / every_s))]
+
+
+def hog(random_: random.Random, models: Sequence[str], seconds: float) -> list[Request]:
+    """The first model is flooded without end; the others are asked for now and then."""
+    flood = [Request(at, models[0], 200) for at in _poisson(random_, 20, seconds)]
+    others = [Request(at, random_.choice(models[1:]), 16) for at in _poisson(random_, 0.5, seconds)]
+    return sorted(flood + others, key=lambda request: request.at)
+
+
+def recorded(path: Path) -> list[Request]:
+    """A trace that was written down: columns arrival_s, model, tokens."""
+    with path.open(newline="") as file:
+        return [Request(float(row["arrival_s"]), row["model"], int(row["tokens"])) for row in csv.DictReader(file)]
+
+
+def _poisson(random_: random.Random, per_second: float, seconds: float) -> Iterator[float]:
+    at = random_.expovariate(per_second)
+    while at < seconds:
+        yield at
+        at += random_.expovariate(per_second)
+
+
+@dataclass(slots=True)
+class Job:
+    """A request on its way."""
+
+    request: Request
+    left_s: float
+    runs_since: float | None = None
+    done_at: float | None = None
+    started_at: float | None = None
+
+
+@dataclass(slots=True)
+class Replica:
+    model: Model
+    residency: Residency = DISK
+    toward: Residency = DISK
+    device: int = -1
+    device_bytes: int = 0
+    granted_bytes: int = 0
+    memory_bytes: int = 0
+    standby: bool = False
+    resizing: bool = False
+    arrived_at: float | None = None
+    left_at: float | None = None
+    asked: deque[float] = field(default_factory=deque)
+    waiting: deque[Job] = field(default_factory=deque)
+    running: list[Job] = field(default_factory=list)
+    start_at: float = 0.0  # not before
+    flight: int = 0  # counts moves and ends, so that what was overtaken is known
+
+    @property
+    def moving(self) -> bool:
+        return self.toward is not self.residency or self.resizing
+
+    @property
+    def held(self) -> int:
+        return max(self.device_bytes, self.granted_bytes)
+
+    @property
+    def places(self) -> int:
+        return 1 + (self.device_bytes - self.model.least_bytes) // _KV_SEQUENCE
+
+
+@dataclass(slots=True)
+class Machine:
+    """`fails` says of each move whether the process dies of it."""
+
+    models: Sequence[Model]
+    devices: tuple[int, ...]
+    memory_bytes: int
+    fails: Callable[[], bool] = lambda: False
+    bound_s: float = math.inf  # that any request may wait
+    now: float = 0.0
+    arrivals: int = 0  # on a device, because somebody waited
+    missed: int = 0  # requests that found their model elsewhere
+    moves: list[tuple[float, Replica, Move]] = field(default_factory=list)
+    done: list[Job] = field(default_factory=list)
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    allowance: Allowance = field(default_factory=Allowance)
+    _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _count: int = 0
+    _minutes: dict[tuple[int, bool], deque[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.replicas = {model.name: Replica(model) for model in self.models}
+
+    def run(self, trace: Iterable[Request], begin_s: float = 60.0) -> None:
+        """Plays the trace from `begin_s` on, when all has been prepared, until each request has ended."""
+        requests = [Request(begin_s + one.at, one.model, one.tokens, one.weight) for one in trace]
+        for request in requests:
+            self._at(request.at, lambda request=request: self._ask(request))  # type: ignore[misc]
+        self._look()
+        while len(self.done) < len(requests):
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+            self._decide()
+            self.check()
+            assert self.now < begin_s + requests[-1].at + 3600, "requests are never served"
+
+    def _at(self, at: float, event: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (at, self._count, event))
+
+    def _look(self) -> None:
+        self._at(self.now + _LOOK_S, self._look)
+
+    # Requests
+
+    def _ask(self, request: Request) -> None:
+        replica = self.replicas[request.model]
+        self.missed += replica.residency is not DEVICE or replica.toward is not DEVICE
+        replica.asked.append(self.now)
+        replica.waiting.append(Job(request, 0.02 + request.tokens * 0.005))
+        self._serve(replica)
+
+    def _serve(self, replica: Replica) -> None:
+        if replica.residency is not DEVICE or replica.toward is not DEVICE:
+            return
+        while replica.waiting and len(replica.running) < replica.places:
+            job = replica.waiting.popleft()
+            job.runs_since = self.now
+            if job.started_at is None:
+                job.started_at = self.now
+            replica.running.append(job)
+            self._at(self.now + job.left_s, lambda job=job, since=self.now: self._finish(replica, job, since))  # type: ignore[misc]
+
+    def _finish(self, replica: Replica, job: Job, since: float) -> None:
+        if job in replica.running and job.runs_since == since:
+            replica.running.remove(job)
+            job.done_at = self.now
+            self.done.append(job)
+            self._serve(replica)
+
+    def _preempt(self, replica: Replica, again_s: float) -> None:
+        """They go back to waiting with what they have, and read it again later."""
+        for job in reversed(replica.running):
+            assert job.runs_since is not None
+            job.left_s = max(0.0, job.left_s - (self.now - job.runs_since)) + again_s
+            job.runs_since = None
+            replica.waiting.appendleft(job)
+        replica.running.clear()
+
+    # Moves
+
+    def view(self) -> View:
+        return View(self.now, tuple(map(self._resident, self.replicas.values())), self.devices, self.memory_bytes)
+
+    def _resident(self, replica: Replica) -> Resident:
+        model = replica.model
+        while replica.asked and replica.asked[0] < self.now - _RATE_S:
+            replica.asked.popleft()
+        return Resident(
+            name=model.name, model=model.name, device=replica.device,
+            residency=replica.residency, toward=replica.toward, wishes=model.wishes, times=model.times,
+            device_bytes=replica.device_bytes, granted_bytes=replica.granted_bytes, asleep_bytes=model.asleep_bytes,
+            least_bytes=model.least_bytes, most_bytes=model.most_bytes,
+            memory_bytes=replica.memory_bytes, standby_bytes=model.least_bytes, resizing=replica.resizing,
+            waiting=len(replica.waiting),
+            weight=max((job.request.weight for job in replica.waiting), default=1.0),
+            waited_s=max((self.now - job.request.at for job in replica.waiting), default=0.0),
+            running=len(replica.running),
+            kv_used=len(replica.running) / max(1, replica.places),
+            kv_short=bool(replica.waiting) and len(replica.running) >= replica.places,
+            asked_at=replica.asked[-1] if replica.asked else None,
+            rate=len(replica.asked) / _RATE_S,
+            arrived_at=replica.arrived_at, left_at=replica.left_at,
+            startable=self.now >= replica.start_at,
+        )  # fmt: skip
+
+    def _decide(self) -> None:
+        decision = decide(self.view(), self.allowance)
+        self.allowance = decision.allowance
+        for move in decision.moves:
+            self._begin(self.replicas[move.name], move)
+
+    def _begin(self, replica: Replica, move: Move) -> None:
+        model, redirected = replica.model, replica.residency is DISK and replica.toward is MEMORY
+        assert not replica.moving or (redirected and move.to is DEVICE), f"{move} of one that moves"
+        self.moves.append((self.now, replica, move))
+        if redirected:
+            replica.toward = DEVICE
+            self.arrivals += 1
+            return
+        self._count_move(replica, move)
+        replica.flight += 1
+        flight, residency = replica.flight, replica.residency
+        if residency is DEVICE and move.to is not DEVICE:
+            self._check_leave(replica, move)
+            self._preempt(replica, 0.02)
+            replica.arrived_at, replica.left_at = None, self.now
+        if residency is not DEVICE and move.to is DEVICE:
+            self.arrivals += bool(replica.waiting)
+        if move.to is not DISK and residency is not DEVICE:
+            replica.device, replica.granted_bytes = move.device, move.device_bytes
+            replica.device_bytes = max(replica.device_bytes, move.device_bytes)
+            replica.standby = replica.standby or move.standby
+            if residency is DISK and replica.standby:
+                replica.memory_bytes = model.least_bytes
+        elif residency is DEVICE and move.to is DEVICE:
+            replica.resizing, replica.granted_bytes = True, move.device_bytes
+            replica.device_bytes = max(replica.device_bytes, move.device_bytes)
+        if move.to is MEMORY and residency is DEVICE:
+            replica.memory_bytes = model.least_bytes
+        replica.toward = move.to
+        seconds = {DISK: 0.2, MEMORY: model.times.sleep_s, DEVICE: 0.01 if residency is DEVICE else model.times.wake_s}
+        takes_s = model.start_s if residency is DISK else seconds[move.to]
+        arrive = self._die if self.fails() else self._arrive
+        self._at(self.now + takes_s, lambda: arrive(replica, flight))
+
+    def _arrive(self, replica: Replica, flight: int) -> None:
+        if replica.flight != flight:
+            return
+        if replica.residency is DISK and replica.toward is MEMORY:  # it has started, and goes to sleep
+            replica.residency = DEVICE
+            self._at(self.now + replica.model.times.sleep_s, lambda: self._arrive(replica, flight))
+            return
+        if replica.residency is not DEVICE and replica.toward is DEVICE:
+            replica.arrived_at = self.now
+        replica.residency, replica.resizing = replica.toward, False
+        if replica.residency is DEVICE:
+            needed = replica.model.least_bytes + max(0, len(replica.running) - 1) * _KV_SEQUENCE
+            replica.device_bytes = max(replica.granted_bytes, needed)
+        else:
+            replica.granted_bytes = 0
+            replica.device_bytes = replica.model.asleep_bytes if replica.residency is MEMORY else 0
+        if replica.residency is DISK:
+            replica.memory_bytes, replica.standby = 0, False
+        self._serve(replica)
+
+    def _die(self, replica: Replica, flight: int) -> None:
+        if replica.flight == flight:
+            self._preempt(replica, 0.5)
+            replica.residency = replica.toward = DISK
+            replica.resizing = replica.standby = False
+            replica.device_bytes = replica.granted_bytes = replica.memory_bytes = 0
+            replica.arrived_at, replica.start_at = None, self.now + 1.0
+
+    # What is promised
+
+    def _check_leave(self, replica: Replica, move: Move) -> None:
+        assert not replica.model.wishes.pinned, "a pinned one left"
+        assert replica.arrived_at is not None
+        assert self.now - replica.arrived_at >= replica.model.wishes.resident_s - 1e-9, "it left too early"
+        if replica.running:
+            assert move.to is MEMORY, "one that runs was ended"
+            assert any(
+                other.model.wishes.pinned or self._waited_s(other) >= other.model.wishes.wake_s - 1e-9
+                for other in self.replicas.values()
+                if other is not replica
+            ), "one that runs was interrupted for nobody"
+
+    def _count_move(self, replica: Replica, move: Move) -> None:
+        """Those of one minute and device stay within the bounds, resizes that make room with the first."""
+        resize = replica.residency is DEVICE and move.to is DEVICE
+        minute = self._minutes.setdefault((move.device, resize), deque())
+        minute.append(self.now)
+        while minute[0] <= self.now - 60:
+            minute.popleft()
+        assert len(minute) <= (MOVES_A_MINUTE + RESIZES_A_MINUTE if resize else MOVES_A_MINUTE), "too many moves"
+
+    def check(self) -> None:
+        for device, budget in enumerate(self.devices):
+            held = sum(replica.held for replica in self.replicas.values() if replica.device == device)
+            assert held <= budget, f"{held} bytes of {budget} are held on device {device}"
+        asleep = sum(replica.memory_bytes for replica in self.replicas.values())
+        assert asleep <= self.memory_bytes, f"{asleep} bytes of {self.memory_bytes} are held in host memory"
+        for replica in self.replicas.values():
+            waited_s = self._waited_s(replica)
+            assert waited_s <= self.bound_s, f"{replica.model.name} has waited for {waited_s:.1f} s"
+
+    def _waited_s(self, replica: Replica) -> float:
+        """How long its requests have waited for it to be on the device."""
+        if not replica.waiting or replica.residency is DEVICE:
+            return 0.0
+        since = min(job.request.at for job in replica.waiting)
+        return self.now - max(since, -math.inf if replica.left_at is None else replica.left_at)
+
+    def waits(self) -> list[float]:
+        return sorted(job.started_at - job.request.at for job in self.done if job.started_at is not None)
+
+
+def least_misses(
+    trace: Sequence[Request], sizes: dict[str, int], room: int, there: frozenset[str] = frozenset()
+) -> int:
+    """Of all ways to serve the trace in its order with what fits into `room` at once, the fewest arrivals: exact, over
+    all sets of models. Who knows the future brings nobody before it is asked for."""
+    costs = {there: 0}
+    for request in trace:
+        following: dict[frozenset[str], int] = {}
+        for models, cost in costs.items():
+            for after in [models] if request.model in models else _replaced(models, request.model, sizes, room):
+                more = cost + (request.model not in models)
+                if following.get(after, more) >= more:
+                    following[after] = more
+        costs = following
+    return min(costs.values())
+
+
+def _replaced(models: frozenset[str], model: str, sizes: dict[str, int], room: int) -> Iterator[frozenset[str]]:
+    """All sets that `model` may be in after others left, none of them without need."""
+    others = sorted(models)
+    for mask in range(1 << len(others)):
+        kept = frozenset(other for i, other in enumerate(others) if mask >> i & 1)
+        free = room - sizes[model] - sum(sizes[other] for other in kept)
+        if free >= 0 and all(sizes[other] > free for other in models - kept):
+            yield kept | {model}
+
+
+def fitting(models: Sequence[Model], count: int) -> int:
+    """Bytes of a device on which so many of them are awake beside the others, who sleep."""
+    least = sorted((model.least_bytes - model.asleep_bytes for model in models), reverse=True)
+    return sum(model.asleep_bytes for model in models) + list(accumulate(least))[count - 1] + GB

@@ -1,0 +1,127 @@
+"""engine/protocol/frames.py: bytes become frames whole, bounded, or not at all; addresses are sockets that may be
+used."""
+
+import random
+
+import msgspec
+import pytest
+
+from engine.protocol import frames
+from engine.protocol.frames import (
+    FRAME_BYTES_MAX,
+    AddressError,
+    Cancel,
+    Frame,
+    FrameError,
+    FrameReader,
+    Load,
+    Reject,
+    RejectReason,
+    Sampling,
+    Scope,
+    ScopeKind,
+    Submit,
+    encode,
+    parse_address,
+)
+
+FRAMES: list[Frame] = [
+    Cancel([1, 2, 3]),
+    Reject(7, RejectReason.BUSY, "später", 250),
+    Submit(1, b"\1\0\0\0", Scope(ScopeKind.TENANT, b"a" * 16, 3), Sampling(seed=2**63 - 1, logit_bias={4: -1.5}), 9),
+    Load(1, 2, 3, 4, 5, 6, draining=True, counters={"steps": 2**40}),
+]
+
+
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_frames_come_back_equal_however_the_bytes_are_cut(seed: int) -> None:
+    print("seed", seed)
+    pick = random.Random(seed)
+    sent = pick.choices(FRAMES, k=30)
+    stream, reader, received = b"".join(map(encode, sent)), FrameReader(), []
+    while stream:
+        size = pick.choice([1, 2, 5, 50, 500])
+        received += reader.feed(stream[:size])
+        stream = stream[size:]
+    assert received == sent
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"abc",
+        b"\x92\xa6cancel",  # cut short
+        b"\x92\xa6\xff\xff\xff\xff\xff\xff\x90",  # a tag that is no text
+        encode(FRAMES[1])[4:].replace("ä".encode(), b"\xff\xfe"),  # a message that is no text
+        b"\x93\xa6cancel\x90" + b"\x91" * 1_000_000 + b"\xc0",  # an extra field without a bottom
+        b"\x92\xa6cancel\xdd\x7f\xff\xff\xff",  # a list of two thousand million
+        msgspec.msgpack.encode(["cancel", ["one"]]),
+        msgspec.msgpack.encode(["reject", 1, "whatever", ""]),
+        msgspec.msgpack.encode(["no such frame"]),
+    ],
+    ids=["empty", "text", "short", "tag", "message", "deep", "long", "type", "enum", "kind"],
+)
+def test_a_body_that_is_no_frame_is_a_frame_error(body: bytes) -> None:
+    with pytest.raises(FrameError):
+        list(FrameReader().feed(framed(body)))
+
+
+def test_a_length_over_the_limit_is_refused_before_its_body_comes() -> None:
+    with pytest.raises(FrameError, match="over the limit"):
+        list(FrameReader().feed((FRAME_BYTES_MAX + 1).to_bytes(4, "big")))
+
+
+def test_frames_before_a_broken_one_are_still_given() -> None:
+    reader = FrameReader().feed(encode(FRAMES[0]) + framed(b"abc"))
+    assert next(reader) == FRAMES[0]
+    with pytest.raises(FrameError):
+        next(reader)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_change_of_a_frames_bytes_is_a_frame_or_a_frame_error(seed: int) -> None:
+    print("seed", seed)
+    pick = random.Random(seed)
+    for _ in range(500):
+        body = bytearray(encode(pick.choice(FRAMES))[4:])
+        for _ in range(pick.randint(1, 4)):
+            body[pick.randrange(len(body))] = pick.randrange(256)
+        try:
+            list(FrameReader().feed(framed(bytes(body))))
+        except FrameError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("address", "target"),
+    [
+        ("unix:/run/a.sock", "/run/a.sock"),
+        ("tcp:127.0.0.1:80", ("127.0.0.1", 80)),
+        ("tcp:localhost:80", ("localhost", 80)),
+        ("tcp:[::1]:80", ("::1", 80)),
+    ],
+)
+def test_addresses_name_sockets(address: str, target: object) -> None:
+    assert parse_address(address) == target
+
+
+@pytest.mark.parametrize("address", ["", "unix:", "tcp:", "tcp:127.0.0.1", "tcp::80", "http://x", "tcp:localhost:-1"])
+def test_what_names_no_socket_is_refused(address: str) -> None:
+    with pytest.raises(AddressError):
+        parse_address(address)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "example.com", "127.0.0.1.example.com", "[::]"])
+def test_plain_tcp_is_refused_outside_loopback(host: str) -> None:
+    with pytest.raises(AddressError, match="outside loopback"):
+        parse_address(f"tcp:{host}:80")
+
+
+def test_specs_refuse_what_they_do_not_know() -> None:
+    with pytest.raises(msgspec.ValidationError, match="colour"):
+        msgspec.json.decode('{"name": "@cf/a/b", "folder": "f", "colour": 1}', type=frames.ModelSpec)

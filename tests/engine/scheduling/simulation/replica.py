@@ -1,0 +1,754 @@
+"""A replica without sockets or a process: the real scheduler, tree and block account over the stamp engine.
+
+After every step it checks all pools, who reads which block, and that each token of each sequence came exactly once.
+"""
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from engine.execution.step_loop import Loop, publish
+from engine.protocol.frames import (
+    Finish,
+    FinishReason,
+    Progress,
+    Reject,
+    RejectReason,
+    Sampling,
+    Scope,
+    ScopeKind,
+    Started,
+    Submit,
+    Terms,
+    TokenLogprobs,
+)
+from engine.scheduling.best_effort import ALONE_ROWS, SLACK
+from engine.scheduling.block_pool import Blocks, Waking, blocks_of
+from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY, Scheduler
+from engine.scheduling.sequence import PLAIN, Door, Matcher, Refused, Sequence, Stage
+from engine.scheduling.step_plan import Plan
+from engine.scheduling.token_budget import Limits
+from engine.step.cost_model import Costs
+from engine.step.layout import Flight, Int32s, OutOfDeviceMemory, Sampled, Sizes, unpack
+from prefixcache.namespace import Share
+from prefixcache.tree import Tree
+from tests.support.stamp_engine import PUBLIC, Claim, Rule, StampFlight, Stamps, logprobs_of, solo
+
+
+@dataclass(slots=True)
+class Heard:
+    """What the owner of one sequence was told so far."""
+
+    sequence: Sequence
+    submit: Submit
+    tokens: list[int] = field(default_factory=list)
+    started: Started | None = None
+    finish: Finish | None = None
+    reject: Reject | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with one launch: it raises `error`, or lands with it, or its row `glitch` is not finite."""
+
+    error: Exception | None = None
+    late: bool = False
+    glitch: int | None = None
+
+
+@dataclass(slots=True)
+class SimulatedFlight:
+    """Lets things happen while it is in the air."""
+
+    meanwhile: Callable[[], None]
+    outcome: StampFlight | Exception
+
+    def wait(self) -> Sampled:
+        self.meanwhile()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome.wait()
+
+
+@dataclass(slots=True)
+class RuleMatcher:
+    """As sequence.Matcher, by a rule of the stamps: a token that was sampled by another mask than its own shows."""
+
+    rule: Rule
+    vocabulary: int
+    written: list[int] = field(default_factory=list)
+    over: bool = False
+
+    def accept(self, token: int) -> str:
+        assert self.rule.allowed(self.written, self.vocabulary)[token], "it was sampled by another mask"
+        self.written.append(token)
+        self.over = len(self.written) >= self.rule.length
+        return ""
+
+
+@dataclass(slots=True, eq=False)
+class RuleCompilation:
+    """As sequence.Compilation: done at a time of the simulation, for naught where there is no rule."""
+
+    rule: Rule | None
+    vocabulary: int
+    done_s: float
+    clock: Callable[[], float]
+
+    @property
+    def done(self) -> bool:
+        return self.clock() >= self.done_s
+
+    def matcher(self, stop_ids: frozenset[int]) -> RuleMatcher:
+        assert self.done
+        if self.rule is None:
+            raise Refused(RejectReason.GRAMMAR, "told to")
+        return RuleMatcher(self.rule, self.vocabulary)
+
+
+def masks_of(matchers: Items[Matcher | None]) -> Int32s:
+    """As Grammars.masks."""
+    width = max((each.vocabulary for each in matchers if isinstance(each, RuleMatcher)), default=1)
+    allowed_MV = np.ones((len(matchers), -(-width // 32) * 32), np.uint8)
+    for row, matcher in enumerate(matchers):
+        if isinstance(matcher, RuleMatcher):
+            allowed_MV[row, : matcher.vocabulary] = matcher.rule.allowed(matcher.written, matcher.vocabulary)
+    return np.packbits(allowed_MV, axis=1, bitorder="little").view(np.int32)
+
+
+class Simulation:
+    """Set sizes, submit, step; `heard` has what came back. The clock is one second per step.
+
+    It is the runner of its loop, and hands every launch to the stamps, which check every slot. `misfortune` says what
+    goes wrong with the next launch, `meanwhile` is called before each landing. `moves` counts what became of memory.
+    """
+
+    def __init__(
+        self,
+        blocks: int = 64,
+        block_tokens: int = 4,
+        step_tokens: int = 16,
+        sequences: int = 8,
+        waiting: int = 64,
+        vocabulary: int = 1000,
+        stop_ids: Items[int] = (),
+        context_tokens: int = 4096,
+        share: Share | None = None,
+        depth: int = 1,
+        prompt_step_tokens: int | None = None,
+        costs: Costs | None = None,
+        gap_ms: float = 0.0,
+        public: Items[Items[int]] = (),
+        extent_blocks: int | None = None,
+        mapped: Items[int] | None = None,
+        least: int | None = None,
+    ) -> None:
+        """None: one extent; all of them are mapped; and no block is ever without memory."""
+        self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids, extent_blocks, mapped)
+        self.tree = Tree(blocks, block_tokens, lambda: self.seconds)
+        self.account = Blocks(blocks, extent_blocks, self.mapped, least)
+        self.depth, self.extent_blocks = depth, self.stamps.extent_blocks
+        self.blocks, self.block_tokens, self.costs = blocks, block_tokens, costs
+        self.step_tokens, self.prompt_step_tokens = step_tokens, prompt_step_tokens or step_tokens
+        self.sequences = sequences
+        self.misfortune: Callable[[], Fault] = Fault
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.limits = Limits(step_tokens, self.prompt_step_tokens, sequences, waiting, gap_ms, costs)
+        self.seconds = 0.0
+        self.scheduler = Scheduler(self.tree, self.account, self.limits, lambda: self.seconds)
+        self.loop = Loop(self, self.scheduler, masks_of)
+        self.door = Door(
+            self.stamps.revision,
+            self.stamps.kv_layout,
+            block_tokens,
+            min(context_tokens, self.account.least * block_tokens - sum(map(len, public))),
+            vocabulary,
+            frozenset(stop_ids),
+            share or Share(),
+        )
+        self.heard: dict[tuple[int, int], Heard] = {}
+        self.gone: set[int] = set()
+        self.moves: Counter[str] = Counter()
+        self._asked: dict[Sequence, Submit] = {}
+        self._rules: dict[Sequence, Rule] = {}
+        self._numbers: dict[object, int] = {}
+        self._lost: set[Sequence] = set()  # what is launched for them builds on a step that is never done
+        self._not_finite: dict[Sequence, set[int]] = {}  # what was read of that kind
+        self._wrong: list[Exception] = []
+        self._smallest: set[Sequence] = set()  # those whose step of one row had too little memory
+        publish(self.loop, self.scheduler, [self.door.public(array("I", prefix)) for prefix in public])
+
+    def submit(
+        self,
+        id: int,
+        tokens: Items[int],
+        scope: Scope | None = None,
+        max_tokens: int = 4,
+        owner: int = 1,
+        sampling: Sampling | None = None,
+        n: int = 1,
+        stop_ids: Items[int] = (),
+        terms: Terms = PLAIN,
+        deadline_ms: int = 0,
+        rule: Rule | None = None,
+        compiles: bool = True,
+        compiling_s: float = 0.0,
+    ) -> list[Heard]:
+        """Raises Refused, with nothing changed. A rule is its grammar, which takes so long, and may not compile."""
+        submit = Submit(
+            id=id,
+            tokens=array("I", tokens).tobytes(),
+            scope=scope or Scope(),
+            sampling=sampling or Sampling(),
+            max_tokens=max_tokens,
+            stop_ids=list(stop_ids),
+            n=n,
+            terms=terms,
+            deadline_ms=deadline_ms,
+        )
+        sequences = self.door.sequences(submit, owner, self.seconds)
+        if rule is not None:
+            done_s, vocabulary = self.seconds + compiling_s, self.door.vocabulary
+            compilation = RuleCompilation(rule if compiles else None, vocabulary, done_s, lambda: self.seconds)
+            for sequence in sequences:
+                sequence.compilation = compilation
+                self._rules[sequence] = rule
+        self.scheduler.add(sequences)
+        entries = [Heard(sequence, submit) for sequence in sequences]
+        self._asked |= {sequence: submit for sequence in sequences}
+        self.heard |= {(owner, entry.sequence.id): entry for entry in entries}
+        return entries
+
+    def plan(self) -> Plan | None:
+        return self.scheduler.next_batch()
+
+    def fly(self, plan: Plan) -> Sampled:
+        """Launches what was planned last, and lands it."""
+        return self.launch(plan.packed).wait()
+
+    @property
+    def kept_to_rules(self) -> int:
+        """How many texts ended where their grammar does."""
+        matchers = [sequence.matcher for sequence in self._rules]
+        return sum(matcher is not None and matcher.over for matcher in matchers)
+
+    @property
+    def compiling(self) -> bool:
+        """Whether something waits for its grammar."""
+        return bool(self.scheduler._waiting._compiling)
+
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        """Masks come when nothing else is in the air, and may find too little memory too."""
+        assert isinstance(flight, SimulatedFlight)
+        plan, fault = self.scheduler._flights[0], self.misfortune()
+        if isinstance(flight.outcome, Exception):
+            return
+        if fault.error is not None:
+            if isinstance(fault.error, OutOfDeviceMemory) and sum(plan.chunks) == 1:
+                self._smallest.add(plan.sequences[0])
+            raise fault.error
+        try:
+            assert len(self.scheduler._flights) == 1, "tokens before its own are not known yet"
+            assert len(masks_MW) == len(plan.masked)
+            self.stamps.sample(flight.outcome, masks_MW)
+        except Exception as error:
+            self._wrong.append(error)
+            raise
+        self._note_not_finite(plan, flight.outcome.wait())
+
+    def launch(self, packed: Int32s) -> Flight:
+        """Runs the step on the stamps, which check every slot against the plan's sequences."""
+        plan = self.scheduler._flights[-1]
+        assert plan.packed is packed
+        fault = self.misfortune()
+        if len(self.scheduler._flights) == 1:
+            self._lost = set()
+        if isinstance(fault.error, OutOfDeviceMemory) and sum(plan.chunks) == 1:
+            self._smallest.add(plan.sequences[0])
+        if fault.error is not None:
+            if not fault.late:
+                raise fault.error
+            self.stamps.lose(packed)
+            self._lost = set(plan.sequences)
+            return SimulatedFlight(self.meanwhile, fault.error)
+        try:
+            return SimulatedFlight(self.meanwhile, self._compute(plan, fault.glitch))
+        except Exception as error:
+            self._wrong.append(error)  # which the loop takes for a step that failed
+            raise
+
+    def erase(self, blocks: Items[int]) -> None:
+        self.stamps.erase(blocks)
+
+    @property
+    def mapped(self) -> list[int]:
+        return self.stamps.mapped
+
+    def map(self, extents: Items[int]) -> None:
+        self.stamps.map(extents)
+
+    def unmap(self, extents: Items[int]) -> None:
+        self.stamps.unmap(extents)
+
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        self.stamps.copy(sources, targets)
+
+    def sizes(self) -> Sizes:
+        return self.stamps.sizes()
+
+    # What a machine has done to it
+
+    @property
+    def asleep(self) -> bool:
+        return self.account.asleep
+
+    def sleep(self, kept_most: int, fails: bool = False) -> list[int]:
+        """What is kept. Where it fails, it is awake as before."""
+        self.land()
+        self.scheduler.preempt_all()
+        mapped = self.mapped
+        kept = self.scheduler.sleep(kept_most)
+        self.erase(self.scheduler.unerased())
+        if fails:
+            self.scheduler.woken(Waking(mapped, kept))
+        else:
+            self.stamps.sleep(kept)
+        self.moves.update(sleeps=not fails, failed_sleeps=fails, kept_blocks=len(kept))
+        self.listen()
+        return kept
+
+    def wake(self, extents: int = 0, fails: bool = False) -> None:
+        """Where it fails, it sleeps as before."""
+        waking = self.scheduler.waking(extents)
+        if not fails:
+            self.stamps.wake(waking.extents, waking.restored)
+            self.scheduler.woken(waking)
+        self.moves.update(wakes=not fails, failed_wakes=fails)
+        self.listen()
+
+    def grow(self, count: int) -> None:
+        extents = self.scheduler.growing(count)
+        self.map(extents)
+        self.scheduler.grow(extents)
+        self.loop.sweep()
+        self.moves["grown_extents"] += len(extents)
+        self.listen()
+
+    def shrink(self, count: int) -> int:
+        """How many extents it gave up."""
+        self.land()
+        shrinking = self.scheduler.shrink(count)
+        self.erase(self.scheduler.unerased())
+        self.copy(shrinking.sources, shrinking.targets)
+        self.erase(shrinking.secret)
+        self.unmap(shrinking.extents)
+        self.moves.update(shrunk_extents=len(shrinking.extents), copied_blocks=len(shrinking.sources))
+        self.moves["copied_secrets"] += len(shrinking.secret)
+        self.listen()
+        return len(shrinking.extents)
+
+    # What it does
+
+    def _compute(self, plan: Plan, glitch: int | None) -> StampFlight:
+        self._assert_within_limits(plan)
+        self._assert_scopes_disjoint(plan)
+        self._assert_caps_kept(plan)
+        self._assert_live_first(plan)
+        self._assert_flights_apart()
+        self.stamps.claims = [self._claim(sequence) for sequence in plan.sequences]
+        self.stamps.glitch, self._lost = glitch, set()
+        flight = self.stamps.launch(plan.packed)
+        if flight.lacking is None:
+            self._note_not_finite(plan, flight.wait())
+        return flight
+
+    def _note_not_finite(self, plan: Plan, sampled: Sampled) -> None:
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            if row >= 0 and sampled.tokens_R[row] < 0:
+                slots = (~self.stamps.finite_K).nonzero()[0]
+                self._not_finite.setdefault(sequence, set()).update((slots // self.block_tokens).tolist())
+
+    def step(self) -> bool:
+        """One turn of the loop; False when nothing could run."""
+        turned = self.loop.turn()
+        self.loop.sweep()
+        if self._wrong:
+            raise self._wrong[0]
+        self.listen()
+        return turned
+
+    def land(self) -> None:
+        """Lands all that is in the air, and launches nothing."""
+        self.loop.land_all()
+        self.loop.sweep()
+        assert not self.scheduler._flights
+        if self._wrong:
+            raise self._wrong[0]
+        self.listen()
+
+    def listen(self) -> None:
+        """Takes the news and checks everything."""
+        self.seconds += 1
+        for owner, progress in self.scheduler.news().items():
+            assert owner not in self.gone, "news for an owner that is gone"
+            self._hear(owner, progress)
+        for sequence, reject in self.scheduler.rejects():
+            self._hear_reject(sequence, reject)
+        self.scheduler.check()
+        self._assert_erased()
+        self._assert_kept_to_rules()
+
+    def run(self, steps: int = 10_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(steps):
+            if self.loop.idle:
+                return
+            assert self.step() or self.compiling, "sequences wait and nothing can run"
+        raise AssertionError(f"not done after {steps} steps")
+
+    def drop(self, owner: int) -> None:
+        self.gone.add(owner)
+        self.scheduler.drop(owner)
+
+    def assert_all_finished(self) -> None:
+        """Every sequence ended once with the text of a solo run, and no block is held by anybody."""
+        for (owner, id), entry in self.heard.items():
+            assert entry.sequence.stage == Stage.ENDED
+            if owner in self.gone or entry.reject is not None:
+                continue
+            assert entry.finish is not None, f"sequence {id} of {owner} never finished"
+            expected, reason = self.expected(entry)
+            assert entry.finish.completion_tokens == len(entry.tokens)
+            if entry.finish.reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+                assert entry.finish.message != OUT_OF_MEMORY or entry.sequence in self._smallest
+                assert entry.tokens == expected[: len(entry.tokens)]
+            else:
+                assert (entry.tokens, entry.finish.reason) == (expected, reason)
+        assert self.account.free + self.tree.cached + self.account.absent == self.account.total
+        pinned = self.tree.cached - self.tree.unused
+        assert pinned == len(self.scheduler._holdings.published.pages), "a block is pinned by nobody that lives"
+
+    def expected(self, entry: Heard) -> tuple[list[int], str]:
+        """Text and finish of a solo run, from what was submitted alone."""
+        submit, stamps = entry.submit, self.stamps
+        prompt = array("I", submit.tokens).tolist()
+        seed = (submit.sampling.seed + entry.sequence.id - submit.id) % 2**63
+        longest = min(self.door.tokens_max, len(prompt) + submit.max_tokens)
+        sampling = msgspec.structs.replace(submit.sampling, seed=seed)
+        rule = self._rules.get(entry.sequence)
+        return solo(prompt, sampling, longest, [*submit.stop_ids, *stamps.stop_ids], stamps.vocabulary, rule)
+
+    def _hear(self, owner: int, progress: Progress) -> None:
+        tokens = array("I", progress.tokens)
+        assert len(tokens) == sum(progress.counts)
+        at, row = 0, 0
+        for started in progress.started:
+            entry = self.heard[owner, started.id]
+            assert entry.started is None, "started twice"
+            assert entry.reject is None, "started after its rejection"
+            entry.started = started
+        for id, count in zip(progress.ids, progress.counts, strict=True):
+            entry = self.heard[owner, id]
+            assert entry.started is not None, "a token before its start"
+            assert entry.finish is None, "a token after the end"
+            entry.tokens += tokens[at : at + count]
+            top = entry.submit.sampling.logprobs
+            if top is not None:
+                for token in tokens[at : at + count]:
+                    assert progress.logprobs[row] == TokenLogprobs(id, *logprobs_of(token, top))
+                    row += 1
+            at += count
+        assert row == len(progress.logprobs)
+        for finish in progress.finished:
+            entry = self.heard[owner, finish.id]
+            assert entry.finish is None, "finished twice"
+            assert entry.reject is None, "finished after its rejection"
+            entry.finish = finish
+            if finish.message == NOT_FINITE:
+                self._assert_not_matched_again(entry.sequence)
+
+    def _hear_reject(self, sequence: Sequence, reject: Reject) -> None:
+        """It is of a whole request, of which nothing was told before and nothing will be."""
+        assert reject.id == sequence.first
+        by_grammar = reject.reason == RejectReason.GRAMMAR
+        assert not sequence.background or by_grammar or "needed the place in the queue" in reject.message
+        for id in range(reject.id, reject.id + sequence.choices):
+            entry = self.heard[sequence.owner, id]
+            assert entry.started is None, "rejected after its start"
+            assert entry.finish is None
+            assert entry.reject is None
+            entry.reject = reject
+
+    def _claim(self, sequence: Sequence) -> Claim:
+        owner = self._owner(sequence)
+        lost, secret = sequence in self._lost, sequence.terms.erase
+        scope = PUBLIC if sequence not in self._asked else self._number(owner)
+        return Claim(scope, self._number(sequence), owner is not sequence, lost, sequence.public, secret)
+
+    def _owner(self, sequence: Sequence) -> object:
+        """Who may read the sequence's KV, by what was asked for: the sequence alone, or all of one scope and epoch."""
+        if sequence not in self._asked:
+            return PUBLIC
+        scope = self._asked[sequence].scope
+        return sequence if scope.kind == ScopeKind.REQUEST or not scope.id else (scope.kind, scope.id, scope.epoch)
+
+    def _number(self, thing: object) -> int:
+        return self._numbers.setdefault(thing, len(self._numbers))
+
+    def _assert_within_limits(self, plan: Plan) -> None:
+        assert sum(plan.chunks) <= self.limits.prompt_step_tokens
+        assert max(plan.chunks) > 1 or len(plan.chunks) <= self.limits.step_tokens
+        assert len(plan.sequences) <= self.limits.sequences
+        assert min(plan.chunks) >= 1
+        assert all(sequence.launched < sequence.tokens_max for sequence in plan.sequences), "the last token is computed"
+
+    def _assert_caps_kept(self, plan: Plan) -> None:
+        """Nobody has more running, or several that hold more blocks, than the terms of all of them allow."""
+        accounts: dict[tuple[bytes, bool], list[Sequence]] = {}
+        for sequence in plan.sequences:
+            accounts.setdefault((sequence.account, sequence.background), []).append(sequence)
+        for own in accounts.values():
+            places = [sequence.terms.sequences or self.sequences for sequence in own]
+            assert len(own) <= max(places), "more run than its account's cap"
+            blocks = {block for sequence in own for block in sequence.table[: sequence.blocks].tolist()}
+            caps = [sequence.terms.blocks or self.blocks for sequence in own]
+            assert len(blocks) <= max(caps), "they hold more than their account's cap"
+
+    def _assert_live_first(self, plan: Plan) -> None:
+        """Nothing of the background is launched while a live one could take its place, or, where nobody knows what that
+        would cost, runs; and what it adds to a step is a small part of it."""
+        behind = [sequence for sequence in plan.sequences if sequence.background]
+        if not behind:
+            return
+        live = [sequence for sequence in plan.sequences if not sequence.background]
+        assert not self.scheduler._waiting.live_wait, "a live one waits, and not for its grammar alone"
+        if self.costs is None:
+            assert not any(self.scheduler._waiting.queue.running), "it is launched beside live ones"
+            assert sum(plan.chunks) <= ALONE_ROWS
+        elif live:
+            with_us, live_us = self._predicted_us(plan, len(plan.sequences)), self._predicted_us(plan, len(live))
+            assert with_us <= live_us * (1 + SLACK) + 1e-6, "live ones are slowed down"
+
+    def _predicted_us(self, plan: Plan, first: int) -> float:
+        """What a step of the first so many of its sequences is to take."""
+        assert self.costs is not None
+        chunks = plan.chunks[:first]
+        starts = [sequence.launched - chunk for sequence, chunk in zip(plan.sequences, chunks, strict=False)]
+        return self.costs.rows_us(sum(chunks)) + sum(map(self.costs.reads_us, starts, chunks))
+
+    def _assert_scopes_disjoint(self, plan: Plan) -> None:
+        owner_of: dict[int, object] = {}
+        for sequence in plan.sequences:
+            owner = self._owner(sequence)
+            for at, block in enumerate(sequence.table[: sequence.blocks].tolist()):
+                whose = PUBLIC if at < sequence.public else owner
+                assert owner_of.setdefault(block, whose) == whose, f"block {block} is in two scopes"
+
+    def _assert_kept_to_rules(self) -> None:
+        """A matcher has taken all that was written and nothing more, through preemptions too."""
+        for sequence in self._rules:
+            if sequence.stage != Stage.ENDED and isinstance(sequence.matcher, RuleMatcher):
+                assert sequence.matcher.written == sequence.tokens[sequence.prompt_tokens :].tolist()
+            assert sequence.ticket < 0 or sequence.matcher is not None, "it started without its grammar"
+
+    def _assert_erased(self) -> None:
+        """No secret is in a free block, nor in one that somebody else holds."""
+        secret = self.stamps.secret_blocks()
+        assert secret.isdisjoint(self.account._free), "a block is free and was not erased"
+
+    def _assert_flights_apart(self) -> None:
+        """What a flight writes, the one before it neither reads nor writes for others."""
+        older, younger = ([None, *self.scheduler._flights])[-2:]
+        if older is None:
+            return
+        writers: dict[int, Sequence] = {}
+        batch = unpack(younger.packed)
+        for index, sequence in enumerate(younger.sequences):
+            start, end = batch.query_starts_S1[index : index + 2].tolist()
+            writers |= {slot // self.block_tokens: sequence for slot in batch.slots_T[start:end].tolist()}
+        batch = unpack(older.packed)
+        for index, sequence in enumerate(older.sequences):
+            for block in batch.tables_SW[index, : -(-int(batch.contexts_S[index]) // self.block_tokens)].tolist():
+                assert writers.get(block, sequence) is sequence, f"block {block} is written while it is read"
+
+    def _assert_not_matched_again(self, sequence: Sequence) -> None:
+        if sequence.namespace is not None:
+            published = self.scheduler._holdings.published
+            public = published.find(sequence.tokens[:-1])
+            namespace = sequence.namespace._replace(behind=published.pages[public[-1]] if public else 0)
+            tokens = sequence.tokens[len(public) * self.block_tokens : -1]
+            lease = self.tree.match(namespace, tokens, sequence.keep)
+            assert self._not_finite[sequence].isdisjoint(blocks_of(lease.blocks)), "what is not finite can be found"
+            self.account.give(self.tree.release(lease))
+
+
+TENANTS = [Scope(ScopeKind.TENANT, bytes([letter]) * 16) for letter in b"abc"]
+SCOPES = [*TENANTS, Scope(ScopeKind.USER, b"a" * 16), Scope(ScopeKind.TENANT, b"a" * 16, 1), Scope()]
+SCOPES += [Scope(account=b"a" * 16), Scope(ScopeKind.PUBLIC, b"p" * 16, account=b"b" * 16)]
+GROUPING = Costs(
+    ((1, 1.0),), key_us=1.0, shared_key_us=0.5, pair_us=0.1, prompt_pair_us=0.1, segment_us=0.0, groups_us=0.0
+)
+
+
+class Chaos:
+    """One random life of a replica: arrivals that share prefixes across scopes, cancels, leaving owners, preemptions,
+    failing steps, devices without memory, numbers that are not finite, tiny pools whose memory comes and goes, sleeps.
+    Everything follows from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = pick = random.Random(seed)
+        block_tokens, blocks = pick.choice([1, 2, 3, 4]), pick.randint(3, 30)
+        self.motion = pick.choice([0.0, 0.1, 0.5])
+        blocks += pick.randint(0, 30) if self.motion else 0
+        self.vocabulary = pick.choice([3, 7, 50])
+        self.prefixes = [self._tokens(pick.randint(0, 5 * block_tokens)) for _ in range(3)]
+        public = [self.prefixes[0][: len(self.prefixes[0]) // block_tokens * block_tokens]]
+        extent_blocks, least = None, blocks
+        if self.motion:
+            extent_blocks, least = pick.randint(1, -(-blocks // 2)), pick.randint(-(-blocks // 4), blocks)
+        self.simulation = simulation = Simulation(
+            depth=pick.choice([1, 2, 2]),
+            blocks=blocks,
+            block_tokens=block_tokens,
+            step_tokens=pick.choice([1, 2, 5, 8, 16]),
+            sequences=pick.randint(1, 6),
+            waiting=pick.randint(4, 12),
+            vocabulary=self.vocabulary,
+            stop_ids=[0] if pick.random() < 0.3 else [],
+            share=pick.choice([None, None, Share(floor=2, cap=5), Share(cap=0)]),
+            costs=pick.choice([None, GROUPING]),
+            public=public if 0 < len(public[0]) <= least // 2 * block_tokens and pick.random() < 0.4 else [],
+            extent_blocks=extent_blocks,
+            least=least,
+        )
+        self.terms = {
+            scope.account or scope.id: Terms(
+                weight=pick.choice([0.5, 1.0, 3.0]),
+                sequences=pick.choice([None, None, 1, 2]),
+                blocks=pick.choice([None, None, 3, 10]),
+                floor_blocks=pick.choice([None, 3]),
+                cap_blocks=pick.choice([None, None, 6]),
+                keep_s=pick.choice([None, None, 0.0, 3.5, 20.5]),
+                erase=pick.random() < 0.4,
+            )
+            for scope in SCOPES
+        }
+        self.deadlines_ms = pick.choice([[0], [0], [0, 3000, 20_000]])
+        self.background = pick.choice([0.0, 0.3, 0.5])
+        self.scopes = pick.sample(SCOPES, pick.randint(1, 4))
+        self.arrivals = pick.randint(4, 12)
+        self.unrest = pick.choice([0.0, 0.1, 0.3])
+        self.poverty = pick.choice([0.0, 0.0, 0.2, 0.7])
+        self.ruled = pick.choice([0.0, 0.0, 0.5, 1.0])
+        simulation.misfortune, simulation.meanwhile = self._fault, self._meanwhile
+        self.refused = 0
+        self._id = 0
+
+    def run(self) -> Simulation:
+        pick, simulation = self.random, self.simulation
+        while self.arrivals or not simulation.loop.idle:
+            if self.arrivals and pick.random() < 0.5:
+                self.arrivals -= 1
+                self._arrive()
+            if pick.random() < self.unrest:
+                self._disturb()
+            if pick.random() < self.motion * (1 + 4 * simulation.asleep):
+                self._move()
+            rests = simulation.scheduler.idle or simulation.compiling
+            rests |= simulation.asleep or not simulation.scheduler.admitting
+            assert simulation.step() or rests or simulation.scheduler.idle, "sequences wait and nothing can run"
+            assert simulation.seconds < 5000, "no end in sight"
+        simulation.assert_all_finished()
+        counters = simulation.scheduler.load(draining=False).counters
+        assert counters.get("stale_reads", 0) == counters["stale_pages"] == 0, "a page moved and somebody was not told"
+        return simulation
+
+    def _move(self) -> None:
+        """Memory goes, or comes back. Free blocks are in any order, as after a long life."""
+        pick, simulation = self.random, self.simulation
+        extents = simulation.stamps.extents
+        fails = pick.random() < 0.2
+        pick.shuffle(simulation.account._free)
+        if simulation.asleep:
+            simulation.wake(pick.randint(0, extents), fails)
+            simulation.scheduler.admitting = True
+        elif pick.random() < 0.2:
+            simulation.sleep(pick.choice([0, pick.randint(1, 8), 30]), fails)
+        elif pick.random() < 0.2:
+            simulation.scheduler.admitting = not simulation.scheduler.admitting
+        elif pick.random() < 0.5:
+            simulation.grow(pick.randint(1, extents))
+        else:
+            simulation.shrink(pick.choice([1, 1, 2, extents]))
+
+    def _fault(self) -> Fault:
+        pick = self.random
+        late = pick.random() < 0.5
+        if pick.random() < self.poverty * self.unrest:
+            return Fault(OutOfDeviceMemory("told to"), late)
+        if pick.random() < self.unrest / 10:
+            return Fault(RuntimeError("told to"), late)
+        return Fault(glitch=pick.randrange(1000) if pick.random() < self.unrest / 4 else None)
+
+    def _meanwhile(self) -> None:
+        if self.random.random() < self.unrest:
+            self._leave()
+
+    def _arrive(self) -> None:
+        pick = self.random
+        n = pick.choice([1, 1, 1, 2, 4])
+        scope = pick.choice(self.scopes)
+        sampling = Sampling(
+            temperature=pick.choice([0.0, 1.0]),
+            seed=pick.randint(0, 2**63 - 1),
+            presence_penalty=pick.choice([0.0, 0.0, 0.5]),
+            logprobs=pick.choice([None, None, 0, 2]),
+        )
+        terms = self.terms[scope.account or scope.id]
+        if pick.random() < self.background:
+            terms = msgspec.structs.replace(terms, background=True)
+        try:
+            self.simulation.submit(
+                self._id,
+                [*pick.choice(self.prefixes), *self._tokens(pick.randint(1, 6))],
+                scope,
+                max_tokens=pick.randint(1, 12),
+                owner=pick.randint(1, 3) if len(self.simulation.gone) == 0 else 4,
+                sampling=sampling,
+                n=n,
+                stop_ids=[1] if pick.random() < 0.2 else [],
+                terms=terms,
+                deadline_ms=pick.choice(self.deadlines_ms),
+                rule=Rule(pick.randint(1, 14)) if pick.random() < self.ruled else None,
+                compiles=pick.random() < 0.95,
+                compiling_s=pick.choice([0, 0, 1, 5, 30]),
+            )
+        except Refused:
+            self.refused += 1
+        self._id += n
+
+    def _disturb(self) -> None:
+        sequences = [entry.sequence for entry in self.simulation.heard.values()]
+        running = [each for each in sequences if each.stage == Stage.RUNNING and not each.flying]
+        if running and self.random.random() < 0.5:
+            self.simulation.scheduler.preempt(self.random.choice(running))
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.simulation.heard and self.random.random() < 0.9:
+            owner, id = self.random.choice(list(self.simulation.heard))
+            if owner not in self.simulation.gone:
+                self.simulation.scheduler.cancel(owner, [id, 10**9])
+        elif not self.simulation.gone:
+            self.simulation.drop(self.random.randint(1, 3))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(self.vocabulary) for _ in range(count)]

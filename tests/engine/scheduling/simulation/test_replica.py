@@ -1,0 +1,256 @@
+"""Random lives of a replica over the stamp engine; see tests/engine/scheduling/simulation/replica.py for what is
+checked.
+
+And the proof that they can fail: builds that are broken on purpose are found out.
+"""
+
+import importlib
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from engine.scheduling import scheduler, waiting
+from tests.engine.scheduling.simulation import replica as simulated
+from tests.engine.scheduling.simulation.replica import Chaos
+
+
+@pytest.mark.parametrize("first", range(0, 1200, 150))
+def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + 150):
+        try:
+            simulation = Chaos(seed).run()
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+        seen += Counter(simulation.scheduler.load(draining=False).counters)
+        seen["kept_to_rules"] += simulation.kept_to_rules
+        seen += simulation.moves
+    # What the lives went through, so that a simulation that lost its bite does not pass.
+    for what in (
+        "preemptions",
+        "hit_tokens",
+        "finished_stop",
+        "finished_length",
+        "finished_cancelled",
+        "finished_error",
+        "not_finite",
+        "steps_out_of_memory",
+        "spared_keys",
+        "erased_blocks",
+        "evicted_age_blocks",
+        "kept_to_rules",
+        "background_rows",
+        "preemptions_background",
+        "short_of_blocks",
+        "failed_sleeps",
+        "failed_wakes",
+        "kept_blocks",
+        "grown_extents",
+        "shrunk_extents",
+    ):
+        assert seen[what] > 10, f"{what}: {seen[what]}"
+
+
+# module, what its source says, what the broken build says instead
+BREAKS = {
+    "tenants share one prefix cache": ("scheduling.sequence", "scope_id=scope.id", 'scope_id=b"x" * 16'),
+    "kinds of scope are not told apart": ("scheduling.sequence", "scope_kind=int(scope.kind)", "scope_kind=1"),
+    "a raised epoch wipes nothing": ("scheduling.sequence", "epoch=scope.epoch", "epoch=0"),
+    "requests without a scope share": (
+        "scheduling.sequence",
+        "scope.kind == ScopeKind.REQUEST or not scope.id",
+        "False",
+    ),
+    "choices have the same seed": ("scheduling.sequence", "sampling.seed + choice", "sampling.seed"),
+    "the prompt's last token is not computed": (
+        "scheduling.kv_manager",
+        "self._block_tokens : -1]",
+        "self._block_tokens :]",
+    ),
+    "a block that is not full is shared": (
+        "scheduling.kv_manager",
+        "sequence.computed // self._block_tokens\n        assert",
+        "-(-sequence.computed // self._block_tokens)\n        assert",
+    ),
+    "a duplicate is freed and still read": (
+        "scheduling.kv_manager",
+        "sequence.pages[sequence.public : full] = sequence.lease.blocks",
+        "pass",
+    ),
+    "duplicates leak": ("scheduling.kv_manager", "self.blocks.give(spare)", "pass"),
+    "private blocks leak": ("scheduling.kv_manager", "self.blocks.give(sequence.private())", "pass"),
+    "a lease is never released": (
+        "scheduling.kv_manager",
+        "self.blocks.give(self.tree.release(sequence.lease))",
+        "pass",
+    ),
+    "one token of the prefix is skipped": (
+        "scheduling.kv_manager",
+        "sequence.launched = len(cached) * self._block_tokens",
+        "sequence.launched = len(cached) * self._block_tokens + 1",
+    ),
+    "blocks are freed while they are read": ("scheduling.scheduler", "if sequence.flying:", "if False:"),
+    "preemption keeps its blocks": ("scheduling.sequence", "self.shared = self.blocks = 0", "self.shared = 0"),
+    "penalties miss the last token": (
+        "scheduling.step_plan",
+        "(tokens, sequence.prompt_tokens)",
+        "(tokens[:-1], sequence.prompt_tokens)",
+    ),
+    "a preempted sequence starts twice": (
+        "scheduling.scheduler",
+        "if sequence.ticket < 0:\n            self._first",
+        "if 1:\n            self._first",
+    ),
+    "a token that is coming is read from another row": ("scheduling.step_plan", "(-1 - sequence.row,)", "(-1,)"),
+    "the last token is computed as well": ("scheduling.sequence", "self.launched + 1 < self.tokens_max", "True"),
+    "a duplicate is free while a flight reads it": (
+        "scheduling.kv_manager",
+        "if in_the_air:\n                self._spare",
+        "if False:\n                self._spare",
+    ),
+    "spare blocks leak": ("scheduling.kv_manager", "self.blocks.give(self._spare)", "pass"),
+    "what is sampled for an ended sequence is told": (
+        "scheduling.scheduler",
+        "if sequence.stage == Stage.ENDED:\n                continue",
+        "",
+    ),
+    "a step that is taken back is not computed again": (
+        "scheduling.scheduler",
+        "sequence.launched = sequence.computed",
+        "pass",
+    ),
+    "what is not finite is matched again": (
+        "scheduling.scheduler",
+        "self._holdings.tree.forget(sequence.lease, max(0, self._proven(sequence) - sequence.public))",
+        "pass",
+    ),
+    "a step without memory ends a sequence at once": ("scheduling.scheduler", "if rows == 1 and", "if"),
+    "a group reads blocks that only some of it have": (
+        "scheduling.prefix_groups",
+        "step * (same_N &",
+        "step * (True &",
+    ),
+    "groups outlive their sequences": (
+        "scheduling.prefix_groups",
+        "slices != self._slices",
+        "len(slices) != len(self._slices)",
+    ),
+    "a group's segment leaves a gap": ("scheduling.prefix_groups", "first, node.keys)", "node.keys // 2, node.keys)"),
+    "prompts are in groups": ("scheduling.scheduler", "sequence if chunk == 1 else None", "sequence"),
+    "an account grows past its cap": (
+        "scheduling.scheduler",
+        "standing.running > 1 and standing.blocks >= cap",
+        "False",
+    ),
+    "caps of running sequences are forgotten": ("scheduling.fair_queue", "self.running < self.terms.sequences", "True"),
+    "what an account holds is never let go": ("scheduling.scheduler", "if sequence.blocks:", "if False:"),
+    "a request that expired goes on": (
+        "scheduling.waiting",
+        'self._reject(choices, "it waited for as long as it may; try again later")',
+        'self._rejects.append((first, Reject(id, RejectReason.BUSY, "")))',
+    ),
+    "a prompt is charged again after a preemption": ("scheduling.scheduler", "sequence.counted = upto", "pass"),
+    "secrets are given on": ("scheduling.block_pool", "self._secret[taken] = True", "pass"),
+    "erasing waits until blocks are used again": ("execution.step_loop", "self.erase()\n            flight", "flight"),
+    "nothing is erased between turns": ("execution.step_loop", "sweep()\n        self.erase()", "sweep()"),
+    "erasing is done for some of the blocks": ("scheduling.block_pool", "list(dict.fromkeys(blocks))", "blocks[1:]"),
+    "what is swept is lost": ("scheduling.kv_manager", "        self.blocks.give(swept)\n", ""),
+    "what lies behind a published prefix is found without it": (
+        "scheduling.kv_manager",
+        "behind=self.published.pages[public[-1]]",
+        "behind=0",
+    ),
+    "published blocks are freed by their readers": (
+        "scheduling.sequence",
+        "self.held()[self.shared :]",
+        "self.held()[self.shared - self.public :]",
+    ),
+    "published blocks are not kept": ("scheduling.kv_manager", "self._pins.append(lease)", "self.tree.release(lease)"),
+    "others' blocks are put over published ones": (
+        "scheduling.kv_manager",
+        "pages[sequence.public : full] =",
+        "pages[:full] =",
+    ),
+    "the background runs beside live ones": (
+        "scheduling.scheduler",
+        "self._limits.costs is None and any(self._waiting.queue.running)",
+        "False",
+    ),
+    "the background does not make way": ("scheduling.scheduler", "if behind and not self._paused:", "if behind:"),
+    "the background expires": (
+        "scheduling.sequence",
+        "submit.deadline_ms and not submit.terms.background",
+        "submit.deadline_ms",
+    ),
+    "a text is not told to its matcher": ("scheduling.scheduler", "else matcher.accept(token)", 'else ""'),
+    "a sequence starts without its grammar": ("scheduling.admission", "if each.compilation is None)", "if True)"),
+    "a text goes on behind its grammar's end": (
+        "scheduling.scheduler",
+        " or (matcher is not None and matcher.over)",
+        "",
+    ),
+    "masks are given to others' rows": (
+        "execution.step_loop",
+        "for sequence in plan.masked]",
+        "for sequence in plan.masked[::-1]]",
+    ),
+    "masks are made of what was known at the launch": (
+        "execution.step_loop",
+        "or len(self._flights) != 1:",
+        "or False:",
+    ),
+    "an ended row's mask is taken for another's": (
+        "execution.step_loop",
+        "matchers = [None if sequence.stage == ended else sequence.matcher for sequence in plan.masked]",
+        "matchers = [sequence.matcher for sequence in plan.masked if sequence.stage != ended]",
+    ),
+    "a grammar that does not compile is waited for": (
+        "scheduling.waiting",
+        "self._reject(choices, refused.message, refused.reason)",
+        "pass",
+    ),
+    "the budget is overrun": ("scheduling.token_budget", "shares.append(min(count, left))", "shares.append(count)"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_build_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, right, wrong = BREAKS[name]
+    install_broken(module, right, wrong, monkeypatch)
+    for seed in range(600):
+        try:
+            Chaos(seed).run()
+        except (AssertionError, ArithmeticError, LookupError, ValueError):
+            return
+    raise AssertionError(f"600 lives did not notice that {name}")
+
+
+def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the simulation use engine/<name>.py with one piece of its source replaced."""
+    original = importlib.import_module(f"engine.{name}")
+    source = Path(str(original.__file__)).read_text()
+    assert source.count(right) == 1, f"the source no longer says {right!r} once"
+    broken = types.ModuleType(f"broken_{name}")
+    monkeypatch.setitem(sys.modules, broken.__name__, broken)
+    exec(compile(source.replace(right, wrong), broken.__name__, "exec"), broken.__dict__)
+    for kept in {"Refused", "Stage"} & original.__dict__.keys():  # what the unbroken modules raise and compare
+        broken.__dict__[kept] = getattr(original, kept)
+    for user, replaced in (
+        (simulated, "Blocks"),
+        (simulated, "Loop"),
+        (simulated, "Scheduler"),
+        (simulated, "Door"),
+        (scheduler, "Budget"),
+        (scheduler, "Groups"),
+        (scheduler, "Holdings"),
+        (scheduler, "Prompts"),
+        (scheduler, "Waiting"),
+        (scheduler, "plan_step"),
+        (waiting, "FairQueue"),
+    ):
+        if replaced in broken.__dict__:
+            monkeypatch.setattr(user, replaced, broken.__dict__[replaced])

@@ -1,0 +1,274 @@
+"""engine/structured_output/manager.py: whose grammars are kept, whose turn it is, and what matchers let through."""
+
+import json
+import re
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+
+from engine.protocol.frames import Grammar, GrammarKind, RejectReason
+from engine.scheduling.sequence import Matcher, Refused
+from engine.structured_output import manager as module
+from engine.structured_output.manager import KEPT_ACCOUNT_MAX, PENDING_MAX, Grammars, LarkMatcher
+from tests.engine.structured_output.test_sandbox import ENDLESS
+from tests.engine.structured_output.texts import ACCOUNT, EMBER, Scribe, compiled
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "maxItems": 3},
+        "id": {"type": "string", "format": "uuid"},
+        "nested": {"anyOf": [{"type": "null"}, {"type": "object", "additionalProperties": {"type": "boolean"}}]},
+    },
+    "required": ["name", "age", "tags", "id", "nested"],
+    "additionalProperties": False,
+}
+END, TOOL, PAD = 1, 5, 7  # the built-in model's <|end|>, <|tool|> and <|pad|>
+STOPS = frozenset({END})
+
+
+def problem(grammars: Grammars, source: str, kind: GrammarKind = GrammarKind.JSON_SCHEMA) -> tuple[str, str]:
+    with pytest.raises(Refused) as refused:
+        compiled(grammars, source, kind).matcher(STOPS)
+    return refused.value.reason, refused.value.message
+
+
+def matcher_of(grammars: Grammars, lark: str, stop_ids: frozenset[int] = STOPS) -> LarkMatcher:
+    return compiled(grammars, lark, GrammarKind.LARK).matcher(stop_ids)
+
+
+def allowed(grammars: Grammars, matcher: Matcher) -> set[int]:
+    mask = np.unpackbits(grammars.masks([matcher]).view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(mask).tolist())
+
+
+def is_a_person(text: str) -> bool:
+    Draft202012Validator(PERSON).validate(json.loads(text))
+    return True
+
+
+CHECKED = [
+    (GrammarKind.JSON_SCHEMA, json.dumps(PERSON), is_a_person),
+    (GrammarKind.REGEX, r"[a-f]{2,6}-\d{1,3}(x|yy)?", re.compile(r"[a-f]{2,6}-[0-9]{1,3}(x|yy)?").fullmatch),
+    (
+        GrammarKind.LARK,
+        'start: "<" NAME ("," NAME){0,2} ">"\nNAME: /[A-Z][a-z]{0,9}/',
+        re.compile(r"<[A-Z][a-z]{0,9}(,[A-Z][a-z]{0,9}){0,2}>").fullmatch,
+    ),
+]
+
+
+def test_random_texts_always_match_their_grammars_whatever_their_company(scribe: Scribe) -> None:
+    """A hundred and fifty texts, in batches of mixed rows; a row's text is the same alone and beside others."""
+    compilations = [compiled(scribe.grammars, source, kind) for kind, source, _ in CHECKED]
+    for seed in range(10):
+        matchers: list[Matcher | None] = [compilations[row % 3].matcher(STOPS) for row in range(15)]
+        texts = scribe.write([*matchers, None], seed, temperature=(seed % 2) * 0.8)
+        for row, (text, end) in enumerate(texts[:-1]):
+            assert end == "stop", (text, end)
+            assert CHECKED[row % 3][2](text), text
+        alone = scribe.write([compilations[0].matcher(STOPS)], seed, temperature=(seed % 2) * 0.8)
+        assert alone[0] == texts[0]
+
+
+def test_unsupported_parts_are_refused_by_name(grammars: Grammars) -> None:
+    for schema, named in (
+        ({"not": {"type": "string"}}, '"not"'),
+        ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
+        ({"oneOf": [{"type": "string"}, {"minLength": 3}]}, "oneOf"),
+        ({"if": {"type": "string"}, "then": {"minLength": 2}}, '"if"'),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"$ref": "https://example.com/x"}, "https://example.com/x"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "nsatisfiable"),
+    ):
+        reason, message = problem(grammars, json.dumps(schema))
+        assert reason == RejectReason.GRAMMAR
+        assert named in message, message
+        assert "\n" not in message
+    assert "backreferences" in problem(grammars, r"(a)\1", GrammarKind.REGEX)[1]
+    assert "look-around" in problem(grammars, r"(?<!a)b", GrammarKind.REGEX)[1]
+    assert "nobody" in problem(grammars, "start: nobody", GrammarKind.LARK)[1]
+    placed = problem(grammars, 'start: "a" b\nb: %json {"type": "strange"}', GrammarKind.LARK)[1]
+    assert placed.startswith("at 2("), "of the caller's own lines"
+    assert placed.endswith("): Invalid type: strange")
+    assert "0.5 s" in problem(grammars, ENDLESS, GrammarKind.LARK)[1]
+
+
+def test_special_tokens_are_reached_by_name_and_by_no_text(grammars: Grammars) -> None:
+    assert allowed(grammars, matcher_of(grammars, 'start: <|tool|> "a"')) == {TOOL}
+    text = allowed(grammars, matcher_of(grammars, r"start: /(.|\n)*/"))
+    assert text & set(range(8)) == {END}, "only where it ends"
+    matcher = matcher_of(grammars, r"start: /(.|\n)*/ <|tool|> /[a-z]+/")
+    assert allowed(grammars, matcher) & set(range(8)) == {TOOL}
+    assert matcher.accept(TOOL) == ""
+    assert not allowed(grammars, matcher) & set(range(8))
+
+
+def test_a_text_is_over_where_only_its_end_may_follow(grammars: Grammars) -> None:
+    matcher = matcher_of(grammars, 'start: "a" | "ab"')
+    a = next(iter(allowed(grammars, matcher_of(grammars, 'start: "a"'))))
+    assert matcher.accept(a) == ""
+    assert not matcher.over
+    assert END in allowed(grammars, matcher)
+    matcher = matcher_of(grammars, 'start: "a"')
+    assert matcher.accept(a) == ""
+    assert matcher.over
+
+
+def test_a_requests_own_stop_tokens_come_where_the_text_is_whole_and_nowhere_else(grammars: Grammars) -> None:
+    a, b = (next(iter(allowed(grammars, matcher_of(grammars, f'start: "{letter}"')))) for letter in "ab")
+    matcher = matcher_of(grammars, 'start: ("a" | "b") "b"*', STOPS | {b, PAD})
+    assert a in allowed(grammars, matcher)
+    assert b not in allowed(grammars, matcher), "it would end the text before it is whole"
+    assert matcher.accept(a) == ""
+    assert {END, b, PAD} <= allowed(grammars, matcher)
+    assert matcher.accept(PAD) == ""
+    matcher = matcher_of(grammars, 'start: "a" <|pad|> "b"', STOPS | {PAD})
+    assert matcher.accept(a) == ""
+    assert allowed(grammars, matcher) == {PAD}
+    assert "goes on" in matcher.accept(PAD)
+    matcher = matcher_of(grammars, 'start: "a" <|pad|>', STOPS | {PAD})
+    assert (matcher.accept(a), matcher.accept(PAD)) == ("", "")
+
+
+def test_what_does_not_match_is_a_problem_and_stays_one(grammars: Grammars) -> None:
+    matcher = matcher_of(grammars, 'start: "a" "c"')
+    assert "could not be kept" in matcher.accept(TOOL)
+    assert "could not be kept" in matcher.accept(END), "an end behind a failure is no end"
+
+
+def test_a_text_that_passes_a_limit_fails_and_the_next_one_starts_anew(grammars: Grammars) -> None:
+    source = r"(\p{L}\w{1,200}\s?){1,200}"
+    compilation = compiled(grammars, source, GrammarKind.REGEX)
+    matcher = compilation.matcher(STOPS)
+    rng, end = np.random.default_rng(1), ""
+    for _ in range(60):
+        end = matcher.accept(int(rng.choice(sorted(allowed(grammars, matcher)))))
+        if end:
+            break
+    assert "too many expressions" in end
+    again = compiled(grammars, source, GrammarKind.REGEX)
+    assert again is not compilation
+    assert len(allowed(grammars, again.matcher(STOPS))) > 100
+
+
+def test_no_forced_text_is_tokenized_for_each_mask(grammars: Grammars) -> None:
+    """A constant of 24 KB: the mask of each token takes as long as any other."""
+    matcher = compiled(grammars, json.dumps({"const": "abc def " * 3000})).matcher(STOPS)
+    took = []
+    for _ in range(30):
+        began = time.perf_counter()
+        tokens = allowed(grammars, matcher)
+        took.append(time.perf_counter() - began)
+        assert matcher.accept(max(tokens)) == ""
+    assert min(took) < 2e-3
+
+
+def test_a_grammar_is_kept_for_its_account_alone(grammars: Grammars) -> None:
+    source = json.dumps({"const": "kept"})
+    first = compiled(grammars, source)
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, source)
+    assert grammars.compile(grammar, ACCOUNT, keep=True) is first
+    with grammars._turn:  # no thread takes up a compilation meanwhile
+        other = grammars.compile(grammar, b"b" * 16, keep=True)
+        assert other is not first
+        assert not other.done, "it takes its time for another account"
+    for account, keep in ((ACCOUNT, False), (b"", True)):
+        once = compiled(grammars, source, account=account, keep=keep)
+        assert once is not first
+        assert grammars.compile(grammar, account, keep) is not once
+    assert grammars.compile(grammar, ACCOUNT, keep=True) is first
+
+
+def test_what_was_not_used_for_longest_is_forgotten_of_the_account_that_has_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "KEPT_MAX", KEPT_ACCOUNT_MAX + 2)
+    with closing(Grammars(Path("/nowhere"), 1)) as grammars:
+
+        def ask(account: bytes, number: int) -> int:
+            return id(grammars.compile(Grammar(GrammarKind.REGEX, str(number)), account, keep=True))
+
+        first = [ask(b"a", number) for number in range(KEPT_ACCOUNT_MAX)]
+        assert [ask(b"a", number) for number in range(KEPT_ACCOUNT_MAX)] == first
+        others = [ask(b"b", number) for number in range(2)]
+        assert ask(b"a", 0) == first[0], "used last"
+        ask(b"c", 0)
+        assert [ask(b"b", number) for number in range(2)] == others
+        assert sum(map(len, grammars._kept.values())) == KEPT_ACCOUNT_MAX + 2
+        assert Grammar(GrammarKind.REGEX, "1") not in grammars._kept[b"a"]
+        assert Grammar(GrammarKind.REGEX, "0") in grammars._kept[b"a"]
+
+
+def test_worn_grammars_are_compiled_anew(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORN_TOKENS", 2)
+    first = compiled(grammars, 'start: "wwww"', GrammarKind.LARK)
+    matcher = first.matcher(STOPS)
+    for _ in range(2):
+        assert grammars.compile(first.grammar, ACCOUNT, keep=True) is first
+        matcher.accept(min(allowed(grammars, matcher)))
+    assert compiled(grammars, 'start: "wwww"', GrammarKind.LARK) is not first
+
+
+def test_accounts_take_turns_and_none_may_have_many_pending(grammars: Grammars) -> None:
+    slow = [f"{ENDLESS}\n// {number}" for number in range(PENDING_MAX + 2)]
+    mine = [grammars.compile(Grammar(GrammarKind.LARK, source), b"s" * 16, keep=False) for source in slow]
+    assert mine[-1].done
+    with pytest.raises(Refused) as refused:
+        mine[-1].matcher(STOPS)
+    assert refused.value.reason == RejectReason.BUSY
+    began = time.perf_counter()
+    compiled(grammars, json.dumps({"const": "mine"}), account=b"t" * 16, keep=False).matcher(STOPS)
+    assert not all(compilation.done for compilation in mine)
+    assert time.perf_counter() - began < 5.0
+    with grammars._turn:
+        grammars._pending.clear()
+
+
+def test_a_trial_that_ends_is_replaced_and_costs_no_grammar() -> None:
+    with closing(Grammars(EMBER, 1)) as grammars:
+        compiled(grammars, '{"const": 1}')
+        for trial in grammars._trials:
+            trial._process.kill()
+        for number in range(4):
+            compiled(grammars, json.dumps({"const": number}), account=bytes([number]) * 16).matcher(STOPS)
+
+
+def test_a_grammar_that_ends_every_trial_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = module.Trial.problem
+
+    def problem(trial: module.Trial, lark: str) -> str:
+        if "deadly" in lark:
+            trial._process.kill()
+        return asked(trial, lark)
+
+    monkeypatch.setattr(module.Trial, "problem", problem)
+    with closing(Grammars(EMBER, 1)) as grammars:
+        with pytest.raises(Refused) as refused:
+            compiled(grammars, '{"const": "deadly"}').matcher(STOPS)
+        assert refused.value.reason is RejectReason.BUSY
+        compiled(grammars, '{"const": 1}').matcher(STOPS)
+
+
+@pytest.mark.parametrize("content", [None, "{}", "nonsense"])
+def test_without_a_tokenizer_that_can_be_used_every_grammar_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+        (tmp_path / "config.json").write_text((EMBER / "config.json").read_text())
+    with closing(Grammars(tmp_path, None)) as grammars:
+        grammars.wait()
+        assert "tokenizer.json" in problem(grammars, "{}")[1]
+
+
+def test_rows_without_a_grammar_may_become_anything(grammars: Grammars) -> None:
+    matcher = matcher_of(grammars, 'start: "a"')
+    masks_MW = grammars.masks([None, matcher, None])
+    assert (masks_MW[[0, 2]] == -1).all()
+    assert np.bitwise_count(masks_MW[1].view(np.uint32)).sum() == 1

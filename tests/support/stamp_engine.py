@@ -1,0 +1,498 @@
+"""The stamp engine: a runner without a model, whose KV slots say who wrote them, for which position and token.
+
+What attention would read is checked slot by slot, and the next token is a digest of the tokens that were READ, so that
+a wrong block, a stale slot or a foreign prefix shows as a failed assertion or as another text. `solo` computes the same
+text from the true tokens alone. Run as a file it is a replica process that needs no torch:
+
+    python tests/support/stamp_engine.py '<ReplicaSpec JSON>' '<Temper JSON>'
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.log import log
+from engine.protocol.frames import Pooling, ReplicaSpec, Sampling
+from engine.step.layout import Batch, Flight, Int32s, Sampled, Sizes, unpack
+
+PUBLIC = -7  # the scope of what is published
+NOT_FINITE = -(1 << 40)  # as a token that is read
+_RUBBISH = -3  # as a position
+_BLANK = (-1, -1, -1, -1, True, False)  # of Stamps.stamps
+_SLOT_BYTES = 16
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+_POWERS = np.cumprod(np.full(1 << 14, 0xD1342543DE82EF95, np.uint64), dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who a slice belongs to: a number per scope, one per sequence, and whether it may read others of its scope.
+
+    Its first `public` blocks are of scope PUBLIC, which everybody may read and nobody here may write. What a secret one
+    writes has to be erased before anybody else has the block, as others of its scope have it that share.
+
+    A lost slice builds on a step that was launched and never done: whatever it reads and gives is rubbish.
+    """
+
+    scope: int
+    sequence: int
+    shares: bool
+    lost: bool = False
+    public: int = 0
+    secret: bool = False
+
+
+class IllegalRead(AssertionError):
+    """Attention would have read a slot that does not hold what the sequence believes."""
+
+
+class StampFlight:
+    """`lacking` is what it samples from, while it has no masks."""
+
+    def __init__(self, sampled: Sampled | None, lacking: "tuple[Batch, list[NDArray[np.int64] | None]] | None") -> None:
+        self.sampled = sampled
+        self.lacking = lacking
+
+    def wait(self) -> Sampled:
+        assert self.sampled is not None, "masked rows without their masks"
+        return self.sampled
+
+
+class Stamps:
+    """A runner (engine.replica.server.Served). Set `claims` before a launch, one per slice, to have ownership checked
+    too.
+
+    Blocks have memory by extents, and asleep none has any: what is read, written, copied or kept without it is found
+    out, and so is a secret that loses its memory before it is erased, or is kept.
+
+    It computes while it launches, but does not say what before it is asked: tokens of −1−r are its own to look up. Set
+    `glitch` to have one row write what is not finite: whoever reads that samples −1.
+    """
+
+    revision = "stamp-1"
+    kv_layout = "stamps"
+    weights_bytes = 0
+    depth = 1
+    costs = None
+    poolings: frozenset[Pooling] = frozenset()
+    step_tokens = prompt_step_tokens = 512
+    sequences = 64
+
+    def __init__(
+        self,
+        blocks: int,
+        block_tokens: int,
+        context_tokens: int = 4096,
+        vocabulary: int = 1000,
+        stop_ids: Items[int] = (),
+        extent_blocks: int | None = None,
+        mapped: Items[int] | None = None,
+    ) -> None:
+        """None: there is one extent; all of them are mapped."""
+        self.blocks = blocks
+        self.extent_blocks = extent_blocks or blocks
+        self.extents = -(-blocks // self.extent_blocks)
+        self.block_tokens = block_tokens
+        self.context_tokens = context_tokens
+        self.vocabulary = vocabulary
+        self.stop_ids = list(stop_ids)
+        self.kv_bytes = blocks * block_tokens * _SLOT_BYTES
+        self.claims: list[Claim] | None = None
+        self.glitch: int | None = None
+        self.sampled_R: Int32s = np.empty(0, np.int32)  # of the last launch
+        slots = blocks * block_tokens
+        self.scope_K, self.sequence_K, self.position_K, self.token_K = np.full((4, slots), -1, np.int64)
+        self.finite_K = np.ones(slots, np.bool_)
+        self.secret_K = np.zeros(slots, np.bool_)  # what may not be there when somebody else has the block
+        self.stamps = (
+            *(self.scope_K, self.sequence_K, self.position_K, self.token_K),
+            *(self.finite_K, self.secret_K),
+        )
+        self.erased = 0
+        self.there_E = np.zeros(self.extents, np.bool_)
+        self.there_E[list(range(self.extents) if mapped is None else mapped)] = True
+        self.kept: tuple[list[int], list[NDArray[np.generic]]] | None = None  # asleep: blocks and their stamps
+
+    def idle(self) -> bool:
+        return False
+
+    def launch(self, packed: Int32s) -> StampFlight:
+        batch = unpack(packed.copy())
+        for tokens in (batch.tokens_T, batch.history_H):
+            unknown = tokens < 0
+            tokens[unknown] = self.sampled_R[-1 - tokens[unknown]]
+        claims, self.claims = self.claims, None
+        self._assert_writes_are_alone(batch)
+        slices = len(batch.contexts_S)
+        assert claims is None or len(claims) == slices
+        for index in range(slices):
+            self._write(batch, index, claims[index] if claims else None)
+        if self.glitch is not None:
+            self.finite_K[batch.slots_T[self.glitch % len(batch.slots_T)]] = False
+            self.glitch = None
+        read = [self._read(batch, index, claims[index] if claims else None) for index in range(slices)]
+        if batch.masked:
+            self.sampled_R = np.empty(0, np.int32)  # nobody can build on what is not sampled
+            return StampFlight(None, (batch, read))
+        sampled = self._sample(batch, read, None)
+        self.sampled_R = sampled.tokens_R
+        return StampFlight(sampled, None)
+
+    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+        assert isinstance(flight, StampFlight)
+        assert flight.lacking is not None, "masks for nobody, or for the second time"
+        flight.sampled, flight.lacking = self._sample(*flight.lacking, masks_MW), None
+        self.sampled_R = flight.sampled.tokens_R
+
+    def erase(self, blocks: Items[int]) -> None:
+        self.erased += len(blocks)
+        if self.kept is not None:
+            kept, stamps = self.kept
+            places = self._slots([kept.index(block) for block in blocks])
+        else:
+            stamps, places = list(self.stamps), self._slots_there(blocks)
+        for stamps_K, blank in zip(stamps, _BLANK, strict=True):
+            stamps_K[places] = blank
+
+    @property
+    def mapped(self) -> list[int]:
+        extents: list[int] = self.there_E.nonzero()[0].tolist()
+        return extents
+
+    def map(self, extents: Items[int]) -> None:
+        """What is in it is anything: here what nobody may read."""
+        assert self.kept is None, "asleep"
+        assert not self.there_E[list(extents)].any(), "an extent is mapped twice"
+        self._give(extents)
+
+    def unmap(self, extents: Items[int]) -> None:
+        assert self.kept is None, "asleep"
+        assert self.there_E[list(extents)].all(), "an extent is unmapped twice"
+        secret = {block // self.extent_blocks for block in self.secret_blocks()}
+        assert secret.isdisjoint(extents), "a secret is given away with its memory"
+        self.there_E[list(extents)] = False
+
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        assert set(sources).isdisjoint(targets)
+        assert len(set(targets)) == len(targets) == len(sources)
+        source_slots, target_slots = self._slots_there(sources), self._slots_there(targets)
+        for stamps_K in self.stamps:
+            stamps_K[target_slots] = stamps_K[source_slots]
+
+    def prepare(self) -> int:
+        return 0
+
+    def sleep(self, kept: Items[int]) -> int:
+        """As Served."""
+        assert self.kept is None, "asleep already"
+        slots = self._slots_there(kept)
+        assert not self.secret_K.any(), "a secret is kept, or given away with its memory"
+        self.kept = list(kept), [stamps_K[slots] for stamps_K in self.stamps]
+        self.there_E[:] = False
+        return len(kept) * self.block_tokens * _SLOT_BYTES
+
+    def wake(self, extents: Items[int], restored: Items[int]) -> int:
+        """As Served."""
+        assert self.kept is not None, "awake"
+        kept, stamps = self.kept
+        assert len(set(restored)) == len(restored) == len(kept)
+        self._give(extents)
+        self.kept = None
+        slots = self._slots_there(restored)
+        for stamps_K, kept_K in zip(self.stamps, stamps, strict=True):
+            stamps_K[slots] = kept_K
+        return len(kept) * self.block_tokens * _SLOT_BYTES
+
+    def arrived(self) -> bool:
+        return True
+
+    def sizes(self) -> Sizes:
+        extent_bytes = self.extent_blocks * self.block_tokens * _SLOT_BYTES
+        context_blocks = -(-self.context_tokens // self.block_tokens)
+        least = min(-(-context_blocks // self.extent_blocks), self.extents)
+        kv_bytes = int(self.there_E.sum()) * extent_bytes
+        kept_bytes = len(self.kept[0]) * self.block_tokens * _SLOT_BYTES if self.kept is not None else 0
+        return Sizes(
+            device_bytes=kv_bytes,
+            asleep_bytes=0,
+            least_bytes=least * extent_bytes,
+            most_bytes=self.extents * extent_bytes,
+            memory_bytes=kept_bytes,
+            weights_bytes=0,
+            kv_bytes=kv_bytes,
+            kept_bytes=kept_bytes,
+            standby_bytes=least * extent_bytes,
+            extent_bytes=extent_bytes,
+            extents_least=least,
+        )
+
+    def _give(self, extents: Items[int]) -> None:
+        self.there_E[list(extents)] = True
+        slots = np.isin(np.arange(len(self.position_K)) // self.block_tokens // self.extent_blocks, extents)
+        self.position_K[slots] = _RUBBISH
+        self.secret_K[slots] = False
+
+    def _slots(self, blocks: Items[int]) -> NDArray[np.int64]:
+        at_B = np.array(blocks, np.int64)
+        slots: NDArray[np.int64] = (at_B[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
+        return slots
+
+    def _slots_there(self, blocks: Items[int]) -> NDArray[np.int64]:
+        """Raises IllegalRead where one has no memory."""
+        self._assert_there(np.array(blocks, np.int64))
+        return self._slots(blocks)
+
+    def _assert_there(self, blocks: NDArray[np.integer]) -> None:
+        absent = blocks[~self.there_E[blocks // self.extent_blocks]]
+        if len(absent):
+            raise IllegalRead(f"blocks {absent.tolist()} have no memory")
+
+    def secret_blocks(self) -> set[int]:
+        """Those in which something is that has to be erased."""
+        blocks: list[int] = (self.secret_K.nonzero()[0] // self.block_tokens).tolist()
+        return set(blocks)
+
+    def lose(self, packed: Int32s) -> None:
+        """What is launched next follows a step that is never done."""
+        self.sampled_R = np.zeros_like(unpack(packed).rows_R)
+
+    def _assert_writes_are_alone(self, batch: Batch) -> None:
+        """No slot is written twice, and no block that one slice writes is another's to read."""
+        writers: dict[int, int] = {}
+        for index, (start, end) in enumerate(_spans(batch)):
+            for block in {int(slot) // self.block_tokens for slot in batch.slots_T[start:end]}:
+                if writers.setdefault(block, index) != index:
+                    raise IllegalRead(f"slices {writers[block]} and {index} both write block {block}")
+        for index, context in enumerate(batch.contexts_S.tolist()):
+            for block in batch.tables_SW[index, : -(-context // self.block_tokens)].tolist():
+                if writers.get(block, index) != index:
+                    raise IllegalRead(f"slice {index} reads block {block} that slice {writers[block]} writes")
+
+    def _write(self, batch: Batch, index: int, claim: Claim | None) -> None:
+        start, end = batch.query_starts_S1[index : index + 2].tolist()
+        slots = batch.slots_T[start:end]
+        self._assert_there(slots // self.block_tokens)
+        if claim is not None:
+            self._assert_erased(slots, claim)
+            self.secret_K[slots] = claim.secret
+        self.position_K[slots] = -2 if claim and claim.lost else batch.positions_T[start:end]
+        self.finite_K[slots] = True
+        self.token_K[slots] = batch.tokens_T[start:end]
+        self.scope_K[slots] = claim.scope if claim else -1
+        self.sequence_K[slots] = claim.sequence if claim else -1
+
+    def _assert_erased(self, slots: NDArray[np.int32], claim: Claim) -> None:
+        """No secret of another scope, or of another sequence that shares nothing, is in the blocks that it writes."""
+        blocks = np.unique(slots // self.block_tokens)
+        held = (blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
+        held = held[self.secret_K[held]]
+        same = (self.sequence_K[held] == claim.sequence) | ((self.scope_K[held] == claim.scope) & claim.shares)
+        if not same.all():
+            raise IllegalRead("a block was given on before it was erased")
+
+    def _read(self, batch: Batch, index: int, claim: Claim | None) -> NDArray[np.int64] | None:
+        """The tokens that the slice's last row attends to, or None where it is lost; raises IllegalRead."""
+        if claim is not None and claim.lost:
+            return None
+        position = np.arange(batch.contexts_S[index])
+        table = self._read_table(batch, index)
+        self._assert_there(table[: -(-len(position) // self.block_tokens)])
+        slots = table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
+        start, end = batch.query_starts_S1[index : index + 2].tolist()
+        if not (slots[batch.positions_T[start:end]] == batch.slots_T[start:end]).all():
+            raise IllegalRead(f"slice {index} writes elsewhere than it reads")
+        if not (self.position_K[slots] == position).all():
+            raise IllegalRead(f"slice {index} reads positions {self.position_K[slots].tolist()}")
+        if claim is not None:
+            public, own = slots[: claim.public * self.block_tokens], slots[claim.public * self.block_tokens :]
+            if not (self.scope_K[public] == PUBLIC).all():
+                raise IllegalRead(f"slice {index} reads as published what is not")
+            if not (self.scope_K[own] == claim.scope).all():
+                raise IllegalRead(
+                    f"slice {index} of scope {claim.scope} reads scopes {set(self.scope_K[own].tolist())}"
+                )
+            if not claim.shares and not (self.sequence_K[own] == claim.sequence).all():
+                raise IllegalRead(f"slice {index} shares nothing and reads another sequence")
+        return np.where(self.finite_K[slots], self.token_K[slots], NOT_FINITE)
+
+    def _read_table(self, batch: Batch, index: int) -> Int32s:
+        """The blocks that attention reads for the slice, segment by segment, then its own; raises IllegalRead."""
+        own, size = batch.tables_SW[index], self.block_tokens
+        table: Int32s = np.full_like(own, -1)
+        end = 0
+        for owner, first, last, start, stop in _segments(batch):
+            if index not in batch.members_M[start:stop]:
+                continue
+            if batch.query_starts_S1[index + 1] - batch.query_starts_S1[index] != 1:
+                raise IllegalRead(f"slice {index} of several rows is in a group")
+            if first != end:
+                raise IllegalRead(f"slice {index} has a segment from {first} on behind one that ends at {end}")
+            table[first // size : last // size] = batch.tables_SW[owner, first // size : last // size]
+            end = last
+        if end != batch.own_starts_S[index]:
+            raise IllegalRead(f"slice {index} reads its own keys from {batch.own_starts_S[index]}, segments to {end}")
+        table[end // size :] = own[end // size :]
+        used = -(-int(batch.contexts_S[index]) // size)
+        if not (table[:used] == own[:used]).all():
+            raise IllegalRead(f"slice {index} has other blocks than its group: {table.tolist()}, {own.tolist()}")
+        return table
+
+    def _sample(self, batch: Batch, read: list[NDArray[np.int64] | None], masks_MW: Int32s | None) -> Sampled:
+        ends = {end - 1: index for index, (_, end) in enumerate(_spans(batch))}
+        tokens, logprobs = [], {}
+        for row, last in enumerate(batch.rows_R.tolist()):
+            seen = read[ends[last]]
+            if seen is None or (seen == NOT_FINITE).any():
+                tokens.append(0 if seen is None else -1)
+                continue
+            start, end = batch.history_starts_R1[row : row + 2].tolist()
+            if end > start and batch.history_H[start + 1 : end].tolist() != seen.tolist():
+                raise IllegalRead("the history is not what the KV holds")
+            assert batch.sample_position_R[row] == len(seen)
+            start, end = batch.bias_starts_R1[row : row + 2].tolist()
+            bias = dict(zip(batch.bias_ids_B[start:end].tolist(), batch.bias_values_B[start:end].tolist(), strict=True))
+            seed = int(batch.seed_R[row]) if batch.temperature_R[row] > 0 else None
+            token = next_token(seen, seed, self.vocabulary, bias)
+            if batch.masks_R[row] >= 0:
+                assert masks_MW is not None
+                bits = np.unpackbits(masks_MW[batch.masks_R[row]].view(np.uint8), bitorder="little")
+                token = next_allowed(token, bits[: self.vocabulary])
+            tokens.append(token)
+            if batch.logprobs_R[row] >= 0:
+                logprobs[row] = logprobs_of(token, int(batch.logprobs_R[row]))
+        return Sampled(np.array(tokens, np.int32), logprobs)
+
+
+def _segments(batch: Batch) -> list[list[int]]:
+    """(slice whose table has the keys, first key, last key, first member, end of the members), by the first key."""
+    rows = batch.segments_G4.tolist()
+    starts = [0, *(row[3] for row in rows)]
+    return sorted(([*row[:3], start, row[3]] for row, start in zip(rows, starts, strict=False)), key=lambda row: row[1])
+
+
+def _spans(batch: Batch) -> list[tuple[int, int]]:
+    starts = batch.query_starts_S1.tolist()
+    return list(pairwise(starts))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A grammar of the simulation: a text ends after so many tokens, and what may be next depends on all before it."""
+
+    length: int
+
+    def allowed(self, written: Items[int], vocabulary: int) -> NDArray[np.uint8]:
+        """Two of any three tokens that follow each other."""
+        return ((np.arange(vocabulary) + sum(written) * 5 + len(written) + self.length) % 3 > 0).astype(np.uint8)
+
+
+def next_token(seen: NDArray[np.int64], seed: int | None, vocabulary: int, bias: dict[int, float]) -> int:
+    """A digest of the tokens in their order, and of the seed where there is one; a bias of 100 forces its token."""
+    for token, value in bias.items():
+        if value >= 100:
+            return token
+    digest = int((seen.astype(np.uint64) * _POWERS[: len(seen)]).sum(dtype=np.uint64))
+    for word in (len(seen), 0 if seed is None else seed + 1):
+        digest = ((digest ^ (digest >> 29) ^ word) * int(_STEP)) & _MASK
+    return (digest >> 17) % vocabulary
+
+
+def next_allowed(token: int, allowed_V: NDArray[np.integer]) -> int:
+    """The token, or the first behind it that is allowed, counted round."""
+    return token + int(np.roll(allowed_V, -token).argmax()) - (0 if allowed_V[token:].any() else len(allowed_V))
+
+
+def logprobs_of(token: int, top: int) -> tuple[float, list[int], list[float]]:
+    """What the stamp engine reports beside a token."""
+    return -1.0 - token, [token + rank for rank in range(top)], [-1.0 - token - rank for rank in range(top)]
+
+
+def solo(
+    prompt: Items[int], sampling: Sampling, tokens_max: int, stop_ids: Items[int], vocabulary: int,
+    rule: Rule | None = None,
+) -> tuple[list[int], str]:  # fmt: skip
+    """What this prompt gives when it runs alone: the output tokens and how it finishes."""
+    tokens = list(prompt)
+    seed = sampling.seed if sampling.temperature > 0 else None
+    while True:
+        token = next_token(np.array(tokens), seed, vocabulary, sampling.logit_bias)
+        if rule is not None:
+            token = next_allowed(token, rule.allowed(tokens[len(prompt) :], vocabulary))
+        tokens.append(token)
+        if token in stop_ids or (rule is not None and len(tokens) - len(prompt) >= rule.length):
+            return tokens[len(prompt) :], "stop"
+        if len(tokens) >= tokens_max:
+            return tokens[len(prompt) :], "length"
+
+
+class Temper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a stamp replica behaves: its sizes (None: one extent) and bounds, the time of a step, the steps (from 1) that
+    raise, and how often it has something to prepare while there is nothing to compute."""
+
+    depth: int = 1
+    blocks: int = 1024
+    extent_blocks: int | None = None
+    context_tokens: int = 4096
+    vocabulary: int = 1000
+    stop_ids: list[int] = []
+    step_ms: float = 0.0
+    failing: list[int] = []
+    preparations: int = 0
+    drain_s: float = 10.0
+    unsent_bytes: int = 4 << 20
+    connections: int = 256
+
+
+class TemperedStamps(Stamps):
+    """Stamps that take their time, or fail."""
+
+    def __init__(self, temper: Temper, spec: ReplicaSpec, beat: Callable[[], None]) -> None:
+        model = spec.model
+        super().__init__(
+            temper.blocks, model.block_tokens, temper.context_tokens, temper.vocabulary, temper.stop_ids,
+            temper.extent_blocks,
+        )  # fmt: skip
+        self.depth = temper.depth
+        self.sequences = model.sequences or self.sequences
+        self._temper = temper
+        self._beat = beat
+        self._step = 0
+        self._prepared = 0
+
+    def idle(self) -> bool:
+        self._prepared += 1
+        if self._prepared == self._temper.preparations:
+            log("prepared", times=self._prepared, steps=self._step)
+        return self._prepared < self._temper.preparations
+
+    def launch(self, packed: Int32s) -> StampFlight:
+        self._step += 1
+        time.sleep(self._temper.step_ms / 1e3)
+        self._beat()
+        if self._step in self._temper.failing:
+            raise RuntimeError(f"step {self._step} fails as it was told to")
+        return super().launch(packed)
+
+
+def main(argv: list[str]) -> int:
+    from engine.replica import server
+
+    temper = msgspec.json.decode(argv[1], type=Temper) if len(argv) > 1 else Temper()
+
+    def open_stamps(spec: ReplicaSpec, beat: Callable[[], None]) -> TemperedStamps:
+        return TemperedStamps(temper, spec, beat)
+
+    bounds = server.Bounds(drain_s=temper.drain_s, unsent_bytes=temper.unsent_bytes, connections=temper.connections)
+    return server.run(server.parse_spec(argv[0]), open_stamps, bounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""What kernel tests share: the device to run on, packed steps, poisoned outputs and the error of a result."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.protocol.frames import Sampling
+from engine.step.layout import Slice, pack
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def step_of(
+    chunks: list[int], starts: list[int], vocabulary: int = 50, seed: int = 0, block_tokens: int = 16
+) -> Tensor:
+    """A packed step on the device: slice i computes chunks[i] tokens from position starts[i], in shuffled blocks."""
+    rng = np.random.default_rng(seed)
+    blocks = [-(-(start + chunk) // block_tokens) for start, chunk in zip(starts, chunks, strict=True)]
+    order = rng.permutation(sum(blocks) + 3)
+    slices, first = [], 0
+    for chunk, start, count in zip(chunks, starts, blocks, strict=True):
+        table = order[first : first + count].astype(np.int32)
+        slices.append(Slice(rng.integers(0, vocabulary, chunk).tolist(), start, table, Sampling()))
+        first += count
+    return torch.from_numpy(pack(slices, block_tokens)).to(DEVICE)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """NaN everywhere: what is not written shows."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """‖found − wanted‖ ÷ ‖wanted‖, in float64; NaN where either has one."""
+    found64, wanted64 = found.double(), wanted.double()
+    return float((found64 - wanted64).norm() / wanted64.norm().clamp_min(1e-30))
