@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from benchmarks.record import record
-from gateway.calls.format import FORMATS
-from gateway.calls.parts import Parser
-from gateway.calls.thought import Thinking
-from gateway.prompt import AUTO
+from gateway.inference.prompt import AUTO
+from gateway.tool_parsers.parts import Parser
+from gateway.tool_parsers.reasoning import Thinking
+from gateway.tool_parsers.registry import FORMATS
 
 RUNS: Final = 9
 PIECE: Final = 4

@@ -31,7 +31,7 @@ from tests.end_to_end.broken import BREAKS
 from tests.end_to_end.cluster import FAULTS, Cluster, Tenant, cluster, until
 from tests.end_to_end.crowd import Crowd, End, Visit, call
 from tests.end_to_end.reckoning import Reckoning, Watch, reckon
-from tests.gateway.served import Client
+from tests.support.served_gateway import Client
 
 CLIENTS: Final = 200
 LEAVING: Final = 0.3

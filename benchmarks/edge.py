@@ -17,10 +17,10 @@ import uvloop
 from benchmarks.record import record
 from gateway.config import ServerConfig
 from tenants.records.store_types import Limits
-from tests.gateway.certificates import trusting, write_certificate
-from tests.gateway.leaving import Held
-from tests.gateway.served import served, until
-from tests.gateway.siege import besieged, go_on
+from tests.support.certificates import trusting, write_certificate
+from tests.support.early_disconnects import Held
+from tests.support.hostile_clients import besieged, go_on
+from tests.support.served_gateway import served, until
 
 CLIENTS: Final = 16
 SUCCEED: Final = 0.999

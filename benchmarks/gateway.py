@@ -31,7 +31,7 @@ from benchmarks.record import record
 from engine.protocol import frames
 from gateway.app import build_app
 from gateway.config import Config, MachineConfig, ModelConfig, ServerConfig, StoreConfig
-from gateway.serve import Server, listen
+from gateway.http.server import Server, listen
 from tenants.auth.accounts import Accounts
 from tenants.records.store_types import open_store
 from tenants.records.terms import Limits
@@ -98,7 +98,7 @@ def process(arguments: list[str], *, said: str | None = None, **options: Any) ->
 def stub(folder: Path, **behaviour: Any) -> contextlib.AbstractContextManager[tuple[psutil.Process, str]]:
     words = list(range(1000, 1064))
     options = json.dumps({"folder": str(folder), "model": MODEL, "words": words, **behaviour})
-    path = [sys.executable, "-m", "tests.gateway.stub_replica", options]
+    path = [sys.executable, "-m", "tests.support.stub_replica", options]
     return process(path)
 
 

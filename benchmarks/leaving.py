@@ -16,8 +16,8 @@ import uvloop
 
 from benchmarks.record import record
 from tenants.records.store_types import Limits
-from tests.gateway.leaving import Held, leaving
-from tests.gateway.served import served
+from tests.support.early_disconnects import Held, leaving
+from tests.support.served_gateway import served
 
 PER_SECOND: Final = 100.0
 FREE_MS: Final = {50: 50.0, 99: 500.0}

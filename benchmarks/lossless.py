@@ -39,7 +39,7 @@ from benchmarks.record import record
 from engine.bench.geometries import BYTES_PER_S, FLOP_PER_S, GEOMETRIES, Bound
 from engine.models.config import read_config
 from engine.protocol.frames import Memory, ModelSpec
-from gateway.catalogue import BUILT_IN
+from gateway.catalogue.catalogue import BUILT_IN
 
 PARTS: Final = ("files", "steps", "prompts", "wake")
 PLAIN: Final = "bf16"

@@ -49,8 +49,8 @@ from gateway.admin.machines import MachineReplicaItem, MachinesItem
 from gateway.bench.client import Measured, Target, request
 from gateway.bench.load import word
 from gateway.bench.server import served, tokenizer
-from gateway.catalogue import BUILT_IN
-from gateway.commands.operator import Gateway, operator_token
+from gateway.catalogue.catalogue import BUILT_IN
+from gateway.commands.operator_client import Gateway, operator_token
 
 GEOMETRY: Final = "llama-3.1-8b"
 BUILT_IN_FOLDER: Final = Path(__file__).parents[1] / "engine" / "builtin_model"

@@ -21,16 +21,16 @@ import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.record import record
-from gateway.catalogue import Model, open_catalogue
-from gateway.choice import Choice
+from gateway.api.chat import Chat
+from gateway.api.responses_request import Responses
+from gateway.api.run_native import Native
+from gateway.catalogue.catalogue import Model, open_catalogue
+from gateway.cluster.client import Step
 from gateway.config import load_config
-from gateway.connections import Step
-from gateway.control import ids_of
-from gateway.dialects.chat import Chat
-from gateway.dialects.native import Native
-from gateway.dialects.responses import Responses
-from gateway.reply import Asked, Dialect
-from gateway.text import Text
+from gateway.inference.completion import Choice
+from gateway.inference.reply import Asked, Dialect
+from gateway.text.control_tokens import ids_of
+from gateway.text.tokenizer import Text
 
 RUNS: Final = 40
 CHAT_TOKENS: Final = 4_000

@@ -21,7 +21,7 @@ from benchmarks.record import record
 from engine.execution.encoder_runner import EncoderRunner
 from engine.protocol.frames import ModelSpec, Pooling
 from engine.step.encoder_layout import pack
-from gateway.text import Text
+from gateway.text.tokenizer import Text
 from tests import minilm
 
 WORDS = ["the", "small", "house", "stands", "by", "river", "people", "walk", "market", "when", "sun", "quiet"]

@@ -17,32 +17,32 @@ from typing import Any, Final
 import msgspec
 
 from gateway import errors
-from gateway.admin.api import ACCOUNT_ID, Api
+from gateway.admin.dispatch import ACCOUNT_ID, Api
 from gateway.admin.inference import ROUTES
 from gateway.admin.openapi import document
 from gateway.admin.operation import Office
 from gateway.admin.table import OPERATIONS
-from gateway.batch.desk import Desk
-from gateway.batch.drain import Drain
-from gateway.batch.vault import Vault
-from gateway.catalogue import open_catalogue
+from gateway.api.routes import Route, routes
+from gateway.batch.api import Desk
+from gateway.batch.encryption import Vault
+from gateway.batch.worker import Drain
+from gateway.catalogue.catalogue import open_catalogue
+from gateway.cluster.fleet import Fleet
 from gateway.config import Config
-from gateway.edge import Edge
 from gateway.errors import Refusal, Shape
-from gateway.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
-from gateway.fleet import Fleet
-from gateway.generate import generate
+from gateway.http.client_address import Edge
+from gateway.http.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
+from gateway.http.idempotency import Once
+from gateway.inference.account_lock import Turns
+from gateway.inference.crash_breaker import Suspects
+from gateway.inference.generate import generate
+from gateway.inference.replay import Repeats
+from gateway.inference.request import Gateway
 from gateway.listing import table as lists
-from gateway.metrics import CONTENT_TYPE, Metrics
-from gateway.once import Once
-from gateway.outage import Outage
-from gateway.repeat import Repeats
-from gateway.request import Gateway
-from gateway.residue import Residue
-from gateway.routes import Route, routes
-from gateway.suspects import Suspects
-from gateway.traces import Traces, open_traces
-from gateway.turns import Turns
+from gateway.observability.metrics import CONTENT_TYPE, Metrics
+from gateway.observability.store_health import Outage
+from gateway.observability.tracing import Traces, open_traces
+from gateway.privacy.interned import Residue
 from gateway.webhook import Webhook
 from tenants.audit import Audit
 from tenants.auth.accounts import Accounts, Caller, MalformedToken, Permission, Suspended, Unauthenticated

@@ -31,7 +31,7 @@ ONLY_IN = {
     "jwt": ("tenants.auth.jwks",),
     "llguidance": ("engine.structured_output",),
     "asyncio": ("gateway", "tenants"),
-    "opentelemetry": ("gateway.traces", "engine.replica.tracing"),
+    "opentelemetry": ("gateway.observability.tracing", "engine.replica.tracing"),
     "pickle": (),
     "marshal": (),
     "shelve": (),
@@ -94,10 +94,10 @@ def test_imports_go_one_way(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("gateway.generate", "from engine.scheduling.scheduler import Scheduler"),
-        ("gateway.generate", "import engine.step.layout"),
-        ("gateway.generate", "from engine import batch"),
-        ("gateway.generate", "def f():\n    import torch"),
+        ("gateway.inference.generate", "from engine.scheduling.scheduler import Scheduler"),
+        ("gateway.inference.generate", "import engine.step.layout"),
+        ("gateway.inference.generate", "from engine import batch"),
+        ("gateway.inference.generate", "def f():\n    import torch"),
         ("engine.scheduling.scheduler", "from tenants.auth.accounts import Account"),
         ("engine.scheduling.scheduler", "import torch.nn"),
         ("engine.scheduling.scheduler", "from llguidance import LLMatcher"),
@@ -119,8 +119,8 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("gateway.fleet", "from engine.protocol import frames"),
-        ("gateway.fleet", "from engine.protocol.frames import Scope"),
+        ("gateway.cluster.fleet", "from engine.protocol import frames"),
+        ("gateway.cluster.fleet", "from engine.protocol.frames import Scope"),
         ("gateway.app", "from tenants.auth.accounts import Accounts"),
         ("engine.scheduling.scheduler", "from prefixcache.tree import Tree"),
         ("engine.models.decoder_layer", "import torch"),

@@ -1,0 +1,1 @@
+"""Operations for account administrators and operators."""

@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.admin.machines import LoadItem, load_of
 from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
-from gateway.fleet import Seen
+from gateway.cluster.fleet import Seen
 from tenants.auth.accounts import Permission
 
 

@@ -9,9 +9,20 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway.admin.operation import ACCOUNT, BASE
-from gateway.batch.asked import BatchInput, ResultsInput
-from gateway.batch.desk import BatchesQuery, BatchItem
-from gateway.dialects import anthropic, chat, chat_run, completions, embeddings, native, rerank, responses, run
+from gateway.api import (
+    chat,
+    completions,
+    embeddings,
+    messages_request,
+    rerank,
+    responses_request,
+    run,
+    run_chat,
+    run_native,
+)
+from gateway.api.run_batch import BatchInput, ResultsInput
+from gateway.batch.api import BatchesQuery, BatchItem
+from gateway.inference.run_options import RunQuery
 from gateway.listing.answers import (
     AnthropicEvent,
     AnthropicMessage,
@@ -32,12 +43,11 @@ from gateway.listing.answers import (
     TextCompletion,
     Vectors,
 )
-from gateway.listing.marketplace import Offers
-from gateway.listing.models import Author, ModelItem, NoQuery, SearchQuery, Task
 from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
+from gateway.listing.openrouter import Offers
 from gateway.listing.pages import Listed
 from gateway.listing.schemas import SchemaQuery, Schemas
-from gateway.options import RunQuery
+from gateway.listing.workers_ai import Author, ModelItem, NoQuery, SearchQuery, Task
 from tenants.auth.accounts import Permission
 
 INFERENCE: Final = (Permission.INFERENCE,)
@@ -114,7 +124,7 @@ ROUTES: Final = (
         permissions=INFERENCE,
         result=_RUN,
         query=RunQueued,
-        body=(native.Input, chat_run.Input, embeddings.Input, rerank.Input, BatchInput, ResultsInput),
+        body=(run_native.Input, run_chat.Input, embeddings.Input, rerank.Input, BatchInput, ResultsInput),
         statuses=_GENERATING,
         events=_RUN_EVENTS,
     ),
@@ -178,7 +188,7 @@ ROUTES: Final = (
         summary="OpenAI's Responses, of which nothing is stored",
         permissions=INFERENCE,
         result=Response,
-        body=responses.Input,
+        body=responses_request.Input,
         statuses=_GENERATING,
         events=ResponseEvent,
     ),
@@ -189,7 +199,7 @@ ROUTES: Final = (
         summary="How many tokens a response's input has; a request for the limits, and no tokens",
         permissions=INFERENCE,
         result=ResponseTokens,
-        body=responses.CountInput,
+        body=responses_request.CountInput,
         statuses=_COUNTING,
     ),
     *_below(
@@ -199,7 +209,7 @@ ROUTES: Final = (
         summary="Anthropic's Messages",
         permissions=INFERENCE,
         result=AnthropicMessage,
-        body=anthropic.Input,
+        body=messages_request.Input,
         statuses=_GENERATING,
         events=AnthropicEvent,
     ),
@@ -210,7 +220,7 @@ ROUTES: Final = (
         summary="How many tokens the messages have; a request for the limits, and no tokens",
         permissions=INFERENCE,
         result=AnthropicTokens,
-        body=anthropic.Asking,
+        body=messages_request.Asking,
         statuses=_COUNTING,
     ),
     *_below(

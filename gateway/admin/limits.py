@@ -5,10 +5,11 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, structs
 
-from gateway import errors, ratelimit
+from gateway import errors
 from gateway.admin.account import LimitsItem, limits_item
 from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
 from gateway.admin.tokens import own_token
+from gateway.inference import rate_limit_headers
 from tenants.auth.accounts import Permission
 from tenants.limits.caps import Left
 from tenants.records.store_types import Account
@@ -79,7 +80,7 @@ async def left(office: Office, ask: Ask[LeftQuery, Nothing]) -> Answer[list[Left
 def _item(left: Left) -> LeftItem:
     of_token, _, of_class = left.subject.partition("class:")
     return LeftItem(
-        name=ratelimit.title(left),
+        name=rate_limit_headers.title(left),
         limit=left.measure.value,
         token=of_token.strip().removeprefix("token:") or None,
         model_class=of_class or None,

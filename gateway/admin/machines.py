@@ -6,7 +6,7 @@ import msgspec
 
 from engine.protocol import frames
 from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
-from gateway.fleet import Fleet, MachineSeen, Seen
+from gateway.cluster.fleet import Fleet, MachineSeen, Seen
 from tenants.auth.accounts import Permission
 
 

@@ -7,9 +7,7 @@ import msgspec
 
 from gateway.admin.inference import Ready, Route
 from gateway.admin.operation import PLACES, CursorItem, Operation, Told
-from gateway.listing.pages import PageItem
-from gateway.listing.schemas import told
-from gateway.options import (
+from gateway.inference.run_options import (
     METADATA_BYTES_MAX,
     METADATA_MAX,
     METADATA_NAME_MAX,
@@ -17,6 +15,8 @@ from gateway.options import (
     SESSION_BYTES_MAX,
     TIMEOUT_MS_MAX,
 )
+from gateway.listing.pages import PageItem
+from gateway.listing.schemas import told
 from tenants.records.terms import RANGES
 
 Json = dict[str, Any]

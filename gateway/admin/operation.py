@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import bad_input
+from gateway.http.idempotency import Once
+from gateway.inference.request import Gateway
 from gateway.listing.pages import PAGE_MAX, PageItem
-from gateway.once import Once
-from gateway.request import Gateway
 from tenants.audit import Audit, fitting
 from tenants.auth.accounts import NAME_MAX, Caller, Permission
 from tenants.records.store_types import Store

@@ -1,0 +1,1 @@
+"""Queued requests: taking, sealing, running and answering them."""

@@ -17,9 +17,9 @@ from typing import Final
 
 from gateway.bench.client import Target
 from gateway.bench.load import word
-from gateway.catalogue import BUILT_IN
+from gateway.catalogue.catalogue import BUILT_IN
 from gateway.config import Config, load_config
-from gateway.state import Credentials, open_state, read_credentials, server_secret, write_credentials
+from gateway.state_dir import Credentials, open_state, read_credentials, server_secret, write_credentials
 from tenants.auth.accounts import Accounts
 from tenants.records.store_types import open_store
 from tenants.records.terms import Limits

@@ -9,8 +9,7 @@ from msgspec import structs
 
 from gateway.commands import transfer
 from gateway.commands.limits import add_limits, changed, given, in_words, or_none, rows
-from gateway.commands.tenantry import Tenantry, account_json, ask
-from gateway.commands.words import (
+from gateway.commands.output import (
     add_action,
     add_command,
     duration,
@@ -20,6 +19,7 @@ from gateway.commands.words import (
     split,
     time_text,
 )
+from gateway.commands.store_access import Tenantry, account_json, ask
 from tenants.auth.accounts import Account
 from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Settings
 

@@ -10,8 +10,8 @@ from typing import Any
 from msgspec import structs
 from tqdm import tqdm
 
-from gateway.commands.tenantry import Tenantry, ask
-from gateway.commands.words import add_action, add_command, print_json, print_table, read_settings, time_text
+from gateway.commands.output import add_action, add_command, print_json, print_table, read_settings, time_text
+from gateway.commands.store_access import Tenantry, ask
 from tenants.audit import SYSTEM, Verdict
 from tenants.records.store_types import AuditEntry
 

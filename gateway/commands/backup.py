@@ -13,10 +13,10 @@ from typing import Any, Final
 import msgspec
 from tqdm import tqdm
 
+from gateway.commands.output import add_command, fail, in_bytes, print_json, read_settings
 from gateway.commands.usage import Compared, balances
-from gateway.commands.words import add_command, fail, in_bytes, print_json, read_settings
 from gateway.config import Config
-from gateway.state import server_secret
+from gateway.state_dir import server_secret
 from tenants import export
 from tenants.audit import SYSTEM, Audit
 from tenants.limits.outbox import SUFFIX

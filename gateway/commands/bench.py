@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.protocol.frames import MEMORY_SUFFIX
-from gateway.bench.beside import Cores, Share
 from gateway.bench.client import Measured, Target, measure_in_processes
 from gateway.bench.load import Load
+from gateway.bench.overhead import Cores, Share
 from gateway.bench.server import NotServing, Own, own_server
-from gateway.catalogue import BUILT_IN
-from gateway.commands.words import add_command, fail, print_json, read_settings
-from gateway.state import read_credentials
+from gateway.catalogue.catalogue import BUILT_IN
+from gateway.commands.output import add_command, fail, print_json, read_settings
+from gateway.state_dir import read_credentials
 
 _TEACHING = """\
 examples:

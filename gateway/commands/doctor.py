@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.protocol.frames import MEMORY_SHARE
-from gateway.catalogue import entries
+from gateway.catalogue.catalogue import entries
+from gateway.catalogue.tasks import Vectors
 from gateway.commands import hardware
-from gateway.commands.folders import Unserved, look
+from gateway.commands.model_check import Unserved, look
+from gateway.commands.model_size import Sizes, sizes_of
+from gateway.commands.output import add_command, in_bytes, print_json, read_settings
 from gateway.commands.residencies import fleets, in_words, replicas_of
 from gateway.commands.serve import answers
-from gateway.commands.sizes import Sizes, sizes_of
-from gateway.commands.standby import Sized, beyond, placed
-from gateway.commands.words import add_command, in_bytes, print_json, read_settings
+from gateway.commands.standby_fit import Sized, beyond, placed
 from gateway.config import Config, ConfigError, ModelConfig, ServerConfig, describe
-from gateway.state import read_credentials
-from gateway.tasks import Vectors
-from gateway.text import Text
-from gateway.tls import expiry, open_certificate
+from gateway.http.tls import expiry, open_certificate
+from gateway.state_dir import read_credentials
+from gateway.text.tokenizer import Text
 from tenants.auth.issuers import keys_of
 from tenants.records.store_types import StoreUnavailable, open_store
 

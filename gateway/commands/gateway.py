@@ -4,10 +4,10 @@ import argparse
 import sys
 from typing import Any
 
-from gateway.commands.words import add_command, fail, read_settings
-from gateway.journal import keep_journal
-from gateway.scrub import scrub_memory
-from gateway.state import server_secret
+from gateway.commands.output import add_command, fail, read_settings
+from gateway.observability.logging import keep_journal
+from gateway.privacy.process import scrub_memory
+from gateway.state_dir import server_secret
 from tenants.records.store_types import StoreUnavailable
 
 _TEACHING = """\
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if config.server.scrub_memory:
         scrub_memory()
     try:
-        from gateway.serve import serve  # only here: other commands start without an HTTP server
+        from gateway.http.server import serve  # only here: other commands start without an HTTP server
 
         keep_journal(sys.stderr)
         return serve(config, server_secret(config))

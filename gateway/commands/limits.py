@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from msgspec import UNSET, UnsetType, structs
 
-from gateway.commands.words import NONE
+from gateway.commands.output import NONE
 from tenants.records.terms import NO_LIMITS, RANGES, Limits
 
 _HELP: Final = {

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from engine.protocol import frames
-from gateway.catalogue import entries, spec_of
-from gateway.commands.words import add_command, read_settings
+from gateway.catalogue.catalogue import entries, spec_of
+from gateway.commands.output import add_command, read_settings
 from gateway.config import Config
-from gateway.scrub import scrub_memory
-from gateway.state import open_state
+from gateway.privacy.process import scrub_memory
+from gateway.state_dir import open_state
 
 _TEACHING = """\
 examples:

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 
 from engine.protocol.frames import MEMORY_SUFFIX, Fleet, Memory
-from gateway.catalogue import entries, folder_of, price_of
-from gateway.commands import adding, compressing, hardware, warm
+from gateway.catalogue.bf12_size import Compressed
+from gateway.catalogue.catalogue import entries, folder_of, price_of
+from gateway.catalogue.tasks import Task, read_vectors, task_of
+from gateway.commands import hardware, models_add, models_compress, models_warm
+from gateway.commands.model_size import Sizes, read_config, sizes_of
+from gateway.commands.output import add_action, add_command, fail, in_bytes, print_json, print_table, read_settings
 from gateway.commands.residencies import fleets, in_words, replicas_of
-from gateway.commands.sizes import Sizes, read_config, sizes_of
-from gateway.commands.words import add_action, add_command, fail, in_bytes, print_json, print_table, read_settings
-from gateway.compressed import Compressed
 from gateway.config import Config, ModelConfig
-from gateway.tasks import Task, read_vectors, task_of
-from gateway.text import FolderError
+from gateway.text.tokenizer import FolderError
 
 _TEACHING = """\
 examples:
@@ -43,9 +43,9 @@ def add(commands: Any) -> None:
     add_action(actions, "list", "every model of the catalogue")
     show = add_action(actions, "show", "one model in full")
     show.add_argument("name", help="its name, like @cf/hearth/ember")
-    adding.add(actions)
-    warm.add(actions)
-    compressing.add(actions)
+    models_add.add(actions)
+    models_warm.add(actions)
+    models_compress.add(actions)
     parser.set_defaults(run=run)
 
 
@@ -53,11 +53,11 @@ def run(options: argparse.Namespace) -> int:
     actions = {
         "list": _list,
         "show": _show,
-        "add": adding.add_model,
-        "remove": adding.remove_model,
-        "warm": warm.warm_models,
-        "compress": compressing.compress_model,
-        "expand": compressing.expand_model,
+        "add": models_add.add_model,
+        "remove": models_add.remove_model,
+        "warm": models_warm.warm_models,
+        "compress": models_compress.compress_model,
+        "expand": models_compress.expand_model,
     }
     return actions[options.action](read_settings(options), options)
 

@@ -7,8 +7,8 @@ import msgspec
 from msgspec import structs
 
 from gateway.commands.limits import add_limits, amount, changed, given, in_words, or_none, rows
-from gateway.commands.tenantry import Tenantry, ask, plan_json
-from gateway.commands.words import add_action, add_command, duration, print_json, print_table, read_settings
+from gateway.commands.output import add_action, add_command, duration, print_json, print_table, read_settings
+from gateway.commands.store_access import Tenantry, ask, plan_json
 from tenants.audit import SYSTEM
 from tenants.auth.accounts import NotFound
 from tenants.records.terms import Plan

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from gateway.catalogue import pulled_folder
-from gateway.checksums import SUMS_NAME, write_sums
-from gateway.commands.words import add_command, fail, in_bytes, read_settings
+from gateway.catalogue.catalogue import pulled_folder
+from gateway.catalogue.checksums import SUMS_NAME, write_sums
+from gateway.commands.output import add_command, fail, in_bytes, read_settings
 from gateway.config import Config
-from gateway.state import open_state
+from gateway.state_dir import open_state
 
 _TEACHING = """\
 examples:

@@ -24,11 +24,11 @@ from gateway.commands.backup import (
     kept,
     sqlite_path,
 )
-from gateway.commands.tenantry import Tenantry, ask
+from gateway.commands.output import add_command, fail, print_json, read_settings, time_text
+from gateway.commands.store_access import Tenantry, ask
 from gateway.commands.transfer import bring_in
-from gateway.commands.words import add_command, fail, print_json, read_settings, time_text
 from gateway.config import Config, ConfigError
-from gateway.state import only_one, open_state
+from gateway.state_dir import only_one, open_state
 from tenants import export as transfer
 from tenants.audit import SYSTEM
 from tenants.limits.outbox import SUFFIX

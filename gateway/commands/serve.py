@@ -26,15 +26,15 @@ from typing import Any, Final, TextIO
 import msgspec
 
 from engine.protocol import frames
-from gateway.catalogue import entries
+from gateway.catalogue.catalogue import entries
 from gateway.commands.machine import machine_command
+from gateway.commands.output import add_command, fail, read_settings
 from gateway.commands.residencies import MachineSide, at_rest
-from gateway.commands.tenantry import tenantry_of
-from gateway.commands.words import add_command, fail, read_settings
+from gateway.commands.store_access import tenantry_of
 from gateway.config import Config, ConfigError, ServerConfig
-from gateway.scrub import scrub_memory
-from gateway.state import Credentials, only_one, open_state, read_credentials, server_secret, write_credentials
-from gateway.tls import open_certificate
+from gateway.http.tls import open_certificate
+from gateway.privacy.process import scrub_memory
+from gateway.state_dir import Credentials, only_one, open_state, read_credentials, server_secret, write_credentials
 from tenants.auth.accounts import NotFound, Unauthenticated
 from tenants.records.store_types import StoreUnavailable, open_store
 

@@ -7,8 +7,7 @@ from typing import Any
 from msgspec import UNSET, structs
 
 from gateway.commands.limits import add_limits, changed, in_words, or_none
-from gateway.commands.tenantry import Tenantry, ask, token_json
-from gateway.commands.words import (
+from gateway.commands.output import (
     add_action,
     add_command,
     duration,
@@ -18,6 +17,7 @@ from gateway.commands.words import (
     split,
     time_text,
 )
+from gateway.commands.store_access import Tenantry, ask, token_json
 from tenants.auth.accounts import ApiToken, Grant, Permission
 from tenants.records.terms import NO_LIMITS
 

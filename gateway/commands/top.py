@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from gateway.commands.operator import Away, Gateway, Refused, operator_token
-from gateway.commands.words import add_command, fail, read_settings
+from gateway.commands.operator_client import Away, Gateway, Refused, operator_token
+from gateway.commands.output import add_command, fail, read_settings
 from tenants.records.store_types import StoreUnavailable
 
 if TYPE_CHECKING:
     from gateway.admin.machines import MachinesItem
-    from gateway.commands.screen import Frame
+    from gateway.commands.top_view import Frame
 
 _TEACHING = """\
 examples:
@@ -109,7 +109,7 @@ class Looks:
     """Frames, one after the other."""
 
     def __init__(self) -> None:
-        from gateway.commands.screen import Moves
+        from gateway.commands.top_view import Moves
 
         self._moves = Moves()
         self._last: MachinesItem | None = None
@@ -118,7 +118,7 @@ class Looks:
     def look(self, gateway: Gateway) -> "Frame":
         """Raises Away or Refused."""
         from gateway.admin.machines import MachinesItem
-        from gateway.commands.screen import Frame
+        from gateway.commands.top_view import Frame
 
         try:
             self._last = msgspec.json.decode(gateway.ask(_WHAT), type=MachinesItem)
@@ -131,7 +131,7 @@ class Looks:
     def look_or_wait(self, gateway: Gateway) -> "Frame":
         """While the gateway is away, what it said last, and since when. Raises Refused."""
         from gateway.admin.machines import MachinesItem
-        from gateway.commands.screen import Frame
+        from gateway.commands.top_view import Frame
 
         try:
             return self.look(gateway)

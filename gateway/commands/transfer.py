@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from gateway.commands.tenantry import Tenantry
-from gateway.commands.words import add_action, print_json
+from gateway.commands.output import add_action, print_json
+from gateway.commands.store_access import Tenantry
 from tenants import export as transfer
 from tenants.audit import SYSTEM
 from tenants.export import Imported

@@ -1,0 +1,1 @@
+"""The catalogue in the shapes of Workers AI, OpenAI and OpenRouter."""

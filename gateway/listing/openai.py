@@ -10,10 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from gateway import errors
-from gateway.body import asked_in
-from gateway.catalogue import Model
-from gateway.listing.models import NoQuery
-from gateway.request import Gateway
+from gateway.catalogue.catalogue import Model
+from gateway.http.json_body import asked_in
+from gateway.inference.request import Gateway
+from gateway.listing.workers_ai import NoQuery
 
 LIMIT_MAX: Final = 1000
 

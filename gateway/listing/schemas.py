@@ -12,11 +12,11 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway import errors
-from gateway.body import asked_in
-from gateway.catalogue import Model
-from gateway.dialects import chat_run, embeddings, native, rerank
+from gateway.api import embeddings, rerank, run_chat, run_native
+from gateway.catalogue.catalogue import Model
+from gateway.http.json_body import asked_in
+from gateway.inference.request import Gateway
 from gateway.listing.answers import OF_FAMILY
-from gateway.request import Gateway
 
 Json = dict[str, Any]
 
@@ -37,8 +37,8 @@ class Form:
 
 _PROMPTED: Final = (Form("Prompt", ("prompt",), never=("tools",)), Form("Messages", ("messages",), never=("raw",)))
 _BODIES: Final[dict[str, tuple[Any, tuple[Form, ...]]]] = {
-    "native": (native.Input, _PROMPTED),
-    "chat": (chat_run.Input, _PROMPTED),
+    "native": (run_native.Input, _PROMPTED),
+    "chat": (run_chat.Input, _PROMPTED),
     "embeddings": (
         embeddings.Input,
         (

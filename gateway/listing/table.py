@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from gateway.catalogue import Model
-from gateway.listing import models, openai, schemas
-from gateway.request import Gateway
+from gateway.catalogue.catalogue import Model
+from gateway.inference.request import Gateway
+from gateway.listing import openai, schemas, workers_ai
 
 # Writes what the query asks of the models that the caller may use. Raises Refusal.
 Render = Callable[[Gateway, Sequence[Model], bytes], bytes]
 
 _ONE: Final = "/v1/models/"
 _LISTS: Final[dict[str, Render]] = {
-    "/models/search": models.search,
+    "/models/search": workers_ai.search,
     "/models/schema": schemas.one,
-    "/tasks/search": models.tasks,
-    "/authors/search": models.authors,
+    "/tasks/search": workers_ai.tasks,
+    "/authors/search": workers_ai.authors,
     "/v1/models": openai.listed,
 }
 

@@ -10,8 +10,8 @@ import pytest
 from tests.conformance.python_sdks import ASK, CLAUDE_TOOL, FLAT, SHAPE, TOOL, WEATHER
 from tests.conformance.server import CHAT, EMBEDDER, Target
 from tests.end_to_end.conftest import EMBER
-from tests.gateway.admin.house import Document
-from tests.gateway.served import Answer
+from tests.support.admin_api import Document
+from tests.support.served_gateway import Answer
 
 pytestmark = [pytest.mark.xdist_group("conformance"), pytest.mark.timeout(180)]
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import httpx
 
-from gateway.batch.drain import RENEW_S
+from gateway.batch.worker import RENEW_S
 from tests.end_to_end.conftest import EMBER, Hearth
 
 FOLDER: Final = Path(__file__).parents[2] / "engine" / "builtin_model"

@@ -18,13 +18,13 @@ from typing import Final
 import httpx
 
 from gateway.config import load_config
-from gateway.state import server_secret
+from gateway.state_dir import server_secret
 from tenants.auth.accounts import Accounts
 from tenants.limits.caps import limited
 from tenants.records.store_types import Store, open_store
 from tenants.records.terms import Limits
-from tests.gateway.stub_replica import MODEL
 from tests.redis_server import RedisServer, free_port
+from tests.support.stub_replica import MODEL
 
 ROOT: Final = Path(__file__).parents[2]
 START_S: Final = 60.0

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tests.end_to_end.cluster import Cluster, Tenant
-from tests.gateway.served import Client
-from tests.gateway.stub_replica import MODEL
+from tests.support.served_gateway import Client
+from tests.support.stub_replica import MODEL
 
 PATIENCE_S: Final = 30.0  # longer than any request here may take
 TRIES_MAX: Final = 3

@@ -14,7 +14,7 @@ from typing import Any, Final
 import uvloop
 
 from engine.protocol import frames
-from tests.gateway.stub_replica import Behaviour, Running, StubConnection, StubFleet, StubReplica
+from tests.support.stub_replica import Behaviour, Running, StubConnection, StubFleet, StubReplica
 
 FAILING: Final = 350  # of 10,000 sequences end with an error of the replica's
 CUTTING: Final = 5  # of 10,000 take the gateway's connection along, and all that runs on it: as many again fail

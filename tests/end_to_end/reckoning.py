@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from gateway.catalogue import open_catalogue
+from gateway.catalogue.catalogue import open_catalogue
 from gateway.config import load_config
 from tenants.limits.caps import Size, caps
 from tenants.limits.quota import HOLD_S, Price
@@ -20,7 +20,7 @@ from tenants.records.terms import Limits
 from tenants.records.usage import MICRO, UsageRecord, day_of, first_of_month
 from tests.end_to_end.cluster import INPUT_PRICE, OUTPUT_PRICE, Cluster, Tenant
 from tests.end_to_end.crowd import End, Visit
-from tests.gateway.stub_replica import MODEL
+from tests.support.stub_replica import MODEL
 
 PRICE: Final = Price(input=INPUT_PRICE, cached_input=INPUT_PRICE / 5, output=OUTPUT_PRICE)
 STATUSES: Final = (0, 200, 422, 429, 500, 503)  # 0: nothing came; 422: it was in two crashes

@@ -8,7 +8,7 @@ from pathlib import Path
 from gateway.commands.residencies import fleets, replicas_of
 from gateway.config import load_config
 from tests.end_to_end.conftest import EMBER, ONE_THREAD, Hearth, run_hearth, wait_for
-from tests.gateway.tiny import write_tiny
+from tests.support.tiny_model import write_tiny
 
 WHOLE, CHANGED = "@cf/acme/whole", "@cf/acme/changed"
 

@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from gateway.batch.drain import LEASE_S
+from gateway.batch.worker import LEASE_S
 from tenants.records.store_types import open_store
 from tenants.records.usage import MICRO, UsageRecord, day_of
 from tests.end_to_end.beside_queue import measure

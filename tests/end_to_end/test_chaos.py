@@ -17,7 +17,7 @@ from tenants.records.usage import UsageRecord
 from tests.end_to_end.cluster import FAULTS, Cluster, Tenant, cluster, until
 from tests.end_to_end.crowd import Crowd, End, Visit
 from tests.end_to_end.reckoning import Watch, complain, reckon
-from tests.gateway.served import looped
+from tests.support.served_gateway import looped
 
 pytestmark = pytest.mark.xdist_group("chaos")
 

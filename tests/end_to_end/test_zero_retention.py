@@ -24,7 +24,7 @@ import engine.builtin_model
 from engine.kvcache.tensors import KvShape, extent_blocks
 from engine.memory.virtual_memory import HostMemory
 from engine.protocol.frames import Memory, memory_path
-from gateway.text import Text
+from gateway.text.tokenizer import Text
 from tests.collector import Collector, collecting
 from tests.end_to_end.canary import Canaries, Hit, mappings, read_memory
 from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for

@@ -5,13 +5,13 @@ import copy
 import json
 from typing import Any, Final
 
-from gateway.catalogue import Catalogue, open_catalogue
+from gateway.api.routes import routes
+from gateway.catalogue.catalogue import Catalogue, open_catalogue
 from gateway.config import load_config
 from gateway.errors import Refusal
-from gateway.options import run_options
-from gateway.reply import Asked
-from gateway.routes import routes
-from gateway.text import TextError
+from gateway.inference.reply import Asked
+from gateway.inference.run_options import run_options
+from gateway.text.tokenizer import TextError
 
 CATALOGUE: Final[Catalogue] = open_catalogue(load_config())
 MODEL: Final = next(iter(CATALOGUE))

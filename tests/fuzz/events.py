@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gateway.reply import Asked, Reply, ToolUse, Usage
+from gateway.inference.reply import Asked, Reply, ToolUse, Usage
 from tests.fuzz.bodies import DIALECTS, MODEL, SCHEMA
 
 USER: Final = [{"role": "user", "content": "hi"}]

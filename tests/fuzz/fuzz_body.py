@@ -8,7 +8,9 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["gateway.dialects", "gateway.body", "gateway.prompt", "gateway.options"]):
+with atheris.instrument_imports(
+    include=["gateway.dialects", "gateway.http.json_body", "gateway.inference.prompt", "gateway.inference.run_options"]
+):
     from tests.fuzz.bodies import made, read
 
 

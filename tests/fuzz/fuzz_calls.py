@@ -9,11 +9,11 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["gateway.calls"]):
-    from gateway.calls.format import FORMATS
-    from gateway.calls.thought import Thinking
+    from gateway.tool_parsers.reasoning import Thinking
+    from gateway.tool_parsers.registry import FORMATS
 
-from tests.gateway.calls.reading import check, cut, parser, read
-from tests.gateway.calls.recorded import RECORDED
+from tests.support.call_reading import check, cut, parser, read
+from tests.support.recorded_calls import RECORDED
 
 NAMES = sorted(FORMATS)
 # What a byte from 128 on stands for: what parsers look for would take long to be found letter by letter.

@@ -8,7 +8,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["gateway.dialects", "gateway.sse"]):
+with atheris.instrument_imports(include=["gateway.dialects", "gateway.http.sse"]):
     from tests.fuzz.events import STREAMED, check
 
 PATHS = sorted(STREAMED)

@@ -9,8 +9,8 @@ from urllib.parse import quote
 import pytest
 
 from tenants.records.store_types import StoreUnavailable
-from tests.gateway.served import Client, Served, looped, served
-from tests.gateway.stub_replica import MODEL
+from tests.support.served_gateway import Client, Served, looped, served
+from tests.support.stub_replica import MODEL
 
 HELLO: dict[str, Any] = {"prompt": "hello", "max_tokens": 2}
 

@@ -18,7 +18,7 @@ from tenants.limits.caps import Left
 from tenants.limits.soft_caps import Thresholds, shown, signer
 from tenants.records.store_types import Notice, Refusal, StoreUnavailable, open_store
 from tenants.records.terms import Limits, Notices, Settings
-from tests.gateway.served import SECRET, looped, served, until
+from tests.support.served_gateway import SECRET, looped, served, until
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}
 

@@ -32,7 +32,7 @@ from engine.compression.source import look
 from engine.compression.writer import Writing
 from engine.weights.safetensors_header import header_bytes, read_header
 from engine.weights.tensor_index import CheckpointError
-from gateway.checksums import read_sums, require_sums, write_sums
+from gateway.catalogue.checksums import read_sums, require_sums, write_sums
 from tests.engine.bf12.test_codec import gaussian
 from tests.support import bf12_files
 from tests.support.compressed_folders import llama_config, llama_tensors, with_bits, write_file, write_folder

@@ -1,5 +1,5 @@
 """engine/weights/validate.py: what a replica would load is counted from headers, without torch. What it refuses is
-tested by the command that asks it (tests/gateway/test_adding.py).
+tested by the command that asks it (tests/gateway/commands/test_models_add.py).
 """
 
 import subprocess
@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine.protocol.frames import ModelSpec
 from engine.weights.validate import inspect
-from tests.gateway.tiny import write_tiny
+from tests.support.tiny_model import write_tiny
 
 
 def test_every_number_that_is_loaded_counts_once(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.admin.house import kept
-from tests.gateway.served import looped
-from tests.gateway.test_issuers import trusting
+from tests.gateway.inference.test_jwt_callers import trusting
+from tests.support.admin_api import kept
+from tests.support.served_gateway import looped
 
 
 @looped

@@ -6,8 +6,8 @@ from typing import Any
 
 from tenants.auth.accounts import Permission, Plan
 from tenants.records.terms import Limits
-from tests.gateway.admin.house import EVERYTHING, kept
-from tests.gateway.served import looped
+from tests.support.admin_api import EVERYTHING, kept
+from tests.support.served_gateway import looped
 
 POLICIES = [{"permission_groups": [{"id": "account:admin"}]}]
 

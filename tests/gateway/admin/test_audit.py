@@ -11,8 +11,8 @@ from gateway.admin import audit as module
 from gateway.admin.table import OPERATIONS
 from tenants.auth.accounts import Plan
 from tenants.records.store_types import AuditEntry, StoreUnavailable
-from tests.gateway.admin.house import OPERATOR, House, body_of, filled, kept
-from tests.gateway.served import looped
+from tests.support.admin_api import OPERATOR, House, body_of, filled, kept
+from tests.support.served_gateway import looped
 
 
 async def named(house: House, count: int) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tenants.auth.accounts import Permission
-from tests.gateway.admin.house import kept
-from tests.gateway.served import looped
+from tests.support.admin_api import kept
+from tests.support.served_gateway import looped
 
 
 @looped

@@ -8,8 +8,8 @@ import pytest
 
 from tenants.auth.accounts import Permission
 from tenants.records.terms import Limits
-from tests.gateway.admin.house import kept
-from tests.gateway.served import looped
+from tests.support.admin_api import kept
+from tests.support.served_gateway import looped
 
 SEEN_S = 0.6  # after which a change of an account is in force
 

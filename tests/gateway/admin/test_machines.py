@@ -6,9 +6,9 @@ from pathlib import Path
 
 from engine.protocol import frames
 from engine.protocol.frames import Residency
-from tests.gateway.admin.house import kept
-from tests.gateway.served import looped, until
-from tests.gateway.stub_replica import MODEL
+from tests.support.admin_api import kept
+from tests.support.served_gateway import looped, until
+from tests.support.stub_replica import MODEL
 
 
 @looped

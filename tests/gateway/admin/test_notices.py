@@ -6,8 +6,8 @@ import hmac
 from pathlib import Path
 
 from tenants.records.terms import Limits
-from tests.gateway.admin.house import kept
-from tests.gateway.served import looped
+from tests.support.admin_api import kept
+from tests.support.served_gateway import looped
 
 
 @looped

@@ -11,8 +11,8 @@ from gateway.admin.table import OPERATIONS
 from gateway.config import ModelConfig
 from tenants.auth.accounts import Permission, Plan
 from tests import minilm
-from tests.gateway.admin.house import EVERYTHING, OPERATOR, VECTORS, House, body_of, filled, kept, same
-from tests.gateway.served import Answer, looped
+from tests.support.admin_api import EVERYTHING, OPERATOR, VECTORS, House, body_of, filled, kept, same
+from tests.support.served_gateway import Answer, looped
 
 NOBODY = "0" * 32
 

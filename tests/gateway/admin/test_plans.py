@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from tests.gateway.admin.house import kept
-from tests.gateway.served import looped
+from tests.support.admin_api import kept
+from tests.support.served_gateway import looped
 
 
 @looped

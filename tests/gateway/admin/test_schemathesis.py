@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.admin.house import EVERYTHING, kept
-from tests.gateway.served import looped
+from tests.support.admin_api import EVERYTHING, kept
+from tests.support.served_gateway import looped
 
 # Left out are the checks that valid data is accepted, for schemas cannot say all (a limit below its ceiling, a time to
 # come), and that a token of the wrong shape is answered with 401: here it is 400, as with Cloudflare.

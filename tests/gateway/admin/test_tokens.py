@@ -9,9 +9,9 @@ import pytest
 
 from gateway.admin import tokens as module
 from tenants.auth.accounts import Grant, Permission
-from tests.gateway.admin.house import kept
-from tests.gateway.served import Answer, Served, looped, served
-from tests.gateway.stub_replica import MODEL
+from tests.support.admin_api import kept
+from tests.support.served_gateway import Answer, Served, looped, served
+from tests.support.stub_replica import MODEL
 
 HELLO: dict[str, Any] = {"prompt": "hello", "max_tokens": 2}
 INFERENCE = [{"effect": "allow", "permission_groups": [{"id": "inference"}]}]

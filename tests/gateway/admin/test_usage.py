@@ -11,9 +11,9 @@ from gateway.admin import usage as module
 from gateway.admin.usage import UsageItem, table
 from tenants.auth.accounts import Permission
 from tenants.records.usage import MICRO, UsageRecord, day_of
-from tests.gateway.admin.house import House, kept
-from tests.gateway.served import looped
-from tests.gateway.stub_replica import MODEL
+from tests.support.admin_api import House, kept
+from tests.support.served_gateway import looped
+from tests.support.stub_replica import MODEL
 
 TODAY = datetime.now(UTC).date()
 

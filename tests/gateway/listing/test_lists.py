@@ -8,11 +8,11 @@ from urllib.parse import quote
 
 import pytest
 
-from gateway.catalogue import BUILT_IN
+from gateway.catalogue.catalogue import BUILT_IN
 from gateway.config import ConfigError, ModelConfig, PriceConfig, load_config
 from tenants.auth.accounts import Grant, Permission
-from tests.gateway.served import Served, looped, served
-from tests.gateway.stub_replica import MODEL
+from tests.support.served_gateway import Served, looped, served
+from tests.support.stub_replica import MODEL
 
 FOLDER = str(Path(__file__).parents[3] / "engine" / "builtin_model")
 TODAY = datetime.fromtimestamp(time.time(), UTC).date()

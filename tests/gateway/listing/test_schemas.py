@@ -11,15 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from gateway.dialects import chat_run, embeddings, native, rerank
+from gateway.api import embeddings, rerank, run_chat, run_native
 from gateway.errors import Refusal
 from gateway.listing import schemas
-from tests.gateway.served import looped, served
-from tests.gateway.stub_replica import MODEL
+from tests.support.served_gateway import looped, served
+from tests.support.stub_replica import MODEL
 
 READERS = {
-    "native": native.Native(),
-    "chat": chat_run.ChatRun(),
+    "native": run_native.Native(),
+    "chat": run_chat.ChatRun(),
     "embeddings": embeddings.Native(),
     "rerank": rerank.Native(),
 }

@@ -1,0 +1,1 @@
+"""The dialects: bodies in, bodies out."""

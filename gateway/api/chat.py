@@ -1,0 +1,252 @@
+"""OpenAI's dialect: chat completion bodies to a Prompt, and a completion to `chat.completion` or its chunks.
+
+It does not know accounts, replicas or sockets.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.chunks import Chunks, StreamOptions
+from gateway.api.run_fields import Given, refuse_lora
+from gateway.api.sampling_fields import Sampled, constraint_of, sampling
+from gateway.errors import Refusal, bad_input
+from gateway.http import sse
+from gateway.http.json_body import decode
+from gateway.inference.prompt import (
+    CHOICES_MAX,
+    LOGPROBS_MAX,
+    MaxTokens,
+    Messages,
+    Probability,
+    Prompt,
+    ReasoningEffort,
+    ShortText,
+    TemplateOptions,
+    Tools,
+    chat,
+    max_tokens_of,
+    only,
+    refuse,
+    stops,
+    strict,
+    template_options,
+    toolbox,
+)
+from gateway.inference.reply import Asked, Chosen, Completion, ToolUse, Usage
+from gateway.inference.run_options import Within
+from gateway.inference.tool_choice import ToolChoiceField, offered
+
+TEMPERATURE_DEFAULT: Final = 1.0
+_encode = msgspec.json.encode
+
+
+class Fields(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of chat completions. Those below `prompt_cache_key` are refused where they ask for something.
+
+    `safety_identifier` and `prompt_cache_key` are labels: they change nothing and are not kept.
+    The cache is always the account's own, so that a key of the caller's is not needed.
+    """
+
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    store: Annotated[bool, only(False)] | None = None
+    service_tier: Annotated[str, only("auto", "default")] | None = None
+    modalities: Annotated[list[str], only(["text"])] | None = None
+    verbosity: Annotated[str, only("medium")] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    function_call: Any = None
+    functions: Any = None
+    lora: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    moderation: Any = None
+
+
+class Input(Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a chat completion."""
+
+    messages: Messages
+    model: ShortText
+
+
+_decoder: Final = msgspec.json.Decoder(Input)
+
+
+def prompt_of(asked: Fields, given: Given, drawn_seed: int, within: Within | None = None) -> Prompt:
+    """What the fields ask for of what is given. Raises Refusal."""
+    _refuse_unserved(asked)
+    if asked.stream_options is not None and not asked.stream:
+        raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise bad_input("'top_logprobs' goes with 'logprobs': true only; set it", "top_logprobs")
+    tools, choice = offered(toolbox(asked.tools), asked.tool_choice)
+    held = constraint_of(asked)
+    options = asked.stream_options or StreamOptions()
+    return Prompt(
+        text=given.text,
+        messages=given.messages,
+        raw=given.raw,
+        tools=tools,
+        tool_choice=choice,
+        parallel_calls=asked.parallel_tool_calls is not False,
+        strict_calls=strict(asked.tools),
+        template_options=template_options(asked.chat_template_kwargs, asked.reasoning_effort),
+        grammar=held.grammar,
+        grammar_field=held.field,
+        json=held.json,
+        sampling=sampling(
+            asked,
+            temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            drawn_seed=drawn_seed,
+            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        ),
+        max_tokens=max_tokens_of(asked.max_tokens, asked.max_completion_tokens),
+        n=asked.n or 1,
+        stop=stops(asked.stop),
+        stream=bool(asked.stream),
+        include_usage=bool(options.include_usage),
+        padded=options.include_obfuscation is not False,
+        options=within,
+        user=asked.user,
+    )
+
+
+def _refuse_unserved(asked: Fields) -> None:
+    def unless(field: str, served: tuple[object, ...], advice: str) -> None:
+        value = getattr(asked, field)
+        refuse(field, None if value in served else True, advice)
+
+    unless("store", (None, False), "nothing is stored; leave it out")
+    unless("service_tier", (None, "auto", "default"), "leave it out, or send 'auto' or 'default'")
+    unless("modalities", (None, ["text"]), "send ['text']")
+    unless("verbosity", (None, "medium"), "leave it out, or send 'medium'")
+    for field in ("audio", "prediction", "web_search_options", "moderation", "prompt_cache_options"):
+        unless(field, (None,), "leave it out")
+    unless("prompt_cache_retention", (None, "in_memory", "in-memory"), "leave it out, or send 'in_memory'")
+    unless("function_call", (None,), "use 'tool_choice'")
+    unless("functions", (None,), "use 'tools'")
+    refuse_lora(asked.lora)
+
+
+def chunks_of(
+    prompt: Prompt, model: str, id: str, taken: int, paddings: Iterator[bytes], *, enveloped: bool = False
+) -> Chunks:
+    """What stands around the choices of a chat completion."""
+    kinds = "chat.completion", "chat.completion.chunk"
+    return Chunks(prompt, kinds, f"chatcmpl-{id}", taken, model, paddings, enveloped=enveloped)
+
+
+class Reply:
+    """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where asked for."""
+
+    def __init__(self, prompt: Prompt, chunks: Chunks) -> None:
+        self._choices = prompt.n
+        self._chunks = chunks
+        self._contents = [chunks.head + b'{"index":%d,"delta":{"content":' % choice for choice in range(prompt.n)]
+        self._rest = b'},"finish_reason":null}' + chunks.tail
+        self._arguments: dict[int, bytes] = {}  # by choice, of the call that is being written
+        self._called = b'}}]},"finish_reason":null}' + chunks.tail
+        self._paddings = chunks.paddings
+        self._last = chunks.last
+
+    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(choice, role, None) for choice in range(self._choices))
+
+    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+        if logprobs:
+            scored = {"content": [_chosen(one) for one in logprobs]}
+            said = {"index": choice, "delta": {"content": text}, "logprobs": scored, "finish_reason": None}
+            return self._chunks.event(_encode(said))
+        return self._contents[choice] + _encode(text) + self._rest + next(self._paddings) + self._last
+
+    def thought(self, choice: int, text: str) -> bytes:
+        return self._chunk(choice, {"reasoning_content": text}, None)
+
+    def call(self, choice: int, number: int, use: ToolUse) -> bytes:
+        said = b'{"index":%d,"delta":{"tool_calls":[{"index":%d,"function":{"arguments":' % (choice, number)
+        self._arguments[choice] = self._chunks.head + said
+        return self._chunk(choice, {"tool_calls": [{"index": number, **_call(use)}]}, None)
+
+    def arguments(self, choice: int, number: int, fragment: str) -> bytes:
+        return self._arguments[choice] + _encode(fragment) + self._called + next(self._paddings) + self._last
+
+    def called(self, choice: int, number: int, use: ToolUse) -> bytes:
+        return b""
+
+    def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
+        return self._chunk(choice, {}, reason)
+
+    def end(self, usage: Usage) -> bytes:
+        return self._chunks.end(usage)
+
+    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+        return self._chunks.fail(refusal, request_id)
+
+    def whole(self, completions: list[Completion], usage: Usage) -> bytes:
+        return self._chunks.whole([_choice(i, completion) for i, completion in enumerate(completions)], usage)
+
+    def _chunk(self, choice: int, delta: dict[str, Any], finish: str | None) -> bytes:
+        return self._chunks.event(_encode({"index": choice, "delta": delta, "finish_reason": finish}))
+
+
+def _choice(index: int, completion: Completion) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+    if completion.tool_uses:
+        message["content"] = completion.text or None
+        message["tool_calls"] = [_call(use) for use in completion.tool_uses]
+    if completion.thought:
+        message["reasoning_content"] = completion.thought
+    logprobs = None
+    if completion.logprobs is not None:
+        logprobs = {"content": [_chosen(one) for one in completion.logprobs], "refusal": None}
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": completion.finish}
+
+
+def _call(use: ToolUse) -> dict[str, Any]:
+    return {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.arguments}}
+
+
+def _chosen(one: Chosen) -> dict[str, Any]:
+    return {**_scored(one), "top_logprobs": [_scored(other) for other in one.top]}
+
+
+def _scored(one: Chosen) -> dict[str, Any]:
+    return {"token": one.token, "logprob": one.logprob, "bytes": list(one.raw)}
+
+
+class Chat:
+    """The dialect of `/v1/chat/completions`."""
+
+    def __init__(self) -> None:
+        self._paddings = sse.paddings()
+
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+        assert model is None, "the body names the model"
+        asked = decode(body, _decoder)
+        prompt = prompt_of(asked, Given(messages=chat(asked.messages)), drawn_seed)
+
+        def reply(model: str, id: str, taken: int) -> Reply:
+            return Reply(prompt, chunks_of(prompt, model, id, taken, self._paddings))
+
+        return Asked(asked.model, prompt, reply)

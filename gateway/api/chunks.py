@@ -1,0 +1,71 @@
+"""What stands around the choices in answers of OpenAI's kind: ids, usage, padding and the end, streamed or whole.
+
+It does not know what a choice looks like, nor where its text comes from.
+"""
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any, Final
+
+import msgspec
+
+from gateway.errors import Refusal, envelope, openai_envelope
+from gateway.http import sse
+from gateway.inference.prompt import Prompt
+from gateway.inference.reply import Usage, enveloped
+
+_encode: Final = msgspec.json.encode
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """include_usage asks for a last chunk with `usage`; include_obfuscation false leaves the padding out."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Chunks:
+    """One answer. `kinds` are the objects of a whole one and of a chunk.
+
+    `enveloped` is for `/ai/run`: the object is the envelope's result, and a stream ends with the native usage.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        kinds: tuple[str, str],
+        id: str,
+        created: int,
+        model: str,
+        paddings: Iterator[bytes],
+        *,
+        enveloped: bool = False,
+    ) -> None:
+        self._include_usage = prompt.include_usage
+        self._enveloped = enveloped
+        self._said = {"id": id, "object": kinds[0], "created": created, "model": model}
+        self.head = b"data: " + _encode({**self._said, "object": kinds[1]})[:-1] + b',"choices":['
+        # What stands around a choice and its padding, which replies that write many pieces put together themselves.
+        usage = b'],"usage":null' if prompt.include_usage else b"]"
+        self.tail = usage + (b',"obfuscation":"' if prompt.padded else b"}\n\n")
+        self.paddings: Iterator[bytes] = paddings if prompt.padded else repeat(b"")
+        self.last = b'"}\n\n' if prompt.padded else b""
+
+    def event(self, choice: bytes) -> bytes:
+        """A chunk with this one choice."""
+        return self.head + choice + self.tail + next(self.paddings) + self.last
+
+    def end(self, usage: Usage) -> bytes:
+        last = _encode(usage.last_fields())
+        events = self.head + b'],"usage":' + last + b"}\n\n" if self._include_usage else b""
+        if self._enveloped:
+            events += b'data: {"response":"","usage":' + last + b"}\n\n"
+        return events + sse.DONE
+
+    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+        error = envelope(refusal, request_id) if self._enveloped else openai_envelope(refusal, request_id)
+        return sse.event(error) + sse.DONE
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+        result = {**self._said, "choices": choices, "usage": usage.fields()}
+        return _encode(enveloped(result) if self._enveloped else result)

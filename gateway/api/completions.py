@@ -1,0 +1,210 @@
+"""OpenAI's legacy dialect: a text to go on with, and a completion to `text_completion` or its chunks.
+
+It does not know accounts, replicas or sockets.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.chunks import Chunks, StreamOptions
+from gateway.api.sampling_fields import Sampled, constraint_of, sampling
+from gateway.errors import Refusal, bad_input
+from gateway.http import sse
+from gateway.http.json_body import decode
+from gateway.inference.prompt import CHOICES_MAX, Probability, Prompt, ShortText, TokenId, refuse, stops
+from gateway.inference.reply import Asked, Chosen, Completion, ToolUse, Usage
+
+TEMPERATURE_DEFAULT: Final = 1.0
+MAX_TOKENS_DEFAULT: Final = 16
+LOGPROBS_MAX: Final = 5
+_encode = msgspec.json.encode
+
+Tokens = Annotated[list[TokenId], Meta(min_length=1)]
+
+
+class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every field of completions. One request has one prompt: a text or tokens, alone or in a list of one."""
+
+    model: ShortText
+    prompt: str | list[str | TokenId | Tokens]
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+_decoder: Final = msgspec.json.Decoder(Input)
+
+
+def prompt_of(asked: Input, drawn_seed: int) -> Prompt:
+    """What a completion asks for. Raises Refusal."""
+    refuse("suffix", asked.suffix or None, "put what is before it into 'prompt', and leave it out")
+    if asked.stream_options is not None and not asked.stream:
+        raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
+    text, ids = _given(asked.prompt)
+    n = asked.n or 1
+    drawn = _drawn(asked, n)
+    if asked.echo and (ids is not None or asked.logprobs is not None):
+        raise bad_input("'echo' goes with a text for 'prompt' and without 'logprobs'; leave it out", "echo")
+    held = constraint_of(asked)
+    options = asked.stream_options or StreamOptions()
+    return Prompt(
+        text=text,
+        ids=ids,
+        raw=True,
+        grammar=held.grammar,
+        grammar_field=held.field,
+        json=held.json,
+        sampling=sampling(
+            asked,
+            temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            drawn_seed=drawn_seed,
+            logprobs=0 if asked.logprobs is None and drawn > n else asked.logprobs,
+        ),
+        max_tokens=asked.max_tokens or MAX_TOKENS_DEFAULT,
+        n=drawn,
+        stop=stops(asked.stop),
+        stream=bool(asked.stream),
+        include_usage=bool(options.include_usage),
+        padded=options.include_obfuscation is not False,
+        user=asked.user,
+    )
+
+
+def _drawn(asked: Input, n: int) -> int:
+    """How many choices are drawn; the best n of them are shown."""
+    drawn = asked.best_of or n
+    if drawn < n:
+        raise bad_input(f"'best_of' is at least 'n', which is {n}", "best_of")
+    if drawn > n and asked.stream:
+        raise bad_input("'best_of' above 'n' is known at the end only and cannot be streamed; leave it out", "best_of")
+    return drawn
+
+
+def _given(prompt: str | list[str | int | list[int]]) -> tuple[str | None, list[int] | None]:
+    """The one prompt, as a text or as tokens. Raises Refusal for none, and for several."""
+    one = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    if isinstance(one, str):
+        return one, None
+    ids = [id for id in ([one] if isinstance(one, int) else one) if isinstance(id, int)]
+    if not ids or (isinstance(one, list) and len(ids) < len(one)):
+        raise bad_input("'prompt' holds no prompt, or several; send one text, or its tokens, a request", "prompt")
+    return None, ids
+
+
+class Reply:
+    """`text_completion`, or chunks of it. `shown` choices, with their log probabilities where `scored`, and behind the
+    prompt's own text where that is to be echoed."""
+
+    def __init__(self, prompt: Prompt, chunks: Chunks, *, shown: int, scored: bool, echo: str = "") -> None:
+        self._prompt = prompt
+        self._chunks = chunks
+        self._shown = shown
+        self._scored = scored
+        self._echo = echo
+        self._offsets = [0] * prompt.n
+
+    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        return b"".join(self.text(choice, self._echo, []) for choice in range(self._shown) if self._echo)
+
+    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+        scored = _scored(logprobs, self._offsets[choice]) if logprobs else None
+        self._offsets[choice] += len(text)
+        return self._event(choice, text, scored, None)
+
+    def thought(self, choice: int, text: str) -> bytes:
+        return self.text(choice, text, [])
+
+    def call(self, choice: int, number: int, use: ToolUse) -> bytes:
+        raise AssertionError("a text goes on without tools")
+
+    def arguments(self, choice: int, number: int, fragment: str) -> bytes:
+        raise AssertionError("a text goes on without tools")
+
+    def called(self, choice: int, number: int, use: ToolUse) -> bytes:
+        raise AssertionError("a text goes on without tools")
+
+    def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
+        return self._event(choice, "", None, reason)
+
+    def end(self, usage: Usage) -> bytes:
+        return self._chunks.end(usage)
+
+    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+        return self._chunks.fail(refusal, request_id)
+
+    def whole(self, completions: list[Completion], usage: Usage) -> bytes:
+        if self._shown < len(completions):
+            completions = sorted(completions, key=_likelihood, reverse=True)[: self._shown]
+        return self._chunks.whole([self._choice(i, completion) for i, completion in enumerate(completions)], usage)
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        scored = _scored(completion.logprobs or [], 0) if self._scored else None
+        text = self._echo + completion.thought + completion.text
+        return {"index": index, "text": text, "logprobs": scored, "finish_reason": completion.finish}
+
+    def _event(self, choice: int, text: str, scored: dict[str, Any] | None, finish: str | None) -> bytes:
+        said = {"index": choice, "text": text, "logprobs": scored, "finish_reason": finish}
+        return self._chunks.event(_encode(said))
+
+
+def _likelihood(completion: Completion) -> float:
+    """The mean log probability of its tokens."""
+    scored = completion.logprobs or []
+    return sum(one.logprob for one in scored) / len(scored) if scored else 0.0
+
+
+def _scored(chosen: list[Chosen], offset: int) -> dict[str, Any]:
+    """Columns, one entry for each token; `offset` is where the first stands in the text."""
+    offsets = []
+    for one in chosen:
+        offsets.append(offset)
+        offset += len(one.token)
+    return {
+        "tokens": [one.token for one in chosen],
+        "token_logprobs": [one.logprob for one in chosen],
+        "top_logprobs": [
+            {**{other.token: other.logprob for other in one.top}, one.token: one.logprob} for one in chosen
+        ]
+        if any(one.top for one in chosen)
+        else None,
+        "text_offset": offsets,
+    }
+
+
+def chunks_of(
+    prompt: Prompt, model: str, id: str, taken: int, paddings: Iterator[bytes], *, enveloped: bool = False
+) -> Chunks:
+    """What stands around the choices of a completion."""
+    kinds = "text_completion", "text_completion"
+    return Chunks(prompt, kinds, f"cmpl-{id}", taken, model, paddings, enveloped=enveloped)
+
+
+class Completions:
+    """The dialect of `/v1/completions`."""
+
+    def __init__(self) -> None:
+        self._paddings = sse.paddings()
+
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+        assert model is None, "the body names the model"
+        asked = decode(body, _decoder)
+        prompt = prompt_of(asked, drawn_seed)
+        shown, scored = asked.n or 1, asked.logprobs is not None
+        echo = prompt.text or "" if asked.echo else ""
+
+        def reply(model: str, id: str, taken: int) -> Reply:
+            chunks = chunks_of(prompt, model, id, taken, self._paddings)
+            return Reply(prompt, chunks, shown=shown, scored=scored, echo=echo)
+
+        return Asked(asked.model, prompt, reply)

@@ -1,0 +1,108 @@
+"""Bodies that ask how well texts answer a query: natively as bge's rerankers have it, and `/v1/rerank` as Jina, Cohere
+and those that follow them do. It knows no accounts and no replicas.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.embeddings import Context, Contexts, Text, input_usage, scored
+from gateway.errors import bad_input
+from gateway.http.json_body import decode
+from gateway.inference.embedding_types import Answer, AskedVectors, Item, Kind, Texts
+from gateway.inference.prompt import ShortText, refuse
+from gateway.inference.run_options import Within
+
+DOCUMENTS_MAX: Final = 1000
+_encode = msgspec.json.encode
+_Count = Annotated[int, Meta(ge=1)]
+
+
+class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The native body. `top_k` are how many are answered, the best ones."""
+
+    query: Text
+    contexts: Contexts
+    top_k: _Count | None = None
+    truncate_inputs: bool | None = None
+    model: ShortText | None = None
+    user: ShortText | None = None
+    options: Within | None = None
+
+
+class Documents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `/v1/rerank`. Those below `truncate_inputs` are refused where they ask for something."""
+
+    model: ShortText
+    query: Text
+    documents: Annotated[list[Text | Context], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
+    top_n: _Count | None = None
+    return_documents: bool | None = None
+    user: ShortText | None = None
+    truncate_inputs: bool | None = None
+    max_chunks_per_doc: Any = None
+    max_tokens_per_doc: Any = None
+    rank_fields: Any = None
+
+
+_decoder: Final = msgspec.json.Decoder(Input)
+_documents_decoder: Final = msgspec.json.Decoder(Documents)
+
+
+class Native:
+    """The dialect of `/ai/run` for models that score."""
+
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> AskedVectors:
+        """Raises Refusal."""
+        asked = decode(body, _decoder)
+        assert model is not None, "the path names the model"
+        if asked.model is not None and asked.model != model:
+            raise bad_input("'model' differs from the model in the path; leave it out", "model")
+        documents = [(f"contexts[{i}].text", context.text) for i, context in enumerate(asked.contexts)]
+        texts = Texts(
+            items=_items(asked.query, documents),
+            scored=True,
+            best=len(documents) if asked.top_k is None else asked.top_k,
+            truncate=bool(asked.truncate_inputs),
+            user=asked.user,
+            options=asked.options,
+        )
+        return AskedVectors(model, texts, scored)
+
+
+class Rerank:
+    """The dialect of `/v1/rerank`. Models that give vectors serve it too: their scores are cosines."""
+
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> AskedVectors:
+        """Raises Refusal."""
+        asked = decode(body, _documents_decoder)
+        for field in ("max_chunks_per_doc", "max_tokens_per_doc"):
+            refuse(field, getattr(asked, field), "set 'truncate_inputs' to have long documents cut")
+        refuse("rank_fields", asked.rank_fields, "send the documents as texts")
+        said = [each if isinstance(each, str) else each.text for each in asked.documents]
+        texts = Texts(
+            items=_items(asked.query, [(f"documents[{i}]", text) for i, text in enumerate(said)]),
+            scored=True,
+            best=len(said) if asked.top_n is None else asked.top_n,
+            truncate=bool(asked.truncate_inputs),
+            user=asked.user,
+        )
+        shown = said if asked.return_documents else None
+        return AskedVectors(asked.model, texts, lambda answer: _results(answer, shown))
+
+
+def _items(query: str, documents: Sequence[tuple[str, str]]) -> list[Item]:
+    return [Item("query", query, Kind.QUERY), *(Item(place, text, Kind.DOCUMENT) for place, text in documents)]
+
+
+def _results(answer: Answer, documents: Sequence[str] | None) -> bytes:
+    """`results`, best first, with the documents' texts where they are to be shown."""
+    results = []
+    for score in answer.scores:
+        result: dict[str, Any] = {"index": score.index, "relevance_score": score.value}
+        shown = {} if documents is None else {"document": {"text": documents[score.index]}}
+        results.append({**result, **shown})
+    usage = input_usage(answer)
+    return _encode({"id": answer.request_id, "model": answer.model, "results": results, "usage": usage})

@@ -1,0 +1,454 @@
+"""OpenAI's Responses: a body with items to a Prompt. The answer is made in `response_items`.
+
+Nothing is stored: a conversation is sent whole each time. It does not know accounts, replicas or sockets.
+"""
+
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from engine.protocol.frames import Sampling
+from gateway.api.conversation import Conversation
+from gateway.api.responses_response import Reply
+from gateway.api.sampling_fields import TOP_P_MIN
+from gateway.errors import bad_input
+from gateway.http import sse
+from gateway.http.json_body import decode
+from gateway.inference.prompt import (
+    LOGPROBS_MAX,
+    MESSAGES_MAX,
+    TOOLS_MAX,
+    Function,
+    MaxTokens,
+    Metadata,
+    Probability,
+    Prompt,
+    ReasoningEffort,
+    ShortText,
+    ToolName,
+    refuse,
+    seed_of,
+    strict,
+    template_options,
+    toolbox,
+)
+from gateway.inference.prompt import Tool as AnyTool
+from gateway.inference.reply import Asked, Count
+from gateway.inference.response_format import FREE, Constraint, of_schema
+from gateway.inference.tool_choice import Allowed, AllowedTool, ChosenTool, ToolChoiceField, offered
+
+TEMPERATURE_DEFAULT: Final = 1.0
+WORDS: Final = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+STORED: Final = "nothing is stored here; send the whole conversation in 'input'"
+WHOLE: Final = "reasoning is answered whole; leave it out"
+Id = Annotated[str, Meta(max_length=256)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class Breakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a cache may cut. Every prefix is cached here in any case."""
+
+    mode: Literal["explicit"]
+    ttl: Literal["30m", "12h"] | None = None
+
+
+class InputText(msgspec.Struct, frozen=True, tag_field="type", tag="input_text", forbid_unknown_fields=True):
+    text: str
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+
+class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text", forbid_unknown_fields=True):
+    """As an answer had it; what it had beside the text is not read."""
+
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag_field="type", tag="refusal", forbid_unknown_fields=True):
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class SummaryText(msgspec.Struct, frozen=True, tag_field="type", tag="summary_text", forbid_unknown_fields=True):
+    text: str
+
+
+class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text", forbid_unknown_fields=True):
+    text: str
+
+
+Part = InputText | OutputText | Refused | ReasoningText
+
+
+class Direct(msgspec.Struct, frozen=True, tag_field="type", tag="direct", forbid_unknown_fields=True):
+    """The caller of a tool is the model itself."""
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message, a call of a function, what it gave, or reasoning; without a `type` it is a message.
+
+    `id`, `status`, `phase` and `caller` are taken as an answer had them, and change nothing.
+    """
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    name: ToolName | None = None
+    arguments: str | None = None
+    call_id: Id | None = None
+    output: str | list[InputText] | None = None
+    summary: list[SummaryText] | None = None
+    encrypted_content: None = None
+    id: Id | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+    caller: Direct | None = None
+    namespace: None = None
+    parsed_arguments: Any = None
+
+
+ANY_ITEM: Final = ("type", "id", "status")
+# What an item of each type must have, and what it may have.
+FIELDS: Final = {
+    "message": (("role", "content"), ("phase",)),
+    "function_call": (("call_id", "name", "arguments"), ("caller", "parsed_arguments")),
+    "function_call_output": (("call_id", "output"), ("caller",)),
+    "reasoning": ((), ("summary", "content")),
+}
+
+
+class Tool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A function. Its arguments follow `parameters` where a call is required or `strict` is set."""
+
+    type: Literal["function"]
+    name: ToolName
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: bool | None = None
+    output_schema: dict[str, Any] | None = None
+    async_: bool | None = msgspec.field(default=None, name="async")
+
+
+class NamedFunction(msgspec.Struct, frozen=True, tag_field="type", tag="function", forbid_unknown_fields=True):
+    name: ToolName
+
+
+class AllowedTools(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    """The model sees these of the tools alone."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=TOOLS_MAX)]
+
+
+Choice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools
+
+
+class PlainText(msgspec.Struct, frozen=True, tag_field="type", tag="text", forbid_unknown_fields=True):
+    pass
+
+
+class JsonObject(msgspec.Struct, frozen=True, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    pass
+
+
+class JsonSchema(
+    msgspec.Struct, frozen=True, tag_field="type", tag="json_schema", omit_defaults=True, forbid_unknown_fields=True
+):
+    """The answer follows `schema`, whether `strict` is set or not."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: PlainText | JsonObject | JsonSchema | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`effort` goes to the chat template. Reasoning is answered whole, as text; a summary is made by none."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: str | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """include_obfuscation false leaves the padding out."""
+
+    include_obfuscation: bool | None = None
+
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a model reads: the fields of a count. Those below `reasoning` are refused where they ask for something."""
+
+    model: ShortText
+    input: str | Annotated[list[Item], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    instructions: str | None = None
+    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    truncation: str | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+
+
+class CountInput(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a count. `personality` is refused."""
+
+    personality: Any = None
+
+
+class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every field of Responses. From `store` on they are refused where they ask for something.
+
+    `metadata`, `safety_identifier` and `prompt_cache_key` are labels: they are in the answer, change nothing and are
+    not kept. The cache is always the account's own, so that a key of the caller's is not needed. Reasoning needs no
+    `encrypted_content` to be sent back: its text is in the item.
+    """
+
+    max_output_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    include: list[Include] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: Metadata | None = None
+    user: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+    background: bool | None = None
+    background_options: Any = None
+    prompt: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    context_management: Any = None
+    access_programs: Any = None
+    image: Any = None
+
+
+_decoder: Final = msgspec.json.Decoder(Input)
+_count_decoder: Final = msgspec.json.Decoder(CountInput)
+
+
+def parse(asked: Input, drawn_seed: int) -> Prompt:
+    """The body as a Prompt. Raises Refusal."""
+    _refuse_unserved(asked)
+    scored = "message.output_text.logprobs" in (asked.include or ())
+    if asked.top_logprobs and not scored:
+        raise bad_input("'top_logprobs' goes with 'include': ['message.output_text.logprobs']", "top_logprobs")
+    if asked.stream_options is not None and not asked.stream:
+        raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
+    sampling = Sampling(
+        temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else max(asked.top_p, TOP_P_MIN),
+        seed=seed_of(None, drawn_seed),
+        logprobs=(asked.top_logprobs or 0) if scored else None,
+    )
+    return replace(
+        reading(asked),
+        sampling=sampling,
+        max_tokens=asked.max_output_tokens,
+        stream=bool(asked.stream),
+        padded=asked.stream_options is None or asked.stream_options.include_obfuscation is not False,
+        user=asked.user,
+    )
+
+
+def reading(asked: Asking) -> Prompt:
+    """What the model reads, and what it may answer, with nothing said of how it is sampled. Raises Refusal."""
+    _unless("truncation", asked.truncation, (None, "disabled"), "shorten 'input' yourself")
+    _unless("previous_response_id", asked.previous_response_id, (None,), STORED)
+    _unless("conversation", asked.conversation, (None,), STORED)
+    text, reasoning = asked.text or TextConfig(), asked.reasoning or Reasoning()
+    _unless("text.verbosity", text.verbosity, (None, "medium"), "ask for it in 'instructions'")
+    _unless("reasoning.summary", reasoning.summary, (None, "auto"), WHOLE)
+    _unless("reasoning.generate_summary", reasoning.generate_summary, (None, "auto"), WHOLE)
+    _unless("reasoning.context", reasoning.context, (None, "auto"), "the chat template decides; leave it out")
+    _unless("reasoning.mode", reasoning.mode, (None, "standard"), "leave it out")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or ())]
+    told, choice = offered(toolbox(tools), _choice(asked.tool_choice))
+    constraint = _constraint(text.format)
+    return Prompt(
+        messages=turns(asked),
+        tools=told,
+        tool_choice=choice,
+        parallel_calls=asked.parallel_tool_calls is not False,
+        strict_calls=strict(tools),
+        template_options=template_options(None, reasoning.effort),
+        grammar=constraint.grammar,
+        grammar_field=constraint.field,
+        json=constraint.json,
+        sampling=Sampling(),
+        stop=[],
+        words=WORDS,
+    )
+
+
+def _refuse_unserved(asked: Input) -> None:
+    _unless("store", asked.store, (None, False), "nothing is stored; send false, or leave it out")
+    _unless("service_tier", asked.service_tier, (None, "auto", "default"), "leave it out")
+    _unless("prompt_cache_retention", asked.prompt_cache_retention, (None, "in_memory"), "leave it out")
+    _unless("prompt_cache_options", asked.prompt_cache_options, (None, {"mode": "implicit"}), "leave it out")
+    _unless("background", asked.background, (None, False), "wait for the answer, or stream it")
+    _unless("background_options", asked.background_options, (None,), "wait for the answer, or stream it")
+    _unless("prompt", asked.prompt, (None,), "send its text in 'instructions' or 'input'")
+    _unless("max_tool_calls", asked.max_tool_calls, (None,), "there are no built-in tools; leave it out")
+    _unless("context_management", asked.context_management, (None, []), "shorten 'input' yourself")
+    for field in ("moderation", "access_programs", "image"):
+        _unless(field, getattr(asked, field), (None,), "leave it out")
+
+
+def _unless(field: str, value: object, served: tuple[object, ...], advice: str) -> None:
+    """Refuses a value that is none of those that are served."""
+    refuse(field, None if value in served else True, advice)
+
+
+def turns(asked: Asking) -> list[dict[str, Any]]:
+    """The conversation as a chat template reads it. Raises Refusal."""
+    conversation = Conversation()
+    if asked.instructions:
+        conversation.say("system", asked.instructions)
+    if isinstance(asked.input, str):
+        conversation.say("user", asked.input)
+        return conversation.turns
+    for i, item in enumerate(asked.input):
+        _add(conversation, item, f"input[{i}]")
+    if not conversation.turns:
+        raise bad_input("'input' has no message; send one", "input")
+    return conversation.turns
+
+
+def _add(conversation: Conversation, item: Item, place: str) -> None:
+    _check(item, place)
+    match item.type:
+        case "message":
+            conversation.say(item.role or "", _text(item.content))
+        case "reasoning":
+            conversation.think(_text(item.content) or _text(item.summary))
+        case "function_call":
+            conversation.call(item.call_id or "", item.name or "", item.arguments or "", place)
+        case "function_call_output":
+            conversation.result(item.call_id or "", _text(item.output), f"{place}.call_id")
+
+
+def _check(item: Item, place: str) -> None:
+    """Raises Refusal for what an item of its type lacks, or has too much."""
+    needed, possible = FIELDS[item.type]
+    for field in item.__struct_fields__:
+        given = getattr(item, field) is not None
+        if field in needed and not given:
+            raise bad_input(f"'{place}.{field}' is missing; give it", f"{place}.{field}")
+        if given and field not in (*needed, *possible, *ANY_ITEM):
+            raise bad_input(f"'{place}.{field}' is not a field of a {item.type}; leave it out", f"{place}.{field}")
+
+
+def _text(content: str | list[Part] | list[InputText] | list[SummaryText] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
+
+
+def _tool(tool: Tool, place: str) -> AnyTool:
+    refuse(f"{place}.defer_loading", tool.defer_loading or None, "all tools are loaded; leave it out")
+    refuse(f"{place}.output_schema", tool.output_schema, "say in 'description' what the function gives")
+    refuse(f"{place}.async", tool.async_ or None, "leave it out")
+    return AnyTool("function", Function(tool.name, tool.description, tool.parameters, tool.strict))
+
+
+def _choice(asked: Choice | None) -> ToolChoiceField | None:
+    match asked:
+        case NamedFunction(name):
+            return ChosenTool(name=name)
+        case AllowedTools(mode, allowed):
+            tools = [AllowedTool(name=tool.name) for tool in allowed]
+            return ChosenTool("allowed_tools", allowed_tools=Allowed(mode, tools))
+        case _:
+            return asked
+
+
+def _constraint(format: PlainText | JsonObject | JsonSchema | None) -> Constraint:
+    match format:
+        case JsonObject():
+            return of_schema({"type": "object"}, "text.format")
+        case JsonSchema():
+            return of_schema(format.schema, "text.format.schema")
+        case _:
+            return FREE
+
+
+class Responses:
+    """The dialect of `/v1/responses`."""
+
+    def __init__(self) -> None:
+        self._paddings = sse.paddings()
+
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+        assert model is None, "the body names the model"
+        asked = decode(body, _decoder)
+        prompt = parse(asked, drawn_seed)
+        said = echoed(asked)
+        return Asked(asked.model, prompt, lambda *known: Reply(said, prompt, self._paddings, *known))
+
+
+class InputTokens:
+    """The dialect of `/v1/responses/input_tokens`."""
+
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Count:
+        asked = decode(body, _count_decoder)
+        _unless("personality", asked.personality, (None,), "say it in 'instructions'")
+        return Count(asked.model, reading(asked), _counted)
+
+
+def _counted(tokens: int) -> bytes:
+    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
+
+
+def echoed(asked: Input) -> dict[str, Any]:
+    """What the answer says again of the request, and the defaults of what it left out."""
+    text, reasoning = asked.text or TextConfig(), asked.reasoning or Reasoning()
+    return {
+        "instructions": asked.instructions,
+        "tools": msgspec.to_builtins(asked.tools or []),
+        "tool_choice": msgspec.to_builtins(asked.tool_choice or "auto"),
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": None,
+        "temperature": TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "top_logprobs": asked.top_logprobs or 0,
+        "text": {"format": msgspec.to_builtins(text.format or PlainText()), "verbosity": "medium"},
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "metadata": asked.metadata or {},
+        "user": asked.user,
+        "safety_identifier": asked.safety_identifier,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "previous_response_id": None,
+        "background": False,
+        "store": False,
+        "service_tier": "default",
+        "truncation": "disabled",
+    }

@@ -1,0 +1,139 @@
+"""What bodies of `/ai/run` say of batches: many requests for one model, or the id under which their results are asked.
+
+It splits a batch and checks one request of it at a time, with the dialect of the model's own bodies. It keeps nothing.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from gateway.errors import Refusal, bad_input
+from gateway.http.json_body import decode, options
+from gateway.inference.embedding_types import AskedVectors
+from tenants.records.batches import BATCH_BYTES_MAX, BATCH_ITEMS_MAX
+
+if TYPE_CHECKING:
+    from gateway.inference.reply import Dialect
+
+REFERENCE_MAX: Final = 512
+_POLL_BYTES_MAX: Final = 256
+_ASKS_RESULTS: Final = re.compile(rb'\s*\{\s*"request_id"\s*:')
+
+
+_Request = Annotated[
+    msgspec.Raw,
+    Meta(extra_json_schema={"type": "object", "properties": {"external_reference": {"type": ["string", "null"]}}}),
+]
+
+
+class BatchInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a batch; each of `requests` is what the model takes, and may have an `external_reference`."""
+
+    requests: Annotated[list[_Request], Meta(min_length=1, max_length=BATCH_ITEMS_MAX)]
+
+
+class ResultsInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body that asks for a batch's state, or its results."""
+
+    request_id: Annotated[str, Meta(max_length=64)]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedBatch:
+    """`dialect` reads each of the requests."""
+
+    model: str
+    requests: list[msgspec.Raw]
+    dialect: "Dialect"
+
+
+@dataclass(frozen=True, slots=True)
+class AskedResults:
+    model: str
+    request_id: str
+
+
+_batches: Final = msgspec.json.Decoder(BatchInput)
+_results: Final = msgspec.json.Decoder(ResultsInput)
+_requests: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_references: Final = msgspec.json.Decoder(Annotated[str, Meta(max_length=REFERENCE_MAX)] | None)
+
+
+def read(body: bytes, query: bytes, model: str, dialect: "Dialect") -> AskedBatch | AskedResults | None:
+    """None where the body is no batch's. Raises Refusal."""
+    if len(body) <= _POLL_BYTES_MAX and _ASKS_RESULTS.match(body):
+        return AskedResults(model, decode(body, _results).request_id)
+    said = options(query).get("queueRequest", "") if query else ""
+    if said in ("", "false", "0"):
+        return None
+    if said not in ("true", "1"):
+        raise bad_input("the option 'queueRequest' is true or false", "queueRequest")
+    if len(body) > BATCH_BYTES_MAX:
+        raise bad_input(f"a batch has at most {BATCH_BYTES_MAX} bytes; send it in parts", "requests")
+    return AskedBatch(model, _split(body), dialect)
+
+
+def _split(body: bytes) -> list[msgspec.Raw]:
+    """What is inside of the requests is looked at one by one: 15 ms for 10 MB, which hold up nobody for long."""
+    try:
+        return _batches.decode(body).requests
+    except msgspec.ValidationError as error:
+        problem = str(error).replace("`", "")
+        raise bad_input(f"'requests': {problem}; send a list of 1 to {BATCH_ITEMS_MAX}", "requests") from None
+    except (ValueError, RecursionError):
+        raise bad_input("the body is not valid JSON (UTF-8, no NaN, no comments); send one JSON object") from None
+
+
+def check(asked: AskedBatch, place: int) -> tuple[bytes, str | None]:
+    """The body of the request at this place without its reference, and that. Raises Refusal, which names the place."""
+    try:
+        fields = decode(bytes(asked.requests[place]), _requests)
+        reference = _reference(fields.pop("external_reference", None))
+        body = msgspec.json.encode(fields)
+        _refuse_unqueued(asked.dialect.read(body, b"", asked.model, 0))
+    except Refusal as refusal:
+        raise _placed(refusal, f"requests[{place}]") from None
+    return body, reference
+
+
+def _reference(said: msgspec.Raw | None) -> str | None:
+    if said is None:
+        return None
+    try:
+        reference: str | None = _references.decode(said)
+    except msgspec.ValidationError:
+        problem = f"is a text of at most {REFERENCE_MAX} characters"
+        raise bad_input(f"'external_reference' {problem}", "external_reference") from None
+    return reference
+
+
+def _refuse_unqueued(asked: Any) -> None:
+    """What only has a sense where somebody waits for the answer."""
+    vectors = isinstance(asked, AskedVectors)
+    if not vectors and asked.prompt.stream:
+        raise bad_input("'stream' needs somebody who listens; leave it out of a queued request", "stream")
+    within = asked.texts.options if vectors else asked.prompt.options
+    if within is not None and (within.rejectIfBusy or within.requestTimeoutMs is not None):
+        raise bad_input("'options': a queued request waits for its turn; leave its time limits out", "options")
+
+
+def _placed(refusal: Refusal, place: str) -> Refusal:
+    """The same, of the request at this place: `'messages'` becomes `'requests[3].messages'`."""
+    param, message = refusal.param, refusal.message
+    if param is not None and f"'{param}" in message:
+        message = message.replace(f"'{param}", f"'{place}.{param}", 1)
+    else:
+        head, separator, rest = message.partition("Error: ")
+        message = f"{head}{separator}'{place}': {rest}" if separator else f"'{place}': {message}"
+    return Refusal(
+        refusal.status,
+        refusal.code,
+        message,
+        kind=refusal.kind,
+        param=place if param is None else f"{place}.{param}",
+        retry_after_s=refusal.retry_after_s,
+        allowed=refusal.allowed,
+    )

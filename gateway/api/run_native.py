@@ -1,0 +1,204 @@
+"""The native dialect: `/ai/run/{model}` bodies to a Prompt, and a completion to the native envelope or events.
+
+It does not know accounts, replicas or sockets.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from gateway.api.run_fields import given, refuse_lora
+from gateway.api.sampling_fields import Sampled, constraint_of, sampling
+from gateway.errors import Refusal, bad_input, envelope
+from gateway.http import sse
+from gateway.http.json_body import decode
+from gateway.inference.prompt import (
+    MaxTokens,
+    Messages,
+    Prompt,
+    ReasoningEffort,
+    ShortText,
+    TemplateOptions,
+    Tools,
+    max_tokens_of,
+    only,
+    refuse,
+    same_model,
+    stops,
+    strict,
+    template_options,
+    toolbox,
+)
+from gateway.inference.reply import Asked, Chosen, Completion, ToolUse, Usage, enveloped
+from gateway.inference.run_options import Within
+from gateway.inference.tool_choice import ToolChoiceField, offered
+
+TEMPERATURE_DEFAULT: Final = 0.6
+MAX_TOKENS_DEFAULT: Final = 256
+_encode = msgspec.json.encode
+
+
+class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every field of the native schema. Those below `options` are refused by name where they ask for something."""
+
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    messages: Messages | None = None
+    model: ShortText | None = None
+    raw: bool | None = None
+    max_completion_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
+    top_p: Annotated[float, Meta(ge=0.001, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=1, le=9_999_999_999)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    options: Within | None = None
+    n: Annotated[int, only(1)] | None = None
+    functions: Any = None
+    lora: Any = None
+    requests: Annotated[Any, Meta(description="Of a batch, which has nothing beside them and ?queueRequest=true.")] = (
+        None
+    )
+    logprobs: Any = None
+    top_logprobs: Any = None
+
+
+_decoder: Final = msgspec.json.Decoder(Input)
+
+
+def prompt_of(asked: Input, drawn_seed: int) -> Prompt:
+    """What a body of `/ai/run` asks for. Raises Refusal."""
+    _refuse_unserved(asked)
+    found = given(asked.prompt, asked.messages, asked.raw)
+    if asked.tools and asked.messages is None:
+        raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
+    tools, choice = offered(toolbox(asked.tools), asked.tool_choice)
+    held = constraint_of(asked)
+    return Prompt(
+        text=found.text,
+        messages=found.messages,
+        raw=found.raw,
+        tools=tools,
+        tool_choice=choice,
+        parallel_calls=asked.parallel_tool_calls is not False,
+        strict_calls=strict(asked.tools),
+        template_options=template_options(asked.chat_template_kwargs, asked.reasoning_effort),
+        grammar=held.grammar,
+        grammar_field=held.field,
+        json=held.json,
+        sampling=sampling(
+            asked,
+            temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            drawn_seed=drawn_seed,
+        ),
+        max_tokens=max_tokens_of(asked.max_tokens, asked.max_completion_tokens) or MAX_TOKENS_DEFAULT,
+        stop=stops(asked.stop),
+        stream=bool(asked.stream),
+        include_usage=True,
+        options=asked.options,
+        user=asked.user,
+    )
+
+
+def _refuse_unserved(asked: Input) -> None:
+    choices = "use /ai/v1/chat/completions"
+    refuse("n", None if asked.n in (None, 1) else asked.n, f"the native answer has one choice; send 1, or {choices}")
+    refuse("logprobs", asked.logprobs or None, f"the native answer has no place for them; {choices}")
+    refuse("top_logprobs", asked.top_logprobs or None, f"the native answer has no place for them; {choices}")
+    refuse("functions", asked.functions, "no code is run here; describe the functions in 'tools'")
+    refuse("requests", asked.requests, "send one request a call, or many with the option queueRequest=true")
+    refuse_lora(asked.lora)
+
+
+class Reply:
+    """The native answer: a `response` with `usage` in the envelope, or events of `response` and padding.
+
+    A `document` that is not streamed is an object, not its text.
+    """
+
+    def __init__(self, paddings: Iterator[bytes], *, document: bool = False) -> None:
+        self._paddings = paddings
+        self._document = document
+
+    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        return b""
+
+    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+        assert choice == 0
+        assert not logprobs
+        return b'data: {"response":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
+
+    def thought(self, choice: int, text: str) -> bytes:
+        return (
+            b'data: {"response":"","reasoning_content":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
+        )
+
+    def call(self, choice: int, number: int, use: ToolUse) -> bytes:
+        return b""
+
+    def arguments(self, choice: int, number: int, fragment: str) -> bytes:
+        return b""
+
+    def called(self, choice: int, number: int, use: ToolUse) -> bytes:
+        calls = _encode(_calls([use]))
+        return b'data: {"response":"","tool_calls":' + calls + b',"p":"' + next(self._paddings) + b'"}\n\n'
+
+    def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
+        return b""
+
+    def end(self, usage: Usage) -> bytes:
+        return sse.event(_encode({"response": "", "usage": usage.last_fields(), **_cut(usage)})) + sse.DONE
+
+    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+        return sse.event(envelope(refusal, request_id)) + sse.DONE
+
+    def whole(self, completions: list[Completion], usage: Usage) -> bytes:
+        (completion,) = completions
+        result = {
+            "response": msgspec.Raw(completion.text.encode()) if self._is_document(completion) else completion.text,
+            "tool_calls": _calls(completion.tool_uses),
+            "usage": usage.fields(),
+            **_cut(usage),
+        }
+        if completion.thought:
+            result["reasoning_content"] = completion.thought
+        return _encode(enveloped(result))
+
+    def _is_document(self, completion: Completion) -> bool:
+        """It was checked to be one where it ended; in place of a text there may be calls."""
+        return self._document and not completion.tool_uses
+
+
+def _cut(usage: Usage) -> dict[str, str]:
+    """The native answer has a finish reason only where a limit of neurons ended it."""
+    return {"finish_reason": "quota"} if usage.cut else {}
+
+
+def _calls(uses: list[ToolUse]) -> list[dict[str, Any]]:
+    """With arguments as objects; a call that the answer's end cut is left out."""
+    calls = []
+    for use in uses:
+        with contextlib.suppress(msgspec.DecodeError):
+            calls.append({"name": use.name, "arguments": msgspec.json.decode(use.arguments)})
+    return calls
+
+
+class Native:
+    """The dialect of `/ai/run`."""
+
+    def __init__(self) -> None:
+        self._paddings = sse.paddings()
+
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+        assert model is not None, "the path names the model"
+        asked = decode(body, _decoder)
+        same_model(asked.model, model)
+        prompt = prompt_of(asked, drawn_seed)
+        return Asked(model, prompt, lambda *_: Reply(self._paddings, document=prompt.json))

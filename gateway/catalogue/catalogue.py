@@ -1,0 +1,284 @@
+"""The models that tenants may call: the built-in one, pulled and added ones and those of hearth.toml, with their texts
+and prices. It reads folders, and knows nothing of replicas or requests."""
+
+import importlib.resources
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from engine.protocol import frames
+from gateway.catalogue.bf12_size import read_compressed
+from gateway.catalogue.public_prefixes import public_prefixes
+from gateway.catalogue.registrations import added
+from gateway.catalogue.tasks import Task, Vectors, context_of, read_vectors, task_of
+from gateway.config import Config, ConfigError, ModelConfig, PriceConfig
+from gateway.text.tokenizer import FolderError, Text
+from gateway.tool_parsers.reasoning import thinks
+from gateway.tool_parsers.registry import FORMATS, Format, format_of
+from tenants.limits.quota import Price
+
+BUILT_IN: Final = "@cf/hearth/ember"
+_BUILT_IN_DESCRIPTION: Final = (
+    "The built-in model: a small Llama that answers from the facts in its system prompt, calls tools and writes JSON."
+)
+_WAITING, _TEXTS_WAITING = 1024, 8192  # a request for vectors has many texts
+_NAMESPACE: Final = uuid.UUID("5b0d6e1c-6f3e-4f0b-9d3a-1f5f3c1f9a10")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One catalogue entry. `context_tokens` is what its folder says: a replica's Hello has the last word. From the day
+    `ends_on` on, in UTC, it is not served. `calls` is how it writes calls of tools, None where that is not known;
+    `thinks`: it may reason before it answers a chat."""
+
+    name: str
+    description: str
+    task: Task
+    vectors: Vectors | None
+    folder: Path
+    price: Price
+    batch_factor: float
+    limits_class: str
+    dialect: str
+    default_tokens: int
+    context_tokens: int
+    vocabulary: int
+    created_at: float
+    aliases: list[str]
+    tags: list[str]
+    beta: bool
+    ends_on: date | None
+    terms: str
+    info: str
+    text: Text
+    calls: Format | None
+    thinks: bool
+    spec: frames.ModelSpec
+
+    @property
+    def id(self) -> str:
+        """The same UUID wherever and whenever this name is served."""
+        return str(uuid.uuid5(_NAMESPACE, self.name))
+
+    @property
+    def author(self) -> str:
+        """`@cf/hearth/ember` → `hearth`."""
+        return self.name.split("/")[1]
+
+    @property
+    def created(self) -> datetime:
+        return datetime.fromtimestamp(int(self.created_at), UTC)
+
+    def ended(self, today: date) -> bool:
+        return self.ends_on is not None and today >= self.ends_on
+
+    @property
+    def family(self) -> str:
+        """In which family its bodies are at `/ai/run`."""
+        return {Task.EMBEDDINGS: "embeddings", Task.CLASSIFICATION: "rerank"}.get(self.task, self.dialect)
+
+    @property
+    def batch_price(self) -> Price:
+        """Of what runs on capacity that nobody else wants."""
+        return self.price.times(self.batch_factor)
+
+    @property
+    def stop_ids(self) -> list[int]:
+        return self.text.stop_ids
+
+    @property
+    def function_calling(self) -> bool:
+        return self.calls is not None and self.text.takes_tools
+
+
+class Catalogue:
+    """Models by name, frozen at start. `problems` says which entries are not served, and why."""
+
+    def __init__(self, models: list[Model], problems: dict[str, str]) -> None:
+        self._models = {model.name: model for model in models}
+        self._by_any_name = {name: model for model in models for name in (*model.aliases, model.name)}
+        self.problems = problems
+
+    def find(self, name: str) -> Model | None:
+        """By its name or an alias."""
+        return self._by_any_name.get(name)
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models.values())
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+
+def open_catalogue(config: Config) -> Catalogue:
+    """Reads every entry's folder: about 50 ms for each 100,000 entries of vocabulary. A broken folder leaves its
+    model out and is noted; only a wrong price, which is the operator's own word, raises ConfigError."""
+    models, problems = [], {}
+    for entry in entries(config):
+        try:
+            models.append(_open(config, entry))
+        except FolderError as error:
+            problems[entry.name] = str(error)
+    return Catalogue(models, problems)
+
+
+def entries(config: Config) -> list[ModelConfig]:
+    """All that are served, without opening them."""
+    return [entry for entry in known(config) if entry.serve]
+
+
+def known(config: Config) -> list[ModelConfig]:
+    """The built-in model, what was pulled, what `hearth models add` added, and what hearth.toml adds or changes; of an
+    added one it may leave the folder out. Raises ConfigError."""
+    said = {entry.name: entry for entry in config.models}
+    found = {name: _bare(name) for name in (BUILT_IN, *pulled(config))} | {entry.name: entry for entry in added(config)}
+    changed = [_over(entry, said.pop(name, entry)) for name, entry in found.items()]
+    return [*changed, *said.values()]
+
+
+def _over(entry: ModelConfig, said: ModelConfig) -> ModelConfig:
+    return said if said.folder is not None else msgspec.structs.replace(said, folder=entry.folder)
+
+
+def folder_of(config: Config, entry: ModelConfig) -> Path:
+    """Where an entry's files are, or would be."""
+    if entry.folder is not None:
+        return Path(entry.folder)
+    if entry.name == BUILT_IN:
+        return Path(str(importlib.resources.files("engine") / "builtin_model"))
+    return pulled_folder(config, entry.name)
+
+
+def pulled_folder(config: Config, name: str) -> Path:
+    """`@hf/org/name` → models/org/name."""
+    return config.models_folder.joinpath(*name.split("/")[1:])
+
+
+def pulled(config: Config) -> list[str]:
+    """Names of the models that `hearth pull` brought here and finished."""
+    folders = sorted(path.parent for path in config.models_folder.glob("*/*/config.json"))
+    return [f"@hf/{folder.parent.name}/{folder.name}" for folder in folders]
+
+
+def spec_of(config: Config, entry: ModelConfig) -> frames.ModelSpec:
+    """What a machine is told about an entry. Reads the model's tokenizer only where prefixes are published."""
+    folder, paths = folder_of(config, entry), entry.public_prefixes
+    task = _task(folder, entry)
+    return frames.ModelSpec(
+        name=entry.name,
+        folder=str(folder),
+        replicas=entry.replicas,
+        dtype=entry.dtype,
+        context_tokens=entry.context_tokens,
+        random_weights=entry.random_weights,
+        kv_dtype=entry.kv_dtype,
+        kv_bytes=entry.kv_bytes,
+        block_tokens=entry.block_tokens,
+        step_tokens=entry.step_tokens,
+        gap_ms=entry.gap_ms,
+        sequences=entry.sequences,
+        waiting=entry.waiting or (_WAITING if task is Task.GENERATION else _TEXTS_WAITING),
+        vectors=task is Task.EMBEDDINGS,
+        scope_floor_blocks=entry.scope_floor_blocks,
+        scope_cap_blocks=entry.scope_cap_blocks,
+        weights_bytes=_weights_bytes(config, folder),
+        pinned=entry.pinned,
+        priority=entry.priority,
+        resident_s=entry.resident_s,
+        wake_s=entry.wake_s,
+        kept_kv_bytes=entry.kept_kv_bytes,
+        public_prefixes=_published(folder, paths, entry.name) if paths else [],
+    )
+
+
+def _weights_bytes(config: Config, folder: Path) -> int:
+    """What its files take: about what its weights do, until its replica says it exactly."""
+    if (compressed := read_compressed(folder)) is not None:
+        return compressed.original_bytes if config.machine.device == "cpu" else compressed.coded_bytes
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _task(folder: Path, entry: ModelConfig) -> Task:
+    """Text generation where the folder cannot be read: its replica says what is wrong."""
+    try:
+        return task_of(folder, _config_json(folder), entry)
+    except FolderError:
+        return Task.GENERATION
+
+
+def _published(folder: Path, paths: list[str], model: str) -> list[list[int]]:
+    try:
+        return public_prefixes(Text(folder), paths, model)
+    except FolderError as error:
+        raise ConfigError(f"public_prefixes of {model}: {error}") from error
+
+
+def price_of(entry: ModelConfig) -> Price:
+    """Raises ConfigError where a cached token would cost more than a fresh one."""
+    said: PriceConfig = entry.price
+    cached = said.input / 5 if said.cached_input is None else said.cached_input
+    try:
+        return Price(said.input, cached, said.output)
+    except ValueError as error:
+        raise ConfigError(f"models.price of {entry.name}: {error}") from error
+
+
+def _bare(name: str) -> ModelConfig:
+    return ModelConfig(name=name, description=_BUILT_IN_DESCRIPTION if name == BUILT_IN else "")
+
+
+def _open(config: Config, entry: ModelConfig) -> Model:
+    folder = folder_of(config, entry)
+    document = _config_json(folder)
+    context, task = context_of(document), task_of(folder, document, entry)
+    text = Text(folder)
+    return Model(
+        name=entry.name,
+        description=entry.description,
+        task=task,
+        vectors=read_vectors(folder, document, entry, task),
+        folder=folder,
+        price=price_of(entry),
+        batch_factor=entry.price.batch,
+        limits_class=entry.limits_class,
+        dialect=entry.dialect,
+        default_tokens=entry.default_tokens,
+        context_tokens=min(context, entry.context_tokens or context),
+        vocabulary=int(document.get("vocab_size") or 0),
+        created_at=(folder / "config.json").stat().st_mtime,
+        aliases=entry.aliases,
+        tags=entry.tags,
+        beta=entry.beta,
+        ends_on=entry.planned_deprecation_date,
+        terms=entry.terms,
+        info=entry.info,
+        text=text,
+        calls=_calls(entry, text),
+        thinks=thinks(text.template),
+        spec=spec_of(config, entry),
+    )
+
+
+def _calls(entry: ModelConfig, text: Text) -> Format | None:
+    if entry.tool_format is not None:
+        return FORMATS[entry.tool_format](text.added)
+    return format_of(text.template, text.added)
+
+
+def _config_json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FolderError(f"{folder} has no config.json") from error
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{path} is not readable as JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise FolderError(f"{path} is no JSON object")
+    return document

@@ -1,0 +1,173 @@
+"""What a model's folder says that it does: write text, give vectors or score pairs; and how it gives vectors.
+
+It reads config.json and the files that sentence-transformers puts beside it, and knows nothing of requests.
+"""
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from engine.protocol.frames import Pooling
+from gateway.config import ModelConfig
+from gateway.text.tokenizer import FolderError
+
+_ENCODERS: Final = ("Bert", "Roberta", "XLMRoberta")
+_SCORING: Final = "ForSequenceClassification"
+_HEADLESS: Final = "Model"  # what a decoder without its head is called: LlamaModel
+_POOLINGS: Final = {"mean": Pooling.MEAN, "cls": Pooling.CLS, "lasttoken": Pooling.LAST}
+_LEGACY: Final = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_INSTRUCTED: Final = "Instruct: "  # how a query's prompt begins where callers may say what the query is for
+
+
+class Task(enum.StrEnum):
+    GENERATION = "Text Generation"
+    EMBEDDINGS = "Text Embeddings"
+    CLASSIFICATION = "Text Classification"
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """How a model gives vectors, or scores.
+
+    poolings     that callers may ask for; the first where they ask for none.
+    normalized   vectors have length 1.
+    dimensions   of a vector; 0 where the model scores.
+    cuts         lengths that vectors may be cut to; None: any, empty: none.
+    tokens_max   of one text, control tokens included, as the folder says; a replica may take fewer.
+    query        what is put before a query, and document before what it is compared with.
+    """
+
+    poolings: tuple[Pooling, ...]
+    normalized: bool
+    dimensions: int
+    cuts: frozenset[int] | None
+    tokens_max: int
+    query: str = ""
+    document: str = ""
+
+    @property
+    def instructed(self) -> bool:
+        """Whether callers may say what their queries are for."""
+        return self.query.startswith(_INSTRUCTED)
+
+    def prompt(self, instruction: str | None) -> str:
+        """What is put before a query with this instruction."""
+        return self.query if instruction is None else f"{_INSTRUCTED}{instruction}\nQuery:"
+
+
+def task_of(folder: Path, document: Mapping[str, Any], entry: ModelConfig) -> Task:
+    """What hearth.toml says, else what the folder's config.json, `document`, shows it to be made for."""
+    if entry.task is not None:
+        return Task(entry.task)
+    architecture = _architecture(document)
+    if architecture.endswith(_SCORING):
+        return Task.CLASSIFICATION
+    made_for_vectors = (folder / "modules.json").exists() or architecture.endswith(_HEADLESS)
+    return Task.EMBEDDINGS if is_encoder(document) or made_for_vectors else Task.GENERATION
+
+
+def is_encoder(document: Mapping[str, Any]) -> bool:
+    """Whether it reads a whole text at once, and keeps nothing of it."""
+    return _family(document) in _ENCODERS
+
+
+def context_of(document: Mapping[str, Any]) -> int:
+    """Tokens of the longest text. RoBERTa's positions begin behind that of its padding."""
+    context = int(document.get("max_position_embeddings") or 2048)
+    if "Roberta" in _architecture(document):
+        context -= int(document.get("pad_token_id", 1)) + 1
+    return context
+
+
+def read_vectors(folder: Path, document: Mapping[str, Any], entry: ModelConfig, task: Task) -> Vectors | None:
+    """How the folder's model gives vectors; None where it writes text. Raises FolderError."""
+    if task is Task.GENERATION:
+        if is_encoder(document):
+            raise FolderError(f"{folder} reads whole texts and writes none: its task is {Task.EMBEDDINGS}")
+        return None
+    tokens_max = min(context_of(document), entry.context_tokens or context_of(document))
+    if task is Task.CLASSIFICATION:
+        if not _architecture(document).endswith(_SCORING):
+            raise FolderError(f"{folder} has no head that scores: its architectures end in {_SCORING} for this task")
+        return Vectors((Pooling.SCORE,), False, 0, frozenset(), tokens_max)
+    modules = _modules(folder)
+    said = _read(folder / "sentence_bert_config.json").get("max_seq_length")
+    prompts = _read(folder / "config_sentence_transformers.json").get("prompts") or {}
+    return Vectors(
+        poolings=_poolings(folder, document, modules, entry),
+        normalized="Normalize" in modules,
+        dimensions=int(document.get("hidden_size") or 0),
+        cuts=_cuts(document, entry),
+        tokens_max=min(tokens_max, int(said)) if said else tokens_max,
+        query=str(prompts.get("query", "")),
+        document=str(prompts.get("document", "")),
+    )
+
+
+def _architecture(document: Mapping[str, Any]) -> str:
+    named = document.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def _family(document: Mapping[str, Any]) -> str:
+    """`XLMRobertaForMaskedLM` → `XLMRoberta`."""
+    return _architecture(document).partition("For")[0].removesuffix("Model")
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """The kinds of the folder's modules → their folders. Raises FolderError for one that is not served."""
+    listed = _read(folder / "modules.json", [])
+    modules = {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listed}
+    foreign = modules.keys() - {"Transformer", "Pooling", "Normalize"}
+    if foreign:
+        raise FolderError(f"{folder}: modules.json has {', '.join(sorted(foreign))}, which is not served")
+    return modules
+
+
+def _poolings(
+    folder: Path, document: Mapping[str, Any], modules: Mapping[str, str], entry: ModelConfig
+) -> tuple[Pooling, ...]:
+    encoder = is_encoder(document)
+    served = (Pooling.MEAN, Pooling.CLS) if encoder else (Pooling.LAST,)
+    said = None if entry.pooling is None else Pooling(entry.pooling)
+    if said is None and "Pooling" in modules:
+        config = _read(folder / modules["Pooling"] / "config.json")
+        modes = config.get("pooling_mode", [mode for name, mode in _LEGACY.items() if config.get(name)])
+        listed = [modes] if isinstance(modes, str) else list(modes)
+        if len(listed) != 1 or listed[0] not in _POOLINGS:
+            raise FolderError(f"{folder}: pooling {', '.join(map(str, listed))} is not served; mean, cls and last are")
+        said = _POOLINGS[listed[0]]
+    default = said or served[0]
+    if default not in served:
+        words = " and ".join(served)
+        raise FolderError(f"{folder}: pooling {default} is not served for this kind of model; {words} is")
+    return (default, *(pooling for pooling in served if pooling is not default))
+
+
+def _cuts(document: Mapping[str, Any], entry: ModelConfig) -> frozenset[int] | None:
+    listed = document.get("matryoshka_dimensions")
+    if entry.matryoshka is False:
+        return frozenset()
+    if listed:
+        return frozenset(map(int, listed))
+    return None if entry.matryoshka or document.get("is_matryoshka") else frozenset()
+
+
+def _read(path: Path, default: Any = None) -> Any:
+    """Its JSON; `default`, or an empty object, where there is no such file. Raises FolderError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {} if default is None else default
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{path} is not readable as JSON: {error}") from error

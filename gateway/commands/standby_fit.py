@@ -1,0 +1,44 @@
+"""Which of the catalogue's models can be on this host's devices together, and what of the rest host memory holds: the
+arithmetic of `hearth doctor`, from what folders and settings say. Where models are is for their machine to decide.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gateway.commands.hardware import Room
+from gateway.commands.model_size import Sizes
+from gateway.config import ModelConfig
+
+
+class Sized(NamedTuple):
+    entry: ModelConfig
+    sizes: Sizes
+
+    @property
+    def standby_bytes(self) -> int:
+        """Of host memory, at the most, while it sleeps there."""
+        return self.entry.replicas * (self.sizes.weights_bytes + self.entry.kept_kv_bytes)
+
+
+def placed(rooms: Sequence[Room], models: Sequence[Sized]) -> list[int] | None:
+    """What each device has left once all replicas are on one, the largest first, each where most is left; None where
+    one finds no room."""
+    left = [room.budget_bytes for room in rooms]
+    replicas = [model.sizes.memory_bytes for model in models for _ in range(model.entry.replicas)]
+    for needed in sorted(replicas, reverse=True):
+        roomiest = max(range(len(left)), key=left.__getitem__)
+        if left[roomiest] < needed:
+            return None
+        left[roomiest] -= needed
+    return left
+
+
+def beyond(memory_bytes: int, models: Sequence[Sized]) -> list[str]:
+    """The names of those for which host memory has no place where all sleep at once; who has priority goes first."""
+    names = []
+    for model in sorted(models, key=lambda model: (-model.entry.priority, model.standby_bytes)):
+        if model.standby_bytes > memory_bytes:
+            names.append(model.entry.name)
+        else:
+            memory_bytes -= model.standby_bytes
+    return names

@@ -1,0 +1,227 @@
+"""What `hearth top` shows: machines, their devices and models, as one frame for a terminal of any width. It asks
+nobody and keeps no time but that which it is given."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from gateway.admin.machines import DeviceItem, MachineItem, MachineReplicaItem, MachinesItem
+from gateway.commands.output import in_bytes
+
+_MINUTE_S: Final = 60.0
+_BAR_LEAST, _BAR_MOST = 6, 40
+_NAME_LEAST: Final = 8
+_ORDER: Final = ("DEVICE", "MEMORY", "DISK")
+_COLORS: Final = {"DEVICE": "green", "MEMORY": "yellow", "DISK": "dim"}
+
+
+class Moves:
+    """How many moves of each kind every machine made in the last minute, from its counters at each frame."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[tuple[float, Mapping[str, int]]]] = {}
+
+    def take(self, now: float, machines: Sequence[MachineItem]) -> None:
+        for machine in machines:
+            seen = self._seen.setdefault(machine.address, deque())
+            if seen and any(machine.moves.get(kind, 0) < count for kind, count in seen[-1][1].items()):
+                seen.clear()  # it started again
+            seen.append((now, machine.moves))
+            while now - seen[0][0] > _MINUTE_S:
+                seen.popleft()
+
+    def lately(self, machine: MachineItem) -> tuple[float, dict[str, int]]:
+        """In how many seconds, and how many by kind; in no time, all since the machine's start."""
+        seen = self._seen[machine.address]
+        (began, first), (ended, last) = seen[0], seen[-1]
+        if began == ended:
+            return 0.0, dict(last)
+        return ended - began, {kind: count - first.get(kind, 0) for kind, count in last.items()}
+
+
+class Row(NamedTuple):
+    """A replica with what it is shown beside."""
+
+    machine: MachineItem
+    replica: MachineReplicaItem
+    ascii_only: bool
+
+
+class Column(NamedTuple):
+    """`least` is the width of a terminal from which on it is shown."""
+
+    head: str
+    least: int
+    cell: Callable[[Row], Text | str]
+    right: bool = True
+
+
+class Frame:
+    """One picture of all machines; `note` is a line about the gateway, such as that it is away."""
+
+    def __init__(self, document: MachinesItem, moves: Moves, note: str = "") -> None:
+        self._machines = document.machines
+        self._moves = moves
+        self._note = note
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        yield _line(_head(self._machines))
+        if self._note:
+            yield Text(_plain(self._note), style="bold red")
+        for machine in self._machines:
+            yield Text()
+            yield self._machine(machine, width, options.ascii_only)
+        rows = [Row(machine, one, options.ascii_only) for machine in self._machines for one in machine.replicas]
+        if rows:
+            yield Text()
+            yield _models(sorted(rows, key=_place), width)
+        for _, replica, _ in rows:
+            if replica.problem:  # whole, on as many lines as it takes: the reason ends it
+                yield Text(_plain(f"{replica.model}: {replica.problem}"), "red" if replica.quarantined else "yellow")
+
+    def _machine(self, machine: MachineItem, width: int, ascii_only: bool) -> RenderableType:
+        lines: list[RenderableType] = [_line(_name(machine), "bold")]
+        if machine.problem:
+            lines.append(_line(f"  {machine.problem}; what it said last:", "red"))
+        held = [(f"{number} {device.name}", device) for number, device in enumerate(machine.devices)]
+        if machine.memory_budget_bytes:
+            bytes_ = (machine.memory_budget_bytes, machine.memory_budget_bytes, machine.memory_bytes)
+            held.append(("host memory", DeviceItem("", *bytes_)))
+        if held:
+            lines.append(_devices(held, width, ascii_only))
+        lines.append(_told(*self._moves.lately(machine)))
+        return Group(*lines)
+
+
+def _head(machines: Sequence[MachineItem]) -> str:
+    replicas = [replica for machine in machines for replica in machine.replicas]
+    loads = [replica.load for replica in replicas if replica.load is not None]
+    here = {replica.model: replica.waiting_here for replica in replicas}  # of the gateway, the same for each replica
+    waiting = sum(load.waiting for load in loads) + sum(here.values())
+    rate = sum(load.tokens_per_s for load in loads)
+    on_device = sum(replica.residency == "DEVICE" for replica in replicas)
+    models = f"{on_device} of {len(replicas)} replicas on a device"
+    return f"{models}, {sum(load.running for load in loads)} running, {waiting} waiting, {rate:,.0f} tokens/s"
+
+
+def _name(machine: MachineItem) -> str:
+    return f"{machine.name} at {machine.address}" if machine.name else machine.address
+
+
+def _devices(held: list[tuple[str, DeviceItem]], width: int, ascii_only: bool) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    bar = min(_BAR_MOST, width - 50)
+    for name, device in held:
+        share = device.held_bytes / max(1, device.budget_bytes)
+        told = f"{in_bytes(device.held_bytes)} of {in_bytes(device.budget_bytes)}"
+        table.add_row(f"  {_plain(name)}", _bar(share, bar, ascii_only) if bar >= _BAR_LEAST else "", told)
+    return table
+
+
+def _told(seconds: float, counts: Mapping[str, int]) -> Text:
+    """With a single frame to tell them from, moves since the machine's start."""
+    when = f"in the last {seconds:.0f} s" if seconds else "since its start"
+    said = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in sorted(counts.items()) if count)
+    failed = any(count for kind, count in counts.items() if kind.endswith("_failed"))
+    return _line(f"  moves {when}: {said or 'none'}", "red" if failed else "dim")
+
+
+def _models(rows: Sequence[Row], width: int) -> Table:
+    """What is too long is cut from the models' names alone."""
+    columns = [column for column in _COLUMNS if width >= column.least]
+    cells = [[Text(column.head, style="bold"), *(_text(column.cell(row)) for row in rows)] for column in columns]
+    names, *others = [max(cell.cell_len for cell in below) for below in cells]
+    left = width - sum(others) - len(others)
+    table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    for column, cut in zip(columns, [min(names, max(_NAME_LEAST, left)), *others], strict=True):
+        table.add_column(justify="right" if column.right else "left", no_wrap=True, overflow="ellipsis", width=cut)
+    for line in zip(*cells, strict=True):
+        table.add_row(*line)
+    return table
+
+
+def _text(said: Text | str) -> Text:
+    return said if isinstance(said, Text) else Text(said)
+
+
+def _place(row: Row) -> tuple[int, str, str]:
+    return _ORDER.index(row.replica.residency), row.replica.model, row.machine.name
+
+
+def _where(row: Row) -> Text:
+    replica = row.replica
+    where = Text(replica.residency.lower(), style=_COLORS[replica.residency])
+    if replica.device is not None and replica.residency == "DEVICE" and len(row.machine.devices) > 1:
+        where.append(f" {replica.device}")
+    if replica.toward != replica.residency:
+        where.append(" -> " if row.ascii_only else " → ", style="bold")
+        where.append(replica.toward.lower(), style=_COLORS[replica.toward])
+    if replica.quarantined:
+        where.append(" !", style="bold red")
+    return where
+
+
+def _ready(row: Row) -> str:
+    ready_ms = row.replica.ready_ms
+    if ready_ms < 0:
+        return "never"
+    return f"{ready_ms / 1000:.1f} s" if ready_ms else "now"
+
+
+def _kv_share(row: Row) -> str:
+    """Of its device's budget."""
+    replica = row.replica
+    if not replica.kv_bytes or replica.device is None or replica.device >= len(row.machine.devices):
+        return ""
+    return f"{replica.kv_bytes / max(1, row.machine.devices[replica.device].budget_bytes):.0%}"
+
+
+def _used(row: Row) -> Text:
+    """Of its KV blocks, those that are not free."""
+    load = row.replica.load
+    return Text() if load is None or not load.blocks else _bar(1 - load.free_blocks / load.blocks, 8, row.ascii_only)
+
+
+def _of_load(tell: Callable[..., str]) -> Callable[[Row], str]:
+    return lambda row: "" if row.replica.load is None else tell(row.replica.load)
+
+
+_COLUMNS: Final = (
+    Column("MODEL", 0, lambda row: _plain(row.replica.model), right=False),
+    Column("MACHINE", 150, lambda row: _plain(row.machine.name), right=False),
+    Column("WHERE", 0, _where, right=False),
+    Column("READY IN", 110, _ready),
+    Column("RUN", 36, _of_load(lambda load: f"{load.running}")),
+    Column("WAIT", 36, _of_load(lambda load: f"{load.waiting}")),
+    Column("HERE", 70, lambda row: f"{row.replica.waiting_here}"),
+    Column("TOK/S", 36, _of_load(lambda load: f"{load.tokens_per_s:,.0f}")),
+    Column("HIT", 80, _of_load(lambda load: "" if load.hit_ratio is None else f"{load.hit_ratio:.0%}")),
+    Column("KV", 90, lambda row: in_bytes(row.replica.kv_bytes) if row.replica.kv_bytes else ""),
+    Column("SHARE", 100, _kv_share),
+    Column("IN USE", 120, _used),
+    Column("WEIGHTS", 130, lambda row: in_bytes(row.replica.weights_bytes) if row.replica.weights_bytes else ""),
+    Column("QUEUED", 140, _of_load(lambda load: f"{load.background}")),
+)
+
+
+def _bar(share: float, width: int, ascii_only: bool) -> Text:
+    full, empty = ("#", "-") if ascii_only else ("█", "░")
+    filled = round(min(max(share, 0.0), 1.0) * width)
+    return Text(full * filled + empty * (width - filled), style="red" if share > 0.97 else "cyan")
+
+
+def _line(said: str, style: str = "") -> Text:
+    return Text(_plain(said), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _plain(said: str) -> str:
+    """Without what would move a terminal's cursor: names and problems come from elsewhere."""
+    return "".join(letter if letter.isprintable() else "?" for letter in said)

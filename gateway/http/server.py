@@ -1,0 +1,310 @@
+"""Serves an App over sockets with uvicorn, and adds what uvicorn leaves out: limits on heads, on clients that neither
+write nor read, TLS whose certificate can change, and a drain that tells. It does not know what the App answers.
+
+On SIGTERM or SIGINT:  readiness false, new work 503 ─► what runs ends, at most drain_s ─► the rest gets an error event
+─► the listener closes. A second signal skips the waiting.
+"""
+
+import asyncio
+import functools
+import gc
+import math
+import resource
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway import errors
+from gateway.app import App, build_app
+from gateway.config import Config, ServerConfig
+from gateway.errors import Refusal
+from gateway.http import client_address
+from gateway.http.listener import Door
+from gateway.http.tls import Certificate, open_certificate
+
+SEND_BUFFER_BYTES: Final = 256 << 10  # of the kernel, for each connection: what a client that does not read can hold
+WRITE_BUFFER_BYTES: Final = 64 << 10  # of ours, for each connection; then `send` waits
+BACKLOG: Final = 4096
+PIPELINED_MAX: Final = 32  # requests that wait for the answer to one before them, on one connection
+DESCRIPTORS: Final = 512  # beside connections: listeners, the store, replicas, files
+KEEP_ALIVE_S: Final = 30
+TOLD_S: Final = 2.0  # for the last error events to be written
+_TICK_S: Final = 0.05
+_CERTIFICATE_TICKS: Final = 10  # of uvicorn, a tenth of a second each
+
+
+def _answer(refusal: Refusal) -> bytes:
+    """A whole answer, for requests that never reach the App."""
+    body = errors.envelope(refusal, "")
+    retry = b"" if refusal.retry_after_s is None else b"retry-after: %d\r\n" % refusal.retry_after_s
+    head = b"content-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n" % (retry, len(body))
+    return STATUS_LINE[refusal.status] + head + body
+
+
+_HEAD_TOO_LARGE: Final = _answer(errors.head_too_large())
+_HEAD_TOO_SLOW: Final = _answer(errors.head_too_slow())
+_TOO_MANY: Final = _answer(errors.too_many_connections())
+_NO_HTTP: Final = _answer(errors.bad_head("this is no well-formed HTTP/1.1"))
+
+
+class RefusedHead(Exception):
+    """The parser stops here, and send_400_response answers."""
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's httptools protocol with bounds on heads, and on how long a client may keep it waiting.
+
+    One timer runs at a time for what the client has to write: the head (then 408), or what is left of a body that
+    nobody reads any more (then the connection ends). Another runs while it does not take what it was sent.
+    """
+
+    def __init__(self, limits: ServerConfig, lost: Callable[[], None], **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._limits = limits
+        self._lost = lost
+        self._in_head = True
+        self._head_bytes = 0
+        self._trailer_bytes = 0
+        self._refusal = _NO_HTTP
+        self._writes: asyncio.TimerHandle | None = None
+        self._reads: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)  # over TLS uvloop's own is 512 KiB
+        self._must_write(self._limits.header_s, self._end, _HEAD_TOO_SLOW)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._has_written()
+        self._has_read()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+        self._lost()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self._limits.header_bytes_max:
+            self._end(_HEAD_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["hearth.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self._must_write(self._limits.header_s, self._end, _HEAD_TOO_SLOW)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Also called for the trailers of a chunked body, which nobody reads."""
+        if self._in_head:
+            super().on_header(name, value)
+            return
+        self._trailer_bytes += len(name) + len(value) + 4
+        if self._trailer_bytes > self._limits.header_bytes_max:
+            self._refuse(_HEAD_TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        self._has_written()
+        self._head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if self._head_bytes > self._limits.header_bytes_max:
+            self._refuse(_HEAD_TOO_LARGE)
+        if fault := client_address.fault(self.parser.get_http_version(), self.url, self.headers):
+            self._refuse(_answer(errors.bad_head(fault)))
+        if len(self.pipeline) >= PIPELINED_MAX:
+            self._refuse(_TOO_MANY)
+        self._in_head = False
+        super().on_headers_complete()
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = False  # it is answered here, and what follows would be of the other protocol
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._head_bytes, self._trailer_bytes = True, 0, 0
+        self._has_written()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.cycle.body = bytearray()  # what nobody read of it would stay as long as the connection does
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._linger()
+        elif not self._in_head and self.cycle.response_complete:
+            self._must_write(self._limits.body_s, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        self._end(self._refusal)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._must_read()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._has_read()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._linger()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._linger()
+
+    def _refuse(self, answer: bytes) -> None:
+        self._refusal = answer
+        raise RefusedHead
+
+    def _must_write(self, seconds: float, otherwise: Callable[..., object], *arguments: bytes) -> None:
+        if self._writes is None:
+            self._writes = self.loop.call_later(seconds, otherwise, *arguments)
+
+    def _has_written(self) -> None:
+        if self._writes is not None:
+            self._writes.cancel()
+            self._writes = None
+
+    def _must_read(self) -> None:
+        if self._reads is None:
+            self._reads = self.loop.call_later(self._limits.blocked_s, self.transport.abort)
+
+    def _has_read(self) -> None:
+        if self._reads is not None:
+            self._reads.cancel()
+            self._reads = None
+
+    def _linger(self) -> None:
+        """The connection is closed, and ends once the client has all that was written: it is not waited for forever."""
+        self._has_written()
+        self._must_read()
+
+    def _end(self, answer: bytes) -> None:
+        """Refuses in one write, unless that could be taken for the answer to another request: then the connection just
+        ends. An open request whose own body is at fault has no answer yet, and gets this one."""
+        self._has_written()
+        if self.transport.is_closing():
+            return
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and (self._in_head or self.pipeline or self.cycle.response_started):
+            self.transport.abort()
+            return
+        self.transport.write(answer)
+        self.transport.close()
+        self._linger()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server around one App, with a drain. `serve` and `run` are uvicorn's own."""
+
+    def __init__(self, app: App, limits: ServerConfig, certificate: Certificate | None = None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=limits.host,
+                port=limits.port,
+                ws="none",
+                loop="uvloop",
+                lifespan="on",
+                log_config=None,
+                log_level="error",  # what strangers send is no warning: they would write our log
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=math.ceil(TOLD_S),
+            )
+        )
+        self._app = app
+        self._limits = limits
+        self._certificate = certificate
+        self._door: Door | None = None
+        self._hurry = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal starts the drain, the second ends the waiting."""
+        self._hurry = self.should_exit
+        self._captured_signals.append(sig)
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets, "the listener is open before the server starts"
+        (listener,) = sockets
+        await super().startup([])
+        make = functools.partial(
+            Protocol,
+            self._limits,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self._door = Door(listener, self._limits, self._certificate, _TOO_MANY, make)
+        self._door.open()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._certificate is not None and counter % _CERTIFICATE_TICKS == 0:
+            self._certificate.refresh()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.drain()
+        await self._until_idle(self._limits.drain_s)
+        self._app.interrupt()
+        await self._until_idle(TOLD_S)
+        if self._door is not None:
+            self._door.close()
+        await super().shutdown(sockets)
+        self._captured_signals.clear()  # they were obeyed: the process ends by itself, with status 0
+
+    async def _until_idle(self, seconds: float) -> None:
+        """Returns once no request runs, at the latest after `seconds`, and at once after a second signal."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self._app.open_requests and loop.time() < deadline and not self._hurry:  # noqa: ASYNC110 signals set no event
+            await asyncio.sleep(_TICK_S)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections have a bounded send buffer. Port 0 takes a free one. Raises OSError."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def allow_descriptors(connections: int) -> int:
+    """As many file descriptors as connections need, or as the system gives; returns how many there are now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
+
+
+def serve(config: Config, secret: bytes) -> int:
+    """Serves until a signal ends it and all that ran has ended or was told. Call it on the main thread.
+
+    Returns 0. Raises OSError where the port cannot be taken, ConfigError, and what `build_app` raises.
+    """
+    certificate = open_certificate(config.server)
+    app = build_app(config, secret)
+    listener = listen(config.server.host, config.server.port)
+    allow_descriptors(config.server.connections)
+    gc.collect()
+    gc.freeze()  # what stays for good: going through it again would stop all streams for some 15 ms each time
+    Server(app, config.server, certificate).run([listener])
+    return 0

@@ -1,0 +1,211 @@
+"""One completion as it is received: tokens to text, text to the parts that a dialect shows.
+
+It does not know dialects, accounts or replicas.
+"""
+
+import secrets
+from typing import Final
+
+from engine.protocol.frames import FinishReason, TokenLogprobs
+from gateway.catalogue.catalogue import Model
+from gateway.cluster.client import Step
+from gateway.inference.prompt import Prompt
+from gateway.inference.reply import Chosen, Completion, Reply, ToolUse
+from gateway.text.detokenizer import Decoder
+from gateway.text.tokenizer import Text
+from gateway.tool_parsers.parts import CallArguments, CallBegan, CallEnded, Parser, Part, Plain, Thought
+from gateway.tool_parsers.parts import Text as Said
+from gateway.tool_parsers.reasoning import MARKERS, Thinking
+
+LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
+
+
+class _Call:
+    """A call of a tool in the making."""
+
+    __slots__ = ("_fragments", "id", "name")
+
+    def __init__(self, name: str) -> None:
+        self.id = f"call_{secrets.token_hex(12)}"
+        self.name = name
+        self._fragments: list[str] = []
+
+    def add(self, fragment: str) -> None:
+        self._fragments.append(fragment)
+
+    @property
+    def begun(self) -> ToolUse:
+        return ToolUse(self.id, self.name, "")
+
+    @property
+    def use(self) -> ToolUse:
+        return ToolUse(self.id, self.name, "".join(self._fragments))
+
+
+class Choice:
+    """One choice of a request. `finish` says why once `last`, its last step, came: as in Reply.finish.
+
+    `thought_tokens` are those up to the last piece of thought: a step that ends one may hold some of the text."""
+
+    __slots__ = (
+        *("_calls", "_decoder", "_parser", "_pieces", "_scored", "_scores", "_shown", "_text", "_thoughts"),
+        *("_several", "_tokens", "finish", "last", "thought_tokens"),
+    )
+
+    def __init__(self, model: Model, prompt: Prompt, opened: bool) -> None:
+        """`opened`: the prompt ends within a thought."""
+        self._text = model.text
+        self._parser, shown = _parser(model, prompt, opened)
+        self._decoder: Decoder = model.text.decoder(prompt.stop, shown)
+        self._pieces: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[_Call] = []
+        self._several = prompt.parallel_calls
+        self._shown = -1  # the number of the call that was rendered last
+        self._scores = prompt.sampling.logprobs is not None
+        self._scored: list[Chosen] = []
+        self.finish: str | None = None
+        self.last: Step | None = None
+        self._tokens = 0
+        self.thought_tokens = 0
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended it."""
+        return self._decoder.stopped_by
+
+    @property
+    def text(self) -> str:
+        """All that is neither thought nor calls, so far."""
+        return "".join(self._pieces)
+
+    def take(self, step: Step) -> list[Part]:
+        """What may be shown now that these tokens came. Sets `finish` when they were the last."""
+        text = self._decoder.push(self._visible(step))
+        if self._decoder.stopped_by is not None:
+            self.finish = "stop"
+        elif step.finish is not None:
+            text += self._decoder.finish()
+            self.finish = "length" if step.finish.reason is FinishReason.LENGTH else "stop"
+        if self.finish is not None:
+            self.last = step
+        if self._parser is None:
+            if not text:
+                return []
+            self._pieces.append(text)
+            return [Said(text)]
+        return self._parse(text, step)
+
+    def score(self, step: Step) -> list[Chosen]:
+        """The step's log probabilities, without that of a stop token."""
+        pairs = zip(self._visible(step), step.logprobs, strict=False)
+        scored = [_scored(self._text, token, scored) for token, scored in pairs]
+        if self._scores:
+            self._scored += scored
+        return scored
+
+    def render(self, reply: Reply, index: int, parts: list[Part], scored: list[Chosen]) -> bytes:
+        """The parts as a dialect's events. Log probabilities go with the first text, or with an empty one."""
+        if len(parts) == 1:  # as nearly always
+            part = parts[0]
+            if type(part) is Said:
+                return reply.text(index, part.text, scored)
+            if type(part) is CallArguments and not scored:
+                return reply.arguments(index, self._shown, part.fragment)
+        if scored and not any(type(part) is Said for part in parts):
+            parts = [Said(""), *parts]
+        events = []
+        for part in parts:  # comparing types takes a fifth of what patterns take
+            if type(part) is Said:
+                events.append(reply.text(index, part.text, scored))
+                scored = []
+            elif type(part) is CallArguments:
+                events.append(reply.arguments(index, self._shown, part.fragment))
+            elif type(part) is Thought:
+                events.append(reply.thought(index, part.text))
+            elif type(part) is CallBegan:
+                self._shown += 1
+                events.append(reply.call(index, self._shown, self._calls[self._shown].begun))
+            else:
+                events.append(reply.called(index, self._shown, self._calls[self._shown].use))
+        return b"".join(events)
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return Completion(
+            text=self.text,
+            finish=self.finish,
+            tool_uses=[call.use for call in self._calls],
+            logprobs=self._scored if self._scores else None,
+            thought="".join(self._thoughts),
+            stopped_by=self.stopped_by,
+        )
+
+    def _parse(self, text: str, step: Step) -> list[Part]:
+        assert self._parser is not None
+        parts = self._parser.push(text)
+        self._tokens += len(step.tokens)
+        if self.finish is not None:
+            parts += self._parser.finish()
+        elif len(parts) == 1:  # as nearly always
+            part = parts[0]
+            if type(part) is Said:
+                self._pieces.append(part.text)
+                return parts
+            if type(part) is CallArguments:
+                self._calls[-1].add(part.fragment)
+                return parts
+        if not self._several:
+            parts = self._first_call(parts, step)
+        for part in parts:
+            if type(part) is Said:
+                self._pieces.append(part.text)
+            elif type(part) is CallArguments:
+                self._calls[-1].add(part.fragment)
+            elif type(part) is Thought:
+                self._thoughts.append(part.text)
+                self.thought_tokens = self._tokens
+            elif type(part) is CallBegan:
+                self._calls.append(_Call(part.name))
+        if self._calls and self.finish == "stop":
+            self.finish = "tool_calls"
+        return parts
+
+    def _first_call(self, parts: list[Part], step: Step) -> list[Part]:
+        """The parts up to the end of a call, which ends the answer where it may hold one alone."""
+        end = next((i for i, part in enumerate(parts) if type(part) is CallEnded), None)
+        if end is None:
+            return parts
+        self.finish, self.last = "tool_calls", step
+        return parts[: end + 1]
+
+    def _visible(self, step: Step) -> list[int]:
+        """The step's tokens without the stop token that ended it."""
+        tokens = step.tokens
+        stopped = step.finish is not None and step.finish.reason is FinishReason.STOP
+        return tokens[:-1] if stopped and tokens and tokens[-1] in self._text.stop_ids else tokens
+
+
+def thinks(model: Model, prompt: Prompt) -> bool:
+    """Whether the answer may begin with a thought: not where it goes on with a raw text."""
+    return model.thinks and prompt.ids is None and not prompt.raw
+
+
+def _parser(model: Model, prompt: Prompt, opened: bool) -> tuple[Parser | None, frozenset[str]]:
+    """What finds the parts, and the control tokens that it must see; None where all is text."""
+    parser, shown = None, frozenset[str]()
+    if prompt.tools and model.calls is not None:
+        parser, shown = model.calls.parser(prompt.tools, prompt.tool_choice), model.calls.markers
+    if thinks(model, prompt):
+        return Thinking(parser or Plain(), opened), shown | MARKERS
+    return parser, shown
+
+
+def _scored(text: Text, token: int, scored: TokenLogprobs) -> Chosen:
+    top = zip(scored.top_ids, scored.top_logprobs, strict=True)
+    return _chosen(text, token, scored.logprob, [_chosen(text, id, logprob, []) for id, logprob in top])
+
+
+def _chosen(text: Text, token: int, logprob: float, top: list[Chosen]) -> Chosen:
+    raw = text.token_bytes(token)
+    return Chosen(raw.decode("utf-8", "replace"), raw, max(logprob, LOGPROB_MIN), top)

@@ -1,0 +1,59 @@
+"""What a replica holds an answer's text to: what the caller says of it, the grammar of its calls, or either of both.
+
+It knows prompts and formats of calls, and no replica.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from engine.protocol.frames import Grammar, GrammarKind
+from gateway.errors import Refusal, bad_grammar, bad_input
+from gateway.inference.prompt import AUTO, Prompt, ToolChoice
+from gateway.tool_parsers import call_grammar
+from gateway.tool_parsers.registry import Format
+
+_ANSWER: Final = "start: answer\nanswer: "  # with which grammars of calls begin
+_REQUIRED: Final = ToolChoice("required")
+
+
+def held(prompt: Prompt, format: Format | None, model: str) -> Grammar | None:
+    """`format` is that of the model's calls. Where a call must be made, nothing else is answered, and what is said of
+    the answer's text holds for none. Raises Refusal for what cannot be held to."""
+    if not prompt.tools:
+        return prompt.grammar
+    if format is None:
+        raise bad_input(f"'tools': how {model} writes calls is not known here; leave them out", "tools")
+    choice, parallel = prompt.tool_choice, prompt.parallel_calls
+    if choice.mode in ("required", "named"):
+        grammar = format.grammar(prompt.tools, choice, parallel)
+        assert grammar is not None, "a call that must be made has a grammar"
+        return grammar
+    if prompt.grammar is not None:
+        return _either(prompt.tools, prompt.grammar, prompt, format)
+    return format.grammar(prompt.tools, choice, parallel) if prompt.strict_calls else None
+
+
+def _either(tools: list[dict[str, Any]], document: Grammar, prompt: Prompt, format: Format) -> Grammar:
+    """Calls, or a document. Raises Refusal where the text is to be something else, or where calls begin as a document
+    may: the library takes the longest piece that it can, and would see no document there."""
+    marked = format.grammar(tools, AUTO, prompt.parallel_calls) is not None
+    if document.kind is not GrammarKind.JSON_SCHEMA or not marked:
+        problem = "goes with 'tools' for this model only where 'tool_choice' is 'none'; leave one of them out"
+        raise bad_input(f"'{prompt.grammar_field}' {problem}", prompt.grammar_field)
+    calls = format.grammar(tools, _REQUIRED, prompt.parallel_calls)
+    assert calls is not None
+    assert calls.source.startswith(_ANSWER)
+    head = f"{_ANSWER}document | called\ndocument: %json {document.source}\ncalled: "
+    return msgspec.structs.replace(calls, source=head + calls.source.removeprefix(_ANSWER))
+
+
+def refusal(prompt: Prompt, grammar: Grammar | None, message: str) -> Refusal:
+    """A replica's, in the caller's words: it names the field, and the tool at fault where that is known."""
+    if not prompt.tools or grammar is None:
+        return bad_grammar(prompt.grammar_field, message)
+    tool = call_grammar.tool_at_fault(grammar.source, message)
+    if tool is None and prompt.grammar is not None and prompt.tool_choice.mode == "auto":
+        return bad_grammar(prompt.grammar_field, message)
+    whose = "" if tool is None else f"the parameters of {tool!r}: "
+    return bad_grammar(prompt.word("tools"), whose + message)

@@ -1,0 +1,163 @@
+"""What a dialect makes of a completion: the types it gets, and the protocols that all dialects fulfil.
+
+It does not know where the tokens come from, nor how bytes reach the client.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from gateway.errors import Refusal
+from gateway.inference.prompt import Prompt
+
+if TYPE_CHECKING:
+    from gateway.api.run_batch import AskedBatch, AskedResults
+    from gateway.inference.embedding_types import AskedVectors
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request cost. `cached_tokens` are those of the prompt that were read from the caller's own cache; `left`
+    are the neurons that its limits have left, by the limit's name. `cut` is whether one of these ended it. So many
+    of the completion's tokens were thoughts, in `thought_tokens`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    neurons: float
+    left: dict[str, float] = field(default_factory=dict)
+    cut: bool = False
+    thought_tokens: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "neurons": self.neurons,
+        }
+
+    def last_fields(self) -> dict[str, Any]:
+        """The same for the last event of a stream, whose head told what was left when it began."""
+        return {**self.fields(), "neurons_left": self.left}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One token with its log probability (natural) and the alternatives, best first."""
+
+    token: str
+    raw: bytes
+    logprob: float
+    top: "list[Chosen]" = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A call that the model asks for; `id` names it in the next turn. `arguments` is the text of a JSON object, or the
+    beginning of one where the answer ended within it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def input(self) -> dict[str, Any] | None:
+        """The arguments as an object; None where the answer ended within them."""
+        try:
+            return msgspec.json.decode(self.arguments, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished choice. `finish` is stop, length, tool_calls or quota; `thought` what it reasoned before its text;
+    `stopped_by` the stop string that ended it, where one did."""
+
+    text: str
+    finish: str
+    tool_uses: list[ToolUse]
+    logprobs: list[Chosen] | None
+    thought: str = ""
+    stopped_by: str | None = None
+
+
+class Reply(Protocol):
+    """Renders one request's answer. Stream methods return whole SSE events, several or none at a time."""
+
+    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        """Before anything else of a stream, once its model has begun with the prompt."""
+        ...
+
+    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes: ...
+
+    def thought(self, choice: int, text: str) -> bytes:
+        """A piece of what the model reasons, which comes before its text."""
+        ...
+
+    def call(self, choice: int, number: int, use: ToolUse) -> bytes:
+        """The choice's call of this number begins; its arguments are still empty."""
+        ...
+
+    def arguments(self, choice: int, number: int, fragment: str) -> bytes:
+        """A piece of the JSON text of the call's arguments."""
+        ...
+
+    def called(self, choice: int, number: int, use: ToolUse) -> bytes:
+        """The call is whole."""
+        ...
+
+    def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
+        """The choice ended: stop, length, tool_calls, or quota where a limit of neurons had no more; by this stop
+        string, where one ended it."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """The last events of a stream that ended well, [DONE] included."""
+        ...
+
+    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+        """The last events of a stream that failed, before or after it began."""
+        ...
+
+    def whole(self, completions: list[Completion], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+def enveloped(result: dict[str, Any]) -> dict[str, Any]:
+    """A result as `/ai/run` answers it."""
+    return {"result": result, "success": True, "errors": [], "messages": []}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request's body, read: which model is asked what, and who writes the answer. `reply` takes the model's name, the
+    request's id and the second since 1970 at which it was taken."""
+
+    model: str
+    prompt: Prompt
+    reply: Callable[[str, str, int], Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A body that asks only how many tokens the prompt has; `answer` makes the body that says it."""
+
+    model: str
+    prompt: Prompt
+    answer: Callable[[int], bytes]
+
+
+class Dialect(Protocol):
+    """Reads one family of request bodies and writes its answers; one of `gateway/dialects`."""
+
+    def read(
+        self, body: bytes, query: bytes, model: str | None, drawn_seed: int
+    ) -> "Asked | Count | AskedVectors | AskedBatch | AskedResults":
+        """`model` is what the path names, where it does. Raises Refusal."""
+        ...

@@ -1,0 +1,145 @@
+"""How a call is to be run, as it is said beside its body: in the query, where run options arrive, and in headers.
+
+It does not know bodies, and decides nothing: `generate` does what is asked.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.errors import bad_input
+from gateway.http.json_body import asked_in, fields, options
+
+TAGS_MAX: Final = 5
+TIMEOUT_MS_MAX: Final = 3_600_000
+METADATA_MAX: Final = 5
+METADATA_BYTES_MAX: Final = 2048
+METADATA_NAME_MAX: Final = 64  # characters
+METADATA_TEXT_MAX: Final = 512
+SESSION_BYTES_MAX: Final = 256
+
+Tag = Annotated[str, Meta(min_length=1, max_length=50, pattern=r"^[A-Za-z0-9:\-./@]+\Z")]
+Tags = Annotated[list[Tag], Meta(max_length=TAGS_MAX)]
+TimeoutMs = Annotated[int, Meta(ge=1, le=TIMEOUT_MS_MAX)]
+Truth = Literal["true", "false", "1", "0", ""]
+_Key = Annotated[str, Meta(max_length=METADATA_NAME_MAX)]
+_Value = Annotated[str, Meta(max_length=METADATA_TEXT_MAX)] | int | float | bool
+
+
+class RunQuery(msgspec.Struct, frozen=True):
+    """The run options that are known here; `tags` are separated by commas, or repeated. Others change nothing."""
+
+    rejectIfBusy: Truth = ""
+    requestTimeoutMs: TimeoutMs | None = None
+    tags: Annotated[str, Meta(extra_json_schema={"pattern": r"^[A-Za-z0-9:\-./@,]*$"})] = ""
+
+
+class Within(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`options` of a native body, where the same may be said."""
+
+    rejectIfBusy: bool = False
+    requestTimeoutMs: TimeoutMs | None = None
+    tags: Tags = []
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """`timeout_ms` bounds the whole call. `tags` and `metadata`, a JSON object, go into its usage record. Calls of one
+    account with the same `session` go to the same replica, while they can. What runs in the `background` is a batch's.
+    """
+
+    reject_if_busy: bool = False
+    timeout_ms: int | None = None
+    tags: tuple[str, ...] = ()
+    metadata: str = ""
+    session: bytes = b""
+    background: bool = False
+
+    def limit_s(self, most_s: float) -> float:
+        """How long the call may take, where none may take more than `most_s`."""
+        return most_s if self.timeout_ms is None else min(most_s, self.timeout_ms / 1000)
+
+    def joined(self, within: Within | None) -> "RunOptions":
+        """With what the body says of it. Raises Refusal where tags are then too many."""
+        if within is None:
+            return self
+        tags = tuple(dict.fromkeys((*self.tags, *within.tags)))
+        if len(tags) > TAGS_MAX:
+            raise bad_input(f"'tags': send at most {TAGS_MAX} of them, in the query and the body together", "tags")
+        return RunOptions(
+            reject_if_busy=self.reject_if_busy or within.rejectIfBusy,
+            timeout_ms=_least(self.timeout_ms, within.requestTimeoutMs),
+            tags=tags,
+            metadata=self.metadata,
+            session=self.session,
+        )
+
+
+def run_options(headers: Mapping[bytes, bytes], query: bytes) -> RunOptions:
+    """Raises Refusal."""
+    asked = asked_in(query, RunQuery) if query else RunQuery()
+    return RunOptions(
+        reject_if_busy=asked.rejectIfBusy in ("true", "1"),
+        timeout_ms=_least(asked.requestTimeoutMs, _timeout_ms(headers.get(b"cf-aig-request-timeout"))),
+        tags=_tags(query) if query else (),
+        metadata=_metadata(headers.get(b"cf-aig-metadata")),
+        session=_session(headers.get(b"x-session-affinity", b"")),
+    )
+
+
+def refuse_options(query: bytes) -> None:
+    """Raises Refusal for run options that a call which is answered at once cannot have."""
+    said = options(query) if query else {}
+    for name in ("queueRequest", "websocket", "returnRawResponse"):
+        if said.get(name, "") not in ("false", "0", ""):
+            raise bad_input(f"the option '{name}' is not supported here; leave it out", name)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)
+
+
+def _tags(query: bytes) -> tuple[str, ...]:
+    said = [tag for value in fields(query).get("tags", []) for tag in value.split(",") if tag]
+    try:
+        return tuple(dict.fromkeys(msgspec.convert(said, Tags)))
+    except msgspec.ValidationError:
+        raise bad_input(
+            f"'tags' are at most {TAGS_MAX}, each of 1 to 50 letters, digits and : - . / @, with commas between", "tags"
+        ) from None
+
+
+def _timeout_ms(said: bytes | None) -> int | None:
+    if said is None:
+        return None
+    if not said.isdigit() or len(said) > 9 or not 1 <= int(said) <= TIMEOUT_MS_MAX:
+        raise bad_input(f"the header 'cf-aig-request-timeout' is a whole number of milliseconds, 1 to {TIMEOUT_MS_MAX}")
+    return int(said)
+
+
+def _session(said: bytes) -> bytes:
+    if len(said) > SESSION_BYTES_MAX:
+        raise bad_input(f"the header 'x-session-affinity' has at most {SESSION_BYTES_MAX} bytes")
+    return said
+
+
+_metadata_decoder: Final = msgspec.json.Decoder(dict[_Key, _Value])
+
+
+def _metadata(said: bytes | None) -> str:
+    if said is None:
+        return ""
+    try:
+        found = _metadata_decoder.decode(said) if len(said) <= METADATA_BYTES_MAX else None
+    except (ValueError, RecursionError):
+        found = None
+    if found is None or len(found) > METADATA_MAX:
+        raise bad_input(
+            f"the header 'cf-aig-metadata' is a JSON object of at most {METADATA_MAX} texts, numbers and truths, in at "
+            f"most {METADATA_BYTES_MAX} bytes; "
+            f"names have at most {METADATA_NAME_MAX} characters, texts {METADATA_TEXT_MAX}"
+        )
+    return msgspec.json.encode(found).decode() if found else ""

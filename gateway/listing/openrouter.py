@@ -1,0 +1,95 @@
+"""The catalogue as OpenRouter asks its providers for theirs (`format=openrouter`). It knows models and their prices."""
+
+from collections.abc import Sequence
+from datetime import date
+from decimal import Decimal
+from typing import Final
+
+import msgspec
+
+from gateway.catalogue.catalogue import Model
+from gateway.catalogue.tasks import Task
+from gateway.inference.request import Gateway
+
+_SAMPLING: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "seed",
+    "max_tokens",
+    "logit_bias",
+)
+_OUTPUTS: Final = {Task.GENERATION: "text", Task.EMBEDDINGS: "embeddings", Task.CLASSIFICATION: "rerank"}
+_QUANTIZATIONS: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class Offer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One model. `pricing` is in US dollars for a token, written out in full."""
+
+    id: str
+    hugging_face_id: str
+    name: str
+    description: str
+    created: int
+    input_modalities: list[str]
+    output_modalities: list[str]
+    quantization: str
+    context_length: int
+    max_output_length: int
+    pricing: dict[str, str]
+    supported_sampling_parameters: tuple[str, ...]
+    supported_features: list[str]
+    deprecation_date: date | None = None
+
+
+class Offers(msgspec.Struct, frozen=True):
+    data: list[Offer]
+
+
+def listed(gateway: Gateway, models: Sequence[Model]) -> bytes:
+    return msgspec.json.encode(Offers([_offer(gateway, model) for model in models]))
+
+
+def _offer(gateway: Gateway, model: Model) -> Offer:
+    writes, tokens = model.vectors is None, gateway.context_tokens(model)
+    return Offer(
+        id=model.name,
+        hugging_face_id=model.name.removeprefix("@hf/") if model.name.startswith("@hf/") else "",
+        name=model.name.rpartition("/")[2],
+        description=model.description,
+        created=int(model.created_at),
+        input_modalities=["text"],
+        output_modalities=[_OUTPUTS[model.task]],
+        quantization=_QUANTIZATIONS.get(model.spec.dtype, "unknown"),
+        context_length=tokens,
+        max_output_length=tokens if writes else 0,
+        pricing=_pricing(model, gateway.limits.neuron_usd),
+        supported_sampling_parameters=_SAMPLING if writes else (),
+        supported_features=_features(model) if writes else [],
+        deprecation_date=model.ends_on,
+    )
+
+
+def _features(model: Model) -> list[str]:
+    return ["json_mode", "structured_outputs", "logprobs", *(["tools"] if model.function_calling else [])]
+
+
+def _pricing(model: Model, neuron_usd: float) -> dict[str, str]:
+    neurons_per_million = {
+        "prompt": model.price.input,
+        "completion": model.price.output,
+        "input_cache_read": model.price.cached_input,
+        "image": 0.0,
+        "request": 0.0,
+    }
+    usd = Decimal(str(neuron_usd)) / 1_000_000
+    return {name: _written(Decimal(str(price)) * usd) for name, price in neurons_per_million.items()}
+
+
+def _written(price: Decimal) -> str:
+    return f"{price.normalize():f}"

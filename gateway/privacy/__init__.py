@@ -1,0 +1,1 @@
+"""Zero retention in this process: what is overwritten, and when."""

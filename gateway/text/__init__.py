@@ -1,0 +1,1 @@
+"""Text to tokens of one model folder, and back."""

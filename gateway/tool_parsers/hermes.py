@@ -1,0 +1,44 @@
+"""Calls as Hermes and Qwen write them: <tool_call>, a JSON object, </tool_call>, each call in tags of its own."""
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from engine.protocol.frames import Grammar
+from gateway.inference.prompt import ToolChoice
+from gateway.tool_parsers import call_grammar, json_calls
+from gateway.tool_parsers.scanner import Reader, Reading, Tape
+from gateway.tool_parsers.tool_schema import offered
+
+BEGIN: Final = "<tool_call>"
+END: Final = "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Hermes:
+    tokens: Mapping[str, int]
+    name: ClassVar[str] = "hermes"
+    markers: ClassVar[frozenset[str]] = frozenset({BEGIN, END})
+
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
+        return Reader(functools.partial(_read, names=offered(tools, choice)))
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
+        begin, end = call_grammar.marker(BEGIN, self.tokens), call_grammar.marker(END, self.tokens)
+        frame = call_grammar.Frame(
+            mark=begin,
+            first='"\\n"',
+            between=f'"\\n" {end} "\\n" {begin} "\\n"',
+            last=f'"\\n" {end}',
+        )
+        return call_grammar.grammar(tools, choice, parallel, frame, call_grammar.written_as_object("arguments"))
+
+
+def _read(tape: Tape, names: Collection[str]) -> Reading[None]:
+    while (yield from tape.prose(BEGIN)) is not None:
+        yield from tape.blank()
+        if (yield from json_calls.call(tape, names)):
+            yield from tape.blank()
+            if (yield from tape.follows(END)):
+                tape.drop()

@@ -1,0 +1,164 @@
+"""Turns literals of Python, of which JSON's are almost all a part, into JSON text as they come. It knows no calls."""
+
+import re
+from enum import Enum, auto
+from typing import Final
+
+import msgspec
+
+from gateway.tool_parsers.scanner import Reading, Tape
+from gateway.tool_parsers.streaming_json import ATOM_MAX, DEPTH_MAX, SCALAR
+
+_BLANK: Final = re.compile(r"[ \t\r\n]*")
+_ATOM: Final = re.compile(r"[-+.\w]*")
+_PLAIN: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
+_CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
+_ENDS: Final = {"{": "}", "[": "]", "(": ")"}
+_ESCAPES: Final = {
+    **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""},
+    **{'"': '"', "'": "'", "\\": "\\", "/": "/"},
+}
+_HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
+_PAIR: Final = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+
+
+class _Next(Enum):
+    """What may come."""
+
+    VALUE = auto()
+    VALUE_OR_END = auto()
+    KEY_OR_END = auto()
+    COLON = auto()
+    COMMA_OR_END = auto()
+
+
+def value(tape: Tape) -> Reading[bool]:
+    """Passes over one value, and gives it out as arguments; false where it stops being one. Tuples become arrays."""
+    ends: list[str] = []  # what closes the containers that are open
+    expected = _Next.VALUE
+    first = True  # in its container
+    while True:
+        tape.at = _BLANK.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
+        tape.drop()
+        if tape.at == len(tape.text):
+            if not (yield from tape.more()):
+                return False
+            continue
+        char = tape.text[tape.at]
+        if ends and char == ends[-1] and expected not in (_Next.VALUE, _Next.COLON):
+            tape.at += 1
+            tape.give("}" if ends.pop() == "}" else "]")
+        elif expected in (_Next.VALUE, _Next.VALUE_OR_END):
+            tape.give("" if first or expected is _Next.VALUE else ", ")
+            if char in _ENDS:
+                if len(ends) == DEPTH_MAX:
+                    return False
+                ends.append(_ENDS[char])
+                expected = _Next.KEY_OR_END if char == "{" else _Next.VALUE_OR_END
+                first = True
+                tape.at += 1
+                tape.give("{" if char == "{" else "[")
+                continue
+            if not (yield from (_string(tape) if char in _PLAIN else _atom(tape))):
+                return False
+        elif expected is _Next.COMMA_OR_END and char == ",":
+            tape.at += 1
+            expected = _Next.KEY_OR_END if ends[-1] == "}" else _Next.VALUE_OR_END
+            first = False
+            continue
+        elif expected is _Next.COLON and char == ":":
+            tape.at += 1
+            tape.give(": ")
+            expected = _Next.VALUE
+            continue
+        elif expected is _Next.KEY_OR_END and char in _PLAIN:
+            tape.give("" if first else ", ")
+            if not (yield from _string(tape)):
+                return False
+            expected = _Next.COLON
+            continue
+        else:
+            return False
+        if not ends:
+            return True
+        expected = _Next.COMMA_OR_END
+
+
+def escaped(text: str) -> str:
+    """The text as it stands between the quotation marks of a JSON string."""
+    return msgspec.json.encode(text)[1:-1].decode()
+
+
+def _string(tape: Tape) -> Reading[bool]:
+    quote = tape.text[tape.at]
+    tape.at += 1
+    tape.give('"')
+    while True:
+        end = _PLAIN[quote].match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
+        run = tape.text[tape.at : end]
+        tape.at = end
+        tape.give(escaped(run))
+        char = yield from tape.next()
+        if char == quote:
+            tape.at += 1
+            tape.give('"')
+            return True
+        if not char:
+            return False
+        if char == "\\":
+            yield from _escape(tape)
+
+
+def _escape(tape: Tape) -> Reading[None]:
+    """As Python has it: a backslash that escapes nothing stands for itself. Surrogates are taken as JSON's pairs."""
+    yield from _reach(tape, 2)
+    kind = tape.text[tape.at + 1 : tape.at + 2]
+    size = 2 + _HEX_DIGITS.get(kind, 0)
+    yield from _reach(tape, size)
+    code = _code(tape.text[tape.at + 2 : tape.at + size]) if size > 2 else None
+    if code is not None and 0xD800 <= code < 0xE000:
+        yield from _reach(tape, 12)
+        pair = _PAIR.match(tape.text, tape.at)
+        size = size if pair is None else 12
+        code = 0xFFFD if pair is None else 0x10000 + (int(pair[1], 16) - 0xD800) * 1024 + int(pair[2], 16) - 0xDC00
+    if code is None:
+        said = _ESCAPES.get(kind, "\\" + kind)
+        size = 1 + len(kind)
+    else:
+        said = chr(code)
+    tape.at += size
+    tape.give(escaped(said))
+
+
+def _code(digits: str) -> int | None:
+    """The character's number; None where there is none of these digits."""
+    if not digits or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
+        return None
+    code = int(digits, 16)
+    return code if code <= 0x10FFFF else None
+
+
+def _reach(tape: Tape, size: int) -> Reading[None]:
+    """Waits until so many characters are there, or no more come."""
+    while len(tape.text) - tape.at < size:
+        if not (yield from tape.more()):
+            return
+
+
+def _atom(tape: Tape) -> Reading[bool]:
+    """A number, or a constant as Python or JSON has it."""
+    while True:
+        end = _ATOM.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
+        if end - tape.at > ATOM_MAX:
+            return False
+        if end < len(tape.text):
+            break
+        if not (yield from tape.more()):
+            return False
+    said = tape.text[tape.at : end]
+    said = _CONSTANTS.get(said, said)
+    if SCALAR.fullmatch(said) is None:
+        return False
+    tape.at = end
+    tape.give(said)
+    return True

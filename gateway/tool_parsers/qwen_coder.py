@@ -1,0 +1,185 @@
+"""Calls as Qwen3-Coder writes them: <function=name> with a <parameter=key> for each argument, its text unquoted."""
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NoReturn
+
+from engine.protocol.frames import Grammar
+from gateway.inference.prompt import ToolChoice
+from gateway.tool_parsers import call_grammar, json_calls, python_literals
+from gateway.tool_parsers.scanner import Reader, Reading, Tape, overlap
+from gateway.tool_parsers.tool_schema import (
+    ANNOTATIONS,
+    TYPES,
+    Function,
+    Property,
+    offered,
+    properties,
+    refusal,
+    type_of,
+    types,
+    types_by_name,
+)
+
+BEGIN: Final = "<tool_call>"
+END: Final = "</tool_call>"
+FUNCTION: Final = "<function="
+FUNCTION_END: Final = "</function>"
+PARAMETER: Final = "<parameter="
+PARAMETER_END: Final = "</parameter>"
+VALUE_MAX: Final = 64 << 10  # characters of one whose type shows only when all of it is there
+
+_NAME: Final = re.compile(r"[^>\n]*")
+_CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
+_STRING: Final = frozenset({"string"})
+
+
+@dataclass(frozen=True, slots=True)
+class QwenCoder:
+    tokens: Mapping[str, int]
+    name: ClassVar[str] = "qwen_coder"
+    markers: ClassVar[frozenset[str]] = frozenset({BEGIN, END})
+
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
+        return Reader(functools.partial(_read, functions=offered(tools, choice)))
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
+        begin, end = call_grammar.marker(BEGIN, self.tokens), call_grammar.marker(END, self.tokens)
+        frame = call_grammar.Frame(mark=begin, between=f'"\\n" {begin}')
+        return call_grammar.grammar(tools, choice, parallel, frame, functools.partial(_write, end=end))
+
+
+def _read(tape: Tape, functions: Mapping[str, Function]) -> Reading[None]:
+    """Some models forget the tag around a function: it is not asked for."""
+    while (mark := (yield from tape.prose(BEGIN, FUNCTION))) is not None:
+        if mark == BEGIN:
+            yield from tape.blank()
+            if not (yield from tape.follows(FUNCTION)):
+                continue
+        name = yield from tape.word(_NAME)
+        if name not in functions or not tape.callable or not (yield from tape.follows(">")) or tape.overflow():
+            continue
+        assert name is not None
+        tape.begin(name)
+        if not (yield from _parameters(tape, types_by_name(functions[name]))):
+            yield from json_calls.lose(tape)
+            continue
+        tape.end()
+        yield from tape.blank()
+        if (yield from tape.follows(END)):
+            tape.drop()
+
+
+def _parameters(tape: Tape, kinds: Mapping[str, frozenset[str]]) -> Reading[bool]:
+    """Gives out the arguments, up to the end of the function; false where something else comes."""
+    before = "{"
+    while True:
+        yield from tape.blank()
+        mark = yield from tape.follows(PARAMETER, FUNCTION_END)
+        if mark == FUNCTION_END:
+            tape.give("{}" if before == "{" else "}")
+            return True
+        name = (yield from tape.word(_NAME)) if mark else None
+        if name is None or not (yield from tape.follows(">")):
+            return False
+        tape.give(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+        before = ", "
+        yield from tape.follows("\n")
+        tape.drop()
+        if not (yield from _value(tape, kinds.get(name, TYPES))):
+            return False
+
+
+def _value(tape: Tape, kinds: frozenset[str]) -> Reading[bool]:
+    """Text is given out as it comes, and so is what can only be an array or an object."""
+    if kinds == _STRING:
+        tape.give('"')
+        whole = yield from _raw(tape, lambda piece: tape.give(python_literals.escaped(piece)), sys.maxsize)
+        tape.give('"' if whole else "")
+        return whole
+    if "string" not in kinds:
+        yield from tape.blank()
+        tape.drop()
+        if (yield from tape.next()) in ("[", "{"):
+            if not (yield from python_literals.value(tape)):
+                return False
+            yield from tape.blank()
+            return (yield from tape.follows(PARAMETER_END)) is not None
+    pieces: list[str] = []
+    whole = yield from _raw(tape, pieces.append, VALUE_MAX)
+    text = "".join(pieces)
+    tape.give(_json(text, kinds) if whole else text)
+    return whole
+
+
+def _raw(tape: Tape, give: Callable[[str], None], characters_max: int) -> Reading[bool]:
+    """Gives a value's text in pieces, without the line break before its end; false: it has no end, or is longer."""
+    left = characters_max
+    while True:
+        end = tape.text.find(PARAMETER_END, tape.at)
+        stop = end if end >= 0 else overlap(tape.text, tape.at, ("\n" + PARAMETER_END, PARAMETER_END))
+        piece = tape.text[tape.at : stop]
+        left -= len(piece)
+        if left < 0:
+            return False
+        if end >= 0:
+            tape.at = end + len(PARAMETER_END)
+            tape.drop()
+            give(piece.removesuffix("\n"))
+            return True
+        tape.at = stop
+        tape.drop()
+        give(piece)
+        if not (yield from tape.more()):
+            rest = tape.text[tape.at :]
+            tape.at = len(tape.text)
+            tape.drop()
+            give(rest)
+            return False
+
+
+def _json(text: str, kinds: frozenset[str]) -> str:
+    """A value that has one of these types, as JSON; a string where it has none of them."""
+    said = text.strip()
+    said = _CONSTANTS.get(said, said)
+    try:
+        known = type_of(json.loads(said, parse_constant=_no_json)) in kinds
+    except (ValueError, RecursionError):
+        known = False
+    return said if known else json.dumps(text, ensure_ascii=False)
+
+
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def _write(rule: str, function: Function, end: str) -> list[str]:
+    head = call_grammar.quoted(f"\n{FUNCTION}{call_grammar.bare_name(function)}>\n")
+    said = properties(function)
+    members = call_grammar.members(f"{rule}_a", [inner.required for inner in said], "")
+    lines = [f"{rule}: {head} {rule}_a {call_grammar.quoted(FUNCTION_END + chr(10))} {end}", *members]
+    for number, inner in enumerate(said):
+        lines += _write_member(f"{rule}_a{number}", inner, function)
+    return lines
+
+
+def _write_member(rule: str, said: Property, function: Function) -> list[str]:
+    if not said.name or _NAME.fullmatch(said.name) is None:
+        raise refusal(function, f"{said.name!r} cannot be written as a parameter in this model's format of calls")
+    head = call_grammar.quoted(f"{PARAMETER}{said.name}>\n")
+    close = call_grammar.quoted(f"\n{PARAMETER_END}\n")
+    kinds = types(said.schema)
+    if "string" not in kinds:
+        return [f"{rule}: {head} {call_grammar.schema(said.schema)} {close}"]
+    beyond = said.schema.keys() - ANNOTATIONS - {"type", "format"}
+    values = said.schema.get("enum", [said.schema.get("const")])
+    if beyond in ({"enum"}, {"const"}) and all(isinstance(v, str) and PARAMETER_END not in v for v in values):
+        return [f"{rule}: {head} ({' | '.join(map(call_grammar.quoted, values))}) {close}"]
+    if beyond:
+        raise refusal(function, f"{min(beyond)!r} of {said.name!r} cannot be kept in this model's format of calls")
+    text = f"{rule}_text"
+    return [f'{rule}: {head} {text} "\\n"', f"{text}[lazy]: /(.|\\n)*/ {call_grammar.quoted(PARAMETER_END)}"]

@@ -1,0 +1,136 @@
+"""What a model reasons before it answers, between <think> and </think>: told apart from its answer, calls or not.
+
+It is a layer before a format's parser, and around a grammar. It knows no formats.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from engine.protocol.frames import Grammar, GrammarKind
+from gateway.tool_parsers import call_grammar
+from gateway.tool_parsers.parts import Parser, Part, Thought
+from gateway.tool_parsers.scanner import Reading, Tape, overlap
+
+BEGIN: Final = "<think>"
+END: Final = "</think>"
+MARKERS: Final = frozenset({BEGIN, END})  # a decoder must show them even where they are control tokens
+
+_FIRSTS: Final = frozenset("\n<")  # with which the end of a thought may begin
+_ESCAPED: Final = re.compile(r"\\.|/|\n", re.DOTALL)
+# What a regex has to spell differently in Lark, where a class is one of Unicode.
+_SPELLED: Final = {
+    **{"/": r"\/", "\n": r"\n", r"\d": "[0-9]", r"\D": "[^0-9]"},
+    **{r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"},
+}
+_START: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?P<name>\bstart\b)')
+
+
+def thinks(template: str) -> bool:
+    """Whether a model with this chat template (its source) may reason."""
+    return BEGIN in template or END in template
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether the prompt (its last characters are enough) ends within a thought, with which the model goes on."""
+    return prompt.rstrip().endswith(BEGIN)
+
+
+class Thinking:
+    """A parser that gives thought as Thought, and the answer behind it to another parser.
+
+    `opened`: the text begins within a thought. Else there is one only if <think> comes first. The blank around a
+    thought is part of neither.
+    """
+
+    __slots__ = ("_answering", "_inner", "_reading", "_tape")
+
+    def __init__(self, inner: Parser, opened: bool) -> None:
+        self._inner = inner
+        self._tape = Tape()
+        self._reading = _read(self._tape, opened)
+        self._answering = False
+
+    def push(self, text: str) -> list[Part]:
+        if self._answering or not text:
+            return self._inner.push(text)
+        idle = self._tape.idle
+        if idle is not None and idle.isdisjoint(text):
+            return [Thought(text)]
+        self._tape.append(text)
+        return self._advance()
+
+    def finish(self) -> list[Part]:
+        """The rest. A thought that has no end is thought all the same."""
+        parts: list[Part] = []
+        if not self._answering:
+            self._tape.ended = True
+            parts = self._advance()
+        return parts + self._inner.finish()
+
+    def _advance(self) -> list[Part]:
+        self._answering = next(self._reading, True) is True
+        parts = self._tape.take()
+        return parts + self._inner.push(self._tape.text[self._tape.kept :]) if self._answering else parts
+
+
+def _read(tape: Tape, opened: bool) -> Reading[None]:
+    """Ends where the answer begins: what is not given out then belongs to it."""
+    yield from tape.blank()
+    if not tape.overflow() and (yield from tape.follows(BEGIN)):
+        opened = True
+    if opened:
+        yield from _blank(tape)
+        yield from _thought(tape)
+        yield from _blank(tape)
+
+
+def _thought(tape: Tape) -> Reading[None]:
+    """Gives out the thought up to its end, without the line break before that."""
+    while True:
+        end = tape.text.find(END, tape.at)
+        stop = end if end >= 0 else overlap(tape.text, tape.at, ("\n" + END, END))
+        if end > tape.at and tape.text[end - 1] == "\n":
+            stop -= 1
+        tape.at = stop
+        tape.think()
+        if end >= 0:
+            tape.at = end + len(END)
+            return
+        tape.idle = _FIRSTS if tape.kept == len(tape.text) else None
+        more = yield from tape.more()
+        tape.idle = None
+        if not more:
+            tape.at = len(tape.text)
+            tape.think()
+            return
+
+
+def _blank(tape: Tape) -> Reading[None]:
+    tape.drop()
+    yield from tape.blank()
+    tape.overflow()
+    tape.drop()
+
+
+def after_thought(grammar: Grammar, tokens: Mapping[str, int], opened: bool) -> Grammar:
+    """The grammar of an answer that may come behind a thought, which is free. `opened`: the thought has begun.
+
+    `tokens` are the added tokens of the model's tokenizer, their ids by their spellings.
+    """
+    begin, end = call_grammar.marker(BEGIN, tokens), call_grammar.marker(END, tokens)
+    lazy = "" if end.startswith("<[") else "[lazy]"
+    thought = 'free_thought (/\\n{1,2}/ | "")'
+    lines = [
+        f"start: {thought} behind_thought" if opened else f"start: ({begin} {thought})? behind_thought",
+        f"free_thought{lazy}: /(.|\\n)*/ {end}",
+    ]
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            lines.append(f"behind_thought: %json {grammar.source}")
+        case GrammarKind.REGEX:
+            source = grammar.source.removeprefix("^").removesuffix("$")
+            lines.append(f"behind_thought: /{_ESCAPED.sub(lambda found: _SPELLED.get(found[0], found[0]), source)}/")
+        case GrammarKind.LARK:
+            lines.append(_START.sub(lambda found: "behind_thought" if found["name"] else found[0], grammar.source))
+    return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")

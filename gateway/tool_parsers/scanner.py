@@ -1,0 +1,234 @@
+"""The text of a completion as a parser reads it: it waits for more where it must, and gives parts out in order.
+
+Parsers are generators over a tape: they yield wherever the text so far does not decide how to go on. What they do
+depends on the characters alone, never on where the text was cut. It knows no format.
+"""
+
+import re
+from collections.abc import Callable, Generator
+from typing import Final, TypeVar
+
+from gateway.tool_parsers.parts import CallArguments, CallBegan, CallEnded, Part, Text, Thought
+
+CALLS_MAX: Final = 16  # of one completion; what looks like a further one stays text
+HELD_MAX: Final = 4096  # characters that may wait for the decision whether they begin a call
+
+_BLANKS: Final = " \t\r\n"
+_BLANK: Final = re.compile(f"[{_BLANKS}]*")
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
+
+class Tape:
+    """`text[kept:at]` was read but is not given out yet: it may be text, or the beginning of a call.
+
+    While `idle` is set, nothing is held, and what comes without one of these characters goes on what came before.
+    """
+
+    __slots__ = ("_calls", "_fresh", "_parts", "arguing", "at", "ended", "idle", "kept", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.kept = 0
+        self.at = 0
+        self.ended = False
+        self.idle: frozenset[str] | None = None
+        self.arguing = False  # while idle: what came before were arguments
+        self._parts: list[Part] = []
+        self._calls = 0
+        self._fresh = True  # nothing but blank came since the beginning or since the last call
+
+    def append(self, text: str) -> None:
+        self.text = self.text[self.kept :] + text
+        self.at -= self.kept
+        self.kept = 0
+
+    def take(self) -> list[Part]:
+        """What was given out since the last time."""
+        parts, self._parts = self._parts, []
+        return parts
+
+    def more(self) -> Reading[bool]:
+        """Waits for text; false where no more will come."""
+        if self.ended:
+            return False
+        yield
+        return True
+
+    def more_held(self) -> Reading[bool]:
+        """The same, where all that was read is held back: false too where that is too much."""
+        return not self._full and (yield from self.more())
+
+    @property
+    def held(self) -> str:
+        return self.text[self.kept : self.at]
+
+    def overflow(self) -> bool:
+        """Whether more was read than may be held back. What is too much is put back: it can begin no call any more."""
+        full = self._full
+        self.at = min(self.at, self.kept + HELD_MAX)
+        return full
+
+    @property
+    def _full(self) -> bool:
+        return self.at - self.kept > HELD_MAX
+
+    @property
+    def callable(self) -> bool:
+        """Whether one more call may begin."""
+        return self._calls < CALLS_MAX
+
+    # ---- giving out --------------------------------------------------------------------------------------------
+
+    def say(self) -> None:
+        """What is held is text."""
+        if self.kept < self.at:
+            self._parts.append(Text(self.held))
+            self.kept = self.at
+            self._fresh = False
+
+    def think(self) -> None:
+        """What is held is thought."""
+        if self.kept < self.at:
+            self._parts.append(Thought(self.held))
+            self.kept = self.at
+
+    def drop(self) -> None:
+        """What is held is punctuation of calls, which nobody needs to see."""
+        self.kept = self.at
+
+    def begin(self, name: str) -> None:
+        """What is held announces a call."""
+        assert self.callable
+        self.drop()
+        self._calls += 1
+        self._parts.append(CallBegan(name))
+
+    def argue(self) -> None:
+        """What is held belongs to the arguments."""
+        if self.kept < self.at:
+            self._parts.append(CallArguments(self.held))
+            self.kept = self.at
+
+    def give(self, fragment: str) -> None:
+        """What is held belongs to the arguments, spelled like this."""
+        self.drop()
+        if fragment:
+            self._parts.append(CallArguments(fragment))
+
+    def end(self) -> None:
+        """The call is whole."""
+        self.drop()
+        self._parts.append(CallEnded())
+        self._fresh = True
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+
+    def prose(self, *markers: str) -> Reading[str | None]:
+        """Gives text out up to the first of the markers, and passes over that; None: the text ended before one.
+
+        Blank between a call and the next, or before the first, is no text.
+        """
+        self.overflow()
+        if not self._fresh or self.held.strip(_BLANKS):
+            self.say()
+        firsts = frozenset(marker[0] for marker in markers)
+        while True:
+            if self._fresh:
+                yield from self.blank()
+                if self.overflow():
+                    self.say()
+            found = min(((at, m) for m in markers if (at := self.text.find(m, self.at)) >= 0), default=None)
+            if found is not None:
+                if found[0] > self.at or not self._fresh:
+                    self.at = found[0]
+                    self.say()
+                self.at = found[0] + len(found[1])
+                return found[1]
+            whole = overlap(self.text, self.at, markers)
+            if whole > self.at:
+                self.at = whole
+                self.say()
+            self.idle = firsts if self.kept == len(self.text) else None
+            more = yield from self.more()
+            self.idle = None
+            if not more:
+                self.at = len(self.text)
+                if self._calls and not self.held.strip(_BLANKS):
+                    self.drop()
+                self.say()
+                return None
+
+    def blank(self) -> Reading[None]:
+        """Passes over white space, as far as it may be held back."""
+        while True:
+            self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches always
+            if self.at < len(self.text) or not (yield from self.more_held()):
+                return
+
+    def follows(self, *spellings: str) -> Reading[str | None]:
+        """Passes over one of these, where one comes next."""
+        while True:
+            for spelling in spellings:
+                if self.text.startswith(spelling, self.at):
+                    self.at += len(spelling)
+                    return spelling
+            rest = self.text[self.at :]
+            if not any(spelling.startswith(rest) for spelling in spellings) or not (yield from self.more()):
+                return None
+
+    def next(self) -> Reading[str]:
+        """The next character, not passed over; empty at the end."""
+        while self.at == len(self.text):
+            if not (yield from self.more()):
+                return ""
+        return self.text[self.at]
+
+    def word(self, pattern: re.Pattern[str]) -> Reading[str | None]:
+        """Passes over the longest match of a pattern that would also match any beginning of it, and gives it back. None
+        where the text ends with it, or it is too long."""
+        start = self.at - self.kept
+        while True:
+            self.at = pattern.match(self.text, self.at).end()  # type: ignore[union-attr]  # it may match nothing
+            if self.at < len(self.text):
+                return None if self._full else self.text[self.kept + start : self.at]
+            if not (yield from self.more_held()):
+                return None
+
+
+class Reader:
+    """A parser from a generator over a tape."""
+
+    __slots__ = ("_reading", "_tape")
+
+    def __init__(self, read: Callable[[Tape], Reading[None]]) -> None:
+        self._tape = Tape()
+        self._reading = read(self._tape)
+
+    def push(self, text: str) -> list[Part]:
+        tape = self._tape
+        if tape.idle is not None and tape.idle.isdisjoint(text):
+            return [CallArguments(text) if tape.arguing else Text(text)] if text else []
+        tape.append(text)
+        next(self._reading)
+        return tape.take()
+
+    def finish(self) -> list[Part]:
+        """What was held back as text. A call that is not whole gets the rest of its arguments, and no end."""
+        self._tape.ended = True
+        next(self._reading, None)
+        assert self._tape.kept == len(self._tape.text)
+        return self._tape.take()
+
+
+def overlap(text: str, start: int, markers: tuple[str, ...]) -> int:
+    """Where in text[start:] what may be the beginning of a marker begins, that the text ends with; else its end."""
+    first = len(text)
+    for marker in markers:
+        at = text.find(marker[0], max(start, len(text) - len(marker) + 1))
+        while 0 <= at < first:
+            if marker.startswith(text[at:]):
+                first = at
+            at = text.find(marker[0], at + 1)
+    return first

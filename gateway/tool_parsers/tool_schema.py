@@ -1,0 +1,155 @@
+"""What the parameters of a tool may be, as grammars and parsers of calls need to know it.
+
+It reads JSON schemas and knows no format.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.errors import Refusal, bad_input
+from gateway.inference.prompt import ToolChoice
+
+Function = Mapping[str, Any]  # `function` of a tool in OpenAI's shape: name, description, parameters
+Schema = Mapping[str, Any]
+
+TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+ANNOTATIONS: Final = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"}
+)
+_DEFINITIONS: Final = frozenset({"$defs", "definitions"})
+_PLAIN: Final = ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
+_REFERENCES_MAX: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """One parameter. `schema` stands alone: it has the definitions that it may refer to."""
+
+    name: str
+    schema: Schema
+    required: bool
+
+
+def offered(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> dict[str, Function]:
+    """The tools that may be called, by name."""
+    functions = [tool["function"] for tool in tools]
+    if choice.mode == "none":
+        return {}
+    return {f["name"]: f for f in functions if choice.mode != "named" or f["name"] == choice.name}
+
+
+def arguments(function: Function) -> Schema:
+    """The schema of all arguments, as a grammar has it. Raises Refusal where they could be no object.
+
+    Where only named properties are described, only these may be written: an answer would be as valid with others, but a
+    small model would not stop to invent some.
+    """
+    schema: Schema = function.get("parameters") or {}
+    if "object" not in _types_of(schema.get("type"), "object"):
+        raise refusal(function, "'type' must be 'object'")
+    schema = {**schema, "type": "object"}
+    said, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(said, dict) or not all(isinstance(inner, dict | bool) for inner in said.values()):
+        raise refusal(function, "'properties' must be schemas by name")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise refusal(function, "'required' must be a list of names")
+    if "properties" in schema and schema.keys() <= _PLAIN and set(required) <= said.keys():
+        schema = {"additionalProperties": False, **schema}
+    return schema
+
+
+def properties(function: Function) -> list[Property]:
+    """The parameters one by one, for formats that write them so. Raises Refusal where a schema says more of them than
+    that, which such a format cannot hold to."""
+    schema = arguments(function)
+    unknown = sorted(schema.keys() - _PLAIN)
+    if unknown:
+        raise refusal(function, f"{unknown[0]!r} beside 'properties' cannot be kept in this model's format of calls")
+    required = set(schema.get("required", ()))
+    said = {name: inner for name, inner in schema.get("properties", {}).items() if inner is not False}
+    if not required <= set(said):
+        raise refusal(function, f"'required' names {min(required - set(said))!r}, which is not in 'properties'")
+    return [Property(name, _alone(inner, schema), name in required) for name, inner in said.items()]
+
+
+def types(schema: Schema) -> frozenset[str]:
+    """The JSON types that a value may have, as far as the schema says it at once; all of them where it does not."""
+    root = schema
+    for _ in range(_REFERENCES_MAX):
+        if "type" in schema:
+            return _types_of(schema["type"])
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            return _types_of([type_of(value) for value in values])
+        branches = schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(branches, list):
+            return _union(branches)
+        pointed = _pointed(root, schema.get("$ref"))
+        if pointed is None:
+            break
+        schema = pointed
+    return TYPES
+
+
+def type_of(value: Any) -> str:
+    """The JSON type of a value that was JSON."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def types_by_name(function: Function) -> dict[str, frozenset[str]]:
+    """The types of the parameters that the schema names. It refuses nothing."""
+    schema: Schema = function.get("parameters") or {}
+    said = schema.get("properties")
+    if not isinstance(said, dict):
+        return {}
+    return {name: types(_alone(one, schema)) for name, one in said.items()}
+
+
+def refusal(function: Function, problem: str) -> Refusal:
+    name = str(function["name"])
+    return bad_input(f"'tools': the parameters of {name!r} are not supported here: {problem}", "tools")
+
+
+def _alone(inner: Any, root: Schema) -> Schema:
+    """One of the schemas in a schema, with the definitions that it may refer to."""
+    if not isinstance(inner, dict):
+        return {}
+    return {**{key: root[key] for key in _DEFINITIONS & root.keys()}, **inner} if "$ref" in str(inner) else inner
+
+
+def _types_of(said: Any, default: str | None = None) -> frozenset[str]:
+    if said is None:
+        return frozenset({default}) if default else TYPES
+    found = TYPES & frozenset(kind for kind in (said if isinstance(said, list) else [said]) if isinstance(kind, str))
+    return found | {"integer"} if "number" in found else found
+
+
+def _union(branches: list[Any]) -> frozenset[str]:
+    """Of branches that say their type; any type where one does not."""
+    kinds = [_types_of(branch.get("type")) if isinstance(branch, dict) else TYPES for branch in branches]
+    return frozenset().union(*kinds)
+
+
+def _pointed(root: Schema, reference: Any) -> Schema | None:
+    """What a reference into the schema's own definitions points to."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for step in reference[2:].split("/"):
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,547 @@
+"""Queued requests through a whole gateway: submitted, run, fetched, listed, cancelled, charged, parked, taken over."""
+
+import asyncio
+import dataclasses
+import json
+import sqlite3
+import time
+from contextlib import closing
+from datetime import date, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from engine.protocol import frames
+from gateway.batch import worker
+from gateway.config import ModelConfig, PriceConfig
+from tenants.auth.accounts import Grant
+from tenants.records.batches import BATCH_ITEMS_MAX, OPEN_BATCHES_MAX, BatchStatus
+from tenants.records.terms import Limits, Settings
+from tests.support.served_gateway import Answer, Served, looped, served, until
+from tests.support.stub_replica import MODEL
+
+pytestmark = pytest.mark.usefixtures("impatient")
+QUEUE = "?queueRequest=true"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks more often than in service."""
+    monkeypatch.setattr(worker, "LOOK_S", 0.05)
+    monkeypatch.setattr(worker, "RENEW_S", 0.05)
+    monkeypatch.setattr(worker, "TIDY_S", 0.05)
+    monkeypatch.setattr(worker, "AGAIN_S", 0.05)
+
+
+def requests(count: int, **fields: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"number {n}", "max_tokens": 5, "external_reference": f"r{n}", **fields} for n in range(count)]
+
+
+async def submit(world: Served, count: int = 3, **fields: Any) -> str:
+    answer = await world.call(world.run_path + QUEUE, {"requests": requests(count, **fields)})
+    assert answer.status == 200, answer.content
+    result = answer.json["result"]
+    assert result == {"status": "queued", "request_id": result["request_id"], "model": MODEL}
+    return str(result["request_id"])
+
+
+async def refused(world: Served, body: Any, query: str = QUEUE, **headers: str) -> Answer:
+    answer = await world.call(world.run_path + query, body, **headers)
+    assert answer.status >= 400, answer.content
+    return answer
+
+
+async def poll(world: Served, request_id: str, query: str = "") -> Any:
+    answer = await world.call(world.run_path + query, {"request_id": request_id})
+    assert answer.status == 200, answer.content
+    return answer.json["result"]
+
+
+async def ended(world: Served, request_id: str, seconds: float = 10.0) -> Any:
+    async with asyncio.timeout(seconds):
+        while (result := await poll(world, request_id)).get("status") in ("queued", "running"):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return result
+
+
+async def state(world: Served, request_id: str) -> Any:
+    return (await world.call(f"/ai/batches/{request_id}", None, "GET")).json["result"]
+
+
+def running(world: Served) -> int:
+    return sum(world.app._drain.running.values())
+
+
+# Submitting and fetching
+
+
+@looped
+async def test_a_batch_is_answered_with_each_requests_own_answer_in_order(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        request_id = await submit(world, 40)
+        result = await ended(world, request_id)
+        live = (await world.run(prompt="number 7", max_tokens=5)).json["result"]
+        responses = result["responses"]
+        assert [one["id"] for one in responses] == list(range(40))
+        assert [one["external_reference"] for one in responses] == [f"r{n}" for n in range(40)]
+        assert all(one["success"] for one in responses)
+        assert responses[7]["result"]["response"] == live["response"]
+        spent = [one["result"]["usage"] for one in responses]
+        assert result["usage"] == {
+            name: sum(one[name] for one in spent) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+        }
+        assert await poll(world, request_id, QUEUE) == result
+
+
+@looped
+async def test_each_request_has_one_record_at_the_batch_price_and_the_counters_agree(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        request_id = await submit(world, 20)
+        result = await ended(world, request_id)
+        await world.settled()
+        records = await world.records()
+        assert {one.request_id for one in records} == {f"{request_id}-{n}" for n in range(20)}
+        assert {(one.outcome, one.model) for one in records} == {("done", MODEL)}
+        for one in records:
+            assert one.micro_neurons == -(-(one.prompt_tokens * 500 + one.completion_tokens * 2000) // 1)
+        assert sum(one.micro_neurons for one in records) == sum(
+            round(one["result"]["usage"]["neurons"] * 1e6) for one in result["responses"]
+        )
+        (await world.app._store.reconcile(world.account_id, records[0].day)).check()
+
+
+@looped
+async def test_a_price_of_its_own_holds_for_the_whole_batch(tmp_path: Path) -> None:
+    price = PriceConfig(input=1000.0, cached_input=100.0, output=4000.0, batch=0.0)
+    folder = str(Path(__file__).parents[3] / "engine" / "builtin_model")
+    async with served(tmp_path, models=[ModelConfig(name=MODEL, folder=folder, price=price)]) as world:
+        await ended(world, await submit(world))
+        assert [one.micro_neurons for one in await world.records()] == [0, 0, 0]
+
+
+@looped
+async def test_one_wrong_request_fails_alone_where_only_the_model_can_tell(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        body = {"requests": [{"prompt": "a"}, {"prompt": "b", "logit_bias": {"6001": 1}}, {"prompt": "word " * 9000}]}
+        answer = await world.call(world.run_path + QUEUE, body)
+        result = await ended(world, answer.json["result"]["request_id"])
+        first, second, third = result["responses"]
+        assert first["success"]
+        assert first["external_reference"] is None
+        assert (second["success"], second["errors"][0]["code"]) == (False, 5006)
+        assert (third["success"], third["errors"][0]["code"]) == (False, 3030)
+        assert "6001 is no token id" in second["errors"][0]["message"]
+        assert "result" not in second
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"requests": []}, "'requests'"),
+        ({"requests": "a"}, "'requests'"),
+        ({"prompt": "a"}, "'requests'"),
+        ({"requests": [{"prompt": "a"}], "model": "b"}, "unknown field model"),
+        ({"requests": [{"prompt": "a"}, {}]}, "'requests[1].prompt'"),
+        ({"requests": [{"prompt": "a"}, {"messages": [{"role": "user"}]}]}, "'requests[1].messages[0].content'"),
+        ({"requests": [{"prompt": "a", "stream": True}]}, "'requests[0].stream'"),
+        ({"requests": [{"prompt": "a", "temperature": 9}]}, "'requests[0].temperature'"),
+        ({"requests": [{"prompt": "a", "colour": "red"}]}, "'requests[0].colour'"),
+        ({"requests": [{"prompt": "a", "external_reference": 7}]}, "'requests[0].external_reference'"),
+        ({"requests": [{"prompt": "a", "options": {"rejectIfBusy": True}}]}, "'requests[0].options'"),
+        ({"requests": ["a"]}, "requests[0]"),
+        ({"requests": [{"prompt": "a"}] * (BATCH_ITEMS_MAX + 1)}, "1 to 10000"),
+    ],
+)
+@looped
+async def test_what_is_wrong_is_named_with_its_place_and_nothing_is_kept(tmp_path: Path, body: Any, said: str) -> None:
+    async with served(tmp_path) as world:
+        answer = await refused(world, body)
+        assert (answer.status, answer.code) == (400, 5006)
+        assert said in answer.message
+        assert (await world.call("/ai/batches", None, "GET")).json["result"] == []
+
+
+@looped
+async def test_options_that_do_not_go_with_a_queue_are_refused_by_name(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        body = {"requests": requests(1)}
+        assert "queueRequest" in (await refused(world, body, "?queueRequest=perhaps")).message
+        assert "rejectIfBusy" in (await refused(world, body, QUEUE + "&rejectIfBusy=true")).message
+        assert "queueRequest=true" in (await refused(world, body, "")).message
+        malformed = await refused(world, b'{"requests": [{"prompt": "a"}')
+        assert "not valid JSON" in malformed.message
+
+
+@looped
+async def test_tags_and_metadata_go_into_every_record(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        headers = {"cf_aig_metadata": '{"team": "a"}'}
+        answer = await world.call(world.run_path + QUEUE + "&tags=x,y", {"requests": requests(2)}, **headers)
+        await ended(world, answer.json["result"]["request_id"])
+        for record in await world.records():
+            assert (record.tags, json.loads(record.metadata)) == ("x\ny", {"team": "a"})
+
+
+# Whose it is
+
+
+@looped
+async def test_another_accounts_batch_is_as_one_that_is_not_there(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        request_id = await submit(world)
+        other = await world.accounts.create("other")
+        _, token = await world.accounts.mint(other.id, "other")
+        asks: list[tuple[str, Any, str]] = [
+            (f"/ai/run/{MODEL}", {"request_id": request_id}, "POST"),
+            (f"/ai/batches/{request_id}", None, "GET"),
+            (f"/ai/batches/{request_id}", None, "DELETE"),
+        ]
+        for path, body, method in asks:
+            foreign = await world.call(path, body, method, authorization=f"Bearer {token}")
+            missing = await world.call(
+                path.replace(request_id, "0" * 36),
+                body and {"request_id": "0" * 36},
+                method,
+                authorization=f"Bearer {token}",
+            )
+            assert (foreign.status, foreign.code) == (404, 1003)
+            assert foreign.content == missing.content
+        listed = await world.call("/ai/batches", None, "GET", authorization=f"Bearer {token}")
+        assert listed.json["result"] == []
+        assert (await world.call("/ai/batches", None, "GET", authorization="")).status == 401
+
+
+@looped
+async def test_a_token_of_other_models_sees_nothing_of_it(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        request_id = await submit(world)
+        _, token = await world.accounts.mint(world.account_id, "other", grant=Grant(models=("@cf/hearth/*",)))
+        answer = await world.call(f"/ai/batches/{request_id}", None, "GET", authorization=f"Bearer {token}")
+        assert answer.status == 404
+
+
+@looped
+async def test_batches_are_listed_newest_first_and_by_status(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        path = f"/client/v4/accounts/{world.account_id}/ai/batches"
+        first = await submit(world)
+        await ended(world, first)
+        world.behaviour.first_s = 60.0
+        second = await submit(world, 2)
+        listed = (await world.call(path, None, "GET")).json["result"]
+        assert {one["request_id"] for one in listed} == {first, second}
+        (done,) = (await world.call(f"{path}?status=done", None, "GET")).json["result"]
+        assert (done["request_id"], done["status"]) == (first, "done")
+        assert done["requests"] == {"total": 3, "succeeded": 3, "failed": 0}
+        assert done == await state(world, first)
+        assert (await world.call(f"{path}?status=lost", None, "GET")).status == 400
+        assert (await world.call(path, {}, "POST")).status == 405
+        assert (await world.call(f"{path}/{first}", {}, "POST")).status == 405
+
+
+# Cancelling
+
+
+@looped
+async def test_cancelling_keeps_what_is_done_and_stops_what_runs(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        first = await submit(world, 2)
+        await ended(world, first)
+        world.behaviour.step_s = 0.2
+        request_id = await submit(world, 30, max_tokens=1000)
+        await until(lambda: running(world) > 0)
+        answer = await world.call(f"/ai/batches/{request_id}", None, "DELETE")
+        assert answer.json["result"]["status"] == "cancelled"
+        await until(lambda: running(world) == 0)
+        await world.settled()
+        assert world.fleet.running == 0
+        result = await poll(world, request_id)
+        assert (result["status"], result["responses"]) == ("cancelled", [])
+        again = await world.call(f"/ai/batches/{request_id}", None, "DELETE")
+        assert again.json["result"]["status"] == "cancelled"
+        done = await world.call(f"/ai/batches/{first}", None, "DELETE")
+        assert done.json["result"]["status"] == "done"
+        records = await world.records()
+        assert {one.outcome for one in records if one.request_id.startswith(request_id)} <= {"cancelled"}
+        (await world.app._store.reconcile(world.account_id, records[0].day)).check()
+
+
+# What cannot run now
+
+
+@looped
+async def test_a_rate_holds_the_batch_back_and_fails_none_of_it(tmp_path: Path) -> None:
+    async with served(tmp_path, limits=Limits(requests_per_minute=600, burst=2)) as world:
+        result = await ended(world, await submit(world, 8))
+        assert all(one["success"] for one in result["responses"])
+        assert len(await world.records()) == 8
+
+
+@looped
+async def test_a_budget_that_is_used_up_parks_the_batch_until_there_is_more(tmp_path: Path) -> None:
+    async with served(tmp_path, limits=Limits(neurons_per_day=0.07)) as world:
+        request_id = await submit(world, 8)
+        async with asyncio.timeout(5):
+            while not (await state(world, request_id))["requests"]["succeeded"] or running(world):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        parked = await state(world, request_id)
+        assert (parked["status"], parked["requests"]["failed"]) == ("running", 0)
+        assert 0 < parked["requests"]["succeeded"] < 8
+        assert sum(one.micro_neurons for one in await world.records()) <= 70_000
+
+
+@looped
+async def test_what_no_budget_can_ever_pay_for_fails(tmp_path: Path) -> None:
+    async with served(tmp_path, limits=Limits(neurons_per_day=0.01)) as world:
+        result = await ended(world, await submit(world, 2, max_tokens=100))
+        assert [one["errors"][0]["code"] for one in result["responses"]] == [4006, 4006]
+
+
+@looped
+async def test_a_replica_that_goes_away_costs_nothing_but_time(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        world.behaviour.die_at = 3
+        request_id = await submit(world, 3)
+        await until(lambda: world.app._gateway.fleet.hello(MODEL) is None)
+        world.behaviour.die_at = None
+        result = await ended(world, request_id)
+        succeeded = [one for one in result["responses"] if one["success"]]
+        refusals = [one["errors"][0]["code"] for one in result["responses"] if not one["success"]]
+        assert len(succeeded) + len(refusals) == 3
+        assert set(refusals) <= {5012}, "only what was there in two crashes is given up"
+        records = await world.records()
+        assert len([one for one in records if one.outcome == "done"]) == len(succeeded)
+        assert len({one.request_id for one in records}) == len(records)
+
+
+@looped
+async def test_nothing_is_claimed_while_live_requests_wait_at_the_replica(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        world.fleet.replicas[0].load(waiting=3)
+        await until(lambda: not world.app._gateway.fleet.spare(MODEL, 100))
+        request_id = await submit(world, 2)
+        await asyncio.sleep(0.3)
+        assert (await state(world, request_id))["status"] == "queued"
+        world.fleet.replicas[0].load(waiting=0)
+        await ended(world, request_id)
+
+
+@looped
+async def test_a_fault_with_one_request_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "LEASE_S", 0.3)
+    async with served(tmp_path) as world:
+        faults = []
+
+        def faulty(*_: Any) -> None:
+            if not faults:
+                faults.append("not foreseen")
+                raise RuntimeError(faults[0])
+
+        monkeypatch.setattr(worker, "admit", faulty)
+        request_id = await submit(world, 3)
+        result = await ended(world, request_id)
+        assert faults
+        assert [one["success"] for one in result["responses"]] == [True] * 3
+        assert running(world) == 0
+
+
+@looped
+async def test_what_a_replica_has_no_place_for_is_tried_again(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        world.behaviour.reject = frames.RejectReason.BUSY
+        request_id = await submit(world, 2)
+        await asyncio.sleep(0.3)
+        assert (await state(world, request_id))["requests"]["succeeded"] == 0
+        world.behaviour.reject = None
+        result = await ended(world, request_id)
+        assert all(one["success"] for one in result["responses"])
+
+
+@looped
+async def test_a_revoked_token_ends_its_batches(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        token, text = await world.accounts.mint(world.account_id, "short-lived")
+        world.app._drain.stop()
+        body, header = {"requests": requests(3)}, f"Bearer {text}"
+        answer = await world.call(world.run_path + QUEUE, body, authorization=header)
+        request_id = answer.json["result"]["request_id"]
+        await world.accounts.revoke(token.id)
+        world.app._drain._stopped = False
+        result = await ended(world, request_id)
+        assert (result["status"], result["responses"]) == (BatchStatus.FAILED, [])
+        assert await world.records() == []
+
+
+@looped
+async def test_a_gateway_of_another_region_leaves_it_to_those_that_may_serve_it(tmp_path: Path) -> None:
+    async with served(tmp_path, region="eu") as world:
+        world.app._drain.stop()
+        request_id = await submit(world, 2)
+        settings = Settings(regions=("us",))
+        await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=settings))
+        world.app._drain._stopped = False
+        await asyncio.sleep(0.3)
+        await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=Settings()))
+        result = await ended(world, request_id)
+        assert all(one["success"] for one in result["responses"])
+
+
+@looped
+async def test_a_model_that_ends_meanwhile_fails_what_is_left(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        world.app._drain.stop()
+        request_id = await submit(world, 2)
+        model = world.app._gateway.catalogue.find(MODEL)
+        assert model is not None
+        object.__setattr__(model, "ends_on", date(2020, 1, 1))
+        world.app._drain._stopped = False
+        async with asyncio.timeout(5):
+            while (await state(world, request_id))["status"] != "done":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        found = (await state(world, request_id))["requests"]
+        assert (found["succeeded"], found["failed"]) == (0, 2)
+        assert await world.records() == []
+
+
+# What is kept
+
+
+@looped
+async def test_what_is_kept_is_not_to_be_read_and_zero_retention_keeps_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        canary = "quokka-canary"
+        request_id = await submit(world, 2, prompt=canary, external_reference=canary)
+        result = await ended(world, request_id)
+        answer = result["responses"][0]["result"]["response"].encode()
+        kept = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("hearth.db*")))  # noqa: ASYNC240
+        assert request_id.encode() in kept
+        assert canary.encode() not in kept
+        assert answer not in kept
+        refusal = await refused(world, {"requests": requests(1)}, cf_aig_zdr="true")
+        assert (refusal.status, refusal.code) == (400, 5006)
+        assert "zero retention" in refusal.message
+        settings = Settings(zero_retention=True)
+        await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=settings))
+        with closing(sqlite3.connect(tmp_path / "hearth.db")) as file:
+            assert file.execute("SELECT count(*) FROM batch_items").fetchone() == (0,)
+        await asyncio.sleep(0.6)
+        assert (await world.call(world.run_path, {"request_id": request_id})).status == 404
+        assert "zero retention" in (await refused(world, {"requests": requests(1)})).message
+
+
+@looped
+async def test_results_are_kept_for_their_time_and_then_deleted(tmp_path: Path) -> None:
+    async with served(tmp_path, batch_keep_s=60) as world:
+        request_id = await submit(world)
+        await ended(world, request_id)
+        times = await state(world, request_id)
+        kept = datetime.fromisoformat(times["expires_at"]) - datetime.fromisoformat(times["ended_at"])
+        assert kept.total_seconds() == 60
+        world.app._store.batches._clock = lambda: time.time() + 50  # type: ignore[attr-defined]
+        await asyncio.sleep(0.3)
+        assert (await poll(world, request_id))["usage"]
+        world.app._store.batches._clock = lambda: time.time() + 61  # type: ignore[attr-defined]
+        await asyncio.sleep(0.3)
+        assert (await world.call(world.run_path, {"request_id": request_id})).status == 404
+        with closing(sqlite3.connect(tmp_path / "hearth.db")) as file:
+            assert file.execute("SELECT count(*) FROM batch_items").fetchone() == (0,)
+
+
+@looped
+async def test_open_batches_are_limited(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        world.app._drain.stop()
+        for _ in range(OPEN_BATCHES_MAX):
+            await submit(world, 1)
+        answer = await refused(world, {"requests": requests(1)})
+        assert (answer.status, answer.code) == (429, 3021)
+        assert "retry-after" in answer.headers
+
+
+# Gateways that come and go
+
+
+@looped
+async def test_a_restart_goes_on_where_the_gateway_stopped(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        world.behaviour.step_s = 0.05
+        request_id = await submit(world, 40, max_tokens=20)
+        account_id, token = world.account_id, world.token
+        await until(lambda: running(world) > 0)
+        await asyncio.sleep(0.3)
+    async with served(tmp_path) as world:
+        world.account_id, world.token = account_id, token
+        result = await ended(world, request_id)
+        assert all(one["success"] for one in result["responses"])
+        records = await world.records()
+        assert sorted(one.request_id for one in records) == sorted(f"{request_id}-{n}" for n in range(40))
+        assert {one.outcome for one in records} == {"done"}
+        (await world.app._store.reconcile(account_id, records[0].day)).check()
+
+
+@looped
+async def test_batches_for_a_model_that_sleeps_wake_it_after_a_while_as_lightly_as_can_be_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "ASLEEP_S", 2.0)
+    async with served(tmp_path) as world:
+        fleet, memory, device = world.fleet, frames.Residency.MEMORY, frames.Residency.DEVICE
+        fleet.move(0, memory, ready_ms=200)
+        await until(lambda: not world.app._gateway.fleet.serves(MODEL))
+        request_id = await submit(world, 5)
+        await asyncio.sleep(0.5)
+        assert not fleet.wakes, "it has not waited for long"
+        await until(lambda: bool(fleet.wakes))
+        assert not fleet.submits, "nothing was claimed for it"
+        assert (await state(world, request_id))["status"] == "queued"
+        assert (fleet.wakes[0].model, fleet.wakes[0].requests, fleet.wakes[0].weight) == (MODEL, 1, worker.LIGHT)
+        live = asyncio.create_task(world.run(prompt="hello", max_tokens=2))
+        await until(lambda: fleet.wakes[-1].weight == 1.0)
+        live.cancel()
+        await until(lambda: fleet.wakes[-1].weight == worker.LIGHT)
+        fleet.move(0, memory, toward=device)
+        await until(lambda: fleet.wakes[-1].requests == 0)
+        fleet.move(0, device)
+        result = await ended(world, request_id)
+        assert all(one["success"] for one in result["responses"])
+
+
+@looped
+async def test_what_was_claimed_for_a_model_that_goes_to_sleep_is_queued_again(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        world.behaviour.first_s = 60.0
+        request_id = await submit(world, 3)
+        await until(lambda: world.fleet.running == 3)
+        world.behaviour.first_s = 0.0
+        world.fleet.move(0, frames.Residency.MEMORY, ready_ms=200)
+        await until(lambda: not running(world) and not world.fleet.running)
+        world.fleet.move(0, frames.Residency.DEVICE)
+        result = await ended(world, request_id)
+        assert all(one["success"] for one in result["responses"])
+        assert len(await world.records()) == 3
+
+
+def ahead(hours: float) -> float:
+    return time.time() + 3600 * hours
+
+
+def asked_by(world: Served, weight: float) -> bool:
+    """Whether the machine was asked last for a request of about that weight."""
+    return bool(world.fleet.wakes) and abs(world.fleet.wakes[-1].weight - weight) < 0.001
+
+
+@looped
+async def test_an_old_batch_asks_for_its_model_as_a_plain_call_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path) as world:
+        world.fleet.move(0, frames.Residency.DISK, ready_ms=200)
+        await until(lambda: not world.app._gateway.fleet.serves(MODEL))
+        await submit(world, 2)
+        for hours, weight in ((0.1, 0.1 / 24), (12, 0.5), (30, 1.0)):
+            gateway = dataclasses.replace(world.app._gateway, calendar=partial(ahead, hours))
+            monkeypatch.setattr(world.app._drain, "_gateway", gateway)
+            await until(partial(asked_by, world, weight))

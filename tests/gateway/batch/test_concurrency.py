@@ -1,0 +1,87 @@
+"""gateway/batch/concurrency.py: queued requests take a small part of the loop's time, and timing them changes nothing
+else."""
+
+import asyncio
+import random
+
+import pytest
+
+from gateway.batch.concurrency import MOST, SHARE, Pace
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("cost_s", [0.0001, 0.001, 0.01])
+def test_as_many_are_on_their_way_as_take_their_share(cost_s: float) -> None:
+    """Each one on its way takes so much in a turn of 0.1 s."""
+    clock, pick = Clock(), random.Random(1)
+    pace = Pace(clock)
+    taken_s, turns = 0.0, 400
+
+    async def work() -> None:
+        clock.now_s += cost_s * pick.uniform(0.5, 1.5)
+
+    async def run() -> None:
+        nonlocal taken_s
+        for _ in range(turns):
+            began = clock.now_s
+            for _ in range(pace.most):
+                await pace.timed(work())
+            taken_s += clock.now_s - began
+            clock.now_s = max(clock.now_s, began + 0.1)
+            pace.adjust()
+
+    asyncio.run(run())
+    share = taken_s / clock.now_s
+    assert share < 1.5 * max(SHARE, cost_s / 0.1)  # one at least is always on its way
+    assert pace.most == MOST or share > 0.7 * SHARE
+
+
+def test_waiting_is_not_counted_and_results_of_waits_arrive() -> None:
+    pace, seen = Pace(), []
+
+    async def work() -> None:
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(10):
+            seen.append(await asyncio.to_thread(lambda: 7))
+
+    asyncio.run(_awaited(pace, work()))
+    assert seen == [7]
+    assert pace._taken_s < 0.1
+
+
+async def _awaited(pace: Pace, work: object) -> None:
+    await pace.timed(work)  # type: ignore[arg-type]
+
+
+def test_an_error_and_a_cancellation_go_through_and_may_be_caught_inside() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise LookupError
+
+    async def tidies(done: list[str]) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            done.append("tidied")
+            raise
+
+    async def scenario() -> None:
+        pace, done = Pace(), list[str]()
+        with pytest.raises(LookupError):
+            await pace.timed(fails())
+        task = asyncio.create_task(_awaited(pace, tidies(done)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done == ["tidied"]
+
+    asyncio.run(scenario())

@@ -1,0 +1,216 @@
+import asyncio
+import contextlib
+from array import array
+from pathlib import Path
+
+import pytest
+
+from engine.protocol import frames
+from gateway.cluster.client import STEPS_MAX, Asleep, Rejected, ReplicaLost, Step, pack
+from gateway.cluster.fleet import Fleet
+from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
+from tests.support.served_gateway import looped, until
+from tests.support.stub_replica import StubFleet
+
+DISK, MEMORY, DEVICE = frames.Residency
+
+
+def test_a_request_streams_back_with_start_and_finish(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.cached_tokens = 16
+            steps = await collect(await submit(fleet, max_tokens=5))
+            assert [len(step.tokens) for step in steps] == [1] * 5
+            first = sum(range(40)) % len(stub.behaviour.words)
+            assert steps[0].tokens == [stub.behaviour.words[first]]
+            assert steps[0].started is not None
+            assert steps[0].started.cached_tokens == 16
+            assert steps[-1].finish is not None
+            assert steps[-1].finish.completion_tokens == 5
+            assert all(step.finish is None for step in steps[:-1])
+            assert stub.submits[0].scope == frames.Scope(frames.ScopeKind.TENANT, SCOPE)
+
+    asyncio.run(scenario())
+
+
+def test_choices_keep_apart_and_the_stream_ends_after_the_last(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            streams = [await submit(fleet, max_tokens=6, n=3, logprobs=2) for _ in range(4)]
+            for stream in streams:
+                steps = await collect(stream)
+                for choice in range(3):
+                    mine = [step for step in steps if step.index_in_n == choice]
+                    tokens = [token for step in mine for token in step.tokens]
+                    start = sum(range(40)) + choice
+                    words = stub.behaviour.words
+                    assert tokens == [words[(start + i) % len(words)] for i in range(6)]
+                    assert [scored.top_ids[0] for step in mine for scored in step.logprobs] == tokens
+                    assert mine[-1].finish is not None
+
+    asyncio.run(scenario())
+
+
+def test_what_begins_or_ends_in_a_step_is_woken_before_what_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.first_s = 1000.0
+            streams = [await submit(fleet) for _ in range(3)]
+            woken: list[int] = []
+
+            async def follow(index: int) -> Step:
+                step = await anext(streams[index])
+                woken.append(index)
+                return step
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(follow(index)) for index in range(3)]
+                await until(lambda: len(stub.submits) == 3)
+                goes_on, ends, begins = (submitted.id for submitted in stub.submits)
+                tokens = pack([1, 2, 3, 4])
+                started, finish = [frames.Started(begins, 0, 1.0)], [frames.Finish(ends, frames.FinishReason.LENGTH, 2)]
+                (connection,) = stub.replicas[0].connections
+                connection.send(frames.Progress([goes_on, ends, begins], [1, 2, 1], tokens, started, finish))
+            assert woken == [2, 1, 0]
+            assert [task.result().tokens for task in tasks] == [[1], [2, 3], [4]]
+            assert [task.result().finish for task in tasks] == [None, finish[0], None]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_stream_tells_the_replica_once_and_ends(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.step_s = 0.01
+            stream = await submit(fleet, max_tokens=10_000, n=2)
+            await anext(stream)
+            stream.cancel()
+            stream.cancel()
+            assert await collect(stream) == []
+            await until(lambda: stub.running == 0)
+            assert list(stub.replicas[0].cancels) == [1, 2]
+            assert len(await collect(await submit(fleet))) == 8  # the connection is as good as before
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_after_the_end_sends_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stream = await submit(fleet)
+            await collect(stream)
+            stream.cancel()
+            await collect(await submit(fleet))
+            assert not stub.replicas[0].cancels
+
+    asyncio.run(scenario())
+
+
+def test_a_waiting_reader_is_woken_by_cancel(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.first_s = 100
+            stream = await submit(fleet)
+            reader = asyncio.create_task(collect(stream))
+            await asyncio.sleep(0.02)
+            stream.cancel()
+            assert await reader == []
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_replica_fails_its_streams_at_once_after_what_they_received(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.die_at = 3
+            streams = [await submit(fleet, max_tokens=100) for _ in range(5)]
+            for stream in streams:
+                assert [len((await anext(stream)).tokens) for _ in range(3)] == [1, 1, 1]
+                with pytest.raises(ReplicaLost, match="was lost"):
+                    await anext(stream)
+
+    asyncio.run(scenario())
+
+
+def test_submitting_on_a_link_whose_replica_went_raises(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            chosen = await link(fleet)
+            stub.replicas[0].die()
+            await until(lambda: not fleet.replicas()[0].ready)
+            with pytest.raises(ReplicaLost):
+                chosen.submit(tokens=PROMPT, scope=frames.Scope(), sampling=frames.Sampling(), max_tokens=1)
+
+    asyncio.run(scenario())
+
+
+def test_a_rejection_reaches_the_caller_with_its_reason(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.behaviour.reject = frames.RejectReason.BUSY
+            with pytest.raises(Rejected) as raised:
+                await collect(await submit(fleet, n=2))
+            assert (raised.value.reason, raised.value.retry_after_ms) == (frames.RejectReason.BUSY, 1500)
+            stub.behaviour.reject = None
+            assert len(await collect(await submit(fleet))) == 8
+
+    asyncio.run(scenario())
+
+
+def test_another_protocol_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        stub = StubFleet(tmp_path)
+        monkeypatch.setattr(frames, "PROTOCOL", 99)
+        hello = stub.replicas[0].hello()
+        monkeypatch.undo()
+        monkeypatch.setattr(stub.replicas[0], "hello", lambda: hello)
+        async with stub.serving():
+            fleet = Fleet([stub.address])
+            running = asyncio.create_task(fleet.run())
+            await until(lambda: any("protocol 99" in seen.problem for seen in fleet.replicas()))
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_reader_holds_a_bounded_number_of_steps_and_loses_no_token(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stream = await submit(fleet, max_tokens=3000, n=2, logprobs=0)
+            await until(lambda: stub.running == 0 and stream._open == 0)
+            assert len(stream._steps) <= STEPS_MAX + 2
+            steps = await collect(stream)
+            for choice in range(2):
+                mine = [step for step in steps if step.index_in_n == choice]
+                tokens = [token for step in mine for token in step.tokens]
+                words, start = stub.behaviour.words, sum(range(40)) + choice
+                assert tokens == [words[(start + i) % len(words)] for i in range(3000)]
+                assert len([scored for step in mine for scored in step.logprobs]) == 3000
+                assert [step.finish is not None for step in mine] == [False] * (len(mine) - 1) + [True]
+
+    asyncio.run(scenario())
+
+
+def test_packed_tokens_are_little_endian_words() -> None:
+    assert pack([1, 70000]) == b"\x01\0\0\0\x70\x11\x01\0"
+    assert array("I", pack([5, 6])).tolist() == [5, 6]
+
+
+@looped
+async def test_what_a_replica_has_not_begun_with_is_taken_back_when_it_leaves_the_device(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (stub, fleet):
+        stub.behaviour.step_s = 0.02
+        begun = await submit(fleet, max_tokens=50)
+        await anext(begun)
+        stub.behaviour.first_s = 60.0
+        other = await submit(fleet, n=2)
+        await until(lambda: len(stub.submits) == 2)
+        stub.move(0, DEVICE, toward=MEMORY)
+        with pytest.raises(Asleep):
+            await anext(other)
+        await until(lambda: len(stub.replicas[0].cancels) == 2)
+        stub.move(0, MEMORY, ready_ms=100)
+        stub.move(0, DEVICE)
+        assert sum(len(step.tokens) for step in await collect(begun)) == 49

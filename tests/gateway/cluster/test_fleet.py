@@ -1,0 +1,400 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from engine.protocol import frames
+from gateway.cluster import wake_queue
+from gateway.cluster.client import Connection, Link, connect, pack
+from gateway.cluster.fleet import Fleet, Unavailable, _Known
+from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
+from tests.support.served_gateway import looped, until
+from tests.support.stub_replica import MODEL, StubFleet
+
+DISK, MEMORY, DEVICE = frames.Residency
+
+
+def test_a_lost_replica_is_connected_to_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.replicas[0].die()
+            await until(lambda: not fleet.replicas()[0].ready)
+            assert "was lost" in fleet.replicas()[0].problem
+            assert len(await collect(await submit(fleet))) == 8
+            assert fleet.replicas()[0].problem == ""
+
+    asyncio.run(scenario())
+
+
+def test_link_waits_for_a_replica_that_comes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stub = StubFleet(tmp_path)
+        fleet = Fleet([stub.address])
+        running = asyncio.create_task(fleet.run())
+        waiting = asyncio.create_task(link(fleet))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        async with stub.serving():
+            assert (await waiting).hello.model == MODEL
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+
+
+@looped
+async def test_who_waits_goes_on_also_where_a_replicas_hello_comes_with_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def behind_the_hello(address: str, make: Callable[[], Connection]) -> Connection:
+        connection = await connect(address, make)
+        await asyncio.sleep(0.05)
+        return connection
+
+    monkeypatch.setattr("gateway.cluster.fleet.connect", behind_the_hello)
+    stub = StubFleet(tmp_path)
+    fleet = Fleet([stub.address])
+    async with stub.serving():
+        running = asyncio.create_task(fleet.run())
+        await link(fleet)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+def test_link_gives_up_at_its_deadline_and_says_why(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stub = StubFleet(tmp_path)
+        fleet = Fleet([stub.address])
+        running = asyncio.create_task(fleet.run())
+        with pytest.raises(Unavailable, match="cannot be reached") as raised:
+            await link(fleet, wait_s=0.1)
+        assert not raised.value.loading
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_no_machine_has_is_unavailable(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (_, fleet):
+            with pytest.raises(Unavailable, match="@cf/other/model"):
+                await link(fleet, wait_s=0.05, model="@cf/other/model")
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_replica_gets_no_new_work_and_finishes_its_old(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, replicas=2) as (stub, fleet):
+            stub.behaviour.step_s = 0.01
+            stream = await submit(fleet, max_tokens=20)
+            await anext(stream)
+            busy = next(replica for replica in stub.replicas if replica.submits)
+            other = next(replica for replica in stub.replicas if replica is not busy)
+            busy.load(draining=True)
+            await until(lambda: sum(seen.ready for seen in fleet.replicas()) == 1)
+            rest = await collect(await submit(fleet))
+            assert len(rest) == 8
+            assert len(other.submits) == 1
+            assert len(await collect(stream)) == 19
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_the_machine_no_longer_tells_of_is_forgotten(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, replicas=2) as (stub, fleet):
+            stub.hidden.add(0)
+            stub.tell()
+            await until(lambda: len(fleet.replicas()) == 1)
+            await until(lambda: not stub.replicas[0].connections)
+
+    asyncio.run(scenario())
+
+
+def test_load_counts_what_was_submitted_since_it_came(tmp_path: Path) -> None:
+    """Requests that arrive at once are spread although no replica has told of any of them yet."""
+
+    async def scenario() -> None:
+        async with connected(tmp_path, replicas=4) as (stub, fleet):
+            stub.behaviour.first_s = 100
+            streams = [await submit(fleet) for _ in range(80)]
+            await until(lambda: stub.running == 80)
+            running = [replica.running for replica in stub.replicas]
+            assert max(running) <= 25, running
+            for stream in streams:
+                stream.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_address_is_an_error_at_the_start() -> None:
+    with pytest.raises(frames.AddressError, match="outside loopback"):
+        Fleet(["tcp:10.0.0.1:7000"])
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_cancellation_beside_a_machines_word_ends_the_watch_of_a_replica(turns: int, tmp_path: Path) -> None:
+    async def run() -> None:
+        known = _Known(frames.ReplicaState("m", f"unix:{tmp_path}/nobody", frames.Residency.DEVICE, 1))
+        watch = asyncio.create_task(Fleet([])._keep_replica(known))
+        await asyncio.sleep(0.05)  # it could not connect, and waits
+        known.changed.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        watch.cancel()
+        done, _ = await asyncio.wait([watch], timeout=1)
+        assert watch in done
+        assert watch.cancelled()
+
+    asyncio.run(run())
+
+
+def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_where_these_wait(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, replicas=2) as (stub, fleet):
+            assert fleet.spare(MODEL, 10) == 20
+            stub.behaviour.first_s = 60.0
+            live = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
+            for _ in range(8):
+                behind = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time(), background=True)
+                behind.submit(
+                    tokens=PROMPT,
+                    scope=frames.Scope(),
+                    sampling=frames.Sampling(),
+                    max_tokens=8,
+                    terms=frames.Terms(background=True),
+                )
+            assert fleet.spare(MODEL, 10) == 12
+            again = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
+            assert again._replica is live._replica, "live calls go where they went"
+            assert sorted(replica.background for replica in fleet._present(MODEL)) != [0, 8], "the background is spread"
+            stub.replicas[0].load(waiting=1)
+            await until(lambda: fleet.spare(MODEL, 10) <= 10)
+
+    asyncio.run(scenario())
+
+
+async def held(fleet: Fleet, count: int = 1, wait_s: float = 5.0) -> list[asyncio.Task[Link]]:
+    """So many requests that wait for the model."""
+    tasks = [asyncio.create_task(link(fleet, wait_s)) for _ in range(count)]
+    await until(lambda: fleet.waiting(MODEL) == count)
+    return tasks
+
+
+@contextlib.asynccontextmanager
+async def asleep(folder: Path, replicas: int = 1, ready_ms: int = 300) -> AsyncIterator[tuple[StubFleet, Fleet]]:
+    async with connected(folder, replicas) as (stub, fleet):
+        for index in range(replicas):
+            stub.move(index, MEMORY, ready_ms=ready_ms)
+        await until(lambda: not fleet.serves(MODEL))
+        yield stub, fleet
+
+
+@looped
+async def test_one_wake_serves_all_who_wait_and_what_they_send_waits_in_the_replica(tmp_path: Path) -> None:
+    async with asleep(tmp_path) as (stub, fleet):
+        tasks = await held(fleet, 50)
+        await until(lambda: stub.wakes[-1].requests == 50)
+        assert len(stub.wakes) <= 2
+        stub.move(0, MEMORY, toward=DEVICE)
+        streams = [
+            (await task).submit(tokens=PROMPT, scope=frames.Scope(), sampling=frames.Sampling(), max_tokens=2)
+            for task in tasks
+        ]
+        await until(lambda: len(stub.submits) == 50)
+        await until(lambda: stub.wakes[-1] == frames.Wake(MODEL, 0))
+        assert not any(stream.ready for stream in streams)
+        stub.move(0, DEVICE)
+        assert [sum(len(step.tokens) for step in await collect(stream)) for stream in streams] == [2] * 50
+
+
+@looped
+async def test_a_replica_on_the_device_is_preferred_and_one_that_leaves_it_is_not_chosen(tmp_path: Path) -> None:
+    async with connected(tmp_path, replicas=3) as (stub, fleet):
+        stub.move(0, MEMORY, toward=DEVICE)
+        stub.move(1, DEVICE, toward=MEMORY)
+        await until(lambda: fleet._present(MODEL) == [known.connection for known in fleet._of(MODEL)][2:])
+        for n in range(20):
+            chosen = await fleet.link(MODEL, SCOPE, pack([n] * 40), asyncio.get_running_loop().time())
+            assert chosen._replica.address == f"unix:{stub.replicas[2].path}"
+
+
+@looped
+async def test_a_sleeping_replica_tells_of_no_problem_that_a_new_connection_has_ended(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (stub, fleet):
+        stub.replicas[0].die()
+        await until(lambda: "was lost" in fleet.replicas()[0].problem)
+        await until(lambda: fleet.serves(MODEL))
+        stub.move(0, MEMORY)
+        await until(lambda: not fleet.serves(MODEL))
+        assert fleet.replicas()[0].problem == ""
+
+
+@looped
+async def test_the_wait_ends_when_no_machine_can_ever_serve_the_model(tmp_path: Path) -> None:
+    async with asleep(tmp_path, replicas=2) as (stub, fleet):
+        (task,) = await held(fleet)
+        stub.move(0, DISK, ready_ms=-1, problem="it never fits", quarantined=True)
+        await asyncio.sleep(0.05)
+        assert not task.done(), "the other replica may come"
+        stub.move(1, DISK, ready_ms=-1, problem="it never fits")
+        with pytest.raises(Unavailable, match="it never fits") as raised:
+            await task
+        assert not raised.value.loading
+        with pytest.raises(Unavailable):
+            await link(fleet)
+
+
+@looped
+async def test_the_end_of_the_wait_says_when_the_model_may_be_there(tmp_path: Path) -> None:
+    async with asleep(tmp_path, replicas=2) as (stub, fleet):
+        stub.move(0, DISK, ready_ms=7_400)
+        await until(lambda: fleet.replicas()[0].expected_s == 7.4)
+        stub.move(1, DISK, ready_ms=12_000)
+        await until(lambda: fleet.expected_s(MODEL) == 8)
+        with pytest.raises(Unavailable, match="asleep") as raised:
+            await link(fleet, wait_s=0.05)
+        assert (raised.value.loading, raised.value.retry_after_s) == (True, 8)
+        assert fleet.busy(MODEL) == 8
+        await until(lambda: stub.wakes[-1].requests == 0)
+        asked = len(stub.wakes)
+        with pytest.raises(Unavailable):
+            await link(fleet, wait_s=0.0)
+        await asyncio.sleep(0.05)
+        assert len(stub.wakes) == asked, "who does not wait wakes nothing"
+
+
+@looped
+async def test_a_machine_that_comes_back_is_told_again_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wake_queue, "AGAIN_S", 60.0)
+    async with asleep(tmp_path) as (stub, fleet):
+        tasks = await held(fleet, 3)
+        await until(lambda: stub.wakes[-1].requests == 3)
+        stub.wakes.clear()
+        for machine in list(stub.machines):
+            machine.close()
+        await until(lambda: bool(stub.wakes))
+        assert stub.wakes[0].requests == 3
+        stub.move(0, DEVICE)
+        await asyncio.gather(*tasks)
+
+
+@looped
+async def test_what_a_machine_said_that_is_lost_refuses_nobody_until_it_says_it_again(tmp_path: Path) -> None:
+    stub = StubFleet(tmp_path)
+    fleet = Fleet([stub.address])
+    running = asyncio.create_task(fleet.run())
+    never = {"residency": DISK, "toward": DISK, "ready_ms": -1, "problem": "it never fits"}
+    stub.replicas[0].state = structs.replace(stub.replicas[0].state, **never)
+    async with stub.serving():
+        with pytest.raises(Unavailable, match="it never fits"):
+            await link(fleet)
+    for machine in list(stub.machines):
+        machine.close()
+    await until(lambda: bool(fleet.problems()))
+    (task,) = await held(fleet)
+    with pytest.raises(Unavailable, match=r"is not ready: the machine at .* (was lost|cannot be reached)") as raised:
+        await link(fleet, wait_s=0.1)
+    assert raised.value.loading
+    assert not task.done()
+    async with stub.serving():
+        with pytest.raises(Unavailable, match="it never fits"):
+            await task
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+@looped
+async def test_one_machine_refuses_nobody_while_another_that_may_serve_was_never_heard(tmp_path: Path) -> None:
+    first, second = (StubFleet(tmp_path / name) for name in "ab")
+    for stub in (first, second):
+        Path(stub.address.removeprefix("unix:")).parent.mkdir()
+    fleet = Fleet([first.address, second.address])
+    running = asyncio.create_task(fleet.run())
+    first.replicas[0].state = structs.replace(first.replicas[0].state, residency=DISK, toward=DISK, ready_ms=-1)
+    async with first.serving():
+        await until(lambda: bool(fleet.replicas()))
+        (task,) = await held(fleet)
+        async with second.serving():
+            assert (await task).hello.model == MODEL
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+@looped
+async def test_what_a_connection_asks_for_ends_with_those_who_leave(tmp_path: Path) -> None:
+    async with asleep(tmp_path) as (stub, fleet):
+        tasks = await held(fleet, 2)
+        for task in tasks:
+            task.cancel()
+        await until(lambda: stub.wakes[-1] == frames.Wake(MODEL, 0))
+        assert fleet.waiting(MODEL) == 0
+
+
+@looped
+async def test_the_background_waits_for_no_model_and_wakes_none(tmp_path: Path) -> None:
+    async with asleep(tmp_path) as (stub, fleet):
+        with pytest.raises(Unavailable) as raised:
+            await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time() + 5, background=True)
+        assert raised.value.loading
+        assert not stub.wakes
+        assert fleet.spare(MODEL, 10) == 0
+
+
+@looped
+async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_did(tmp_path: Path) -> None:
+    waited = list[tuple[str, float]]()
+    stub = StubFleet(tmp_path)
+    fleet = Fleet([stub.address], waited=lambda model, seconds: waited.append((model, seconds)))
+    async with stub.serving():
+        running = asyncio.create_task(fleet.run())
+        await until(lambda: fleet.serves(MODEL))
+        await collect(await submit(fleet))
+        assert waited == []
+        stub.move(0, MEMORY, ready_ms=100)
+        await until(lambda: not fleet.serves(MODEL))
+        (task,) = await held(fleet)
+        stub.move(0, MEMORY, toward=DEVICE)
+        stream = (await task).submit(tokens=PROMPT, scope=frames.Scope(), sampling=frames.Sampling(), max_tokens=5)
+        await asyncio.sleep(0.2)
+        stub.move(0, DEVICE)
+        await collect(stream)
+        ((model, seconds),) = waited
+        assert (model, 0.2 < seconds < 10.0) == (MODEL, True)
+        stub.move(0, MEMORY, ready_ms=100)
+        await until(lambda: not fleet.serves(MODEL))
+        with pytest.raises(Unavailable):
+            await link(fleet, wait_s=0.1)
+        assert len(waited) == 2
+        assert waited[1][1] >= 0.09  # clocks differ by a little
+        running.cancel()
+
+
+@looped
+async def test_a_sleeping_replicas_connection_stays_and_one_on_disk_is_not_asked_for(tmp_path: Path) -> None:
+    async with asleep(tmp_path) as (stub, fleet):
+        hello = fleet.hello(MODEL)
+        assert hello is not None
+        assert hello.context_tokens == stub.behaviour.context_tokens
+        assert not fleet.replicas()[0].ready
+        assert fleet.replicas()[0].problem == ""
+        stub.move(0, DISK, ready_ms=900)
+        stub.replicas[0].die()
+        await until(lambda: fleet.hello(MODEL) is None)
+        await asyncio.sleep(0.3)
+        assert not stub.replicas[0].connections
+        assert (fleet.replicas()[0].problem, fleet.replicas()[0].expected_s) == ("", 0.9)
+        stub.move(0, DISK, toward=DEVICE, ready_ms=900)
+        await until(lambda: bool(stub.replicas[0].connections))

@@ -1,0 +1,200 @@
+import re
+import time
+from datetime import date
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+
+from gateway.errors import Refusal
+from gateway.http.json_body import DEPTH_MAX, asked_in, check_depth, decode, options
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    size: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    n: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
+    heat: Annotated[float, msgspec.Meta(ge=0, le=5)] = 0.0
+    text: str = ""
+    inner: list[Inner] = []
+    free: dict[str, object] = {}
+
+
+class Named(msgspec.Struct):
+    role: Literal["system", "user"]
+
+
+class Needs(msgspec.Struct):
+    model: str = ""
+    inner: list[Named] | None = None
+
+
+decoder = msgspec.json.Decoder(Body)
+
+
+def refusal(body: bytes) -> Refusal:
+    with pytest.raises(Refusal) as raised:
+        decode(body, decoder)
+    return raised.value
+
+
+def test_a_good_body_is_decoded() -> None:
+    assert decode(b' {"n": 2, "text": "a\\u00e9", "heat": 1} ', decoder) == Body(n=2, text="aé", heat=1)
+
+
+@pytest.mark.parametrize("body", [b"", b"  \n"])
+def test_an_empty_body_is_missing(body: bytes) -> None:
+    assert (refusal(body).status, refusal(body).code) == (400, 3003)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"n": 1.0}', "n"),
+        (b'{"n": true}', "n"),
+        (b'{"n": "1"}', "n"),
+        (b'{"n": 5}', "n"),
+        (b'{"n": 99999999999999999999999}', "n"),
+        (b'{"heat": "1"}', "heat"),
+        (b'{"heat": true}', "heat"),
+        (b'{"heat": 1e999}', "heat"),
+        (b'{"text": 1}', "text"),
+        (b'{"inner": [{"size": 1}, {"size": 9}]}', "inner[1].size"),
+        (b'{"inner": [{"sise": 1}]}', "inner[0].sise"),
+        (b'{"colour": 1}', "colour"),
+        (b'{"n": 1, "n": 2}', "n"),
+        (b'{"free": {"a": 1, "\\u0061": 2}}', "a"),
+    ],
+)
+def test_what_is_wrong_is_named(body: bytes, field: str) -> None:
+    refused = refusal(body)
+    assert (refused.status, refused.code, refused.param) == (400, 5006, field)
+    assert f"'{field}'" in refused.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"n": 1',
+        b"[1]",
+        b'{"heat": NaN}',
+        b'{"heat": Infinity}',
+        b'{"text": "\\ud800"}',
+        b'{"text": "\xff"}',
+        b'{"n": 1} x',
+        b'{"n": 1,}',
+        b"\xef\xbb\xbf{}",
+        b'{"free": {"x": NaN}}',
+        b"[" * 100_000,
+        b'{"free": {"x": ' + b"[" * 100_000,
+        b'{"free": {"x": ' + b"[" * 900 + b"]" * 900 + b"}} ",
+    ],
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(Refusal) as raised:
+        check_depth(decode(body, decoder).free, "free", DEPTH_MAX)
+    assert (raised.value.status, raised.value.code) == (400, 5006)
+
+
+def test_depth_is_counted_exactly() -> None:
+    def nested(levels: int) -> object:
+        value: object = 1
+        for _ in range(levels):
+            value = [value]
+        return value
+
+    check_depth(nested(16), "tools", 16)
+    with pytest.raises(Refusal, match="'tools'"):
+        check_depth(nested(17), "tools", 16)
+
+
+def test_a_large_body_costs_a_large_body_only() -> None:
+    body = msgspec.json.encode({"text": 'a "quoted" word\n' * 500_000})
+    began = time.process_time()
+    decode(body, decoder)
+    assert time.process_time() - began < 0.5
+
+
+def test_query_options_are_bounded() -> None:
+    assert options(b"a=1&b=&a=2") == {"a": "2", "b": ""}
+    with pytest.raises(Refusal):
+        options(b"&".join(b"a%d=1" % i for i in range(100)))
+
+
+@pytest.mark.parametrize("dense", [b"{}", b"0", b"[]", b'""', b'{"a":"{"}'])
+def test_a_body_of_very_many_values_is_refused_before_it_costs_anything(dense: bytes) -> None:
+    body = b'{"free": {"x": [' + dense + (b"," + dense) * (9_000_000 // (len(dense) + 1)) + b"]}}"
+    began = time.process_time()
+    refused = refusal(body)
+    assert time.process_time() - began < 0.15
+    assert (refused.status, refused.code) == (400, 5006)
+    assert "send fewer" in refused.message
+
+
+def test_commas_and_braces_in_a_text_are_no_values() -> None:
+    text = 'if (a) { b(c, [d, "e\\"]); },' * 20_000
+    assert decode(msgspec.json.encode({"text": text}), decoder).text == text
+
+
+def test_a_missing_field_is_named_as_the_one_to_give() -> None:
+    needs, named = msgspec.json.Decoder(Needs), msgspec.json.Decoder(Named)
+    for body, field in ((b"{}", "role"), (b'{"inner": [{}]}', "inner[0].role")):
+        with pytest.raises(Refusal, match="is missing; give it") as raised:
+            decode(body, needs if "inner" in field else named)
+        assert raised.value.param == field
+
+
+def test_a_value_that_is_none_of_the_words_is_not_repeated() -> None:
+    for body, field in ((b'{"role": "my secret"}', "role"), (b'{"inner": [{"role": "my secret"}]}', "inner[0].role")):
+        with pytest.raises(Refusal, match=re.escape(f"'{field}': send one of system, user")) as raised:
+            decode(body, msgspec.json.Decoder(Named if field == "role" else Needs))
+        assert "secret" not in raised.value.message
+        assert raised.value.param == field
+
+
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    page: Annotated[int, msgspec.Meta(ge=1, le=9)] | None = None
+    name: str = ""
+    day: date | None = None
+    kind: Literal["a", "b"] = "a"
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        (b"page=10", "page"), (b"page=0", "page"), (b"page=1.0", "page"), (b"page=1e0", "page"), (b"page=+1", "page"),
+        (b"page=", "page"), (b"page=null", "page"), (b"page=" + b"9" * 30, "page"), (b"day=null", "day"),
+        (b"day=20260102", "day"), (b"day=7", "day"), (b"kind=c", "kind"), (b"colour=red", "colour"),
+        (b"Page=1", "Page"),
+    ],
+)  # fmt: skip
+def test_a_wrong_query_is_refused_by_name(query: bytes, field: str) -> None:
+    with pytest.raises(Refusal, match=f"'{field}'") as refused:
+        asked_in(query, Asked)
+    assert refused.value.status == 400
+
+
+def test_a_query_is_texts_whole_numbers_words_and_days() -> None:
+    assert asked_in(b"", Asked) == Asked()
+    assert asked_in(b"page=7&name=8&day=2026-01-02&kind=b", Asked) == Asked(7, "8", date(2026, 1, 2), "b")
+    assert asked_in(b"page=1&page=2", Asked).page == 2
+
+
+class Square(msgspec.Struct, tag_field="kind", tag="square"):
+    side: int = 1
+
+
+class Circle(msgspec.Struct, tag_field="kind", tag="circle"):
+    radius: int = 1
+
+
+class Drawing(msgspec.Struct):
+    shapes: list[Square | Circle]
+
+
+def test_a_kind_that_is_none_of_the_kinds_is_not_repeated() -> None:
+    with pytest.raises(Refusal, match=re.escape("'shapes[1].kind': send one of circle, square")) as raised:
+        decode(b'{"shapes": [{"kind": "circle"}, {"kind": "my secret"}]}', msgspec.json.Decoder(Drawing))
+    assert "secret" not in raised.value.message

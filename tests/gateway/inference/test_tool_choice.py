@@ -1,0 +1,68 @@
+"""Which tools a model is told of, and whether it calls them."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.errors import Refusal
+from gateway.inference.prompt import AUTO, ToolChoice
+from gateway.inference.tool_choice import ToolChoiceField, offered
+
+RAIN, SUN = [{"type": "function", "function": {"name": name}} for name in ("rain", "sun")]
+TOOLS = [RAIN, SUN]
+
+
+def chosen(asked: Any, tools: Any = TOOLS) -> Any:
+    return offered(tools, msgspec.convert(asked, ToolChoiceField | None))
+
+
+def test_words_say_whether() -> None:
+    assert chosen(None) == chosen("auto") == (TOOLS, AUTO)
+    assert chosen("required") == (TOOLS, ToolChoice("required"))
+    assert chosen("none") == (None, ToolChoice("none"))
+    assert chosen("none", None) == (None, ToolChoice("none"))
+    assert chosen(None, None) == chosen("auto", None) == (None, AUTO)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "function", "function": {"name": "sun"}},
+        {"type": "function", "name": "sun"},
+        {"function": {"name": "sun"}},
+    ],
+)
+def test_one_is_named_in_all_spellings(asked: Any) -> None:
+    assert chosen(asked) == (TOOLS, ToolChoice("named", "sun"))
+
+
+@pytest.mark.parametrize("named", [{"type": "function", "function": {"name": "sun"}}, {"name": "sun"}])
+def test_some_are_allowed(named: Any) -> None:
+    for mode in ("auto", "required"):
+        asked = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        assert chosen(asked) == ([SUN], ToolChoice(mode))
+
+
+@pytest.mark.parametrize(
+    ("asked", "tools", "words"),
+    [
+        ("required", None, "there are no 'tools'"),
+        ({"name": "snow"}, TOOLS, "'snow' is none of the 'tools'"),
+        ({"name": "rain"}, None, "'rain' is none of the 'tools'"),
+        ({"type": "function"}, TOOLS, "'function' with its 'name'"),
+        ({"name": "rain", "function": {"name": "rain"}}, TOOLS, "needs either"),
+        ({"type": "allowed_tools"}, TOOLS, "has 'allowed_tools' alone"),
+        ({"name": "rain", "allowed_tools": {"mode": "auto", "tools": [{"name": "rain"}]}}, TOOLS, "'allowed_tools'"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"name": "snow"}]}},
+            TOOLS,
+            "'snow' is none",
+        ),
+    ],
+)
+def test_a_choice_that_cannot_be_made_is_refused(asked: Any, tools: Any, words: str) -> None:
+    with pytest.raises(Refusal) as raised:
+        chosen(asked, tools)
+    assert raised.value.param == "tool_choice"
+    assert words in raised.value.message

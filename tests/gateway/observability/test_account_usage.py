@@ -1,0 +1,42 @@
+import ast
+from pathlib import Path
+
+from gateway.observability import account_usage
+from gateway.observability.account_usage import OTHER, Shares
+from tenants.limits.quota import Spent
+
+A, B, C = "a" * 32, "b" * 32, "c" * 32
+
+
+def test_accounts_over_the_cap_are_summed_by_plan() -> None:
+    counted = Shares(2)
+    for account, plan in ((A, "default"), (B, "default"), (C, "default"), ("d" * 32, "team"), (A, "default")):
+        counted.finished(account, plan, Spent(10, 4, 3, "done"), 1.5)
+    counted.refused("e" * 32, "team", "neurons_per_day")
+    assert set(counted.rows) == {(A, "default"), (B, "default"), (OTHER, "default"), (OTHER, "team")}
+    assert counted.rows[A, "default"].tokens == {"prompt": 20, "cached": 8, "completion": 6}
+    assert counted.rows[A, "default"].neurons == 3.0
+    assert counted.rows[OTHER, "team"].refused == {"neurons_per_day": 1}
+
+
+def test_a_thousand_accounts_make_no_more_rows_than_the_cap() -> None:
+    counted = Shares(200)
+    for i in range(1000):
+        counted.finished(f"{i:032x}", "default", Spent(outcome="done"), 0.0)
+    assert len(counted.rows) == 201
+    assert sum(row.endings["done"] for row in counted.rows.values()) == 1000
+
+
+def test_every_outcome_that_is_named_is_one_that_the_gateway_has() -> None:
+    """And one that nobody named is a failure of ours."""
+    folder = Path(__file__).parents[3] / "gateway"
+    outcomes = {
+        node.value
+        for name in ("errors", "inference/generate", "inference/request")
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text()))
+        if isinstance(node, ast.Constant)
+    }
+    assert set(account_usage._ENDING) <= outcomes
+    counted = Shares(1)
+    counted.finished(A, "default", Spent(outcome="made up"), 0.0)
+    assert counted.rows[A, "default"].endings["failed"] == 1

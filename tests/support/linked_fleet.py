@@ -1,0 +1,48 @@
+"""A Fleet that is connected to stub replicas, without a gateway around it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from engine.protocol import frames
+from gateway.cluster.client import Link, Step, Stream, pack
+from gateway.cluster.fleet import Fleet
+from tests.support.served_gateway import until
+from tests.support.stub_replica import MODEL, StubFleet
+
+PROMPT = pack(range(40))
+SCOPE = b"s" * 16
+
+
+@contextlib.asynccontextmanager
+async def connected(folder: Path, replicas: int = 1) -> AsyncIterator[tuple[StubFleet, Fleet]]:
+    """A stub machine with its replicas, and a fleet that knows them."""
+    stub = StubFleet(folder, replicas)
+    async with stub.serving():
+        fleet = Fleet([stub.address])
+        task = asyncio.create_task(fleet.run())
+        try:
+            await until(lambda: sum(seen.ready for seen in fleet.replicas()) == replicas)
+            yield stub, fleet
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def link(fleet: Fleet, wait_s: float = 5.0, model: str = MODEL) -> Link:
+    return await fleet.link(model, SCOPE, PROMPT, asyncio.get_running_loop().time() + wait_s)
+
+
+async def submit(fleet: Fleet, max_tokens: int = 8, n: int = 1, logprobs: int | None = None) -> Stream:
+    sampling = frames.Sampling(logprobs=logprobs)
+    chosen = await link(fleet)
+    return chosen.submit(
+        tokens=PROMPT, scope=frames.Scope(frames.ScopeKind.TENANT, SCOPE), sampling=sampling, max_tokens=max_tokens, n=n
+    )
+
+
+async def collect(stream: Stream) -> list[Step]:
+    async with asyncio.timeout(30):
+        return [step async for step in stream]
