@@ -49,8 +49,8 @@ bench-gpu: .venv/.dev .venv/.bench # on a machine with a GPU: the engine's shape
 	$(BIN)/hearth bench --shapes all --json benchmarks/results/h200_engine.json --plot benchmarks/results/h200_decode.png
 	$(BIN)/hearth bench --shapes http-32,http-200 --json benchmarks/results/h200_http.json
 	$(BIN)/hearth bench --profile 1,64,256
-	$(BIN)/python -m benchmarks.sampling
-	$(BIN)/python -m benchmarks.lossless --device cuda
+	$(BIN)/python -m benchmarks.engine.sampling
+	$(BIN)/python -m benchmarks.bf12.lossless --device cuda
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import VOLATILE, RedisServer
+from tests.support.redis_server import VOLATILE, RedisServer
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported

@@ -1,4 +1,5 @@
-"""benchmarks/dfloat11.py: its packing is the format that DFloat11's kernel reads. The package itself needs a GPU."""
+"""benchmarks/bf12/dfloat11.py: its packing is the format that DFloat11's kernel reads. The package itself needs a
+GPU."""
 
 import random
 from bisect import bisect_left
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from benchmarks.dfloat11 import packed
+from benchmarks.bf12.dfloat11 import packed
 
 THREAD_BITS, BLOCK_BITS = 64, 64 * 512
 

@@ -1,4 +1,4 @@
-"""benchmarks/escapes.py: what it says of weights is so."""
+"""benchmarks/bf12/escapes.py: what it says of weights is so."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import escapes
-from benchmarks.lossless import SMALL_GEOMETRY
+from benchmarks.bf12 import escapes
+from benchmarks.bf12.lossless import SMALL_GEOMETRY
 from engine.bf12.codec import choose_bases, encode
 
 

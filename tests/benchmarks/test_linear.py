@@ -9,10 +9,10 @@ from time import sleep
 import pytest
 import torch
 
-from benchmarks.linear import alone, chain
-from benchmarks.linear.alone import Measured, Timed, finalists
-from benchmarks.linear.chain import Chain, Choices, DeviceLostError, descend, shapes_in_turn, worth_trying
-from benchmarks.linear.shapes import (
+from benchmarks.engine.linear import alone, chain
+from benchmarks.engine.linear.alone import Measured, Timed, finalists
+from benchmarks.engine.linear.chain import Chain, Choices, DeviceLostError, descend, shapes_in_turn, worth_trying
+from benchmarks.engine.linear.shapes import (
     CODED_CANDIDATES_MOST,
     MODELS,
     AnyTiling,
@@ -22,7 +22,7 @@ from benchmarks.linear.shapes import (
     tilings_of,
     works_of,
 )
-from benchmarks.linear.table import Found, numbers_of
+from benchmarks.engine.linear.table import Found, numbers_of
 from engine.bf12.codec import Bf12, Index
 from engine.kernels import bf12_linear, bf12_linear_hopper, tuning
 from engine.kernels.bf12_expand import expand

@@ -1,4 +1,4 @@
-"""benchmarks/lossless.py on a model of a megabyte: each figure is there, and pairs are what they say."""
+"""benchmarks/bf12/lossless.py on a model of a megabyte: each figure is there, and pairs are what they say."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +7,10 @@ from typing import cast
 
 import pytest
 
-from benchmarks import lossless, record, standby
-from benchmarks.lossless import SMALL, Turns, main, pairs, step_ms
+from benchmarks import record
+from benchmarks.bf12 import lossless
+from benchmarks.bf12.lossless import SMALL, Turns, main, pairs, step_ms
+from benchmarks.engine import standby
 from engine.bench.geometries import Bound
 from gateway.admin.machines import MachineReplicaItem
 

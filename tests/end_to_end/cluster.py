@@ -23,7 +23,7 @@ from tenants.auth.accounts import Accounts
 from tenants.limits.caps import limited
 from tenants.records.store_types import Store, open_store
 from tenants.records.terms import Limits
-from tests.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer, free_port
 from tests.support.stub_replica import MODEL
 
 ROOT: Final = Path(__file__).parents[2]

@@ -93,7 +93,7 @@ def test_a_batch_outlives_its_gateway_and_every_request_of_it_is_charged_once(tm
 
 
 def test_live_callers_hardly_notice_a_queue(tmp_path: Path) -> None:
-    """benchmarks/batch.py measures what is asserted here with room for a machine that has other work."""
+    """benchmarks/gateway/batch.py measures what is asserted here with room for a machine that has other work."""
     with serving(tmp_path) as hearth:
         seen = asyncio.run(measure(hearth, rounds=1, requests=8, queued=400))
     assert seen.ratio(0.5) < 3.0

@@ -1,6 +1,6 @@
 """Quotas are exact whatever clients, replicas, gateways and Redis do: 200 clients, two gateways, a real Redis.
 
-benchmarks/chaos.py is the same for as long as one likes, and measures.
+benchmarks/gateway/chaos.py is the same for as long as one likes, and measures.
 """
 
 import asyncio

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, Qwen3Config
 
-from tests import minilm
 from tests.end_to_end.conftest import Hearth, serving
+from tests.support import minilm
 
 MINILM, RERANKER, DECODER = "@cf/test/minilm", "@cf/test/reranker", "@cf/test/decoder"
 TEXTS = [

@@ -25,10 +25,10 @@ from engine.kvcache.tensors import KvShape, extent_blocks
 from engine.memory.virtual_memory import HostMemory
 from engine.protocol.frames import Memory, memory_path
 from gateway.text.tokenizer import Text
-from tests.collector import Collector, collecting
 from tests.end_to_end.canary import Canaries, Hit, mappings, read_memory
 from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for
-from tests.redis_server import RedisServer
+from tests.support.otlp_collector import Collector, collecting
+from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read through /proc")
 

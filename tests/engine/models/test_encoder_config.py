@@ -12,7 +12,7 @@ from engine.models.config import ConfigError
 from engine.models.encoder_config import is_encoder, parse_encoder_config
 from engine.protocol.frames import Pooling
 from engine.weights.checkpoint import CheckpointError
-from tests import minilm
+from tests.support import minilm
 from tests.support.small_encoders import FAMILIES, RERANKERS, open_encoder, saved, seeded, vectors
 
 BERT: dict[str, Any] = {

@@ -30,8 +30,8 @@ from engine.protocol.frames import (
 )
 from engine.replica import tracing as module
 from engine.replica.tracing import Traces
-from tests.collector import Collector, collecting
 from tests.engine.replica.test_server import LIMIT_S, Stamped, finished
+from tests.support.otlp_collector import Collector, collecting
 from tests.support.stamp_engine import Temper
 
 TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

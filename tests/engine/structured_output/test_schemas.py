@@ -1,5 +1,5 @@
 """A sample of the JSON Schema Test Suite: what random logits write under each schema, jsonschema accepts. All of it, in
-all drafts, is counted by benchmarks/grammars.py."""
+all drafts, is counted by benchmarks/scheduling/structured_output.py."""
 
 import json
 from pathlib import Path

@@ -10,7 +10,7 @@ from gateway.admin.inference import ROUTES
 from gateway.admin.table import OPERATIONS
 from gateway.config import ModelConfig
 from tenants.auth.accounts import Permission, Plan
-from tests import minilm
+from tests.support import minilm
 from tests.support.admin_api import EVERYTHING, OPERATOR, VECTORS, House, body_of, filled, kept, same
 from tests.support.served_gateway import Answer, looped
 

@@ -16,7 +16,7 @@ from gateway.catalogue.catalogue import BUILT_IN
 from gateway.config import ModelConfig
 from gateway.inference.embed import AT_ONCE_MAX
 from tenants.records.terms import Limits
-from tests import minilm
+from tests.support import minilm
 from tests.support.served_gateway import PRICE, Served, looped, served, until
 from tests.support.stub_replica import MODEL, spread
 

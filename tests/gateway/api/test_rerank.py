@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from engine.protocol.frames import Pooling
 from gateway.config import ModelConfig
-from tests import minilm
+from tests.support import minilm
 from tests.support.served_gateway import PRICE, Served, looped, served
 from tests.support.stub_replica import MODEL
 

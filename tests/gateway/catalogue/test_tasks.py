@@ -10,7 +10,7 @@ from engine.protocol.frames import Pooling
 from gateway.catalogue.tasks import Task, context_of, read_vectors, task_of
 from gateway.config import ModelConfig
 from gateway.text.tokenizer import FolderError
-from tests import minilm
+from tests.support import minilm
 
 BERT = {"architectures": ["BertModel"], "hidden_size": 32, "max_position_embeddings": 512}
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "max_position_embeddings": 4096}

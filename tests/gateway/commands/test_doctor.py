@@ -11,7 +11,7 @@ from gateway.catalogue.catalogue import BUILT_IN, folder_of
 from gateway.cli import main
 from gateway.commands import doctor, hardware
 from gateway.config import Config, ModelConfig, settings
-from tests import minilm
+from tests.support import minilm
 from tests.support.certificates import write_certificate
 from tests.support.issuers import jwk
 

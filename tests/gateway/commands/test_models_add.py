@@ -17,7 +17,7 @@ from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
 from gateway.commands import hardware
 from gateway.config import ConfigError, load_config
-from tests import minilm
+from tests.support import minilm
 from tests.support.tiny_model import HIDDEN, tensors, write_tiny
 
 NAME = "@cf/acme/assistant"

@@ -18,7 +18,7 @@ from gateway.catalogue.catalogue import BUILT_IN, folder_of, open_catalogue
 from gateway.catalogue.checksums import SUMS_NAME, read_sums, require_sums
 from gateway.catalogue.tasks import Task
 from gateway.config import Config, ModelConfig, load_config
-from tests import minilm
+from tests.support import minilm
 from tests.support.hub import COMMIT, Hub, serving
 
 EMBER = folder_of(Config(), ModelConfig(name=BUILT_IN))

@@ -186,7 +186,7 @@ async def test_an_answer_that_is_not_streamed_has_its_true_status_however_long_i
 
 @looped
 async def test_many_clients_that_leave_at_random_leak_nothing(tmp_path: Path) -> None:
-    """The small version of benchmarks/leaks.py."""
+    """The small version of benchmarks/gateway/leaks.py."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rng = random.Random(seed)

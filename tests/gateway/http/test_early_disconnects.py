@@ -1,4 +1,4 @@
-"""The small version of benchmarks/leaving.py."""
+"""The small version of benchmarks/gateway/early_disconnects.py."""
 
 from pathlib import Path
 

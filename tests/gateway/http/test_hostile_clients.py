@@ -1,4 +1,4 @@
-"""The small version of benchmarks/edge.py: legitimate requests go on under attack."""
+"""The small version of benchmarks/gateway/hostile_clients.py: legitimate requests go on under attack."""
 
 from pathlib import Path
 from typing import Any

@@ -13,7 +13,7 @@ from gateway.config import ModelConfig
 from gateway.observability import tracing as module
 from gateway.observability.tracing import Traces
 from tenants.limits.quota import Spent
-from tests import minilm
+from tests.support import minilm
 from tests.support.served_gateway import looped, served
 from tests.support.stub_replica import MODEL
 

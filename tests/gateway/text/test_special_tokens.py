@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from gateway.text.special_tokens import Frame
 from gateway.text.tokenizer import Text
-from tests import minilm
+from tests.support import minilm
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 WORDS = [*string.ascii_letters, "<", ">", "/", "[", "]"]

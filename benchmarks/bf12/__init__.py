@@ -1,0 +1,1 @@
+"""Benchmarks of 12-bit weights."""

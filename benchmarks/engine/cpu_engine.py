@@ -1,0 +1,268 @@
+"""The engine on a CPU beside llama.cpp, with the same weights: decoding alone and in company, a cached system prompt.
+
+    python -m benchmarks.engine.cpu_engine [--threads 2] [--rounds 5]
+
+A Llama of 135 M parameters with random weights is written twice, as safetensors and as GGUF (BF16 and F32). Ours runs
+through `Runner.launch`; llama.cpp through `llama_decode` with one batch of all sequences a step, which is what its
+server does with parallel slots. Both are greedy, both include choosing the token. The two take turns, and each
+figure is the median of its rounds' medians, at the thread count that suits each best (1 or --threads), the peer's
+also with its better file. On a machine that does other work, the ratio is what counts.
+"""
+
+import argparse
+import ctypes
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.record import record
+from engine.execution.open import Runner
+from engine.protocol.frames import ModelSpec, Sampling
+from engine.step.layout import Slice, pack
+
+HIDDEN, INNER, LAYERS, VOCABULARY, HEADS, KV_HEADS, HEAD = 576, 1536, 30, 49152, 9, 3, 64
+BLOCK_TOKENS = 16
+SHARED, OWN, CHUNK = 2048, 32, 512
+GREEDY = Sampling()
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Random bf16 tensors under their Hugging Face names."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.04).bfloat16()
+
+    tensors = {
+        "model.embed_tokens.weight": random(VOCABULARY, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN).bfloat16(),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
+        for name, outputs, inputs in (
+            ("self_attn.q_proj", HEADS * HEAD, HIDDEN),
+            ("self_attn.k_proj", KV_HEADS * HEAD, HIDDEN),
+            ("self_attn.v_proj", KV_HEADS * HEAD, HIDDEN),
+            ("self_attn.o_proj", HIDDEN, HEADS * HEAD),
+            ("mlp.gate_proj", INNER, HIDDEN),
+            ("mlp.up_proj", INNER, HIDDEN),
+            ("mlp.down_proj", HIDDEN, INNER),
+        ):
+            tensors[f"{prefix}{name}.weight"] = random(outputs, inputs)
+    return tensors
+
+
+def write_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCABULARY,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
+    """The same weights for llama.cpp, which rotates neighbouring pairs: rows of q and k are reordered for it."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(HEAD)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("no_vocab")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    for name, tensor in tensors.items():
+        if "q_proj" in name or "k_proj" in name:
+            heads = tensor.shape[0] // HEAD
+            tensor = tensor.view(heads, 2, HEAD // 2, HIDDEN).transpose(1, 2).reshape(tensor.shape)
+        theirs = names.get_name(name, try_suffixes=(".weight",))
+        if tensor.ndim == 1 or kind == "f32":
+            writer.add_tensor(theirs, tensor.float().numpy())
+        else:
+            raw = tensor.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(theirs, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class Ours:
+    """Sequences of our runner, each with its own blocks."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        spec = ModelSpec(name="135m", folder=str(folder), kv_bytes=1 << 30)
+        self.runner = Runner.open(spec, "cpu", threads, lambda: None)
+
+    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+        width = -(-(len(prompts[0]) + new_tokens) // BLOCK_TOKENS)
+        self.tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
+        self.length = len(prompts[0])
+        self.last = []
+        for prompt, table in zip(prompts, self.tables, strict=True):
+            flight = self.runner.launch(pack([Slice(prompt, 0, table, GREEDY)], BLOCK_TOKENS))
+            self.last.append(int(flight.wait().tokens_R[0]))
+
+    def step(self) -> None:
+        slices = [
+            Slice([token], self.length, table, GREEDY) for token, table in zip(self.last, self.tables, strict=True)
+        ]
+        self.last = self.runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
+        self.length += 1
+
+    def prefill_seconds(self, prompt: list[int], cached: int) -> float:
+        """From `cached` tokens on to the first token, in chunks."""
+        table = list(range(-(-len(prompt) // BLOCK_TOKENS)))
+        started = time.perf_counter()
+        for first in range(cached, len(prompt), CHUNK):
+            chunk = prompt[first : first + CHUNK]
+            sampling = GREEDY if first + CHUNK >= len(prompt) else None
+            self.runner.launch(pack([Slice(chunk, first, table, sampling)], BLOCK_TOKENS)).wait()
+        return time.perf_counter() - started
+
+
+class LlamaCpp:
+    """The same through libllama: one context of many sequences, one batch a step."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import llama_cpp
+
+        self.api = llama_cpp
+        self._silence = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 16384, 2048, 512, 16
+        params.n_threads = params.n_threads_batch = threads
+        params.kv_unified = True
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
+
+    def start(self, prompts: list[list[int]], new_tokens: int) -> None:
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+        self.last = []
+        for sequence, prompt in enumerate(prompts):
+            self._decode([(token, position, sequence) for position, token in enumerate(prompt)], [len(prompt) - 1])
+            self.last.append(self._greedy(len(prompt) - 1))
+        self.length = len(prompts[0])
+
+    def step(self) -> None:
+        self._decode([(token, self.length, sequence) for sequence, token in enumerate(self.last)], None)
+        self.last = [self._greedy(row) for row in range(len(self.last))]
+        self.length += 1
+
+    def _decode(self, entries: list[tuple[int, int, int]], wanted: list[int] | None) -> None:
+        batch = self.batch
+        batch.n_tokens = len(entries)
+        for row, (token, position, sequence) in enumerate(entries):
+            batch.token[row], batch.pos[row], batch.n_seq_id[row] = token, position, 1
+            batch.seq_id[row][0] = sequence
+            batch.logits[row] = wanted is None or row in wanted
+        assert self.api.llama_decode(self.context, batch) == 0
+
+    def _greedy(self, row: int) -> int:
+        pointer = self.api.llama_get_logits_ith(self.context, row)
+        return int(np.ctypeslib.as_array(pointer, (VOCABULARY,)).argmax())
+
+
+def step_seconds(engine: Ours | LlamaCpp, prompts: list[list[int]], steps: int) -> float:
+    engine.start(prompts, steps)
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def bandwidth() -> float:
+    """Bytes per second that a plain sum over more memory than the caches hold reaches: the best of some rounds."""
+    data = torch.ones(64 << 20, dtype=torch.float32)
+    return data.nbytes / min(_timed(lambda: data.sum()) for _ in range(8))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=24)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        measure(Path(name), arguments.threads, arguments.rounds, arguments.steps)
+
+
+def measure(folder: Path, threads: int, rounds: int, steps: int) -> None:
+    tensors = weights()
+    write_folder(folder, tensors)
+    counts = sorted({1, threads})
+    ours = Ours(folder, threads)
+    peers = {}
+    for kind in ("bf16", "f32"):
+        write_gguf(folder / f"{kind}.gguf", tensors, kind)
+        for count in counts:
+            peers[f"{kind} {count}t"] = LlamaCpp(folder / f"{kind}.gguf", count)
+    rng = np.random.default_rng(0)
+    bytes_per_second = bandwidth()
+    for streams in (1, 16):
+        prompts = rng.integers(0, VOCABULARY, (streams, 128)).tolist()
+        ours_s: dict[int, list[float]] = {count: [] for count in counts}
+        peers_s: dict[str, list[float]] = {kind: [] for kind in peers}
+        for _ in range(rounds):
+            for count in counts:
+                torch.set_num_threads(count)
+                ours_s[count].append(step_seconds(ours, prompts, steps))
+            for kind, peer in peers.items():
+                peers_s[kind].append(step_seconds(peer, prompts, steps))
+        ours_s_best, count = min((statistics.median(taken), count) for count, taken in ours_s.items())
+        peer_s_best, best = min((statistics.median(taken), kind) for kind, taken in peers_s.items())
+        ours_rate, peer_rate = streams / ours_s_best, streams / peer_s_best
+        step_bytes = ours.runner.memory.weights_bytes - VOCABULARY * HIDDEN * 2 + streams * 140 * LAYERS * 768
+        bound = streams * bytes_per_second / step_bytes
+        shape = f"decode, 135M, {streams} streams, 128 in, up to {threads} threads"
+        record("cpu_engine", shape, ours_rate, "tokens/s", bound=bound)
+        print(f"{'':12} ours was best with {count} threads")
+        record("cpu_engine", shape, peer_rate, "tokens/s", bound=bound, peer=f"llama.cpp {best}")
+        record("cpu_engine", shape + ": ours ÷ llama.cpp", ours_rate / peer_rate, "×", bound={1: 0.8, 16: 1.3}[streams])
+    torch.set_num_threads(threads)
+    prompt = rng.integers(0, VOCABULARY, SHARED + OWN).tolist()
+    cold = min(ours.prefill_seconds(prompt, 0) for _ in range(3))
+    hit = min(ours.prefill_seconds(prompt, SHARED) for _ in range(5))
+    record("cpu_engine", f"prefill {SHARED}+{OWN} cold, 135M, {threads} threads", 1e3 * cold, "ms")
+    record("cpu_engine", f"prefill {OWN} behind {SHARED} cached, 135M, {threads} threads", 1e3 * hit, "ms")
+    record("cpu_engine", f"cached ÷ cold first token, 135M, {threads} threads", hit / cold, "×", bound=0.1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What the gateway's own work on text costs: a chat of 4,000 tokens from its body to token ids, and a token event from
+ids to bytes of a stream.
+
+    python -m benchmarks.gateway.tokenization
+
+The chat is of turns of 700 characters in a template like Llama 3's, for a byte-level tokenizer of 32,000 tokens with
+Llama 3's pattern, trained here on Python's own library. Its bound is what the tokenizer alone takes for the same text
+in one thread (processor time); with all threads (time that passes) it is to be 3 ms. Tokens are the built-in model's,
+one in each event; where tools are offered or JSON is asked for, the same text is looked through for calls, or is JSON.
+"""
+
+import json
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from benchmarks.record import record
+from gateway.api.chat import Chat
+from gateway.api.responses_request import Responses
+from gateway.api.run_native import Native
+from gateway.catalogue.catalogue import Model, open_catalogue
+from gateway.cluster.client import Step
+from gateway.config import load_config
+from gateway.inference.completion import Choice
+from gateway.inference.reply import Asked, Dialect
+from gateway.text.control_tokens import ids_of
+from gateway.text.tokenizer import Text
+
+RUNS: Final = 40
+CHAT_TOKENS: Final = 4_000
+CHAT_MS: Final = 3.0
+EVENTS: Final = 2_000
+PATTERN: Final = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+CONTROL: Final = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+TEMPLATE: Final = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+TOOLS: Final = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+USER: Final = [{"role": "user", "content": "hi"}]
+
+
+def library() -> list[str]:
+    """Some millions of characters of English and code that every machine with Python has."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return [file.read_text(errors="ignore") for file in files]
+
+
+def folder(texts: list[str], where: Path) -> Path:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=32_000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
+    tokenizer.save(str(where / "tokenizer.json"))
+    settings = {"chat_template": TEMPLATE, "bos_token": CONTROL[0], "eos_token": CONTROL[-1]}
+    (where / "tokenizer_config.json").write_text(json.dumps(settings))
+    return where
+
+
+def conversation(text: Text, source: str) -> list[dict[str, Any]]:
+    """Turns of about 700 characters, until there are tokens enough."""
+    turns: list[dict[str, Any]] = [{"role": "system", "content": "You are a helpful assistant."}]
+    for at in range(0, len(source), 700):
+        turns.append({"role": ("user", "assistant")[len(turns) % 2 == 0], "content": source[at : at + 700]})
+        if len(text.encode_chat(turns)) >= CHAT_TOKENS:
+            break
+    return turns
+
+
+def best_ms(act: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
+    best = float("inf")
+    for _ in range(RUNS):
+        began = clock()
+        act()
+        best = min(best, clock() - began)
+    return round(best * 1e3, 3)
+
+
+def a_chat() -> None:
+    texts = library()
+    with tempfile.TemporaryDirectory() as where:
+        text = Text(folder(texts, Path(where)))
+        prose = "".join(part for source in texts[100:] for part in source.split('"""')[1::2])
+        turns = conversation(text, prose)
+        body = msgspec.json.encode({"model": "@cf/a/b", "messages": turns, "max_tokens": 100, "stream": True})
+        dialect, ids = Chat(), text.encode_chat(turns)
+        shape = f"chat of {len(ids)} tokens in {len(turns)} turns and {len(body)} bytes"
+        assert text.encode_chat(turns, spread=True) == ids
+
+        def whole(spread: bool) -> None:
+            asked = dialect.read(body, b"", None, 7)
+            assert isinstance(asked, Asked)
+            assert asked.prompt.messages is not None
+            text.encode_chat(asked.prompt.messages, asked.prompt.tools, spread=spread)
+
+        rendered = "\n".join(turn["content"] for turn in turns)
+        alone = best_ms(lambda: ids_of(text._tokenizer, rendered))
+        record("text", f"{shape}: the body to a prompt", best_ms(lambda: dialect.read(body, b"", None, 7)), "ms")
+        record("text", f"{shape}: body to ids, one thread", best_ms(lambda: whole(False)), "ms", bound=alone)
+        threads_ms = best_ms(lambda: whole(True), time.perf_counter)
+        record("text", f"{shape}: body to ids, all threads", threads_ms, "ms", bound=CHAT_MS)
+
+
+def events_us(model: Model, dialect: Dialect, named: str | None, body: dict[str, Any], prose: str) -> float:
+    """Of processor time for each token: decoded, looked through, and written as an event."""
+    asked = dialect.read(msgspec.json.encode({**body, "stream": True}), b"", named, 7)
+    assert isinstance(asked, Asked)
+    steps = [Step(0, [id]) for id in model.text.encode_prompt(prose)[:EVENTS]]
+    best = float("inf")
+    for _ in range(9):
+        choice, reply = Choice(model, asked.prompt, False), asked.reply(model.name, "0" * 36, 1_800_000_000)
+        reply.begin(5, 0)
+        began = time.process_time()
+        for step in steps:
+            parts = choice.take(step)
+            if parts:
+                choice.render(reply, 0, parts, [])
+        best = min(best, time.process_time() - began)
+    return round(best / len(steps) * 1e6, 2)
+
+
+def events() -> None:
+    model = next(iter(open_catalogue(load_config())))
+    prose = "The quick brown fox jumps over the lazy dog, again and again: größer, 東京. " * 400
+    document = json.dumps([{"name": "fox", "over": ["dog", "lazy"], "times": 7}] * 400)
+    chat = {"model": model.name, "messages": USER}
+    forms: dict[str, tuple[Dialect, str | None, dict[str, Any]]] = {
+        "native": (Native(), model.name, {"messages": USER}),
+        "chat": (Chat(), None, chat),
+        "responses": (Responses(), None, {"model": model.name, "input": "hi"}),
+    }
+    plain = {}
+    for name, (dialect, named, body) in forms.items():
+        plain[name] = events_us(model, dialect, named, body, prose)
+        record("text", f"a token event, {name}", plain[name], "µs")
+    tools = events_us(model, Chat(), None, {**chat, "tools": TOOLS}, prose)
+    record("text", "a token event, chat, tools offered", tools, "µs", bound=round(1.2 * plain["chat"], 2))
+    same = events_us(model, Chat(), None, chat, document)
+    held = events_us(model, Chat(), None, {**chat, "response_format": {"type": "json_object"}}, document)
+    record("text", "a token event, chat, a JSON document", held, "µs", bound=round(1.2 * same, 2))
+
+
+if __name__ == "__main__":
+    a_chat()
+    events()

@@ -1,0 +1,85 @@
+"""What reading calls in a completion costs, by format: µs of processor time for each piece of four characters, about
+one token.
+
+    python -m benchmarks.gateway.tool_parsers
+
+Each format reads prose in which no call comes, and one call with long text in its arguments; then arguments that are
+mostly punctuation, the worst there is. The best of several runs counts.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from benchmarks.record import record
+from gateway.inference.prompt import AUTO
+from gateway.tool_parsers.parts import Parser
+from gateway.tool_parsers.reasoning import Thinking
+from gateway.tool_parsers.registry import FORMATS
+
+RUNS: Final = 9
+PIECE: Final = 4
+TOOLS: Final[list[dict[str, Any]]] = [
+    {"type": "function", "function": {"name": "write", "parameters": {"properties": {"text": {"type": "string"}}}}}
+]
+PROSE: Final = "The quick brown fox jumps over the lazy dog, again and again. " * 200
+DENSE: Final = [{"k": [1, True, None], "n": {"a": "b"}}] * 300
+
+
+def call(format: str, value: object) -> str:
+    """A call of `write` with one argument, as a model of this format writes it."""
+    said = json.dumps({"text": value})
+    match format:
+        case "pythonic":
+            return f"[write(text={value!r})]"
+        case "qwen_coder":
+            text = value if isinstance(value, str) else json.dumps(value)
+            return f"<tool_call>\n<function=write>\n<parameter=text>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        case "hermes":
+            return f'<tool_call>\n{{"name": "write", "arguments": {said}}}\n</tool_call>'
+        case "mistral":
+            return f'[TOOL_CALLS] [{{"name": "write", "arguments": {said}}}]'
+        case "mistral_named":
+            return f"[TOOL_CALLS]write[ARGS]{said}"
+        case "kimi":
+            inner = f"functions.write:0<|tool_call_argument_begin|>{said}<|tool_call_end|>"
+            return f"<|tool_calls_section_begin|><|tool_call_begin|>{inner}<|tool_calls_section_end|>"
+        case "deepseek":
+            inner = f"write<｜tool▁sep｜>{said}<｜tool▁call▁end｜>"
+            return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{inner}<｜tool▁calls▁end｜>"
+        case "deepseek_fenced":
+            inner = f"function<｜tool▁sep｜>write\n```json\n{said}\n```<｜tool▁call▁end｜>"
+            return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{inner}<｜tool▁calls▁end｜>"
+    return f'{{"name": "write", "arguments": {said}}}'
+
+
+def piece_us(parser: Callable[[], Parser], text: str) -> float:
+    pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+    best = float("inf")
+    for _ in range(RUNS):
+        reading = parser()
+        began = time.process_time()
+        for piece in pieces:
+            reading.push(piece)
+        reading.finish()
+        best = min(best, time.process_time() - began)
+    return round(best / len(pieces) * 1e6, 2)
+
+
+def main() -> None:
+    for name, format in FORMATS.items():
+        made = format({})
+        for shape, text in (
+            ("prose", PROSE),
+            ("text in arguments", call(name, PROSE)),
+            ("punctuation in arguments", call(name, DENSE)),
+        ):
+            record("calls", f"{name}, {shape}", piece_us(lambda: made.parser(TOOLS, AUTO), text), "µs")  # noqa: B023
+    thinking = FORMATS["hermes"]({})
+    for shape, text in (("thought", f"<think>{PROSE}</think>"), ("prose behind a thought", f"<think></think>{PROSE}")):
+        record("calls", f"hermes, {shape}", piece_us(lambda: Thinking(thinking.parser(TOOLS, AUTO), False), text), "µs")
+
+
+if __name__ == "__main__":
+    main()

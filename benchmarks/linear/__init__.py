@@ -1,1 +1,0 @@
-"""Finds the fastest way to multiply, per shape and number of rows (`python -m benchmarks.linear`)."""

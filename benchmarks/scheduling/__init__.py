@@ -1,0 +1,1 @@
+"""Benchmarks of scheduling and the prefix cache."""

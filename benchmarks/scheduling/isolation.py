@@ -1,0 +1,133 @@
+"""The timing gate of the prefix cache: does a request's time tell what another tenant has cached?
+
+Over HTTP against `hearth serve` with the built-in model, n triples, each of its own random words and in random order:
+
+    cold   a prompt that nobody ever sent
+    cross  a prompt that another account has sent just before
+    same   a prompt that the account itself has sent just before
+
+It is valid only if times tell `same` from `cold` (AUC ≥ 0.95), and passes if they do not tell `cross` from `cold`: the
+Mann-Whitney AUC lies in 0.45 … 0.55 and a two-sided Kolmogorov-Smirnov test gives p ≥ 0.001. What the answers say of
+cached tokens is checked for every request, exactly.
+
+    python -m benchmarks.scheduling.isolation [--triples 1000] [--words 100] [--seed N]
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from itertools import count
+from math import exp, sqrt
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from benchmarks.record import record
+from tests.end_to_end.conftest import EMBER, Hearth, serving
+
+CONTROL_MIN: Final = 0.95
+CROSS: Final = (0.45, 0.55)
+P_MIN: Final = 0.001
+BLOCK_TOKENS: Final = 16
+WARM_UP: Final = 3
+UNLIMITED: Final = ("--requests-per-minute", "1000000", "--neurons-per-day", "1000000000")
+
+
+def auc(some: list[float], others: list[float]) -> float:
+    """How often one of `some` is less than one of `others`, ties half."""
+    ranked = sorted([(value, 0) for value in some] + [(value, 1) for value in others])
+    wins, below, at = 0.0, 0, 0
+    while at < len(ranked):
+        end = at
+        while end < len(ranked) and ranked[end][0] == ranked[at][0]:
+            end += 1
+        theirs = sum(side for _, side in ranked[at:end])
+        ours = end - at - theirs
+        wins += theirs * (below + ours / 2)
+        below, at = below + ours, end
+    return wins / (len(some) * len(others))
+
+
+def ks_p(some: list[float], others: list[float]) -> float:
+    """The two-sided p of the Kolmogorov-Smirnov test, by its asymptotic distribution as Numerical Recipes has it."""
+    distance = here = there = 0.0
+    for _, side in sorted([(value, 0) for value in some] + [(value, 1) for value in others]):
+        here, there = here + (not side) / len(some), there + side / len(others)
+        distance = max(distance, abs(here - there))
+    root = sqrt(len(some) * len(others) / (len(some) + len(others)))
+    scaled = (root + 0.12 + 0.11 / root) * distance
+    if scaled < 0.2:
+        return 1.0  # where the series hardly converges, and is 1 to twelve digits
+    return min(1.0, 2 * sum((-1) ** (k - 1) * exp(-2 * (k * scaled) ** 2) for k in range(1, 101)))
+
+
+class Asker:
+    """One account on one connection."""
+
+    def __init__(self, hearth: Hearth, name: str) -> None:
+        account, token = hearth.account(name, *UNLIMITED)
+        self._client: httpx.Client = hearth.client(token)
+        self._path = f"/client/v4/accounts/{account}/ai/run/{EMBER}"
+
+    def ask(self, prompt: str) -> tuple[float, int, int]:
+        """Seconds until the whole answer of one token is there; the prompt's tokens, and how many were cached."""
+        began = time.perf_counter()
+        said = self._client.post(self._path, json={"prompt": prompt, "max_tokens": 1})
+        took_s = time.perf_counter() - began
+        assert said.status_code == 200, said.text
+        usage = said.json()["result"]["usage"]
+        return took_s, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def measure(hearth: Hearth, triples: int, words: int, pick: random.Random) -> dict[str, list[float]]:
+    tenant, stranger = Asker(hearth, "tenant"), Asker(hearth, "stranger")
+    numbers = count()
+
+    def prompt() -> str:
+        """Words that nobody sent, from the first on."""
+        return f"{next(numbers)} " + " ".join(str(pick.randrange(10, 100)) for _ in range(words))
+
+    times: dict[str, list[float]] = {"cold": [], "cross": [], "same": []}
+    for number in range(WARM_UP + triples):
+        cold, shared, own = prompt(), prompt(), prompt()
+        for kind, asked in pick.sample([("cold", cold), ("cross", shared), ("same", own)], 3):
+            if kind != "cold":
+                (tenant if kind == "cross" else stranger).ask(asked)
+            took_s, tokens, cached = stranger.ask(asked)
+            expected = (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS if kind == "same" else 0
+            assert cached == expected, f"{kind}: {cached} of {tokens} tokens were cached, {expected} should be"
+            if number >= WARM_UP:
+                times[kind].append(1e3 * took_s)
+    return times
+
+
+def main() -> int:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--triples", type=int, default=1000)
+    asked.add_argument(
+        "--words", type=int, default=100, help="of each prompt: the control needs prompts that take time"
+    )
+    asked.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    options = asked.parse_args()
+    print("seed", options.seed)
+    with tempfile.TemporaryDirectory(dir="/tmp") as name, serving(Path(name)) as hearth:
+        times = measure(hearth, options.triples, options.words, random.Random(options.seed))
+    for kind, taken in times.items():
+        print(f"    {kind:6} median {statistics.median(taken):.3f} ms")
+    control, cross = auc(times["same"], times["cold"]), auc(times["cross"], times["cold"])
+    p = ks_p(times["cross"], times["cold"])
+    shape = f"{options.triples} triples: "
+    record("isolation", shape + "same before cold, AUC (at least)", control, "", bound=CONTROL_MIN)
+    record("isolation", shape + "cross before cold, AUC (0.45 to 0.55)", cross, "", bound=0.5)
+    record("isolation", shape + "cross and cold, two-sided KS p (at least)", p, "", bound=P_MIN)
+    if control < CONTROL_MIN:
+        print("not valid: times do not tell hits from misses; take more words, or a quieter machine")
+    return int(control < CONTROL_MIN or not CROSS[0] <= cross <= CROSS[1] or p < P_MIN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
