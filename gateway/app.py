@@ -50,7 +50,8 @@ from tenants.auth.issuers import Issuers, IssuerUnavailable
 from tenants.limits.quota import Quota
 from tenants.limits.reconciler import Reconciler
 from tenants.limits.soft_caps import Thresholds, signer
-from tenants.records.store_types import Store, StoreUnavailable, open_store
+from tenants.open import open_store
+from tenants.store.protocol import Store, StoreUnavailable
 
 KEY_MARGIN_S: Final = 60  # beyond a request's longest life, for which its Idempotency-Key is taken
 REVOKED_S: Final = 2.0  # how often running requests' tokens are asked for again

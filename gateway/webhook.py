@@ -13,7 +13,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from tenants.limits.soft_caps import signature
-from tenants.records.store_types import Clock, Notice, Store, StoreUnavailable
+from tenants.records.notices import Notice
+from tenants.store.protocol import Clock, Store, StoreUnavailable
 
 LOOK_S: Final = 2.0
 SEND_S: Final = 10.0  # for one try as a whole

@@ -18,7 +18,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from tenants.records.store_types import AuditEntry, Clock, Store
+from tenants.records.audit_entry import AuditEntry
+from tenants.store.protocol import Clock, Store
 
 SYSTEM: Final = ""  # the chain of what concerns no one account
 DETAIL_BYTES_MAX: Final = 4096

@@ -16,9 +16,14 @@ import msgspec
 from msgspec import structs
 
 from tenants.audit import PAGE, SYSTEM
-from tenants.records.store_types import KEPT_DAYS, Account, ApiToken, AuditEntry, Seal, Store
-from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan, Settings
+from tenants.records.accounts import Account
+from tenants.records.audit_entry import AuditEntry
+from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.records.settings import Settings
+from tenants.records.tokens import ApiToken, Seal
 from tenants.records.usage import UsageRecord
+from tenants.store.protocol import KEPT_DAYS, Store
 
 FORMAT: Final = 1
 LINE_BYTES_MAX: Final = 1 << 20

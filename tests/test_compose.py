@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from engine.protocol import frames
+from engine.protocol.address import parse_address
 from gateway.cli import parser
 from gateway.config import load_config
 
@@ -137,7 +137,7 @@ def test_the_settings_in_it_are_read_and_fit_the_services(compose: dict[str, Any
     assert config.store_url.startswith("redis://redis:")
     assert config.telemetry.otlp_url is not None
     assert "//collector:4318/" in config.telemetry.otlp_url
-    assert isinstance(frames.parse_address(config.machine_address), str), "gateways reach the machine by a unix socket"
+    assert isinstance(parse_address(config.machine_address), str), "gateways reach the machine by a unix socket"
 
 
 def test_gateways_and_machine_share_the_folder_of_sockets(compose: dict[str, Any]) -> None:

@@ -38,7 +38,8 @@ from benchmarks.engine import standby
 from benchmarks.record import record
 from engine.bench.geometries import BYTES_PER_S, FLOP_PER_S, GEOMETRIES, Bound
 from engine.models.config import read_config
-from engine.protocol.frames import Memory, ModelSpec
+from engine.protocol.reports import Memory
+from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import BUILT_IN
 
 PARTS: Final = ("files", "steps", "prompts", "wake")

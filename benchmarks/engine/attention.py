@@ -19,7 +19,7 @@ import torch
 
 from engine.kernels import attention
 from engine.kernels.attention import Cut
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step import attention_plan
 from engine.step.layout import Segment, Slice, pack, unpack
 

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 
 from benchmarks.record import record
 from engine.execution.open import Runner
-from engine.protocol.frames import ModelSpec, Sampling
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Sampling
 from engine.step.layout import Slice, pack
 
 HIDDEN, INNER, LAYERS, VOCABULARY, HEADS, KV_HEADS, HEAD = 576, 1536, 30, 49152, 9, 3, 64

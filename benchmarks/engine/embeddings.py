@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from benchmarks.record import record
 from engine.execution.encoder_runner import EncoderRunner
-from engine.protocol.frames import ModelSpec, Pooling
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Pooling
 from engine.step.encoder_layout import pack
 from gateway.text.tokenizer import Text
 from tests.support import minilm

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.record import record
 from engine.execution.gpu_sampler import Wants, draw_tokens
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step.layout import Slice, pack, unpack
 
 VOCABULARY, ROWS = 128256, (1, 64, 256)

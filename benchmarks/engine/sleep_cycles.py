@@ -21,7 +21,8 @@ from benchmarks.record import record
 from engine.bench.geometries import GEOMETRIES, write_folder
 from engine.execution.gpu_runner import Device
 from engine.execution.open import Runner
-from engine.protocol.frames import ModelSpec, Sampling
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Sampling
 from engine.step.layout import Int32s, Slice, pack
 
 CONTEXT_TOKENS: Final = 8192

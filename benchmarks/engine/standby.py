@@ -45,6 +45,8 @@ from engine.host.forkserver import Forks
 from engine.host.supervisor import Programs, Starts
 from engine.process.heartbeat import Phase, Pulse
 from engine.protocol import frames as wire
+from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
+from engine.protocol.types import Sampling, Scope
 from gateway.admin.machines import MachineReplicaItem, MachinesItem
 from gateway.bench.client import Measured, Target, request
 from gateway.bench.load import word
@@ -437,7 +439,7 @@ def _percentile(answers: Sequence[Answered], percent: int) -> float:
 def measure_starts(folder: Path, device: str) -> None:
     """The first start of all is not counted: it compiles what later ones find."""
     where = "" if device == "cuda" else "-cpu"
-    machine = wire.MachineSpec(name="bench", address="", folder="", models=[], device=device)
+    machine = MachineSpec(name="bench", address="", folder="", models=[], device=device)
     cold = Programs(replica_command)
     say(f"the first start: {_first_token_s(cold, folder, device):.2f} s")
     _row(f"cold-start{where}", _median_start_s(cold, folder, device), "s", 7.0 if device == "cuda" else None)
@@ -465,10 +467,10 @@ def _median_start_s(starts: Starts, folder: Path, device: str) -> float:
 def _first_token_s(starts: Starts, folder: Path, device: str) -> float:
     """From the order to start a replica to the first token of a prompt; then it ends."""
     with tempfile.TemporaryDirectory(prefix="hearth-start-") as name:
-        model = wire.ModelSpec(name="@cf/bench/started", folder=str(folder), context_tokens=8192)
+        model = ModelSpec(name="@cf/bench/started", folder=str(folder), context_tokens=8192)
         address, pulse = f"unix:{name}/replica.sock", Path(name) / "replica.pulse"
         Pulse.create(pulse).close()
-        spec = wire.ReplicaSpec(model=model, address=address, pulse=str(pulse), boot=1, device=device)
+        spec = ReplicaSpec(model=model, address=address, pulse=str(pulse), boot=1, device=device)
         began = time.monotonic()
         process = starts.start(spec, {"CUDA_VISIBLE_DEVICES": "0"} if device == "cuda" else {})
         drain = threading.Thread(target=_drain, args=(process.output,), daemon=True)
@@ -515,7 +517,7 @@ def _connected(path: str, began: float) -> socket.socket:
 
 def _first_token_at(peer: socket.socket) -> float:
     ids = array("I", (2 + number * 7 % 1000 for number in range(PROMPT_TOKENS)))
-    submit = wire.Submit(id=1, tokens=ids.tobytes(), scope=wire.Scope(), sampling=wire.Sampling(), max_tokens=2)
+    submit = wire.Submit(id=1, tokens=ids.tobytes(), scope=Scope(), sampling=Sampling(), max_tokens=2)
     peer.settimeout(_STARTED_S)
     peer.sendall(wire.encode(submit))
     frames = wire.FrameReader()

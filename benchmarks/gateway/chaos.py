@@ -27,7 +27,7 @@ import uvloop
 from msgspec import structs
 
 from benchmarks.record import record
-from tenants.records.terms import NO_LIMITS, Limits
+from tenants.records.limits import NO_LIMITS, Limits
 from tests.end_to_end.broken import BREAKS
 from tests.end_to_end.cluster import FAULTS, Cluster, Tenant, cluster, until
 from tests.end_to_end.crowd import Crowd, End, Visit, call

@@ -17,7 +17,7 @@ from typing import Final
 import uvloop
 
 from benchmarks.record import record
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tests.support.served_gateway import open_files, served, until, visit
 
 AT_ONCE: Final = 250

@@ -29,12 +29,13 @@ import uvloop
 
 from benchmarks.record import record
 from engine.protocol import frames
+from engine.protocol.types import Sampling, Scope
 from gateway.app import build_app
 from gateway.config import Config, MachineConfig, ModelConfig, ServerConfig, StoreConfig
 from gateway.http.server import Server, listen
 from tenants.auth.accounts import Accounts
-from tenants.records.store_types import open_store
-from tenants.records.terms import Limits
+from tenants.open import open_store
+from tenants.records.limits import Limits
 
 ROOT: Final = Path(__file__).parents[2]
 MODEL: Final = "@cf/test/stub"
@@ -282,7 +283,7 @@ class Direct(asyncio.Protocol):
         assert self._transport is not None
         self._asked_at[self._next] = time.perf_counter()
         max_tokens = spread(self._max_tokens, self._next)
-        frame = frames.Submit(self._next, self._tokens, frames.Scope(), frames.Sampling(), max_tokens, [1])
+        frame = frames.Submit(self._next, self._tokens, Scope(), Sampling(), max_tokens, [1])
         self._transport.write(frames.encode(frame))
         self._next += 1
 

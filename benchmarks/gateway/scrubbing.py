@@ -31,8 +31,10 @@ def measure() -> tuple[float, float]:
 
     from engine.execution.open import Runner
     from engine.execution.step_loop import Loop, open_scheduler
-    from engine.protocol.frames import ModelSpec, Sampling, Scope, ScopeKind, Submit
-    from engine.scheduling.sequence import Door
+    from engine.protocol.frames import Submit
+    from engine.protocol.specs import ModelSpec
+    from engine.protocol.types import Sampling, Scope, ScopeKind
+    from engine.scheduling.validation import Door
 
     spec = ModelSpec(name="ember", folder=str(EMBER), kv_bytes=60_000_000)
     runner = Runner.open(spec, "cpu", 1, lambda: None)

@@ -31,20 +31,9 @@ from typing import Final
 import msgspec
 
 from benchmarks.record import record
-from engine.protocol.frames import (
-    FrameReader,
-    Hello,
-    Load,
-    ModelSpec,
-    Progress,
-    Reject,
-    ReplicaSpec,
-    Sampling,
-    Scope,
-    ScopeKind,
-    Submit,
-    encode,
-)
+from engine.protocol.frames import FrameReader, Hello, Load, Progress, Reject, Submit, encode
+from engine.protocol.specs import ModelSpec, ReplicaSpec
+from engine.protocol.types import Sampling, Scope, ScopeKind
 from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN
 
 ROOT: Final = Path(__file__).parents[2]

@@ -18,14 +18,17 @@ import numpy as np
 
 from benchmarks.record import record
 from engine.execution.step_loop import Loop
-from engine.protocol.frames import Sampling, Scope, ScopeKind, Submit
+from engine.protocol.frames import Submit
+from engine.protocol.types import Sampling, Scope, ScopeKind
 from engine.scheduling.block_pool import Blocks
 from engine.scheduling.prefix_groups import Groups
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Door, Sequence
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import Limits
+from engine.scheduling.validation import Door
 from engine.step.cost_model import Costs
-from engine.step.layout import Int32s, Sampled
+from engine.step.executor import Sampled
+from engine.step.layout import Int32s
 from prefixcache.tree import Tree
 
 DECODES = 256

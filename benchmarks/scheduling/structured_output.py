@@ -31,8 +31,10 @@ from benchmarks.record import record
 from engine.bench.session import Engine, Session
 from engine.bench.shapes import grammar_source
 from engine.bench.vocabulary import write_tokenizer
-from engine.protocol.frames import Grammar, GrammarKind, ModelSpec, RejectReason
-from engine.scheduling.sequence import Matcher, Refused
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Grammar, GrammarKind, RejectReason
+from engine.scheduling.sequence import Matcher
+from engine.scheduling.validation import Refused
 from engine.step.layout import Int32s
 from engine.structured_output.llguidance_backend import open_tokenizer
 from engine.structured_output.manager import Grammars

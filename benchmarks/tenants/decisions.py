@@ -27,9 +27,12 @@ from msgspec import structs
 from benchmarks.record import record
 from tenants.auth.accounts import Accounts
 from tenants.limits.caps import Size, caps, limited
-from tenants.records.store_types import Granted, Hold, Store, StoreUnavailable, open_store
-from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits
+from tenants.open import open_store
+from tenants.records.holds import Granted, Hold
+from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.plans import DEFAULT_PLAN
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, UsageRecord
+from tenants.store.protocol import Store, StoreUnavailable
 from tenants.store.redis import scripts as scripts
 from tenants.store.redis.store import RedisStore
 from tests.support.redis_server import DURABLE, RedisServer

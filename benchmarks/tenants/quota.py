@@ -21,8 +21,9 @@ import uvloop
 from benchmarks.record import record
 from tenants.auth.accounts import Accounts, Caller
 from tenants.limits.quota import Demand, Price, Quota, QuotaExceeded, Reservation, Spent
-from tenants.records.store_types import Store, open_store
-from tenants.records.terms import Limits
+from tenants.open import open_store
+from tenants.records.limits import Limits
+from tenants.store.protocol import Store
 from tests.support.redis_server import RedisServer
 
 SECRET = b"a benchmark's secret of 32 bytes"

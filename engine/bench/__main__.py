@@ -18,7 +18,7 @@ from engine.bench.geometries import GEOMETRIES, Bound, write_folder
 from engine.bench.session import Engine, Session
 from engine.bench.shapes import SHAPES, SMALL, START, START_PEER_S, Figure, Sizes, measure_start
 from engine.models.config import read_config
-from engine.protocol.frames import ModelSpec
+from engine.protocol.specs import ModelSpec
 
 _PEER_MODEL: Final = "llama-3.1-8b"
 _TEACHING = """\

@@ -11,10 +11,13 @@ import numpy as np
 from engine.bench.vocabulary import write_tokenizer
 from engine.execution.open import Runner
 from engine.execution.step_loop import Loop, open_scheduler
-from engine.protocol.frames import Grammar, ModelSpec, Sampling, Scope, ScopeKind, Submit
-from engine.scheduling.sequence import Door
+from engine.protocol.frames import Submit
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Grammar, Sampling, Scope, ScopeKind
+from engine.scheduling.validation import Door
 from engine.step.cost_model import Costs
-from engine.step.layout import Flight, Int32s, Runs, Sampled
+from engine.step.executor import Flight, Runs, Sampled
+from engine.step.layout import Int32s
 from engine.structured_output.manager import Grammars
 
 

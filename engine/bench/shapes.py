@@ -20,7 +20,9 @@ import msgspec
 from engine.bench.breakdown import break_down
 from engine.bench.geometries import Bound
 from engine.bench.session import Engine, Session
-from engine.protocol.frames import FrameReader, Grammar, GrammarKind, Hello, ModelSpec, ReplicaSpec
+from engine.protocol.frames import FrameReader, Hello
+from engine.protocol.specs import ModelSpec, ReplicaSpec
+from engine.protocol.types import Grammar, GrammarKind
 
 _SEED: Final = 1
 _GROUP_PROMPT: Final = 64  # own tokens of a request behind a shared prefix

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.execution.artifacts import Artefacts, Key, digest_of
 from engine.models.config import ModelConfig
-from engine.protocol.frames import ModelSpec
+from engine.protocol.specs import ModelSpec
 from engine.step.cost_model import Costs
 
 _ENGINE: Final = Path(__file__).parents[1]

@@ -19,15 +19,19 @@ from torch import Tensor
 
 from engine.execution.memory_plan import first_extents, kept_bytes, kv_blocks, least_extents
 from engine.hostinfo.memory import available_bytes
-from engine.kvcache.tensors import KvPool, KvShape
+from engine.kvcache.layout import KvShape
+from engine.kvcache.tensors import KvPool
 from engine.layers.linear_cpu import Dense, rows_agree
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.models.config import ModelConfig
 from engine.models.cpu_step import HostStep
 from engine.models.decoder_layer import rotary_tables
 from engine.models.llama import Decoder
-from engine.protocol.frames import Memory, ModelSpec
+from engine.protocol.reports import Memory
+from engine.protocol.specs import ModelSpec
 from engine.step.cost_model import Costs
-from engine.step.layout import Batch, Flight, Int32s, OutOfDeviceMemory, OutOfHostMemory, Sampled, Sizes
+from engine.step.executor import Flight, Sampled, Sizes
+from engine.step.layout import Batch, Int32s
 from engine.step.sampling import sample
 from engine.weights.assembly import weights_bytes
 from engine.weights.load import Files

@@ -19,14 +19,18 @@ from torch import Tensor
 from engine.execution.cpu_runner import give_back, given
 from engine.execution.device_select import place
 from engine.execution.memory_plan import CONTEXT_BYTES, DoesNotFit
+from engine.memory.errors import OutOfDeviceMemory
 from engine.memory.streams import Mark, Stream
 from engine.models.bert import Encoder, EncoderParameters, assemble
 from engine.models.encoder_config import EncoderConfig, read_encoder_config
 from engine.models.encoder_names import encoder_entries, encoder_spare, prefix_of
-from engine.protocol.frames import Memory, ModelSpec, Pooling
+from engine.protocol.reports import Memory
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Pooling
 from engine.step.cost_model import Costs
 from engine.step.encoder_layout import unpack
-from engine.step.layout import Flight, Int32s, OutOfDeviceMemory, Sampled, Sizes
+from engine.step.executor import Flight, Sampled, Sizes
+from engine.step.layout import Int32s
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import plain
 from engine.weights.load import Files, fetch

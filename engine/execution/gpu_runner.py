@@ -30,7 +30,9 @@ from engine.execution.staging import Landing, Most
 from engine.kernels.compile_cache import keep_beside, name_kernels
 from engine.kernels.tuning import CODED_BUCKETS
 from engine.kvcache.host_tier import Kept
-from engine.kvcache.tensors import KvPool, KvShape
+from engine.kvcache.layout import KvShape
+from engine.kvcache.tensors import KvPool
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.streams import Mark, Stream
 from engine.memory.virtual_memory import Arena
 from engine.memory.workspace import Workspace
@@ -38,10 +40,13 @@ from engine.models.config import ModelConfig
 from engine.models.decoder_layer import Parameters
 from engine.models.gpu_step import DeviceStep, Space
 from engine.models.llama import Decoder
-from engine.protocol.frames import Memory, ModelSpec, Sampling
+from engine.protocol.reports import Memory
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Sampling
 from engine.step.attention_plan import build
 from engine.step.cost_model import Costs
-from engine.step.layout import Batch, Flight, Int32s, OutOfDeviceMemory, OutOfHostMemory, Sizes, Slice, pack, unpack
+from engine.step.executor import Flight, Sizes
+from engine.step.layout import Batch, Int32s, Slice, pack, unpack
 from engine.weights.assembly import weights_bytes
 from engine.weights.device_buffer import Weights
 from engine.weights.source import Origin

@@ -6,9 +6,10 @@ Arithmetic only: who measures what is free and what a step needs is host.py's an
 from typing import Final
 
 from engine.kernels.reference import KEY_STEP
-from engine.kvcache.tensors import KvPool, KvShape
+from engine.kvcache.layout import KvShape
+from engine.kvcache.tensors import KvPool
 from engine.models.config import ModelConfig
-from engine.protocol.frames import ModelSpec
+from engine.protocol.specs import ModelSpec
 
 CONTEXT_BYTES: Final = 752 << 20  # what the driver keeps of a GPU for a process, kernels included, as measured
 

@@ -16,8 +16,10 @@ from engine.execution.encoder_runner import EncoderRunner
 from engine.execution.memory_plan import DoesNotFit, context_tokens, require_sizes
 from engine.models.config import ModelConfig, read_config
 from engine.models.encoder_config import is_encoder
-from engine.protocol.frames import ModelSpec, Pooling
-from engine.step.layout import Flight, Int32s, Sizes, unpack
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Pooling
+from engine.step.executor import Flight, Sizes
+from engine.step.layout import Int32s, unpack
 from engine.weights.load import Files
 from engine.weights.source import Origin
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step.cost_model import Costs
 from engine.step.layout import Int32s, Segment, Slice, pack
 

@@ -19,7 +19,7 @@ from engine.kvcache.tensors import KvPool
 from engine.memory.streams import Mark, Stream
 from engine.memory.workspace import Workspace
 from engine.models.gpu_step import Space
-from engine.step.layout import Sizes
+from engine.step.executor import Sizes
 from engine.weights.device_buffer import Weights
 
 GRAPH_BYTES: Final = 1 << 20  # and for each captured graph

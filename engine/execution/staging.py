@@ -13,7 +13,8 @@ from engine.execution.cpu_runner import given
 from engine.execution.gpu_sampler import Reports
 from engine.memory.streams import Stream
 from engine.scheduling.sequence import LOGPROBS_MAX
-from engine.step.layout import HEADER_WORDS, Batch, Sampled
+from engine.step.executor import Sampled
+from engine.step.layout import HEADER_WORDS, Batch
 
 _STEP_TOKENS: Final = 2048
 _PROMPT_STEP_TOKENS: Final = 8192

@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from engine.log import log
-from engine.protocol.frames import ModelSpec
+from engine.memory.errors import OutOfDeviceMemory
+from engine.protocol.specs import ModelSpec
 from engine.scheduling.block_pool import Blocks
 from engine.scheduling.encoder_scheduler import TextScheduler
 from engine.scheduling.public_prefixes import Unpublishable
@@ -20,7 +21,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Matcher, Sequence, Stage
 from engine.scheduling.step_plan import FLIGHTS_MAX, Plan
 from engine.scheduling.token_budget import Limits
-from engine.step.layout import Flight, Int32s, Moves, OutOfDeviceMemory, Runs, Sampled
+from engine.step.executor import Flight, Moves, Runs, Sampled
+from engine.step.layout import Int32s
 from prefixcache.tree import Tree
 
 Masks = Callable[[list[Matcher | None]], Int32s]

@@ -16,7 +16,8 @@ import msgspec
 
 from engine.execution.open import artefacts_of, open_model
 from engine.log import log
-from engine.protocol.frames import ModelSpec, Warmed
+from engine.protocol.reports import Warmed
+from engine.protocol.specs import ModelSpec
 
 _TOLD_S: Final = 1.0
 

@@ -35,7 +35,8 @@ from engine.hostinfo import gpus
 from engine.hostinfo import memory as budgets
 from engine.hostinfo.memory import Device
 from engine.log import log
-from engine.protocol.frames import Fleet, Frame, MachineSpec, ReplicaSpec, Wake, encode
+from engine.protocol.frames import Fleet, Frame, Wake, encode
+from engine.protocol.specs import MachineSpec, ReplicaSpec
 
 _CONNECTIONS_MAX: Final = 256
 _TURN_S: Final = 0.005  # between two decisions at the least: busy replicas say more often than that how busy they are

@@ -22,7 +22,7 @@ import msgspec
 from engine.host.supervisor import Process, Starts
 from engine.log import log
 from engine.process.death_signal import dies_with
-from engine.protocol.frames import ReplicaSpec
+from engine.protocol.specs import ReplicaSpec
 
 HEAD: Final = struct.Struct(">I")  # before a request, its bytes; the answer to one, the process id or 0
 READY: Final = b"r"  # from the warm parent, once

@@ -14,7 +14,8 @@ from typing import Final
 
 from engine.log import log
 from engine.protocol import connection
-from engine.protocol.frames import MachineSpec, ModelSpec, parse_address
+from engine.protocol.address import parse_address
+from engine.protocol.specs import MachineSpec, ModelSpec
 
 CACHE_NAME: Final = "TRITON_CACHE_DIR"
 

@@ -10,8 +10,9 @@ from typing import Final
 
 from engine.host.paths import family
 from engine.log import log
+from engine.protocol.address import parse_address
 from engine.protocol.connection import Connection, Gone
-from engine.protocol.frames import PROTOCOL, Frame, FrameError, Hello, Load, Place, Placed, encode, parse_address
+from engine.protocol.frames import PROTOCOL, Frame, FrameError, Hello, Load, Place, Placed, encode
 
 _RECEIVED_BYTES_MAX: Final = 1 << 20
 _UNSENT_BYTES_MAX: Final = 4 << 20

@@ -14,7 +14,9 @@ from engine.hostinfo.memory import Budget, Device
 from engine.log import log
 from engine.placement.policy import decide, problem, ready_ms
 from engine.placement.snapshot import Allowance, Move, View
-from engine.protocol.frames import Fleet, MachineSpec, Place, Placed, ReplicaSpec, Residency
+from engine.protocol.frames import Fleet, Place, Placed
+from engine.protocol.specs import MachineSpec, ReplicaSpec
+from engine.protocol.types import Residency
 
 _FAILURES_MAX: Final = 4  # wakes in a row that found no memory; then the process ends
 _WITHHELD_S: Final = 60.0  # memory that was not there is not reckoned with for so long

@@ -12,7 +12,9 @@ from engine.host.demand import Wanted
 from engine.host.peers import Link
 from engine.host.supervisor import Child, Patience
 from engine.placement.snapshot import Resident, Times, Wishes
-from engine.protocol.frames import Load, ModelSpec, Place, Placed, ReplicaState, Residency
+from engine.protocol.frames import Load, Place, Placed, ReplicaState
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Residency
 
 _RATE_S: Final = 30.0  # requests per second are those of about so long
 _SHORT_S: Final = 1.0  # KV that was short counts as short for so long: two Loads

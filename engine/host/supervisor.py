@@ -17,7 +17,8 @@ from engine.host.paths import remove_socket
 from engine.log import log, write
 from engine.process.death_signal import dies_with
 from engine.process.heartbeat import Phase, Pulse
-from engine.protocol.frames import ReplicaSpec, memory_path
+from engine.protocol.reports import memory_path
+from engine.protocol.specs import ReplicaSpec
 
 _LINE_BYTES_MAX: Final = 4096
 _SERVING: Final = (Phase.IDLE, Phase.STEP)

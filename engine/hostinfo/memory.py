@@ -8,7 +8,9 @@ import msgspec
 import psutil
 
 from engine.hostinfo import gpus
-from engine.protocol.frames import DRIVER_BYTES, MEMORY_SHARE, DeviceState, MachineSpec, Memory
+from engine.protocol.frames import DeviceState
+from engine.protocol.reports import Memory
+from engine.protocol.specs import DRIVER_BYTES, MEMORY_SHARE, MachineSpec
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 

@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from engine.hostinfo.memory import available_bytes
+from engine.memory.errors import OutOfHostMemory
 from engine.memory.virtual_memory import Arena, Driver, HostMemory
-from engine.step.layout import OutOfHostMemory
 
 PIECE_BYTES: Final = 32 << 20
 _SPARE_BYTES: Final = 1 << 30  # of the host, left to all else

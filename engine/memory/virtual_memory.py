@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step.layout import OutOfDeviceMemory, OutOfHostMemory
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 
 ADDRESSES_MOST: Final = 1 << 44  # bytes of addresses that one arena reserves: a process has 2⁴⁷
 _NO_RESERVE: Final = 0x4000 if sys.platform == "linux" else 0  # addresses promise no memory; mmap has no name for it

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
+from engine.memory.errors import OutOfDeviceMemory
 from engine.memory.virtual_memory import Arena, Region
-from engine.step.layout import OutOfDeviceMemory
 
 _LARGE: Final = 20 << 20  # torch's segments for smaller tensors have this size, or a tenth of it
 _ALLOCATE: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)

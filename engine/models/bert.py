@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.layers.linear_cpu import Activation, Dense
 from engine.models.encoder_config import EncoderConfig
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from engine.step.encoder_layout import POOLINGS, Texts
 from engine.step.layout import Int32s
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.placement.snapshot import Allowance, Decision, Move, Resident, View
-from engine.protocol.frames import Residency
+from engine.protocol.types import Residency
 
 MOVES_A_MINUTE: Final = 360  # of one device: 180 wakes, with one that leaves for each
 RESIZES_A_MINUTE: Final = 120

@@ -10,7 +10,7 @@ from typing import Final
 
 from engine.placement.capacity import Rooms, arrive, clear, clearing_of, devices_for, most_room
 from engine.placement.snapshot import Allowance, Decision, Move, Resident, View
-from engine.protocol.frames import Residency
+from engine.protocol.types import Residency
 
 HEAD_START_S: Final = 1.0
 HEAD_STARTS: Final = 4

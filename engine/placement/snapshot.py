@@ -4,7 +4,7 @@ makes of them. Nothing here decides, and no clock runs but the `now` that it is 
 
 from dataclasses import dataclass
 
-from engine.protocol.frames import Residency
+from engine.protocol.types import Residency
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import stat
 from collections.abc import Iterator
 from typing import Final
 
-from engine.protocol.frames import Frame, FrameReader, parse_address
+from engine.protocol.address import parse_address
+from engine.protocol.frames import Frame, FrameReader
 
 _RECEIVE_BYTES: Final = 1 << 18
 

@@ -4,141 +4,17 @@ A frame is a 4-byte big-endian length followed by one msgpack-encoded tagged str
 travel over `unix:` and `tcp:` sockets. This module knows neither torch nor asyncio nor scheduling.
 """
 
-import enum
-import os
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from engine.protocol.types import FinishReason, Grammar, Pooling, RejectReason, Residency, Sampling, Scope, Terms
+
 PROTOCOL: Final = 1
 FRAME_BYTES_MAX: Final = 64 << 20
-MEMORY_SUFFIX: Final = ".memory.json"
-DRIVER_BYTES: Final = 1 << 30  # of a GPU, that a machine leaves to its driver and to whatever else needs a little
-MEMORY_SHARE: Final = 0.7  # of the host memory that is free at a machine's start, for models that sleep
 _LENGTH: Final = struct.Struct(">I")
-
-
-class Residency(enum.IntEnum):
-    """Where a replica's weights are. It serves on DEVICE alone.
-
-    DISK      there is no process; on the way up they may come from the page cache.
-    MEMORY    its process lives and holds them in host memory, or, on a CPU, leaves them to the page cache. It takes
-              requests, which wait there.
-    DEVICE    they are in a GPU's memory, or, on a CPU, as its matmuls read them.
-    """
-
-    DISK = 0
-    MEMORY = 1
-    DEVICE = 2
-
-
-class ScopeKind(enum.IntEnum):
-    """Who may share a cached prefix. REQUEST shares with nobody and is what a missing scope means."""
-
-    REQUEST = 0
-    USER = 1
-    TENANT = 2
-    PUBLIC = 3
-
-
-class FinishReason(enum.StrEnum):
-    STOP = "stop"  # a stop token, or nothing more that its grammar allows
-    LENGTH = "length"  # max_tokens or the end of the context
-    CANCELLED = "cancelled"
-    ERROR = "error"
-
-
-class RejectReason(enum.StrEnum):
-    TOO_LONG = "too_long"  # can never fit this replica's context or KV pool
-    BUSY = "busy"  # the waiting queue is full, or it would wait, or has waited, for longer than it may
-    DRAINING = "draining"  # the replica is going away
-    INVALID = "invalid"  # a frame that a correct gateway does not send
-    GRAMMAR = "grammar"  # the grammar is wrong, asks for what is not supported, or is too large; the message says which
-
-
-class GrammarKind(enum.StrEnum):
-    """What a grammar's source is written in."""
-
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    LARK = "lark"
-
-
-class Pooling(enum.StrEnum):
-    """How a text becomes one vector, or, with SCORE, one number: from which of its tokens."""
-
-    MEAN = "mean"
-    CLS = "cls"
-    LAST = "last"
-    SCORE = "score"
-
-
-class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """What all of a completion's text must be; it may end only where the text is whole."""
-
-    kind: GrammarKind
-    source: str
-
-
-class Scope(msgspec.Struct, frozen=True, array_like=True):
-    """Separates prefix caches. `id` is 16 opaque bytes made in `tenants`; raising `epoch` is a wipe.
-
-    `account` is 16 opaque bytes too: whose turn the request takes among those that wait, whatever it may share. Without
-    it `id` says so, and requests without either take the turns of one.
-    """
-
-    kind: ScopeKind = ScopeKind.REQUEST
-    id: bytes = b""
-    epoch: int = 0
-    account: bytes = b""
-
-
-class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """How a request's account is treated beside others, as its plan and its settings say.
-
-    weight          its part of what is served while accounts compete; one of 2 gets twice what one of 1 gets.
-    sequences       of it that run at once on this replica, None: as many as fit.
-    blocks          KV blocks that its running sequences hold at once here, None: as many as there are.
-    floor_blocks    cached blocks, of all its scopes, that it keeps while another account has more above its own floor,
-    cap_blocks      and those that it keeps unused at most; None in either: what the replica's settings say.
-    keep_s          cached blocks of its scope are found for so long after their last use, None: until they are evicted.
-    erase           blocks that the request writes or reads are zeroed before anybody else has them. What a raised epoch
-                    or keep_s makes unfindable always is.
-    background      it runs only on what live requests leave free, and waits for as long as that takes. What the account
-                    has running so counts apart from its live requests.
-    """
-
-    weight: float = 1.0
-    sequences: int | None = None
-    blocks: int | None = None
-    floor_blocks: int | None = None
-    cap_blocks: int | None = None
-    keep_s: float | None = None
-    erase: bool = False
-    background: bool = False
-
-
-class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How the next token is chosen. Values are in range: the gateway checked them.
-
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; penalties are off at 1, 0 and 0.
-    `seed` is always set (the gateway draws one when the caller gave none), 0 ≤ seed < 2**63.
-    `logprobs` is None (off) or how many alternatives to report beside the chosen token (0–20).
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int = 0
-    logit_bias: dict[int, float] = {}
-    logprobs: int | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
@@ -372,110 +248,6 @@ class Fleet(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
 Frame = Submit | Cancel | Hello | Progress | Reject | Load | Place | Placed | Wake | Fleet
 
 
-class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One catalogue entry as a machine needs it: where its folder is and how its replicas are sized."""
-
-    name: str
-    folder: str
-    replicas: int = 1
-    dtype: str = "auto"  # auto, float32, bfloat16, float16
-    context_tokens: int | None = None  # None: what config.json says
-    random_weights: bool = False  # made on the spot instead of read: for measuring, where only config.json is at hand
-    kv_dtype: str = "auto"  # auto: as the weights; fp8 (e4m3), on GPUs only: half the bytes, less exact
-    kv_bytes: int | None = None  # None: measured from what is left
-    block_tokens: int = 16
-    step_tokens: int | None = None  # the token budget of one step; None: 512 on a CPU, what gap_ms allows on a GPU
-    gap_ms: float = 20.0  # the longest step that prompts may cause while other sequences stream, on a GPU
-    sequences: int | None = None  # running at once; None: 64 on a CPU, 512 on a GPU
-    waiting: int = 1024  # in the waiting queue at once
-    vectors: bool = False  # of a decoder, what its prompts become, and no text; its head is not loaded
-    scope_floor_blocks: int = 0  # cached blocks that an account keeps while another has more above its own floor
-    scope_cap_blocks: int | None = None  # cached blocks that an account keeps unused at most; None: no cap
-    weights_bytes: int = 0  # about what its weights take, before a replica has said so itself; 0: not known
-    pinned: bool = False  # it is on the device for good
-    priority: float = 1.0  # its requests count so much beside other models' where there is no room for both
-    resident_s: float = 0.2  # after a wake it stays at least so long, even where others wait and it has nothing to do
-    wake_s: float = 0.5  # its requests wait so long at most while others run; then what is to make room is preempted
-    kept_kv_bytes: int = 1 << 30  # of host memory, for the KV of system prompts while it sleeps; 0: none is kept
-    public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read
-
-
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a replica's memory went, in bytes, as it began to serve: a JSON file beside its pulse, while it runs."""
-
-    model: str
-    pid: int
-    device: str  # as the driver names it, or cpu
-    device_bytes: int  # all that the device has, others' share included
-    weights_bytes: int
-    coded_bytes: int = 0  # of these, what is in 12 bits a number
-    bf16_bytes: int = 0  # what the weights would take without that; 0: as much as they do
-    kv_blocks: int
-    kv_block_tokens: int
-    kv_bytes: int
-    workspace_bytes: int = 0  # what a step needs beside these
-    graphs_bytes: int = 0
-    free_bytes: int  # left to nobody
-
-
-class Inspected(msgspec.Struct, frozen=True, kw_only=True):
-    """What `python -m engine.weights.validate` found of a folder's weights, from headers alone."""
-
-    numbers: int  # that a replica would load
-    coded_numbers: int = 0  # of these, in 12 bits each where a GPU has them in bfloat16
-    coded_bytes: int = 0  # what these take there
-
-
-class Warmed(msgspec.Struct, frozen=True, kw_only=True):
-    """What `python -m engine.execution.warmup` found or prepared of what starts of a model take over."""
-
-    needed: bool  # there is something that later starts would have to find out
-    found: bool  # it was there already
-    seconds: float
-    files: list[str] = []  # where it is now
-
-
-def memory_path(pulse: str | os.PathLike[str]) -> Path:
-    """The file of the replica that beats in `pulse`."""
-    return Path(pulse).with_suffix(MEMORY_SUFFIX)
-
-
-class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where spans are sent: an OTLP endpoint over HTTP, and the service.name that replicas add `-replica` to."""
-
-    otlp_url: str
-    service: str = "hearth"
-
-
-class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that `python -m engine.host.agent` is told, as one JSON document."""
-
-    name: str
-    address: str  # where gateways connect for Fleet
-    folder: str  # sockets, pulses and logs of this machine
-    models: list[ModelSpec]
-    cache: str | None = None  # compiled kernels are kept here from start to start; None: below `folder`
-    device: str = "auto"  # auto, cpu, cuda: the GPU with the most room for each replica, or cuda:N for all
-    device_bytes: int | None = None  # of each GPU, or of a CPU's memory, for replicas; None: all that is there
-    memory_bytes: int | None = None  # of host memory, for models that sleep; None: a share of what is there
-    threads: int | None = None  # CPU threads per replica; None: shared evenly
-    telemetry: Telemetry | None = None  # None: no traces
-
-
-class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that `python -m engine.replica.server` is told, as one JSON document."""
-
-    model: ModelSpec
-    address: str  # where gateways connect
-    pulse: str  # the file of engine/process/heartbeat.py that the machine watches
-    boot: int
-    device: str = "auto"  # auto, cpu, cuda: the first that the process sees
-    device_bytes: int | None = None  # of the device, in all, that it may hold at first; None: all that is free
-    standby: bool = False  # it will be sent to sleep: its weights are copied to host memory ahead
-    threads: int | None = None
-    telemetry: Telemetry | None = None
-
-
 class FrameError(ValueError):
     """The peer sent bytes that are no frame of this protocol; the connection must be closed."""
 
@@ -518,22 +290,3 @@ class FrameReader:
                     raise FrameError(f"a body that is no frame: {error}") from error
         finally:
             del pending[:start]
-
-
-class AddressError(ValueError):
-    """An address string that names no socket, or one that may not be used in plain text."""
-
-
-def parse_address(address: str) -> str | tuple[str, int]:
-    """`unix:/path` → the path; `tcp:host:port` → (host, port). Plain tcp is refused outside loopback."""
-    scheme, _, rest = address.partition(":")
-    if scheme == "unix" and rest:
-        return rest
-    if scheme == "tcp":
-        host, _, port = rest.rpartition(":")
-        if not host or not port.isdigit():
-            raise AddressError(f"{address!r} is not tcp:HOST:PORT")
-        if host not in ("127.0.0.1", "localhost", "[::1]"):
-            raise AddressError(f"{address!r} is outside loopback: plain tcp: would carry prompts in the clear")
-        return host.strip("[]"), int(port)
-    raise AddressError(f"{address!r} is neither unix:PATH nor tcp:HOST:PORT")

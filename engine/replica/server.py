@@ -30,31 +30,16 @@ from engine.memory import scrub
 from engine.process.death_signal import dies_with
 from engine.process.heartbeat import Phase, Pulse
 from engine.protocol.connection import Connection, Gone, listen
-from engine.protocol.frames import (
-    PROTOCOL,
-    Cancel,
-    Frame,
-    FrameError,
-    Grammar,
-    Hello,
-    Memory,
-    Place,
-    Placed,
-    Pooling,
-    Reject,
-    RejectReason,
-    ReplicaSpec,
-    Residency,
-    ScopeKind,
-    Submit,
-    encode,
-    memory_path,
-)
+from engine.protocol.frames import PROTOCOL, Cancel, Frame, FrameError, Hello, Place, Placed, Reject, Submit, encode
+from engine.protocol.reports import Memory, memory_path
+from engine.protocol.specs import ReplicaSpec
+from engine.protocol.types import Grammar, Pooling, RejectReason, Residency, ScopeKind
 from engine.replica.sleep_wake import Standby
 from engine.scheduling.public_prefixes import whole_blocks
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Door, Refused, Sequence
-from engine.step.layout import Moves
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.validation import Door, Refused
+from engine.step.executor import Moves
 from engine.structured_output.manager import Grammars
 from prefixcache.namespace import Share
 

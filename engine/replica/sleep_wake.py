@@ -11,11 +11,13 @@ import msgspec
 
 from engine.execution.step_loop import Loop
 from engine.log import log
-from engine.protocol.frames import Place, Placed, Residency
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
+from engine.protocol.frames import Place, Placed
+from engine.protocol.types import Residency
 from engine.scheduling.block_pool import Waking
 from engine.scheduling.encoder_scheduler import TextScheduler
 from engine.scheduling.scheduler import Scheduler
-from engine.step.layout import Moves, OutOfDeviceMemory, OutOfHostMemory
+from engine.step.executor import Moves
 from engine.weights.checkpoint import CheckpointError
 
 EXTENTS_AT_ONCE: Final = 4  # mapped or unmapped between two steps: some 5 ms where there are 32 layers, of any size

@@ -27,7 +27,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from engine.protocol.frames import FinishReason, Progress, ReplicaSpec, Submit
+from engine.protocol.frames import Progress, Submit
+from engine.protocol.specs import ReplicaSpec
+from engine.protocol.types import FinishReason
 
 OPEN_MAX: Final = 8192  # sequences followed at once; further ones go untraced
 QUEUE_MAX: Final = 8192  # spans that wait to be sent

@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 
 from engine.log import log
-from engine.protocol.frames import Finish, FinishReason, Load, Progress, Reject, Started, Vector
+from engine.protocol.frames import Finish, Load, Progress, Reject, Started, Vector
+from engine.protocol.types import FinishReason
 from engine.scheduling.block_pool import Shrinking, Waking
 from engine.scheduling.fair_queue import PROMPT_TOKEN, FairQueue, Standing
 from engine.scheduling.outputs import News
@@ -24,7 +25,7 @@ from engine.scheduling.step_plan import FLIGHTS_MAX, Plan
 from engine.scheduling.token_budget import Limits
 from engine.scheduling.waiting import Waiting
 from engine.step.encoder_layout import pack
-from engine.step.layout import Sampled
+from engine.step.executor import Sampled
 
 BACKGROUND_PART: Final = 8  # of a step's rows, one in so many: a text that comes meanwhile waits for its end
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final, Generic, TypeVar
 
-from engine.protocol.frames import Terms
+from engine.protocol.types import Terms
 
 # What counts as service: a token of a prompt that was computed, not found in the cache, and one that was generated. A
 # generated one takes a step of its own, for which all weights are read: twice as much, as in the counter's paper.

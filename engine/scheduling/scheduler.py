@@ -28,17 +28,8 @@ from itertools import chain
 from typing import Final
 
 from engine.log import log
-from engine.protocol.frames import (
-    Finish,
-    FinishReason,
-    Load,
-    Progress,
-    Reject,
-    RejectReason,
-    Started,
-    TokenLogprobs,
-    Vector,
-)
+from engine.protocol.frames import Finish, Load, Progress, Reject, Started, TokenLogprobs, Vector
+from engine.protocol.types import FinishReason, RejectReason
 from engine.scheduling.admission import Prompts, common_length
 from engine.scheduling.best_effort import Background
 from engine.scheduling.block_pool import Blocks, Shrinking, Waking
@@ -46,11 +37,13 @@ from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN, FairQueu
 from engine.scheduling.kv_manager import Holdings, passes_cap
 from engine.scheduling.outputs import News
 from engine.scheduling.prefix_groups import Groups
-from engine.scheduling.sequence import Refused, Sequence, Stage
+from engine.scheduling.sequence import Sequence, Stage
 from engine.scheduling.step_plan import FLIGHTS_MAX, Plan, plan_step
 from engine.scheduling.token_budget import Budget, Limits
+from engine.scheduling.validation import Refused
 from engine.scheduling.waiting import Waiting, ticket_of
-from engine.step.layout import Sampled, Segment
+from engine.step.executor import Sampled
+from engine.step.layout import Segment
 from prefixcache.tree import Tree
 
 CONCEDED: Final = 2.0  # an account gives up what leaves it so many times as much for its weight as who gets it

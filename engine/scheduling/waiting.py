@@ -12,9 +12,11 @@ from collections.abc import Sequence as Items
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from engine.protocol.frames import Reject, RejectReason
+from engine.protocol.frames import Reject
+from engine.protocol.types import RejectReason
 from engine.scheduling.fair_queue import FairQueue, Standing
-from engine.scheduling.sequence import Refused, Sequence, Stage
+from engine.scheduling.sequence import Sequence, Stage
+from engine.scheduling.validation import Refused
 from engine.scheduling.wait_estimate import Pace
 
 RETRY_MS_MIN: Final = 250

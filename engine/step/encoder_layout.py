@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from engine.step.layout import Int32s
 
 POOLINGS: Final = tuple(Pooling)

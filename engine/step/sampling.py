@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.step.layout import Batch, Int32s, Sampled
+from engine.step.executor import Sampled
+from engine.step.layout import Batch, Int32s
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]

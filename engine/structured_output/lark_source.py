@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from llguidance import regex_to_lark
 
-from engine.protocol.frames import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import Refused
+from engine.protocol.types import Grammar, GrammarKind, RejectReason
+from engine.scheduling.validation import Refused
 
 SOURCE_BYTES_MAX: Final = {
     GrammarKind.JSON_SCHEMA: 32 << 10,

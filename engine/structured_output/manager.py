@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.log import log
-from engine.protocol.frames import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import Matcher, Refused
+from engine.protocol.types import Grammar, GrammarKind, RejectReason
+from engine.scheduling.sequence import Matcher
+from engine.scheduling.validation import Refused
 from engine.step.layout import Int32s
 from engine.structured_output.lark_source import lark_of
 from engine.structured_output.llguidance_backend import NoTokenizer, open_matcher, open_tokenizer

@@ -22,7 +22,8 @@ from engine.models.encoder_config import EncoderConfig, is_encoder, read_encoder
 from engine.models.encoder_names import encoder_entries, encoder_spare
 from engine.models.encoder_names import prefix_of as encoder_prefix_of
 from engine.models.weight_names import Entry, entries, ignored, prefix_of
-from engine.protocol.frames import Inspected, ModelSpec
+from engine.protocol.reports import Inspected
+from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.tensor_index import Code, codes_of
 

@@ -9,8 +9,9 @@ from msgspec import UNSET, UnsetType, structs
 from gateway import errors
 from gateway.admin.operation import ACCOUNT, Answer, Ask, Name, Nothing, Office, Operation, time_of, values_checked
 from tenants.auth.accounts import Permission, named
-from tenants.records.store_types import Account
-from tenants.records.terms import Limits, Notices, Settings
+from tenants.records.accounts import Account
+from tenants.records.limits import Limits
+from tenants.records.settings import Notices, Settings
 
 
 class LimitsItem(msgspec.Struct, frozen=True):

@@ -20,8 +20,9 @@ from gateway.admin.operation import (
 from gateway.errors import bad_input
 from gateway.listing.pages import sliced
 from tenants.auth.accounts import NotFound, Permission, named
-from tenants.records.store_types import Account
-from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
+from tenants.records.accounts import Account
+from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.plans import DEFAULT_PLAN, Plan
 
 ACCOUNTS: Final = f"{OPERATOR}/accounts"
 ONE: Final = f"{ACCOUNTS}/{{account_id}}"

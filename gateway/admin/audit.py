@@ -20,7 +20,7 @@ from gateway.admin.operation import (
 )
 from tenants.audit import SYSTEM
 from tenants.auth.accounts import Permission
-from tenants.records.store_types import AuditEntry
+from tenants.records.audit_entry import AuditEntry
 
 CHUNK: Final = 500  # entries in one call of the store
 LOOKED_AT_MAX: Final = 10_000  # entries for one answer; the cursor goes on from there

@@ -7,7 +7,7 @@ import msgspec
 from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
 from gateway.admin.usage import Days, span
 from tenants.auth.accounts import Permission
-from tenants.records.terms import kept_s
+from tenants.records.settings import kept_s
 
 
 class CacheItem(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from gateway.http.exchange import JSON, Exchange, Header
 from gateway.http.json_body import asked_in, decode
 from gateway.listing.pages import PageItem
 from tenants.auth.accounts import Caller, Conflict, NotFound, Permission
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 
 BODY_BYTES_MAX: Final = 64 << 10
 ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")

@@ -12,8 +12,8 @@ from gateway.admin.tokens import own_token
 from gateway.inference import rate_limit_headers
 from tenants.auth.accounts import Permission
 from tenants.limits.caps import Left
-from tenants.records.store_types import Account
-from tenants.records.terms import NO_LIMITS, RANGES, Limits
+from tenants.records.accounts import Account
+from tenants.records.limits import NO_LIMITS, RANGES, Limits
 
 
 class LeftQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from gateway.inference.run_options import (
 )
 from gateway.listing.pages import PageItem
 from gateway.listing.schemas import told
-from tenants.records.terms import RANGES
+from tenants.records.limits import RANGES
 
 Json = dict[str, Any]
 

@@ -18,7 +18,7 @@ from gateway.inference.request import Gateway
 from gateway.listing.pages import PAGE_MAX, PageItem
 from tenants.audit import Audit, fitting
 from tenants.auth.accounts import NAME_MAX, Caller, Permission
-from tenants.records.store_types import Store
+from tenants.store.protocol import Store
 
 BASE: Final = "/client/v4"
 OPERATOR: Final = f"{BASE}/operator"

@@ -9,7 +9,7 @@ from gateway import errors
 from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation, values_checked
 from tenants.audit import SYSTEM
 from tenants.auth.accounts import NotFound, Permission
-from tenants.records.terms import Plan
+from tenants.records.plans import Plan
 
 PLANS: Final = f"{OPERATOR}/plans"
 

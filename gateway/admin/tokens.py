@@ -30,7 +30,7 @@ from gateway.admin.operation import (
 from gateway.listing.pages import PAGE_MAX, sliced
 from tenants.auth.accounts import ApiToken, NotFound, Permission, named
 from tenants.records.grants import ENTRIES_MAX, Grant
-from tenants.records.terms import NO_LIMITS, Limits
+from tenants.records.limits import NO_LIMITS, Limits
 
 GRACE_S_MAX: Final = 7 * 86400
 TOKENS_MAX: Final = 1_000  # of one account, revoked ones left out

@@ -13,8 +13,8 @@ from gateway.admin.operation import ACCOUNT, OPERATOR, Answer, Ask, Nothing, Off
 from gateway.errors import bad_input
 from gateway.listing.pages import PAGE_MAX, sliced
 from tenants.auth.accounts import Permission
-from tenants.records.store_types import KEPT_DAYS, UsageRow
-from tenants.records.usage import MICRO, day_of
+from tenants.records.usage import MICRO, UsageRow, day_of
+from tenants.store.protocol import KEPT_DAYS
 
 DAYS_DEFAULT: Final = 30
 ROWS_MAX: Final = 100_000  # that are told apart for one answer

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from gateway.errors import bad_input
 from gateway.http.json_body import decode
 from gateway.inference.embedding_types import Answer, AskedVectors, Floats, Item, Kind, Texts, written

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from gateway.api.conversation import Conversation
 from gateway.api.messages_response import Reply
 from gateway.api.sampling_fields import TOP_P_MIN

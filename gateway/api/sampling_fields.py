@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from gateway.inference.prompt import (
     LogitBias,
     MaxTokens,

@@ -23,7 +23,7 @@ from gateway.inference.reply import enveloped
 from gateway.inference.run_options import run_options
 from tenants.auth.accounts import Caller
 from tenants.records.batches import ARRIVING_S, Batch, Batches, BatchStatus
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 
 _SLICE: Final = 64  # requests that are read, or results that are opened, before others have their turn
 Status = Literal["queued", "running", "done", "cancelled", "failed"]

@@ -38,8 +38,8 @@ from gateway.inference.run_options import RunOptions
 from tenants.auth.accounts import Caller, Suspended, UnknownToken
 from tenants.limits.quota import AlreadyRecorded
 from tenants.records.batches import Batches, BatchItem, BatchStatus, Waiting
-from tenants.records.store_types import StoreUnavailable
 from tenants.records.usage import UsageRecord
+from tenants.store.protocol import StoreUnavailable
 
 LEASE_S: Final = 10.0  # shorter than a hold lasts, so that whoever takes over finds it
 RENEW_S: Final = 2.0

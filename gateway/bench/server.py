@@ -21,8 +21,8 @@ from gateway.catalogue.catalogue import BUILT_IN
 from gateway.config import Config, load_config
 from gateway.state_dir import Credentials, open_state, read_credentials, server_secret, write_credentials
 from tenants.auth.accounts import Accounts
-from tenants.records.store_types import open_store
-from tenants.records.terms import Limits
+from tenants.open import open_store
+from tenants.records.limits import Limits
 
 _READY_S: Final = 300.0
 _END_S: Final = 60.0

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.protocol import frames
+from engine.protocol.specs import ModelSpec
 from gateway.catalogue.bf12_size import read_compressed
 from gateway.catalogue.public_prefixes import public_prefixes
 from gateway.catalogue.registrations import added
@@ -59,7 +59,7 @@ class Model:
     text: Text
     calls: Format | None
     thinks: bool
-    spec: frames.ModelSpec
+    spec: ModelSpec
 
     @property
     def id(self) -> str:
@@ -166,11 +166,11 @@ def pulled(config: Config) -> list[str]:
     return [f"@hf/{folder.parent.name}/{folder.name}" for folder in folders]
 
 
-def spec_of(config: Config, entry: ModelConfig) -> frames.ModelSpec:
+def spec_of(config: Config, entry: ModelConfig) -> ModelSpec:
     """What a machine is told about an entry. Reads the model's tokenizer only where prefixes are published."""
     folder, paths = folder_of(config, entry), entry.public_prefixes
     task = _task(folder, entry)
-    return frames.ModelSpec(
+    return ModelSpec(
         name=entry.name,
         folder=str(folder),
         replicas=entry.replicas,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from gateway.config import ModelConfig
 from gateway.text.tokenizer import FolderError
 

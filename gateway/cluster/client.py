@@ -14,6 +14,8 @@ from typing import Self, TypeVar, cast
 import msgspec
 
 from engine.protocol import frames
+from engine.protocol.address import parse_address
+from engine.protocol.types import Grammar, Pooling, RejectReason, Sampling, Scope, Terms
 from gateway.cluster.replica_counters import Lately, Tally
 
 WRITE_BYTES_MAX = 32 << 20
@@ -28,7 +30,7 @@ class ReplicaLost(Exception):
 class Rejected(Exception):
     """The replica did not accept the request; nothing of it runs."""
 
-    def __init__(self, reason: frames.RejectReason, message: str, retry_after_ms: int) -> None:
+    def __init__(self, reason: RejectReason, message: str, retry_after_ms: int) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
@@ -190,16 +192,16 @@ class Link:
         self,
         *,
         tokens: bytes,
-        scope: frames.Scope,
-        sampling: frames.Sampling,
+        scope: Scope,
+        sampling: Sampling,
         max_tokens: int,
         stop_ids: list[int] | None = None,
         n: int = 1,
         traceparent: str = "",
-        terms: frames.Terms = frames.Terms(),  # noqa: B008 frozen
+        terms: Terms = Terms(),  # noqa: B008 frozen
         deadline_ms: int = 0,
-        grammar: frames.Grammar | None = None,
-        pooling: frames.Pooling | None = None,
+        grammar: Grammar | None = None,
+        pooling: Pooling | None = None,
     ) -> Stream:
         """Writes one frame. Raises ReplicaLost where the connection ended meanwhile, Rejected where it is congested."""
         return self._replica.submit(
@@ -331,7 +333,7 @@ class ReplicaConnection(Connection):
         if transport is None:
             raise ReplicaLost(f"the replica at {self.address} was lost: {self.why}")
         if transport.get_write_buffer_size() > WRITE_BYTES_MAX:
-            raise Rejected(frames.RejectReason.BUSY, "the replica reads too slowly, try again", 1000)
+            raise Rejected(RejectReason.BUSY, "the replica reads too slowly, try again", 1000)
         first, self._next = self._next, self._next + n
         transport.write(frames.encode(frame_for(first)))
         stream = Stream(self, first, n, asked_s)
@@ -435,7 +437,7 @@ _C = TypeVar("_C", bound=Connection)
 async def connect(address: str, make: Callable[[], _C]) -> _C:
     """Raises OSError or TimeoutError."""
     loop = asyncio.get_running_loop()
-    target = frames.parse_address(address)
+    target = parse_address(address)
     async with asyncio.timeout(CONNECT_S):
         if isinstance(target, str):
             return (await loop.create_unix_connection(make, target))[1]

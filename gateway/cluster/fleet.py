@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.protocol import frames
-from engine.protocol.frames import Residency
+from engine.protocol.address import parse_address
+from engine.protocol.types import Residency
 from gateway.cluster import route
 from gateway.cluster.client import Link, MachineConnection, ReplicaConnection, connect, said
 from gateway.cluster.replica_counters import Lately, Tally
@@ -140,7 +141,7 @@ class Fleet:
         rng: random.Random | None = None,
     ) -> None:
         for address in machine_addresses:
-            frames.parse_address(address)  # a wrong one is an error at the start, not a retry for ever
+            parse_address(address)  # a wrong one is an error at the start, not a retry for ever
         self._addresses = list(dict.fromkeys(machine_addresses))
         self._rng = rng or random.Random()
         self.tally = Tally()

@@ -21,7 +21,9 @@ from gateway.commands.output import (
 )
 from gateway.commands.store_access import Tenantry, account_json, ask
 from tenants.auth.accounts import Account
-from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Settings
+from tenants.records.limits import NO_LIMITS
+from tenants.records.plans import DEFAULT_PLAN
+from tenants.records.settings import Settings
 
 _TEACHING = """\
 examples:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from gateway.commands.output import add_action, add_command, print_json, print_table, read_settings, time_text
 from gateway.commands.store_access import Tenantry, ask
 from tenants.audit import SYSTEM, Verdict
-from tenants.records.store_types import AuditEntry
+from tenants.records.audit_entry import AuditEntry
 
 _TEACHING = """\
 examples:

@@ -20,7 +20,8 @@ from gateway.state_dir import server_secret
 from tenants import export
 from tenants.audit import SYSTEM, Audit
 from tenants.limits.outbox import SUFFIX
-from tenants.records.store_types import KEPT_DAYS, Store, StoreUnavailable, open_store
+from tenants.open import open_store
+from tenants.store.protocol import KEPT_DAYS, Store, StoreUnavailable
 from tenants.store.sqlite.backup import check, close_up, copy
 
 _TEACHING = """\

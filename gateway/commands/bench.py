@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from engine.protocol.frames import MEMORY_SUFFIX
+from engine.protocol.reports import MEMORY_SUFFIX
 from gateway.bench.client import Measured, Target, measure_in_processes
 from gateway.bench.load import Load
 from gateway.bench.overhead import Cores, Share

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.protocol.frames import MEMORY_SHARE
+from engine.protocol.specs import MEMORY_SHARE
 from gateway.catalogue.catalogue import entries
 from gateway.catalogue.tasks import Vectors
 from gateway.commands import hardware
@@ -30,7 +30,8 @@ from gateway.http.tls import expiry, open_certificate
 from gateway.state_dir import read_credentials
 from gateway.text.tokenizer import Text
 from tenants.auth.issuers import keys_of
-from tenants.records.store_types import StoreUnavailable, open_store
+from tenants.open import open_store
+from tenants.store.protocol import StoreUnavailable
 
 _TEACHING = """\
 examples:

@@ -8,7 +8,7 @@ from gateway.commands.output import add_command, fail, read_settings
 from gateway.observability.logging import keep_journal
 from gateway.privacy.process import scrub_memory
 from gateway.state_dir import server_secret
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 
 _TEACHING = """\
 examples:

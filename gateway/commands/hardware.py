@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from engine.protocol.frames import DRIVER_BYTES
+from engine.protocol.specs import DRIVER_BYTES
 from gateway.config import MachineConfig
 
 MEMORY: Final = "memory"

@@ -7,7 +7,7 @@ from typing import Any, Final
 from msgspec import UNSET, UnsetType, structs
 
 from gateway.commands.output import NONE
-from tenants.records.terms import NO_LIMITS, RANGES, Limits
+from tenants.records.limits import NO_LIMITS, RANGES, Limits
 
 _HELP: Final = {
     "requests_per_minute": "that may begin",

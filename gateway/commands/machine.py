@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.protocol import frames
+from engine.protocol.specs import MachineSpec, Telemetry
 from gateway.catalogue.catalogue import entries, spec_of
 from gateway.commands.output import add_command, read_settings
 from gateway.config import Config
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 def machine_command(config: Config) -> list[str]:
     """The command line of this host's machine."""
     url = config.telemetry.otlp_url
-    spec = frames.MachineSpec(
+    spec = MachineSpec(
         name=config.machine.name,
         address=config.machine_address,
         folder=str(config.run_folder),
@@ -58,6 +58,6 @@ def machine_command(config: Config) -> list[str]:
         device_bytes=config.machine.device_bytes,
         memory_bytes=config.machine.memory_bytes,
         threads=config.machine.threads,
-        telemetry=frames.Telemetry(otlp_url=url, service=config.telemetry.service) if url is not None else None,
+        telemetry=Telemetry(otlp_url=url, service=config.telemetry.service) if url is not None else None,
     )
     return [sys.executable, "-P", "-m", "engine.host.agent", msgspec.json.encode(spec).decode()]

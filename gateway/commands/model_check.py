@@ -10,7 +10,8 @@ from typing import Final
 
 import msgspec
 
-from engine.protocol import frames
+from engine.protocol.reports import Inspected
+from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import folder_of
 from gateway.catalogue.tasks import Task, Vectors, read_vectors, task_of
 from gateway.commands.hardware import MEMORY, Room
@@ -65,9 +66,9 @@ def look(config: Config, entry: ModelConfig, rooms: list[Room]) -> Look:
     return Look(sizes, text, vectors)
 
 
-def _inspected(folder: Path, entry: ModelConfig, task: Task) -> frames.Inspected:
+def _inspected(folder: Path, entry: ModelConfig, task: Task) -> Inspected:
     """What its replica loads. Raises Unserved with what the engine says of the folder."""
-    spec = frames.ModelSpec(
+    spec = ModelSpec(
         name=entry.name,
         folder=str(folder),
         context_tokens=entry.context_tokens,
@@ -81,7 +82,7 @@ def _inspected(folder: Path, entry: ModelConfig, task: Task) -> frames.Inspected
     if asked.returncode:
         said = asked.stderr.strip().splitlines() or [f"looking at {folder} ended with status {asked.returncode}"]
         raise Unserved(said[-1], _OTHER if asked.returncode == _OF_CONFIG else _COMPLETE)
-    return msgspec.json.decode(asked.stdout, type=frames.Inspected)
+    return msgspec.json.decode(asked.stdout, type=Inspected)
 
 
 def _require_ids(folder: Path, text: Text, vocabulary: int) -> None:
@@ -92,9 +93,7 @@ def _require_ids(folder: Path, text: Text, vocabulary: int) -> None:
         raise Unserved(found, "tokenizer.json is another model's: get the one that belongs to the weights")
 
 
-def _require_room(
-    entry: ModelConfig, sizes: Sizes, inspected: frames.Inspected | None, task: Task, rooms: list[Room]
-) -> None:
+def _require_room(entry: ModelConfig, sizes: Sizes, inspected: Inspected | None, task: Task, rooms: list[Room]) -> None:
     """Raises Unserved where weights and the KV of one context are more than the largest device may hold."""
     room = max(rooms, key=lambda room: room.budget_bytes)
     weights = sizes.weights_bytes if inspected is None else _weights_bytes(entry, inspected, task, room)
@@ -112,7 +111,7 @@ def _require_room(
     )
 
 
-def _weights_bytes(entry: ModelConfig, inspected: frames.Inspected, task: Task, room: Room) -> int:
+def _weights_bytes(entry: ModelConfig, inspected: Inspected, task: Task, room: Room) -> int:
     """On the device: only GPUs have weights in 12 bits, and only beside others in bfloat16."""
     number_bytes = _number_bytes(entry, task, room)
     if room.device == MEMORY or entry.dtype not in ("auto", "bfloat16"):

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from engine.protocol.frames import MEMORY_SUFFIX, Fleet, Memory
+from engine.protocol.frames import Fleet
+from engine.protocol.reports import MEMORY_SUFFIX, Memory
 from gateway.catalogue.bf12_size import Compressed
 from gateway.catalogue.catalogue import entries, folder_of, price_of
 from gateway.catalogue.tasks import Task, read_vectors, task_of

@@ -15,7 +15,8 @@ from typing import IO, Any, Final
 import msgspec
 from tqdm import tqdm
 
-from engine.protocol.frames import ModelSpec, Warmed
+from engine.protocol.reports import Warmed
+from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import entries, spec_of
 from gateway.commands.output import add_action, fail, print_json
 from gateway.config import Config, ConfigError

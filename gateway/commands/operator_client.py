@@ -17,7 +17,8 @@ from gateway.commands.store_access import Tenantry, tenantry_of
 from gateway.config import Config, ServerConfig
 from gateway.state_dir import read_credentials, server_secret
 from tenants.auth.accounts import Account, Grant, Permission
-from tenants.records.store_types import StoreUnavailable, open_store
+from tenants.open import open_store
+from tenants.store.protocol import StoreUnavailable
 
 _BASE: Final = "/client/v4/operator/"
 _ANSWER_S: Final = 3.0

@@ -11,7 +11,7 @@ from gateway.commands.output import add_action, add_command, duration, print_jso
 from gateway.commands.store_access import Tenantry, ask, plan_json
 from tenants.audit import SYSTEM
 from tenants.auth.accounts import NotFound
-from tenants.records.terms import Plan
+from tenants.records.plans import Plan
 
 _TEACHING = """\
 examples:

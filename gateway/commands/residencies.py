@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.protocol import frames
+from engine.protocol.address import parse_address
+from engine.protocol.types import Residency
 from gateway.config import Config
 
 _ASK_S = 1.0
@@ -15,7 +17,7 @@ class MachineSide:
     """A watcher of one machine's word about its replicas. Never blocks for long."""
 
     def __init__(self, address: str) -> None:
-        self._target = frames.parse_address(address)
+        self._target = parse_address(address)
         self._socket: socket.socket | None = None
         self._frames = frames.FrameReader()
         self._said: frames.Fleet | None = None
@@ -81,7 +83,7 @@ def replicas_of(model: str, said: Iterable[frames.Fleet]) -> Iterator[frames.Rep
 
 def at_rest(replica: frames.ReplicaState) -> bool:
     """Whether it sleeps and would wake for a call; not while it moves, nor where it cannot be started."""
-    asleep = replica.residency is not frames.Residency.DEVICE and replica.toward is replica.residency
+    asleep = replica.residency is not Residency.DEVICE and replica.toward is replica.residency
     return asleep and not replica.problem and replica.ready_ms >= 0 and not replica.quarantined
 
 

@@ -32,7 +32,8 @@ from gateway.state_dir import only_one, open_state
 from tenants import export as transfer
 from tenants.audit import SYSTEM
 from tenants.limits.outbox import SUFFIX
-from tenants.records.store_types import StoreUnavailable, open_store
+from tenants.open import open_store
+from tenants.store.protocol import StoreUnavailable
 from tenants.store.sqlite.backup import close_up
 
 _TEACHING = """\

@@ -26,6 +26,7 @@ from typing import Any, Final, TextIO
 import msgspec
 
 from engine.protocol import frames
+from engine.protocol.types import Residency
 from gateway.catalogue.catalogue import entries
 from gateway.commands.machine import machine_command
 from gateway.commands.output import add_command, fail, read_settings
@@ -36,7 +37,8 @@ from gateway.http.tls import open_certificate
 from gateway.privacy.process import scrub_memory
 from gateway.state_dir import Credentials, only_one, open_state, read_credentials, server_secret, write_credentials
 from tenants.auth.accounts import NotFound, Unauthenticated
-from tenants.records.store_types import StoreUnavailable, open_store
+from tenants.open import open_store
+from tenants.store.protocol import StoreUnavailable
 
 _TEACHING = """\
 examples:
@@ -275,7 +277,7 @@ class Household:
         self._answered = self._answered or self._answers("/healthz")
         said = self._machine_side.look()
         for replica in said.replicas if said is not None else []:
-            if replica.residency is frames.Residency.DEVICE:
+            if replica.residency is Residency.DEVICE:
                 self._said.pop(replica.address, None)
                 self._welcome(replica.model, f"is ready after {elapsed_s:.1f} s")
             elif self._rests(replica, elapsed_s):

@@ -15,8 +15,10 @@ from gateway.config import Config
 from gateway.state_dir import server_secret
 from tenants.audit import Audit, fitting
 from tenants.auth.accounts import Account, Accounts, ApiToken, Conflict, NotFound
-from tenants.records.store_types import Store, StoreUnavailable, open_store
-from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
+from tenants.open import open_store
+from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.store.protocol import Store, StoreUnavailable
 
 ACTOR = "command line"
 

@@ -19,7 +19,7 @@ from gateway.commands.output import (
 )
 from gateway.commands.store_access import Tenantry, ask, token_json
 from tenants.auth.accounts import ApiToken, Grant, Permission
-from tenants.records.terms import NO_LIMITS
+from tenants.records.limits import NO_LIMITS
 
 _TEACHING = """\
 examples:

@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.commands.operator_client import Away, Gateway, Refused, operator_token
 from gateway.commands.output import add_command, fail, read_settings
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 
 if TYPE_CHECKING:
     from gateway.admin.machines import MachinesItem

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from gateway.commands.limits import amount
 from gateway.commands.output import add_command, day, day_text, fail, print_json, print_table, read_settings
 from gateway.commands.store_access import Tenantry, ask
-from tenants.records.store_types import KEPT_DAYS, Store, UsageRow
-from tenants.records.usage import MICRO, Totals
+from tenants.records.usage import MICRO, Totals, UsageRow
+from tenants.store.protocol import KEPT_DAYS, Store
 
 _TEACHING = """\
 examples:

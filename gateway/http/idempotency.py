@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gateway import errors
 from gateway.errors import Refusal
-from tenants.records.store_types import Store
+from tenants.store.protocol import Store
 
 KEPT_S: Final = 86_400
 KEY: Final = re.compile(r"[!-~]{1,255}")

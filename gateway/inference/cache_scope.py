@@ -5,11 +5,11 @@ It decides from the caller's account, its token and its own words alone; a calle
 
 import hashlib
 
-from engine.protocol.frames import Scope, ScopeKind, Terms
+from engine.protocol.types import Scope, ScopeKind, Terms
 from gateway.errors import bad_input
 from gateway.http.exchange import Exchange
 from tenants.auth.accounts import Caller
-from tenants.records.terms import kept_s
+from tenants.records.settings import kept_s
 
 
 def zero_retention(exchange: Exchange, caller: Caller) -> bool:

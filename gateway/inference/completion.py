@@ -6,7 +6,8 @@ It does not know dialects, accounts or replicas.
 import secrets
 from typing import Final
 
-from engine.protocol.frames import FinishReason, TokenLogprobs
+from engine.protocol.frames import TokenLogprobs
+from engine.protocol.types import FinishReason
 from gateway.catalogue.catalogue import Model
 from gateway.cluster.client import Step
 from gateway.inference.prompt import Prompt

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from engine.protocol.frames import FinishReason, Pooling, RejectReason, Sampling
+from engine.protocol.types import FinishReason, Pooling, RejectReason, Sampling
 from gateway import errors
 from gateway.catalogue.catalogue import Model
 from gateway.catalogue.tasks import Vectors

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from gateway.inference.reply import Usage
 from gateway.inference.run_options import Within
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, Protocol
 
-from engine.protocol.frames import Grammar, RejectReason, Scope, Terms
+from engine.protocol.types import Grammar, RejectReason, Scope, Terms
 from gateway import errors
 from gateway.api.run_batch import AskedBatch, AskedResults
 from gateway.catalogue.catalogue import Model
@@ -35,7 +35,7 @@ from gateway.text.tokenizer import TextError
 from gateway.tool_parsers.reasoning import MARKERS, after_thought, opens_thought
 from tenants.auth.accounts import Caller
 from tenants.limits.quota import Demand
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 
 THOUGHT_TOKENS_MAX: Final = 16  # of a prompt, in which "<think>" and some line breaks behind it are
 

@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.protocol.frames import Grammar, GrammarKind
+from engine.protocol.types import Grammar, GrammarKind
 from gateway.errors import Refusal, bad_grammar, bad_input
-from gateway.inference.prompt import AUTO, Prompt, ToolChoice
+from gateway.inference.prompt import AUTO, Prompt
 from gateway.tool_parsers import call_grammar
 from gateway.tool_parsers.registry import Format
+from gateway.tool_parsers.types import ToolChoice
 
 _ANSWER: Final = "start: answer\nanswer: "  # with which grammars of calls begin
 _REQUIRED: Final = ToolChoice("required")

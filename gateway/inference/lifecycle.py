@@ -8,7 +8,7 @@ import logging
 import math
 from typing import Final, Protocol
 
-from engine.protocol.frames import RejectReason, Scope
+from engine.protocol.types import RejectReason, Scope
 from gateway import errors
 from gateway.catalogue.catalogue import Model
 from gateway.cluster.client import Link, Rejected
@@ -20,7 +20,8 @@ from gateway.inference.request import Gateway
 from gateway.inference.run_options import RunOptions
 from tenants.auth.accounts import Caller, Suspended, UnknownToken
 from tenants.limits.quota import Demand, QuotaExceeded, Reservation
-from tenants.records.store_types import BUDGETS, StoreUnavailable
+from tenants.records.holds import BUDGETS
+from tenants.store.protocol import StoreUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.protocol.frames import Grammar, Sampling
+from engine.protocol.types import Grammar, Sampling
 from gateway.errors import bad_input
 from gateway.http.json_body import check_depth
 from gateway.inference.run_options import Within
+from gateway.tool_parsers.types import ToolChoice
 
 CHOICES_MAX: Final = 128
 STOPS_MAX: Final = 4
@@ -50,14 +51,6 @@ Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(
 def only(*served: object) -> Meta:
     """Says in schemas of a field that it takes these alone; the dialect refuses all others by name."""
     return Meta(extra_json_schema={"enum": list(served)})
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """Whether the model calls tools: as it likes (auto), not at all (none), at least once (required), or this one."""
-
-    mode: Literal["auto", "none", "required", "named"] = "auto"
-    name: str | None = None
 
 
 AUTO: Final = ToolChoice()

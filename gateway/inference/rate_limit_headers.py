@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gateway.http.exchange import Header
 from tenants.limits.caps import Left
-from tenants.records.store_types import BUDGETS, RATES, Refusal
+from tenants.records.holds import BUDGETS, RATES, Refusal
 
 DAY_S: Final = 86_400
 

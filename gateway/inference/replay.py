@@ -19,7 +19,7 @@ from gateway.http import sse
 from gateway.http.exchange import JSON, ClientGone, Exchange, Header
 from gateway.http.idempotency import Claim, Once
 from tenants.auth.accounts import Caller
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from engine.protocol.frames import FinishReason
+from engine.protocol.types import FinishReason
 from gateway import errors
 from gateway.batch.api import Desk
 from gateway.catalogue.catalogue import Catalogue, Model

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.protocol.frames import Grammar, GrammarKind
+from engine.protocol.types import Grammar, GrammarKind
 from gateway.errors import bad_input
 from gateway.http.json_body import check_depth
 from gateway.inference import gbnf

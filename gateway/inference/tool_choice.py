@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import bad_input
-from gateway.inference.prompt import TOOLS_MAX, ToolChoice, ToolName
+from gateway.inference.prompt import TOOLS_MAX, ToolName
+from gateway.tool_parsers.types import ToolChoice
 
 
 class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

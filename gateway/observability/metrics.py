@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.protocol import frames
-from engine.protocol.frames import Residency
+from engine.protocol.types import Residency
 from gateway.cluster.fleet import Fleet
 from gateway.cluster.replica_counters import CAUSES, TURNED_AWAY, Tally
 from gateway.config import ConfigError

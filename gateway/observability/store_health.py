@@ -2,7 +2,7 @@
 
 import logging
 
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.protocol.frames import Grammar, GrammarKind
-from gateway.inference.prompt import ToolChoice
+from engine.protocol.types import Grammar, GrammarKind
 from gateway.tool_parsers.scanner import CALLS_MAX
 from gateway.tool_parsers.tool_schema import Function, arguments, offered, refusal
+from gateway.tool_parsers.types import ToolChoice
 
 _BARE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _FAULT: Final = re.compile(r"\bat (\d+)\(\d+\)")

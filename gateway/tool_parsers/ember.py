@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from engine.protocol.frames import Grammar
-from gateway.inference.prompt import ToolChoice
+from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls
 from gateway.tool_parsers.scanner import Reader
 from gateway.tool_parsers.tool_schema import offered
+from gateway.tool_parsers.types import ToolChoice
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from engine.protocol.frames import Grammar
-from gateway.inference.prompt import ToolChoice
+from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls
 from gateway.tool_parsers.scanner import Reader, Reading, Tape
 from gateway.tool_parsers.tool_schema import offered
+from gateway.tool_parsers.types import ToolChoice
 
 BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"

@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from engine.protocol.frames import Grammar
-from gateway.inference.prompt import ToolChoice
+from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls
 from gateway.tool_parsers.scanner import Reader, Reading, Tape
 from gateway.tool_parsers.tool_schema import offered
+from gateway.tool_parsers.types import ToolChoice
 
 # Of Llama 3, and of Llama 4, which puts them around text before its calls.
 TAGS: Final = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NoReturn
 
-from engine.protocol.frames import Grammar
-from gateway.inference.prompt import ToolChoice
+from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls, python_literals
 from gateway.tool_parsers.scanner import Reader, Reading, Tape, overlap
 from gateway.tool_parsers.tool_schema import (
@@ -24,6 +23,7 @@ from gateway.tool_parsers.tool_schema import (
     types,
     types_by_name,
 )
+from gateway.tool_parsers.types import ToolChoice
 
 BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"

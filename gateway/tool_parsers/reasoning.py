@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from engine.protocol.frames import Grammar, GrammarKind
+from engine.protocol.types import Grammar, GrammarKind
 from gateway.tool_parsers import call_grammar
 from gateway.tool_parsers.parts import Parser, Part, Thought
 from gateway.tool_parsers.scanner import Reading, Tape, overlap

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from engine.protocol.frames import Grammar
-from gateway.inference.prompt import ToolChoice
+from engine.protocol.types import Grammar
 from gateway.tool_parsers.deepseek import DeepSeek, DeepSeekFenced
 from gateway.tool_parsers.ember import Ember
 from gateway.tool_parsers.hermes import Hermes
@@ -18,6 +17,7 @@ from gateway.tool_parsers.mistral import MistralList, MistralNamed
 from gateway.tool_parsers.parts import Parser
 from gateway.tool_parsers.pythonic import Pythonic
 from gateway.tool_parsers.qwen_coder import QwenCoder
+from gateway.tool_parsers.types import ToolChoice
 
 
 class Format(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.errors import Refusal, bad_input
-from gateway.inference.prompt import ToolChoice
+from gateway.tool_parsers.types import ToolChoice
 
 Function = Mapping[str, Any]  # `function` of a tool in OpenAI's shape: name, description, parameters
 Schema = Mapping[str, Any]

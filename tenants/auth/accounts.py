@@ -19,9 +19,12 @@ from msgspec import structs
 
 from tenants.auth.issuers import Issuers
 from tenants.auth.jwt import JwtRefused, is_jwt
+from tenants.records.accounts import Account
 from tenants.records.grants import Grant, Permission
-from tenants.records.store_types import Account, ApiToken, Clock, Seal, Store, StoreUnavailable
-from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
+from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.records.tokens import ApiToken, Seal
+from tenants.store.protocol import Clock, Store, StoreUnavailable
 
 __all__ = [
     "Account",

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from tenants.auth.jwt import JwtRefused, read_jwt
 from tenants.records.grants import Grant, Permission
-from tenants.records.store_types import Clock, StoreUnavailable
+from tenants.store.protocol import Clock, StoreUnavailable
 
 if TYPE_CHECKING:
     from tenants.auth.jwks import Key, Keys

@@ -7,8 +7,8 @@ a token's calls of a class ("token:ID class:NAME"). What a subject used is count
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tenants.records.store_types import BUDGETS, RATES, Cap, Refusal
-from tenants.records.terms import MINUTE_US, Limits
+from tenants.records.holds import BUDGETS, RATES, Cap, Refusal
+from tenants.records.limits import MINUTE_US, Limits
 from tenants.records.usage import MICRO, month_us_left, us_left
 
 

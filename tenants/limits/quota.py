@@ -24,9 +24,11 @@ import msgspec
 from tenants.auth.accounts import Caller, Suspended, UnknownToken
 from tenants.limits.caps import Left, Size, caps, left_of, limited
 from tenants.limits.outbox import Outbox
-from tenants.records.store_types import BUDGETS, Account, Cap, Clock, Hold, Refusal, Refused, Store, StoreUnavailable
-from tenants.records.terms import NO_LIMITS, Limits
+from tenants.records.accounts import Account
+from tenants.records.holds import BUDGETS, Cap, Hold, Refusal, Refused
+from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord, day_of
+from tenants.store.protocol import Clock, Store, StoreUnavailable
 
 HOLD_S: Final = 60.0
 CHECKPOINT_S: Final = 5.0

@@ -8,8 +8,8 @@ import logging
 import time
 from typing import Final
 
-from tenants.records.store_types import Clock, Store, StoreUnavailable
 from tenants.records.usage import DAY_US, MICRO, day_of
+from tenants.store.protocol import Clock, Store, StoreUnavailable
 
 LOOK_S: Final = 300.0
 AFTER_US: Final = 3600 * MICRO  # into the next day: holds have ended by then, and outboxes are replayed

@@ -13,8 +13,11 @@ from typing import Final
 import msgspec
 
 from tenants.limits.caps import Left
-from tenants.records.store_types import BUDGETS, Account, Clock, Notice, Refusal, Store, StoreUnavailable
+from tenants.records.accounts import Account
+from tenants.records.holds import BUDGETS, Refusal
+from tenants.records.notices import Notice
 from tenants.records.usage import MICRO, day_of, first_of_month
+from tenants.store.protocol import Clock, Store, StoreUnavailable
 
 TOLD_MAX: Final = 50_000  # thresholds remembered, so that the store is asked once for each
 PENDING_MAX: Final = 1_000  # notices that wait for the store; more are told by the next request that passes them

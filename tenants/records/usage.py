@@ -5,6 +5,9 @@ from typing import Final
 
 import msgspec
 
+pass
+
+
 MICRO: Final = 1_000_000
 DAY_US: Final = 86_400 * MICRO
 EXPIRED: Final = "expired"  # the outcome that a store writes for a hold whose gateway went silent
@@ -96,3 +99,22 @@ def month_us_left(time_us: int) -> int:
 def us_left(time_us: int) -> int:
     """Microseconds until the next day begins in UTC."""
     return DAY_US - time_us % DAY_US
+
+
+class UsageRow(msgspec.Struct, frozen=True):
+    """Sums over one account's day, one of its tokens, one model and one set of tags, a line each."""
+
+    day: int
+    token_id: str
+    model: str
+    requests: int
+    micro_neurons: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    tags: str = ""
+
+    @property
+    def each_tag(self) -> list[str]:
+        """The one "" where there is none."""
+        return self.tags.split("\n")

@@ -5,8 +5,10 @@ New fields have defaults, so that documents of earlier versions are read as they
 
 import msgspec
 
-from tenants.records.store_types import Account
-from tenants.records.terms import NO_LIMITS, Limits, Plan, Settings
+from tenants.records.accounts import Account
+from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.plans import Plan
+from tenants.records.settings import Settings
 
 
 class _Account(msgspec.Struct, frozen=True, omit_defaults=True):

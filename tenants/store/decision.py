@@ -6,8 +6,8 @@ The Lua of store_redis_scripts.py takes the same steps in the same order.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tenants.records.store_types import BUDGETS, Cap, Granted, Hold, Refusal, Refused
-from tenants.records.terms import MINUTE_US
+from tenants.records.holds import BUDGETS, Cap, Granted, Hold, Refusal, Refused
+from tenants.records.limits import MINUTE_US
 from tenants.records.usage import MICRO, day_of, month_us_left, us_left
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.cli import main
 from tenants.limits.quota import Quota, Reservation, Spent
-from tenants.records.store_types import Granted
+from tenants.records.holds import Granted
 from tenants.records.usage import UsageRecord
 from tenants.store.redis import store
 

@@ -21,8 +21,9 @@ from gateway.config import load_config
 from gateway.state_dir import server_secret
 from tenants.auth.accounts import Accounts
 from tenants.limits.caps import limited
-from tenants.records.store_types import Store, open_store
-from tenants.records.terms import Limits
+from tenants.open import open_store
+from tenants.records.limits import Limits
+from tenants.store.protocol import Store
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.stub_replica import MODEL
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import uvloop
 
 from engine.protocol import frames
+from engine.protocol.types import FinishReason
 from tests.support.stub_replica import Behaviour, Running, StubConnection, StubFleet, StubReplica
 
 FAILING: Final = 350  # of 10,000 sequences end with an error of the replica's
@@ -29,7 +30,7 @@ class FlakyConnection(StubConnection):
             if draw < CUTTING:
                 self.close()
             elif draw < CUTTING + FAILING:
-                return [], frames.Finish(running.id, frames.FinishReason.ERROR, running.emitted, "it was drawn to fail")
+                return [], frames.Finish(running.id, FinishReason.ERROR, running.emitted, "it was drawn to fail")
         return super()._next(running, behaviour)
 
 

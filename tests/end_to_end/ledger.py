@@ -4,7 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from tenants.records.store_types import open_store
+from tenants.open import open_store
 from tenants.records.usage import MICRO, Totals, day_of
 
 

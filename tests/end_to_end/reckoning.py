@@ -15,9 +15,9 @@ from gateway.catalogue.catalogue import open_catalogue
 from gateway.config import load_config
 from tenants.limits.caps import Size, caps
 from tenants.limits.quota import HOLD_S, Price
-from tenants.records.store_types import Store, StoreUnavailable
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tenants.records.usage import MICRO, UsageRecord, day_of, first_of_month
+from tenants.store.protocol import Store, StoreUnavailable
 from tests.end_to_end.cluster import INPUT_PRICE, OUTPUT_PRICE, Cluster, Tenant
 from tests.end_to_end.crowd import End, Visit
 from tests.support.stub_replica import MODEL

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from gateway.batch.worker import LEASE_S
-from tenants.records.store_types import open_store
+from tenants.open import open_store
 from tenants.records.usage import MICRO, UsageRecord, day_of
 from tests.end_to_end.beside_queue import measure
 from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tenants.records.terms import NO_LIMITS, Limits
+from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import UsageRecord
 from tests.end_to_end.cluster import FAULTS, Cluster, Tenant, cluster, until
 from tests.end_to_end.crowd import Crowd, End, Visit

@@ -21,9 +21,10 @@ import redis
 import torch
 
 import engine.builtin_model
-from engine.kvcache.tensors import KvShape, extent_blocks
+from engine.kvcache.layout import KvShape
+from engine.kvcache.tensors import extent_blocks
 from engine.memory.virtual_memory import HostMemory
-from engine.protocol.frames import Memory, memory_path
+from engine.protocol.reports import Memory, memory_path
 from gateway.text.tokenizer import Text
 from tests.end_to_end.canary import Canaries, Hit, mappings, read_memory
 from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 from tests.support.served_gateway import Client, Served, looped, served
 from tests.support.stub_replica import MODEL
 

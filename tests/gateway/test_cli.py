@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.protocol.frames import MEMORY_SUFFIX, Memory
+from engine.protocol.reports import MEMORY_SUFFIX, Memory
 from gateway.cli import main, parser
 from gateway.commands.serve import LOG_BYTES_MAX, base_url, first_call, trim
 from gateway.config import ServerConfig, load_config
 from gateway.state_dir import Credentials, read_credentials, server_secret, write_credentials
 from tenants.auth.accounts import Accounts, Unauthenticated
-from tenants.records.store_types import open_store
+from tenants.open import open_store
 
 TENANTS = ["accounts", "tokens", "plans", "usage", "audit", "backup", "restore"]
 COMMANDS = ["serve", "gateway", "machine", *TENANTS, "models", "pull", "top", "bench", "doctor"]

@@ -16,8 +16,12 @@ from gateway.webhook import TRIES_MAX, Webhook, _public
 from tenants.auth.accounts import Accounts
 from tenants.limits.caps import Left
 from tenants.limits.soft_caps import Thresholds, shown, signer
-from tenants.records.store_types import Notice, Refusal, StoreUnavailable, open_store
-from tenants.records.terms import Limits, Notices, Settings
+from tenants.open import open_store
+from tenants.records.holds import Refusal
+from tenants.records.limits import Limits
+from tenants.records.notices import Notice
+from tenants.records.settings import Notices, Settings
+from tenants.store.protocol import StoreUnavailable
 from tests.support.served_gateway import SECRET, looped, served, until
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}

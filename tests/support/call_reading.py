@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.inference.prompt import AUTO, ToolChoice
+from gateway.inference.prompt import AUTO
 from gateway.tool_parsers.parts import CallArguments, CallBegan, CallEnded, Parser, Part, Text, Thought
 from gateway.tool_parsers.registry import FORMATS
 from gateway.tool_parsers.scanner import CALLS_MAX
+from gateway.tool_parsers.types import ToolChoice
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:

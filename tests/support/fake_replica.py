@@ -21,7 +21,10 @@ import msgspec
 from engine.log import log
 from engine.process.heartbeat import Phase, Pulse
 from engine.protocol import frames
-from engine.protocol.frames import Residency
+from engine.protocol.address import parse_address
+from engine.protocol.reports import Memory, memory_path
+from engine.protocol.specs import ReplicaSpec
+from engine.protocol.types import Residency
 
 MIB: Final = 1 << 20
 ASLEEP_BYTES: Final = 10 * MIB  # what a driver would keep
@@ -31,7 +34,7 @@ KEPT_BYTES: Final = 40 * MIB  # of them it keeps on the host while it sleeps, an
 GPU_BYTES: Final = 80_000 * MIB
 
 
-def command(spec: frames.ReplicaSpec) -> list[str]:
+def command(spec: ReplicaSpec) -> list[str]:
     if Path(spec.model.folder, "behaviour").read_text() == "no-program":
         return [str(Path(spec.model.folder, "no-such-program"))]
     return [sys.executable, "-P", __file__, "replica", msgspec.json.encode(spec).decode()]
@@ -44,7 +47,7 @@ class Fake:
     sleeps, fail), never (they are not answered), crash (in the middle); `load` what it tells of its load.
     """
 
-    def __init__(self, spec: frames.ReplicaSpec, listener: socket.socket) -> None:
+    def __init__(self, spec: ReplicaSpec, listener: socket.socket) -> None:
         self.spec = spec
         self.folder = Path(spec.model.folder)
         self.residency = Residency.DEVICE
@@ -140,7 +143,7 @@ class Fake:
             peer.sendall(frames.encode(frame))
 
 
-def replica(spec: frames.ReplicaSpec) -> None:
+def replica(spec: ReplicaSpec) -> None:
     """Behaviours: serve, busy, crash, slow-load, hang, stubborn, chatty, silent-load, half-loaded, deaf."""
     folder = Path(spec.model.folder)
     behaviour = Path(folder, "behaviour").read_text()
@@ -149,9 +152,9 @@ def replica(spec: frames.ReplicaSpec) -> None:
     Path(folder, f"spec-{spec.boot}").write_bytes(msgspec.json.encode(spec))
     shown = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR")}
     Path(folder, "environment").write_text(json.dumps({**shown, "device": spec.device}))
-    memory = frames.Memory(model=spec.model.name, pid=os.getpid(), device="fake", device_bytes=GPU_BYTES,
+    memory = Memory(model=spec.model.name, pid=os.getpid(), device="fake", device_bytes=GPU_BYTES,
                          weights_bytes=0, kv_blocks=0, kv_block_tokens=0, kv_bytes=0, free_bytes=0)  # fmt: skip
-    frames.memory_path(spec.pulse).write_bytes(msgspec.json.encode(memory))
+    memory_path(spec.pulse).write_bytes(msgspec.json.encode(memory))
     pulse.enter(Phase.LOADING)
     if behaviour == "crash":
         print("no such weights: shard 7", file=sys.stderr, flush=True)
@@ -167,7 +170,7 @@ def replica(spec: frames.ReplicaSpec) -> None:
         time.sleep(3600)
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    target = frames.parse_address(spec.address)
+    target = parse_address(spec.address)
     assert isinstance(target, str)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(target)
@@ -195,7 +198,7 @@ def replica(spec: frames.ReplicaSpec) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "replica":
-        replica(msgspec.json.decode(sys.argv[2], type=frames.ReplicaSpec))
+        replica(msgspec.json.decode(sys.argv[2], type=ReplicaSpec))
     else:
         from engine.host import agent  # only here: replicas start quicker without
         from engine.host.supervisor import Patience

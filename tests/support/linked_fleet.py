@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from engine.protocol import frames
+from engine.protocol.types import Sampling, Scope, ScopeKind
 from gateway.cluster.client import Link, Step, Stream, pack
 from gateway.cluster.fleet import Fleet
 from tests.support.served_gateway import until
@@ -36,10 +36,10 @@ async def link(fleet: Fleet, wait_s: float = 5.0, model: str = MODEL) -> Link:
 
 
 async def submit(fleet: Fleet, max_tokens: int = 8, n: int = 1, logprobs: int | None = None) -> Stream:
-    sampling = frames.Sampling(logprobs=logprobs)
+    sampling = Sampling(logprobs=logprobs)
     chosen = await link(fleet)
     return chosen.submit(
-        tokens=PROMPT, scope=frames.Scope(frames.ScopeKind.TENANT, SCOPE), sampling=sampling, max_tokens=max_tokens, n=n
+        tokens=PROMPT, scope=Scope(ScopeKind.TENANT, SCOPE), sampling=sampling, max_tokens=max_tokens, n=n
     )
 
 

@@ -15,6 +15,8 @@ import msgspec
 import psutil
 
 from engine.protocol import frames
+from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
+from engine.protocol.types import Residency
 
 FAKE = Path(__file__).with_name("fake_replica.py")
 QUICK = {
@@ -48,11 +50,9 @@ class Host:
             self.move(name, "ok")
             self.load(name)
             models.append(
-                frames.ModelSpec(
-                    name=name, folder=str(folder / name), weights_bytes=weights_bytes, resident_s=0.1, wake_s=0.3
-                )
+                ModelSpec(name=name, folder=str(folder / name), weights_bytes=weights_bytes, resident_s=0.1, wake_s=0.3)
             )
-        self.spec = frames.MachineSpec(
+        self.spec = MachineSpec(
             name="host", address=f"unix:{folder}/m.sock", folder=str(folder / "run"), models=models, threads=1,
             device=device, device_bytes=device_bytes, memory_bytes=memory_bytes,
         )  # fmt: skip
@@ -104,11 +104,11 @@ class Host:
         wait_for(path.read_text)
         return int(path.read_text())
 
-    def told(self, name: str, boot: int = 1) -> frames.ReplicaSpec:
+    def told(self, name: str, boot: int = 1) -> ReplicaSpec:
         """The spec that it was started with."""
         path = self.folder / name / f"spec-{boot}"
         wait_for(path.exists)
-        return msgspec.json.decode(wait_for(path.read_bytes), type=frames.ReplicaSpec)
+        return msgspec.json.decode(wait_for(path.read_bytes), type=ReplicaSpec)
 
     def gateway(self) -> socket.socket:
         """A new connection."""
@@ -149,12 +149,12 @@ class Host:
         return found
 
     def until_serving(self, name: str, boot: int = 1) -> frames.ReplicaState:
-        return self.until(name, lambda state: state.residency is frames.Residency.DEVICE and state.boot >= boot)
+        return self.until(name, lambda state: state.residency is Residency.DEVICE and state.boot >= boot)
 
     def until_at(self, **places: str) -> None:
         """Until each of these replicas rests where it says."""
         for name, place in places.items():
-            at = frames.Residency[place]
+            at = Residency[place]
             self.until(name, lambda state: state.residency is state.toward is at)  # noqa: B023
 
     def moves(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.protocol.frames import Grammar
+from engine.protocol.types import Grammar
 from engine.structured_output.lark_source import lark_of
 from engine.structured_output.llguidance_backend import open_matcher
 

@@ -23,7 +23,7 @@ from gateway.http.tls import open_certificate
 from gateway.observability.tracing import Traces
 from tenants.auth.accounts import Accounts
 from tenants.auth.issuers import Issuer
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tenants.records.usage import day_of
 from tests.support.stub_replica import MODEL, Behaviour, StubFleet, StubReplica
 

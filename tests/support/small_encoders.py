@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from engine.execution.encoder_runner import EncoderRunner
-from engine.protocol.frames import ModelSpec, Pooling
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Pooling
 from engine.step.encoder_layout import pack
 
 VOCABULARY = 160

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from engine.execution.open import Runner
-from engine.protocol.frames import ModelSpec, Sampling
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Sampling
 from engine.step.layout import Slice, pack, unpack
 
 BLOCK_TOKENS = 16

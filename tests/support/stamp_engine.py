@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.log import log
-from engine.protocol.frames import Pooling, ReplicaSpec, Sampling
-from engine.step.layout import Batch, Flight, Int32s, Sampled, Sizes, unpack
+from engine.protocol.specs import ReplicaSpec
+from engine.protocol.types import Pooling, Sampling
+from engine.step.executor import Flight, Sampled, Sizes
+from engine.step.layout import Batch, Int32s, unpack
 
 PUBLIC = -7  # the scope of what is published
 NOT_FINITE = -(1 << 40)  # as a token that is read

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step.layout import Slice, pack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

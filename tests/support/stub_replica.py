@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 
 from engine.protocol import frames
+from engine.protocol.types import FinishReason, RejectReason, Residency
 
 MODEL = "@cf/test/stub"
 WORDS = list(range(1000, 1064))  # ids of ordinary text in the tests' tokenizer
@@ -36,7 +37,7 @@ class Behaviour:
     step_tokens: int = 1  # tokens per sequence and step
     cached_tokens: int = 0
     announce: bool = False  # a start is told at once, before the first token
-    reject: frames.RejectReason | None = None
+    reject: RejectReason | None = None
     reject_s: float = 0.0  # and so long after it was submitted
     die_at: int | None = None  # every connection is cut once a sequence has this many tokens
     stop_at: int | None = None  # the sequence ends here with its first stop id
@@ -136,14 +137,14 @@ class StubConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._paused and self._running and self._replica.state.residency is frames.Residency.DEVICE:
+        if not self._paused and self._running and self._replica.state.residency is Residency.DEVICE:
             loop = self._loop
             self._timer = loop.call_later(after_s, self._step) if after_s else loop.call_soon(self._step)
 
     def _step(self) -> None:
         """One step for every sequence whose time has come, as one Progress."""
         self._timer = None
-        if self._replica.state.residency is not frames.Residency.DEVICE:
+        if self._replica.state.residency is not Residency.DEVICE:
             return
         behaviour, now = self._replica.behaviour, self._loop.time()
         ids: list[int] = []
@@ -165,7 +166,7 @@ class StubConnection(asyncio.Protocol):
             if running.submit.pooling is not None and behaviour.fail_at is None:
                 numbers = behaviour.numbers(array("I", running.submit.tokens).tolist())
                 vectors.append(frames.Vector(running.id, array("f", numbers).tobytes()))
-                finished.append(frames.Finish(running.id, frames.FinishReason.STOP, 0))
+                finished.append(frames.Finish(running.id, FinishReason.STOP, 0))
                 del self._running[running.id]
                 continue
             new, finish = self._next(running, behaviour)
@@ -194,15 +195,15 @@ class StubConnection(asyncio.Protocol):
         running.emitted += len(new)
         done = running.emitted
         if behaviour.fail_at is not None and done >= behaviour.fail_at:
-            return new, frames.Finish(running.id, frames.FinishReason.ERROR, done, "the stub was told to fail")
+            return new, frames.Finish(running.id, FinishReason.ERROR, done, "the stub was told to fail")
         ended = behaviour.stop_at is not None and done >= behaviour.stop_at
         if behaviour.script is not None and done >= len(behaviour.script):
             ended = True
         if ended and done < submit.max_tokens:
             new = [*new, submit.stop_ids[0]]
-            return new, frames.Finish(running.id, frames.FinishReason.STOP, done + 1)
+            return new, frames.Finish(running.id, FinishReason.STOP, done + 1)
         if done >= submit.max_tokens:
-            return new, frames.Finish(running.id, frames.FinishReason.LENGTH, done)
+            return new, frames.Finish(running.id, FinishReason.LENGTH, done)
         return new, None
 
 
@@ -229,7 +230,7 @@ class StubReplica:
         self.submits: deque[frames.Submit] = deque(maxlen=100_000)
         self.cancels: deque[int] = deque(maxlen=100_000)
         self.deaths = 0
-        device = frames.Residency.DEVICE
+        device = Residency.DEVICE
         self.state = frames.ReplicaState(model, f"unix:{path}", device, 1, toward=device)
 
     @property
@@ -339,8 +340,8 @@ class StubFleet:
     def move(
         self,
         index: int,
-        residency: frames.Residency,
-        toward: frames.Residency | None = None,
+        residency: Residency,
+        toward: Residency | None = None,
         ready_ms: int = 0,
         **told: Any,
     ) -> None:

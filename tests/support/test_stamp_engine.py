@@ -5,8 +5,9 @@ from collections.abc import Sequence as Items
 import numpy as np
 import pytest
 
-from engine.protocol.frames import Sampling
-from engine.step.layout import OFFSET_WORD, Sampled, Section, Segment, Slice, pack
+from engine.protocol.types import Sampling
+from engine.step.executor import Sampled
+from engine.step.layout import OFFSET_WORD, Section, Segment, Slice, pack
 from tests.support.stamp_engine import Claim, IllegalRead, Stamps, logprobs_of, next_token, solo
 
 GREEDY = Sampling()

@@ -11,8 +11,9 @@ import pytest
 import redis
 
 from tenants.auth.accounts import Accounts, Caller
-from tenants.records.store_types import Store, open_store
-from tenants.records.terms import Limits
+from tenants.open import open_store
+from tenants.records.limits import Limits
+from tenants.store.protocol import Store
 from tenants.store.redis import pipeline
 from tenants.store.sqlite.store import SqliteStore
 

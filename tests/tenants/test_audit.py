@@ -6,7 +6,8 @@ import redis
 from msgspec import structs
 
 from tenants.audit import Audit
-from tenants.records.store_types import AuditEntry, Store
+from tenants.records.audit_entry import AuditEntry
+from tenants.store.protocol import Store
 from tenants.store.sqlite.store import SqliteStore
 
 pytestmark = pytest.mark.anyio

@@ -10,10 +10,15 @@ from tenants import export
 from tenants.audit import SYSTEM, Audit
 from tenants.auth.accounts import Accounts, Unauthenticated
 from tenants.export import BadFile, Imported
+from tenants.open import open_store
+from tenants.records.accounts import Account
 from tenants.records.grants import Grant, Permission
-from tenants.records.store_types import Account, Hold, Store, StoreUnavailable, open_store
-from tenants.records.terms import DEFAULT_PLAN, Limits, Plan, Settings
+from tenants.records.holds import Hold
+from tenants.records.limits import Limits
+from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.records.settings import Settings
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord
+from tenants.store.protocol import Store, StoreUnavailable
 
 pytestmark = pytest.mark.anyio
 SECRET = b"the server's secret, 32 bytes up"

@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError as NoConnection
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as NoAnswer
 
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 
 ANSWER_S: Final = 0.05  # for a flight, a new connection included; after the second one a caller is told
 PROBE: Final = 4  # commands that see whether Redis is back: few, so that one that is hardly back can answer them

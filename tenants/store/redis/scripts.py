@@ -7,9 +7,10 @@ and ARGV[1] the time in microseconds, 0 for Redis' own.
 import hashlib
 from typing import Final
 
-from tenants.records.store_types import KEPT_DAYS, OTHER_TAGS, RATES, TAGGED_MAX, Refusal
-from tenants.records.terms import MINUTE_US
+from tenants.records.holds import RATES, Refusal
+from tenants.records.limits import MINUTE_US
 from tenants.records.usage import DAY_US, EXPIRED, MICRO
+from tenants.store.protocol import KEPT_DAYS, OTHER_TAGS, TAGGED_MAX
 
 BETWEEN: Final = "\x1f"  # the parts of a field of usage
 GAUGE_S: Final = 86_400  # a token's or class's gauge is kept so long after its last request began

@@ -37,26 +37,17 @@ from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
+from tenants.records.accounts import Account
+from tenants.records.audit_entry import AuditEntry
 from tenants.records.batches import Batches
-from tenants.records.store_types import (
-    KEPT_DAYS,
-    Account,
-    ApiToken,
-    AuditEntry,
-    Cap,
-    Clock,
-    Granted,
-    Hold,
-    Notice,
-    Refusal,
-    Refused,
-    Seal,
-    StoreUnavailable,
-    UsageRow,
-)
-from tenants.records.terms import DEFAULT_PLAN, Limits, Plan
-from tenants.records.usage import DAY_US, MICRO, Balance, Totals, UsageRecord
+from tenants.records.holds import Cap, Granted, Hold, Refusal, Refused
+from tenants.records.limits import Limits
+from tenants.records.notices import Notice
+from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.records.tokens import ApiToken, Seal
+from tenants.records.usage import DAY_US, MICRO, Balance, Totals, UsageRecord, UsageRow
 from tenants.store.codec import account_document, plan_document, read_account, read_plan
+from tenants.store.protocol import KEPT_DAYS, Clock, StoreUnavailable
 from tenants.store.redis import scripts as scripts
 from tenants.store.redis.batches import Database, RedisBatches
 from tenants.store.redis.pipeline import FLIGHT, Line, connect, explained, unavailable

@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 from tenants.store.sqlite.schema import SCHEMA_VERSION
 
 PAGES_AT_ONCE: Final = 500

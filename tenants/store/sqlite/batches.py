@@ -21,8 +21,8 @@ from tenants.records.batches import (
     ItemResult,
     Waiting,
 )
-from tenants.records.store_types import Clock
 from tenants.records.usage import UsageRecord
+from tenants.store.protocol import Clock
 
 
 class _State(enum.IntEnum):

@@ -15,39 +15,29 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import structs
 
+from tenants.records.accounts import Account
+from tenants.records.audit_entry import AuditEntry
 from tenants.records.batches import Batches
 from tenants.records.grants import Grant
-from tenants.records.store_types import (
-    KEPT_DAYS,
-    OTHER_TAGS,
-    TAGGED_MAX,
-    Account,
-    ApiToken,
-    AuditEntry,
-    Cap,
-    Clock,
-    Granted,
-    Hold,
-    Notice,
-    Refusal,
-    Refused,
-    Seal,
-    StoreUnavailable,
-    UsageRow,
-)
-from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan
+from tenants.records.holds import Cap, Granted, Hold, Refusal, Refused
+from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.notices import Notice
+from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.records.tokens import ApiToken, Seal
 from tenants.records.usage import (
     EXPIRED,
     MICRO,
     Balance,
     Totals,
     UsageRecord,
+    UsageRow,
     day_of,
     first_of_month,
     first_of_next_month,
 )
 from tenants.store.codec import account_document, plan_document, read_account, read_plan
 from tenants.store.decision import Used, decide, lasts_us, left
+from tenants.store.protocol import KEPT_DAYS, OTHER_TAGS, TAGGED_MAX, Clock, StoreUnavailable
 from tenants.store.sqlite.batches import File, SqliteBatches
 from tenants.store.sqlite.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 

@@ -9,7 +9,7 @@ from engine.bench.__main__ import main
 from engine.bench.geometries import write_folder
 from engine.bench.session import Engine, Session
 from engine.bench.shapes import SHAPES, nano_draw
-from engine.protocol.frames import ModelSpec
+from engine.protocol.specs import ModelSpec
 
 TINY = ["--model", "tiny", "--small", "--device", "cpu"]
 FIELDS = {"shape", "value", "unit", "bound", "peer", "hardware", "commit", "command"}

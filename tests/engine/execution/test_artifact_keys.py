@@ -12,7 +12,7 @@ from engine.bench.geometries import GEOMETRIES, write_folder
 from engine.execution.artifact_keys import Chosen, Measured, on_device, on_host
 from engine.execution.artifacts import Artefacts
 from engine.models.config import ModelConfig, read_config
-from engine.protocol.frames import ModelSpec
+from engine.protocol.specs import ModelSpec
 from engine.step.cost_model import Costs
 
 MEASURED = Measured([7, 8], 9, Costs(((1, 1.5),), 0.1, 0.2, math.inf, 0.3, 0.0, 1.0))

@@ -7,7 +7,7 @@ import pytest
 
 from engine.execution import gpu_runner
 from engine.execution.open import Runner, artefacts_of
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step.layout import pack
 from tests.support.small_models import BLOCK_TOKENS, Text, reference_model, saved, shuffled_tables, spec
 

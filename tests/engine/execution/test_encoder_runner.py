@@ -11,7 +11,9 @@ import torch
 from engine.execution.encoder_runner import EncoderRunner
 from engine.execution.memory_plan import CONTEXT_BYTES
 from engine.execution.step_loop import Loop, open_scheduler
-from engine.protocol.frames import ModelSpec, Place, Pooling, Residency
+from engine.protocol.frames import Place
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Pooling, Residency
 from engine.replica.sleep_wake import Standby
 from engine.step.encoder_layout import pack
 from engine.weights.checkpoint import CheckpointError

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from engine.execution.encoder_runner import EncoderRunner
-from engine.protocol.frames import ModelSpec, Pooling
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Pooling
 from engine.step.encoder_layout import pack
 from tests.support.small_encoders import FAMILIES, RERANKERS, VOCABULARY, open_encoder, saved, seeded, vectors
 

@@ -26,16 +26,18 @@ from engine.bf12.metadata import Level
 from engine.execution.gpu_runner import Device, _held
 from engine.execution.open import Runner
 from engine.execution.staging import Most
-from engine.kvcache.tensors import KvPool, KvShape
+from engine.kvcache.layout import KvShape
+from engine.kvcache.tensors import KvPool
 from engine.layers.linear_bf12 import Compressed
 from engine.layers.linear_gpu import Resident
 from engine.memory import pinned
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.pinned import PIECE_BYTES
 from engine.memory.streams import Mark, Stream
 from engine.memory.virtual_memory import Arena
 from engine.models.config import read_config
-from engine.protocol.frames import Sampling
-from engine.step.layout import OutOfDeviceMemory, OutOfHostMemory, Segment, Slice, pack, unpack
+from engine.protocol.types import Sampling
+from engine.step.layout import Segment, Slice, pack, unpack
 from engine.step.sampling import sample
 from engine.weights import assembly
 from engine.weights.device_buffer import Weights

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.execution.gpu_sampler import Reports, Wants
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step.layout import Slice, pack, unpack
 
 

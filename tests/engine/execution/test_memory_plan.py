@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from engine.execution.memory_plan import DoesNotFit, first_extents, kept_bytes, kv_blocks, least_blocks, least_extents
-from engine.kvcache.tensors import KvPool, KvShape
-from engine.protocol.frames import ModelSpec
+from engine.kvcache.layout import KvShape
+from engine.kvcache.tensors import KvPool
+from engine.protocol.specs import ModelSpec
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.bfloat16)
 BLOCK = SHAPE.block_bytes

@@ -18,8 +18,10 @@ from torch import Tensor
 from engine.execution import cpu_runner
 from engine.execution.open import DoesNotFit, Runner
 from engine.layers import linear_cpu
-from engine.protocol.frames import ModelSpec, Sampling
-from engine.step.layout import OutOfDeviceMemory, OutOfHostMemory, Slice, pack
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Sampling
+from engine.step.layout import Slice, pack
 from engine.weights.checkpoint import CheckpointError
 from tests.support.small_models import (
     BLOCK_TOKENS,

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.protocol.frames import FinishReason
-from engine.step.layout import OutOfDeviceMemory
+from engine.memory.errors import OutOfDeviceMemory
+from engine.protocol.types import FinishReason
 from tests.engine.scheduling.simulation.replica import Fault, Simulation
 from tests.support.stamp_engine import Rule
 

@@ -13,7 +13,8 @@ from engine.execution import open
 from engine.execution.artifact_keys import Chosen, on_host
 from engine.execution.warmup import main, warm
 from engine.models.config import read_config
-from engine.protocol.frames import ModelSpec, Warmed
+from engine.protocol.reports import Warmed
+from engine.protocol.specs import ModelSpec
 
 
 @pytest.fixture

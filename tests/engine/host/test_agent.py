@@ -13,7 +13,8 @@ import pytest
 
 from engine.host.supervisor import Patience
 from engine.process.heartbeat import Phase
-from engine.protocol import frames
+from engine.protocol.reports import MEMORY_SUFFIX
+from engine.protocol.types import Residency
 from tests.support.machine import Host, gone, hosting, short_folder, wait_for
 
 
@@ -27,7 +28,7 @@ def test_a_replica_is_told_of_when_it_serves(short: Path) -> None:
     with hosting(short, {"b": "serve", "a": "slow-load"}) as host:
         host.until_serving("b")
         host.until("a", lambda state: state.boot == 1)
-        assert host.fleet()["a"].residency is frames.Residency.DISK
+        assert host.fleet()["a"].residency is Residency.DISK
         assert host.fleet()["a"].problem == "loading"
         state = host.until_serving("a")
         assert state.problem == ""
@@ -45,7 +46,7 @@ def test_a_crash_is_told_within_half_a_second_and_repaired(short: Path) -> None:
             host.until_serving("a", boot)
             began = time.monotonic()
             os.kill(host.pid("a", boot), signal.SIGKILL)
-            lost = host.until("a", lambda state: state.residency is frames.Residency.DISK)
+            lost = host.until("a", lambda state: state.residency is Residency.DISK)
             noticed_s.append(time.monotonic() - began)
             assert "signal 9" in lost.problem or lost.boot > boot
         assert host.until_serving("a", boot=4).boot == 4
@@ -58,7 +59,7 @@ def test_a_hung_replica_is_killed_and_started_again(short: Path) -> None:
         host.until_serving("a")
         host.behave("a", "hang")
         began = time.monotonic()
-        lost = host.until("a", lambda state: state.residency is frames.Residency.DISK)
+        lost = host.until("a", lambda state: state.residency is Residency.DISK)
         assert 1.9 < time.monotonic() - began < 15
         assert "silent" in lost.problem or lost.boot == 2
         host.behave("a", "serve")
@@ -187,7 +188,7 @@ def test_a_second_machine_in_the_same_folder_is_refused(short: Path) -> None:
         other = host.start()
         assert other.wait(20) == 1
         assert "another machine runs in" in host.log
-        assert host.fleet()["a"].residency is frames.Residency.DEVICE
+        assert host.fleet()["a"].residency is Residency.DEVICE
 
 
 def test_a_gateway_that_sends_rubbish_is_dropped_and_others_are_not(short: Path) -> None:
@@ -283,13 +284,13 @@ def test_on_a_cpu_nothing_is_said_of_gpus(short: Path, monkeypatch: pytest.Monke
 def test_how_far_a_load_is_reaches_the_gateways(short: Path) -> None:
     with hosting(short, {"a": "half-loaded"}) as host:
         state = host.until("a", lambda state: "%" in state.problem)
-        assert (state.problem, state.residency) == ("loading 43 %", frames.Residency.DISK)
+        assert (state.problem, state.residency) == ("loading 43 %", Residency.DISK)
 
 
 def test_what_a_replica_said_of_its_memory_goes_with_it(short: Path) -> None:
     with hosting(short, {"a": "serve"}) as host:
         host.until_serving("a")
-        (told,) = (short / "run").glob(f"*{frames.MEMORY_SUFFIX}")
+        (told,) = (short / "run").glob(f"*{MEMORY_SUFFIX}")
         host.behave("a", "no-program")
         os.kill(host.pid("a", 1), signal.SIGKILL)
         wait_for(lambda: not told.exists())

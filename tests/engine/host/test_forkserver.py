@@ -19,7 +19,8 @@ import pytest
 from engine.host.forkserver import Forks
 from engine.host.supervisor import Process, Programs
 from engine.process.heartbeat import Phase, Pulse
-from engine.protocol.frames import FrameReader, Hello, ModelSpec, ReplicaSpec
+from engine.protocol.frames import FrameReader, Hello
+from engine.protocol.specs import ModelSpec, ReplicaSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each replica is a new program")
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.host.peers import Channel, Link
-from engine.protocol.frames import PROTOCOL, Frame, FrameReader, Hello, Load, Place, Placed, Residency, Wake, encode
+from engine.protocol.frames import PROTOCOL, Frame, FrameReader, Hello, Load, Place, Placed, Wake, encode
+from engine.protocol.types import Residency
 from tests.support.machine import short_folder
 
 STAY = Place(Residency.DEVICE)

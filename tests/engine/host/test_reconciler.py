@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from engine.protocol import frames
-from engine.protocol.frames import Residency, Wake
+from engine.protocol.frames import Wake
+from engine.protocol.types import Residency
 from tests.support.fake_replica import BESIDE_BYTES, KEPT_BYTES, MIB
 from tests.support.machine import Host, gone, hosting, short_folder, wait_for
 

@@ -16,19 +16,9 @@ from engine.host.replica_handle import Lodger
 from engine.host.supervisor import Child, Patience, Programs
 from engine.placement.snapshot import Resident
 from engine.process.heartbeat import Phase, Pulse
-from engine.protocol.frames import (
-    PROTOCOL,
-    Frame,
-    FrameReader,
-    Hello,
-    Load,
-    ModelSpec,
-    Place,
-    Placed,
-    ReplicaSpec,
-    Residency,
-    encode,
-)
+from engine.protocol.frames import PROTOCOL, Frame, FrameReader, Hello, Load, Place, Placed, encode
+from engine.protocol.specs import ModelSpec, ReplicaSpec
+from engine.protocol.types import Residency
 from tests.support.machine import short_folder
 
 MIB = 1 << 20

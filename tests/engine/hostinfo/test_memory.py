@@ -5,7 +5,9 @@ import pytest
 
 from engine.hostinfo import memory
 from engine.hostinfo.memory import Budget, Device
-from engine.protocol.frames import DRIVER_BYTES, DeviceState, MachineSpec, Memory
+from engine.protocol.frames import DeviceState
+from engine.protocol.reports import Memory
+from engine.protocol.specs import DRIVER_BYTES, MachineSpec
 
 GIB = 1 << 30
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import attention, reference
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step import attention_plan
 from engine.step.layout import Segment, Slice, pack, unpack
 from tests.support.steps import DEVICE, error, poisoned, random

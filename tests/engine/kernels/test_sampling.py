@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import sampling
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step.layout import Slice, pack, unpack
 from engine.step.sampling import _key, noise, sample
 from tests.support.steps import DEVICE, random

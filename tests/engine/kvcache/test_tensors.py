@@ -4,7 +4,8 @@ import psutil
 import pytest
 import torch
 
-from engine.kvcache.tensors import EXTENT_BYTES, KvPool, KvShape, extent_blocks
+from engine.kvcache.layout import KvShape
+from engine.kvcache.tensors import EXTENT_BYTES, KvPool, extent_blocks
 from engine.memory.virtual_memory import Arena
 
 SHAPE = KvShape(layers=2, kv_heads=3, head_dim=8, block_tokens=4, dtype=torch.bfloat16)

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 
 from engine.memory import pinned
+from engine.memory.errors import OutOfHostMemory
 from engine.memory.pinned import PIECE_BYTES, Pinned
 from engine.memory.virtual_memory import HostMemory
-from engine.step.layout import OutOfHostMemory
 
 
 class Registering(HostMemory):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.memory.errors import OutOfDeviceMemory
 from engine.memory.virtual_memory import ADDRESSES_MOST, Arena, HostMemory, Region
-from engine.step.layout import OutOfDeviceMemory
 
 CPU = torch.device("cpu")
 UNIT = mmap.PAGESIZE

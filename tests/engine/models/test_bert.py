@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.models.bert import LONG, STEP, padded
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from engine.step.encoder_layout import pack, unpack
 from tests.support.small_encoders import (
     FAMILIES,

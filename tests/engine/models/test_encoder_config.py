@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.config import ConfigError
 from engine.models.encoder_config import is_encoder, parse_encoder_config
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from engine.weights.checkpoint import CheckpointError
 from tests.support import minilm
 from tests.support.small_encoders import FAMILIES, RERANKERS, open_encoder, saved, seeded, vectors

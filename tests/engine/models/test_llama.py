@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from tests.support.small_models import (
     FAMILIES,
     Text,

@@ -16,7 +16,7 @@ from typing import Final
 from engine.placement.capacity import MOVES_A_MINUTE, RESIZES_A_MINUTE
 from engine.placement.policy import decide
 from engine.placement.snapshot import Allowance, Move, Resident, Times, View, Wishes
-from engine.protocol.frames import Residency
+from engine.protocol.types import Residency
 
 DISK, MEMORY, DEVICE = Residency.DISK, Residency.MEMORY, Residency.DEVICE
 GB: Final = 10**9

@@ -6,24 +6,10 @@ import random
 import msgspec
 import pytest
 
-from engine.protocol import frames
-from engine.protocol.frames import (
-    FRAME_BYTES_MAX,
-    AddressError,
-    Cancel,
-    Frame,
-    FrameError,
-    FrameReader,
-    Load,
-    Reject,
-    RejectReason,
-    Sampling,
-    Scope,
-    ScopeKind,
-    Submit,
-    encode,
-    parse_address,
-)
+from engine.protocol.address import AddressError, parse_address
+from engine.protocol.frames import FRAME_BYTES_MAX, Cancel, Frame, FrameError, FrameReader, Load, Reject, Submit, encode
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import RejectReason, Sampling, Scope, ScopeKind
 
 FRAMES: list[Frame] = [
     Cancel([1, 2, 3]),
@@ -124,4 +110,4 @@ def test_plain_tcp_is_refused_outside_loopback(host: str) -> None:
 
 def test_specs_refuse_what_they_do_not_know() -> None:
     with pytest.raises(msgspec.ValidationError, match="colour"):
-        msgspec.json.decode('{"name": "@cf/a/b", "folder": "f", "colour": 1}', type=frames.ModelSpec)
+        msgspec.json.decode('{"name": "@cf/a/b", "folder": "f", "colour": 1}', type=ModelSpec)

@@ -7,11 +7,13 @@ from importlib.resources import files
 import pytest
 
 from engine.execution.open import Runner
-from engine.protocol.frames import ModelSpec, Sampling, Scope, ScopeKind, Submit
+from engine.protocol.frames import Submit
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Sampling, Scope, ScopeKind
 from engine.scheduling.block_pool import Blocks
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Door
 from engine.scheduling.token_budget import Limits
+from engine.scheduling.validation import Door
 from prefixcache.tree import Tree
 
 BLOCK_TOKENS = 16

@@ -14,8 +14,10 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from engine.execution.open import Runner, open_model
 from engine.execution.step_loop import Loop, open_scheduler
 from engine.models.config import ConfigError
-from engine.protocol.frames import FinishReason, ModelSpec, Pooling, RejectReason, Sampling, Scope, ScopeKind, Submit
-from engine.scheduling.sequence import Door, Refused
+from engine.protocol.frames import Submit
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import FinishReason, Pooling, RejectReason, Sampling, Scope, ScopeKind
+from engine.scheduling.validation import Door, Refused
 from engine.step.layout import Slice, pack, unpack
 from tests.engine.execution.test_gpu_runner import interpreted
 from tests.support.small_models import BLOCK_TOKENS, FAMILIES, open_small, reference_model, saved, spec

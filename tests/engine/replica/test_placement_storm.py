@@ -14,7 +14,8 @@ import pytest
 from engine.execution.open import Runner
 from engine.process.heartbeat import Pulse
 from engine.protocol.connection import listen
-from engine.protocol.frames import FinishReason, ReplicaSpec, Residency, Sampling, Scope, Terms
+from engine.protocol.specs import ReplicaSpec
+from engine.protocol.types import FinishReason, Residency, Sampling, Scope, Terms
 from engine.replica.server import Bounds, Replica
 from engine.structured_output.manager import Grammars
 from tests.engine.replica.test_server import TENANT_A, TENANT_B, Peer, finished

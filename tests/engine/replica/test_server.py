@@ -22,27 +22,20 @@ from engine.protocol.frames import (
     PROTOCOL,
     Cancel,
     Finish,
-    FinishReason,
     Frame,
     FrameReader,
     Hello,
     Load,
-    ModelSpec,
     Place,
     Placed,
     Progress,
     Reject,
-    RejectReason,
-    ReplicaSpec,
-    Residency,
-    Sampling,
-    Scope,
-    ScopeKind,
     Started,
     Submit,
-    Terms,
     encode,
 )
+from engine.protocol.specs import ModelSpec, ReplicaSpec
+from engine.protocol.types import FinishReason, RejectReason, Residency, Sampling, Scope, ScopeKind, Terms
 from tests.support.stamp_engine import Temper, solo
 
 STAMP = Path(__file__).parents[3] / "support" / "stamp_engine.py"

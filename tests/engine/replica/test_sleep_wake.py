@@ -7,9 +7,12 @@ from collections.abc import Sequence as Items
 
 import pytest
 
-from engine.protocol.frames import Place, Placed, Residency, Scope, ScopeKind, Terms
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
+from engine.protocol.frames import Place, Placed
+from engine.protocol.types import Residency, Scope, ScopeKind, Terms
 from engine.replica.sleep_wake import EXTENTS_AT_ONCE, Standby
-from engine.step.layout import Flight, Int32s, OutOfDeviceMemory, OutOfHostMemory, Sizes
+from engine.step.executor import Flight, Sizes
+from engine.step.layout import Int32s
 from engine.weights.checkpoint import CheckpointError
 from tests.engine.scheduling.simulation.replica import Simulation
 

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from engine.protocol import frames
-from engine.protocol.frames import Residency
+from engine.protocol.specs import MachineSpec, ModelSpec
+from engine.protocol.types import Residency, Sampling, Scope
 from tests.support.machine import short_folder, wait_for
 
 EMBER = Path(frames.__file__).parents[1] / "builtin_model"
@@ -53,7 +54,7 @@ def answer(address: str) -> bytes:
     with peer.socket:
         peer.next(frames.Hello)
         prompt = array.array("I", [5, 6, 7, 8]).tobytes()
-        peer.send(frames.Submit(1, prompt, frames.Scope(), frames.Sampling(seed=1), max_tokens=4))
+        peer.send(frames.Submit(1, prompt, Scope(), Sampling(seed=1), max_tokens=4))
         tokens = b""
         while True:
             progress = peer.next(frames.Progress)
@@ -72,10 +73,10 @@ def machine() -> Iterator[Peer]:
         weights.write_bytes(weights.read_bytes()[:-4096])
         size = weights.stat().st_size
         models = [
-            frames.ModelSpec(name=name, folder=str(where), weights_bytes=size, resident_s=0.1, sequences=2)
+            ModelSpec(name=name, folder=str(where), weights_bytes=size, resident_s=0.1, sequences=2)
             for name, where in (("first", EMBER), ("second", EMBER), ("broken", broken))
         ]
-        spec = frames.MachineSpec(
+        spec = MachineSpec(
             name="host", address=f"unix:{folder}/m.sock", folder=str(folder / "run"), models=models, threads=1,
             device="cpu", device_bytes=ONE_ROOM,
         )  # fmt: skip

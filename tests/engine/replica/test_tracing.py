@@ -17,17 +17,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from engine.protocol.frames import (
-    Finish,
-    FinishReason,
-    Progress,
-    Sampling,
-    Scope,
-    ScopeKind,
-    Started,
-    Submit,
-    Telemetry,
-)
+from engine.protocol.frames import Finish, Progress, Started, Submit
+from engine.protocol.specs import Telemetry
+from engine.protocol.types import FinishReason, Sampling, Scope, ScopeKind
 from engine.replica import tracing as module
 from engine.replica.tracing import Traces
 from tests.engine.replica.test_server import LIMIT_S, Stamped, finished

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from engine.protocol.frames import FinishReason, Scope, ScopeKind, Terms
+from engine.protocol.types import FinishReason, Scope, ScopeKind, Terms
 from engine.scheduling.best_effort import ALONE, ALONE_ROWS, Background
-from engine.scheduling.sequence import Refused
+from engine.scheduling.validation import Refused
 from tests.engine.scheduling.simulation.replica import Heard, Simulation
 from tests.engine.scheduling.test_scheduler import A, B, words
 from tests.engine.scheduling.test_token_budget import COSTS, limits, predicted_us, running

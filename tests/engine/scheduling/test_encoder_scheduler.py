@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.protocol.frames import FinishReason, Pooling, RejectReason, Terms
+from engine.memory.errors import OutOfDeviceMemory
+from engine.protocol.types import FinishReason, Pooling, RejectReason, Terms
 from engine.scheduling.encoder_scheduler import BACKGROUND_PART
-from engine.scheduling.sequence import Refused
-from engine.step.layout import OutOfDeviceMemory
+from engine.scheduling.validation import Refused
 from tests.engine.scheduling.simulation.encoder import ACCOUNTS, CONTEXT_TOKENS, VOCABULARY, Simulation, live
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from engine.protocol.frames import Terms
+from engine.protocol.types import Terms
 from engine.scheduling.fair_queue import CREDIT, GENERATED_TOKEN, PROMPT_TOKEN, FairQueue, Standing, portions
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16

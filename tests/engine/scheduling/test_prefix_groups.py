@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.scheduling.prefix_groups import Groups
 from engine.scheduling.sequence import Sequence
 from engine.step.cost_model import Costs

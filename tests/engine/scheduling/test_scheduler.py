@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from engine.protocol.frames import FinishReason, RejectReason, Sampling, Scope, ScopeKind, Terms
+from engine.memory.errors import OutOfDeviceMemory
+from engine.protocol.types import FinishReason, RejectReason, Sampling, Scope, ScopeKind, Terms
 from engine.scheduling import admission
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY
-from engine.scheduling.sequence import Refused, Sequence, Stage
+from engine.scheduling.sequence import Sequence, Stage
 from engine.scheduling.step_plan import Plan
-from engine.step.layout import OutOfDeviceMemory, Sampled, unpack
+from engine.scheduling.validation import Refused
+from engine.step.executor import Sampled
+from engine.step.layout import unpack
 from tests.engine.scheduling.simulation.replica import GROUPING, Fault, Simulation
 from tests.support.stamp_engine import solo
 

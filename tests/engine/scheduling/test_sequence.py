@@ -6,8 +6,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine.protocol.frames import RejectReason, Sampling, Scope, ScopeKind, Submit, Terms
-from engine.scheduling.sequence import Door, Refused, Sequence
+from engine.protocol.frames import Submit
+from engine.protocol.types import RejectReason, Sampling, Scope, ScopeKind, Terms
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.validation import Door, Refused
 
 TENANT = Scope(ScopeKind.TENANT, b"t" * 16, 3)
 DOOR = Door(

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.scheduling.fair_queue import Standing
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import PROMPT_ROWS_MIN, Budget, Limits

@@ -2,8 +2,10 @@ from array import array
 
 import pytest
 
-from engine.protocol.frames import Sampling, Scope, ScopeKind, Submit
-from engine.scheduling.sequence import Door, Refused, Sequence
+from engine.protocol.frames import Submit
+from engine.protocol.types import Sampling, Scope, ScopeKind
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.validation import Door, Refused
 from engine.scheduling.waiting import Waiting
 
 DOOR = Door("r", "kv", 16, 100, 50, frozenset())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step import attention_plan
 from engine.step.attention_plan import ENTRY_WORDS, HEAD_WORDS, Layout
 from engine.step.layout import SPARE_WORD, Batch, Int32s, Segment, Slice, pack, unpack

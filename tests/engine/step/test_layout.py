@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from engine.step.layout import HEADER_WORDS, OFFSET_WORD, Batch, Slice, pack, unpack
 
 BLOCK_TOKENS = 4

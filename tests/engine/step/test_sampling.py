@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.protocol.frames import Sampling
-from engine.step.layout import Batch, Sampled, Slice, pack, unpack
+from engine.protocol.types import Sampling
+from engine.step.executor import Sampled
+from engine.step.layout import Batch, Slice, pack, unpack
 from engine.step.sampling import noise, sample
 
 BLOCK_TOKENS = 16

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from engine.protocol.frames import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import Refused
+from engine.protocol.types import Grammar, GrammarKind, RejectReason
+from engine.scheduling.validation import Refused
 from engine.structured_output.lark_source import SCHEMA_DEPTH_MAX, SOURCE_BYTES_MAX, lark_of
 
 

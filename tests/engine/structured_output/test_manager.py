@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from engine.protocol.frames import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import Matcher, Refused
+from engine.protocol.types import Grammar, GrammarKind, RejectReason
+from engine.scheduling.sequence import Matcher
+from engine.scheduling.validation import Refused
 from engine.structured_output import manager as module
 from engine.structured_output.manager import KEPT_ACCOUNT_MAX, PENDING_MAX, Grammars, LarkMatcher
 from tests.engine.structured_output.test_sandbox import ENDLESS

@@ -12,18 +12,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer
 
-from engine.protocol.frames import (  # fmt: skip
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    ModelSpec,
-    RejectReason,
-    ReplicaSpec,
-    Sampling,
-    Scope,
-    ScopeKind,
-    Terms,
-)
+from engine.protocol.specs import ModelSpec, ReplicaSpec
+from engine.protocol.types import FinishReason, Grammar, GrammarKind, RejectReason, Sampling, Scope, ScopeKind, Terms
 from tests.engine.replica.test_server import Peer, finished
 from tests.engine.structured_output.test_sandbox import ENDLESS
 from tests.engine.structured_output.texts import EMBER

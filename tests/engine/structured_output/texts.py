@@ -15,8 +15,9 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 from numpy.typing import NDArray
 
-from engine.protocol.frames import Grammar, GrammarKind, Sampling
-from engine.scheduling.sequence import Compilation, Matcher, Refused
+from engine.protocol.types import Grammar, GrammarKind, Sampling
+from engine.scheduling.sequence import Compilation, Matcher
+from engine.scheduling.validation import Refused
 from engine.step.layout import Int32s, Slice, pack, unpack
 from engine.step.sampling import sample
 from engine.structured_output.llguidance_backend import open_tokenizer

@@ -5,10 +5,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from engine.memory.errors import OutOfDeviceMemory
 from engine.memory.pinned import PIECE_BYTES
 from engine.memory.streams import Mark, Stream
 from engine.memory.virtual_memory import Arena, HostMemory
-from engine.step.layout import OutOfDeviceMemory
 from engine.weights.device_buffer import Shapes, Weights
 
 CPU = torch.device("cpu")

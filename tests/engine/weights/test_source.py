@@ -22,7 +22,9 @@ from engine.layers.linear_bf12 import Compressed
 from engine.memory.streams import Mark, Stream
 from engine.memory.virtual_memory import Arena
 from engine.models.config import read_config
-from engine.protocol.frames import Memory, ModelSpec, Pooling, Sampling
+from engine.protocol.reports import Memory
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import Pooling, Sampling
 from engine.weights.assembly import weights_bytes
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.device_buffer import Weights

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from engine.protocol.frames import ModelSpec
+from engine.protocol.specs import ModelSpec
 from engine.weights.validate import inspect
 from tests.support.tiny_model import write_tiny
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tenants.auth.accounts import Permission, Plan
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tests.support.admin_api import EVERYTHING, kept
 from tests.support.served_gateway import looped
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 from tests.support.admin_api import kept
 from tests.support.served_gateway import looped
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from engine.protocol import frames
-from engine.protocol.frames import Residency
+from engine.protocol.types import Residency
 from tests.support.admin_api import kept
 from tests.support.served_gateway import looped, until
 from tests.support.stub_replica import MODEL

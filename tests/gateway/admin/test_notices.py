@@ -5,7 +5,7 @@ import base64
 import hmac
 from pathlib import Path
 
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tests.support.admin_api import kept
 from tests.support.served_gateway import looped
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from engine.protocol.frames import Pooling, RejectReason
+from engine.protocol.types import Pooling, RejectReason
 from gateway.catalogue.catalogue import BUILT_IN
 from gateway.config import ModelConfig
 from gateway.inference.embed import AT_ONCE_MAX
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tests.support import minilm
 from tests.support.served_gateway import PRICE, Served, looped, served, until
 from tests.support.stub_replica import MODEL, spread

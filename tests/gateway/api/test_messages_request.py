@@ -18,10 +18,11 @@ from anthropic.types import (
 from anthropic.types.beta.message_create_params import MessageCreateParamsStreaming as BetaStreaming
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
-from engine.protocol.frames import GrammarKind
+from engine.protocol.types import GrammarKind
 from gateway.api.messages_request import CountTokens, Messages
 from gateway.errors import Refusal
-from gateway.inference.prompt import Prompt, ToolChoice
+from gateway.inference.prompt import Prompt
+from gateway.tool_parsers.types import ToolChoice
 
 MODEL = "@cf/test/stub"
 HELLO: dict[str, Any] = {"role": "user", "content": "hello"}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from gateway.config import ModelConfig
 from tests.support import minilm
 from tests.support.served_gateway import PRICE, Served, looped, served

@@ -16,11 +16,12 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from openai.types.responses.response_input_param import FunctionCallOutput
 from openai.types.shared_params import Reasoning
 
-from engine.protocol.frames import GrammarKind
+from engine.protocol.types import GrammarKind
 from gateway.api.responses_request import InputTokens, Responses
 from gateway.errors import Refusal
-from gateway.inference.prompt import Prompt, ToolChoice
+from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Asked
+from gateway.tool_parsers.types import ToolChoice
 
 MODEL = "@cf/test/stub"
 RAIN: dict[str, Any] = {"type": "function", "name": "rain", "parameters": {"type": "object"}}

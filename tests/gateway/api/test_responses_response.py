@@ -7,7 +7,7 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine.protocol.frames import Sampling
+from engine.protocol.types import Sampling
 from gateway import errors
 from gateway.api.responses_request import Input, echoed
 from gateway.api.responses_response import Reply

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from engine.protocol.frames import Grammar, GrammarKind
+from engine.protocol.types import Grammar, GrammarKind
 from gateway.api.run_native import Native, Reply
 from gateway.errors import Refusal
-from gateway.inference.prompt import Prompt, ToolChoice
+from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ToolUse, Usage
 from gateway.inference.run_options import Within
+from gateway.tool_parsers.types import ToolChoice
 
 MODEL = "@cf/test/stub"
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)

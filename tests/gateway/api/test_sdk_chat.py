@@ -10,9 +10,9 @@ from cloudflare import AsyncCloudflare
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from engine.protocol.frames import GrammarKind
+from engine.protocol.types import GrammarKind
 from gateway.config import ModelConfig
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 

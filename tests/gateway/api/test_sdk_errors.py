@@ -14,8 +14,8 @@ import pytest
 from cloudflare import AsyncCloudflare
 from openai import AsyncOpenAI
 
-from engine.protocol.frames import RejectReason
-from tenants.records.terms import Limits
+from engine.protocol.types import RejectReason
+from tenants.records.limits import Limits
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 

@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from anthropic.types import ThreadUnsupportedRequestError
 from pydantic import BaseModel
 
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 

@@ -11,8 +11,8 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from engine.protocol.frames import GrammarKind
-from tenants.records.terms import Limits
+from engine.protocol.types import GrammarKind
+from tenants.records.limits import Limits
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 

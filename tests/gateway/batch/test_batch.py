@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.protocol import frames
+from engine.protocol.types import RejectReason, Residency
 from gateway.batch import worker
 from gateway.config import ModelConfig, PriceConfig
 from tenants.auth.accounts import Grant
 from tenants.records.batches import BATCH_ITEMS_MAX, OPEN_BATCHES_MAX, BatchStatus
-from tenants.records.terms import Limits, Settings
+from tenants.records.limits import Limits
+from tenants.records.settings import Settings
 from tests.support.served_gateway import Answer, Served, looped, served, until
 from tests.support.stub_replica import MODEL
 
@@ -351,7 +352,7 @@ async def test_a_fault_with_one_request_ends_no_other(tmp_path: Path, monkeypatc
 @looped
 async def test_what_a_replica_has_no_place_for_is_tried_again(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
-        world.behaviour.reject = frames.RejectReason.BUSY
+        world.behaviour.reject = RejectReason.BUSY
         request_id = await submit(world, 2)
         await asyncio.sleep(0.3)
         assert (await state(world, request_id))["requests"]["succeeded"] == 0
@@ -488,7 +489,7 @@ async def test_batches_for_a_model_that_sleeps_wake_it_after_a_while_as_lightly_
 ) -> None:
     monkeypatch.setattr(worker, "ASLEEP_S", 2.0)
     async with served(tmp_path) as world:
-        fleet, memory, device = world.fleet, frames.Residency.MEMORY, frames.Residency.DEVICE
+        fleet, memory, device = world.fleet, Residency.MEMORY, Residency.DEVICE
         fleet.move(0, memory, ready_ms=200)
         await until(lambda: not world.app._gateway.fleet.serves(MODEL))
         request_id = await submit(world, 5)
@@ -516,9 +517,9 @@ async def test_what_was_claimed_for_a_model_that_goes_to_sleep_is_queued_again(t
         request_id = await submit(world, 3)
         await until(lambda: world.fleet.running == 3)
         world.behaviour.first_s = 0.0
-        world.fleet.move(0, frames.Residency.MEMORY, ready_ms=200)
+        world.fleet.move(0, Residency.MEMORY, ready_ms=200)
         await until(lambda: not running(world) and not world.fleet.running)
-        world.fleet.move(0, frames.Residency.DEVICE)
+        world.fleet.move(0, Residency.DEVICE)
         result = await ended(world, request_id)
         assert all(one["success"] for one in result["responses"])
         assert len(await world.records()) == 3
@@ -538,7 +539,7 @@ async def test_an_old_batch_asks_for_its_model_as_a_plain_call_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(tmp_path) as world:
-        world.fleet.move(0, frames.Residency.DISK, ready_ms=200)
+        world.fleet.move(0, Residency.DISK, ready_ms=200)
         await until(lambda: not world.app._gateway.fleet.serves(MODEL))
         await submit(world, 2)
         for hours, weight in ((0.1, 0.1 / 24), (12, 0.5), (30, 1.0)):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from gateway.catalogue.tasks import Task, context_of, read_vectors, task_of
 from gateway.config import ModelConfig
 from gateway.text.tokenizer import FolderError

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from engine.protocol import frames
+from engine.protocol.types import FinishReason, RejectReason, Residency, Sampling, Scope, ScopeKind
 from gateway.cluster.client import STEPS_MAX, Asleep, Rejected, ReplicaLost, Step, pack
 from gateway.cluster.fleet import Fleet
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
 from tests.support.served_gateway import looped, until
 from tests.support.stub_replica import StubFleet
 
-DISK, MEMORY, DEVICE = frames.Residency
+DISK, MEMORY, DEVICE = Residency
 
 
 def test_a_request_streams_back_with_start_and_finish(tmp_path: Path) -> None:
@@ -28,7 +29,7 @@ def test_a_request_streams_back_with_start_and_finish(tmp_path: Path) -> None:
             assert steps[-1].finish is not None
             assert steps[-1].finish.completion_tokens == 5
             assert all(step.finish is None for step in steps[:-1])
-            assert stub.submits[0].scope == frames.Scope(frames.ScopeKind.TENANT, SCOPE)
+            assert stub.submits[0].scope == Scope(ScopeKind.TENANT, SCOPE)
 
     asyncio.run(scenario())
 
@@ -68,7 +69,7 @@ def test_what_begins_or_ends_in_a_step_is_woken_before_what_goes_on(tmp_path: Pa
                 await until(lambda: len(stub.submits) == 3)
                 goes_on, ends, begins = (submitted.id for submitted in stub.submits)
                 tokens = pack([1, 2, 3, 4])
-                started, finish = [frames.Started(begins, 0, 1.0)], [frames.Finish(ends, frames.FinishReason.LENGTH, 2)]
+                started, finish = [frames.Started(begins, 0, 1.0)], [frames.Finish(ends, FinishReason.LENGTH, 2)]
                 (connection,) = stub.replicas[0].connections
                 connection.send(frames.Progress([goes_on, ends, begins], [1, 2, 1], tokens, started, finish))
             assert woken == [2, 1, 0]
@@ -139,7 +140,7 @@ def test_submitting_on_a_link_whose_replica_went_raises(tmp_path: Path) -> None:
             stub.replicas[0].die()
             await until(lambda: not fleet.replicas()[0].ready)
             with pytest.raises(ReplicaLost):
-                chosen.submit(tokens=PROMPT, scope=frames.Scope(), sampling=frames.Sampling(), max_tokens=1)
+                chosen.submit(tokens=PROMPT, scope=Scope(), sampling=Sampling(), max_tokens=1)
 
     asyncio.run(scenario())
 
@@ -147,10 +148,10 @@ def test_submitting_on_a_link_whose_replica_went_raises(tmp_path: Path) -> None:
 def test_a_rejection_reaches_the_caller_with_its_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path) as (stub, fleet):
-            stub.behaviour.reject = frames.RejectReason.BUSY
+            stub.behaviour.reject = RejectReason.BUSY
             with pytest.raises(Rejected) as raised:
                 await collect(await submit(fleet, n=2))
-            assert (raised.value.reason, raised.value.retry_after_ms) == (frames.RejectReason.BUSY, 1500)
+            assert (raised.value.reason, raised.value.retry_after_ms) == (RejectReason.BUSY, 1500)
             stub.behaviour.reject = None
             assert len(await collect(await submit(fleet))) == 8
 

@@ -7,6 +7,8 @@ import pytest
 from msgspec import structs
 
 from engine.protocol import frames
+from engine.protocol.address import AddressError
+from engine.protocol.types import Residency, Sampling, Scope, Terms
 from gateway.cluster import wake_queue
 from gateway.cluster.client import Connection, Link, connect, pack
 from gateway.cluster.fleet import Fleet, Unavailable, _Known
@@ -14,7 +16,7 @@ from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, 
 from tests.support.served_gateway import looped, until
 from tests.support.stub_replica import MODEL, StubFleet
 
-DISK, MEMORY, DEVICE = frames.Residency
+DISK, MEMORY, DEVICE = Residency
 
 
 def test_a_lost_replica_is_connected_to_again(tmp_path: Path) -> None:
@@ -136,14 +138,14 @@ def test_load_counts_what_was_submitted_since_it_came(tmp_path: Path) -> None:
 
 
 def test_a_wrong_address_is_an_error_at_the_start() -> None:
-    with pytest.raises(frames.AddressError, match="outside loopback"):
+    with pytest.raises(AddressError, match="outside loopback"):
         Fleet(["tcp:10.0.0.1:7000"])
 
 
 @pytest.mark.parametrize("turns", range(5))
 def test_a_cancellation_beside_a_machines_word_ends_the_watch_of_a_replica(turns: int, tmp_path: Path) -> None:
     async def run() -> None:
-        known = _Known(frames.ReplicaState("m", f"unix:{tmp_path}/nobody", frames.Residency.DEVICE, 1))
+        known = _Known(frames.ReplicaState("m", f"unix:{tmp_path}/nobody", Residency.DEVICE, 1))
         watch = asyncio.create_task(Fleet([])._keep_replica(known))
         await asyncio.sleep(0.05)  # it could not connect, and waits
         known.changed.set()
@@ -167,10 +169,10 @@ def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_w
                 behind = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time(), background=True)
                 behind.submit(
                     tokens=PROMPT,
-                    scope=frames.Scope(),
-                    sampling=frames.Sampling(),
+                    scope=Scope(),
+                    sampling=Sampling(),
                     max_tokens=8,
-                    terms=frames.Terms(background=True),
+                    terms=Terms(background=True),
                 )
             assert fleet.spare(MODEL, 10) == 12
             again = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
@@ -206,8 +208,7 @@ async def test_one_wake_serves_all_who_wait_and_what_they_send_waits_in_the_repl
         assert len(stub.wakes) <= 2
         stub.move(0, MEMORY, toward=DEVICE)
         streams = [
-            (await task).submit(tokens=PROMPT, scope=frames.Scope(), sampling=frames.Sampling(), max_tokens=2)
-            for task in tasks
+            (await task).submit(tokens=PROMPT, scope=Scope(), sampling=Sampling(), max_tokens=2) for task in tasks
         ]
         await until(lambda: len(stub.submits) == 50)
         await until(lambda: stub.wakes[-1] == frames.Wake(MODEL, 0))
@@ -367,7 +368,7 @@ async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_d
         await until(lambda: not fleet.serves(MODEL))
         (task,) = await held(fleet)
         stub.move(0, MEMORY, toward=DEVICE)
-        stream = (await task).submit(tokens=PROMPT, scope=frames.Scope(), sampling=frames.Sampling(), max_tokens=5)
+        stream = (await task).submit(tokens=PROMPT, scope=Scope(), sampling=Sampling(), max_tokens=5)
         await asyncio.sleep(0.2)
         stub.move(0, DEVICE)
         await collect(stream)

@@ -19,7 +19,8 @@ from engine.compression.compress import compress
 from engine.compression.source import look
 from engine.models.config import read_config
 from engine.models.weight_names import entries as table_of
-from engine.protocol.frames import MEMORY_SUFFIX, Memory, ModelSpec
+from engine.protocol.reports import MEMORY_SUFFIX, Memory
+from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import bytes_of, coded_bytes_of, forms_of
 from engine.weights.validate import inspect

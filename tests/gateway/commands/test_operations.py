@@ -22,8 +22,10 @@ from gateway.config import load_config
 from gateway.state_dir import only_one, server_secret
 from tenants.audit import Audit
 from tenants.auth.accounts import Accounts, Caller, Unauthenticated
-from tenants.records.store_types import Hold, Store, open_store
+from tenants.open import open_store
+from tenants.records.holds import Hold
 from tenants.records.usage import MICRO, UsageRecord
+from tenants.store.protocol import Store
 
 ROOT = Path(__file__).parents[3]
 TODAY = int(time.time()) // 86_400
@@ -151,7 +153,7 @@ def test_a_class_of_models_has_limits_of_its_own(shell: Shell) -> None:
 def test_what_the_administrators_lowered_stays_lowered(shell: Shell) -> None:
     from msgspec import structs
 
-    from tenants.records.terms import Limits
+    from tenants.records.limits import Limits
 
     id, secret = shell.account(), server_secret(load_config())
     own = Limits(concurrent_requests=2)

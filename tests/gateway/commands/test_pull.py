@@ -12,7 +12,7 @@ import torch
 from engine.bf12.metadata import Level
 from engine.compression.compress import compress
 from engine.compression.source import look
-from engine.protocol.frames import Pooling
+from engine.protocol.types import Pooling
 from gateway.catalogue.bf12_size import read_compressed
 from gateway.catalogue.catalogue import BUILT_IN, folder_of, open_catalogue
 from gateway.catalogue.checksums import SUMS_NAME, read_sums, require_sums

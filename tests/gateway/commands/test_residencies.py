@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.protocol.frames import DeviceState, Fleet, ReplicaState, Residency, encode
+from engine.protocol.frames import DeviceState, Fleet, ReplicaState, encode
+from engine.protocol.types import Residency
 from gateway.cli import main
 from gateway.commands.residencies import at_rest, fleets, in_words
 from gateway.commands.serve import Household

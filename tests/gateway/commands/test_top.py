@@ -26,7 +26,7 @@ from gateway.config import load_config
 from gateway.state_dir import server_secret
 from tenants.audit import Audit
 from tenants.auth.accounts import Accounts, Permission, Unauthenticated
-from tenants.records.store_types import open_store
+from tenants.open import open_store
 from tests.gateway.commands.test_top_view import MACHINE
 
 _CODES = re.compile(r"\x1b\[[0-9;]*m")  # of colours

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.protocol.frames import Scope, ScopeKind, Submit
+from engine.protocol.frames import Submit
+from engine.protocol.types import Scope, ScopeKind
 from gateway.inference.cache_scope import scope_of, terms_of
 from gateway.observability.logging import Lines
 from gateway.text.tokenizer import Text
 from tenants.auth.accounts import Accounts, Caller
-from tenants.records.store_types import open_store
-from tenants.records.terms import Limits, Plan, Settings
+from tenants.open import open_store
+from tenants.records.limits import Limits
+from tenants.records.plans import Plan
+from tenants.records.settings import Settings
 from tests.support.served_gateway import SECRET, Served, looped, served
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 3}

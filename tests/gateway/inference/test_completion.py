@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.protocol.frames import Finish, FinishReason, Sampling
+from engine.protocol.frames import Finish
+from engine.protocol.types import FinishReason, Sampling
 from gateway.catalogue.catalogue import Model, open_catalogue
 from gateway.cluster.client import Step
 from gateway.config import ConfigError, load_config

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.protocol.frames import Grammar, GrammarKind, Sampling
+from engine.protocol.types import Grammar, GrammarKind, Sampling
 from gateway.errors import Refusal
 from gateway.inference.grammar import held, refusal
-from gateway.inference.prompt import Prompt, ToolChoice
+from gateway.inference.prompt import Prompt
 from gateway.tool_parsers.ember import Ember
 from gateway.tool_parsers.hermes import Hermes
 from gateway.tool_parsers.registry import Format
+from gateway.tool_parsers.types import ToolChoice
 
 BYTES = LLTokenizer("byte")
 RAIN = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}

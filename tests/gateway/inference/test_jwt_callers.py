@@ -12,7 +12,7 @@ import pytest
 from gateway import app as app_module
 from tenants.auth import jwks
 from tenants.auth.accounts import Account
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tests.support.issuers import ACCOUNT, JwksServer, World, documents
 from tests.support.jwt_attacks import ATTACKS, FORM
 from tests.support.served_gateway import Answer, Served, looped, served

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine.protocol import frames
-from tenants.records.terms import Limits
+from engine.protocol.types import RejectReason, Scope, ScopeKind
+from tenants.records.limits import Limits
 from tests.support.served_gateway import Served, looped, served, until
 from tests.support.stub_replica import MODEL, WORDS
 
@@ -102,7 +103,7 @@ async def test_the_submit_says_all_that_was_asked(tmp_path: Path) -> None:
         sampling = submit.sampling
         assert (sampling.temperature, sampling.seed, sampling.logit_bias, sampling.logprobs) == (0.5, 9, {5: 2.0}, 2)
         scope = gateway.accounts.scope(gateway.account_id)
-        assert submit.scope == frames.Scope(frames.ScopeKind.TENANT, scope, account=scope)
+        assert submit.scope == Scope(ScopeKind.TENANT, scope, account=scope)
 
 
 @looped
@@ -342,12 +343,12 @@ async def test_a_model_without_a_replica_is_503_and_charges_nothing(tmp_path: Pa
 @looped
 async def test_a_busy_replica_is_429_in_time(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
-        gateway.behaviour.reject = frames.RejectReason.BUSY
+        gateway.behaviour.reject = RejectReason.BUSY
         began = asyncio.get_running_loop().time()
         refused = await gateway.run(**TEN, stream=True)
         assert asyncio.get_running_loop().time() - began < 5, "it was not tried again"
         assert (refused.status, refused.code, refused.headers["retry-after"]) == (429, 3040, "2")
-        gateway.behaviour.reject = frames.RejectReason.TOO_LONG
+        gateway.behaviour.reject = RejectReason.TOO_LONG
         refused = await gateway.run(**TEN)
         assert (refused.status, refused.code) == (400, 3030)
 
@@ -355,7 +356,7 @@ async def test_a_busy_replica_is_429_in_time(tmp_path: Path) -> None:
 @looped
 async def test_what_a_replica_rejects_after_it_waited_there_is_told_as_busy_and_costs_nothing(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
-        gateway.behaviour.reject, gateway.behaviour.reject_s = frames.RejectReason.BUSY, 1.3
+        gateway.behaviour.reject, gateway.behaviour.reject_s = RejectReason.BUSY, 1.3
         whole, streamed = await asyncio.gather(gateway.run(**TEN), gateway.run(**TEN, stream=True))
         assert (whole.status, whole.code, whole.headers["retry-after"]) == (429, 3040, "2")
         assert streamed.status == 200  # its head was sent while it waited
@@ -369,7 +370,7 @@ async def test_what_a_replica_rejects_after_it_waited_there_is_told_as_busy_and_
 async def test_a_replica_that_drains_hands_the_request_to_another(tmp_path: Path) -> None:
     async with served(tmp_path, replicas=2) as gateway:
         first, second = gateway.fleet.replicas
-        gateway.behaviour.reject = frames.RejectReason.DRAINING
+        gateway.behaviour.reject = RejectReason.DRAINING
         refused = await gateway.run(**TEN)
         assert (refused.status, refused.code) == (429, 3040)
         assert len(gateway.fleet.submits) == 2

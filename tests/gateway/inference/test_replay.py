@@ -10,7 +10,7 @@ import pytest
 from gateway.http.sse import PING
 from gateway.inference import replay
 from gateway.inference.replay import Copy
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 from tests.support.served_gateway import Answer, Served, looped, served, until
 from tests.support.stub_replica import MODEL
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.protocol.frames import GrammarKind
+from engine.protocol.types import GrammarKind
 from gateway.errors import Refusal
 from gateway.inference.response_format import FREE, SOURCE_BYTES_MAX, ResponseFormat, constraint
 

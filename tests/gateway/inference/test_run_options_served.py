@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.protocol import frames
+from engine.protocol.types import RejectReason
 from tests.support.served_gateway import Answer, Served, looped, served, until
 from tests.support.stub_replica import MODEL
 
@@ -275,7 +275,7 @@ def test_reject_if_busy_is_refused_at_once_where_it_would_wait(tmp_path: Path, d
             assert "Capacity temporarily exceeded" in text
             assert len(gateway.fleet.submits) == 1, "no replica was asked"
             assert (await called(gateway, dialect, "?rejectIfBusy=false")).status == 200
-            gateway.behaviour.reject = frames.RejectReason.BUSY
+            gateway.behaviour.reject = RejectReason.BUSY
             gateway.fleet.replicas[0].load(waiting=0)
             await until(lambda: not known.busy(MODEL))
             assert (await called(gateway, dialect, "?rejectIfBusy=true")).status == 429

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from gateway.errors import Refusal
-from gateway.inference.prompt import AUTO, ToolChoice
+from gateway.inference.prompt import AUTO
 from gateway.inference.tool_choice import ToolChoiceField, offered
+from gateway.tool_parsers.types import ToolChoice
 
 RAIN, SUN = [{"type": "function", "function": {"name": name}} for name in ("rain", "sun")]
 TOOLS = [RAIN, SUN]

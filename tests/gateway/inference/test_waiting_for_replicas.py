@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from engine.protocol import frames
-from engine.protocol.frames import Residency
+from engine.protocol.types import RejectReason, Residency
 from gateway.cluster import client as connections
 from gateway.config import ModelConfig
 from tests.support.served_gateway import Served, looped, served, until
@@ -130,7 +130,7 @@ async def test_past_the_least_of_all_deadlines_it_is_503_with_the_expected_wait(
 async def test_whose_time_ends_in_a_replica_that_wakes_is_told_when_to_come_back(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         await sleep(gateway, toward=DEVICE, ready_ms=6_500)
-        gateway.behaviour.reject = frames.RejectReason.BUSY
+        gateway.behaviour.reject = RejectReason.BUSY
         answer = await gateway.run(prompt="hello")
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, 3040, "7")
         assert "is being loaded" in answer.message

@@ -3,7 +3,7 @@ import time
 from pathlib import Path
 from typing import cast
 
-from engine.protocol.frames import Residency
+from engine.protocol.types import Residency
 from gateway.app import build_app
 from gateway.cluster.fleet import Fleet
 from gateway.observability.metrics import OUTCOMES_MAX, Metrics
@@ -11,8 +11,8 @@ from gateway.observability.store_health import Outage
 from tenants.limits.quota import Quota, Spent
 from tenants.limits.reconciler import Reconciler
 from tenants.records.grants import Grant, Permission
-from tenants.records.store_types import Store, StoreUnavailable
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
+from tenants.store.protocol import Store, StoreUnavailable
 from tests.support.certificates import write_certificate
 from tests.support.served_gateway import SECRET, config_for, looped, served, until
 from tests.support.stub_replica import MODEL, StubFleet

@@ -21,7 +21,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tenants.records.grants import Grant, Permission
-from tenants.records.terms import Limits
+from tenants.records.limits import Limits
 from tests.support.certificates import write_certificate
 from tests.support.served_gateway import Served, served
 from tests.support.stub_replica import MODEL

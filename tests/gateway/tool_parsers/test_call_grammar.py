@@ -6,13 +6,14 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from engine.protocol.frames import Grammar, GrammarKind
+from engine.protocol.types import Grammar, GrammarKind
 from engine.structured_output.lark_source import lark_of
 from engine.structured_output.llguidance_backend import open_matcher
 from gateway.errors import Refusal
-from gateway.inference.prompt import AUTO, ToolChoice
+from gateway.inference.prompt import AUTO
 from gateway.tool_parsers import call_grammar
 from gateway.tool_parsers.registry import FORMATS
+from gateway.tool_parsers.types import ToolChoice
 from tests.support.call_reading import TOOLS, WEATHER, cut, read, tool
 from tests.support.recorded_calls import RECORDED, Recorded
 from tests.support.sampled_calls import Vocabulary, built_in, trained

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol.frames import Grammar, GrammarKind
-from gateway.inference.prompt import AUTO, ToolChoice
+from engine.protocol.types import Grammar, GrammarKind
+from gateway.inference.prompt import AUTO
 from gateway.tool_parsers.reasoning import MARKERS, Thinking, after_thought, opens_thought, thinks
 from gateway.tool_parsers.registry import FORMATS
+from gateway.tool_parsers.types import ToolChoice
 from tests.support.call_reading import TOOLS, WEATHER, Read, cut, parser, read
 from tests.support.sampled_calls import built_in, trained
 

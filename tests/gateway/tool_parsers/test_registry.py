@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.inference.prompt import ToolChoice
 from gateway.tool_parsers.registry import FORMATS, format_of
 from gateway.tool_parsers.scanner import CALLS_MAX
+from gateway.tool_parsers.types import ToolChoice
 from tests.support.call_reading import check, cut, parser, read
 from tests.support.recorded_calls import RECORDED, Recorded
 

@@ -22,9 +22,11 @@ from tenants.auth.accounts import (
     UnknownToken,
     parse_token,
 )
+from tenants.open import open_store
 from tenants.records.batches import Batch
-from tenants.records.store_types import Store, StoreUnavailable, open_store
-from tenants.records.terms import DEFAULT_PLAN, Settings
+from tenants.records.plans import DEFAULT_PLAN
+from tenants.records.settings import Settings
+from tenants.store.protocol import Store, StoreUnavailable
 
 pytestmark = pytest.mark.anyio
 SECRET = b"the server's secret, 32 bytes up"

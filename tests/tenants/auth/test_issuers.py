@@ -16,7 +16,7 @@ from tenants.auth.issuers import Issuer, Issuers, IssuerUnavailable, Proof
 from tenants.auth.jwt import JwtRefused
 from tenants.limits.quota import Demand, Price, Quota, Spent
 from tenants.records.grants import Grant, Permission
-from tenants.records.store_types import Store
+from tenants.store.protocol import Store
 from tests.support.issuers import ACCOUNT, ALGORITHMS, JwksServer, World, documents, jwk, signer
 from tests.support.jwt_attacks import ATTACKS, Attack, mapped
 from tests.tenants.conftest import SECRET, StoppedClock

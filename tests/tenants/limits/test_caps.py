@@ -8,9 +8,13 @@ import pytest
 from msgspec import structs
 
 from tenants.limits.caps import Size, caps, left_of, limited
-from tenants.records.store_types import Account, ApiToken, Cap, Granted, Hold, Refusal, Refused, Seal, Store
-from tenants.records.terms import NO_LIMITS, Limits, Plan, overlay, tighter
+from tenants.records.accounts import Account
+from tenants.records.holds import Cap, Granted, Hold, Refusal, Refused
+from tenants.records.limits import NO_LIMITS, Limits, overlay, tighter
+from tenants.records.plans import Plan
+from tenants.records.tokens import ApiToken, Seal
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, UsageRecord, day_of, first_of_month, first_of_next_month
+from tenants.store.protocol import Store
 
 pytestmark = pytest.mark.anyio
 ANN = "a" * 32

@@ -21,9 +21,11 @@ from tenants.auth.accounts import Accounts, Caller, UnknownToken
 from tenants.limits import quota as module
 from tenants.limits.outbox import Outbox
 from tenants.limits.quota import AlreadyRecorded, Demand, Price, Quota, QuotaExceeded, Reservation, Spent
-from tenants.records.store_types import Store, StoreUnavailable, open_store
-from tenants.records.terms import DEFAULT_PLAN, Limits
+from tenants.open import open_store
+from tenants.records.limits import Limits
+from tenants.records.plans import DEFAULT_PLAN
 from tenants.records.usage import EXPIRED, MICRO, Totals
+from tenants.store.protocol import Store, StoreUnavailable
 from tests.tenants.conftest import SECRET
 
 pytestmark = pytest.mark.anyio

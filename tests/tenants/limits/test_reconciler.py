@@ -5,9 +5,10 @@ import pytest
 import redis
 
 from tenants.limits.reconciler import Reconciler
-from tenants.records.store_types import Account, Store
-from tenants.records.terms import Limits
+from tenants.records.accounts import Account
+from tenants.records.limits import Limits
 from tenants.records.usage import UsageRecord
+from tenants.store.protocol import Store
 from tenants.store.sqlite.store import SqliteStore
 
 pytestmark = pytest.mark.anyio

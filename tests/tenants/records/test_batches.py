@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from tenants.open import open_store
 from tenants.records.batches import OPEN_BATCHES_MAX, OPEN_ITEMS_MAX, WAITING_S, Batch, BatchItem, BatchStatus, Waiting
-from tenants.records.store_types import Granted, Refusal, Refused, Store, StoreUnavailable, open_store
+from tenants.records.holds import Granted, Refusal, Refused
 from tenants.records.usage import EXPIRED, MICRO, Totals
+from tenants.store.protocol import Store, StoreUnavailable
 from tests.tenants.store.test_contract import ANN, BOB, LIFE_US, balanced, hold, open_account, record
 
 pytestmark = pytest.mark.anyio

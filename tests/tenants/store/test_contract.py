@@ -9,21 +9,15 @@ import pytest
 from msgspec import structs
 
 from tenants.limits.caps import Size, caps
+from tenants.open import open_store
+from tenants.records.accounts import Account
 from tenants.records.grants import Grant, Permission
-from tenants.records.store_types import (
-    Account,
-    ApiToken,
-    Granted,
-    Hold,
-    Refusal,
-    Refused,
-    Seal,
-    Store,
-    StoreUnavailable,
-    open_store,
-)
-from tenants.records.terms import NO_LIMITS, Limits, Notices, Settings
+from tenants.records.holds import Granted, Hold, Refusal, Refused
+from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.settings import Notices, Settings
+from tenants.records.tokens import ApiToken, Seal
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, Totals, UsageRecord
+from tenants.store.protocol import Store, StoreUnavailable
 
 pytestmark = pytest.mark.anyio
 LIFE_US = 60 * MICRO

@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tenants.records.store_types import OTHER_TAGS, TAGGED_MAX, Account, Hold, Notice, Store, UsageRow
-from tenants.records.terms import DEFAULT_PLAN, Limits, Plan
-from tenants.records.usage import EXPIRED, MICRO, UsageRecord
+from tenants.records.accounts import Account
+from tenants.records.holds import Hold
+from tenants.records.limits import Limits
+from tenants.records.notices import Notice
+from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.records.usage import EXPIRED, MICRO, UsageRecord, UsageRow
+from tenants.store.protocol import OTHER_TAGS, TAGGED_MAX, Store
 
 pytestmark = pytest.mark.anyio
 ANN, BOB = "a" * 32, "b" * 32

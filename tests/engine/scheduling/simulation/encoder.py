@@ -12,23 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.execution.step_loop import Loop
-from engine.protocol.frames import (
-    Finish,
-    FinishReason,
-    Pooling,
-    Reject,
-    Sampling,
-    Scope,
-    ScopeKind,
-    Started,
-    Submit,
-    Terms,
-)
+from engine.memory.errors import OutOfDeviceMemory
+from engine.protocol.frames import Finish, Reject, Started, Submit
+from engine.protocol.types import FinishReason, Pooling, Sampling, Scope, ScopeKind, Terms
 from engine.scheduling.encoder_scheduler import TextScheduler
-from engine.scheduling.sequence import Door, Refused, Sequence
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import Limits
+from engine.scheduling.validation import Door, Refused
 from engine.step.encoder_layout import POOLINGS, unpack
-from engine.step.layout import Flight, Int32s, OutOfDeviceMemory, Sampled
+from engine.step.executor import Flight, Sampled
+from engine.step.layout import Int32s
 
 VOCABULARY = 1000
 CONTEXT_TOKENS = 64

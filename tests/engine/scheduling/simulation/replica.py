@@ -14,28 +14,19 @@ import msgspec
 import numpy as np
 
 from engine.execution.step_loop import Loop, publish
-from engine.protocol.frames import (
-    Finish,
-    FinishReason,
-    Progress,
-    Reject,
-    RejectReason,
-    Sampling,
-    Scope,
-    ScopeKind,
-    Started,
-    Submit,
-    Terms,
-    TokenLogprobs,
-)
+from engine.memory.errors import OutOfDeviceMemory
+from engine.protocol.frames import Finish, Progress, Reject, Started, Submit, TokenLogprobs
+from engine.protocol.types import FinishReason, RejectReason, Sampling, Scope, ScopeKind, Terms
 from engine.scheduling.best_effort import ALONE_ROWS, SLACK
 from engine.scheduling.block_pool import Blocks, Waking, blocks_of
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY, Scheduler
-from engine.scheduling.sequence import PLAIN, Door, Matcher, Refused, Sequence, Stage
+from engine.scheduling.sequence import PLAIN, Matcher, Sequence, Stage
 from engine.scheduling.step_plan import Plan
 from engine.scheduling.token_budget import Limits
+from engine.scheduling.validation import Door, Refused
 from engine.step.cost_model import Costs
-from engine.step.layout import Flight, Int32s, OutOfDeviceMemory, Sampled, Sizes, unpack
+from engine.step.executor import Flight, Sampled, Sizes
+from engine.step.layout import Int32s, unpack
 from prefixcache.namespace import Share
 from prefixcache.tree import Tree
 from tests.support.stamp_engine import PUBLIC, Claim, Rule, StampFlight, Stamps, logprobs_of, solo

@@ -9,8 +9,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine.protocol.frames import FinishReason, RejectReason, Scope, ScopeKind, Terms
-from engine.scheduling.sequence import Refused
+from engine.protocol.types import FinishReason, RejectReason, Scope, ScopeKind, Terms
+from engine.scheduling.validation import Refused
 from prefixcache.tree import Tree
 from tests.engine.scheduling.simulation.replica import GROUPING, SCOPES, Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken

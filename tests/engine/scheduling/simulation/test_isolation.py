@@ -10,7 +10,8 @@ from array import array
 import msgspec
 import pytest
 
-from engine.protocol.frames import FinishReason, Sampling, Scope, ScopeKind, Submit, Terms
+from engine.protocol.frames import Submit
+from engine.protocol.types import FinishReason, Sampling, Scope, ScopeKind, Terms
 from engine.scheduling.block_pool import blocks_of
 from engine.scheduling.kv_manager import SWEEP_MAX
 from engine.scheduling.public_prefixes import Unpublishable, whole_blocks

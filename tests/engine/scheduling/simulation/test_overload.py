@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.protocol.frames import Scope, ScopeKind, Terms
+from engine.protocol.types import Scope, ScopeKind, Terms
 from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN
-from engine.scheduling.sequence import Refused
+from engine.scheduling.validation import Refused
 from tests.engine.scheduling.simulation.replica import Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
 

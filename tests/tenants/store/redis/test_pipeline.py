@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import redis
 
-from tenants.records.store_types import StoreUnavailable
+from tenants.store.protocol import StoreUnavailable
 from tenants.store.redis import pipeline as module
 from tenants.store.redis.pipeline import FLIGHT, Line
 

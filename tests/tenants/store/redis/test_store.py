@@ -7,21 +7,14 @@ import msgspec
 import pytest
 import redis
 
+from tenants.open import open_store
+from tenants.records.accounts import Account
 from tenants.records.grants import Grant
-from tenants.records.store_types import (
-    KEPT_DAYS,
-    Account,
-    ApiToken,
-    Cap,
-    Granted,
-    Hold,
-    Refusal,
-    Seal,
-    StoreUnavailable,
-    open_store,
-)
-from tenants.records.terms import Limits
+from tenants.records.holds import Cap, Granted, Hold, Refusal
+from tenants.records.limits import Limits
+from tenants.records.tokens import ApiToken, Seal
 from tenants.records.usage import EXPIRED, MICRO, Totals, UsageRecord
+from tenants.store.protocol import KEPT_DAYS, StoreUnavailable
 from tenants.store.redis.pipeline import FLIGHT
 from tenants.store.redis.store import VERSION, RedisStore
 

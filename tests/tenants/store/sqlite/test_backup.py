@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tenants.records.store_types import Account, Hold, StoreUnavailable
-from tenants.records.terms import Limits
+from tenants.records.accounts import Account
+from tenants.records.holds import Hold
+from tenants.records.limits import Limits
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord
+from tenants.store.protocol import StoreUnavailable
 from tenants.store.sqlite import backup as module
 from tenants.store.sqlite.backup import check, close_up, copy
 from tenants.store.sqlite.schema import SCHEMA_VERSION

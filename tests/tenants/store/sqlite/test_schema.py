@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tenants.limits.caps import Size, caps
-from tenants.records.store_types import Granted, Hold, Seal
-from tenants.records.terms import DEFAULT_PLAN, Limits
+from tenants.records.holds import Granted, Hold
+from tenants.records.limits import Limits
+from tenants.records.plans import DEFAULT_PLAN
+from tenants.records.tokens import Seal
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.sqlite.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 from tenants.store.sqlite.store import SqliteStore

@@ -11,20 +11,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from tenants.records.accounts import Account
 from tenants.records.grants import Grant
-from tenants.records.store_types import (
-    KEPT_DAYS,
-    Account,
-    ApiToken,
-    Granted,
-    Hold,
-    Refusal,
-    Refused,
-    Seal,
-    StoreUnavailable,
-)
-from tenants.records.terms import Limits
+from tenants.records.holds import Granted, Hold, Refusal, Refused
+from tenants.records.limits import Limits
+from tenants.records.tokens import ApiToken, Seal
 from tenants.records.usage import EXPIRED, MICRO, Totals, UsageRecord
+from tenants.store.protocol import KEPT_DAYS, StoreUnavailable
 from tenants.store.sqlite import store as module
 from tenants.store.sqlite.store import SqliteStore
 

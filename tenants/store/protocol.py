@@ -1,17 +1,20 @@
-"""What is kept about tenants, and the one protocol for keeping it. It does not know how; store_*.py do."""
+"""What every store of tenants can do, and how long it keeps things. It does not know how; sqlite and redis do."""
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-import msgspec
-
+from tenants.records.accounts import Account
+from tenants.records.audit_entry import AuditEntry
 from tenants.records.batches import Batches
-from tenants.records.grants import Grant
-from tenants.records.terms import DEFAULT_PLAN, NO_LIMITS, Limits, Plan, Settings, overlay, tighter
-from tenants.records.usage import Balance, Totals, UsageRecord
+from tenants.records.holds import Cap, Granted, Hold, Refused
+from tenants.records.notices import Notice
+from tenants.records.plans import Plan
+from tenants.records.tokens import ApiToken, Seal
+from tenants.records.usage import Balance, Totals, UsageRecord, UsageRow
 
 Clock = Callable[[], float]  # seconds since 1970
+
+
 KEPT_DAYS: Final = 400  # records and sums of older days are removed by sweep()
 TAGGED_MAX: Final = 10_000  # rows of one account's day from which on no more sets of tags are told apart
 OTHER_TAGS: Final = "*"
@@ -28,174 +31,6 @@ class StoreUnavailable(Exception):
     def __init__(self, message: str, *, unsure: bool = False) -> None:
         super().__init__(message)
         self.unsure = unsure
-
-
-class Account(msgspec.Struct, frozen=True):
-    """A tenant. `id` is 32 hex characters, times are seconds since 1970.
-
-    ceiling     what the operator gave this account in place of its plan's limits.
-    own         what its administrators lowered.
-    epoch       of its prefix caches; raising it makes what they hold unfindable.
-    revision    grows with every change, and lets a change that is based on an older one be refused.
-    """
-
-    id: str
-    name: str
-    ceiling: Limits
-    created_at: int
-    own: Limits = NO_LIMITS
-    plan: Plan = DEFAULT_PLAN
-    settings: Settings = Settings()
-    epoch: int = 0
-    suspended_at: int | None = None
-    revision: int = 1
-
-    @property
-    def most(self) -> Limits:
-        """What its administrators may lower, and never raise."""
-        return overlay(self.plan.limits, self.ceiling)
-
-    @property
-    def limits(self) -> Limits:
-        """What holds."""
-        return tighter(self.most, self.own)
-
-
-class ApiToken(msgspec.Struct, frozen=True):
-    """A credential without its secret. Times are seconds since 1970."""
-
-    id: str
-    account_id: str
-    name: str
-    created_at: int
-    expires_at: int | None = None
-    revoked_at: int | None = None
-    grant: Grant = Grant()
-    limits: Limits = NO_LIMITS
-
-
-class Seal(msgspec.Struct, frozen=True):
-    """What is kept of a secret: its HMAC-SHA256, which pepper made it, and until when it opens if it was rolled."""
-
-    digest: bytes
-    pepper: int
-    until: int | None = None
-
-
-class Refusal(enum.StrEnum):
-    """Why a request may not start. The first ones are limits, each measured by a Cap."""
-
-    REQUESTS_PER_MINUTE = "requests_per_minute"
-    CONCURRENT_REQUESTS = "concurrent_requests"
-    NEURONS_PER_DAY = "neurons_per_day"
-    INPUT_TOKENS_PER_MINUTE = "input_tokens_per_minute"
-    OUTPUT_TOKENS_PER_MINUTE = "output_tokens_per_minute"
-    NEURONS_PER_MONTH = "neurons_per_month"
-    REVOKED = "revoked"  # the token, since it was verified
-    NO_ACCOUNT = "no_account"
-    SUSPENDED = "suspended"  # the account, by its operator
-    RECORDED = "recorded"  # this request id has its final usage record already
-
-
-BUDGETS: Final = (Refusal.NEURONS_PER_MONTH, Refusal.NEURONS_PER_DAY)
-RATES: Final = (Refusal.REQUESTS_PER_MINUTE, Refusal.INPUT_TOKENS_PER_MINUTE, Refusal.OUTPUT_TOKENS_PER_MINUTE)
-
-
-class Cap(msgspec.Struct, frozen=True, array_like=True):
-    """One limit, and what a request takes of it: 1, tokens, or micro-neurons.
-
-    subject     "" for the account, else one that the hold's record names.
-    least       the request is content with so little where there is less than `amount`; of neurons alone.
-    cost_us     of a rate: for how long `amount` takes it up.
-    room_us     of a rate: how far ahead of its time it may be.
-    """
-
-    subject: str
-    measure: Refusal
-    amount: int
-    allowed: int
-    least: int = 0
-    cost_us: int = 0
-    room_us: int = 0
-
-
-class Hold(msgspec.Struct, frozen=True):
-    """A request that asks to start. `record` is what it is charged if nobody is ever heard of it again: nothing yet.
-
-    `held` micro-neurons and `output` tokens are the most that it can use; `lifetime_us` is how long the hold lasts
-    without a checkpoint. All `caps` must have room. A later cap of the same neurons may hold less than an earlier one.
-    """
-
-    record: UsageRecord
-    held: int
-    lifetime_us: int
-    caps: tuple[Cap, ...] = ()
-    output: int = 0
-
-
-class Granted(msgspec.Struct, frozen=True):
-    """`held` micro-neurons are kept and charged to `day`. `left` is what each cap has left now, in its order:
-    micro-neurons, requests at once, and for rates the microseconds that they may still run ahead."""
-
-    day: int
-    held: int = 0
-    left: tuple[int, ...] = ()
-
-
-class Refused(msgspec.Struct, frozen=True):
-    """Nothing was kept or counted. `allowed` and `used` are in the unit of the limit of `subject`."""
-
-    reason: Refusal
-    retry_after_us: int = 0
-    allowed: int = 0
-    used: int = 0
-    subject: str = ""
-
-
-class AuditEntry(msgspec.Struct, frozen=True):
-    """One thing that somebody did. `at` is seconds since 1970; `account_id` is "" for what concerns no one account.
-
-    `seal` is made of all else and of the seal before it: tenants/audit.py.
-    """
-
-    account_id: str
-    seq: int
-    at: int
-    actor: str
-    action: str
-    target: str
-    detail: str  # JSON
-    seal: str
-
-
-class Notice(msgspec.Struct, frozen=True):
-    """Something to be told to an account's own address, until it was taken or too many tries failed."""
-
-    id: str
-    account_id: str
-    url: str
-    body: bytes
-    due_at: float
-    tries: int = 0
-
-
-class UsageRow(msgspec.Struct, frozen=True):
-    """Sums over one account's day, one of its tokens, one model and one set of tags, a line each."""
-
-    day: int
-    token_id: str
-    model: str
-    requests: int
-    micro_neurons: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    tags: str = ""
-
-    @property
-    def each_tag(self) -> list[str]:
-        """The one "" where there is none."""
-        return self.tags.split("\n")
 
 
 class Store(Protocol):
@@ -339,17 +174,3 @@ class Store(Protocol):
     async def postpone_notice(self, notice_id: str, due_at: float) -> None: ...
 
     async def close_notice(self, notice_id: str) -> None: ...
-
-
-def open_store(url: str, clock: Clock | None = None) -> Store:
-    """`sqlite:PATH` (created when missing) or `redis://HOST:PORT/DB`. Without a clock SQLite reads the machine's, Redis
-    its own. Raises StoreUnavailable when the file cannot be used, ValueError for another url."""
-    if url.startswith("sqlite:"):
-        from tenants.store.sqlite.store import SqliteStore
-
-        return SqliteStore(url.removeprefix("sqlite:"), clock)
-    if url.startswith(("redis://", "rediss://", "unix://")):
-        from tenants.store.redis.store import RedisStore
-
-        return RedisStore(url, clock)
-    raise ValueError(f"store url {url!r} is neither sqlite:PATH nor redis://HOST:PORT/DB")

@@ -1,0 +1,9 @@
+"""What is raised where memory ends."""
+
+
+class OutOfDeviceMemory(Exception):
+    """A step found too little memory on its device. Nothing of it counts; a smaller one may fit."""
+
+
+class OutOfHostMemory(RuntimeError):
+    """The host has too little memory left for what a replica is to keep while it sleeps."""

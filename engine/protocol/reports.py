@@ -1,0 +1,49 @@
+"""What a process reports of its work in a file or on its output: memory, an inspected folder, a warmed model."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+MEMORY_SUFFIX: Final = ".memory.json"
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a replica's memory went, in bytes, as it began to serve: a JSON file beside its pulse, while it runs."""
+
+    model: str
+    pid: int
+    device: str  # as the driver names it, or cpu
+    device_bytes: int  # all that the device has, others' share included
+    weights_bytes: int
+    coded_bytes: int = 0  # of these, what is in 12 bits a number
+    bf16_bytes: int = 0  # what the weights would take without that; 0: as much as they do
+    kv_blocks: int
+    kv_block_tokens: int
+    kv_bytes: int
+    workspace_bytes: int = 0  # what a step needs beside these
+    graphs_bytes: int = 0
+    free_bytes: int  # left to nobody
+
+
+class Inspected(msgspec.Struct, frozen=True, kw_only=True):
+    """What `python -m engine.weights.validate` found of a folder's weights, from headers alone."""
+
+    numbers: int  # that a replica would load
+    coded_numbers: int = 0  # of these, in 12 bits each where a GPU has them in bfloat16
+    coded_bytes: int = 0  # what these take there
+
+
+class Warmed(msgspec.Struct, frozen=True, kw_only=True):
+    """What `python -m engine.execution.warmup` found or prepared of what starts of a model take over."""
+
+    needed: bool  # there is something that later starts would have to find out
+    found: bool  # it was there already
+    seconds: float
+    files: list[str] = []  # where it is now
+
+
+def memory_path(pulse: str | os.PathLike[str]) -> Path:
+    """The file of the replica that beats in `pulse`."""
+    return Path(pulse).with_suffix(MEMORY_SUFFIX)

@@ -1,0 +1,202 @@
+"""A Submit becomes sequences, or is refused by name. It knows no pool and no turn."""
+
+import math
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.protocol.frames import Submit
+from engine.protocol.types import Pooling, RejectReason, Sampling, Scope, ScopeKind, Terms
+from engine.scheduling.sequence import (
+    _IDS_MAX,
+    _SEEDS,
+    BIASES_MAX,
+    CHOICES_MAX,
+    LOGPROBS_MAX,
+    OPEN,
+    SCOPE_BYTES,
+    STOP_IDS_MAX,
+    WEIGHTS,
+    Sequence,
+)
+from prefixcache.namespace import Keep, Namespace, Share
+
+
+class Refused(Exception):
+    """A Submit that will not run. Carries what its Reject says."""
+
+    def __init__(self, reason: RejectReason, message: str, retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What a model can take, and how its KV is named and kept. `tokens_max` counts prompt and output of one sequence;
+    `share` is what an account has whose terms say nothing. `poolings` are how a model gives vectors; one that has none
+    gives text."""
+
+    model_revision: str
+    kv_layout: str
+    block_tokens: int
+    tokens_max: int
+    vocabulary: int
+    stop_ids: frozenset[int]
+    share: Share = OPEN
+    poolings: frozenset[Pooling] = frozenset()
+
+    def sequences(self, submit: Submit, owner: int, now_s: float) -> list[Sequence]:
+        """The choices of this Submit, waiting. Raises Refused where it can never run."""
+        self._examine(submit)
+        tokens = np.frombuffer(submit.tokens, "<u4")
+        if len(tokens) and int(tokens.max()) >= self.vocabulary:
+            raise _invalid(f"a token id is not below the vocabulary of {self.vocabulary}")
+        output_tokens = 0 if submit.pooling is not None else 1
+        if len(tokens) + output_tokens > self.tokens_max:
+            raise Refused(
+                RejectReason.TOO_LONG,
+                f"the prompt has {len(tokens)} tokens; this model takes {self.tokens_max}, its output included",
+            )
+        wait_s = submit.deadline_ms / 1e3 if submit.deadline_ms and not submit.terms.background else math.inf
+        return [
+            Sequence(
+                owner=owner,
+                id=submit.id + choice,
+                account=submit.scope.account or submit.scope.id,
+                namespace=self._namespace(submit),
+                keep=self._keep(submit),
+                tokens=array("I", tokens.astype(np.uint32).tobytes()),
+                prompt_tokens=len(tokens),
+                tokens_max=min(len(tokens) + submit.max_tokens, self.tokens_max + 1 - output_tokens),
+                pooling=submit.pooling,
+                sampling=_seeded(submit.sampling, choice),
+                stop_ids=self.stop_ids.union(submit.stop_ids),
+                arrived_s=now_s,
+                terms=submit.terms,
+                first=submit.id,
+                choices=submit.n,
+                deadline_s=now_s + wait_s,
+            )
+            for choice in range(submit.n)
+        ]
+
+    def _namespace(self, submit: Submit) -> Namespace | None:
+        scope = submit.scope
+        return None if scope.kind == ScopeKind.REQUEST or not scope.id else self._name(scope)
+
+    def _name(self, scope: Scope) -> Namespace:
+        return Namespace(
+            model_revision=self.model_revision,
+            adapter_revision="",
+            tokenizer=self.model_revision,  # the tokenizer's files are part of the model's folder and its revision
+            kv_layout=self.kv_layout,
+            block_tokens=self.block_tokens,
+            scope_kind=int(scope.kind),
+            scope_id=scope.id,
+            epoch=scope.epoch,
+        )
+
+    def _keep(self, submit: Submit) -> Keep:
+        terms = submit.terms
+        floor = self.share.floor if terms.floor_blocks is None else terms.floor_blocks
+        cap = self.share.cap if terms.cap_blocks is None else terms.cap_blocks
+        return Keep(submit.scope.account or submit.scope.id, Share(floor, cap), terms.keep_s)
+
+    def public(self, tokens: "array[int]") -> Sequence:
+        """A sequence that computes a prefix for everybody. No Submit names its scope."""
+        return Sequence(
+            owner=0,
+            id=0,
+            account=b"",
+            namespace=self._name(Scope(ScopeKind.PUBLIC)),
+            tokens=tokens[:],
+            prompt_tokens=len(tokens),
+            tokens_max=len(tokens) + 1,
+            sampling=Sampling(),
+            stop_ids=frozenset(),
+            arrived_s=0.0,
+        )
+
+    def _examine(self, submit: Submit) -> None:
+        """Raises Refused(INVALID) for what a correct gateway does not send."""
+        if not 0 <= submit.id < _IDS_MAX:
+            raise _invalid("id must be at least 0 and below 2**62")
+        if not submit.tokens or len(submit.tokens) % 4:
+            raise _invalid("tokens must be packed u32, at least one")
+        for name, key in (("id", submit.scope.id), ("account", submit.scope.account)):
+            if len(key) not in (0, SCOPE_BYTES):
+                raise _invalid(f"scope.{name} must have {SCOPE_BYTES} bytes or none")
+        if not 1 <= submit.n <= CHOICES_MAX:
+            raise _invalid(f"n must be 1 to {CHOICES_MAX}")
+        if submit.max_tokens < 1:
+            raise _invalid("max_tokens must be at least 1")
+        if len(submit.stop_ids) > STOP_IDS_MAX:
+            raise _invalid(f"at most {STOP_IDS_MAX} stop_ids")
+        if submit.deadline_ms < 0:
+            raise _invalid("deadline_ms must be at least 0")
+        if submit.pooling not in (self.poolings or {None}):
+            raise _invalid(f"pooling must be one of {sorted(self.poolings)}, of a model without any it must be unset")
+        if submit.pooling is not None and submit.grammar is not None:
+            raise _invalid("with pooling there is no grammar")
+        if submit.pooling is not None and (submit.n, submit.max_tokens) != (1, 1):
+            raise _invalid("with pooling, n and max_tokens are 1")
+        problem = _terms_problem(submit.terms) or _sampling_problem(submit.sampling, self.vocabulary)
+        if problem:
+            raise _invalid(problem)
+
+
+def _invalid(message: str) -> Refused:
+    return Refused(RejectReason.INVALID, message)
+
+
+def _seeded(sampling: Sampling, choice: int) -> Sampling:
+    """The sampling of choice i: seed + i, wrapped into the seeds' range."""
+    if not choice:
+        return sampling
+    changed = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+    return Sampling(**{**changed, "seed": (sampling.seed + choice) % _SEEDS})
+
+
+def _terms_problem(terms: Terms) -> str:
+    """What is out of range, or nothing."""
+    least, most = WEIGHTS
+    if not least <= terms.weight <= most:
+        return f"weight must be {least:g} to {most:g}"
+    for name, cap in (("sequences", terms.sequences), ("blocks", terms.blocks)):
+        if cap is not None and cap < 1:
+            return f"{name} must be at least 1"
+    for name, bound in (
+        ("floor_blocks", terms.floor_blocks),
+        ("cap_blocks", terms.cap_blocks),
+        ("keep_s", terms.keep_s),
+    ):
+        if bound is not None and not 0 <= bound < math.inf:
+            return f"{name} must be at least 0"
+    return ""
+
+
+def _sampling_problem(sampling: Sampling, vocabulary: int) -> str:
+    """What is out of range, or nothing. The ranges are those that a packed batch can carry and a sampler can use."""
+    numbers = (
+        ("temperature", sampling.temperature, 0.0, 1e4),
+        ("top_k", sampling.top_k, 0, 2**31 - 1),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-4, 1e4),
+        ("frequency_penalty", sampling.frequency_penalty, -1e4, 1e4),
+        ("presence_penalty", sampling.presence_penalty, -1e4, 1e4),
+        ("seed", sampling.seed, 0, _SEEDS - 1),
+        ("logprobs", sampling.logprobs or 0, 0, LOGPROBS_MAX),
+    )
+    for name, value, least, most in numbers:
+        if not least <= value <= most:
+            return f"{name} must be {least:g} to {most:g}"
+    if len(sampling.logit_bias) > BIASES_MAX:
+        return f"at most {BIASES_MAX} entries of logit_bias"
+    for token, bias in sampling.logit_bias.items():
+        if not 0 <= token < vocabulary or not math.isfinite(bias):
+            return "logit_bias must map token ids of the vocabulary to finite numbers"
+    return ""

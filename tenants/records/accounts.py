@@ -1,0 +1,38 @@
+"""An account, as it is kept."""
+
+import msgspec
+
+from tenants.records.limits import NO_LIMITS, Limits, overlay, tighter
+from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.records.settings import Settings
+
+
+class Account(msgspec.Struct, frozen=True):
+    """A tenant. `id` is 32 hex characters, times are seconds since 1970.
+
+    ceiling     what the operator gave this account in place of its plan's limits.
+    own         what its administrators lowered.
+    epoch       of its prefix caches; raising it makes what they hold unfindable.
+    revision    grows with every change, and lets a change that is based on an older one be refused.
+    """
+
+    id: str
+    name: str
+    ceiling: Limits
+    created_at: int
+    own: Limits = NO_LIMITS
+    plan: Plan = DEFAULT_PLAN
+    settings: Settings = Settings()
+    epoch: int = 0
+    suspended_at: int | None = None
+    revision: int = 1
+
+    @property
+    def most(self) -> Limits:
+        """What its administrators may lower, and never raise."""
+        return overlay(self.plan.limits, self.ceiling)
+
+    @property
+    def limits(self) -> Limits:
+        """What holds."""
+        return tighter(self.most, self.own)
