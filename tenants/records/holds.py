@@ -7,8 +7,6 @@ import msgspec
 
 from tenants.records.usage import UsageRecord
 
-pass
-
 
 class Refusal(enum.StrEnum):
     """Why a request may not start. The first ones are limits, each measured by a Cap."""

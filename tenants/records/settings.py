@@ -7,9 +7,6 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-pass
-
-
 SHARING_MAX: Final = 16  # accounts of one sharing group
 REGIONS_MAX: Final = 16
 

@@ -5,9 +5,6 @@ from typing import Final
 
 import msgspec
 
-pass
-
-
 MICRO: Final = 1_000_000
 DAY_US: Final = 86_400 * MICRO
 EXPIRED: Final = "expired"  # the outcome that a store writes for a hold whose gateway went silent
