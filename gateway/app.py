@@ -17,39 +17,47 @@ from typing import Any, Final
 import msgspec
 
 from gateway import errors
-from gateway.admin.dispatch import ACCOUNT_ID, Api
+from gateway.admin.dispatch import ACCOUNT_ID, AdminApi
 from gateway.admin.inference import ROUTES
-from gateway.admin.openapi import document
-from gateway.admin.operation import Office
+from gateway.admin.openapi import openapi_document
+from gateway.admin.operation import AdminContext
 from gateway.admin.table import OPERATIONS
-from gateway.api.routes import Route, routes
-from gateway.batch.api import Desk
-from gateway.batch.encryption import Vault
-from gateway.batch.worker import Drain
+from gateway.api.routes import DialectRoute, dialect_routes
+from gateway.batch.api import BatchApi
+from gateway.batch.encryption import BatchEncryption
+from gateway.batch.worker import BatchWorker
 from gateway.catalogue.catalogue import open_catalogue
-from gateway.cluster.fleet import Fleet
+from gateway.cluster.fleet import ReplicaFleet
 from gateway.config import Config
-from gateway.errors import Refusal, Shape
-from gateway.http.client_address import Edge
-from gateway.http.exchange import JSON, ClientGone, Exchange, Message, Patience, Receive, Send
-from gateway.http.idempotency import Once
-from gateway.inference.account_lock import Turns
-from gateway.inference.crash_breaker import Suspects
+from gateway.errors import ApiError, ErrorFormat
+from gateway.http.client_address import ClientAddressPolicy
+from gateway.http.exchange import (
+    JSON_CONTENT,
+    AsgiMessage,
+    AsgiReceive,
+    AsgiSend,
+    ClientDisconnected,
+    Exchange,
+    ExchangeTimeouts,
+)
+from gateway.http.idempotency import IdempotencyStore
+from gateway.inference.account_lock import AccountLocks
+from gateway.inference.crash_breaker import CrashBreaker
 from gateway.inference.generate import generate
-from gateway.inference.replay import Repeats
-from gateway.inference.request import Gateway
+from gateway.inference.replay import ReplayCache
+from gateway.inference.request import InferenceContext
 from gateway.listing import table as lists
 from gateway.observability.metrics import CONTENT_TYPE, Metrics
-from gateway.observability.store_health import Outage
-from gateway.observability.tracing import Traces, open_traces
-from gateway.privacy.interned import Residue
-from gateway.webhook import Webhook
-from tenants.audit import Audit
-from tenants.auth.accounts import Accounts, Caller, MalformedToken, Permission, Suspended, Unauthenticated
-from tenants.auth.issuers import Issuers, IssuerUnavailable
+from gateway.observability.store_health import StoreHealth
+from gateway.observability.tracing import RequestTracer, open_tracer
+from gateway.privacy.interned import InternedScrubber
+from gateway.webhook import WebhookSender
+from tenants.audit import AuditLog
+from tenants.auth.accounts import AccountService, AccountSuspended, Caller, MalformedToken, Permission, Unauthenticated
+from tenants.auth.issuers import IssuerUnavailable, JwtVerifier
 from tenants.limits.quota import Quota
 from tenants.limits.reconciler import Reconciler
-from tenants.limits.soft_caps import Thresholds, signer
+from tenants.limits.soft_caps import SoftCaps, notice_signer
 from tenants.open import open_store
 from tenants.store.protocol import Store, StoreUnavailable
 
@@ -57,7 +65,7 @@ KEY_MARGIN_S: Final = 60  # beyond a request's longest life, for which its Idemp
 REVOKED_S: Final = 2.0  # how often running requests' tokens are asked for again
 ACCOUNT_PATH: Final = re.compile(r"/client/v4/accounts/([^/]+)/ai(/.+)")
 
-Errand = Callable[[], Coroutine[Any, Any, None]]
+BackgroundJob = Callable[[], Coroutine[Any, Any, None]]
 
 log = logging.getLogger(__name__)
 
@@ -66,20 +74,22 @@ class App:
     """The gateway as an ASGI application. Its lifespan runs the fleet's connections, the quota's settlements and the
     `errands`, such as the fetches of issuers' keys."""
 
-    def __init__(self, gateway: Gateway, store: Store, secret: bytes, errands: Sequence[Errand]) -> None:
+    def __init__(
+        self, gateway: InferenceContext, store: Store, secret: bytes, errands: Sequence[BackgroundJob]
+    ) -> None:
         self._gateway = gateway
         self._store = store
         self._errands = errands
-        self._inference = routes(gateway.catalogue)
-        self._drain = Drain(gateway, store.batches, Vault(secret), self._inference["/run"].dialect)
+        self._inference = dialect_routes(gateway.catalogue)
+        self._drain = BatchWorker(gateway, store.batches, BatchEncryption(secret), self._inference["/run"].dialect)
         gateway.metrics.watch_batches(self._drain, gateway.calendar)
-        audit, once = Audit(store, secret), Once(store, secret)
-        office = Office(gateway, store, audit, once, signer(secret), lambda: self.open_requests)
-        self._api = Api(OPERATIONS, office, self._asking)
-        self._document = msgspec.json.encode(document(OPERATIONS, ROUTES))
+        audit, once = AuditLog(store, secret), IdempotencyStore(store, secret)
+        office = AdminContext(gateway, store, audit, once, notice_signer(secret), lambda: self.open_requests)
+        self._api = AdminApi(OPERATIONS, office, self._asking)
+        self._document = msgspec.json.encode(openapi_document(OPERATIONS, ROUTES))
         limits = gateway.limits
-        self._edge = Edge(limits)
-        self._patience = Patience(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
+        self._edge = ClientAddressPolicy(limits)
+        self._patience = ExchangeTimeouts(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
         self._open: dict[Exchange, str] = {}  # inference requests in progress, with their credentials once verified
         self.draining = False
 
@@ -98,7 +108,7 @@ class App:
         for exchange in list(self._open):
             exchange.interrupt(errors.draining())
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "lifespan":
@@ -106,7 +116,7 @@ class App:
         else:
             raise RuntimeError(f"{scope['type']} is not served")
 
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: AsgiReceive, send: AsgiSend) -> None:
         assert (await receive())["type"] == "lifespan.startup"
         async with asyncio.TaskGroup() as group:
             gateway = self._gateway
@@ -121,7 +131,7 @@ class App:
         await asyncio.to_thread(self._gateway.traces.close)
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _http(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
         """Owns one request: whatever happens below, it is answered, or its client is gone, when this returns."""
         origin, request_id = self._edge.origin(scope), str(uuid.uuid4())
         exchange = Exchange(scope, receive, send, self._patience, request_id, self._gateway.clock, origin)
@@ -129,9 +139,9 @@ class App:
         try:
             route, work = self._route(exchange)
             await work(exchange)
-        except Refusal as refusal:
+        except ApiError as refusal:
             await exchange.refuse(refusal)
-        except ClientGone:
+        except ClientDisconnected:
             pass
         except Exception as error:
             log.error("request_failed", extra={"fields": _failure(exchange, error)})
@@ -192,7 +202,7 @@ class App:
             return self._only("GET", exchange, "batches", lambda x: self._batches(x, account_id))
         if resource.startswith("/batches/"):
             return self._one_batch(exchange, account_id, resource.removeprefix("/batches/"))
-        if render := lists.find(resource):
+        if render := lists.find_list(resource):
             return self._only("GET", exchange, "models", lambda x: self._list(x, account_id, render))
         raise errors.no_route(exchange.path)
 
@@ -219,7 +229,7 @@ class App:
             for credential in set(self._open.values()) - {""}:
                 try:
                     await self._gateway.accounts.verify(credential)
-                except (Unauthenticated, Suspended):
+                except (Unauthenticated, AccountSuspended):
                     for exchange in [one for one, its in self._open.items() if its == credential]:
                         exchange.interrupt(errors.token_ended())
                 except StoreUnavailable as problem:
@@ -237,7 +247,7 @@ class App:
             raise errors.malformed_token() from None
         except Unauthenticated:
             raise errors.unauthenticated() from None
-        except Suspended:
+        except AccountSuspended:
             raise errors.suspended() from None
         except IssuerUnavailable:
             raise errors.issuer_unavailable() from None
@@ -252,13 +262,15 @@ class App:
             raise errors.not_permitted(permissions[0])
         return caller
 
-    def _shape(self, resource: str) -> Shape:
+    def _shape(self, resource: str) -> ErrorFormat:
         """Of the errors of what lies below an account."""
         if route := self._inference.get(resource):
             return route.shape
-        return Shape.OPENAI if resource.startswith("/v1/") else Shape.ENVELOPE
+        return ErrorFormat.OPENAI if resource.startswith("/v1/") else ErrorFormat.ENVELOPE
 
-    async def _generate(self, exchange: Exchange, account_id: str | None, route: Route, model: str | None) -> None:
+    async def _generate(
+        self, exchange: Exchange, account_id: str | None, route: DialectRoute, model: str | None
+    ) -> None:
         """`model` is what the path names, where it does."""
         if self.draining:
             raise errors.draining()
@@ -275,11 +287,11 @@ class App:
             del self._open[exchange]
             self._gateway.metrics.open_requests.dec()
 
-    async def _list(self, exchange: Exchange, account_id: str | None, render: lists.Render) -> None:
+    async def _list(self, exchange: Exchange, account_id: str | None, render: lists.ListRenderer) -> None:
         """Of the models that the caller may use."""
         caller = await self._authenticate(exchange, _credential(exchange), account_id, (Permission.INFERENCE,))
         found = [model for model in self._gateway.catalogue if caller.grant.serves(model.name)]
-        await exchange.answer(200, render(self._gateway, found, exchange.query), [JSON])
+        await exchange.answer(200, render(self._gateway, found, exchange.query), [JSON_CONTENT])
 
     async def _batches(self, exchange: Exchange, account_id: str | None, batch_id: str | None = None) -> None:
         """All of the account's batches, or one."""
@@ -289,19 +301,19 @@ class App:
 
     async def _describe(self, exchange: Exchange) -> None:
         """What is served; there is nothing of any tenant in it."""
-        await exchange.answer(200, self._document, [JSON])
+        await exchange.answer(200, self._document, [JSON_CONTENT])
 
     async def _healthz(self, exchange: Exchange) -> None:
         """The process lives; nothing else is asked."""
-        await exchange.answer(200, b'{"alive":true}', [JSON])
+        await exchange.answer(200, b'{"alive":true}', [JSON_CONTENT])
 
     async def _readyz(self, exchange: Exchange) -> None:
         problems = await self._problems()
         body = msgspec.json.encode({"ready": not problems, "problems": problems})
         if problems:
-            await exchange.answer(503, body, [JSON, (b"retry-after", b"1")])
+            await exchange.answer(503, body, [JSON_CONTENT, (b"retry-after", b"1")])
         else:
-            await exchange.answer(200, body, [JSON])
+            await exchange.answer(200, body, [JSON_CONTENT])
 
     async def _problems(self) -> list[str]:
         """Why this gateway should get no calls now: a model that sleeps is no reason where calls wait long enough for
@@ -321,7 +333,7 @@ class App:
         checked while the store is away, reads what its network may: an outage is when the operator needs it most."""
         text, shown = self._gateway.metrics.text, self._edge.shows_metrics(exchange.origin)
         if b"authorization" in exchange.headers:
-            with contextlib.suppress(Refusal):
+            with contextlib.suppress(ApiError):
                 await self._authenticate(exchange, _credential(exchange), None, (Permission.OPERATOR,))
                 text, shown = self._gateway.metrics.operators_text, True
         if not shown:
@@ -347,32 +359,32 @@ def _credential(exchange: Exchange) -> str:
     return credential.strip().decode("latin-1")
 
 
-def build_app(config: Config, secret: bytes, traces: Traces | None = None) -> App:
+def build_app(config: Config, secret: bytes, traces: RequestTracer | None = None) -> App:
     """The gateway that the config describes. Opens the store and reads the models' folders; connects to nothing yet.
 
     `secret` is the server's, the same for all gateways that share a store. Raises ConfigError and what the store does.
     """
     store = open_store(config.store_url)
-    issuers = Issuers(config.issuers)
-    metrics, residue = Metrics(config.telemetry.metrics_accounts), Residue()
-    fleet = Fleet(config.machine_addresses, waited=metrics.waited)
-    thresholds = Thresholds(store, time.time)
-    webhook = Webhook(store, signer(secret), time.time, private=config.server.private_notices)
-    gateway = Gateway(
+    issuers = JwtVerifier(config.issuers)
+    metrics, residue = Metrics(config.telemetry.metrics_accounts), InternedScrubber()
+    fleet = ReplicaFleet(config.machine_addresses, waited=metrics.waited)
+    thresholds = SoftCaps(store, time.time)
+    webhook = WebhookSender(store, notice_signer(secret), time.time, private=config.server.private_notices)
+    gateway = InferenceContext(
         limits=config.server,
-        accounts=Accounts(store, secret, issuers=issuers),
+        accounts=AccountService(store, secret, issuers=issuers),
         quota=Quota(store, Path(config.outbox_folder)),
         thresholds=thresholds,
         catalogue=open_catalogue(config),
         fleet=fleet,
-        suspects=Suspects(time.monotonic),
-        outage=Outage(),
-        turns=Turns(),
+        suspects=CrashBreaker(time.monotonic),
+        outage=StoreHealth(),
+        turns=AccountLocks(),
         residue=residue,
-        repeats=Repeats(Once(store, secret), time.time, int(config.server.request_s) + KEY_MARGIN_S),
-        desk=Desk(store.batches, Vault(secret), config.server.batch_keep_s, time.time),
+        repeats=ReplayCache(IdempotencyStore(store, secret), time.time, int(config.server.request_s) + KEY_MARGIN_S),
+        desk=BatchApi(store.batches, BatchEncryption(secret), config.server.batch_keep_s, time.time),
         metrics=metrics,
-        traces=traces or open_traces(config.telemetry),
+        traces=traces or open_tracer(config.telemetry),
         clock=time.monotonic,
         calendar=time.time,
     )

@@ -21,7 +21,7 @@ from gateway.commands import (
     top,
     usage,
 )
-from gateway.config import ConfigError
+from gateway.config import SettingsError
 
 _DESCRIPTION = """\
 Hearth: an open, self-hosted Workers AI. Many tenants, one fire.
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         status: int = options.run(options)
-    except ConfigError as error:
+    except SettingsError as error:
         print(f"hearth: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

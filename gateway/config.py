@@ -31,7 +31,7 @@ _Sequences = Annotated[int, Meta(ge=1, le=4096)]
 _Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
-class ConfigError(ValueError):
+class SettingsError(ValueError):
     """hearth.toml, or an option that overrides it, says something that cannot be; the message says what and where."""
 
 
@@ -175,7 +175,7 @@ _Alias = Annotated[
 _Tag = Annotated[str, Meta(min_length=1, max_length=50)]
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[[models]]: one model that tenants may call. The same name as a known model's changes that one."""
 
     name: Annotated[
@@ -304,7 +304,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     server: ServerConfig = ServerConfig()
     store: StoreConfig = StoreConfig()
     machine: MachineConfig = MachineConfig()
-    models: Annotated[list[ModelConfig], Meta(max_length=256)] = []
+    models: Annotated[list[ModelEntryConfig], Meta(max_length=256)] = []
     issuers: Annotated[list[Issuer], Meta(max_length=64)] = []
     telemetry: TelemetryConfig = TelemetryConfig()
 
@@ -376,7 +376,7 @@ def load_config(
     """
     found = Path(path) if path is not None else Path(CONFIG_NAME)
     if path is not None and not found.is_file():
-        raise ConfigError(f"there is no file {found}")
+        raise SettingsError(f"there is no file {found}")
     document = _read(found) if found.is_file() else {}
     _override(document, "server", {"host": host, "port": port})
     _override(document, "store", {"url": store_url})
@@ -387,27 +387,27 @@ def load_config(
     try:
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{found.name}: {error}") from error
+        raise SettingsError(f"{found.name}: {error}") from error
     _once(found.name, "model", [name for model in config.models for name in (model.name, *model.aliases)])
     _once(found.name, "issuer", [issuer.name for issuer in config.issuers])
     _once(found.name, "issuer's `iss`", [issuer.issuer for issuer in config.issuers])
     for model in config.models:
         if model.scope_cap_blocks is not None and model.scope_cap_blocks < model.scope_floor_blocks:
-            raise ConfigError(f"{found.name}: scope_cap_blocks of {model.name} is below its scope_floor_blocks")
+            raise SettingsError(f"{found.name}: scope_cap_blocks of {model.name} is below its scope_floor_blocks")
     return _absolute(config, base)
 
 
 def _once(file: str, kind: str, names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"{file}: the {kind} {name} is there twice")
+            raise SettingsError(f"{file}: the {kind} {name} is there twice")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        raise SettingsError(f"{path} is not TOML: {error}") from error
 
 
 def _override(document: dict[str, Any], section: str, values: dict[str, Any]) -> None:
@@ -416,7 +416,7 @@ def _override(document: dict[str, Any], section: str, values: dict[str, Any]) ->
         document[section] = {**document.get(section, {}), **given}
 
 
-def _with_prefixes(model: ModelConfig, base: Path) -> ModelConfig:
+def _with_prefixes(model: ModelEntryConfig, base: Path) -> ModelEntryConfig:
     paths = [str((base / path).resolve()) for path in model.public_prefixes]
     return msgspec.structs.replace(model, public_prefixes=paths)
 

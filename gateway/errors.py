@@ -37,7 +37,7 @@ ANTHROPIC_TYPES: Final = {
 }
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """The one way in which a request ends without its result.
 
     message      what went wrong and what to change; it never holds prompt or completion text.
@@ -78,325 +78,325 @@ class Refusal(Exception):
         self.lasting = lasting
 
 
-def bad_input(message: str, param: str | None = None) -> Refusal:
-    return Refusal(400, 5006, f"AiError: Bad input: Error: {message}", kind="invalid_request", param=param)
+def bad_input(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, 5006, f"AiError: Bad input: Error: {message}", kind="invalid_request", param=param)
 
 
-def no_threads() -> Refusal:
+def no_threads() -> ApiError:
     """Anthropic's SDK knows the kind, and sends the whole conversation then."""
     message = "AiError: Bad input: Error: 'thread' is not supported here; nothing is stored; send all messages"
-    return Refusal(400, 5006, message, kind="thread_unsupported_request", param="thread")
+    return ApiError(400, 5006, message, kind="thread_unsupported_request", param="thread")
 
 
-def body_missing() -> Refusal:
+def body_missing() -> ApiError:
     message = "AiError: Request is missing headers or body: body; send a JSON object"
-    return Refusal(400, 3003, message, kind="body_missing")
+    return ApiError(400, 3003, message, kind="body_missing")
 
 
-def body_too_large(limit_bytes: int) -> Refusal:
+def body_too_large(limit_bytes: int) -> ApiError:
     message = f"AiError: Request too large: the body may have {limit_bytes} bytes"
-    return Refusal(413, 3006, message, kind="request_too_large", closes=True)
+    return ApiError(413, 3006, message, kind="request_too_large", closes=True)
 
 
-def body_too_slow(limit_s: float) -> Refusal:
+def body_too_slow(limit_s: float) -> ApiError:
     message = f"AiError: Request timeout: the body did not arrive within {limit_s:g} s"
-    return Refusal(408, 3007, message, kind="request_timeout", closes=True)
+    return ApiError(408, 3007, message, kind="request_timeout", closes=True)
 
 
-def no_such_model(name: str) -> Refusal:
+def no_such_model(name: str) -> ApiError:
     message = f"AiError: No such model {name[:200]} or task; GET /ai/models/search lists the models that are here"
-    return Refusal(400, 5007, message, kind="model_not_found", param="model")
+    return ApiError(400, 5007, message, kind="model_not_found", param="model")
 
 
-def no_model_of_name(name: str) -> Refusal:
+def no_model_of_name(name: str) -> ApiError:
     """Where a model is asked for itself, and not for an answer."""
     message = f"AiError: Model name invalid: there is no '{name[:200]}' for this token; GET /v1/models lists what is"
-    return Refusal(404, 3042, message, kind="model_not_found", param="model")
+    return ApiError(404, 3042, message, kind="model_not_found", param="model")
 
 
-def deprecated(name: str, ended_on: date) -> Refusal:
+def deprecated(name: str, ended_on: date) -> ApiError:
     message = f"AiError: {name} is deprecated since {ended_on}; GET /ai/models/search lists the models that are served"
-    return Refusal(410, 5028, message, kind="model_deprecated", param="model")
+    return ApiError(410, 5028, message, kind="model_deprecated", param="model")
 
 
-def never_fits(message: str) -> Refusal:
+def never_fits(message: str) -> ApiError:
     """The replica knows a limit that the catalogue does not."""
-    return Refusal(400, 3030, f"AiError: Sequence too long: {message}", kind="context_length_exceeded")
+    return ApiError(400, 3030, f"AiError: Sequence too long: {message}", kind="context_length_exceeded")
 
 
-def too_long(prompt_tokens: int, context_tokens: int) -> Refusal:
+def too_long(prompt_tokens: int, context_tokens: int) -> ApiError:
     message = f"AiError: Sequence too long: {prompt_tokens} > {context_tokens}; shorten the prompt"
-    return Refusal(400, 3030, message, kind="context_length_exceeded")
+    return ApiError(400, 3030, message, kind="context_length_exceeded")
 
 
-def wrong_task(name: str, task: str) -> Refusal:
+def wrong_task(name: str, task: str) -> ApiError:
     """The model is there, and does something else than the path asks for."""
     paths = {"Text Embeddings": "/v1/embeddings", "Text Classification": "/v1/rerank"}
     path = paths.get(task, "/v1/chat/completions")
     message = f"AiError: No such model {name} or task: it is for {task}; call /ai/run/{name} or {path}"
-    return Refusal(400, 5007, message, kind="model_not_found", param="model")
+    return ApiError(400, 5007, message, kind="model_not_found", param="model")
 
 
-def text_too_long(place: str, tokens: int, most: int, *, cut: bool) -> Refusal:
+def text_too_long(place: str, tokens: int, most: int, *, cut: bool) -> ApiError:
     """One of a request's texts, at this place in its body; `cut` is whether it could be shortened here."""
     advice = "shorten it, or set 'truncate_inputs'" if cut else "shorten it"
     message = f"AiError: Sequence too long: {tokens} > {most}: '{place}'; {advice}"
-    return Refusal(400, 3030, message, kind="context_length_exceeded", param=place)
+    return ApiError(400, 3030, message, kind="context_length_exceeded", param=place)
 
 
-def unauthenticated() -> Refusal:
+def unauthenticated() -> ApiError:
     message = "Authentication error: send 'Authorization: Bearer <token>' with a token that is in force"
-    return Refusal(401, 10000, message, kind="invalid_api_key", routed=False)
+    return ApiError(401, 10000, message, kind="invalid_api_key", routed=False)
 
 
-def token_ended() -> Refusal:
+def token_ended() -> ApiError:
     """It was in force when the request began."""
     message = "Authentication error: the token was revoked or has expired; send the request with another one"
-    return Refusal(401, 10000, message, kind="invalid_api_key", routed=False)
+    return ApiError(401, 10000, message, kind="invalid_api_key", routed=False)
 
 
-def malformed_token() -> Refusal:
+def malformed_token() -> ApiError:
     message = "Authentication failed: the token is malformed; send 'Authorization: Bearer <token>' as it was minted"
-    return Refusal(400, 9106, message, kind="invalid_api_key", routed=False)
+    return ApiError(400, 9106, message, kind="invalid_api_key", routed=False)
 
 
-def suspended() -> Refusal:
+def suspended() -> ApiError:
     message = "This account is suspended; its operator can say why and resume it"
-    return Refusal(403, 9109, message, kind="account_suspended", routed=False)
+    return ApiError(403, 9109, message, kind="account_suspended", routed=False)
 
 
-def wrong_region(region: str, allowed: Iterable[str]) -> Refusal:
+def wrong_region(region: str, allowed: Iterable[str]) -> ApiError:
     where = f"in {region}" if region else "in a place without a name"
     message = f"This account's calls may be served in {', '.join(allowed)} alone, and this gateway is {where}"
-    return Refusal(403, 9109, message, kind="wrong_region", routed=False)
+    return ApiError(403, 9109, message, kind="wrong_region", routed=False)
 
 
-def not_permitted(permission: str) -> Refusal:
+def not_permitted(permission: str) -> ApiError:
     message = f"Unauthorized to access requested resource: the token has no permission '{permission}'"
-    return Refusal(403, 9109, message, kind="permission_denied", routed=False)
+    return ApiError(403, 9109, message, kind="permission_denied", routed=False)
 
 
-def wrong_network() -> Refusal:
+def wrong_network() -> ApiError:
     message = "Cannot use the access token from this location: its networks are others"
-    return Refusal(403, 9109, message, kind="permission_denied", routed=False)
+    return ApiError(403, 9109, message, kind="permission_denied", routed=False)
 
 
-def model_not_permitted(name: str) -> Refusal:
+def model_not_permitted(name: str) -> ApiError:
     message = f"AiError: The token may not call {name[:200]}; its models are others"
-    return Refusal(403, 3041, message, kind="model_not_permitted", param="model")
+    return ApiError(403, 3041, message, kind="model_not_permitted", param="model")
 
 
-def no_such_token() -> Refusal:
+def no_such_token() -> ApiError:
     """The same for another account's token and one that does not exist."""
-    return Refusal(404, 1003, "No such token in this account", kind="not_found", routed=False)
+    return ApiError(404, 1003, "No such token in this account", kind="not_found", routed=False)
 
 
-def no_such_account() -> Refusal:
-    return Refusal(404, 1003, "No such account", kind="not_found", routed=False)
+def no_such_account() -> ApiError:
+    return ApiError(404, 1003, "No such account", kind="not_found", routed=False)
 
 
-def no_such_plan() -> Refusal:
-    return Refusal(404, 1003, "No such plan", kind="not_found", routed=False)
+def no_such_plan() -> ApiError:
+    return ApiError(404, 1003, "No such plan", kind="not_found", routed=False)
 
 
-def conflict(message: str) -> Refusal:
-    return Refusal(409, 1009, message, kind="conflict", routed=False)
+def conflict(message: str) -> ApiError:
+    return ApiError(409, 1009, message, kind="conflict", routed=False)
 
 
-def changed_meanwhile() -> Refusal:
+def changed_meanwhile() -> ApiError:
     message = "It is not, or no more, what If-Match or If-None-Match says: read it again, and change what there is now"
-    return Refusal(412, 1012, message, kind="precondition_failed", routed=False)
+    return ApiError(412, 1012, message, kind="precondition_failed", routed=False)
 
 
-def key_in_use() -> Refusal:
+def key_in_use() -> ApiError:
     message = (
         "A request with this Idempotency-Key is in progress, or was broken off: look whether it had its effect before "
         "you send it with another key"
     )
-    return Refusal(409, 1010, message, kind="idempotency_key_in_use", routed=False)
+    return ApiError(409, 1010, message, kind="idempotency_key_in_use", routed=False)
 
 
-def key_reused() -> Refusal:
+def key_reused() -> ApiError:
     message = "This Idempotency-Key belongs to another request of the last 24 hours; take a new one for each"
-    return Refusal(422, 1011, message, kind="idempotency_key_reused", routed=False)
+    return ApiError(422, 1011, message, kind="idempotency_key_reused", routed=False)
 
 
-def answer_not_kept() -> Refusal:
+def answer_not_kept() -> ApiError:
     message = (
         "AiError: The call with this Idempotency-Key was answered and charged, but its answer was too large to keep; "
         "send the request with another key to make it again"
     )
-    return Refusal(409, 1010, message, kind="idempotency_key_in_use")
+    return ApiError(409, 1010, message, kind="idempotency_key_in_use")
 
 
-def foreign_account() -> Refusal:
+def foreign_account() -> ApiError:
     """The same for an account that exists and one that does not."""
     message = "Authentication error: the token is another account's; leave the account out of the path, or name its own"
-    return Refusal(403, 10000, message, kind="account_not_accessible", routed=False)
+    return ApiError(403, 10000, message, kind="account_not_accessible", routed=False)
 
 
-def bad_account_id(path: str) -> Refusal:
+def bad_account_id(path: str) -> ApiError:
     message = f"Could not route to {path[:200]}, perhaps your object identifier is invalid?"
-    return Refusal(404, 7003, message, kind="not_found", routed=False)
+    return ApiError(404, 7003, message, kind="not_found", routed=False)
 
 
-def no_route(path: str) -> Refusal:
-    return Refusal(404, 7000, f"No route for that URI: {path[:200]}", kind="not_found", routed=False)
+def no_route(path: str) -> ApiError:
+    return ApiError(404, 7000, f"No route for that URI: {path[:200]}", kind="not_found", routed=False)
 
 
-def method_not_supported(method: str, allowed: str) -> Refusal:
+def method_not_supported(method: str, allowed: str) -> ApiError:
     message = f"{method[:20]} not supported for requested URI. It takes {allowed}"
-    return Refusal(405, 7001, message, kind="method_not_allowed", routed=False, allowed=allowed)
+    return ApiError(405, 7001, message, kind="method_not_allowed", routed=False, allowed=allowed)
 
 
-def too_many_requests(message: str, retry_after_s: int, *, lasting: bool = False) -> Refusal:
+def too_many_requests(message: str, retry_after_s: int, *, lasting: bool = False) -> ApiError:
     message = f"AiError: {message}"
-    return Refusal(429, 3021, message, kind="rate_limit_exceeded", retry_after_s=retry_after_s, lasting=lasting)
+    return ApiError(429, 3021, message, kind="rate_limit_exceeded", retry_after_s=retry_after_s, lasting=lasting)
 
 
-def allocation_used(message: str, retry_after_s: int, *, lasting: bool = False) -> Refusal:
+def allocation_used(message: str, retry_after_s: int, *, lasting: bool = False) -> ApiError:
     message = f"AiError: {message}"
-    return Refusal(429, 4006, message, kind="insufficient_quota", retry_after_s=retry_after_s, lasting=lasting)
+    return ApiError(429, 4006, message, kind="insufficient_quota", retry_after_s=retry_after_s, lasting=lasting)
 
 
-def no_such_batch() -> Refusal:
+def no_such_batch() -> ApiError:
     """The same for another account's batch and one that does not exist, or no more."""
-    return Refusal(404, 1003, "No such batch in this account", kind="not_found", routed=False)
+    return ApiError(404, 1003, "No such batch in this account", kind="not_found", routed=False)
 
 
-def not_kept() -> Refusal:
+def not_kept() -> ApiError:
     """What is queued has to be kept."""
     message = "a queued request is kept until its result is fetched, which zero retention forbids: send it by itself"
     return bad_input(f"the option 'queueRequest': {message}", "queueRequest")
 
 
-def batch_ended() -> Refusal:
+def batch_ended() -> ApiError:
     """What ends a request of a batch that was cancelled while it ran; nobody is told."""
-    return Refusal(409, 1009, "AiError: its batch was cancelled", kind="cancelled")
+    return ApiError(409, 1009, "AiError: its batch was cancelled", kind="cancelled")
 
 
-def tried_in_vain(tries: int) -> Refusal:
+def tried_in_vain(tries: int) -> ApiError:
     message = f"AiError: AiError: Internal server error: it broke off {tries} times; send it again, or change it"
-    return Refusal(500, 5000, message, kind="failed")
+    return ApiError(500, 5000, message, kind="failed")
 
 
-def too_many_batches() -> Refusal:
+def too_many_batches() -> ApiError:
     message = (
         f"AiError: an account has at most {OPEN_BATCHES_MAX} batches that have not ended, of {OPEN_ITEMS_MAX} requests "
         "in all; wait for one to end, or cancel one"
     )
-    return Refusal(429, 3021, message, kind="rate_limit_exceeded", retry_after_s=RETRY_LATER_S)
+    return ApiError(429, 3021, message, kind="rate_limit_exceeded", retry_after_s=RETRY_LATER_S)
 
 
-def busy(retry_after_s: int = RETRY_SOON_S) -> Refusal:
+def busy(retry_after_s: int = RETRY_SOON_S) -> ApiError:
     """Others hold the capacity for a moment."""
     message = "AiError: Capacity temporarily exceeded, please try again."
-    return Refusal(429, 3040, message, kind="capacity_exceeded", retry_after_s=retry_after_s)
+    return ApiError(429, 3040, message, kind="capacity_exceeded", retry_after_s=retry_after_s)
 
 
-def unavailable(message: str, retry_after_s: int = 5, *, kind: str = "unavailable") -> Refusal:
+def unavailable(message: str, retry_after_s: int = 5, *, kind: str = "unavailable") -> ApiError:
     """Nothing here can serve the request now."""
-    return Refusal(503, 3040, f"AiError: {message}", kind=kind, retry_after_s=retry_after_s)
+    return ApiError(503, 3040, f"AiError: {message}", kind=kind, retry_after_s=retry_after_s)
 
 
-def no_replica(model: str, retry_after_s: int, *, loading: bool) -> Refusal:
+def no_replica(model: str, retry_after_s: int, *, loading: bool) -> ApiError:
     """`loading`: it may come, in so many seconds; else its machines cannot serve it, and its operator is told why."""
     if loading:
         return unavailable(f"{model} is being loaded; please try again.", retry_after_s, kind="loading")
     return unavailable(f"Nothing can serve {model} now; please try again later.", retry_after_s)
 
 
-def store_unavailable() -> Refusal:
+def store_unavailable() -> ApiError:
     return unavailable("Quotas cannot be checked now; please try again.", RETRY_SOON_S, kind="store_unavailable")
 
 
-def issuer_unavailable() -> Refusal:
+def issuer_unavailable() -> ApiError:
     message = "The token cannot be checked now: its issuer's keys are not known yet; please try again."
     return unavailable(message, RETRY_SOON_S, kind="issuer_unavailable")
 
 
-def draining(retry_after_s: int = RETRY_SOON_S) -> Refusal:
+def draining(retry_after_s: int = RETRY_SOON_S) -> ApiError:
     message = "This gateway is shutting down; please send the request again."
     return unavailable(message, retry_after_s, kind="draining")
 
 
-def replica_lost() -> Refusal:
+def replica_lost() -> ApiError:
     message = "AiError: AiError: Internal server error: the model's replica was lost; please send the request again"
-    return Refusal(500, 5000, message, kind="replica_lost")
+    return ApiError(500, 5000, message, kind="replica_lost")
 
 
-def failed(message: str) -> Refusal:
+def failed(message: str) -> ApiError:
     """The replica gave the request up and says why."""
-    return Refusal(500, 5000, f"AiError: AiError: Internal server error: {message or 'cancelled'}", kind="failed")
+    return ApiError(500, 5000, f"AiError: AiError: Internal server error: {message or 'cancelled'}", kind="failed")
 
 
-def bad_grammar(field: str, message: str) -> Refusal:
+def bad_grammar(field: str, message: str) -> ApiError:
     """The replica cannot hold an answer to what this field asks for, and says why."""
     return bad_input(f"'{field}': the answer cannot be held to it: {message}", field)
 
 
-def grammar_not_met(problem: str, param: str) -> Refusal:
-    return Refusal(400, 5024, f"AiError: JSON Mode couldn't be met: {problem}", kind="json_not_met", param=param)
+def grammar_not_met(problem: str, param: str) -> ApiError:
+    return ApiError(400, 5024, f"AiError: JSON Mode couldn't be met: {problem}", kind="json_not_met", param=param)
 
 
-def no_adapters() -> Refusal:
+def no_adapters() -> ApiError:
     message = "AiError: Model does not support LoRa inference: adapters are not served here; leave 'lora' out"
-    return Refusal(405, 5005, message, kind="adapter_not_supported", param="lora", allowed="POST")
+    return ApiError(405, 5005, message, kind="adapter_not_supported", param="lora", allowed="POST")
 
 
-def timed_out(limit_s: float) -> Refusal:
+def timed_out(limit_s: float) -> ApiError:
     message = f"AiError: Request timeout: it took more than {limit_s:g} s; ask for fewer tokens"
-    return Refusal(408, 3046, message, kind="timeout")
+    return ApiError(408, 3046, message, kind="timeout")
 
 
-def crashes(minutes: int) -> Refusal:
+def crashes(minutes: int) -> ApiError:
     """A 4xx, so that no client library retries it."""
     message = (
         "AiError: This request was running in two crashes of its model and is refused "
         f"for {minutes} minutes; change it before you send it again"
     )
-    return Refusal(422, 5012, message, kind="crashes")
+    return ApiError(422, 5012, message, kind="crashes")
 
 
-def internal() -> Refusal:
-    return Refusal(500, 5000, "AiError: AiError: Internal server error", kind="internal")
+def internal() -> ApiError:
+    return ApiError(500, 5000, "AiError: AiError: Internal server error", kind="internal")
 
 
-def bad_head(fault: str) -> Refusal:
+def bad_head(fault: str) -> ApiError:
     """Of a request's head that could be read in more than one way, or in none."""
-    return Refusal(400, 6003, f"Invalid request headers: {fault}", kind="invalid_request", routed=False, closes=True)
+    return ApiError(400, 6003, f"Invalid request headers: {fault}", kind="invalid_request", routed=False, closes=True)
 
 
-def head_too_large() -> Refusal:
+def head_too_large() -> ApiError:
     message = "Invalid request headers: they are too large; send fewer or shorter ones"
-    return Refusal(431, 6003, message, kind="request_too_large", routed=False, closes=True)
+    return ApiError(431, 6003, message, kind="request_too_large", routed=False, closes=True)
 
 
-def head_too_slow() -> Refusal:
+def head_too_slow() -> ApiError:
     message = "Request timeout: the request's head did not arrive in time"
-    return Refusal(408, 3007, message, kind="request_timeout", routed=False, closes=True)
+    return ApiError(408, 3007, message, kind="request_timeout", routed=False, closes=True)
 
 
-def too_many_connections() -> Refusal:
+def too_many_connections() -> ApiError:
     message = "Too many connections at once; please try again on fewer of them."
-    return Refusal(503, 3040, message, kind="unavailable", retry_after_s=RETRY_SOON_S, routed=False, closes=True)
+    return ApiError(503, 3040, message, kind="unavailable", retry_after_s=RETRY_SOON_S, routed=False, closes=True)
 
 
-def misdirected() -> Refusal:
+def misdirected() -> ApiError:
     message = "This host is not served here; call the gateway by one of its names"
-    return Refusal(421, 7000, message, kind="misdirected_request", routed=False)
+    return ApiError(421, 7000, message, kind="misdirected_request", routed=False)
 
 
-def envelope(refusal: Refusal, request_id: str) -> bytes:
+def envelope(refusal: ApiError, request_id: str) -> bytes:
     """The native error body. Errors of a model's call name the request and come before the result, as there."""
     if not refusal.routed:
         errors = [{"code": refusal.code, "message": refusal.message}]
         return _encode({"result": None, "success": False, "errors": errors, "messages": []})
-    errors = [{"message": named(refusal, request_id), "code": refusal.code}]
+    errors = [{"message": message_with_id(refusal, request_id), "code": refusal.code}]
     return _encode({"errors": errors, "success": False, "result": {}, "messages": []})
 
 
-class Shape(enum.Enum):
+class ErrorFormat(enum.Enum):
     """What the bodies of a path's errors look like."""
 
     ENVELOPE = "envelope"
@@ -404,37 +404,37 @@ class Shape(enum.Enum):
     ANTHROPIC = "anthropic"
 
 
-def body(shape: Shape, refusal: Refusal, request_id: str) -> bytes:
+def error_body(shape: ErrorFormat, refusal: ApiError, request_id: str) -> bytes:
     """The body of an answer that is an error."""
     match shape:
-        case Shape.ENVELOPE:
+        case ErrorFormat.ENVELOPE:
             return envelope(refusal, request_id)
-        case Shape.OPENAI:
+        case ErrorFormat.OPENAI:
             return openai_envelope(refusal, request_id)
-        case Shape.ANTHROPIC:
+        case ErrorFormat.ANTHROPIC:
             return anthropic_envelope(refusal, request_id)
 
 
-def anthropic_envelope(refusal: Refusal, request_id: str) -> bytes:
+def anthropic_envelope(refusal: ApiError, request_id: str) -> bytes:
     """Anthropic's error body, with the envelope's keys behind its own. Its SDK has classes for some `error_code`s."""
     error = {
         "type": ANTHROPIC_TYPES.get(refusal.status, "api_error"),
-        "message": named(refusal, request_id),
+        "message": message_with_id(refusal, request_id),
         "details": {"error_code": refusal.kind},
     }
     head = _encode({"type": "error", "error": error, "request_id": request_id})
     return head[:-1] + b"," + envelope(refusal, request_id)[1:]
 
 
-def named(refusal: Refusal, request_id: str) -> str:
+def message_with_id(refusal: ApiError, request_id: str) -> str:
     """Its message with the request's id, by which its operator finds it."""
     return f"{refusal.message} ({request_id})"
 
 
-def openai_envelope(refusal: Refusal, request_id: str) -> bytes:
+def openai_envelope(refusal: ApiError, request_id: str) -> bytes:
     """The error body on OpenAI's paths: its `error` object and the envelope's keys, for either kind of client."""
     error = {
-        "message": named(refusal, request_id),
+        "message": message_with_id(refusal, request_id),
         "type": OPENAI_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"),
         "param": refusal.param,
         "code": refusal.kind,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.config import Config, ConfigError
+from gateway.config import Config, SettingsError
 
 SECRET_BYTES = 32
 
@@ -28,19 +28,21 @@ def open_state(config: Config) -> None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot make {folder}: {error.strerror}; --state names another folder") from error
+            raise SettingsError(f"cannot make {folder}: {error.strerror}; --state names another folder") from error
     if config.run_folder.stat().st_uid != os.getuid():
-        raise ConfigError(f"{config.run_folder} belongs to somebody else: set machine.folder")
+        raise SettingsError(f"{config.run_folder} belongs to somebody else: set machine.folder")
 
 
 @contextlib.contextmanager
-def only_one(config: Config) -> Iterator[None]:
+def exclusive_state(config: Config) -> Iterator[None]:
     """As long as it lasts no `hearth serve` can run with these folders. Raises ConfigError where one does."""
     with open(config.state / "serve.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"`hearth serve` runs already in {config.state}; --state names another folder") from None
+            raise SettingsError(
+                f"`hearth serve` runs already in {config.state}; --state names another folder"
+            ) from None
         yield
 
 
@@ -53,9 +55,9 @@ def server_secret(config: Config) -> bytes:
     try:
         secret = bytes.fromhex(path.read_text().strip())
     except ValueError as error:
-        raise ConfigError(f"{path} must hold {SECRET_BYTES} bytes in hex: restore it from a backup") from error
+        raise SettingsError(f"{path} must hold {SECRET_BYTES} bytes in hex: restore it from a backup") from error
     if len(secret) < SECRET_BYTES:
-        raise ConfigError(f"{path} is too short: it must hold {SECRET_BYTES} bytes in hex")
+        raise SettingsError(f"{path} is too short: it must hold {SECRET_BYTES} bytes in hex")
     return secret
 
 

@@ -28,11 +28,11 @@ GONE: Final = 410  # the receiver wants no more
 log = logging.getLogger(__name__)
 
 
-class Refused(Exception):
+class DeliveryRefused(Exception):
     """The address may not be called, or does not take the notice."""
 
 
-class Webhook:
+class WebhookSender:
     """One gateway's deliveries. `key_of` gives an account's signing key."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Webhook:
             async with asyncio.timeout(SEND_S):
                 status = await self._post(notice)
             problem = None if 200 <= status < 300 or status == GONE else f"status {status}"
-        except (OSError, ValueError, Refused, TimeoutError) as error:
+        except (OSError, ValueError, DeliveryRefused, TimeoutError) as error:
             problem = str(error) or "no answer in time"
         try:
             if problem is None:
@@ -101,7 +101,7 @@ class Webhook:
             writer.write(self._request(notice, parts.netloc, parts.path or "/", parts.query))
             words = (await reader.readline()).split(b" ", 2)
             if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
-                raise Refused("what answers is no HTTP server")
+                raise DeliveryRefused("what answers is no HTTP server")
             return int(words[1])
         finally:
             writer.transport.abort()
@@ -126,10 +126,10 @@ class Webhook:
         addresses = [str(entry[4][0]) for entry in found]
         if not self._private:
             if not secure:
-                raise Refused("notices go to https:// addresses alone")
+                raise DeliveryRefused("notices go to https:// addresses alone")
             inner = [address for address in addresses if not _public(address)]
             if inner:
-                raise Refused(f"{host} is {inner[0]}, which is no public address")
+                raise DeliveryRefused(f"{host} is {inner[0]}, which is no public address")
         return addresses[0]
 
 

@@ -8,7 +8,7 @@ Item = TypeVar("Item")
 _Entry = tuple[float, int, Item]  # the key when it came in, tie-breaker, item
 
 
-class Lazy(Generic[Item]):
+class LazyHeap(Generic[Item]):
     """A queue of items (hashable by identity) by a key that a function gives; None: the item is out of it.
 
     A key may grow without a word. Whose key falls, or is no longer None, has to be `put`. Costs O(log items), and O(1)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-ScopeName = tuple[int, bytes]
+ScopeKey = tuple[int, bytes]
 
 
 class Namespace(NamedTuple):
@@ -22,11 +22,11 @@ class Namespace(NamedTuple):
     behind: int = 0
 
     @property
-    def scope(self) -> ScopeName:
+    def scope(self) -> ScopeKey:
         return self.scope_kind, self.scope_id
 
 
-class Share(NamedTuple):
+class CacheShare(NamedTuple):
     """Cached blocks of one account, over all its scopes. Below `floor` it loses none while another account is above its
     own floor; above `cap` it keeps only what is in use."""
 
@@ -34,10 +34,10 @@ class Share(NamedTuple):
     cap: int | None = None
 
 
-class Keep(NamedTuple):
+class RetentionPolicy(NamedTuple):
     """What a lookup says about the blocks that it will leave: whose they are, how many of them may stay, and for how
     many seconds after their last use they are found; None: until they are evicted."""
 
     account: bytes
-    share: Share = Share()
+    share: CacheShare = CacheShare()
     keep_s: float | None = None

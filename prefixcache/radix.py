@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 from prefixcache.namespace import Namespace
 
 if TYPE_CHECKING:
-    from prefixcache.shares import Account, Scope
+    from prefixcache.shares import AccountShare, ScopeState
 
 TOKEN_BYTES: Final = 4
 
 
-class Node:
+class RadixNode:
     """An edge and its end. `pins` counts the leases that reach the end of this edge, or go through it.
 
     There may be one for every cached block, so it is kept small: its label is the very bytes that are its key where
@@ -27,7 +27,7 @@ class Node:
     __slots__ = ("blocks", "children", "label", "parent", "pins", "queued", "reads", "used")
 
     def __init__(
-        self, parent: "Node | None", label: bytes | bytearray, blocks: "array[int]", pins: int, used: float
+        self, parent: "RadixNode | None", label: bytes | bytearray, blocks: "array[int]", pins: int, used: float
     ) -> None:
         self.parent = parent
         self.label = label
@@ -38,10 +38,10 @@ class Node:
         self.reads = 0  # how many requests found it
         self.queued = 0.0  # what its root's `leaves` are ordered by; 0 outside of them
 
-    def __lt__(self, other: "Node") -> bool:
+    def __lt__(self, other: "RadixNode") -> bool:
         return self.queued < other.queued
 
-    def adopt(self, key: bytes, child: "Node") -> None:
+    def adopt(self, key: bytes, child: "RadixNode") -> None:
         if self.children is _CHILDLESS:
             self.children = {}
         self.children[key] = child
@@ -57,18 +57,18 @@ class Node:
             self.label = bytearray(self.label)
         return self.label
 
-    def path(self) -> "Iterator[Node]":
+    def path(self) -> "Iterator[RadixNode]":
         """Itself and all above it, the root included."""
-        node: Node | None = self
+        node: RadixNode | None = self
         while node is not None:
             yield node
             node = node.parent
 
 
-_CHILDLESS: Final[dict[bytes, Node]] = {}
+_CHILDLESS: Final[dict[bytes, RadixNode]] = {}
 
 
-class Root(Node):
+class NamespaceRoot(RadixNode):
     """The top of one namespace; its `pins` counts all its leases. It keeps its unpinned leaves by age.
 
     A node is in `leaves` once, where it belonged when it came in; `oldest` moves those that were used since. `account`
@@ -87,23 +87,23 @@ class Root(Node):
         "scope",
     )
 
-    def __init__(self, namespace: Namespace, account: "Account", scope: "Scope") -> None:
+    def __init__(self, namespace: Namespace, account: "AccountShare", scope: "ScopeState") -> None:
         super().__init__(None, b"", array("Q"), 0, 0.0)
         self.namespace = namespace
         self.account = account
         self.scope = scope
         self.cached = 0
         self.pinned = 0
-        self.leaves: list[Node] = []
+        self.leaves: list[RadixNode] = []
         self._block_bytes = namespace.block_tokens * TOKEN_BYTES
-        self._hidden: dict[Node, bytes] = {}  # forgotten nodes and what their parents call them
+        self._hidden: dict[RadixNode, bytes] = {}  # forgotten nodes and what their parents call them
         self._hid = 0
 
     @property
     def unpinned(self) -> int:
         return self.cached - self.pinned
 
-    def next(self, node: Node, packed: bytes, at: int, over: float) -> Node | None:
+    def next(self, node: RadixNode, packed: bytes, at: int, over: float) -> RadixNode | None:
         """The child of `node` that goes on with `packed` from `at` on, cut where they part; None where there is none.
 
         What nobody reads and was last used at `over` or before is found no more, from now on by nobody.
@@ -126,12 +126,12 @@ class Root(Node):
                 high = middle
         return self.split(child, low)
 
-    def split(self, lower: Node, blocks: int) -> Node:
+    def split(self, lower: RadixNode, blocks: int) -> RadixNode:
         """Cuts an edge behind its first `blocks`. The node keeps its lower part: leases that end there still do."""
         parent, cut = lower.parent, blocks * self._block_bytes
         assert parent is not None
         parent.disown(self._key(lower))  # whose key must not outlive it beside an equal label
-        upper = Node(parent, bytes(lower.label[:cut]), lower.blocks[:blocks], lower.pins, lower.used)
+        upper = RadixNode(parent, bytes(lower.label[:cut]), lower.blocks[:blocks], lower.pins, lower.used)
         upper.reads = lower.reads
         lower.label, lower.blocks = bytes(lower.label[cut:]), lower.blocks[blocks:]
         lower.parent = upper
@@ -139,7 +139,7 @@ class Root(Node):
         upper.adopt(self._key(lower), lower)
         return upper
 
-    def append(self, node: Node, label: bytes, blocks: list[int], used: float) -> Node:
+    def append(self, node: RadixNode, label: bytes, blocks: list[int], used: float) -> RadixNode:
         """Puts new, pinned blocks below `node`: on its own edge where only one lease reaches it, which
         was the first to, else on a new one."""
         self.count(cached=len(blocks), pinned=len(blocks))
@@ -147,11 +147,11 @@ class Root(Node):
             node.editable().extend(label)
             node.blocks.extend(blocks)
             return node
-        child = Node(node, label, array("Q", blocks), 1, used)
+        child = RadixNode(node, label, array("Q", blocks), 1, used)
         node.adopt(self._key(child), child)
         return child
 
-    def pin(self, node: Node, used: float) -> None:
+    def pin(self, node: RadixNode, used: float) -> None:
         node.pins += 1
         node.used = used
         if node.pins == 1:
@@ -159,7 +159,7 @@ class Root(Node):
         elif node.pins == 2:
             self.account.sums.shared += len(node.blocks)
 
-    def unpin(self, node: Node, used: float) -> None:
+    def unpin(self, node: RadixNode, used: float) -> None:
         node.pins -= 1
         node.used = used
         if node.pins == 0:
@@ -177,7 +177,7 @@ class Root(Node):
         account.sums.cached += cached
         account.sums.pinned += pinned
 
-    def hide(self, node: Node) -> None:
+    def hide(self, node: RadixNode) -> None:
         """Makes a node, and all that hangs below it, unfindable at once. Leases on it go on, and may grow."""
         parent = node.parent
         assert parent is not None
@@ -186,7 +186,7 @@ class Root(Node):
         self._hidden[node] = self._key(node) + self._hid.to_bytes(8, "big")  # longer than any key that is looked up
         parent.adopt(self._key(node), node)
 
-    def found(self, node: Node) -> Iterator[Node]:
+    def found(self, node: RadixNode) -> Iterator[RadixNode]:
         """Its children, without forgotten ones."""
         return (child for child in node.children.values() if child not in self._hidden)
 
@@ -196,10 +196,10 @@ class Root(Node):
             if not renamed.keys().isdisjoint(node.blocks):
                 node.blocks = array("Q", (renamed.get(block, block) for block in node.blocks))
 
-    def is_hidden(self, node: Node) -> bool:
+    def is_hidden(self, node: RadixNode) -> bool:
         return any(above in self._hidden for above in node.path())
 
-    def oldest(self) -> Node | None:
+    def oldest(self) -> RadixNode | None:
         """The least recently used unpinned leaf. It stays the first of `leaves`."""
         while self.leaves:
             node = self.leaves[0]
@@ -240,20 +240,20 @@ class Root(Node):
         self.count(cached=-len(freed))
         return freed
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, node: RadixNode) -> None:
         """Lets a node be evicted from now on, if it is an unpinned leaf."""
         if node is not self and not node.pins and not node.children and not node.queued:
             node.queued = node.used
             heappush(self.leaves, node)
 
-    def _key(self, node: Node) -> bytes:
+    def _key(self, node: RadixNode) -> bytes:
         """Its parent's name for it: the bytes of its first block, unless it is forgotten."""
         return self._hidden.get(node) or bytes(node.label[: self._block_bytes])
 
     def check(self, blocks: set[int]) -> int:
         """Adds its blocks to `blocks`; gives how many of them two leases or more pin. Raises AssertionError."""
         cached = pinned = shared = 0
-        hidden: set[Node] = set()
+        hidden: set[RadixNode] = set()
         queued = {id(node) for node in self.leaves}
         assert len(queued) == len(self.leaves), "a node is queued twice"
         assert all(self.leaves[(at - 1) // 2].queued <= self.leaves[at].queued for at in range(1, len(self.leaves)))
@@ -281,7 +281,7 @@ class Root(Node):
         return shared
 
 
-def _below(root: Node) -> Iterator[Node]:
+def _below(root: RadixNode) -> Iterator[RadixNode]:
     nodes = list(root.children.values())
     while nodes:
         node = nodes.pop()

@@ -1,11 +1,11 @@
 """Whose cached blocks they are, how many each account may keep, and who loses some next. It knows no tokens."""
 
-from prefixcache.lazy_heap import Lazy
-from prefixcache.namespace import Share
-from prefixcache.radix import Root
+from prefixcache.lazy_heap import LazyHeap
+from prefixcache.namespace import CacheShare
+from prefixcache.radix import NamespaceRoot
 
 
-class Sums:
+class BlockCounts:
     """Blocks that are cached, pinned by leases, and pinned by two or more."""
 
     __slots__ = ("cached", "pinned", "shared")
@@ -14,27 +14,27 @@ class Sums:
         self.cached = self.pinned = self.shared = 0
 
 
-class Scope:
+class ScopeState:
     """What one scope's namespaces of the current epoch have in common."""
 
     __slots__ = ("epoch", "keep_s", "roots")
 
     def __init__(self, epoch: int) -> None:
-        self.roots: dict[Root, None] = {}
+        self.roots: dict[NamespaceRoot, None] = {}
         self.epoch = epoch
         self.keep_s: float | None = None
 
 
-class Account:
+class AccountShare:
     """The sums over one account's namespaces, its share, and its namespaces by age."""
 
     __slots__ = ("ages", "cached", "cap", "floor", "name", "pinned", "roots", "sums")
 
-    def __init__(self, name: bytes, sums: Sums) -> None:
+    def __init__(self, name: bytes, sums: BlockCounts) -> None:
         self.name = name
         self.sums = sums  # of all accounts
-        self.roots: dict[Root, None] = {}
-        self.ages: Lazy[Root] = Lazy(Root.age)
+        self.roots: dict[NamespaceRoot, None] = {}
+        self.ages: LazyHeap[NamespaceRoot] = LazyHeap(NamespaceRoot.age)
         self.floor = 0  # as it was granted
         self.cap: int | None = None
         self.cached = 0
@@ -54,7 +54,7 @@ class Account:
         """Blocks above the cap that nobody uses."""
         return 0 if self.cap is None else max(0, min(self.cached - self.cap, self.unpinned))
 
-    def take_in(self, root: Root) -> None:
+    def take_in(self, root: NamespaceRoot) -> None:
         """From now on the root's blocks count for this account and no other."""
         before = root.account
         if before is not self:
@@ -67,35 +67,35 @@ class Account:
         self.roots[root] = None
         self.ages.put(root)
 
-    def leave_out(self, root: Root) -> None:
+    def leave_out(self, root: NamespaceRoot) -> None:
         del self.roots[root]
         self.ages.remove(root)
 
 
-class Accounts:
+class AccountShares:
     """All accounts that have blocks or leases, and which of them is to give up blocks next."""
 
     def __init__(self, blocks: int) -> None:
-        self.sums = Sums()
+        self.sums = BlockCounts()
         self.floors = 0  # granted, of all accounts
         self._blocks = blocks
-        self._known: dict[bytes, Account] = {}
-        self._ranks: Lazy[Account] = Lazy(_rank)
+        self._known: dict[bytes, AccountShare] = {}
+        self._ranks: LazyHeap[AccountShare] = LazyHeap(_rank)
 
-    def all(self) -> list[Account]:
+    def all(self) -> list[AccountShare]:
         return list(self._known.values())
 
-    def find(self, name: bytes) -> Account | None:
+    def find(self, name: bytes) -> AccountShare | None:
         return self._known.get(name)
 
-    def named(self, name: bytes) -> Account:
+    def named(self, name: bytes) -> AccountShare:
         """The account, new where it has nothing yet; `forget_if_empty` has to follow sooner or later."""
         account = self._known.get(name)
         if account is None:
-            account = self._known[name] = Account(name, self.sums)
+            account = self._known[name] = AccountShare(name, self.sums)
         return account
 
-    def grant(self, account: Account, share: Share) -> None:
+    def grant(self, account: AccountShare, share: CacheShare) -> None:
         """Sets an account's share from now on. Its floor is granted as far as those granted before leave of the pool,
         and never above its cap; it is free again when the account has nothing left."""
         floor = share.floor if share.cap is None else min(share.floor, share.cap)
@@ -105,17 +105,17 @@ class Accounts:
         account.cap = share.cap
         self.rank(account)
 
-    def forget_if_empty(self, account: Account) -> None:
+    def forget_if_empty(self, account: AccountShare) -> None:
         if not account.roots and self._known.get(account.name) is account:
             self.floors -= account.floor
             del self._known[account.name]
             self._ranks.remove(account)
 
-    def rank(self, account: Account) -> None:
+    def rank(self, account: AccountShare) -> None:
         """To be called where an account has more above its floor than it had, or more that nobody uses."""
         self._ranks.put(account)
 
-    def furthest(self) -> tuple[Account, int] | None:
+    def furthest(self) -> tuple[AccountShare, int] | None:
         """Who has unused blocks and is furthest above its floor, and how many blocks it is ahead of the next, or 1."""
         account = self._ranks.least()
         if account is None:
@@ -141,5 +141,5 @@ class Accounts:
                 account.ages.check(root)
 
 
-def _rank(account: Account) -> float | None:
+def _rank(account: AccountShare) -> float | None:
     return -account.excess if account.unpinned else None

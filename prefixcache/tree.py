@@ -21,25 +21,25 @@ from itertools import count as numbers
 from math import inf, nextafter
 from typing import Final, Literal
 
-from prefixcache.lazy_heap import Lazy
-from prefixcache.namespace import Keep, Namespace, ScopeName
-from prefixcache.radix import TOKEN_BYTES, Node, Root
-from prefixcache.shares import Account, Accounts, Scope
+from prefixcache.lazy_heap import LazyHeap
+from prefixcache.namespace import Namespace, RetentionPolicy, ScopeKey
+from prefixcache.radix import TOKEN_BYTES, NamespaceRoot, RadixNode
+from prefixcache.shares import AccountShare, AccountShares, ScopeState
 
 EPOCHS_MAX: Final = 1 << 16
-Cause = Literal["space", "cap", "epoch", "age"]
+EvictionCause = Literal["space", "cap", "epoch", "age"]
 
 
 class Lease:
     """A pinned path from a namespace's root. `blocks` are its block ids in order; they stay valid until `release`.
 
-    It belongs to the sequence that asked for it; `Tree.insert` lengthens it.
+    It belongs to the sequence that asked for it; `PrefixTree.insert` lengthens it.
     """
 
     __slots__ = ("_node", "_root", "block_tokens", "blocks")
 
-    def __init__(self, root: Root, node: Node, blocks: list[int]) -> None:
-        self._root: Root | None = root
+    def __init__(self, root: NamespaceRoot, node: RadixNode, blocks: list[int]) -> None:
+        self._root: NamespaceRoot | None = root
         self._node = node
         self.blocks = blocks
         self.block_tokens = root.namespace.block_tokens
@@ -54,7 +54,7 @@ class Lease:
         self.blocks[:] = [renamed.get(block, block) for block in self.blocks]
 
 
-class Tree:
+class PrefixTree:
     """The cached blocks of all namespaces. Block ids are the caller's, below 2**64; it says when one is free again.
 
     Every operation costs the bytes it compares or copies plus the nodes on its path; evicting costs a few heap
@@ -72,13 +72,13 @@ class Tree:
         self._blocks = blocks
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._clock = clock
-        self._accounts = Accounts(blocks)
+        self._accounts = AccountShares(blocks)
         self._sums = self._accounts.sums
-        self._wiped = Account(b"", self._sums)  # roots of old epochs: never matched, swept and not evicted
-        self._scopes: dict[ScopeName, Scope] = {}
-        self._epochs: OrderedDict[ScopeName, int] = OrderedDict()  # of scopes that have nothing here now
-        self._roots: dict[Namespace, Root] = {}  # those that can be found
-        self._ends: Lazy[Root] = Lazy(Root.over_s)
+        self._wiped = AccountShare(b"", self._sums)  # roots of old epochs: never matched, swept and not evicted
+        self._scopes: dict[ScopeKey, ScopeState] = {}
+        self._epochs: OrderedDict[ScopeKey, int] = OrderedDict()  # of scopes that have nothing here now
+        self._roots: dict[Namespace, NamespaceRoot] = {}  # those that can be found
+        self._ends: LazyHeap[NamespaceRoot] = LazyHeap(NamespaceRoot.over_s)
         self._acted_s = 0.0
 
     @property
@@ -101,7 +101,7 @@ class Tree:
         found = self._accounts.find(account)
         return found.cached if found else 0
 
-    def match(self, namespace: Namespace, tokens: "array[int]", keep: Keep) -> Lease:
+    def match(self, namespace: Namespace, tokens: "array[int]", keep: RetentionPolicy) -> Lease:
         """Finds and pins the longest cached prefix, in whole blocks, of u32 `tokens`. The lease may be empty.
 
         What `keep` says holds from now on: its share for the account, its keep_s for the scope. A scope that several
@@ -110,7 +110,7 @@ class Tree:
         """
         root = self._root_of(namespace, keep)
         packed, at, over_s = tokens.tobytes(), 0, self._over_s(root)
-        node: Node = root
+        node: RadixNode = root
         path, blocks = [node], list[int]()
         while (child := root.next(node, packed, at, over_s)) is not None:
             node = child
@@ -274,12 +274,12 @@ class Tree:
         self._acted_s = max(self._clock(), nextafter(self._acted_s, inf))
         return self._acted_s
 
-    def _over_s(self, root: Root) -> float:
+    def _over_s(self, root: NamespaceRoot) -> float:
         """What was last used then or before is found no more."""
         keep_s = root.scope.keep_s
         return -inf if keep_s is None else self._clock() - keep_s
 
-    def _root_of(self, namespace: Namespace, keep: Keep) -> Root:
+    def _root_of(self, namespace: Namespace, keep: RetentionPolicy) -> NamespaceRoot:
         """The namespace's root, new where there is none.
 
         A newer epoch wipes the scope. What a lookup of an older one, which somebody sends who has not heard yet, finds
@@ -290,7 +290,7 @@ class Tree:
         scope = self._scopes.get(name)
         newest = self._epochs.get(name, 0) if scope is None else scope.epoch
         if namespace.epoch < newest:
-            root = Root(namespace, self._wiped, Scope(namespace.epoch))
+            root = NamespaceRoot(namespace, self._wiped, ScopeState(namespace.epoch))
             self._wiped.take_in(root)
             return root
         if scope is not None and namespace.epoch > newest:
@@ -299,7 +299,7 @@ class Tree:
             scope = None
         if scope is None:
             self._epochs.pop(name, None)
-            scope = self._scopes[name] = Scope(namespace.epoch)
+            scope = self._scopes[name] = ScopeState(namespace.epoch)
         root = self._roots.get(namespace) or self._new_root(namespace, keep, scope)
         if root.account.name == keep.account:
             self._accounts.grant(root.account, keep.share)
@@ -309,21 +309,21 @@ class Tree:
                 self._ends.put(root_of_scope)
         return root
 
-    def _new_root(self, namespace: Namespace, keep: Keep, scope: Scope) -> Root:
+    def _new_root(self, namespace: Namespace, keep: RetentionPolicy, scope: ScopeState) -> NamespaceRoot:
         account = next(iter(scope.roots)).account if scope.roots else self._accounts.named(keep.account)
-        root = self._roots[namespace] = Root(namespace, account, scope)
+        root = self._roots[namespace] = NamespaceRoot(namespace, account, scope)
         account.take_in(root)
         scope.roots[root] = None
         return root
 
-    def _wipe(self, root: Root) -> None:
+    def _wipe(self, root: NamespaceRoot) -> None:
         account = root.account
         self._unname(root)
         self._wiped.take_in(root)
         self._accounts.forget_if_empty(account)
         self._remove_if_empty(root)
 
-    def _unname(self, root: Root) -> None:
+    def _unname(self, root: NamespaceRoot) -> None:
         """Nobody finds the root any more. A scope that has no other is forgotten, but for its epoch."""
         name = root.namespace.scope
         del self._roots[root.namespace], root.scope.roots[root]
@@ -335,7 +335,7 @@ class Tree:
                 if len(self._epochs) > EPOCHS_MAX:
                     self._epochs.popitem(last=False)
 
-    def _remove_if_empty(self, root: Root) -> None:
+    def _remove_if_empty(self, root: NamespaceRoot) -> None:
         if root.cached or root.pins or root not in root.account.roots:
             return
         if root.account is not self._wiped:
@@ -343,21 +343,21 @@ class Tree:
         root.account.leave_out(root)
         self._accounts.forget_if_empty(root.account)
 
-    def _keep_cap(self, account: Account) -> list[int]:
+    def _keep_cap(self, account: AccountShare) -> list[int]:
         if account is self._wiped:
             return []
         freed = self._evict_from(account, account.over, "cap")
         self._accounts.rank(account)
         return freed
 
-    def _hottest(self, most: int, barred: Container[int]) -> list[tuple[Root, Node]]:
+    def _hottest(self, most: int, barred: Container[int]) -> list[tuple[NamespaceRoot, RadixNode]]:
         """The nodes that are kept, cut where they have too much; none that is pinned already. A node is never read more
         often, nor later, than the one above it, so that the next one is always the best below those that are kept."""
-        kept: list[tuple[Root, Node]] = []
-        ranks: list[tuple[int, float, int, Root, Node]] = []
+        kept: list[tuple[NamespaceRoot, RadixNode]] = []
+        ranks: list[tuple[int, float, int, NamespaceRoot, RadixNode]] = []
         number = numbers()
 
-        def offer(root: Root, node: Node) -> None:
+        def offer(root: NamespaceRoot, node: RadixNode) -> None:
             for child in root.found(node):
                 heappush(ranks, (-child.reads, -child.used, next(number), root, child))
 
@@ -377,18 +377,18 @@ class Tree:
             offer(root, node)
         return kept
 
-    def _line_up(self, root: Root) -> None:
+    def _line_up(self, root: NamespaceRoot) -> None:
         """What of it became free may be the next to be evicted, or to be over."""
         root.account.ages.put(root)
         self._ends.put(root)
 
-    def _evict_from(self, account: Account, count: int, cause: Cause) -> list[int]:
+    def _evict_from(self, account: AccountShare, count: int, cause: EvictionCause) -> list[int]:
         freed: list[int] = []
         while len(freed) < count and (root := account.ages.least()) is not None:
             freed += self._trim(root, count - len(freed), cause)
         return freed
 
-    def _trim(self, root: Root, count: int, cause: Cause) -> list[int]:
+    def _trim(self, root: NamespaceRoot, count: int, cause: EvictionCause) -> list[int]:
         freed = root.trim(count)
         self.counters[f"evicted_{cause}_blocks"] += len(freed)
         self._remove_if_empty(root)

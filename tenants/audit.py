@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ChainVerdict:
     """`problem` is None where all `entries` are as they were written; else it is the first one's at `seq`.
 
     `head` is the last good seal, "" of an empty chain.
@@ -42,7 +42,7 @@ class Verdict:
     problem: str | None = None
 
 
-def fitting(detail: dict[str, Any], **kept: Any) -> dict[str, Any]:
+def fit_detail(detail: dict[str, Any], **kept: Any) -> dict[str, Any]:
     """The detail, or of one that is too long its digest alone, and what is kept of it all the same."""
     encoded = _encode(detail)
     if len(encoded) <= DETAIL_BYTES_MAX:
@@ -50,7 +50,7 @@ def fitting(detail: dict[str, Any], **kept: Any) -> dict[str, Any]:
     return {**kept, "detail_sha256": hashlib.sha256(encoded).hexdigest()}
 
 
-class Audit:
+class AuditLog:
     """The chains of one store. `secret` is the server's."""
 
     def __init__(self, store: Store, secret: bytes, clock: Clock = time.time) -> None:
@@ -86,22 +86,22 @@ class Audit:
 
     async def verify(
         self, account_id: str, known_head: str | None = None, on_entry: Callable[[AuditEntry], None] | None = None
-    ) -> Verdict:
+    ) -> ChainVerdict:
         """Walks the chain. With a head that was told before, that must be in it: else its end was cut off."""
         seq, before, found = 0, "", known_head in (None, "")
         async for entry in self.entries(account_id):
             seq += 1
             if (entry.seq, entry.account_id) != (seq, account_id):
-                return Verdict(seq - 1, before, seq, f"entry {entry.seq} of {entry.account_id!r} stands here")
+                return ChainVerdict(seq - 1, before, seq, f"entry {entry.seq} of {entry.account_id!r} stands here")
             if not hmac.compare_digest(entry.seal, self._seal(before, entry)):
-                return Verdict(seq - 1, before, seq, "this entry, or the one before it, is not what was written")
+                return ChainVerdict(seq - 1, before, seq, "this entry, or the one before it, is not what was written")
             before = entry.seal
             found = found or before == known_head
             if on_entry is not None:
                 on_entry(entry)
         if not found:
-            return Verdict(seq, before, seq + 1, "the head that was told before is missing: the end was cut off")
-        return Verdict(seq, before)
+            return ChainVerdict(seq, before, seq + 1, "the head that was told before is missing: the end was cut off")
+        return ChainVerdict(seq, before)
 
     def _seal(self, before: str, entry: AuditEntry) -> str:
         text = _encode([before, structs.asdict(structs.replace(entry, seal=""))])

@@ -21,18 +21,18 @@ from tenants.records.audit_entry import AuditEntry
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.records.settings import Settings
-from tenants.records.tokens import ApiToken, Seal
+from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import UsageRecord
-from tenants.store.protocol import KEPT_DAYS, Store
+from tenants.store.protocol import RETENTION_DAYS, Store
 
 FORMAT: Final = 1
 LINE_BYTES_MAX: Final = 1 << 20
 SETTLED_AT_ONCE: Final = 500
 
-Progress = Callable[[int], object]  # so many bytes more are done
+ExportProgress = Callable[[int], object]  # so many bytes more are done
 
 
-class BadFile(ValueError):
+class InvalidExport(ValueError):
     """The file cannot be imported here; the message says where and why. Nothing was changed."""
 
 
@@ -69,7 +69,7 @@ class _Account(_Line, frozen=True, tag="account"):
 
 class _Token(_Line, frozen=True, tag="token"):
     token: ApiToken
-    seals: list[Seal]
+    seals: list[TokenDigest]
 
 
 class _Usage(_Line, frozen=True, tag="usage"):
@@ -90,7 +90,7 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Any).decode
 
 
-def fingerprint(secret: bytes) -> str:
+def secret_fingerprint(secret: bytes) -> str:
     """Tells secrets from each other, and nothing else of them."""
     return hmac.digest(secret, b"hearth fingerprint", "sha256").hex()[:16]
 
@@ -112,7 +112,7 @@ async def export(
 async def _lines(
     store: Store, secret: bytes, accounts: Sequence[Account], now_s: int, whole: bool, usage: bool, audit: bool
 ) -> AsyncIterator[_Line]:
-    yield _Header(FORMAT, now_s, fingerprint(secret))
+    yield _Header(FORMAT, now_s, secret_fingerprint(secret))
     plans = {account.plan.name: account.plan for account in accounts}
     kept = {plan.name: plan for plan in await store.plans()} if whole else {}
     for _, plan in sorted({**plans, **kept}.items()):
@@ -136,7 +136,7 @@ async def _lines(
 
 async def _records(store: Store, account_id: str, now_s: int) -> AsyncIterator[_Usage]:
     today = now_s // 86_400
-    used = await store.usage(account_id, today - KEPT_DAYS, today + 1)
+    used = await store.usage(account_id, today - RETENTION_DAYS, today + 1)
     for day in sorted({row.day for row in used}):
         for record in await store.records(account_id, day):
             yield _Usage(record)
@@ -151,7 +151,7 @@ async def _entries(store: Store, account_id: str) -> AsyncIterator[_Audit]:
 
 
 @dataclass(slots=True)
-class Imported:
+class ImportCounts:
     """How much of the file was not there yet; `accounts` are the ids of the new ones."""
 
     accounts: list[str] = field(default_factory=list)
@@ -162,23 +162,23 @@ class Imported:
 
     @property
     def nothing(self) -> bool:
-        return self == Imported()
+        return self == ImportCounts()
 
 
-async def look(file: BinaryIO, store: Store, secret: bytes, progress: Progress) -> Imported:
+async def inspect_export(file: BinaryIO, store: Store, secret: bytes, progress: ExportProgress) -> ImportCounts:
     """Reads the whole file and compares it with the store; returns what bring_in() would add. Raises BadFile."""
     file.seek(0)
     _check_seal(file, secret, progress)
     return await _merge(file, store, progress, write=False)
 
 
-async def bring_in(file: BinaryIO, store: Store, progress: Progress) -> Imported:
+async def import_accounts(file: BinaryIO, store: Store, progress: ExportProgress) -> ImportCounts:
     """Adds what is not there yet, of a file that look() has found to be good. What fails halfway, with
     StoreUnavailable, is completed by a second call."""
     return await _merge(file, store, progress, write=True)
 
 
-def _check_seal(file: BinaryIO, secret: bytes, progress: Progress) -> None:
+def _check_seal(file: BinaryIO, secret: bytes, progress: ExportProgress) -> None:
     """Raises BadFile for what is no export, another format or secret, cut, or altered."""
     first = file.readline(LINE_BYTES_MAX)
     _check_header(first, secret)
@@ -192,9 +192,9 @@ def _check_seal(file: BinaryIO, secret: bytes, progress: Progress) -> None:
     try:
         end = msgspec.json.decode(line, type=_End)
     except msgspec.MsgspecError:
-        raise BadFile("the file was cut off: its last line is missing") from None
+        raise InvalidExport("the file was cut off: its last line is missing") from None
     if end.lines != lines or not hmac.compare_digest(end.seal, seal.hexdigest()):
-        raise BadFile("the file was altered: its seal is not that of its lines")
+        raise InvalidExport("the file was altered: its seal is not that of its lines")
 
 
 def _check_header(line: bytes, secret: bytes) -> None:
@@ -204,11 +204,13 @@ def _check_header(line: bytes, secret: bytes) -> None:
     except (msgspec.MsgspecError, LookupError, TypeError):
         known = False
     if not known:
-        raise BadFile("this is no export: its first line is not the header of `hearth accounts export`")
+        raise InvalidExport("this is no export: its first line is not the header of `hearth accounts export`")
     if header["format"] != FORMAT:
-        raise BadFile(f"the file has format {header['format']}; this Hearth reads {FORMAT}: use the one that wrote it")
-    if header.get("secret") != fingerprint(secret):
-        raise BadFile(
+        raise InvalidExport(
+            f"the file has format {header['format']}; this Hearth reads {FORMAT}: use the one that wrote it"
+        )
+    if header.get("secret") != secret_fingerprint(secret):
+        raise InvalidExport(
             "the file was written under another server's secret, so its tokens would open nothing here: take the file "
             "`secret` of that server's state folder along, or export from a server with this one"
         )
@@ -218,7 +220,7 @@ def _sealer(secret: bytes) -> "hmac.HMAC":
     return hmac.new(hmac.digest(secret, b"hearth export", "sha256"), digestmod="sha256")
 
 
-async def _merge(file: BinaryIO, store: Store, progress: Progress, write: bool) -> Imported:
+async def _merge(file: BinaryIO, store: Store, progress: ExportProgress, write: bool) -> ImportCounts:
     file.seek(0)
     kept = {plan.name: plan for plan in await store.plans()}
     known = {account.id: account for account in await store.accounts()}
@@ -228,13 +230,13 @@ async def _merge(file: BinaryIO, store: Store, progress: Progress, write: bool) 
     return merger.imported
 
 
-def _read(file: BinaryIO, progress: Progress) -> Iterator[_Line]:
+def _read(file: BinaryIO, progress: ExportProgress) -> Iterator[_Line]:
     for number, encoded in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1):
         progress(len(encoded))
         try:
             line = _decode(encoded)
         except msgspec.MsgspecError as error:
-            raise BadFile(f"line {number}: {error}") from None
+            raise InvalidExport(f"line {number}: {error}") from None
         if not isinstance(line, _Header | _End):
             yield line
 
@@ -265,7 +267,7 @@ class _Merger:
         self._account = SYSTEM  # whose lines these are
         self._record: tuple[int, str] = (0, "")  # the day and id of the record before
         self._seq = 0  # of the audit entry before
-        self.imported = Imported()
+        self.imported = ImportCounts()
 
     async def take(self, lines: list[_Line]) -> None:
         match lines[0]:
@@ -287,7 +289,7 @@ class _Merger:
         if there is not None and structs.replace(there, revision=0) == structs.replace(plan, revision=0):
             return
         if plan.name in self._kept or (there is not None and self._default_in_use):
-            raise BadFile(f"the plan {plan.name} is another one here: rename one of them, or make them the same")
+            raise InvalidExport(f"the plan {plan.name} is another one here: rename one of them, or make them the same")
         self.imported.plans += 1
         if self._write:
             await self._store.keep_plan(structs.replace(plan, revision=1))
@@ -295,13 +297,13 @@ class _Merger:
     async def _take_account(self, line: _Account) -> None:
         _once("account", line.id, line.id in self._accounts)
         if line.plan not in self._plans:
-            raise BadFile(f"account {line.id} has the plan {line.plan}, which is not in the file")
+            raise InvalidExport(f"account {line.id} has the plan {line.plan}, which is not in the file")
         self._accounts.add(line.id)
         self._account, self._record, self._seq = line.id, (0, ""), 0
         there = self._known.get(line.id)
         if there is not None:
             if _account_line(there) != line:
-                raise BadFile(
+                raise InvalidExport(
                     f"account {line.id} is there already, in revision {there.revision}, and not as it is in the file"
                 )
             return
@@ -310,7 +312,7 @@ class _Merger:
             self._known[line.id] = Account(**{**structs.asdict(line), "plan": self._plans[line.plan]})
             await self._store.add_account(self._known[line.id])
 
-    async def _take_token(self, token: ApiToken, seals: list[Seal]) -> None:
+    async def _take_token(self, token: ApiToken, seals: list[TokenDigest]) -> None:
         _once("token", token.id, token.id in self._tokens)
         self._tokens.add(token.id)
         self._check_owner(token.account_id)
@@ -319,12 +321,12 @@ class _Merger:
         sealed = [] if there is None else list(there[1])
         # The newest seal alone is what an import leaves that was interrupted.
         if there is not None and (there[0] != token or sealed not in (seals, seals[:1])):
-            raise BadFile(f"token {token.id} is there already and not as the file has it")
+            raise InvalidExport(f"token {token.id} is there already and not as the file has it")
         self.imported.tokens += sealed != seals
         if self._write:
             await self._complete(token, seals, sealed)
 
-    async def _complete(self, token: ApiToken, seals: list[Seal], sealed: list[Seal]) -> None:
+    async def _complete(self, token: ApiToken, seals: list[TokenDigest], sealed: list[TokenDigest]) -> None:
         if not sealed:
             await self._store.add_token(token, seals[0])
         if token.revoked_at is not None:
@@ -345,7 +347,7 @@ class _Merger:
             if record.request_id not in there:
                 added.append(record)
             elif there[record.request_id] != record:
-                raise BadFile(f"usage record {record.request_id} of account {account_id} is another one here")
+                raise InvalidExport(f"usage record {record.request_id} of account {account_id} is another one here")
         self.imported.records += len(added)
         if self._write:
             for start in range(0, len(added), SETTLED_AT_ONCE):
@@ -357,11 +359,15 @@ class _Merger:
         self._check_owner(account_id)
         for entry in entries:
             if entry.seq != self._seq + 1:
-                raise BadFile(f"the audit log of {account_id or 'the system'} lacks what is before entry {entry.seq}")
+                raise InvalidExport(
+                    f"the audit log of {account_id or 'the system'} lacks what is before entry {entry.seq}"
+                )
             self._seq = entry.seq
         there = await self._store.audit(account_id, first, len(entries))
         if list(there) != entries[: len(there)]:
-            raise BadFile(f"the audit log of {account_id or 'the system'} is another one here, from entry {first} on")
+            raise InvalidExport(
+                f"the audit log of {account_id or 'the system'} is another one here, from entry {first} on"
+            )
         self.imported.entries += len(entries) - len(there)
         if self._write:
             for entry in entries[len(there) :]:
@@ -370,12 +376,12 @@ class _Merger:
 
     def _check_owner(self, account_id: str) -> None:
         if account_id != self._account:
-            raise BadFile(f"a line of account {account_id} is not behind its account's line")
+            raise InvalidExport(f"a line of account {account_id} is not behind its account's line")
 
 
 def _once(kind: str, key: str, seen: bool) -> None:
     if seen:
-        raise BadFile(f"the {kind} {key} is in the file twice")
+        raise InvalidExport(f"the {kind} {key} is in the file twice")
 
 
 def _account_line(account: Account) -> _Account:

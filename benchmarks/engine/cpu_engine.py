@@ -3,8 +3,8 @@
     python -m benchmarks.engine.cpu_engine [--threads 2] [--rounds 5]
 
 A Llama of 135 M parameters with random weights is written twice, as safetensors and as GGUF (BF16 and F32). Ours runs
-through `Runner.launch`; llama.cpp through `llama_decode` with one batch of all sequences a step, which is what its
-server does with parallel slots. Both are greedy, both include choosing the token. The two take turns, and each
+through `DecoderRunner.launch`; llama.cpp through `llama_decode` with one batch of all sequences a step, which is what
+its server does with parallel slots. Both are greedy, both include choosing the token. The two take turns, and each
 figure is the median of its rounds' medians, at the thread count that suits each best (1 or --threads), the peer's
 also with its better file. On a machine that does other work, the ratio is what counts.
 """
@@ -23,15 +23,15 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.record import record
-from engine.execution.open import Runner
+from engine.execution.open import DecoderRunner
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import Sampling
-from engine.step.layout import Slice, pack
+from engine.protocol.types import SamplingParams
+from engine.step.layout import SequenceSlice, pack_step
 
 HIDDEN, INNER, LAYERS, VOCABULARY, HEADS, KV_HEADS, HEAD = 576, 1536, 30, 49152, 9, 3, 64
 BLOCK_TOKENS = 16
 SHARED, OWN, CHUNK = 2048, 32, 512
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -118,7 +118,7 @@ class Ours:
 
     def __init__(self, folder: Path, threads: int) -> None:
         spec = ModelSpec(name="135m", folder=str(folder), kv_bytes=1 << 30)
-        self.runner = Runner.open(spec, "cpu", threads, lambda: None)
+        self.runner = DecoderRunner.open(spec, "cpu", threads, lambda: None)
 
     def start(self, prompts: list[list[int]], new_tokens: int) -> None:
         width = -(-(len(prompts[0]) + new_tokens) // BLOCK_TOKENS)
@@ -126,14 +126,15 @@ class Ours:
         self.length = len(prompts[0])
         self.last = []
         for prompt, table in zip(prompts, self.tables, strict=True):
-            flight = self.runner.launch(pack([Slice(prompt, 0, table, GREEDY)], BLOCK_TOKENS))
+            flight = self.runner.launch(pack_step([SequenceSlice(prompt, 0, table, GREEDY)], BLOCK_TOKENS))
             self.last.append(int(flight.wait().tokens_R[0]))
 
     def step(self) -> None:
         slices = [
-            Slice([token], self.length, table, GREEDY) for token, table in zip(self.last, self.tables, strict=True)
+            SequenceSlice([token], self.length, table, GREEDY)
+            for token, table in zip(self.last, self.tables, strict=True)
         ]
-        self.last = self.runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
+        self.last = self.runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
         self.length += 1
 
     def prefill_seconds(self, prompt: list[int], cached: int) -> float:
@@ -143,7 +144,7 @@ class Ours:
         for first in range(cached, len(prompt), CHUNK):
             chunk = prompt[first : first + CHUNK]
             sampling = GREEDY if first + CHUNK >= len(prompt) else None
-            self.runner.launch(pack([Slice(chunk, first, table, sampling)], BLOCK_TOKENS)).wait()
+            self.runner.launch(pack_step([SequenceSlice(chunk, first, table, sampling)], BLOCK_TOKENS)).wait()
         return time.perf_counter() - started
 
 

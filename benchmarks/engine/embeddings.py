@@ -21,8 +21,8 @@ from benchmarks.record import record
 from engine.execution.encoder_runner import EncoderRunner
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
-from engine.step.encoder_layout import pack
-from gateway.text.tokenizer import Text
+from engine.step.encoder_layout import pack_texts
+from gateway.text.tokenizer import ModelTokenizer
 from tests.support import minilm
 
 WORDS = ["the", "small", "house", "stands", "by", "river", "people", "walk", "market", "when", "sun", "quiet"]
@@ -36,7 +36,7 @@ def texts(count: int, seed: int) -> list[str]:
 
 
 def ours(threads: int) -> Encode:
-    text = Text(minilm.folder())
+    text = ModelTokenizer(minilm.folder())
     model = ModelSpec(name="minilm", folder=str(minilm.folder()))
     runner = EncoderRunner.open(model, "cpu", threads, lambda: None)
 
@@ -46,7 +46,7 @@ def ours(threads: int) -> Encode:
         rows = []
         for first in range(0, len(order), 1024):
             some = [ids[index] for index in order[first : first + 1024]]
-            rows.append(runner.launch(pack(some, [Pooling.MEAN] * len(some))).wait().vectors_RH)
+            rows.append(runner.launch(pack_texts(some, [Pooling.MEAN] * len(some))).wait().vectors_RH)
         vectors = np.empty_like(np.concatenate(rows))
         vectors[order] = np.concatenate(rows)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)

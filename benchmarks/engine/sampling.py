@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import record
-from engine.execution.gpu_sampler import Wants, draw_tokens
-from engine.protocol.types import Sampling
-from engine.step.layout import Slice, pack, unpack
+from engine.execution.gpu_sampler import SamplingFeatures, sample_tokens
+from engine.protocol.types import SamplingParams
+from engine.step.layout import SequenceSlice, pack_step, unpack_step
 
 VOCABULARY, ROWS = 128256, (1, 64, 256)
 BYTES_PER_S = 4.3e12
 COPIES_BYTES = 400 << 20
 DEMANDS = {
-    "greedy": Sampling(),
-    "temperature": Sampling(temperature=0.8),
-    "temperature, masked": Sampling(temperature=0.8),
-    "top-p": Sampling(temperature=0.8, top_p=0.9),
-    "top-k": Sampling(temperature=0.8, top_k=50),
-    "top-k, top-p, min-p": Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.02),
+    "greedy": SamplingParams(),
+    "temperature": SamplingParams(temperature=0.8),
+    "temperature, masked": SamplingParams(temperature=0.8),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.9),
+    "top-k": SamplingParams(temperature=0.8, top_k=50),
+    "top-k, top-p, min-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.02),
 }
 REPEATS = 7
 
@@ -51,15 +51,15 @@ def microseconds(call: Callable[[Tensor], None], copies: list[Tensor]) -> float:
     return statistics.median(took[1:])
 
 
-def measure(rows: int, asked: Sampling, masked: bool) -> float:
-    slices = [Slice([5], 3, [0], asked, masked=masked) for _ in range(rows)]
-    packed = pack(slices, 16)
-    words, wants = torch.from_numpy(packed).cuda(), Wants.of(unpack(packed))
+def measure(rows: int, asked: SamplingParams, masked: bool) -> float:
+    slices = [SequenceSlice([5], 3, [0], asked, masked=masked) for _ in range(rows)]
+    packed = pack_step(slices, 16)
+    words, wants = torch.from_numpy(packed).cuda(), SamplingFeatures.of(unpack_step(packed))
     count = min(64, -(-COPIES_BYTES // (rows * VOCABULARY * 2)))
     copies = [(torch.randn(rows, VOCABULARY, device="cuda") * 2).bfloat16() for _ in range(count)]
     sampled_R = torch.zeros(rows, dtype=torch.int32, device="cuda")
     masks_RW = torch.full((rows, VOCABULARY // 32), 0x55555555, dtype=torch.int32, device="cuda")
-    return microseconds(lambda logits_RV: draw_tokens(words, logits_RV, sampled_R, masks_RW, wants), copies)
+    return microseconds(lambda logits_RV: sample_tokens(words, logits_RV, sampled_R, masks_RW, wants), copies)
 
 
 def main() -> None:

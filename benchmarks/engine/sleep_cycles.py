@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from benchmarks.record import record
 from engine.bench.geometries import GEOMETRIES, write_folder
-from engine.execution.gpu_runner import Device
-from engine.execution.open import Runner
+from engine.execution.gpu_runner import GpuRunner
+from engine.execution.open import DecoderRunner
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import Sampling
-from engine.step.layout import Int32s, Slice, pack
+from engine.protocol.types import SamplingParams
+from engine.step.layout import Int32s, SequenceSlice, pack_step
 
 CONTEXT_TOKENS: Final = 8192
 DEVICE_BYTES: Final = 24 << 30
@@ -42,14 +42,14 @@ def main() -> None:
         model = ModelSpec(
             name="@cf/bench/cycles", folder=str(folder), random_weights=True, context_tokens=CONTEXT_TOKENS
         )
-        runner = Runner.open(model, "cuda", None, lambda: None, DEVICE_BYTES, standby=True)
+        runner = DecoderRunner.open(model, "cuda", None, lambda: None, DEVICE_BYTES, standby=True)
         while runner.idle():
             pass
         ratio = measure(runner, options.cycles)
     record("cycles", f"cycles-{options.cycles}-step", round(ratio, 4), "ratio", bound=1.0)
 
 
-def measure(runner: Runner, cycles: int) -> float:
+def measure(runner: DecoderRunner, cycles: int) -> float:
     """Raises AssertionError where a cycle left a trace."""
     steps = [_step(runner, count, length) for count, length in ((1, 1), (SEQUENCES, 1), (3, 40), (5, 700))]
     wanted = [_tokens(runner, step) for step in steps]
@@ -83,14 +83,14 @@ def measure(runner: Runner, cycles: int) -> float:
     return statistics.median(after) / statistics.median(before)
 
 
-def _step(runner: Runner, count: int, length: int) -> Int32s:
+def _step(runner: DecoderRunner, count: int, length: int) -> Int32s:
     """So many prompts in blocks of their own."""
     rng, width = np.random.default_rng(count), -(-length // runner.block_tokens)
-    return pack(
+    return pack_step(
         [
-            Slice(
+            SequenceSlice(
                 rng.integers(0, runner.vocabulary, length).tolist(), 0, list(range(n * width, (n + 1) * width)),
-                Sampling(), None,
+                SamplingParams(), None,
             )
             for n in range(count)
         ],
@@ -98,19 +98,19 @@ def _step(runner: Runner, count: int, length: int) -> Int32s:
     )  # fmt: skip
 
 
-def _cycle(runner: Runner, extents: list[int]) -> None:
+def _cycle(runner: DecoderRunner, extents: list[int]) -> None:
     runner.sleep([])
     runner.wake(extents, [])
 
 
-def _tokens(runner: Runner, step: Int32s) -> list[int]:
+def _tokens(runner: DecoderRunner, step: Int32s) -> list[int]:
     tokens: list[int] = runner.launch(step).wait().tokens_R.tolist()
     return tokens
 
 
 @torch.inference_mode()
-def _step_ms(runner: Runner, step: Int32s) -> float:
-    assert isinstance(runner.place, Device)
+def _step_ms(runner: DecoderRunner, step: Int32s) -> float:
+    assert isinstance(runner.place, GpuRunner)
     return runner.place.launch_ms(step, 50)
 
 

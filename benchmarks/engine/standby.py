@@ -40,19 +40,19 @@ from typing import Final
 import msgspec
 
 from benchmarks.record import RESULTS, record
-from engine.host.agent import parent_modules, replica_command
-from engine.host.forkserver import Forks
-from engine.host.supervisor import Programs, Starts
-from engine.process.heartbeat import Phase, Pulse
+from engine.host.agent import replica_command, zygote_modules
+from engine.host.forkserver import ForkserverLauncher
+from engine.host.supervisor import ReplicaLauncher, SubprocessLauncher
+from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol import frames as wire
 from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
-from engine.protocol.types import Sampling, Scope
+from engine.protocol.types import SamplingParams, Scope
 from gateway.admin.machines import MachineReplicaItem, MachinesItem
-from gateway.bench.client import Measured, Target, request
-from gateway.bench.load import word
-from gateway.bench.server import served, tokenizer
+from gateway.bench.client import LoadMeasurement, Target, send_request
+from gateway.bench.load import word_of_id
+from gateway.bench.server import running_server, tokenizer
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.commands.operator_client import Gateway, operator_token
+from gateway.commands.operator_client import OperatorClient, operator_token
 
 GEOMETRY: Final = "llama-3.1-8b"
 BUILT_IN_FOLDER: Final = Path(__file__).parents[2] / "engine" / "builtin_model"
@@ -147,12 +147,12 @@ def make_weights(folder: Path, device: str, shards: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from engine.models.config import read_config
-    from engine.models.weight_names import entries
+    from engine.models.config import read_decoder_config
+    from engine.models.weight_names import decoder_entries
 
     began, index = time.monotonic(), {}
     draw = torch.Generator(device).manual_seed(0)
-    sources = [source for entry in entries(read_config(folder)) for source in entry.sources]
+    sources = [source for entry in decoder_entries(read_decoder_config(folder)) for source in entry.sources]
     for shard in range(shards):
         tensors = {}
         for source in sources[shard::shards]:
@@ -174,7 +174,7 @@ def _bytes_of(folder: Path) -> int:
 class Hearth:
     """A server that runs, as a client and as its operator."""
 
-    def __init__(self, target: Target, gateway: Gateway, models: Models) -> None:
+    def __init__(self, target: Target, gateway: OperatorClient, models: Models) -> None:
         self.models = models
         self._target = target
         self._gateway = gateway
@@ -207,11 +207,11 @@ class Hearth:
 
     async def ask(self, model: str, tokens: int, prompt: str, began: float, asked: Asked) -> Answered:
         raw = {"prompt": prompt, "raw": True, "temperature": 0, "max_tokens": tokens, "stream": True}
-        measured, sent = Measured(), time.monotonic()
+        measured, sent = LoadMeasurement(), time.monotonic()
         problem = ""
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await request(self._target._replace(model=model), json.dumps(raw).encode(), measured)
+                await send_request(self._target._replace(model=model), json.dumps(raw).encode(), measured)
         except (OSError, EOFError, ValueError) as error:
             problem = str(error) or type(error).__name__
         ended = time.monotonic()
@@ -230,17 +230,17 @@ class Hearth:
         """About so many tokens, exactly so many where every word is one; never the same ones again."""
         if self.models.vocabulary is None:
             return " ".join(self._draw.choices(("harbour", "lantern", "copper", "meadow", "winter"), k=tokens // 2))
-        return " ".join(word(self._draw.randrange(self.models.vocabulary)) for _ in range(tokens))
+        return " ".join(word_of_id(self._draw.randrange(self.models.vocabulary)) for _ in range(tokens))
 
 
 @contextmanager
 def hearth(models: Models, device: str) -> Iterator[Hearth]:
     """Once every model has been started."""
     with tempfile.TemporaryDirectory(prefix="hearth-standby-") as name, \
-            served(models.settings, Path(name), device) as (config, known, _), \
+            running_server(models.settings, Path(name), device) as (config, known, _), \
             operator_token(config, None, None) as token:  # fmt: skip
         running = Hearth(
-            Target(known.base_url, known.account_id, known.token, ""), Gateway(config, None, token), models
+            Target(known.base_url, known.account_id, known.token, ""), OperatorClient(config, None, token), models
         )
         try:
             prepared = {"DEVICE", "MEMORY"}
@@ -440,10 +440,10 @@ def measure_starts(folder: Path, device: str) -> None:
     """The first start of all is not counted: it compiles what later ones find."""
     where = "" if device == "cuda" else "-cpu"
     machine = MachineSpec(name="bench", address="", folder="", models=[], device=device)
-    cold = Programs(replica_command)
+    cold = SubprocessLauncher(replica_command)
     say(f"the first start: {_first_token_s(cold, folder, device):.2f} s")
     _row(f"cold-start{where}", _median_start_s(cold, folder, device), "s", 7.0 if device == "cuda" else None)
-    with closing(Forks(parent_modules(machine), cold, time.monotonic)) as warm:
+    with closing(ForkserverLauncher(zygote_modules(machine), cold, time.monotonic)) as warm:
         began = time.monotonic()
         while not warm.ready(time.monotonic()) or warm.parent is None:
             assert time.monotonic() < began + _STARTED_S, "there is no warm parent"
@@ -458,18 +458,18 @@ def measure_starts(folder: Path, device: str) -> None:
             _row("disk-start", from_disk, "s", read_s)
 
 
-def _median_start_s(starts: Starts, folder: Path, device: str) -> float:
+def _median_start_s(starts: ReplicaLauncher, folder: Path, device: str) -> float:
     taken = [_first_token_s(starts, folder, device) for _ in range(STARTS)]
     say(", ".join(f"{seconds:.2f} s" for seconds in taken))
     return statistics.median(taken)
 
 
-def _first_token_s(starts: Starts, folder: Path, device: str) -> float:
+def _first_token_s(starts: ReplicaLauncher, folder: Path, device: str) -> float:
     """From the order to start a replica to the first token of a prompt; then it ends."""
     with tempfile.TemporaryDirectory(prefix="hearth-start-") as name:
         model = ModelSpec(name="@cf/bench/started", folder=str(folder), context_tokens=8192)
         address, pulse = f"unix:{name}/replica.sock", Path(name) / "replica.pulse"
-        Pulse.create(pulse).close()
+        Heartbeat.create(pulse).close()
         spec = ReplicaSpec(model=model, address=address, pulse=str(pulse), boot=1, device=device)
         began = time.monotonic()
         process = starts.start(spec, {"CUDA_VISIBLE_DEVICES": "0"} if device == "cuda" else {})
@@ -492,8 +492,8 @@ def _first_token_s(starts: Starts, folder: Path, device: str) -> float:
 def _imported_at(pulse: Path) -> float:
     """When it has all its modules, and begins to load."""
     until = time.monotonic() + _STARTED_S
-    with closing(Pulse.open(pulse)) as seen:
-        while seen.read()[0] is Phase.STARTING and time.monotonic() < until:
+    with closing(Heartbeat.open(pulse)) as seen:
+        while seen.read()[0] is ReplicaPhase.STARTING and time.monotonic() < until:
             time.sleep(0.002)
     return time.monotonic()
 
@@ -517,13 +517,13 @@ def _connected(path: str, began: float) -> socket.socket:
 
 def _first_token_at(peer: socket.socket) -> float:
     ids = array("I", (2 + number * 7 % 1000 for number in range(PROMPT_TOKENS)))
-    submit = wire.Submit(id=1, tokens=ids.tobytes(), scope=Scope(), sampling=Sampling(), max_tokens=2)
+    submit = wire.Submit(id=1, tokens=ids.tobytes(), scope=Scope(), sampling=SamplingParams(), max_tokens=2)
     peer.settimeout(_STARTED_S)
-    peer.sendall(wire.encode(submit))
+    peer.sendall(wire.encode_frame(submit))
     frames = wire.FrameReader()
     while received := peer.recv(1 << 16):
         for frame in frames.feed(received):
-            if isinstance(frame, wire.Progress) and frame.tokens:
+            if isinstance(frame, wire.StepOutputs) and frame.tokens:
                 return time.monotonic()
             assert not isinstance(frame, wire.Reject), frame
     raise EOFError("the replica ended")

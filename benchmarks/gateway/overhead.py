@@ -29,11 +29,11 @@ import uvloop
 
 from benchmarks.record import record
 from engine.protocol import frames
-from engine.protocol.types import Sampling, Scope
+from engine.protocol.types import SamplingParams, Scope
 from gateway.app import build_app
-from gateway.config import Config, MachineConfig, ModelConfig, ServerConfig, StoreConfig
-from gateway.http.server import Server, listen
-from tenants.auth.accounts import Accounts
+from gateway.config import Config, MachineConfig, ModelEntryConfig, ServerConfig, StoreConfig
+from gateway.http.server import HttpServer, listen
+from tenants.auth.accounts import AccountService
 from tenants.open import open_store
 from tenants.records.limits import Limits
 
@@ -58,7 +58,7 @@ def config_for(folder: Path) -> Config:
         server=ServerConfig(port=0),
         store=StoreConfig(url=f"sqlite:{folder / 'hearth.db'}"),
         machine=MachineConfig(address=f"unix:{folder / 'machine.sock'}"),
-        models=[ModelConfig(name=MODEL, folder=str(ember))],
+        models=[ModelEntryConfig(name=MODEL, folder=str(ember))],
     )
 
 
@@ -67,13 +67,13 @@ def run_gateway(folder: Path) -> None:
     config = config_for(folder)
     listener = listen("127.0.0.1", 0)
     print(listener.getsockname()[1], flush=True)
-    Server(build_app(config, SECRET), config.server).run([listener])
+    HttpServer(build_app(config, SECRET), config.server).run([listener])
 
 
 async def make_account(folder: Path) -> tuple[str, str]:
     """The account's id and its token."""
     store = open_store(f"sqlite:{folder / 'hearth.db'}")
-    accounts = Accounts(store, SECRET)
+    accounts = AccountService(store, SECRET)
     account = await accounts.create("benchmark", UNLIMITED)
     _, token = await accounts.mint(account.id, "benchmark")
     await store.close()
@@ -273,7 +273,7 @@ class Direct(asyncio.Protocol):
             if isinstance(frame, frames.Hello):
                 for _ in range(self._streams):
                     self._ask()
-            elif isinstance(frame, frames.Progress):
+            elif isinstance(frame, frames.StepOutputs):
                 for started in frame.started:
                     self.first_s.append(now - self._asked_at.pop(started.id))
                 for _ in frame.finished:
@@ -283,8 +283,8 @@ class Direct(asyncio.Protocol):
         assert self._transport is not None
         self._asked_at[self._next] = time.perf_counter()
         max_tokens = spread(self._max_tokens, self._next)
-        frame = frames.Submit(self._next, self._tokens, Scope(), Sampling(), max_tokens, [1])
-        self._transport.write(frames.encode(frame))
+        frame = frames.Submit(self._next, self._tokens, Scope(), SamplingParams(), max_tokens, [1])
+        self._transport.write(frames.encode_frame(frame))
         self._next += 1
 
 

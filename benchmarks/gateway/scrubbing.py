@@ -29,24 +29,28 @@ def measure() -> tuple[float, float]:
     """(tokens per CPU second of sequences side by side, CPU milliseconds to the first token of one prompt)."""
     import numpy as np
 
-    from engine.execution.open import Runner
-    from engine.execution.step_loop import Loop, open_scheduler
+    from engine.execution.open import DecoderRunner
+    from engine.execution.step_loop import StepLoop, open_scheduler
     from engine.protocol.frames import Submit
     from engine.protocol.specs import ModelSpec
-    from engine.protocol.types import Sampling, Scope, ScopeKind
-    from engine.scheduling.validation import Door
+    from engine.protocol.types import SamplingParams, Scope, ScopeKind
+    from engine.scheduling.validation import RequestValidator
 
     spec = ModelSpec(name="ember", folder=str(EMBER), kv_bytes=60_000_000)
-    runner = Runner.open(spec, "cpu", 1, lambda: None)
+    runner = DecoderRunner.open(spec, "cpu", 1, lambda: None)
     scheduler = open_scheduler(runner, spec, time.monotonic)
-    loop = Loop(runner, scheduler)
-    door = Door(runner.revision, runner.kv_layout, runner.block_tokens, 2000, runner.vocabulary, frozenset())
+    loop = StepLoop(runner, scheduler)
+    door = RequestValidator(
+        runner.revision, runner.kv_layout, runner.block_tokens, 2000, runner.vocabulary, frozenset()
+    )
     alone = Scope(ScopeKind.REQUEST, account=bytes(16))
 
     def run(sequences: int, prompt: int, output: int) -> float:
         tokens = np.full(prompt, 100, "<u4").tobytes()
         for id in range(sequences):
-            submit = Submit(id=id, tokens=tokens, scope=alone, sampling=Sampling(temperature=0.0), max_tokens=output)
+            submit = Submit(
+                id=id, tokens=tokens, scope=alone, sampling=SamplingParams(temperature=0.0), max_tokens=output
+            )
             scheduler.add(door.sequences(submit, 1, 0.0))
         began = time.process_time()
         while loop.turn():

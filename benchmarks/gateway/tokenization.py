@@ -21,16 +21,16 @@ import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.record import record
-from gateway.api.chat import Chat
-from gateway.api.responses_request import Responses
-from gateway.api.run_native import Native
+from gateway.api.chat import ChatDialect
+from gateway.api.responses_request import ResponsesDialect
+from gateway.api.run_native import RunNativeDialect
 from gateway.catalogue.catalogue import Model, open_catalogue
-from gateway.cluster.client import Step
+from gateway.cluster.client import OutputDelta
 from gateway.config import load_config
-from gateway.inference.completion import Choice
-from gateway.inference.reply import Asked, Dialect
-from gateway.text.control_tokens import ids_of
-from gateway.text.tokenizer import Text
+from gateway.inference.completion import CompletionBuilder
+from gateway.inference.reply import Dialect, GenerationRequest
+from gateway.text.control_tokens import encode_ids
+from gateway.text.tokenizer import ModelTokenizer
 
 RUNS: Final = 40
 CHAT_TOKENS: Final = 4_000
@@ -74,7 +74,7 @@ def folder(texts: list[str], where: Path) -> Path:
     return where
 
 
-def conversation(text: Text, source: str) -> list[dict[str, Any]]:
+def conversation(text: ModelTokenizer, source: str) -> list[dict[str, Any]]:
     """Turns of about 700 characters, until there are tokens enough."""
     turns: list[dict[str, Any]] = [{"role": "system", "content": "You are a helpful assistant."}]
     for at in range(0, len(source), 700):
@@ -96,22 +96,22 @@ def best_ms(act: Callable[[], object], clock: Callable[[], float] = time.thread_
 def a_chat() -> None:
     texts = library()
     with tempfile.TemporaryDirectory() as where:
-        text = Text(folder(texts, Path(where)))
+        text = ModelTokenizer(folder(texts, Path(where)))
         prose = "".join(part for source in texts[100:] for part in source.split('"""')[1::2])
         turns = conversation(text, prose)
         body = msgspec.json.encode({"model": "@cf/a/b", "messages": turns, "max_tokens": 100, "stream": True})
-        dialect, ids = Chat(), text.encode_chat(turns)
+        dialect, ids = ChatDialect(), text.encode_chat(turns)
         shape = f"chat of {len(ids)} tokens in {len(turns)} turns and {len(body)} bytes"
         assert text.encode_chat(turns, spread=True) == ids
 
         def whole(spread: bool) -> None:
             asked = dialect.read(body, b"", None, 7)
-            assert isinstance(asked, Asked)
+            assert isinstance(asked, GenerationRequest)
             assert asked.prompt.messages is not None
             text.encode_chat(asked.prompt.messages, asked.prompt.tools, spread=spread)
 
         rendered = "\n".join(turn["content"] for turn in turns)
-        alone = best_ms(lambda: ids_of(text._tokenizer, rendered))
+        alone = best_ms(lambda: encode_ids(text._tokenizer, rendered))
         record("text", f"{shape}: the body to a prompt", best_ms(lambda: dialect.read(body, b"", None, 7)), "ms")
         record("text", f"{shape}: body to ids, one thread", best_ms(lambda: whole(False)), "ms", bound=alone)
         threads_ms = best_ms(lambda: whole(True), time.perf_counter)
@@ -121,11 +121,11 @@ def a_chat() -> None:
 def events_us(model: Model, dialect: Dialect, named: str | None, body: dict[str, Any], prose: str) -> float:
     """Of processor time for each token: decoded, looked through, and written as an event."""
     asked = dialect.read(msgspec.json.encode({**body, "stream": True}), b"", named, 7)
-    assert isinstance(asked, Asked)
-    steps = [Step(0, [id]) for id in model.text.encode_prompt(prose)[:EVENTS]]
+    assert isinstance(asked, GenerationRequest)
+    steps = [OutputDelta(0, [id]) for id in model.text.encode_prompt(prose)[:EVENTS]]
     best = float("inf")
     for _ in range(9):
-        choice, reply = Choice(model, asked.prompt, False), asked.reply(model.name, "0" * 36, 1_800_000_000)
+        choice, reply = CompletionBuilder(model, asked.prompt, False), asked.reply(model.name, "0" * 36, 1_800_000_000)
         reply.begin(5, 0)
         began = time.process_time()
         for step in steps:
@@ -142,18 +142,18 @@ def events() -> None:
     document = json.dumps([{"name": "fox", "over": ["dog", "lazy"], "times": 7}] * 400)
     chat = {"model": model.name, "messages": USER}
     forms: dict[str, tuple[Dialect, str | None, dict[str, Any]]] = {
-        "native": (Native(), model.name, {"messages": USER}),
-        "chat": (Chat(), None, chat),
-        "responses": (Responses(), None, {"model": model.name, "input": "hi"}),
+        "native": (RunNativeDialect(), model.name, {"messages": USER}),
+        "chat": (ChatDialect(), None, chat),
+        "responses": (ResponsesDialect(), None, {"model": model.name, "input": "hi"}),
     }
     plain = {}
     for name, (dialect, named, body) in forms.items():
         plain[name] = events_us(model, dialect, named, body, prose)
         record("text", f"a token event, {name}", plain[name], "µs")
-    tools = events_us(model, Chat(), None, {**chat, "tools": TOOLS}, prose)
+    tools = events_us(model, ChatDialect(), None, {**chat, "tools": TOOLS}, prose)
     record("text", "a token event, chat, tools offered", tools, "µs", bound=round(1.2 * plain["chat"], 2))
-    same = events_us(model, Chat(), None, chat, document)
-    held = events_us(model, Chat(), None, {**chat, "response_format": {"type": "json_object"}}, document)
+    same = events_us(model, ChatDialect(), None, chat, document)
+    held = events_us(model, ChatDialect(), None, {**chat, "response_format": {"type": "json_object"}}, document)
     record("text", "a token event, chat, a JSON document", held, "µs", bound=round(1.2 * same, 2))
 
 

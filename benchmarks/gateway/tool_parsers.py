@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from benchmarks.record import record
 from gateway.inference.prompt import AUTO
-from gateway.tool_parsers.parts import Parser
-from gateway.tool_parsers.reasoning import Thinking
-from gateway.tool_parsers.registry import FORMATS
+from gateway.tool_parsers.parts import OutputParser
+from gateway.tool_parsers.reasoning import ReasoningParser
+from gateway.tool_parsers.registry import TOOL_FORMATS
 
 RUNS: Final = 9
 PIECE: Final = 4
@@ -54,7 +54,7 @@ def call(format: str, value: object) -> str:
     return f'{{"name": "write", "arguments": {said}}}'
 
 
-def piece_us(parser: Callable[[], Parser], text: str) -> float:
+def piece_us(parser: Callable[[], OutputParser], text: str) -> float:
     pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
     best = float("inf")
     for _ in range(RUNS):
@@ -68,7 +68,7 @@ def piece_us(parser: Callable[[], Parser], text: str) -> float:
 
 
 def main() -> None:
-    for name, format in FORMATS.items():
+    for name, format in TOOL_FORMATS.items():
         made = format({})
         for shape, text in (
             ("prose", PROSE),
@@ -76,9 +76,14 @@ def main() -> None:
             ("punctuation in arguments", call(name, DENSE)),
         ):
             record("calls", f"{name}, {shape}", piece_us(lambda: made.parser(TOOLS, AUTO), text), "µs")  # noqa: B023
-    thinking = FORMATS["hermes"]({})
+    thinking = TOOL_FORMATS["hermes"]({})
     for shape, text in (("thought", f"<think>{PROSE}</think>"), ("prose behind a thought", f"<think></think>{PROSE}")):
-        record("calls", f"hermes, {shape}", piece_us(lambda: Thinking(thinking.parser(TOOLS, AUTO), False), text), "µs")
+        record(
+            "calls",
+            f"hermes, {shape}",
+            piece_us(lambda: ReasoningParser(thinking.parser(TOOLS, AUTO), False), text),
+            "µs",
+        )
 
 
 if __name__ == "__main__":

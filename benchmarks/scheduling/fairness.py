@@ -31,9 +31,9 @@ from typing import Final
 import msgspec
 
 from benchmarks.record import record
-from engine.protocol.frames import FrameReader, Hello, Load, Progress, Reject, Submit, encode
+from engine.protocol.frames import FrameReader, Hello, Reject, ReplicaLoad, StepOutputs, Submit, encode_frame
 from engine.protocol.specs import ModelSpec, ReplicaSpec
-from engine.protocol.types import Sampling, Scope, ScopeKind
+from engine.protocol.types import SamplingParams, Scope, ScopeKind
 from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN
 
 ROOT: Final = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ class Run:
         self._next = 1
         self.seen = Seen()
         self.vocabulary = 0
-        self.load: Load | None = None
+        self.load: ReplicaLoad | None = None
 
     def go(self, seconds: float) -> Seen:
         while not self.vocabulary:
@@ -151,12 +151,12 @@ class Run:
         output = pick.randint(*OUTPUT_TOKENS)
         names = bytes([account]) * 16, bytes([AGGRESSOR if self._fifo else account]) * 16
         scope = Scope(ScopeKind.TENANT, names[0], account=names[1])
-        submit = Submit(self._next, prompt.tobytes(), scope, Sampling(logit_bias=NO_END), output)
+        submit = Submit(self._next, prompt.tobytes(), scope, SamplingParams(logit_bias=NO_END), output)
         self._open[self._next] = Asked(account, len(prompt), at_s)
         self._next += 1
         if counting:
             self.seen.asked[account] += PROMPT_TOKEN * len(prompt) + GENERATED_TOKEN * output
-        self._socket.sendall(encode(submit))
+        self._socket.sendall(encode_frame(submit))
 
     def _receive(self, counting: bool) -> None:
         """What has come, or comes within a moment."""
@@ -164,16 +164,16 @@ class Run:
             return
         now = self._now()
         for frame in self._reader.feed(self._socket.recv(1 << 18)):
-            if isinstance(frame, Progress):
+            if isinstance(frame, StepOutputs):
                 self._progress(frame, now, counting)
             elif isinstance(frame, Reject):
                 del self._open[frame.id]
-            elif isinstance(frame, Load):
+            elif isinstance(frame, ReplicaLoad):
                 self.load = frame
             elif isinstance(frame, Hello):
                 self.vocabulary = frame.vocabulary
 
-    def _progress(self, frame: Progress, now: float, counting: bool) -> None:
+    def _progress(self, frame: StepOutputs, now: float, counting: bool) -> None:
         seen = self.seen
         for id, count in zip(frame.ids, frame.counts, strict=True):
             asked = self._open[id]

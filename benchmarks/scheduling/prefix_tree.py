@@ -17,8 +17,8 @@ from array import array
 from collections.abc import Callable
 
 from benchmarks.record import record
-from prefixcache.namespace import Keep, Namespace
-from prefixcache.tree import Lease, Tree
+from prefixcache.namespace import Namespace, RetentionPolicy
+from prefixcache.tree import Lease, PrefixTree
 
 BLOCK_TOKENS = 16
 POOL = 100_000
@@ -35,7 +35,7 @@ class Pool:
     """A tree and the next free block id: what a replica adds to it, without the replica."""
 
     def __init__(self, blocks: int) -> None:
-        self.tree = Tree(blocks, BLOCK_TOKENS, time.monotonic)
+        self.tree = PrefixTree(blocks, BLOCK_TOKENS, time.monotonic)
         self._next = 0
 
     def add(self, space: Namespace, tokens: "array[int]") -> Lease:
@@ -49,7 +49,7 @@ class Pool:
         return lease
 
     def match(self, space: Namespace, tokens: "array[int]") -> Lease:
-        return self.tree.match(space, tokens, Keep(space.scope_id))
+        return self.tree.match(space, tokens, RetentionPolicy(space.scope_id))
 
     def append(self, lease: Lease, tokens: "array[int]") -> None:
         self.tree.insert(lease, tokens, [self._next])

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.record import record
-from engine.execution.step_loop import Loop
+from engine.execution.step_loop import StepLoop
 from engine.protocol.frames import Submit
-from engine.protocol.types import Sampling, Scope, ScopeKind
-from engine.scheduling.block_pool import Blocks
-from engine.scheduling.prefix_groups import Groups
+from engine.protocol.types import SamplingParams, Scope, ScopeKind
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.prefix_groups import PrefixGroups
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.token_budget import Limits
-from engine.scheduling.validation import Door
-from engine.step.cost_model import Costs
-from engine.step.executor import Sampled
+from engine.scheduling.token_budget import SchedulerConfig
+from engine.scheduling.validation import RequestValidator
+from engine.step.cost_model import CostModel
+from engine.step.executor import RunnerOutput
 from engine.step.layout import Int32s
-from prefixcache.tree import Tree
+from prefixcache.tree import PrefixTree
 
 DECODES = 256
 STEPS = 320
@@ -38,7 +38,7 @@ WAITING = 1000
 WAITING_TOKENS = 48_000  # more blocks than are free, and any sum of prompts that a step could begin with
 BLOCK_TOKENS = 16
 BOUND_MS = 1.0
-COSTS = Costs(
+COSTS = CostModel(
     ((1, 4200.0),),
     key_us=0.036,
     shared_key_us=0.1,
@@ -50,20 +50,20 @@ COSTS = Costs(
 
 
 def decoding(
-    prompt_tokens: int, sampling: Sampling, steps: int, waiting: int, shared: bool, costs: Costs | None
-) -> tuple[Loop, Scheduler]:
+    prompt_tokens: int, sampling: SamplingParams, steps: int, waiting: int, shared: bool, costs: CostModel | None
+) -> tuple[StepLoop, Scheduler]:
     """A scheduler whose 256 sequences have all computed their prompts, which may be in common but for their ends, and
     so many other accounts wait."""
     longest = prompt_tokens + steps + 5 * BLOCK_TOKENS  # some start later than others
     blocks = DECODES * (longest // BLOCK_TOKENS + 2)
     budget = DECODES * longest
     scheduler = Scheduler(
-        Tree(blocks, BLOCK_TOKENS, time.monotonic),
-        Blocks(blocks),
-        Limits(budget, budget, 2 * DECODES, DECODES + waiting, gap_ms=1e6, costs=costs),
+        PrefixTree(blocks, BLOCK_TOKENS, time.monotonic),
+        BlockPool(blocks),
+        SchedulerConfig(budget, budget, 2 * DECODES, DECODES + waiting, gap_ms=1e6, costs=costs),
         clock=time.monotonic,
     )
-    door = Door("r", "kv", BLOCK_TOKENS, longest, 50_000, frozenset({49_999}))
+    door = RequestValidator("r", "kv", BLOCK_TOKENS, longest, 50_000, frozenset({49_999}))
     pick = random.Random(1)
     for number in range(DECODES):
         tokens = array("I", (pick.randrange(49_000) for _ in range(prompt_tokens + number % BLOCK_TOKENS)))
@@ -72,22 +72,22 @@ def decoding(
         scope = Scope(ScopeKind.TENANT, bytes([0 if shared else number % 16]) * 16)
         submit = Submit(number, tokens.tobytes(), scope, sampling, max_tokens=longest)
         scheduler.add(door.sequences(submit, owner=number % 4, now_s=0.0))
-    loop = Loop(Numbers(), scheduler)
+    loop = StepLoop(Numbers(), scheduler)
     while scheduler.load(draining=False).running < DECODES:
         step(loop, scheduler)
-    door = Door("r", "kv", BLOCK_TOKENS, WAITING_TOKENS + 2, 50_000, frozenset({49_999}))
+    door = RequestValidator("r", "kv", BLOCK_TOKENS, WAITING_TOKENS + 2, 50_000, frozenset({49_999}))
     for number in range(waiting):
         tokens = np.arange(number, number + WAITING_TOKENS, dtype=np.uint32)
         scope = Scope(ScopeKind.TENANT, (1000 + number).to_bytes(16, "big"))
-        scheduler.add(door.sequences(Submit(number, tokens.tobytes(), scope, Sampling(), 1), owner=9, now_s=0.0))
+        scheduler.add(door.sequences(Submit(number, tokens.tobytes(), scope, SamplingParams(), 1), owner=9, now_s=0.0))
     return loop, scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    sampled: Sampled
+    sampled: RunnerOutput
 
-    def wait(self) -> Sampled:
+    def wait(self) -> RunnerOutput:
         return self.sampled
 
 
@@ -99,10 +99,10 @@ class Numbers:
     costs = None
 
     def launch(self, packed: Int32s) -> Landed:
-        return Landed(Sampled(np.arange(packed[3], dtype=np.int32), {}))
+        return Landed(RunnerOutput(np.arange(packed[3], dtype=np.int32), {}))
 
 
-def step(loop: Loop, scheduler: Scheduler) -> int:
+def step(loop: StepLoop, scheduler: Scheduler) -> int:
     """One turn of the replica's loop without sockets; the sequences that sampled."""
     loop.turn()
     return sum(len(progress.ids) for progress in scheduler.news().values())
@@ -110,11 +110,11 @@ def step(loop: Loop, scheduler: Scheduler) -> int:
 
 def measure(
     prompt_tokens: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     steps: int = STEPS,
     waiting: int = 0,
     shared: bool = False,
-    costs: Costs | None = None,
+    costs: CostModel | None = None,
 ) -> list[float]:
     """Milliseconds of CPU time per step, sorted."""
     loop, scheduler = decoding(prompt_tokens, sampling, steps, waiting, shared, costs)
@@ -135,11 +135,11 @@ def measure(
 
 def choosing(groups: int, members: int) -> float:
     """Milliseconds of CPU time to choose groups anew: so many, each behind 4096 tokens; the median."""
-    chooser, sequences = Groups(COSTS, BLOCK_TOKENS), list[Sequence | None]()
-    door = Door("r", "kv", BLOCK_TOKENS, 10_000, 50_000, frozenset())
+    chooser, sequences = PrefixGroups(COSTS, BLOCK_TOKENS), list[Sequence | None]()
+    door = RequestValidator("r", "kv", BLOCK_TOKENS, 10_000, 50_000, frozenset())
     for index in range(groups * members):
         scope = Scope(ScopeKind.TENANT, bytes([index // members]) * 16)
-        (sequence,) = door.sequences(Submit(index, bytes(4 * 4096), scope, Sampling(), 1), owner=1, now_s=0.0)
+        (sequence,) = door.sequences(Submit(index, bytes(4 * 4096), scope, SamplingParams(), 1), owner=1, now_s=0.0)
         sequence.grow(range(index // members * 256, index // members * 256 + 256))
         sequence.shared = 256
         sequence.grow([10**6 + index])
@@ -155,12 +155,12 @@ def choosing(groups: int, members: int) -> float:
 
 
 def main() -> None:
-    penalty = Sampling(frequency_penalty=0.5)
+    penalty = SamplingParams(frequency_penalty=0.5)
     for name, prompt_tokens, sampling, shared, costs in (
-        ("64-token contexts", 64, Sampling(), False, None),
-        ("4096-token contexts", 4096, Sampling(), False, None),
-        ("4096-token contexts, one prompt in common", 4096, Sampling(), True, None),
-        ("4096-token contexts, one prompt in common, grouped", 4096, Sampling(), True, COSTS),
+        ("64-token contexts", 64, SamplingParams(), False, None),
+        ("4096-token contexts", 4096, SamplingParams(), False, None),
+        ("4096-token contexts, one prompt in common", 4096, SamplingParams(), True, None),
+        ("4096-token contexts, one prompt in common, grouped", 4096, SamplingParams(), True, COSTS),
         ("4096-token contexts, penalties", 4096, penalty, False, None),
     ):
         spent = measure(prompt_tokens, sampling, shared=shared, costs=costs)
@@ -168,7 +168,7 @@ def main() -> None:
         bound = None if sampling is penalty else BOUND_MS
         record("scheduler", f"{shape}, median", spent[len(spent) // 2], "ms", bound=bound)
         record("scheduler", f"{shape}, 99th percentile", spent[len(spent) * 99 // 100], "ms")
-    spent = measure(4096, Sampling(), STEPS_BESIDE, WAITING)
+    spent = measure(4096, SamplingParams(), STEPS_BESIDE, WAITING)
     shape = f"step of {DECODES} decodes, 4096-token contexts, {WAITING} other accounts waiting"
     record("scheduler", f"{shape}, median", spent[len(spent) // 2], "ms", bound=BOUND_MS)
     record("scheduler", f"{shape}, most", spent[-1], "ms")

@@ -28,16 +28,16 @@ import numpy as np
 import torch
 
 from benchmarks.record import record
-from engine.bench.session import Engine, Session
+from engine.bench.session import BenchEngine, BenchSession
 from engine.bench.shapes import grammar_source
 from engine.bench.vocabulary import write_tokenizer
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import Matcher
-from engine.scheduling.validation import Refused
+from engine.scheduling.sequence import GrammarMatcher
+from engine.scheduling.validation import SubmitRejected
 from engine.step.layout import Int32s
 from engine.structured_output.llguidance_backend import open_tokenizer
-from engine.structured_output.manager import Grammars
+from engine.structured_output.manager import StructuredOutputManager
 from tests.engine.structured_output.texts import EMBER, Judgement, Scribe, compiled, judge
 
 VOCABULARY = 128256
@@ -76,7 +76,7 @@ class PeerCompilation:
 
     def matcher(self, stop_ids: frozenset[int]) -> PeerMatcher:
         if self._grammar is None:
-            raise Refused(RejectReason.GRAMMAR, self._refused)
+            raise SubmitRejected(RejectReason.GRAMMAR, self._refused)
         return self._peer.matcher(self._grammar)
 
 
@@ -98,7 +98,7 @@ class Peer:
     def matcher(self, grammar: Any) -> PeerMatcher:
         return PeerMatcher(self._library.GrammarMatcher(grammar, terminate_without_stop_token=False))
 
-    def masks(self, matchers: Items[Matcher | None]) -> Int32s:
+    def masks(self, matchers: Items[GrammarMatcher | None]) -> Int32s:
         masks_MW = np.full((len(matchers), self._words), -1, np.int32)
         for row, matcher in enumerate(matchers):
             assert isinstance(matcher, PeerMatcher)
@@ -116,7 +116,9 @@ def resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
-def walk(masks: Callable[[list[Matcher | None]], Int32s], matcher: Matcher, seed: int, end: int) -> list[float]:
+def walk(
+    masks: Callable[[list[GrammarMatcher | None]], Int32s], matcher: GrammarMatcher, seed: int, end: int
+) -> list[float]:
     """The µs of each mask of one random text."""
     rng, took_us = np.random.default_rng(seed), []
     for _ in range(STEPS):
@@ -150,7 +152,7 @@ def large_model() -> Iterator[Path]:
 
 def measure_ours(folder: Path) -> None:
     before_mb = resident_mb()
-    with contextlib.closing(Grammars(folder, 1)) as grammars:
+    with contextlib.closing(StructuredOutputManager(folder, 1)) as grammars:
         grammars.wait()
         record("grammars", f"memory of a vocabulary of {VOCABULARY}", resident_mb() - before_mb, "MB")
         compiled(grammars, '{"const": 0}')  # the trials have started
@@ -219,7 +221,7 @@ def count(judged: Counter[Judgement], peer: str | None) -> None:
 
 def measure_suite(suite: Path, peer_name: str | None) -> None:
     asked = schemas(suite)
-    with contextlib.closing(Grammars(EMBER, 1)) as grammars:
+    with contextlib.closing(StructuredOutputManager(EMBER, 1)) as grammars:
         grammars.wait()
         scribe, judged = Scribe(grammars, STOP_ID), Counter[Judgement]()
         for schema in asked:
@@ -239,11 +241,11 @@ def measure_engine() -> None:
     """Steps with and without a grammar in every row, in turn; the processor's time of the whole process."""
     torch.set_num_threads(1)
     model = ModelSpec(name="ember", folder=str(EMBER), kv_bytes=256 << 20)
-    engine, grammar = Engine(model, "cpu"), Grammar(GrammarKind.JSON_SCHEMA, grammar_source(1000))
+    engine, grammar = BenchEngine(model, "cpu"), Grammar(GrammarKind.JSON_SCHEMA, grammar_source(1000))
     took_ms: dict[Grammar | None, list[float]] = {grammar: [], None: []}
     with contextlib.closing(engine.grammars()) as grammars:
         for asked in (grammar, None) * 5:
-            with Session(engine, gap_ms=60_000, grammars=grammars) as session:
+            with BenchSession(engine, gap_ms=60_000, grammars=grammars) as session:
                 for number in range(SEQUENCES):
                     session.submit([2, 3, 40 + number], 4 * DECODED, temperature=1.0, grammar=asked)
                 session.run_until_all_stream()

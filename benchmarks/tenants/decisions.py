@@ -25,8 +25,8 @@ import uvloop
 from msgspec import structs
 
 from benchmarks.record import record
-from tenants.auth.accounts import Accounts
-from tenants.limits.caps import Size, caps, limited
+from tenants.auth.accounts import AccountService
+from tenants.limits.caps import RequestSize, caps_of, limited_subjects
 from tenants.open import open_store
 from tenants.records.holds import Granted, Hold
 from tenants.records.limits import NO_LIMITS, Limits
@@ -62,16 +62,16 @@ class Kind(NamedTuple):
 
 EVERY: Final = structs.replace(WIDE, classes={"small": WIDE})
 KINDS: Final = (Kind(DEFAULT_PLAN.limits, NO_LIMITS), Kind(EVERY, WIDE))
-SIZE: Final = Size(micro_neurons=250_000, least=60_000, input_tokens=100, output_tokens=256)
+SIZE: Final = RequestSize(micro_neurons=250_000, least=60_000, input_tokens=100, output_tokens=256)
 
 
 async def new_subjects(store: Store, kind: "Kind") -> list[tuple[str, str, list[tuple[str, Limits]]]]:
     """Accounts with a token each, and all whose limits a call of a `small` model is measured against."""
-    accounts, made = Accounts(store, SECRET), []
+    accounts, made = AccountService(store, SECRET), []
     for number in range(ACCOUNTS):
         account = await accounts.create(f"account-{number}", kind.of_account)
         token, _ = await accounts.mint(account.id, "benchmark", limits=kind.of_token)
-        made.append((account.id, token.id, limited(account.limits, token.id, kind.of_token, "small")))
+        made.append((account.id, token.id, limited_subjects(account.limits, token.id, kind.of_token, "small")))
     return made
 
 
@@ -92,7 +92,7 @@ def hold_of(number: int, account_id: str, token_id: str, subjects: list[tuple[st
         total_ms=0.0,
         subjects="\n".join(subject for subject, _ in subjects if subject),
     )
-    return Hold(record, SIZE.micro_neurons, 60 * MICRO, caps(subjects, SIZE), SIZE.output_tokens)
+    return Hold(record, SIZE.micro_neurons, 60 * MICRO, caps_of(subjects, SIZE), SIZE.output_tokens)
 
 
 async def measure(store: Store, kind: Kind, rate: float, seconds: float, seed: int) -> list[float]:
@@ -159,7 +159,7 @@ async def on_sqlite(folder: Path, options: argparse.Namespace) -> None:
 
 
 def named(kind: Kind, rate: float) -> str:
-    count = len(caps(limited(kind.of_account, "token", kind.of_token, "small"), SIZE))
+    count = len(caps_of(limited_subjects(kind.of_account, "token", kind.of_token, "small"), SIZE))
     return f"{count} limits, {rate:g} decisions per second"
 
 

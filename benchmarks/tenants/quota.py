@@ -19,8 +19,8 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.record import record
-from tenants.auth.accounts import Accounts, Caller
-from tenants.limits.quota import Demand, Price, Quota, QuotaExceeded, Reservation, Spent
+from tenants.auth.accounts import AccountService, Caller
+from tenants.limits.quota import CallUsage, NeuronPrice, Quota, QuotaExceeded, QuotaRequest, Reservation
 from tenants.open import open_store
 from tenants.records.limits import Limits
 from tenants.store.protocol import Store
@@ -28,20 +28,20 @@ from tests.support.redis_server import RedisServer
 
 SECRET = b"a benchmark's secret of 32 bytes"
 UNLIMITED = Limits(requests_per_minute=6_000_000, neurons_per_day=1e9)
-PRICE = Price(input=1_000, cached_input=100, output=3_000)
-SPENT = Spent(prompt_tokens=40, cached_tokens=32, completion_tokens=5, outcome="done")
+PRICE = NeuronPrice(input=1_000, cached_input=100, output=3_000)
+SPENT = CallUsage(prompt_tokens=40, cached_tokens=32, completion_tokens=5, outcome="done")
 PAIRS, ROUNDS = 500, 8
 
 
 async def new_caller(store: Store, limits: Limits) -> Caller:
-    accounts = Accounts(store, SECRET)
+    accounts = AccountService(store, SECRET)
     account = await accounts.create("benchmark", limits)
     _, text = await accounts.mint(account.id, "benchmark")
     return await accounts.verify(text)
 
 
 async def pair(quota: Quota, caller: Caller, request_id: str) -> None:
-    reservation = await quota.reserve(caller, request_id, Demand("@cf/hearth/ember", PRICE, 40, 256))
+    reservation = await quota.reserve(caller, request_id, QuotaRequest("@cf/hearth/ember", PRICE, 40, 256))
     quota.settle(reservation, SPENT)
     await quota.flush()
 
@@ -75,12 +75,12 @@ async def measure_race(url: str, folder: Path) -> tuple[int, float]:
     """200 clients on four gateways want 0.1 neurons each and the account has 3.75: micro-neurons overspent, and how
     many clients were admitted beside the 37 that fit."""
     stores = [open_store(url) for _ in range(4)]
-    price, caller = Price(input=1_000), await new_caller(stores[0], Limits(neurons_per_day=3.75))
+    price, caller = NeuronPrice(input=1_000), await new_caller(stores[0], Limits(neurons_per_day=3.75))
     quotas = [Quota(store, folder / "outbox") for store in stores]
 
     async def client(n: int) -> Reservation | None:
         try:
-            return await quotas[n % 4].reserve(caller, f"r{n}", Demand("m", price, 100, 0))
+            return await quotas[n % 4].reserve(caller, f"r{n}", QuotaRequest("m", price, 100, 0))
         except QuotaExceeded:
             return None
 
@@ -98,7 +98,9 @@ async def measure_burst(store: Store, folder: Path) -> float:
     for turn in range(5):
         quota = Quota(store, folder / "outbox")
         began = time.perf_counter()
-        await asyncio.gather(*(quota.reserve(caller, f"{turn}.{n}", Demand("m", PRICE, 1, 1)) for n in range(1_000)))
+        await asyncio.gather(
+            *(quota.reserve(caller, f"{turn}.{n}", QuotaRequest("m", PRICE, 1, 1)) for n in range(1_000))
+        )
         rates.append(1_000 / (time.perf_counter() - began))
     return statistics.median(rates)
 

@@ -14,10 +14,10 @@ import torch
 from tqdm import tqdm
 
 from engine.bench.breakdown import break_down
-from engine.bench.geometries import GEOMETRIES, Bound, write_folder
-from engine.bench.session import Engine, Session
-from engine.bench.shapes import SHAPES, SMALL, START, START_PEER_S, Figure, Sizes, measure_start
-from engine.models.config import read_config
+from engine.bench.geometries import GEOMETRIES, RooflineBound, write_folder
+from engine.bench.session import BenchEngine, BenchSession
+from engine.bench.shapes import SHAPES, SMALL_SIZES, START, START_PEER_S, ShapeResult, WorkloadSizes, measure_start
+from engine.models.config import read_decoder_config
 from engine.protocol.specs import ModelSpec
 
 _PEER_MODEL: Final = "llama-3.1-8b"
@@ -53,15 +53,15 @@ def main(arguments: list[str]) -> int:
             name=options.model, folder=str(place), random_weights=options.model in GEOMETRIES,
             context_tokens=options.context, kv_dtype=options.kv_dtype, sequences=options.sequences,
         )  # fmt: skip
-        bound = Bound.of(read_config(place))
+        bound = RooflineBound.of(read_decoder_config(place))
         rows: list[dict[str, Any]] = []
         if START in names:
             names.remove(START)
             _keep(rows, measure_start(model, options.device), START_PEER_S, options)
         if names or options.profile:
-            engine = Engine(model, options.device)
+            engine = BenchEngine(model, options.device)
             engine.prepare()
-            sizes = SMALL if options.small else Sizes()
+            sizes = SMALL_SIZES if options.small else WorkloadSizes()
             for name in tqdm(names, desc="shapes", file=sys.stderr, disable=not sys.stderr.isatty()):
                 for figure in SHAPES[name].measure(engine, bound, sizes):
                     _keep(rows, figure, SHAPES[name].peer if figure.shape == name else None, options)
@@ -106,7 +106,7 @@ def _names(asked: str) -> list[str]:
     return names
 
 
-def _keep(rows: list[dict[str, Any]], figure: Figure, peer: float | None, options: argparse.Namespace) -> None:
+def _keep(rows: list[dict[str, Any]], figure: ShapeResult, peer: float | None, options: argparse.Namespace) -> None:
     shape = figure.shape if options.model == _PEER_MODEL else f"{options.model} {figure.shape}"
     row = {
         "shape": shape,
@@ -141,12 +141,12 @@ def _commit() -> str:
     return os.environ.get("HEARTH_COMMIT") or asked.stdout.strip() or "unknown"
 
 
-def _profile(engine: Engine, bound: Bound, sizes: Sizes, count: int, folder: str | None) -> None:
+def _profile(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes, count: int, folder: str | None) -> None:
     trace = None
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         trace = Path(folder) / f"decode-{count}.json.gz"
-    with Session(engine, gap_ms=60_000) as session:
+    with BenchSession(engine, gap_ms=60_000) as session:
         for index in range(count):
             session.submit([index % 100 + 1] * sizes.prompt, 1024)
         session.run_until_all_stream()

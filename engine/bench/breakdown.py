@@ -10,7 +10,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from engine.bench.geometries import Bound
+from engine.bench.geometries import RooflineBound
 
 _KINDS: Final = (  # the first that a kernel's name contains
     ("attention", ("_narrow", "_wide", "_merge_rows", "attention")),
@@ -25,7 +25,7 @@ _KINDS: Final = (  # the first that a kernel's name contains
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class KernelTime:
     """One kind of kernel in one step; `bytes_` is what it must move at the least, 0 where that is little."""
 
     kind: str
@@ -39,7 +39,9 @@ class Part:
         return self.bytes_ / self.us / 1e6 if self.us else 0.0
 
 
-def break_down(turn: Callable[[], Any], steps: int, bound: Bound, keys: float, trace: Path | None) -> list[Part]:
+def break_down(
+    turn: Callable[[], Any], steps: int, bound: RooflineBound, keys: float, trace: Path | None
+) -> list[KernelTime]:
     """Profiles `steps` turns of a loop; the last part is the time in which the device did nothing.
 
     keys: that a step's rows read, each once. Writes a Chrome trace where a path is given.
@@ -58,10 +60,14 @@ def break_down(turn: Callable[[], Any], steps: int, bound: Bound, keys: float, t
         ran = [event for event in events if event.device_type == DeviceType.CUDA]
     else:  # operators that no others call stand for kernels
         ran = [event for event in events if event.cpu_parent is None]
-    return parts_of(((event.name, event.time_range.start, event.time_range.end) for event in ran), steps, bound, keys)
+    return kernel_times(
+        ((event.name, event.time_range.start, event.time_range.end) for event in ran), steps, bound, keys
+    )
 
 
-def parts_of(ran: Iterable[tuple[str, float, float]], steps: int, bound: Bound, keys: float) -> list[Part]:
+def kernel_times(
+    ran: Iterable[tuple[str, float, float]], steps: int, bound: RooflineBound, keys: float
+) -> list[KernelTime]:
     """(kernel, start µs, end µs) of `steps` steps, at least one kernel → the parts of one."""
     launches: defaultdict[str, int] = defaultdict(int)
     took: defaultdict[str, float] = defaultdict(float)
@@ -77,7 +83,8 @@ def parts_of(ran: Iterable[tuple[str, float, float]], steps: int, bound: Bound, 
     span = at - first
     bytes_ = {"linear": bound.weights_bytes, "attention": keys * bound.kv_token_bytes}
     parts = [
-        Part(kind, launches[kind] / steps, us / steps, us / span, bytes_.get(kind, 0.0)) for kind, us in took.items()
+        KernelTime(kind, launches[kind] / steps, us / steps, us / span, bytes_.get(kind, 0.0))
+        for kind, us in took.items()
     ]
     parts.sort(key=lambda part: -part.us)
-    return [*parts, Part("idle", 0, (span - busy) / steps, (span - busy) / span, 0.0)]
+    return [*parts, KernelTime("idle", 0, (span - busy) / steps, (span - busy) / span, 0.0)]

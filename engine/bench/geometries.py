@@ -41,7 +41,7 @@ def write_folder(name: str, folder: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class RooflineBound:
     """The least that steps of a model take, in bf16 on one H200: bytes ÷ bandwidth and FLOP ÷ rate."""
 
     weights_bytes: int  # that every step reads: all but the embedding
@@ -50,7 +50,7 @@ class Bound:
     attention_flop: int  # per row and key
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "Bound":
+    def of(cls, config: ModelConfig) -> "RooflineBound":
         qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
         layer = config.hidden * (qkv + config.heads * config.head_dim + 3 * config.intermediate)
         return cls(

@@ -9,20 +9,20 @@ from typing import Any, Self, cast
 import numpy as np
 
 from engine.bench.vocabulary import write_tokenizer
-from engine.execution.open import Runner
-from engine.execution.step_loop import Loop, open_scheduler
+from engine.execution.open import DecoderRunner
+from engine.execution.step_loop import StepLoop, open_scheduler
 from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import Grammar, Sampling, Scope, ScopeKind
-from engine.scheduling.validation import Door
-from engine.step.cost_model import Costs
-from engine.step.executor import Flight, Runs, Sampled
+from engine.protocol.types import Grammar, SamplingParams, Scope, ScopeKind
+from engine.scheduling.validation import RequestValidator
+from engine.step.cost_model import CostModel
+from engine.step.executor import InflightStep, RunnerOutput, StepExecutor
 from engine.step.layout import Int32s
-from engine.structured_output.manager import Grammars
+from engine.structured_output.manager import StructuredOutputManager
 
 
 @dataclass(slots=True)
-class Stream:
+class RequestTimeline:
     """What one request gave: when each of its tokens was told, and whether it is over."""
 
     submitted_s: float
@@ -30,30 +30,30 @@ class Stream:
     over: bool = False
 
 
-class _Watched:
+class _TimedRunner:
     """A runner that tells how long its caller waited for flights."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: DecoderRunner) -> None:
         self._runner = runner
         self.waited_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, packed: Int32s) -> Flight:
-        return _WatchedFlight(self, self._runner.launch(packed))
+    def launch(self, packed: Int32s) -> InflightStep:
+        return _TimedStep(self, self._runner.launch(packed))
 
-    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
-        assert isinstance(flight, _WatchedFlight)
+    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
+        assert isinstance(flight, _TimedStep)
         self._runner.sample(flight.flight, masks_MW)
 
 
-class _WatchedFlight:
-    def __init__(self, watched: _Watched, flight: Flight) -> None:
+class _TimedStep:
+    def __init__(self, watched: _TimedRunner, flight: InflightStep) -> None:
         self._watched = watched
         self.flight = flight
 
-    def wait(self) -> Sampled:
+    def wait(self) -> RunnerOutput:
         began = time.perf_counter()
         try:
             return self.flight.wait()
@@ -61,49 +61,53 @@ class _WatchedFlight:
             self._watched.waited_s += time.perf_counter() - began
 
 
-class Engine:
+class BenchEngine:
     """A runner that sessions share, one after the other."""
 
     def __init__(self, model: ModelSpec, device: str) -> None:
         self.model = model
-        self.runner = Runner.open(model, device, None, lambda: None)
+        self.runner = DecoderRunner.open(model, device, None, lambda: None)
 
     def prepare(self) -> None:
         """What a replica does while it is idle: every graph is captured."""
         while self.runner.idle():
             pass
 
-    def grammars(self) -> Grammars:
+    def grammars(self) -> StructuredOutputManager:
         """To be closed. Where the model's folder has no tokenizer, a made-up one of its size is written there."""
         folder = Path(self.model.folder)
         if not (folder / "tokenizer.json").exists():
             write_tokenizer(folder, self.runner.vocabulary)
-        return Grammars(folder, None)
+        return StructuredOutputManager(folder, None)
 
 
-class Session:
+class BenchSession:
     """An empty cache and a scheduler of its own on an engine. `grouped` switches prefix groups; `grammars` are for
     requests that have one."""
 
     def __init__(
-        self, engine: Engine, gap_ms: float | None = None, grouped: bool = True, grammars: Grammars | None = None
+        self,
+        engine: BenchEngine,
+        gap_ms: float | None = None,
+        grouped: bool = True,
+        grammars: StructuredOutputManager | None = None,
     ) -> None:
         runner, model = engine.runner, engine.model
         self._runner = runner
-        self._costs: Costs | None = runner.costs
+        self._costs: CostModel | None = runner.costs
         if runner.costs is not None and not grouped:
             runner.costs = replace(runner.costs, pair_us=float("inf"))
         changed = {name: getattr(model, name) for name in model.__struct_fields__}
         spec = ModelSpec(**{**changed, "gap_ms": gap_ms or model.gap_ms, "waiting": 4096})
         self._scheduler = open_scheduler(runner, spec, time.perf_counter)
-        self._watched = _Watched(runner)
+        self._watched = _TimedRunner(runner)
         self._grammars = grammars
-        self._loop = Loop(cast(Runs, self._watched), self._scheduler, grammars.masks if grammars else None)
-        self._door = Door(
+        self._loop = StepLoop(cast(StepExecutor, self._watched), self._scheduler, grammars.masks if grammars else None)
+        self._door = RequestValidator(
             model_revision=runner.revision, kv_layout=runner.kv_layout, block_tokens=runner.block_tokens,
             tokens_max=runner.context_tokens, vocabulary=runner.vocabulary, stop_ids=frozenset(),
         )  # fmt: skip
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, RequestTimeline] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -127,13 +131,13 @@ class Session:
         scope: int | None = None,
         temperature: float = 0.0,
         grammar: Grammar | None = None,
-    ) -> Stream:
+    ) -> RequestTimeline:
         """A request; those of one `scope` share cached prefixes. Waits until its grammar is compiled."""
         number = len(self.streams)
-        self.streams[number] = Stream(time.perf_counter())
+        self.streams[number] = RequestTimeline(time.perf_counter())
         sharing = Scope() if scope is None else Scope(ScopeKind.TENANT, scope.to_bytes(16, "big"))
         packed = np.asarray(tokens, "<u4").tobytes()
-        submit = Submit(number, packed, sharing, Sampling(temperature=temperature, seed=number), max_tokens)
+        submit = Submit(number, packed, sharing, SamplingParams(temperature=temperature, seed=number), max_tokens)
         sequences = self._door.sequences(submit, 0, time.perf_counter())
         if grammar is not None:
             assert self._grammars is not None

@@ -18,8 +18,8 @@ from typing import Final
 import msgspec
 
 from engine.bench.breakdown import break_down
-from engine.bench.geometries import Bound
-from engine.bench.session import Engine, Session
+from engine.bench.geometries import RooflineBound
+from engine.bench.session import BenchEngine, BenchSession
 from engine.protocol.frames import FrameReader, Hello
 from engine.protocol.specs import ModelSpec, ReplicaSpec
 from engine.protocol.types import Grammar, GrammarKind
@@ -30,7 +30,7 @@ _LONG_PROMPTS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WorkloadSizes:
     """How much a shape takes; `scaled` makes it small enough for a test."""
 
     prompt: int = 512
@@ -42,11 +42,11 @@ class Sizes:
         return max(2, count // self.scale)
 
 
-SMALL: Final = Sizes(prompt=24, steps=4, repeats=1, scale=64)
+SMALL_SIZES: Final = WorkloadSizes(prompt=24, steps=4, repeats=1, scale=64)
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ShapeResult:
     """One measured shape; `bound` in the same unit."""
 
     shape: str
@@ -55,34 +55,34 @@ class Figure:
     bound: float | None = None
 
 
-Measure = Callable[[Engine, Bound, Sizes], list[Figure]]
+MeasureShape = Callable[[BenchEngine, RooflineBound, WorkloadSizes], list[ShapeResult]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BenchShape:
     """`peer` is vLLM 0.24.0 on one H200 with Llama-3.1-8B's geometry, bf16, in the figure's unit."""
 
     name: str
     told: str
-    measure: Measure
+    measure: MeasureShape
     peer: float | None = None
 
 
-def _prompt(engine: Engine, length: int, seed: int) -> list[int]:
+def _prompt(engine: BenchEngine, length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(engine.runner.vocabulary), k=length)
 
 
-def _decode(count: int) -> Measure:
-    def measure(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+def _decode(count: int) -> MeasureShape:
+    def measure(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
         took = []
         for repeat in range(sizes.repeats):
-            with Session(engine, gap_ms=60_000) as session:
+            with BenchSession(engine, gap_ms=60_000) as session:
                 for index in range(count):
                     session.submit(_prompt(engine, sizes.prompt, repeat * count + index), sizes.steps * 4 + 64)
                 session.run_until_all_stream()
                 took.append(session.steps_ms(sizes.steps))
         keys = count * (sizes.prompt + sizes.steps / 2)
-        return [Figure(f"decode-{count}", statistics.median(took), "ms", bound.step_ms(count, keys))]
+        return [ShapeResult(f"decode-{count}", statistics.median(took), "ms", bound.step_ms(count, keys))]
 
     return measure
 
@@ -105,16 +105,16 @@ def grammar_source(items: int) -> str:
     return json.dumps({"type": "array", "items": item, "minItems": items})
 
 
-def _grammar(count: int) -> Measure:
+def _grammar(count: int) -> MeasureShape:
     """What masks cost: the same sampled steps with a grammar in every row, and without."""
 
-    def measure(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+    def measure(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
         grammar = Grammar(GrammarKind.JSON_SCHEMA, grammar_source(100_000))
         sequences = sizes.scaled(count)
         took_ms: dict[Grammar | None, list[float]] = {grammar: [], None: []}
         with contextlib.closing(engine.grammars()) as grammars:
             for asked in (grammar, None) * sizes.repeats:
-                with Session(engine, gap_ms=60_000, grammars=grammars) as session:
+                with BenchSession(engine, gap_ms=60_000, grammars=grammars) as session:
                     for index in range(sequences):
                         prompt = _prompt(engine, sizes.prompt, index)
                         session.submit(prompt, sizes.steps * 4 + 64, temperature=1.0, grammar=asked)
@@ -122,18 +122,18 @@ def _grammar(count: int) -> Measure:
                     took_ms[asked].append(session.steps_ms(sizes.steps))
         on_ms, off_ms = statistics.median(took_ms[grammar]), statistics.median(took_ms[None])
         name, least_ms = f"grammar-{count}", bound.step_ms(sequences, sequences * (sizes.prompt + sizes.steps / 2))
-        cost = Figure(f"{name} cost", max(0.0, 100 * (1 - off_ms / on_ms)), "%")
-        return [Figure(name, on_ms, "ms", least_ms), Figure(f"{name} off", off_ms, "ms"), cost]
+        cost = ShapeResult(f"{name} cost", max(0.0, 100 * (1 - off_ms / on_ms)), "%")
+        return [ShapeResult(name, on_ms, "ms", least_ms), ShapeResult(f"{name} off", off_ms, "ms"), cost]
 
     return measure
 
 
 def _grouped_ms(
-    engine: Engine, sizes: Sizes, count: int, prefix: int, groups: int, grouped: bool, repeats: int
+    engine: BenchEngine, sizes: WorkloadSizes, count: int, prefix: int, groups: int, grouped: bool, repeats: int
 ) -> float:
     took = []
     for repeat in range(repeats):
-        with Session(engine, gap_ms=60_000, grouped=grouped) as session:
+        with BenchSession(engine, gap_ms=60_000, grouped=grouped) as session:
             prefixes = [_prompt(engine, prefix, 1000 + repeat * groups + group) for group in range(groups)]
             for group, tokens in enumerate(prefixes):
                 session.submit([*tokens, 1], 1, scope=group)
@@ -146,30 +146,33 @@ def _grouped_ms(
     return statistics.median(took)
 
 
-def _prefix(name: str, count: int, prefix: int, groups: int = 1, versus_ungrouped: bool = False) -> Measure:
-    def measure(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+def _prefix(name: str, count: int, prefix: int, groups: int = 1, versus_ungrouped: bool = False) -> MeasureShape:
+    def measure(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
         members, length = sizes.scaled(count), prefix // sizes.scale
         on_ms = _grouped_ms(engine, sizes, members, length, groups, True, sizes.repeats)
         keys = groups * length + members * (_GROUP_PROMPT + sizes.steps / 2)
-        figures = [Figure(name, on_ms, "ms", bound.step_ms(members, keys))]
+        figures = [ShapeResult(name, on_ms, "ms", bound.step_ms(members, keys))]
         if versus_ungrouped:
             off_ms = _grouped_ms(engine, sizes, members, length, groups, False, 1)
-            figures += [Figure(f"{name} groups off", off_ms, "ms"), Figure(f"{name} gain", off_ms / on_ms, "x")]
+            figures += [
+                ShapeResult(f"{name} groups off", off_ms, "ms"),
+                ShapeResult(f"{name} gain", off_ms / on_ms, "x"),
+            ]
         return figures
 
     return measure
 
 
 def _throughput(
-    engine: Engine, sizes: Sizes, prompts: list[list[int]], outputs: list[int], temperature: float
+    engine: BenchEngine, sizes: WorkloadSizes, prompts: list[list[int]], outputs: list[int], temperature: float
 ) -> float:
-    with Session(engine, gap_ms=100) as session:
+    with BenchSession(engine, gap_ms=100) as session:
         for tokens, output in zip(prompts, outputs, strict=True):
             session.submit(tokens, output, temperature=temperature)
         return sum(outputs) / session.run()
 
 
-def _mixed(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+def _mixed(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
     found = []
     for seed in (1, 2):
         draw, count = random.Random(seed), sizes.scaled(512)
@@ -178,42 +181,42 @@ def _mixed(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
         outputs = [output // sizes.scale + 1 for _, output in lengths]
         found.append(_throughput(engine, sizes, prompts, outputs, 0.0))
     best = bound.throughput([(len(tokens), output) for tokens, output in zip(prompts, outputs, strict=True)])
-    return [Figure("mixed-512", statistics.median(found), "tok/s", best)]
+    return [ShapeResult("mixed-512", statistics.median(found), "tok/s", best)]
 
 
-def nano_draw(count: int) -> tuple[list[list[int]], list[int]]:
+def nano_vllm_requests(count: int) -> tuple[list[list[int]], list[int]]:
     """The requests of nano-vllm's benchmark: 256 have 142,827 tokens in and 133,966 out."""
     draw = random.Random(0)
     prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(count)]
     return prompts, [draw.randint(100, 1024) for _ in range(count)]
 
 
-def _nano(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
-    prompts, outputs = nano_draw(sizes.scaled(256))
+def _nano(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
+    prompts, outputs = nano_vllm_requests(sizes.scaled(256))
     vocabulary = engine.runner.vocabulary
     prompts = [[token % vocabulary for token in tokens[: len(tokens) // sizes.scale + 1]] for tokens in prompts]
     outputs = [output // sizes.scale + 1 for output in outputs]
     best = bound.throughput([(len(tokens), output) for tokens, output in zip(prompts, outputs, strict=True)])
-    return [Figure("nano-256", _throughput(engine, sizes, prompts, outputs, 0.6), "tok/s", best)]
+    return [ShapeResult("nano-256", _throughput(engine, sizes, prompts, outputs, 0.6), "tok/s", best)]
 
 
-def _first_token(length: int) -> Measure:
-    def measure(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+def _first_token(length: int) -> MeasureShape:
+    def measure(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
         tokens, took = length // sizes.scale, []
         for repeat in range(sizes.repeats + 1):
-            with Session(engine) as session:
+            with BenchSession(engine) as session:
                 stream = session.submit(_prompt(engine, tokens, repeat), 1)
                 session.run()
                 took.append(1e3 * (stream.told_s[0] - stream.submitted_s))
-        return [Figure(f"ttft-{length}", statistics.median(took[1:]), "ms", bound.prompt_ms(tokens))]
+        return [ShapeResult(f"ttft-{length}", statistics.median(took[1:]), "ms", bound.prompt_ms(tokens))]
 
     return measure
 
 
-def _gaps_under_prefill(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+def _gaps_under_prefill(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
     """32 streams decode while long prompts come one after another."""
     count = sizes.scaled(32)
-    with Session(engine) as session:
+    with BenchSession(engine) as session:
         for index in range(count):
             session.submit(_prompt(engine, sizes.prompt, index), 4096 // sizes.scale)
         session.run_until_all_stream()
@@ -232,13 +235,13 @@ def _gaps_under_prefill(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figu
             for before, after in zip(stream.told_s, stream.told_s[1:], strict=False)
             if began <= after <= ended
         ]
-    return [Figure("itl-p99-under-prefill", statistics.quantiles(gaps, n=100)[98], "ms")]
+    return [ShapeResult("itl-p99-under-prefill", statistics.quantiles(gaps, n=100)[98], "ms")]
 
 
-def _host(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
+def _host(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
     """What the host does in a step of 64 and what the device waits in between: all but its waits for landings."""
     count = sizes.scaled(64)
-    with Session(engine, gap_ms=60_000) as session:
+    with BenchSession(engine, gap_ms=60_000) as session:
         for index in range(count):
             session.submit(_prompt(engine, sizes.prompt, index), sizes.steps * 4 + 64)
         session.run_until_all_stream()
@@ -247,10 +250,13 @@ def _host(engine: Engine, bound: Bound, sizes: Sizes) -> list[Figure]:
         step_ms = session.steps_ms(sizes.steps)
         waited_ms = 1e3 * (session.waited_s - waited_before) / (sizes.steps + 1)
         idle = break_down(session.turn, sizes.steps, bound, 0, None)[-1]
-    return [Figure("host", 1e3 * max(0.001, step_ms - waited_ms), "µs"), Figure("idle", 100 * idle.share, "%")]
+    return [
+        ShapeResult("host", 1e3 * max(0.001, step_ms - waited_ms), "µs"),
+        ShapeResult("idle", 100 * idle.share, "%"),
+    ]
 
 
-def measure_start(model: ModelSpec, device: str) -> Figure:
+def measure_start(model: ModelSpec, device: str) -> ShapeResult:
     """From the start of a replica's process to its first frame, with kernels compiled before. No engine may be open:
     the replica takes the device for itself."""
     with tempfile.TemporaryDirectory() as folder:
@@ -267,7 +273,7 @@ def measure_start(model: ModelSpec, device: str) -> Figure:
             finally:
                 process.terminate()
                 process.wait(30)
-    return Figure("start", took[-1], "s")
+    return ShapeResult("start", took[-1], "s")
 
 
 def _await_hello(path: Path, process: subprocess.Popen[bytes]) -> None:
@@ -286,28 +292,28 @@ def _await_hello(path: Path, process: subprocess.Popen[bytes]) -> None:
 
 START: Final = "start"
 START_PEER_S: Final = 21.0
-SHAPES: Final[dict[str, Shape]] = {
+SHAPES: Final[dict[str, BenchShape]] = {
     shape.name: shape
     for shape in (
         *(
-            Shape(f"decode-{count}", f"{count} sequences, 512 tokens in, 128 out: a step", _decode(count), peer)
+            BenchShape(f"decode-{count}", f"{count} sequences, 512 tokens in, 128 out: a step", _decode(count), peer)
             for count, peer in ((1, 4.98), (8, 5.17), (32, 5.87), (64, 6.73), (128, 8.67), (256, 13.67))
         ),
-        Shape("prefix-64", "64 behind one cached prefix of 4,096: a step", _prefix("prefix-64", 64, 4096), 10.41),
-        Shape("prefix-256", "256 behind one cached prefix of 4,096", _prefix("prefix-256", 256, 4096), 29.34),
-        Shape("prefix-4x64", "four groups of 64, each behind 4,096", _prefix("prefix-4x64", 256, 4096, groups=4)),
-        Shape(
+        BenchShape("prefix-64", "64 behind one cached prefix of 4,096: a step", _prefix("prefix-64", 64, 4096), 10.41),
+        BenchShape("prefix-256", "256 behind one cached prefix of 4,096", _prefix("prefix-256", 256, 4096), 29.34),
+        BenchShape("prefix-4x64", "four groups of 64, each behind 4,096", _prefix("prefix-4x64", 256, 4096, groups=4)),
+        BenchShape(
             "prefix-16k-128", "128 behind 16,384, with groups and without",
             _prefix("prefix-16k-128", 128, 16384, versus_ungrouped=True),
         ),
-        Shape("mixed-512", "512 sequences, 100-1024 in and out, at once: output tokens", _mixed, 11325),
-        Shape("nano-256", "nano-vllm's 256 requests, temperature 0.6: output tokens", _nano, 9614),
+        BenchShape("mixed-512", "512 sequences, 100-1024 in and out, at once: output tokens", _mixed, 11325),
+        BenchShape("nano-256", "nano-vllm's 256 requests, temperature 0.6: output tokens", _nano, 9614),
         *(
-            Shape(f"ttft-{length}", f"one prompt of {length} to its first token", _first_token(length), peer)
+            BenchShape(f"ttft-{length}", f"one prompt of {length} to its first token", _first_token(length), peer)
             for length, peer in ((1024, 35.0), (4096, 101.0), (8192, 210.0), (16000, 464.0))
         ),
-        Shape("itl-p99-under-prefill", "gaps of 32 streams while prompts of 8,192 come", _gaps_under_prefill),
-        Shape("grammar-32", "32 sampled sequences kept to a schema of 4 KB: a step, and what that costs", _grammar(32)),
-        Shape("host", "64 sequences: the host's work in a step, and the share in which the device is idle", _host),
+        BenchShape("itl-p99-under-prefill", "gaps of 32 streams while prompts of 8,192 come", _gaps_under_prefill),
+        BenchShape("grammar-32", "32 sampled sequences kept to a 4 KB schema: a step, and its cost", _grammar(32)),
+        BenchShape("host", "64 sequences: the host's work in a step, and the share in which the device is idle", _host),
     )
 }  # fmt: skip

@@ -29,22 +29,36 @@ import torch
 from torch import Tensor
 
 from engine.bf12 import codec_numpy
-from engine.bf12.layout import (  # fmt: skip
+from engine.bf12.layout import (
     BASES,
     CODES,
     GROUP_OUTPUTS,
-    INPUTS_MOST,
     LANES,
     ZEROS,
     block_of,
-    fits,
+    is_encodable,
     lanes_of,
     words_of,
 )
 
 __all__ = [
-    "GROUP_OUTPUTS", "INPUTS_MOST", "LANES", "Bf12", "Coded", "Escapes", "Index", "bases_for",
-    "choose_bases", "codes_of", "decode", "encode", "expand", "exponents_of", "fits", "index", "lanes_of", "stack",
+    "GROUP_OUTPUTS",
+    "LANES",
+    "Bf12Matrix",
+    "Bf12Weight",
+    "EscapeIndex",
+    "Escapes",
+    "bases_for",
+    "choose_bases",
+    "count_code_use",
+    "decode",
+    "encode",
+    "expand",
+    "exponents_of",
+    "index",
+    "is_encodable",
+    "lanes_of",
+    "stack_matrices",
     "words_of",
 ]  # fmt: skip
 
@@ -89,7 +103,7 @@ class Escapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class Bf12Matrix:
     """A bf16 matrix in 12 bits a number."""
 
     words_NW: Tensor  # int32
@@ -106,7 +120,7 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class EscapeIndex:
     """The escapes of several matrices of equal inputs below each other, as kernels look for them: by groups of 16
     outputs, of which a kernel's tile has one or more.
 
@@ -123,11 +137,11 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Bf12:
+class Bf12Weight:
     """A weight in 12 bits a number as kernels take it: coded matrices of equal inputs below each other."""
 
     words_NW: Tensor  # int32, contiguous
-    index: Index
+    index: EscapeIndex
 
     @property
     def outputs(self) -> int:
@@ -144,9 +158,9 @@ class Bf12:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def stack(coded: Sequence[Coded]) -> Bf12:
+def stack_matrices(coded: Sequence[Bf12Matrix]) -> Bf12Weight:
     """Below each other in this order."""
-    return Bf12(torch.cat([one.words_NW for one in coded]), index([one.escapes for one in coded]))
+    return Bf12Weight(torch.cat([one.words_NW for one in coded]), index([one.escapes for one in coded]))
 
 
 def exponents_of(weight_NK: Tensor) -> Tensor:
@@ -175,7 +189,7 @@ def choose_bases(weight_NK: Tensor) -> Tensor:
     return bases_for(exponents_of(weight_NK))
 
 
-def codes_of(counts_NX: Tensor, bases_N: Tensor) -> Tensor:
+def count_code_use(counts_NX: Tensor, bases_N: Tensor) -> Tensor:
     """int64 [17]: how many numbers have each code with these bases, and last how many are escapes."""
     codes_C = torch.arange(CODES, device=counts_NX.device)
     coded_C = counts_NX.gather(1, bases_N.long()[:, None] + codes_C)
@@ -183,15 +197,15 @@ def codes_of(counts_NX: Tensor, bases_N: Tensor) -> Tensor:
     return torch.cat((coded_C, (counts_NX.sum() - coded_C.sum())[None]))
 
 
-def encode(weight_NK: Tensor, bases_N: Tensor) -> Coded:
+def encode(weight_NK: Tensor, bases_N: Tensor) -> Bf12Matrix:
     """The result lies on the weight's device, as the bases do. On a GPU it takes some 6 bytes of memory a number."""
     assert weight_NK.dtype == torch.bfloat16
     assert bases_N.dtype == torch.uint8
     outputs, inputs = weight_NK.shape
-    assert fits(outputs, inputs)
+    assert is_encodable(outputs, inputs)
     by = _encode_on_host if weight_NK.device.type == "cpu" else _encode
     words_NW, positions_E = by(weight_NK.contiguous(), bases_N)
-    return Coded(words_NW, Escapes(outputs, inputs, bases_N, positions_E, weight_NK.reshape(-1)[positions_E]))
+    return Bf12Matrix(words_NW, Escapes(outputs, inputs, bases_N, positions_E, weight_NK.reshape(-1)[positions_E]))
 
 
 def _encode_on_host(weight_NK: Tensor, bases_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,7 +242,7 @@ def _encode(weight_NK: Tensor, bases_N: Tensor) -> tuple[Tensor, Tensor]:
     return words_NW, outside.view(-1).nonzero().view(-1)
 
 
-def decode(coded: Coded) -> Tensor:
+def decode(coded: Bf12Matrix) -> Tensor:
     """The matrix again, bit for bit, on the device of its code."""
     return expand(coded.words_NW, coded.escapes)
 
@@ -260,7 +274,7 @@ def _expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
     return ((high_NK & 0x80).to(torch.int16) << 8 | counted).view(torch.bfloat16)
 
 
-def index(escapes: Sequence[Escapes]) -> Index:
+def index(escapes: Sequence[Escapes]) -> EscapeIndex:
     """Of matrices below each other in this order."""
     scales, places, values, counts = [], [], [], []
     first = 0
@@ -276,7 +290,7 @@ def index(escapes: Sequence[Escapes]) -> Index:
     groups = -(-first // GROUP_OUTPUTS)
     ends = torch.bincount(torch.cat(counts), minlength=groups).cumsum(0)
     firsts_G = torch.cat((ends.new_zeros(1), ends)).int()
-    return Index(torch.cat(scales), firsts_G, torch.cat(places), torch.cat(values))
+    return EscapeIndex(torch.cat(scales), firsts_G, torch.cat(places), torch.cat(values))
 
 
 _SIGNED: Final = -0x78787879  # 0x87878787: of each byte the sign and the pair of exponents

@@ -6,16 +6,16 @@ It needs no torch, so that headers can be judged without it.
 from typing import Final
 
 LANES: Final = (32, 16)  # the first whose blocks divide a row
-INPUTS_MOST: Final = 1 << 16  # a place has 16 bits for the input
+INPUTS_MAX: Final = 1 << 16  # a place has 16 bits for the input
 GROUP_OUTPUTS: Final = 16  # that have their escapes together
 CODES: Final = 16  # exponents that have one
 BASES: Final = range(2, 240)  # so that neither subnormals nor infinities have a code, and scales are normal numbers
 ZEROS: Final = 0  # the base of a row in which zeros alone have a code
 
 
-def fits(outputs: int, inputs: int) -> bool:
+def is_encodable(outputs: int, inputs: int) -> bool:
     """Whether matrices of this shape have a code."""
-    return outputs > 0 and 0 < inputs <= INPUTS_MOST and inputs % (8 * LANES[-1]) == 0
+    return outputs > 0 and 0 < inputs <= INPUTS_MAX and inputs % (8 * LANES[-1]) == 0
 
 
 def lanes_of(inputs: int) -> int:

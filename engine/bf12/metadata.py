@@ -30,8 +30,8 @@ from engine.bf12.layout import words_of
 VERSION: Final = 1
 PIECE_BYTES: Final = 4 << 20
 ALIGNED_BYTES: Final = 64
-KEY: Final = "hearth.compressed"
-SUM_KEY: Final = "hearth.compressed.xxh3_128"
+METADATA_KEY: Final = "hearth.compressed"
+METADATA_SUM_KEY: Final = "hearth.compressed.xxh3_128"
 HIGH: Final = ".high"
 HIGH_ENDS: Final = ".high_ends"
 BASES: Final = ".bases"
@@ -39,18 +39,18 @@ POSITIONS: Final = ".escape_positions"
 VALUES: Final = ".escape_values"
 
 
-class NotesError(ValueError):
+class Bf12MetadataError(ValueError):
     """A file's metadata are not those of a compressed file that this version reads."""
 
 
-class Level(enum.IntEnum):
+class CompressionLevel(enum.IntEnum):
     """How far a folder is compressed: as a GPU reads it, or further, for its way to other machines."""
 
     DEVICE = 1
     DISTRIBUTION = 2
 
 
-class Original(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OriginalFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file that a compressed one was made of."""
 
     header: str  # its header as it was, blanks included
@@ -58,37 +58,37 @@ class Original(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     xxh3_128: str
 
 
-class Notes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Bf12Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """By tensors' names: `codes` has the sum (xxh3_128) of the bf16 numbers that each coded one was made of, `pieces`
     those (xxh3_64) of the pieces of each stored one, but of `.high` and `.high_ends`."""
 
     version: int
-    level: Level
-    original: Original
+    level: CompressionLevel
+    original: OriginalFile
     codes: dict[str, str]
     pieces: dict[str, list[int]]
 
 
-def written(notes: Notes) -> dict[str, str]:
+def encode_metadata(notes: Bf12Metadata) -> dict[str, str]:
     """As a header's metadata have it."""
     text = msgspec.json.encode(notes)
-    return {KEY: text.decode(), SUM_KEY: xxhash.xxh3_128_hexdigest(text)}
+    return {METADATA_KEY: text.decode(), METADATA_SUM_KEY: xxhash.xxh3_128_hexdigest(text)}
 
 
-def read(metadata: Mapping[str, str]) -> Notes | None:
+def parse_metadata(metadata: Mapping[str, str]) -> Bf12Metadata | None:
     """None of a file that is not compressed. Raises NotesError."""
-    text = metadata.get(KEY)
+    text = metadata.get(METADATA_KEY)
     if text is None:
         return None
-    if xxhash.xxh3_128_hexdigest(text.encode()) != metadata.get(SUM_KEY):
-        raise NotesError("its metadata were altered: get the file again")
+    if xxhash.xxh3_128_hexdigest(text.encode()) != metadata.get(METADATA_SUM_KEY):
+        raise Bf12MetadataError("its metadata were altered: get the file again")
     try:
         version = msgspec.json.decode(text, type=_Version).version
         if version != VERSION:
-            raise NotesError(f"it is of version {version} of the format, this Hearth reads version {VERSION}")
-        return msgspec.json.decode(text, type=Notes)
+            raise Bf12MetadataError(f"it is of version {version} of the format, this Hearth reads version {VERSION}")
+        return msgspec.json.decode(text, type=Bf12Metadata)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise NotesError(f"its metadata cannot be understood: {error}") from error
+        raise Bf12MetadataError(f"its metadata cannot be understood: {error}") from error
 
 
 def piece_rows(inputs: int) -> int:

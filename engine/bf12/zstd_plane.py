@@ -21,11 +21,11 @@ from engine.bf12.codec import lanes_of
 _LEVEL: Final = 1
 
 
-class HighError(ValueError):
+class ZstdPlaneError(ValueError):
     """A frame does not hold a piece's high words."""
 
 
-def pack(words_NW: Tensor) -> tuple[bytes, Tensor]:
+def pack_plane(words_NW: Tensor) -> tuple[bytes, Tensor]:
     """The frame of the high words, and the low ones [N, V], a copy. The words lie in host memory."""
     words = _blocks(words_NW)
     high, low = words[:, :, 0], words_NW.view(words.shape)[:, :, 1:]
@@ -33,7 +33,7 @@ def pack(words_NW: Tensor) -> tuple[bytes, Tensor]:
     return frame, low.flatten(1).contiguous()
 
 
-def unpack(frame: bytes | memoryview, low_NV: Tensor, words_NW: Tensor) -> None:
+def unpack_plane(frame: bytes | memoryview, low_NV: Tensor, words_NW: Tensor) -> None:
     """Fills `words_NW`, contiguous in host memory, with what was packed. Raises HighError where the frame is none of
     such a piece; whether the words are right, only their sum says. Takes a third of their memory meanwhile."""
     words = _blocks(words_NW)
@@ -41,12 +41,12 @@ def unpack(frame: bytes | memoryview, low_NV: Tensor, words_NW: Tensor) -> None:
     try:
         said = zstandard.get_frame_parameters(frame).content_size
         if said != high.nbytes:  # before memory is taken for what it says
-            raise HighError(f"a frame of {said} bytes, where {high.nbytes} are due")
+            raise ZstdPlaneError(f"a frame of {said} bytes, where {high.nbytes} are due")
         content = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise HighError(f"a frame that cannot be read: {error}") from error
+        raise ZstdPlaneError(f"a frame that cannot be read: {error}") from error
     if len(content) != high.nbytes:
-        raise HighError(f"a frame that ends after {len(content)} bytes of {high.nbytes}")
+        raise ZstdPlaneError(f"a frame that ends after {len(content)} bytes of {high.nbytes}")
     high[...] = np.frombuffer(content, np.int32).reshape(high.shape)
     low[...] = low_NV.numpy().reshape(low.shape)
 

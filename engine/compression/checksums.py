@@ -7,22 +7,22 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-NAME: Final = "SHA256SUMS"
-ORIGINAL: Final = "SHA256SUMS.original"  # as it was before the weights were compressed
+SUMS_NAME: Final = "SHA256SUMS"
+ORIGINAL_SUMS_NAME: Final = "SHA256SUMS.original"  # as it was before the weights were compressed
 _LINE: Final = re.compile(r"^(\\?)([0-9A-Fa-f]{64})( [ *])(.+)$", re.MULTILINE)
 
 
-def sums_of(text: str) -> dict[str, str]:
+def parse_sums(text: str) -> dict[str, str]:
     """Names → sums in lower case. Lines that are none of sha256sum's are left to whoever checks the folder."""
     return {_name(match): match[2].lower() for match in _LINE.finditer(text)}
 
 
-def with_sums(text: str, sums: Mapping[str, str]) -> str:
+def replace_sums(text: str, sums: Mapping[str, str]) -> str:
     """The same lines, those of these names with these sums."""
     return _LINE.sub(lambda match: f"{match[1]}{sums.get(_name(match), match[2])}{match[3]}{match[4]}", text)
 
 
-def encoded(text: str) -> bytes:
+def encode_sums(text: str) -> bytes:
     """As it was read: names may have bytes that are no text."""
     return text.encode("utf-8", "surrogateescape")
 

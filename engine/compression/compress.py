@@ -26,57 +26,77 @@ import xxhash
 from torch import Tensor
 
 from engine.bf12.codec import encode
-from engine.bf12.metadata import PIECE_BYTES, Level, piece_rows
-from engine.bf12.zstd_plane import pack
+from engine.bf12.metadata import PIECE_BYTES, CompressionLevel, piece_rows
+from engine.bf12.zstd_plane import pack_plane
 from engine.compression import checksums
-from engine.compression.program import add_options, device_for, print_json, run, threads_for
-from engine.compression.reader import Opened, ordered
-from engine.compression.report import CODED, Report, TensorReport, lines
-from engine.compression.source import Folder, look
-from engine.compression.survey import Counted, Survey, Verdict, count, groups_of, shape_reason, total
-from engine.compression.target import TargetError, appearing, copy_file, require_new, require_room, write_file
-from engine.compression.writer import Made, Writing, as_bytes
-from engine.weights.progress import Progress
-from engine.weights.safetensors_header import Placed
+from engine.compression.program import add_options, device_for, print_json, run_program, threads_for
+from engine.compression.reader import SourceFiles, map_ordered
+from engine.compression.report import BF12_KIND, CompressionReport, TensorReport, format_report
+from engine.compression.source import SourceFolder, scan_folder
+from engine.compression.survey import (
+    CodeCounts,
+    CodingDecision,
+    CodingSurvey,
+    count_codes,
+    merge_counts,
+    shape_reason,
+    tensor_groups,
+)
+from engine.compression.target import (
+    TargetError,
+    atomic_folder,
+    copy_file,
+    require_absent,
+    require_disk_space,
+    write_file,
+)
+from engine.compression.writer import Bf12Writer, EncodedPiece, tensor_bytes
+from engine.weights.progress import ProgressBar
+from engine.weights.safetensors_header import TensorSpan
 from engine.weights.tensor_index import CheckpointError
 
 _ESCAPE_BYTES: Final = 10
-_SHARE_LEAST: Final = {Level.DEVICE: 0.75, Level.DISTRIBUTION: 0.6}  # of bf16, that what is coded takes
+_SHARE_MIN: Final = {
+    CompressionLevel.DEVICE: 0.75,
+    CompressionLevel.DISTRIBUTION: 0.6,
+}  # of bf16, that what is coded takes
 
 
-class Piece(NamedTuple):
+class SourcePiece(NamedTuple):
     """A run of one tensor; where it has bases it is whole rows, to be coded."""
 
     path: Path
-    tensor: Placed
+    tensor: TensorSpan
     first: int
     bytes: int
     bases_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CompressionJob:
     """What is needed to make pieces."""
 
-    folder: Folder
-    level: Level
+    folder: SourceFolder
+    level: CompressionLevel
     device: torch.device
-    files: Opened
+    files: SourceFiles
     pool: Executor
     ahead: int
-    progress: Progress
+    progress: ProgressBar
 
 
-def compress(folder: Folder, target: Path, level: Level, device: torch.device) -> Report:
+def compress_folder(
+    folder: SourceFolder, target: Path, level: CompressionLevel, device: torch.device
+) -> CompressionReport:
     """Makes `target`. Raises CheckpointError for what is wrong with the folder, TargetError where it cannot be written;
     then nothing is left of it."""
     started = time.monotonic()
-    require_new(target)
+    require_absent(target)
     if target.resolve().is_relative_to(folder.path.resolve()):
         raise TargetError(f"{target} lies in {folder.path}: name a folder elsewhere")
-    require_room(target, _least_bytes(folder, level))
+    require_disk_space(target, _min_bytes(folder, level))
     size = folder.weights_bytes + folder.others_bytes
-    with _work(folder, level, device, "compressing", size) as work, appearing(target) as made:
+    with _work(folder, level, device, "compressing", size) as work, atomic_folder(target) as made:
         survey = _survey(work, lambda count: None)
         reports = [report for name in folder.weights for report in _compress(work, survey, name, made)]
         _copy_others(work, made)
@@ -85,7 +105,7 @@ def compress(folder: Folder, target: Path, level: Level, device: torch.device) -
     return _report(folder, target, level, reports, written, started)
 
 
-def estimate(folder: Folder, level: Level, device: torch.device) -> Report:
+def estimate(folder: SourceFolder, level: CompressionLevel, device: torch.device) -> CompressionReport:
     """What `compress` would make of it, without writing, and what escapes tensors have whose shape has no code."""
     started = time.monotonic()
     with _work(folder, level, device, "looking", folder.weights_bytes) as work:
@@ -104,61 +124,71 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="engine.compression.compress")
     add_options(parser)
     parser.add_argument("target", type=Path, nargs="?", help="a new folder, not wanted in a dry run")
-    parser.add_argument("--level", choices=[level.name.lower() for level in Level], default=Level.DEVICE.name.lower())
+    parser.add_argument(
+        "--level",
+        choices=[level.name.lower() for level in CompressionLevel],
+        default=CompressionLevel.DEVICE.name.lower(),
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be made")
     options = parser.parse_args()
     if options.target is None and not options.dry_run:
         parser.error("a target, or --dry-run")
 
     def work() -> None:
-        level, device, folder = Level[options.level.upper()], device_for(options.device), look(options.source)
+        level, device, folder = (
+            CompressionLevel[options.level.upper()],
+            device_for(options.device),
+            scan_folder(options.source),
+        )
         dry = options.dry_run
-        report = estimate(folder, level, device) if dry else compress(folder, options.target, level, device)
-        print_json(report) if options.json else print(*lines(report), sep="\n")
+        report = estimate(folder, level, device) if dry else compress_folder(folder, options.target, level, device)
+        print_json(report) if options.json else print(*format_report(report), sep="\n")
 
-    return run(work)
+    return run_program(work)
 
 
 @contextmanager
-def _work(folder: Folder, level: Level, device: torch.device, doing: str, size: int) -> Iterator[Work]:
+def _work(
+    folder: SourceFolder, level: CompressionLevel, device: torch.device, doing: str, size: int
+) -> Iterator[CompressionJob]:
     threads = threads_for(device)
     with (
-        Opened(folder.path / name for name in folder.weights) as files,
+        SourceFiles(folder.path / name for name in folder.weights) as files,
         ThreadPoolExecutor(threads) as pool,
-        Progress(doing, size) as progress,
+        ProgressBar(doing, size) as progress,
     ):
-        yield Work(folder, level, device, files, pool, threads + 2, progress)
+        yield CompressionJob(folder, level, device, files, pool, threads + 2, progress)
 
 
-def _survey(work: Work, moved: Callable[[int], object], every: bool = False) -> Survey:
+def _survey(work: CompressionJob, moved: Callable[[int], object], every: bool = False) -> CodingSurvey:
     tensors = work.folder.tensors
 
-    def counts(tensor: Placed) -> Counted:
+    def counts(tensor: TensorSpan) -> CodeCounts:
         pieces = _counted_pieces(tensors[tensor.name][0], tensor)
         parts = []
-        with closing(ordered(work.pool, partial(_count, work), pieces, work.ahead)) as counted:
+        with closing(map_ordered(work.pool, partial(_count, work), pieces, work.ahead)) as counted:
             for part in counted:
                 parts.append(part)
                 moved(2 * int(part.codes_C.sum()))
-        return total(parts)
+        return merge_counts(parts)
 
     by_name = {name: tensor for name, (_, tensor) in tensors.items()}
-    return Survey(by_name, groups_of(work.folder.path, list(tensors)), counts, every)
+    return CodingSurvey(by_name, tensor_groups(work.folder.path, list(tensors)), counts, every)
 
 
-def _compress(work: Work, survey: Survey, name: Path, made: Path) -> Iterator[TensorReport]:
+def _compress(work: CompressionJob, survey: CodingSurvey, name: Path, made: Path) -> Iterator[TensorReport]:
     """Writes one file."""
     header, path = work.folder.weights[name], work.folder.path / name
     digest = hashlib.sha256()
-    said = checksums.sums_of(work.folder.sums).get(str(name))
+    said = checksums.parse_sums(work.folder.sums).get(str(name))
     pieces = (piece for tensor in header.tensors for piece in _pieces(path, tensor, survey.of(tensor.name).bases_N))
     with (
-        closing(Writing(made / name, header, work.level, digest if said else None)) as writing,
-        closing(ordered(work.pool, partial(_make, work), pieces, work.ahead)) as ready,
+        closing(Bf12Writer(made / name, header, work.level, digest if said else None)) as writing,
+        closing(map_ordered(work.pool, partial(_make, work), pieces, work.ahead)) as ready,
     ):
         for tensor in header.tensors:
             verdict = survey.of(tensor.name)
-            own = _told(islice(ready, len(_starts(tensor, verdict.bases_N is not None))), work.progress)
+            own = _track_progress(islice(ready, len(_starts(tensor, verdict.bases_N is not None))), work.progress)
             if verdict.bases_N is None:
                 writing.keep(tensor, own)
                 size = tensor.bytes
@@ -167,80 +197,80 @@ def _compress(work: Work, survey: Survey, name: Path, made: Path) -> Iterator[Te
             yield _reported(name, tensor, verdict, size)
         writing.finish(partial(work.files.read, path))
     if said and digest.hexdigest() != said:
-        raise CheckpointError(f"{path} is not what {checksums.NAME} says: get the file again")
+        raise CheckpointError(f"{path} is not what {checksums.SUMS_NAME} says: get the file again")
 
 
-def _starts(tensor: Placed, coded: bool) -> range:
+def _starts(tensor: TensorSpan, coded: bool) -> range:
     """The tensor's bytes that pieces begin at, in steps of what a piece has."""
     step = 2 * tensor.shape[1] * piece_rows(tensor.shape[1]) if coded else PIECE_BYTES
     return range(0, tensor.bytes, step)
 
 
-def _pieces(path: Path, tensor: Placed, bases_N: Tensor | None) -> Iterator[Piece]:
+def _pieces(path: Path, tensor: TensorSpan, bases_N: Tensor | None) -> Iterator[SourcePiece]:
     starts = _starts(tensor, bases_N is not None)
     for start in starts:
         size = min(starts.step, tensor.bytes - start)
         rows = slice(0) if bases_N is None else slice(*(at // (2 * tensor.shape[1]) for at in (start, start + size)))
-        yield Piece(path, tensor, tensor.first + start, size, None if bases_N is None else bases_N[rows])
+        yield SourcePiece(path, tensor, tensor.first + start, size, None if bases_N is None else bases_N[rows])
 
 
-def _counted_pieces(path: Path, tensor: Placed) -> Iterator[Piece]:
+def _counted_pieces(path: Path, tensor: TensorSpan) -> Iterator[SourcePiece]:
     """Whole rows each; what is no matrix, or has rows that are too long, is cut anywhere."""
     width = _width(tensor)
     starts = range(0, tensor.bytes, PIECE_BYTES if width is None else PIECE_BYTES // (2 * width) * 2 * width)
     for start in starts:
-        yield Piece(path, tensor, tensor.first + start, min(starts.step, tensor.bytes - start))
+        yield SourcePiece(path, tensor, tensor.first + start, min(starts.step, tensor.bytes - start))
 
 
-def _width(tensor: Placed) -> int | None:
+def _width(tensor: TensorSpan) -> int | None:
     """Of rows that a piece holds."""
     return tensor.shape[1] if len(tensor.shape) == 2 and 0 < 2 * tensor.shape[1] <= PIECE_BYTES else None
 
 
-def _count(work: Work, piece: Piece) -> Counted:
+def _count(work: CompressionJob, piece: SourcePiece) -> CodeCounts:
     raw = work.files.read(piece.path, piece.first, piece.bytes)
     numbers = torch.frombuffer(raw, dtype=torch.bfloat16)
-    return count(numbers.view(-1, _width(piece.tensor) or len(numbers)).to(work.device))
+    return count_codes(numbers.view(-1, _width(piece.tensor) or len(numbers)).to(work.device))
 
 
-def _make(work: Work, piece: Piece) -> Made:
+def _make(work: CompressionJob, piece: SourcePiece) -> EncodedPiece:
     raw = work.files.read(piece.path, piece.first, piece.bytes)
     if piece.bases_N is None:
-        return Made(raw, memoryview(raw), xxhash.xxh3_64_intdigest(raw))
+        return EncodedPiece(raw, memoryview(raw), xxhash.xxh3_64_intdigest(raw))
     inputs = piece.tensor.shape[1]
     weight_NK = torch.frombuffer(raw, dtype=torch.bfloat16).view(-1, inputs).to(work.device)
     coded = encode(weight_NK, piece.bases_N.to(work.device))
     words_NW = coded.words_NW.cpu()
     first = (piece.first - piece.tensor.first) // 2
-    made = Made(
+    made = EncodedPiece(
         raw,
-        as_bytes(words_NW),
-        xxhash.xxh3_64_intdigest(as_bytes(words_NW)),
+        tensor_bytes(words_NW),
+        xxhash.xxh3_64_intdigest(tensor_bytes(words_NW)),
         piece.bases_N,
         coded.escapes.positions_E.cpu() + first,
         coded.escapes.values_E.cpu(),
     )
-    if work.level is Level.DEVICE:
+    if work.level is CompressionLevel.DEVICE:
         return made
-    frame, low_NV = pack(words_NW)
-    return made._replace(stored=as_bytes(low_NV), frame=frame)
+    frame, low_NV = pack_plane(words_NW)
+    return made._replace(stored=tensor_bytes(low_NV), frame=frame)
 
 
-def _told(pieces: Iterator[Made], progress: Progress) -> Iterator[Made]:
+def _track_progress(pieces: Iterator[EncodedPiece], progress: ProgressBar) -> Iterator[EncodedPiece]:
     for made in pieces:
         yield made
         progress.more(len(made.raw))
 
 
-def _copy_others(work: Work, made: Path) -> None:
+def _copy_others(work: CompressionJob, made: Path) -> None:
     """All that is not weights, and what the sums of the weights are now."""
     folder = work.folder
-    said = checksums.sums_of(folder.sums)
+    said = checksums.parse_sums(folder.sums)
     if folder.sums:
         new = [name for name in folder.weights if str(name) in said]
         found = dict(zip(map(str, new), work.pool.map(lambda name: _sha256(made / name), new), strict=True))
-        write_file(made / checksums.NAME, checksums.encoded(checksums.with_sums(folder.sums, found)))
-        write_file(made / checksums.ORIGINAL, checksums.encoded(folder.sums))
+        write_file(made / checksums.SUMS_NAME, checksums.encode_sums(checksums.replace_sums(folder.sums, found)))
+        write_file(made / checksums.ORIGINAL_SUMS_NAME, checksums.encode_sums(folder.sums))
     for name in folder.others:
         copy_file(folder.path / name, made / name, work.progress.more, said.get(str(name)))
 
@@ -250,28 +280,28 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _least_bytes(folder: Folder, level: Level) -> int:
+def _min_bytes(folder: SourceFolder, level: CompressionLevel) -> int:
     """What the new folder takes at the least."""
-    shares = {True: _SHARE_LEAST[level], False: 1.0}
+    shares = {True: _SHARE_MIN[level], False: 1.0}
     tensors = (tensor for header in folder.weights.values() for tensor in header.tensors)
     return folder.others_bytes + int(sum(shares[not shape_reason(tensor)] * tensor.bytes for tensor in tensors))
 
 
-def _estimated_bytes(tensor: Placed, verdict: Verdict, level: Level) -> int:
+def _estimated_bytes(tensor: TensorSpan, verdict: CodingDecision, level: CompressionLevel) -> int:
     if verdict.bases_N is None:
         return tensor.bytes
     numbers = tensor.bytes // 2
-    high_bits = 4.0 if level is Level.DEVICE else verdict.high_bits
+    high_bits = 4.0 if level is CompressionLevel.DEVICE else verdict.high_bits
     return int(numbers * (8.0 + high_bits) / 8) + tensor.shape[0] + _ESCAPE_BYTES * (verdict.escapes or 0)
 
 
-def _reported(file: Path, tensor: Placed, verdict: Verdict, size: int) -> TensorReport:
+def _reported(file: Path, tensor: TensorSpan, verdict: CodingDecision, size: int) -> TensorReport:
     numbers = max(1, tensor.bytes // 2)
     return TensorReport(
         name=tensor.name,
         file=str(file),
         shape=tensor.shape,
-        kind=tensor.dtype.lower() if verdict.bases_N is None else CODED,
+        kind=tensor.dtype.lower() if verdict.bases_N is None else BF12_KIND,
         escapes=verdict.escapes,
         escape_rate=None if verdict.escapes is None else verdict.escapes / numbers,
         bytes_before=tensor.bytes,
@@ -281,9 +311,14 @@ def _reported(file: Path, tensor: Placed, verdict: Verdict, size: int) -> Tensor
 
 
 def _report(
-    folder: Folder, target: Path | None, level: Level, tensors: list[TensorReport], size: int, started: float
-) -> Report:
-    return Report(
+    folder: SourceFolder,
+    target: Path | None,
+    level: CompressionLevel,
+    tensors: list[TensorReport],
+    size: int,
+    started: float,
+) -> CompressionReport:
+    return CompressionReport(
         source=str(folder.path),
         target=None if target is None else str(target),
         level=level.name.lower(),

@@ -18,10 +18,10 @@ from engine.compression.target import TargetError
 from engine.weights.tensor_index import CheckpointError
 
 _FREE_BYTES: Final = 2 << 30  # what pieces may take of a GPU that others use as well
-_THREADS_MOST: Final = {"cpu": 16, "cuda": 8}  # with more, the one that writes is what the others wait for
+_THREADS_MAX: Final = {"cpu": 16, "cuda": 8}  # with more, the one that writes is what the others wait for
 
 
-class DeviceError(ValueError):
+class ComputeDeviceError(ValueError):
     """There is no such device."""
 
 
@@ -39,24 +39,24 @@ def device_for(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise DeviceError(f"{name!r} is no device: auto, cpu, cuda or cuda:N is") from None
+        raise ComputeDeviceError(f"{name!r} is no device: auto, cpu, cuda or cuda:N is") from None
     if device.type not in ("cpu", "cuda") or (
         device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
     ):
-        raise DeviceError(f"there is no device {name} here")
+        raise ComputeDeviceError(f"there is no device {name} here")
     return device
 
 
 def threads_for(device: torch.device) -> int:
     """How many pieces are under way at once."""
-    return min(len(os.sched_getaffinity(0)), _THREADS_MOST[device.type])
+    return min(len(os.sched_getaffinity(0)), _THREADS_MAX[device.type])
 
 
 def print_json(done: msgspec.Struct) -> None:
     print(json.dumps(msgspec.to_builtins(done), indent=2, ensure_ascii=False))
 
 
-def run(work: Callable[[], None]) -> int:
+def run_program(work: Callable[[], None]) -> int:
     """The exit status: 0, 1 with the reason on stderr, or as the shell has it for who was told to end. `work` has then
     left what it was in by exceptions, and taken back what it began."""
     torch.set_num_threads(1)  # the threads that take pieces use the cores
@@ -65,9 +65,9 @@ def run(work: Callable[[], None]) -> int:
             signal.signal(number, _end)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # `hearth models` held them back
         work()
-    except _Ended as ended:
+    except _Terminated as ended:
         return _fail("stopped", 128 + ended.number)
-    except (CheckpointError, TargetError, DeviceError) as error:
+    except (CheckpointError, TargetError, ComputeDeviceError) as error:
         return _fail(str(error))
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}")
@@ -76,7 +76,7 @@ def run(work: Callable[[], None]) -> int:
     return 0
 
 
-class _Ended(BaseException):
+class _Terminated(BaseException):
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -84,7 +84,7 @@ class _Ended(BaseException):
 def _end(number: int, _: object) -> None:
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, signal.SIG_IGN)  # it ends once
-    raise _Ended(number)
+    raise _Terminated(number)
 
 
 def _fail(message: str, status: int = 1) -> int:

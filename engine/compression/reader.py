@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Opened:
+class SourceFiles:
     """Files open for reading until the block ends."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -53,14 +53,14 @@ class Opened:
             if now != stamp or _stamp(os.fstat(self._files[path])) != stamp:
                 raise CheckpointError(f"{path} was changed while it was read: run the command again")
 
-    def __enter__(self) -> "Opened":
+    def __enter__(self) -> "SourceFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
 
-def ordered(pool: Executor, make: Callable[[Item], Result], items: Iterable[Item], ahead: int) -> Generator[Result]:
+def map_ordered(pool: Executor, make: Callable[[Item], Result], items: Iterable[Item], ahead: int) -> Generator[Result]:
     """What `make` gives of each item, in their order; so many are made ahead of the one that is taken."""
     waiting: deque[Future[Result]] = deque()
     try:

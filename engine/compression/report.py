@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-CODED: Final = "bf12"
+BF12_KIND: Final = "bf12"
 
 
 class TensorReport(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class TensorReport(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Report(msgspec.Struct, frozen=True):
+class CompressionReport(msgspec.Struct, frozen=True):
     """`bytes_before` and `bytes_after` are of the weights' files. Without a target nothing was written, and what would
     be is estimated, within some thousandths of it."""
 
@@ -39,11 +39,11 @@ class Report(msgspec.Struct, frozen=True):
     @property
     def coded_share(self) -> float:
         """Of the bytes of all tensors, those that are coded."""
-        coded = sum(tensor.bytes_before for tensor in self.tensors if tensor.kind == CODED)
+        coded = sum(tensor.bytes_before for tensor in self.tensors if tensor.kind == BF12_KIND)
         return coded / max(1, sum(tensor.bytes_before for tensor in self.tensors))
 
 
-class Expanded(msgspec.Struct, frozen=True):
+class ExpansionReport(msgspec.Struct, frozen=True):
     """`bytes_before` and `bytes_after` are of the weights' files."""
 
     source: str
@@ -59,13 +59,13 @@ class Expanded(msgspec.Struct, frozen=True):
         return f"{files} of weights as they were, every sum as it was noted: {_sizes(self)}"
 
 
-def lines(report: Report) -> Iterator[str]:
+def format_report(report: CompressionReport) -> Iterator[str]:
     """A table of the tensors, and what it comes to."""
     width = max((len(tensor.name) for tensor in report.tensors), default=0)
     for tensor in report.tensors:
         escapes = "" if tensor.escapes is None else f"{tensor.escape_rate or 0.0:.4%} escapes ({tensor.escapes:,})"
         shape = "×".join(map(str, tensor.shape)) or "a number"
-        size = f"{in_bytes(tensor.bytes_before):>9} → {in_bytes(tensor.bytes_after):>9}"
+        size = f"{format_bytes(tensor.bytes_before):>9} → {format_bytes(tensor.bytes_after):>9}"
         found = f"{tensor.name:{width}}  {shape:>14}  {tensor.kind:5}  {size}"
         yield "  ".join(part for part in (found, escapes, tensor.reason) if part)
     share = report.bytes_after / max(1, report.bytes_before)
@@ -74,7 +74,7 @@ def lines(report: Report) -> Iterator[str]:
     yield f"{coded}, and all {share:.1%} of what they were: {_sizes(report)}"
 
 
-def in_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """1536 → `1.50 KiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
@@ -83,7 +83,7 @@ def in_bytes(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def _sizes(done: Report | Expanded) -> str:
+def _sizes(done: CompressionReport | ExpansionReport) -> str:
     rate = max(done.bytes_before, done.bytes_after) / 1e9 / max(done.seconds, 1e-3)
-    sizes = f"{in_bytes(done.bytes_before)} → {in_bytes(done.bytes_after)}"
+    sizes = f"{format_bytes(done.bytes_before)} → {format_bytes(done.bytes_after)}"
     return f"{sizes} in {done.seconds:.1f} s ({rate:.2f} GB/s of bf16)"

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final
 
 from engine.bf12 import metadata
-from engine.bf12.metadata import NotesError
+from engine.bf12.metadata import Bf12MetadataError
 from engine.compression import checksums
 from engine.compression.survey import shape_reason
-from engine.compression.target import files_of
-from engine.weights.safetensors_header import Header, Placed, read_header
-from engine.weights.tensor_index import CheckpointError, listed
+from engine.compression.target import list_files
+from engine.weights.safetensors_header import SafetensorsHeader, TensorSpan, read_header
+from engine.weights.tensor_index import CheckpointError, abbreviate_names
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
@@ -23,12 +23,12 @@ _PLANES: Final = (metadata.HIGH, metadata.HIGH_ENDS, metadata.BASES, metadata.PO
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class SourceFolder:
     """`weights` are its safetensors files, all else is copied. Names are below `path`; `sums` is its SHA256SUMS, empty
     where it has none."""
 
     path: Path
-    weights: dict[Path, Header]
+    weights: dict[Path, SafetensorsHeader]
     others: tuple[Path, ...]
     sums: str
 
@@ -41,7 +41,7 @@ class Folder:
         return sum((self.path / name).stat().st_size for name in self.others)
 
     @property
-    def tensors(self) -> dict[str, tuple[Path, Placed]]:
+    def tensors(self) -> dict[str, tuple[Path, TensorSpan]]:
         """By their names, with the file that each lies in."""
         return {
             tensor.name: (self.path / name, tensor)
@@ -50,20 +50,21 @@ class Folder:
         }
 
 
-def look(path: Path) -> Folder:
+def scan_folder(path: Path) -> SourceFolder:
     """Raises CheckpointError where nothing of it can be compressed, TargetError where it has what cannot be copied."""
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}")
-    names = [name for name in files_of(path) if name != Path(checksums.NAME)]
-    if Path(checksums.ORIGINAL) in names:
+    names = [name for name in list_files(path) if name != Path(checksums.SUMS_NAME)]
+    if Path(checksums.ORIGINAL_SUMS_NAME) in names:
         raise CheckpointError(
-            f"{path} has a {checksums.ORIGINAL}, which is what its {checksums.NAME} would become: rename it"
+            f"{path} has a {checksums.ORIGINAL_SUMS_NAME}, which is what its {checksums.SUMS_NAME} would become: "
+            f"rename it"
         )
-    weights = {name: read_header(path / name) for name in weights_of(path, names)}
+    weights = {name: read_header(path / name) for name in weight_files(path, names)}
     _require_names(path, weights)
     _require_coded(path, weights)
-    said = path / checksums.NAME
-    return Folder(
+    said = path / checksums.SUMS_NAME
+    return SourceFolder(
         path=path,
         weights=weights,
         others=tuple(name for name in names if name not in weights),
@@ -71,7 +72,7 @@ def look(path: Path) -> Folder:
     )
 
 
-def weights_of(folder: Path, names: list[Path]) -> list[Path]:
+def weight_files(folder: Path, names: list[Path]) -> list[Path]:
     """Of a folder's files those that the index names, or the one; where there is neither, all safetensors at its top.
     Raises CheckpointError."""
     found = [name for name in names if name.parent == Path() and name.suffix == _SUFFIX]
@@ -81,7 +82,9 @@ def weights_of(folder: Path, names: list[Path]) -> list[Path]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / _INDEX} is no index of safetensors files: {error!r}") from error
         if missing := said.difference(map(str, found)):
-            raise CheckpointError(f"{folder} lacks {listed(map(str, missing))}, which {_INDEX} names: get it again")
+            raise CheckpointError(
+                f"{folder} lacks {abbreviate_names(map(str, missing))}, which {_INDEX} names: get it again"
+            )
         found = [name for name in found if str(name) in said]
     elif Path(_SINGLE) in names:
         found = [Path(_SINGLE)]
@@ -94,7 +97,7 @@ def weights_of(folder: Path, names: list[Path]) -> list[Path]:
     return found
 
 
-def _require_names(folder: Path, weights: dict[Path, Header]) -> None:
+def _require_names(folder: Path, weights: dict[Path, SafetensorsHeader]) -> None:
     seen: dict[str, Path] = {}
     for name, header in weights.items():
         _require_original(folder / name, header)
@@ -109,10 +112,10 @@ def _require_names(folder: Path, weights: dict[Path, Header]) -> None:
             seen[tensor.name] = name
 
 
-def _require_original(path: Path, header: Header) -> None:
+def _require_original(path: Path, header: SafetensorsHeader) -> None:
     try:
-        said = metadata.read(header.metadata)
-    except NotesError as error:
+        said = metadata.parse_metadata(header.metadata)
+    except Bf12MetadataError as error:
         raise CheckpointError(f"{path} was compressed, and {error}") from error
     if said is not None:
         raise CheckpointError(
@@ -121,7 +124,7 @@ def _require_original(path: Path, header: Header) -> None:
         )
 
 
-def _require_coded(folder: Path, weights: dict[Path, Header]) -> None:
+def _require_coded(folder: Path, weights: dict[Path, SafetensorsHeader]) -> None:
     tensors = [tensor for header in weights.values() for tensor in header.tensors]
     if all(shape_reason(tensor) for tensor in tensors):
         dtypes = sorted({tensor.dtype for tensor in tensors if len(tensor.shape) > 1}) or ["none"]

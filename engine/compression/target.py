@@ -13,10 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from engine.compression.report import in_bytes
+from engine.compression.report import format_bytes
 
-SUFFIX: Final = ".partial-hearth"
-ARTEFACTS: Final = ".hearth"  # what a start has compiled and measured; it belongs to the folder that it was found for
+PARTIAL_SUFFIX: Final = ".partial-hearth"
+ARTIFACTS_FOLDER: Final = (
+    ".hearth"  # what a start has compiled and measured; it belongs to the folder that it was found for
+)
 _COPIED_BYTES: Final = 4 << 20
 _LAST: Final = "config.json"  # what makes a folder a model
 
@@ -26,21 +28,21 @@ class TargetError(Exception):
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """A new folder to write into, which is `target` when the block has ended well and is gone when it has not. Files
     are on the disk for good by then where whoever wrote them has synchronised them. Raises TargetError, also for what
     the block could not write."""
-    require_new(target)
-    partial = target.with_name(target.name + SUFFIX)
+    require_absent(target)
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
     lock = _locked(partial)
     try:
         _empty(partial)
         yield partial
         for folder, _, _ in os.walk(partial):
-            synchronise(Path(folder))
-        require_new(target)
+            fsync_folder(Path(folder))
+        require_absent(target)
         partial.rename(target)
-        synchronise(target.parent)
+        fsync_folder(target.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and error.filename is None:  # of an open file: those are read by others' means
@@ -50,24 +52,25 @@ def appearing(target: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def require_new(target: Path) -> None:
+def require_absent(target: Path) -> None:
     if os.path.lexists(target):
         raise TargetError(f"{target} exists: name a folder that does not, or remove it first")
     if not target.parent.is_dir():
         raise TargetError(f"{target} cannot be made: there is no folder {target.parent}")
 
 
-def require_room(target: Path, needed: int) -> None:
+def require_disk_space(target: Path, needed: int) -> None:
     """Raises TargetError where the disk has less."""
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise TargetError(
-            f"{target} needs {in_bytes(needed)}, and {target.parent} has {in_bytes(free)} free: make room, or name a "
+            f"{target} needs {format_bytes(needed)}, and {target.parent} has {format_bytes(free)} free: make room, "
+            f"or name a "
             "folder on another disk"
         )
 
 
-def files_of(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """All files below it, relative, but what starts have left there; config.json comes last. What links name counts as
     if it lay there. Raises TargetError where something is no file."""
     found = sorted(_below(folder, Path(), ()))
@@ -98,7 +101,7 @@ def write_file(target: Path, content: bytes) -> None:
         os.fsync(writing.fileno())
 
 
-def synchronise(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Which names are in it."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -141,7 +144,7 @@ def _below(folder: Path, below: Path, above: tuple[Path, ...]) -> Iterator[Path]
     if real in above:
         raise TargetError(f"{folder / below} leads back to {real}: remove the link")
     for entry in os.scandir(folder / below):
-        if entry.name == ARTEFACTS:
+        if entry.name == ARTIFACTS_FOLDER:
             continue
         if entry.is_dir():
             yield from _below(folder, below / entry.name, (*above, real))

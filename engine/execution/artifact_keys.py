@@ -9,48 +9,48 @@ from typing import Final, Literal
 
 import msgspec
 
-from engine.execution.artifacts import Artefacts, Key, digest_of
+from engine.execution.artifacts import ArtifactFiles, ArtifactKey, digest_files
 from engine.models.config import ModelConfig
 from engine.protocol.specs import ModelSpec
-from engine.step.cost_model import Costs
+from engine.step.cost_model import CostModel
 
 _ENGINE: Final = Path(__file__).parents[1]
 # What decides which kernels a step on a GPU has and how it is measured, and on a CPU how a dtype is chosen.
-_OF_DEVICES: Final = (
+_GPU_SOURCES: Final = (
     *("kernels/**/*.py", "kernels/tables/*.json", "layers/*.py", "models/*.py", "step/*.py"),
     *("execution/gpu_runner.py", "execution/cuda_graphs.py", "execution/gpu_sampler.py", "execution/profiling.py"),
 )
-_OF_HOSTS: Final = ("execution/cpu_runner.py", "layers/linear_cpu.py")
+_CPU_SOURCES: Final = ("execution/cpu_runner.py", "layers/linear_cpu.py")
 _DRIVER: Final = Path("/sys/module/nvidia/version")
 _PROCESSORS: Final = Path("/proc/cpuinfo")
 _PROCESSOR: Final = ("model name", "flags", "Features", "CPU part")  # of its lines, on x86 and on ARM
 
 
-class Measured(msgspec.Struct, frozen=True):
+class GpuArtifact(msgspec.Struct, frozen=True):
     """Of a model on a GPU. `segments` are what steps of all sizes compute in, as workspace.Workspace has it, beside
     what is there before any; `blocks` the Room.used_blocks of the costs."""
 
     segments: list[int]
     blocks: int
-    costs: Costs
+    costs: CostModel
 
 
-class Chosen(msgspec.Struct, frozen=True):
+class CpuArtifact(msgspec.Struct, frozen=True):
     """Of a model on a CPU: the dtype it is fastest in."""
 
     dtype: Literal["float32", "bfloat16"]
 
 
-def on_device(
+def gpu_artifacts(
     model: ModelSpec, config: ModelConfig, context_tokens: int, dtype: str, coded: Sequence[str], device: str
-) -> Artefacts[Measured]:
+) -> ArtifactFiles[GpuArtifact]:
     """`coded` are the parameters in 12 bits a number, which other kernels take; `device` as its driver names it."""
-    key: Key = {
+    key: ArtifactKey = {
         "device": device,
         "driver": _DRIVER.read_text().strip() if _DRIVER.exists() else "",
         "torch": version("torch"),
         "triton": _triton(),
-        "source": _source(_OF_DEVICES),
+        "source": _source(_GPU_SOURCES),
         "config": repr(config),
         "dtype": dtype,
         "coded": " ".join(coded),
@@ -60,18 +60,18 @@ def on_device(
         "step_tokens": model.step_tokens,
         "sequences": model.sequences,
     }
-    return Artefacts(Path(model.folder), key, Measured)
+    return ArtifactFiles(Path(model.folder), key, GpuArtifact)
 
 
-def on_host(model: ModelSpec, config: ModelConfig) -> Artefacts[Chosen]:
-    key: Key = {
+def cpu_artifacts(model: ModelSpec, config: ModelConfig) -> ArtifactFiles[CpuArtifact]:
+    key: ArtifactKey = {
         "processor": _processor(),
         "torch": version("torch"),
-        "source": _source(_OF_HOSTS),
+        "source": _source(_CPU_SOURCES),
         "config": repr(config),
         "onednn": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
     }
-    return Artefacts(Path(model.folder), key, Chosen)
+    return ArtifactFiles(Path(model.folder), key, CpuArtifact)
 
 
 def _triton() -> str:
@@ -84,7 +84,7 @@ def _triton() -> str:
 
 @cache
 def _source(patterns: tuple[str, ...]) -> str:
-    return digest_of(file for pattern in patterns for file in _ENGINE.glob(pattern))
+    return digest_files(file for pattern in patterns for file in _ENGINE.glob(pattern))
 
 
 def _processor() -> str:

@@ -24,27 +24,27 @@ import msgspec
 log = logging.getLogger(__name__)
 
 _FOLDER: Final = ".hearth"
-KERNELS: Final = f"{_FOLDER}/kernels"  # below the model's folder
-_CACHE_NAME: Final = "TRITON_CACHE_DIR"
-_KEYS_MOST: Final = 16  # in a folder; the oldest go
-Found = TypeVar("Found", bound=msgspec.Struct)
+KERNELS_FOLDER: Final = f"{_FOLDER}/kernels"  # below the model's folder
+_SHARED_FOLDER_VARIABLE: Final = "TRITON_CACHE_DIR"
+_KEYS_MAX: Final = 16  # in a folder; the oldest go
+Artifact = TypeVar("Artifact", bound=msgspec.Struct)
 
 
-Key = Mapping[str, str | int | None]
+ArtifactKey = Mapping[str, str | int | None]
 
 
-class Artefacts(Generic[Found]):
+class ArtifactFiles(Generic[Artifact]):
     """Those of one model under one key, and of one kind."""
 
-    def __init__(self, folder: Path, key: Key, kind: type[Found]) -> None:
+    def __init__(self, folder: Path, key: ArtifactKey, kind: type[Artifact]) -> None:
         """`folder` is the model's."""
         self._key = dict(key)
         self._kind = kind
         name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16] + ".json"
-        shared = os.environ.get(_CACHE_NAME)
+        shared = os.environ.get(_SHARED_FOLDER_VARIABLE)
         self.files = [place / name for place in (folder / _FOLDER, *([Path(shared)] if shared else []))]
 
-    def read(self) -> Found | None:
+    def read(self) -> Artifact | None:
         """What was written. Whatever is odd about a file, it is as if there were none."""
         for file in self.files:
             with suppress(OSError, ValueError, TypeError, KeyError):  # msgspec's errors are ValueErrors
@@ -55,11 +55,11 @@ class Artefacts(Generic[Found]):
                     return found
         return None
 
-    def write(self, found: Found) -> list[Path]:
+    def write(self, found: Artifact) -> list[Path]:
         """Keeps it in every place that can be written; gives these. It never fails: what is lost is time."""
         # JSON of the standard library, because what never pays costs infinitely much.
         document = json.dumps({"key": self._key, "found": msgspec.to_builtins(found)}, indent=1).encode()
-        return [file for file in self.files if _written(file, document)]
+        return [file for file in self.files if _write_atomically(file, document)]
 
     def spread(self) -> None:
         """Writes what there is in one place to all of them."""
@@ -68,7 +68,7 @@ class Artefacts(Generic[Found]):
             self.write(found)
 
 
-def digest_of(files: Iterable[Path]) -> str:
+def digest_files(files: Iterable[Path]) -> str:
     """Of their names and contents."""
     digest = hashlib.sha256()
     for file in sorted(files):
@@ -77,7 +77,7 @@ def digest_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _written(file: Path, content: bytes) -> bool:
+def _write_atomically(file: Path, content: bytes) -> bool:
     """At once or not at all."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -99,5 +99,5 @@ def _written(file: Path, content: bytes) -> bool:
 
 def _forget_oldest(folder: Path) -> None:
     kept = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
-    for file in kept[:-_KEYS_MOST]:
+    for file in kept[:-_KEYS_MAX]:
         file.unlink(missing_ok=True)

@@ -16,10 +16,10 @@ from engine.memory.workspace import Workspace
 
 _FINE: Final = (1, 2, 4)
 _STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # up to the one, in steps of the other
-HOT: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+HOT_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def buckets(most: int) -> list[int]:
+def capture_sizes(most: int) -> list[int]:
     """The sizes worth a graph, ascending, for up to `most` rows; the last holds them or is the largest there is."""
     if most == 0:
         return []
@@ -29,7 +29,7 @@ def buckets(most: int) -> list[int]:
     return sizes[: bisect_left(sizes, most) + 1]
 
 
-class Graphs:
+class CudaGraphs:
     """Graphs of `run`, which computes for a given number of rows on the current stream, and always in one place.
 
     `sizes` are all that may be captured; those of HOT come first, small ones before large ones.
@@ -39,7 +39,7 @@ class Graphs:
         self._run = run
         self._workspace = workspace
         self._sizes = sorted(sizes)
-        self._missing = sorted(sizes, key=lambda size: (size in HOT, -size))  # taken from the end
+        self._missing = sorted(sizes, key=lambda size: (size in HOT_SIZES, -size))  # taken from the end
         self._captured: list[int] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -55,7 +55,7 @@ class Graphs:
     @property
     def hot(self) -> bool:
         """Whether the next to be captured is a hot one."""
-        return bool(self._missing) and self._missing[-1] in HOT
+        return bool(self._missing) and self._missing[-1] in HOT_SIZES
 
     def capture_next(self) -> bool:
         """Captures one size more, without computing it; some 10 ms. False where none is left, or no memory for it."""

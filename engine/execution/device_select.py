@@ -12,16 +12,16 @@ import torch
 
 log = logging.getLogger(__name__)
 
-CAPABILITY_LEAST: Final = (8, 0)  # bfloat16 on tensor cores, and asynchronous copies
+CAPABILITY_MIN: Final = (8, 0)  # bfloat16 on tensor cores, and asynchronous copies
 _NAMES: Final = re.compile(r"auto|cuda(:\d+)?")
-_CACHE_NAME: Final = "TRITON_CACHE_DIR"
+_KERNEL_CACHE_VARIABLE: Final = "TRITON_CACHE_DIR"
 
 
-class Unusable(RuntimeError):
+class DeviceUnusable(RuntimeError):
     """The device that was asked for cannot run models; the message says why and what to do."""
 
 
-def place(asked: str) -> torch.device:
+def select_device(asked: str) -> torch.device:
     """`auto` is the first GPU, or the CPU with a line in the log where there is none that can be used.
 
     Raises Unusable for a GPU that was asked for by name: cuda, or cuda:N.
@@ -29,14 +29,14 @@ def place(asked: str) -> torch.device:
     if asked == "cpu":
         return torch.device("cpu")
     if not _NAMES.fullmatch(asked):
-        raise Unusable(f"device {asked!r} is not supported: auto, cpu, cuda and cuda:N are")
+        raise DeviceUnusable(f"device {asked!r} is not supported: auto, cpu, cuda and cuda:N are")
     device = torch.device("cuda", int(asked.partition(":")[2] or 0))
     reason = _reason_against(device)
     if reason is None:
-        _keep_kernels()
+        _require_kernel_cache()
         return device
     if asked != "auto":
-        raise Unusable(f"device {asked!r} cannot be used: {reason}")
+        raise DeviceUnusable(f"device {asked!r} cannot be used: {reason}")
     log.info("device auto: cpu (%s)", reason)
     return torch.device("cpu")
 
@@ -48,21 +48,21 @@ def _reason_against(device: torch.device) -> str | None:
     if index >= count:
         return f"there are {count} GPUs, counted from 0"
     capability = torch.cuda.get_device_capability(device)
-    if capability < CAPABILITY_LEAST:
-        has, needs = (".".join(map(str, version)) for version in (capability, CAPABILITY_LEAST))
+    if capability < CAPABILITY_MIN:
+        has, needs = (".".join(map(str, version)) for version in (capability, CAPABILITY_MIN))
         return f"{torch.cuda.get_device_name(device)} has compute capability {has}, at least {needs} is needed"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed, which compiles the kernels: pip install triton"
     return None
 
 
-def _keep_kernels() -> None:
+def _require_kernel_cache() -> None:
     """Compiled kernels go where the environment says; if that cannot be written, each start makes them anew."""
-    folder = Path(os.environ.get(_CACHE_NAME) or Path.home() / ".triton" / "cache")
+    folder = Path(os.environ.get(_KERNEL_CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return
     except OSError as error:
-        os.environ[_CACHE_NAME] = tempfile.mkdtemp(prefix="hearth-kernels-")
+        os.environ[_KERNEL_CACHE_VARIABLE] = tempfile.mkdtemp(prefix="hearth-kernels-")
         log.info("the kernel cache %s cannot be written (%s): every start compiles anew", folder, error)

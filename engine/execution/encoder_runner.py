@@ -16,24 +16,24 @@ import psutil
 import torch
 from torch import Tensor
 
-from engine.execution.cpu_runner import give_back, given
-from engine.execution.device_select import place
+from engine.execution.cpu_runner import pooling_output, trim_memory
+from engine.execution.device_select import select_device
 from engine.execution.memory_plan import CONTEXT_BYTES, DoesNotFit
 from engine.memory.errors import OutOfDeviceMemory
-from engine.memory.streams import Mark, Stream
-from engine.models.bert import Encoder, EncoderParameters, assemble
+from engine.memory.streams import DeviceStream, StreamEvent
+from engine.models.bert import BertEncoder, EncoderParameters, assemble_encoder
 from engine.models.encoder_config import EncoderConfig, read_encoder_config
-from engine.models.encoder_names import encoder_entries, encoder_spare, prefix_of
-from engine.protocol.reports import Memory
+from engine.models.encoder_names import encoder_entries, encoder_prefix, is_unused_encoder_tensor
+from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
-from engine.step.cost_model import Costs
-from engine.step.encoder_layout import unpack
-from engine.step.executor import Flight, Sampled, Sizes
+from engine.step.cost_model import CostModel
+from engine.step.encoder_layout import unpack_texts
+from engine.step.executor import InflightStep, MemoryUsage, RunnerOutput
 from engine.step.layout import Int32s
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.formats import plain
-from engine.weights.load import Files, fetch
+from engine.weights.formats import plain_formats
+from engine.weights.load import ModelFiles, load_tensors
 from engine.weights.random import random_tensors
 
 log = logging.getLogger(__name__)
@@ -44,15 +44,15 @@ _SEQUENCES: Final = {"cpu": 64, "cuda": 1024}
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class InflightVectors:
     """A step's vectors on their way to the host."""
 
     vectors_SH: Tensor
-    mark: Mark
+    mark: StreamEvent
 
-    def wait(self) -> Sampled:
+    def wait(self) -> RunnerOutput:
         self.mark.wait()
-        return given(self.vectors_SH)
+        return pooling_output(self.vectors_SH)
 
 
 class EncoderRunner:
@@ -61,10 +61,10 @@ class EncoderRunner:
 
     kv_layout = ""
     blocks, extent_blocks, block_tokens = 0, 1, 1
-    costs: Costs | None = None
+    costs: CostModel | None = None
 
     def __init__(
-        self, model: ModelSpec, config: EncoderConfig, load: Callable[[], EncoderParameters], files: Files,
+        self, model: ModelSpec, config: EncoderConfig, load: Callable[[], EncoderParameters], files: ModelFiles,
         device: torch.device, beat: Callable[[], None],
     ) -> None:  # fmt: skip
         """`load` reads the files, now and at each wake."""
@@ -83,10 +83,10 @@ class EncoderRunner:
         self._config = config
         self._load = load
         self._files = files
-        self._stream = Stream(device)
+        self._stream = DeviceStream(device)
         self._beat = beat
         parameters = load()
-        self._encoder: Encoder | None = Encoder(config, parameters)
+        self._encoder: BertEncoder | None = BertEncoder(config, parameters)
         self._weights_bytes = parameters.bytes
         self.memory = _memory(model, parameters, device)
 
@@ -100,14 +100,14 @@ class EncoderRunner:
             torch.set_num_threads(threads)
         folder = Path(model.folder)
         config = read_encoder_config(folder)
-        where = place(device)
+        where = select_device(device)
         dtype = _dtype(model, config, where)
 
         def load() -> EncoderParameters:
-            return assemble(config, _tensors(model, config, dtype, where, beat), beat)
+            return assemble_encoder(config, _tensors(model, config, dtype, where, beat), beat)
 
         with torch.inference_mode():
-            opened = cls(model, config, load, Files(folder, model.random_weights), where, beat)
+            opened = cls(model, config, load, ModelFiles(folder, model.random_weights), where, beat)
         log.info("%s: %.1f MB as %s", model.name, opened.memory.weights_bytes / 1e6, dtype)
         return opened
 
@@ -124,7 +124,7 @@ class EncoderRunner:
         assert not kept
         self._stream.wait()
         self._encoder = None
-        give_back(self._stream.device)
+        trim_memory(self._stream.device)
         return 0
 
     @torch.inference_mode()
@@ -134,9 +134,9 @@ class EncoderRunner:
         assert self._encoder is None
         try:
             with self._stream.entered():
-                self._encoder = Encoder(self._config, self._files.again(self._load))
+                self._encoder = BertEncoder(self._config, self._files.again(self._load))
         except torch.OutOfMemoryError as error:
-            give_back(self._stream.device)
+            trim_memory(self._stream.device)
             raise OutOfDeviceMemory(str(error)) from error
         return self._weights_bytes
 
@@ -144,13 +144,13 @@ class EncoderRunner:
         """`wake` returns when all is there."""
         return True
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MemoryUsage:
         """Of a GPU what torch has got, and what the driver keeps for the process."""
         held, asleep_bytes = self._weights_bytes, 0
         if self._stream.queues:
             held, asleep_bytes = torch.cuda.memory_reserved(self._stream.device), CONTEXT_BYTES
         awake = self._encoder is not None
-        return Sizes(
+        return MemoryUsage(
             device_bytes=asleep_bytes + (held if awake else 0),
             asleep_bytes=asleep_bytes,
             least_bytes=asleep_bytes + self._weights_bytes,
@@ -165,9 +165,9 @@ class EncoderRunner:
         )
 
     @torch.inference_mode()
-    def launch(self, packed: Int32s) -> Flight:
+    def launch(self, packed: Int32s) -> InflightStep:
         assert self._encoder is not None, "asleep"
-        texts = unpack(packed)
+        texts = unpack_texts(packed)
         assert max(texts.lengths) <= self.context_tokens, "a text past the context"
         assert 0 <= texts.tokens_T.min() <= texts.tokens_T.max() < self.vocabulary, "a token past the vocabulary"
         mark = self._stream.mark()
@@ -180,7 +180,7 @@ class EncoderRunner:
                 mark.set()
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(str(error)) from error
-        return Landing(vectors_SH, mark)
+        return InflightVectors(vectors_SH, mark)
 
     def erase(self, blocks: Items[int]) -> None:
         """There are none."""
@@ -195,7 +195,7 @@ class EncoderRunner:
     def unmap(self, extents: Items[int]) -> None:
         raise AssertionError("there are no extents")
 
-    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
         raise AssertionError("no row of a text has a mask")
 
 
@@ -213,19 +213,19 @@ def _tensors(
     if model.random_weights:
         return random_tensors(encoder_entries(config, ""), dtype, device, beat)
     checkpoint = Checkpoint(Path(model.folder))
-    prefix = prefix_of(checkpoint.tensors)
+    prefix = encoder_prefix(checkpoint.tensors)
     table = encoder_entries(config, prefix)
     sources = (source for entry in table for source in entry.sources)
-    checkpoint.require(sources, lambda name: encoder_spare(config, prefix, name))
-    return fetch(checkpoint, table, plain(table, dtype), device, beat)
+    checkpoint.require(sources, lambda name: is_unused_encoder_tensor(config, prefix, name))
+    return load_tensors(checkpoint, table, plain_formats(table, dtype), device, beat)
 
 
-def _memory(model: ModelSpec, parameters: EncoderParameters, device: torch.device) -> Memory:
+def _memory(model: ModelSpec, parameters: EncoderParameters, device: torch.device) -> MemoryReport:
     name, total, free = "cpu", int(psutil.virtual_memory().total), int(psutil.virtual_memory().available)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         free, total = torch.cuda.mem_get_info(device)
-    return Memory(
+    return MemoryReport(
         model=model.name, pid=os.getpid(), device=name, device_bytes=total, weights_bytes=parameters.bytes,
         kv_blocks=0, kv_block_tokens=1, kv_bytes=0, free_bytes=free,
     )  # fmt: skip

@@ -19,71 +19,76 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.artifact_keys import Measured, on_device
-from engine.execution.artifacts import KERNELS
-from engine.execution.cuda_graphs import HOT, Graphs, buckets
-from engine.execution.gpu_sampler import PLAIN, Reports, Wants, draw_tokens
-from engine.execution.memory_plan import DoesNotFit, first_extents, kept_bytes, kv_blocks, least_extents
-from engine.execution.profiling import Room, measure
+from engine.execution.artifact_keys import GpuArtifact, gpu_artifacts
+from engine.execution.artifacts import KERNELS_FOLDER
+from engine.execution.cuda_graphs import HOT_SIZES, CudaGraphs, capture_sizes
+from engine.execution.gpu_sampler import TEMPERATURE_ONLY, LogprobTensors, SamplingFeatures, sample_tokens
+from engine.execution.memory_plan import DoesNotFit, host_tier_bytes, initial_extents, kv_blocks, min_extents
+from engine.execution.profiling import ProfilingLimits, profile_costs
 from engine.execution.sleep import GRAPH_BYTES, DeviceMemory
-from engine.execution.staging import Landing, Most
-from engine.kernels.compile_cache import keep_beside, name_kernels
-from engine.kernels.tuning import CODED_BUCKETS
-from engine.kvcache.host_tier import Kept
-from engine.kvcache.layout import KvShape
-from engine.kvcache.tensors import KvPool
+from engine.execution.staging import StagedStep, StepLimits
+from engine.kernels.compile_cache import name_kernels, share_kernel_cache
+from engine.kernels.tuning import BF12_ROW_BUCKETS
+from engine.kvcache.host_tier import HostKVTier
+from engine.kvcache.layout import KVShape
+from engine.kvcache.tensors import KVPool
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
-from engine.memory.streams import Mark, Stream
+from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
 from engine.memory.workspace import Workspace
 from engine.models.config import ModelConfig
-from engine.models.decoder_layer import Parameters
-from engine.models.gpu_step import DeviceStep, Space
-from engine.models.llama import Decoder
-from engine.protocol.reports import Memory
+from engine.models.decoder_layer import DecoderParameters
+from engine.models.gpu_step import GpuStep, StepBuffers
+from engine.models.llama import LlamaDecoder
+from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import Sampling
-from engine.step.attention_plan import build
-from engine.step.cost_model import Costs
-from engine.step.executor import Flight, Sizes
-from engine.step.layout import Batch, Int32s, Slice, pack, unpack
+from engine.protocol.types import SamplingParams
+from engine.step.attention_plan import plan_attention
+from engine.step.cost_model import CostModel
+from engine.step.executor import InflightStep, MemoryUsage
+from engine.step.layout import Int32s, SequenceSlice, StepBatch, pack_step, unpack_step
 from engine.weights.assembly import weights_bytes
-from engine.weights.device_buffer import Weights
-from engine.weights.source import Origin
+from engine.weights.device_buffer import WeightBuffer
+from engine.weights.source import WeightSource
 
 log = logging.getLogger(__name__)
 
-DEPTH: Final = 2
-GRAPH_ROWS: Final = 1024  # steps of more rows take so long that launching their kernels one by one costs nothing
+PIPELINE_DEPTH: Final = 2
+GRAPH_ROWS_MAX: Final = 1024  # steps of more rows take so long that launching their kernels one by one costs nothing
 _PREPARE_EVERY_S: Final = 0.25
-_LOADED: Final = (64, 128, 1024)  # rows of steps whose kernels are loaded before it serves: decodes, and a prompt
-_MEASURED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
+_PRELOADED_ROWS: Final = (
+    64,
+    128,
+    1024,
+)  # rows of steps whose kernels are loaded before it serves: decodes, and a prompt
+_PROFILED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
 _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
 
-_GREEDY: Final = Sampling()
-_DEMANDING: Final = Sampling(
+_GREEDY: Final = SamplingParams()
+_ALL_FEATURES: Final = SamplingParams(
     temperature=1.0, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
 )
 
 
-class Device:
+class GpuRunner:
     """Attributes as in batch.Runs."""
 
-    depth = DEPTH
+    depth = PIPELINE_DEPTH
 
     def __init__(
-        self, config: ModelConfig, parameters: Parameters, held: DeviceMemory, stream: Stream, most: Most,
+        self, config: ModelConfig, parameters: DecoderParameters, held: DeviceMemory, stream: DeviceStream,
+        most: StepLimits,
         graph_rows: int, standby: bool,
     ) -> None:  # fmt: skip
         """Steps of up to graph_rows rows may be captured, none where it is 0. `standby`: it makes ready to sleep."""
         self.pool = held.pool
-        self.costs: Costs | None = None
+        self.costs: CostModel | None = None
         self.step_tokens = most.step_tokens
         self.prompt_step_tokens = most.prompt_step_tokens
         self.sequences = most.sequences
         self._config = config
         self._most = most
-        self._decoder = Decoder(parameters)
+        self._decoder = LlamaDecoder(parameters)
         self._dtype = held.space.dtype
         self._held = held
         self._space = held.space
@@ -91,20 +96,20 @@ class Device:
         self._standby = standby
         vector_width = config.hidden if config.vectors else 0
         self._masks_RW = stream.staging(*held.space.masks_RW.shape, dtype=torch.int32)
-        self._landings = [Landing(stream, most, vector_width) for _ in range(DEPTH + 1)]
+        self._landings = [StagedStep(stream, most, vector_width) for _ in range(PIPELINE_DEPTH + 1)]
         self._launches = 0
         self._rows_before = 0
         self._prepared_at = 0.0
-        sizes = buckets(min(graph_rows, most.rows))
-        self._bodies = Graphs(lambda rows: self._body(rows, wide=False), sizes, held.workspace)
-        self._wide_bodies = Graphs(lambda rows: self._body(rows, wide=True), sizes, held.workspace)
-        self._heads = Graphs(self._head, buckets(min(graph_rows, most.sequences)), held.workspace)
+        sizes = capture_sizes(min(graph_rows, most.rows))
+        self._bodies = CudaGraphs(lambda rows: self._body(rows, wide=False), sizes, held.workspace)
+        self._wide_bodies = CudaGraphs(lambda rows: self._body(rows, wide=True), sizes, held.workspace)
+        self._heads = CudaGraphs(self._head, capture_sizes(min(graph_rows, most.sequences)), held.workspace)
         self._graphs = (self._bodies, self._heads, self._wide_bodies)
-        self.memory: Memory
+        self.memory: MemoryReport
 
     @classmethod
     def open(
-        cls, model: ModelSpec, config: ModelConfig, origin: Origin, context_tokens: int, beat: Callable[[], None],
+        cls, model: ModelSpec, config: ModelConfig, origin: WeightSource, context_tokens: int, beat: Callable[[], None],
         device_bytes: int | None, standby: bool,
     ) -> Self:  # fmt: skip
         """Loads the weights, compiles what is not compiled yet, measures what a step needs, takes the rest for KV, or
@@ -120,27 +125,27 @@ class Device:
 
     @classmethod
     def _open(
-        cls, model: ModelSpec, config: ModelConfig, origin: Origin, context_tokens: int, beat: Callable[[], None],
+        cls, model: ModelSpec, config: ModelConfig, origin: WeightSource, context_tokens: int, beat: Callable[[], None],
         device_bytes: int | None, standby: bool,
     ) -> Self:  # fmt: skip
         device = origin.device
         arena = Arena.of(device)
-        weights = Weights(arena, origin.shapes)
+        weights = WeightBuffer(arena, origin.shapes)
         with ThreadPoolExecutor(1) as beside:  # the one waits for files and copies, while the other computes
             named = beside.submit(name_kernels)
             parameters = origin.make(beat, dict(weights.tensors))
             named.result()
-        stream = Stream(device)
-        most = Most.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
+        stream = DeviceStream(device)
+        most = StepLimits.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
         kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else origin.dtype
-        shape = KvShape.of(config, model.block_tokens, kv_dtype)
+        shape = KVShape.of(config, model.block_tokens, kv_dtype)
         most_bytes = arena.most_bytes - weights.bytes
-        pool = KvPool(
+        pool = KVPool(
             shape, kv_blocks(model, shape, context_tokens, most.sequences, most_bytes, most_bytes), arena, extents=1
         )
-        held = _held(model, config, origin.dtype, weights, pool, most, context_tokens, stream)
-        keep_beside(Path(model.folder) / KERNELS)
-        kept = on_device(
+        held = _open_memory(model, config, origin.dtype, weights, pool, most, context_tokens, stream)
+        share_kernel_cache(Path(model.folder) / KERNELS_FOLDER)
+        kept = gpu_artifacts(
             model, config, context_tokens, str(origin.dtype), origin.coded, torch.cuda.get_device_name(device)
         )
         found, space_segments = kept.read(), len(held.workspace.segments)
@@ -152,27 +157,27 @@ class Device:
                 held.workspace.grow(found.segments)
             trial.load(context_tokens)
         segments = held.workspace.segments[space_segments:]
-        opened = cls(config, parameters, held, stream, most, GRAPH_ROWS, standby)
+        opened = cls(config, parameters, held, stream, most, GRAPH_ROWS_MAX, standby)
         opened._take_kv(model, context_tokens, device_bytes)
         mapped_blocks = min(len(pool.mapped) * pool.extent_blocks, pool.blocks)
-        room_of_steps = Room(mapped_blocks, shape.block_tokens, context_tokens, most.sequences)
+        room_of_steps = ProfilingLimits(mapped_blocks, shape.block_tokens, context_tokens, most.sequences)
         if found is not None and found.blocks >= room_of_steps.used_blocks:
             opened.costs = found.costs
             opened.capture_first()
         else:
             opened.capture(beat)
-            rows = [rows for rows in _MEASURED_ROWS if rows <= most.rows]
-            opened.costs = measure(opened.launch_ms, rows, room_of_steps)
-            kept.write(Measured(segments, room_of_steps.used_blocks, opened.costs))
+            rows = [rows for rows in _PROFILED_ROWS if rows <= most.rows]
+            opened.costs = profile_costs(opened.launch_ms, rows, room_of_steps)
+            kept.write(GpuArtifact(segments, room_of_steps.used_blocks, opened.costs))
         left, total = torch.cuda.mem_get_info(device)
-        opened.memory = Memory(
+        opened.memory = MemoryReport(
             model=model.name, pid=os.getpid(), device=torch.cuda.get_device_name(device), device_bytes=total,
             weights_bytes=weights_bytes(parameters), coded_bytes=origin.coded_bytes, bf16_bytes=origin.bf16_bytes,
             kv_blocks=mapped_blocks, kv_block_tokens=shape.block_tokens,
             kv_bytes=pool.mapped_bytes, workspace_bytes=held.workspace.bytes,
             graphs_bytes=opened.captured * GRAPH_BYTES, free_bytes=left,
         )  # fmt: skip
-        log.info("%s", _told(opened.memory))
+        log.info("%s", _describe_memory(opened.memory))
         return opened
 
     def _take_kv(self, model: ModelSpec, context_tokens: int, device_bytes: int | None) -> None:
@@ -183,7 +188,7 @@ class Device:
         if device_bytes is not None:
             fixed_bytes = self._held.sizes(graphs, self._standby).device_bytes - pool.mapped_bytes
             room = min(room, device_bytes - fixed_bytes)
-        count = first_extents(model, pool, context_tokens, room, free)
+        count = initial_extents(model, pool, context_tokens, room, free)
         pool.map(range(len(pool.mapped), count))
 
     @property
@@ -194,27 +199,29 @@ class Device:
     def compile(self, context_tokens: int, beat: Callable[[], None]) -> None:
         """Runs a step of each hot size, of larger ones that may have other kernels, the largest that has a graph, and
         the largest there is, in the first block: the workspace has what steps need then."""
-        for rows in sorted({size for size in (*HOT, *CODED_BUCKETS) if size <= self._most.rows}):
+        for rows in sorted({size for size in (*HOT_SIZES, *BF12_ROW_BUCKETS) if size <= self._most.rows}):
             self._try(rows, context_tokens)
             beat()
-        for rows in (self.sequences, min(GRAPH_ROWS, self._most.rows), self._most.rows):
+        for rows in (self.sequences, min(GRAPH_ROWS_MAX, self._most.rows), self._most.rows):
             self._try(rows, context_tokens)
-        self._try(self.sequences, context_tokens, _DEMANDING)
+        self._try(self.sequences, context_tokens, _ALL_FEATURES)
 
     def load(self, context_tokens: int) -> None:
         """Runs a step of one row, whose kernels cannot be loaded while its graph is captured, and steps whose kernels a
         first prompt would wait for, or the first wake."""
-        for rows in (1, *[rows for rows in _LOADED if rows <= self._most.rows]):
+        for rows in (1, *[rows for rows in _PRELOADED_ROWS if rows <= self._most.rows]):
             self._try(rows, context_tokens)
 
-    def _try(self, rows: int, context_tokens: int, sampling: Sampling = _GREEDY) -> None:
+    def _try(self, rows: int, context_tokens: int, sampling: SamplingParams = _GREEDY) -> None:
         block_tokens = self.pool.shape.block_tokens
         length = 1 if rows <= self.sequences else context_tokens
         table = [0] * -(-length // block_tokens)
         lengths = [min(length, rows - start) for start in range(0, rows, length)]
-        history, masked = (([0], 1), not self._config.vectors) if sampling is _DEMANDING else (None, False)
-        packed = pack([Slice([0] * count, 0, table, sampling, history, masked) for count in lengths], block_tokens)
-        flight = self.launch(packed, unpack(packed))
+        history, masked = (([0], 1), not self._config.vectors) if sampling is _ALL_FEATURES else (None, False)
+        packed = pack_step(
+            [SequenceSlice([0] * count, 0, table, sampling, history, masked) for count in lengths], block_tokens
+        )
+        flight = self.launch(packed, unpack_step(packed))
         if masked:
             self.sample(flight, np.full((len(lengths), self._masks_RW.shape[1]), -1, np.int32))
         flight.wait()
@@ -250,7 +257,7 @@ class Device:
         except OutOfHostMemory:
             return False  # the machine hears of it when it sends this to sleep
 
-    def launch(self, packed: Int32s, batch: Batch) -> Landing:
+    def launch(self, packed: Int32s, batch: StepBatch) -> StagedStep:
         """May raise OutOfDeviceMemory. Writes the spare words of the packed step's header. The host works out masks
         while the device computes what does not need them."""
         rows, wanted = len(batch.tokens_T), len(batch.rows_R)
@@ -276,9 +283,9 @@ class Device:
             raise OutOfDeviceMemory(str(error)) from error
         return landing
 
-    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
         """May raise OutOfDeviceMemory. The step before has landed, so that nobody reads the masks of that one."""
-        assert isinstance(flight, Landing)
+        assert isinstance(flight, StagedStep)
         assert flight.batch is not None, "a step without masked rows, or with its masks already"
         batch, flight.batch, count = flight.batch, None, len(masks_MW)
         self._masks_RW.numpy()[:count] = masks_MW
@@ -316,10 +323,10 @@ class Device:
     def arrived(self) -> bool:
         return self._held.arrived()
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MemoryUsage:
         return self._held.sizes(self.captured, self._standby)
 
-    def _prepare_now_and_then(self, bodies: Graphs, rows: int) -> None:
+    def _prepare_now_and_then(self, bodies: CudaGraphs, rows: int) -> None:
         """Under steady load there are no idle moments: a size that is wanted is captured while a step is in the air, or
         a little copied to the host."""
         now = time.monotonic()
@@ -328,7 +335,7 @@ class Device:
 
     def launch_ms(self, packed: Int32s, launches: int) -> float:
         """The median of so many launches, one behind the other, after one that does not count."""
-        batch = unpack(packed)
+        batch = unpack_step(packed)
         flights, took = [self.launch(packed, batch), self.launch(packed, batch)], []
         for _ in range(launches):
             flights.append(self.launch(packed, batch))
@@ -339,9 +346,9 @@ class Device:
         flights[-1].wait()
         return statistics.median(took)
 
-    def _upload(self, packed: Int32s, batch: Batch, landing: Landing) -> bool:
+    def _upload(self, packed: Int32s, batch: StepBatch, landing: StagedStep) -> bool:
         """Queues the step and its tiles; gives whether there are wide ones."""
-        tiles = build(packed, batch, self._space.layout)
+        tiles = plan_attention(packed, batch, self._space.layout)
         count = len(packed) + len(tiles.words)
         if count > len(self._space.words):
             raise OutOfDeviceMemory(f"a step of {count} words, where there is room for {len(self._space.words)}")
@@ -351,9 +358,9 @@ class Device:
         return tiles.wide
 
     def _body(self, rows: int, wide: bool) -> None:
-        self._decoder.body(self._step(rows, wide), _nothing)
+        self._decoder.body(self._step(rows, wide), _no_beat)
 
-    def _follow(self, coming: Items[Mark], rows: int, wide: bool) -> None:
+    def _follow(self, coming: Items[StreamEvent], rows: int, wide: bool) -> None:
         """The body without a graph, each layer behind the mark of its weights, which are on their way."""
         marks = iter(coming)
 
@@ -365,9 +372,9 @@ class Device:
         with self._held.workspace.entered():
             self._decoder.body(self._step(rows, wide), next_stage)
 
-    def _sample(self, batch: Batch, landing: Landing) -> None:
+    def _sample(self, batch: StepBatch, landing: StagedStep) -> None:
         """Queues head, sampling and the way back. Only what all rows have in common is worth graphs."""
-        rows, wants = landing.rows, Wants.of(batch)
+        rows, wants = landing.rows, SamplingFeatures.of(batch)
         if coming := self._held.coming():
             self._stream.follow(coming[-1])
         if self._config.vectors:
@@ -380,39 +387,39 @@ class Device:
             with self._held.workspace.entered():
                 logits_RV = self._head(rows, wants)
                 if wants.logprobs:
-                    Reports.of(logits_RV, self._space.sampled_R[:rows]).copy_to(landing.reports)
+                    LogprobTensors.of(logits_RV, self._space.sampled_R[:rows]).copy_to(landing.reports)
         landing.tokens_R[:rows].copy_(self._space.sampled_R[:rows], non_blocking=True)
 
-    def _head(self, rows: int, wants: Wants = PLAIN) -> Tensor:
+    def _head(self, rows: int, wants: SamplingFeatures = TEMPERATURE_ONLY) -> Tensor:
         logits_RV = self._decoder.head(self._step(rows))
         if self._config.vectors:
             return self._space.vectors_RH[:rows].copy_(logits_RV)
-        draw_tokens(self._space.words, logits_RV, self._space.sampled_R[:rows], self._space.masks_RW, wants)
+        sample_tokens(self._space.words, logits_RV, self._space.sampled_R[:rows], self._space.masks_RW, wants)
         return logits_RV
 
-    def _step(self, rows: int, wide: bool = False) -> DeviceStep:
-        return DeviceStep(self._config, self._space, self.pool, rows, self._dtype, wide)
+    def _step(self, rows: int, wide: bool = False) -> GpuStep:
+        return GpuStep(self._config, self._space, self.pool, rows, self._dtype, wide)
 
 
-def _held(
-    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: Weights, pool: KvPool, most: Most,
-    context_tokens: int, stream: Stream,
+def _open_memory(
+    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, pool: KVPool, most: StepLimits,
+    context_tokens: int, stream: DeviceStream,
 ) -> DeviceMemory:  # fmt: skip
     """With a workspace for steps of the most rows."""
     device = stream.device
     workspace = Workspace(weights.arena, device)
-    rows, wanted = max(most.rows, *buckets(most.rows)), buckets(most.sequences)[-1]
+    rows, wanted = max(most.rows, *capture_sizes(most.rows)), capture_sizes(most.sequences)[-1]
     with stream.entered(), workspace.entered():
-        space = Space.make(config, dtype, device, most.words, rows, wanted, context_tokens)
-        kept = Kept(pool, weights.arena.driver, kept_bytes(model, pool, context_tokens), device)
-    return DeviceMemory(weights, pool, space, workspace, kept, stream, least_extents(model, pool, context_tokens))
+        space = StepBuffers.make(config, dtype, device, most.words, rows, wanted, context_tokens)
+        kept = HostKVTier(pool, weights.arena.driver, host_tier_bytes(model, pool, context_tokens), device)
+    return DeviceMemory(weights, pool, space, workspace, kept, stream, min_extents(model, pool, context_tokens))
 
 
-def _nothing() -> None:
+def _no_beat() -> None:
     """A launch is too short to tell of each layer."""
 
 
-def _told(memory: Memory) -> str:
+def _describe_memory(memory: MemoryReport) -> str:
     """Where every GiB is."""
     ours = memory.weights_bytes + memory.kv_bytes + memory.workspace_bytes + memory.graphs_bytes
     coded = f" ({memory.coded_bytes / (1 << 30):.2f} of it in 12 bits a number)" if memory.coded_bytes else ""
@@ -428,7 +435,7 @@ def _told(memory: Memory) -> str:
     return f"{memory.model} on {memory.device}, {memory.device_bytes / (1 << 30):.2f} GiB: {told}"
 
 
-def require_room(origin: Origin) -> None:
+def require_weights_fit(origin: WeightSource) -> None:
     """Raises DoesNotFit where the weights alone are more than what is free."""
     needed, (free, total) = origin.bytes, torch.cuda.mem_get_info(origin.device)
     if needed > free:

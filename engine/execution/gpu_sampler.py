@@ -14,11 +14,11 @@ from torch import Tensor
 
 from engine.kernels.sampling import add_biases, cut, draw, forbid, penalise
 from engine.scheduling.sequence import LOGPROBS_MAX
-from engine.step.layout import Batch
+from engine.step.layout import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class SamplingFeatures:
     """What some row of a step asks for beyond a temperature."""
 
     biases: bool
@@ -28,7 +28,7 @@ class Wants:
     logprobs: bool
 
     @classmethod
-    def of(cls, batch: Batch) -> Self:
+    def of(cls, batch: StepBatch) -> Self:
         filtered_R = (batch.top_k_R > 0) | (batch.top_p_R < 1) | (batch.min_p_R > 0)
         return cls(
             biases=len(batch.bias_ids_B) > 0,
@@ -43,10 +43,12 @@ class Wants:
         return not (self.biases or self.penalties or self.masks or self.filters or self.logprobs)
 
 
-PLAIN: Final = Wants(biases=False, penalties=False, masks=False, filters=False, logprobs=False)
+TEMPERATURE_ONLY: Final = SamplingFeatures(biases=False, penalties=False, masks=False, filters=False, logprobs=False)
 
 
-def draw_tokens(words: Tensor, logits_RV: Tensor, sampled_R: Tensor, masks_MW: Tensor, wants: Wants) -> None:
+def sample_tokens(
+    words: Tensor, logits_RV: Tensor, sampled_R: Tensor, masks_MW: Tensor, wants: SamplingFeatures
+) -> None:
     """Chooses a token for each row. Until then `sampled_R` holds those of the step before, which histories may name."""
     if wants.biases or wants.penalties or wants.masks:
         logits_RV = logits_RV.to(torch.float32, copy=True)
@@ -60,7 +62,7 @@ def draw_tokens(words: Tensor, logits_RV: Tensor, sampled_R: Tensor, masks_MW: T
 
 
 @dataclass(frozen=True, slots=True)
-class Reports:
+class LogprobTensors:
     """Log probabilities of the raw logits: of each row's token, and of its K most likely ones, asked for or not.
 
     On the device, or in host memory that it is copied to.
@@ -75,11 +77,11 @@ class Reports:
         """Costs a float32 copy of the logits."""
         logits_RV = logits_RV.float()
         whole_R1 = logits_RV.logsumexp(-1, keepdim=True)
-        best_RK, ids_RK = _best(logits_RV, min(LOGPROBS_MAX, logits_RV.shape[1]))
+        best_RK, ids_RK = _top_logits(logits_RV, min(LOGPROBS_MAX, logits_RV.shape[1]))
         chosen_R1 = logits_RV.gather(1, tokens_R[:, None].long().clamp_min(0))
         return cls((chosen_R1 - whole_R1)[:, 0], ids_RK, best_RK - whole_R1)
 
-    def copy_to(self, host: "Reports") -> None:
+    def copy_to(self, host: "LogprobTensors") -> None:
         """Queues the copy, into its first rows."""
         rows, count = self.ids_RK.shape
         host.chosen_R[:rows].copy_(self.chosen_R, non_blocking=True)
@@ -93,7 +95,7 @@ class Reports:
         return float(self.chosen_R[row]), ids_K[order].tolist(), best_K[order].tolist()
 
 
-def _best(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _top_logits(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The greatest and their ids; of those that equal the last one, where topk takes any, the lowest ids."""
     best_RK, ids_RK = logits_RV.topk(count, -1)
     vocabulary = logits_RV.shape[1]

@@ -6,8 +6,8 @@ Arithmetic only: who measures what is free and what a step needs is host.py's an
 from typing import Final
 
 from engine.kernels.reference import KEY_STEP
-from engine.kvcache.layout import KvShape
-from engine.kvcache.tensors import KvPool
+from engine.kvcache.layout import KVShape
+from engine.kvcache.tensors import KVPool
 from engine.models.config import ModelConfig
 from engine.protocol.specs import ModelSpec
 
@@ -34,22 +34,22 @@ def context_tokens(model: ModelSpec, config: ModelConfig) -> int:
     return asked or config.context_tokens
 
 
-def least_blocks(model: ModelSpec, tokens: int) -> int:
+def min_kv_blocks(model: ModelSpec, tokens: int) -> int:
     """What a replica has whenever it is awake: the blocks of one context, and those of its public prefixes."""
-    return _published_blocks(model) - (-tokens // model.block_tokens)
+    return _public_prefix_blocks(model) - (-tokens // model.block_tokens)
 
 
-def kept_bytes(model: ModelSpec, pool: KvPool, tokens: int) -> int:
+def host_tier_bytes(model: ModelSpec, pool: KVPool, tokens: int) -> int:
     """How much KV is kept at most while it sleeps: its public prefixes in any case, and no more than it wakes with."""
-    published = _published_blocks(model) * pool.shape.block_bytes
-    return min(max(model.kept_kv_bytes, published), least_extents(model, pool, tokens) * pool.extent_bytes)
+    published = _public_prefix_blocks(model) * pool.shape.block_bytes
+    return min(max(model.kept_kv_bytes, published), min_extents(model, pool, tokens) * pool.extent_bytes)
 
 
-def _published_blocks(model: ModelSpec) -> int:
+def _public_prefix_blocks(model: ModelSpec) -> int:
     return sum(len(prefix) // model.block_tokens for prefix in model.public_prefixes)
 
 
-def kv_blocks(model: ModelSpec, shape: KvShape, tokens: int, sequences: int, room: int, free: int) -> int:
+def kv_blocks(model: ModelSpec, shape: KVShape, tokens: int, sequences: int, room: int, free: int) -> int:
     """As many as kv_bytes hold; else as many as `room` holds, at most for all sequences of `tokens` each.
 
     One context gets its blocks where `free` bytes hold it, though there be less room. Raises DoesNotFit.
@@ -75,12 +75,12 @@ def kv_blocks(model: ModelSpec, shape: KvShape, tokens: int, sequences: int, roo
     return blocks
 
 
-def first_extents(model: ModelSpec, pool: KvPool, tokens: int, room: int, free: int) -> int:
+def initial_extents(model: ModelSpec, pool: KVPool, tokens: int, room: int, free: int) -> int:
     """How many extents of the pool get memory as it is opened: as many as `room` holds.
 
     What least_blocks says it has where `free` bytes hold it, though there be less room. Raises DoesNotFit.
     """
-    count = min(max(room // pool.extent_bytes, least_extents(model, pool, tokens)), pool.extents)
+    count = min(max(room // pool.extent_bytes, min_extents(model, pool, tokens)), pool.extents)
     needed = count * pool.extent_bytes
     if needed > free:
         raise DoesNotFit(
@@ -90,6 +90,6 @@ def first_extents(model: ModelSpec, pool: KvPool, tokens: int, room: int, free: 
     return count
 
 
-def least_extents(model: ModelSpec, pool: KvPool, tokens: int) -> int:
+def min_extents(model: ModelSpec, pool: KVPool, tokens: int) -> int:
     """The extents that hold least_blocks, or all where the pool is smaller."""
-    return min(-(-least_blocks(model, tokens) // pool.extent_blocks), pool.extents)
+    return min(-(-min_kv_blocks(model, tokens) // pool.extent_blocks), pool.extents)

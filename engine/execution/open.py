@@ -8,32 +8,32 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.execution.artifact_keys import Chosen, Measured, on_device, on_host
-from engine.execution.artifacts import Artefacts
-from engine.execution.cpu_runner import Host, fastest_dtype
-from engine.execution.device_select import place
+from engine.execution.artifact_keys import CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
+from engine.execution.artifacts import ArtifactFiles
+from engine.execution.cpu_runner import CpuRunner, fastest_dtype
+from engine.execution.device_select import select_device
 from engine.execution.encoder_runner import EncoderRunner
 from engine.execution.memory_plan import DoesNotFit, context_tokens, require_sizes
-from engine.models.config import ModelConfig, read_config
+from engine.models.config import ModelConfig, read_decoder_config
 from engine.models.encoder_config import is_encoder
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
-from engine.step.executor import Flight, Sizes
-from engine.step.layout import Int32s, unpack
-from engine.weights.load import Files
-from engine.weights.source import Origin
+from engine.step.executor import InflightStep, MemoryUsage
+from engine.step.layout import Int32s, unpack_step
+from engine.weights.load import ModelFiles
+from engine.weights.source import WeightSource
 
 if TYPE_CHECKING:
-    from engine.execution.gpu_runner import Device
+    from engine.execution.gpu_runner import GpuRunner
 
-__all__ = ["DoesNotFit", "Runner"]
+__all__ = ["DecoderRunner", "DoesNotFit"]
 
 log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Runner:
+class DecoderRunner:
     """A loaded model with its KV pool, on a CPU (host.py) or a GPU (device.py).
 
     revision            names the weights; KV of other revisions must not be used.
@@ -44,7 +44,7 @@ class Runner:
     All else is as in batch.Runs.
     """
 
-    def __init__(self, config: ModelConfig, place: "Host | Device", context_tokens: int, revision: str) -> None:
+    def __init__(self, config: ModelConfig, place: "CpuRunner | GpuRunner", context_tokens: int, revision: str) -> None:
         self.revision = revision
         self.context_tokens = context_tokens
         self.vocabulary = config.vocabulary
@@ -66,7 +66,7 @@ class Runner:
     def open(
         cls, model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None],
         device_bytes: int | None = None, standby: bool = False,
-    ) -> "Runner":  # fmt: skip
+    ) -> "DecoderRunner":  # fmt: skip
         """Loads `model.folder`. Calls `beat` after each tensor; afterwards each launch calls it after each layer.
 
         It maps as much KV as device_bytes leave beside its weights, but what one context takes in any case; None: all.
@@ -76,22 +76,22 @@ class Runner:
         if threads is not None:
             torch.set_num_threads(threads)
         folder = Path(model.folder)
-        config = read_config(folder, vectors=model.vectors)
+        config = read_decoder_config(folder, vectors=model.vectors)
         tokens = context_tokens(model, config)
-        where = place(device)
+        where = select_device(device)
         require_sizes(model, where.type)
         with torch.inference_mode():
             dtype = _dtype(model, config, where)
-            files = Files(folder, model.random_weights)
-            origin = Origin.of(folder, config, dtype, where, model.random_weights)
-            opened: Host | Device
+            files = ModelFiles(folder, model.random_weights)
+            origin = WeightSource.of(folder, config, dtype, where, model.random_weights)
+            opened: CpuRunner | GpuRunner
             if where.type == "cpu":
-                opened = Host(model, config, origin, files, tokens, beat, device_bytes)
+                opened = CpuRunner(model, config, origin, files, tokens, beat, device_bytes)
             else:
                 from engine.execution import gpu_runner as gpu  # only here: a CPU needs no Triton
 
-                gpu.require_room(origin)
-                opened = gpu.Device.open(model, config, origin, tokens, beat, device_bytes, standby)
+                gpu.require_weights_fit(origin)
+                opened = gpu.GpuRunner.open(model, config, origin, tokens, beat, device_bytes, standby)
         blocks, size = opened.pool.blocks, opened.pool.shape.block_tokens
         log.info(
             "%s: %d KV blocks of %d tokens, %.1f MB, %d full contexts of %d tokens",
@@ -144,20 +144,20 @@ class Runner:
     def arrived(self) -> bool:
         return self.place.arrived()
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MemoryUsage:
         return self.place.sizes()
 
     @torch.inference_mode()
-    def launch(self, packed: Int32s) -> Flight:
+    def launch(self, packed: Int32s) -> InflightStep:
         """Begins one step. Positions must lie below `context_tokens` and tables below `blocks`."""
-        batch = unpack(packed)
+        batch = unpack_step(packed)
         assert batch.positions_T.max() < self.context_tokens, "a position past the context"
         assert batch.tokens_T.max() < self.vocabulary, "a token past the vocabulary"
         assert 0 <= batch.tables_SW.min() <= batch.tables_SW.max() < self.blocks, "a block past the pool"
         return self.place.launch(packed, batch)
 
     @torch.inference_mode()
-    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
         """Gives a step with masked rows their masks, of `vocabulary` bits."""
         assert masks_MW.shape[1] == -(-self.vocabulary // 32)
         self.place.sample(flight, masks_MW)
@@ -166,14 +166,14 @@ class Runner:
 def open_model(
     model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None], device_bytes: int | None = None,
     standby: bool = False,
-) -> Runner | EncoderRunner:  # fmt: skip
+) -> DecoderRunner | EncoderRunner:  # fmt: skip
     """What the folder's config.json says: a decoder, or an encoder. Raises as their `open`."""
     if is_encoder(Path(model.folder)):
         return EncoderRunner.open(model, device, threads, beat)
-    return Runner.open(model, device, threads, beat, device_bytes, standby)
+    return DecoderRunner.open(model, device, threads, beat, device_bytes, standby)
 
 
-def artefacts_of(model: ModelSpec, device: str) -> Artefacts[Chosen] | Artefacts[Measured] | None:
+def model_artifacts(model: ModelSpec, device: str) -> ArtifactFiles[CpuArtifact] | ArtifactFiles[GpuArtifact] | None:
     """What `open_model` takes over where it is there, and leaves where it is not; None where nothing needs to be kept.
 
     Raises as `open_model`, and loads nothing.
@@ -181,13 +181,13 @@ def artefacts_of(model: ModelSpec, device: str) -> Artefacts[Chosen] | Artefacts
     folder = Path(model.folder)
     if is_encoder(folder):
         return None
-    config, where = read_config(folder, vectors=model.vectors), place(device)
+    config, where = read_decoder_config(folder, vectors=model.vectors), select_device(device)
     if where.type == "cpu":
         measured = model.dtype == "auto" and not config.vectors
-        return on_host(model, config) if measured else None
-    origin = Origin.of(folder, config, _dtype(model, config, where), where, model.random_weights)
+        return cpu_artifacts(model, config) if measured else None
+    origin = WeightSource.of(folder, config, _dtype(model, config, where), where, model.random_weights)
     tokens, device_name = context_tokens(model, config), torch.cuda.get_device_name(where)
-    return on_device(model, config, tokens, str(origin.dtype), origin.coded, device_name)
+    return gpu_artifacts(model, config, tokens, str(origin.dtype), origin.coded, device_name)
 
 
 def _dtype(model: ModelSpec, config: ModelConfig, where: torch.device) -> torch.dtype:
@@ -204,9 +204,9 @@ def _dtype(model: ModelSpec, config: ModelConfig, where: torch.device) -> torch.
 
 def _fastest_dtype(model: ModelSpec, config: ModelConfig) -> torch.dtype:
     """Measured once, which takes seconds for a large model; its replicas then all compute in the same."""
-    kept = on_host(model, config)
+    kept = cpu_artifacts(model, config)
     found = kept.read()
     if found is None:
-        found = Chosen("bfloat16" if fastest_dtype(config) is torch.bfloat16 else "float32")
+        found = CpuArtifact("bfloat16" if fastest_dtype(config) is torch.bfloat16 else "float32")
         kept.write(found)
     return _DTYPES[found.dtype]

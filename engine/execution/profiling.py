@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from engine.protocol.types import Sampling
-from engine.step.cost_model import Costs
-from engine.step.layout import Int32s, Segment, Slice, pack
+from engine.protocol.types import SamplingParams
+from engine.step.cost_model import CostModel
+from engine.step.layout import Int32s, PrefixSegment, SequenceSlice, pack_step
 
 _LAUNCHES: Final = 2
 _DECODES: Final = 32
@@ -23,19 +23,19 @@ _DECODE_KEYS: Final = 4096
 _PROMPT_ROWS: Final = 512
 _PROMPT_KEYS: Final = 8192
 _MEMBERS: Final = 128
-_MEMBERS_LEAST: Final = 16
+_MEMBERS_MIN: Final = 16
 _SEGMENT_KEYS: Final = 8192
 _SEGMENTS: Final = 8  # of a block each, which tell what one costs beside its keys
-_LEAST_US: Final = 1e-6
+_US_MIN: Final = 1e-6
 _OWN_BLOCKS: Final = 2  # of a member, behind its segment
 
-Timer = Callable[[Int32s, int], float]
+StepTimer = Callable[[Int32s, int], float]
 """The median ms of a packed step over so many launches one behind the other, after one that does not count. Its tables
 name blocks of the pool, whatever lies in them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ProfilingLimits:
     """What steps may use: the pool's blocks, positions, and how many sequences."""
 
     blocks: int
@@ -62,29 +62,29 @@ class Room:
         return max(1, min(wanted, self.context_tokens, self.blocks // sequences * size) // size) * size
 
 
-def measure(launch_ms: Timer, rows: Items[int], room: Room) -> Costs:
+def profile_costs(launch_ms: StepTimer, rows: Items[int], room: ProfilingLimits) -> CostModel:
     """The costs of steps, at these numbers of rows (ascending) and between. Takes 4 steps for each, and 44 more.
 
     Where there is no room to tell what groups cost, they never pay.
     """
-    bench = _Bench(launch_ms, room)
+    bench = _Profiler(launch_ms, room)
     rows_us, key_us, prompt_pair_us = bench.rows_us(rows), bench.key_us(), bench.prompt_pair_us(rows[-1])
-    if room.members < _MEMBERS_LEAST:
-        return Costs(rows_us, key_us, key_us, math.inf, prompt_pair_us, 0.0, 0.0)
+    if room.members < _MEMBERS_MIN:
+        return CostModel(rows_us, key_us, key_us, math.inf, prompt_pair_us, 0.0, 0.0)
     shared_key_us, pair_us = bench.segment_key_us()
     segment_us, groups_us = bench.segment_us(key_us, shared_key_us, pair_us)
-    return Costs(rows_us, key_us, shared_key_us, pair_us, prompt_pair_us, segment_us, groups_us)
+    return CostModel(rows_us, key_us, shared_key_us, pair_us, prompt_pair_us, segment_us, groups_us)
 
 
-class _Bench:
-    def __init__(self, launch_ms: Timer, room: Room) -> None:
+class _Profiler:
+    def __init__(self, launch_ms: StepTimer, room: ProfilingLimits) -> None:
         self._launch_ms = launch_ms
         self._room = room
 
     def rows_us(self, rows: Items[int]) -> tuple[tuple[int, float], ...]:
         took, most = [], 0.0
         for count in rows[: bisect_right(rows, self._room.sequences * self._room.context_tokens)]:
-            most = max(most + _LEAST_US, self._us(self._short(count)))
+            most = max(most + _US_MIN, self._us(self._short(count)))
             took.append((count, most))
         return tuple(took)
 
@@ -102,7 +102,7 @@ class _Bench:
         start = context - rows
         near = start // 4
         far_us, near_us = (
-            self._us([Slice([0] * rows, at, self._table(0, context), Sampling())]) for at in (start, near)
+            self._us([SequenceSlice([0] * rows, at, self._table(0, context), SamplingParams())]) for at in (start, near)
         )
         return _slope(far_us, near_us, rows * (start - near))
 
@@ -117,7 +117,7 @@ class _Bench:
             for members in (few, many)
         )
         pair_us = _slope(many_us, few_us, many - few)
-        return max(_LEAST_US, few_us - few * pair_us), pair_us
+        return max(_US_MIN, few_us - few * pair_us), pair_us
 
     def segment_us(self, key_us: float, shared_key_us: float, pair_us: float) -> tuple[float, float]:
         """What one more costs beside its keys, and the first: of a few keys in one, in many and in none."""
@@ -126,26 +126,29 @@ class _Bench:
         alone_us, one_us = self._us(self._members(members, keys)), self._segment_us(members, keys)
         segment_us = _slope(self._segment_us(members, keys, size), one_us, keys // size - 1)
         saved_us = keys * (members * (key_us - pair_us) - shared_key_us) - segment_us
-        return segment_us, max(_LEAST_US, one_us - alone_us + saved_us)
+        return segment_us, max(_US_MIN, one_us - alone_us + saved_us)
 
     def _segment_us(self, members: int, keys: int, each: int | None = None) -> float:
         """The step where so many members read so many keys together, in segments of `each`, or in one."""
         each = each or keys
-        segments = [Segment(range(members), first, first + each) for first in range(0, keys, each)]
+        segments = [PrefixSegment(range(members), first, first + each) for first in range(0, keys, each)]
         return self._us(self._members(members, keys), segments)
 
-    def _us(self, slices: list[Slice], segments: Items[Segment] = ()) -> float:
-        return self._launch_ms(pack(slices, self._room.block_tokens, segments), _LAUNCHES) * 1e3
+    def _us(self, slices: list[SequenceSlice], segments: Items[PrefixSegment] = ()) -> float:
+        return self._launch_ms(pack_step(slices, self._room.block_tokens, segments), _LAUNCHES) * 1e3
 
-    def _short(self, rows: int) -> list[Slice]:
+    def _short(self, rows: int) -> list[SequenceSlice]:
         """So many rows of as many sequences as may be, with no keys before them."""
         count = min(rows, self._room.sequences)
         most = -(-rows // count)
         lengths = [rows // count + (index < rows % count) for index in range(count)]
-        return [Slice([0] * length, 0, self._table(index, most), Sampling()) for index, length in enumerate(lengths)]
+        return [
+            SequenceSlice([0] * length, 0, self._table(index, most), SamplingParams())
+            for index, length in enumerate(lengths)
+        ]
 
-    def _decodes(self, count: int, keys: int) -> list[Slice]:
-        return [Slice([0], keys - 1, self._table(index, keys), Sampling()) for index in range(count)]
+    def _decodes(self, count: int, keys: int) -> list[SequenceSlice]:
+        return [SequenceSlice([0], keys - 1, self._table(index, keys), SamplingParams()) for index in range(count)]
 
     def _segment_keys(self, members: int, wanted: int) -> int:
         """As many as wanted, or as fit beside what the members have alone; in whole blocks."""
@@ -153,12 +156,14 @@ class _Bench:
         most = min(self._room.context_tokens // size, self._room.blocks - members * _OWN_BLOCKS) - _OWN_BLOCKS
         return max(1, min(wanted // size, most)) * size
 
-    def _members(self, count: int, keys: int) -> list[Slice]:
+    def _members(self, count: int, keys: int) -> list[SequenceSlice]:
         """Sequences with `keys` keys in the same blocks and some of their own behind them."""
         size = self._room.block_tokens
         shared, context = self._table(0, keys), keys + _OWN_BLOCKS * size
         owns = (keys // size + np.arange(count * _OWN_BLOCKS).reshape(count, -1)) % self._room.blocks
-        return [Slice([0], context - 1, np.append(shared, own).astype(np.int32), Sampling()) for own in owns]
+        return [
+            SequenceSlice([0], context - 1, np.append(shared, own).astype(np.int32), SamplingParams()) for own in owns
+        ]
 
     def _table(self, index: int, keys: int) -> Int32s:
         """The index-th of tables of so many keys, each with blocks of its own as far as they go round."""
@@ -167,4 +172,4 @@ class _Bench:
 
 
 def _slope(more: float, less: float, by: int) -> float:
-    return max(_LEAST_US, (more - less) / max(1, by))
+    return max(_US_MIN, (more - less) / max(1, by))

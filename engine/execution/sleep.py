@@ -14,13 +14,13 @@ from typing import Final
 import torch
 
 from engine.execution.memory_plan import CONTEXT_BYTES
-from engine.kvcache.host_tier import Kept
-from engine.kvcache.tensors import KvPool
-from engine.memory.streams import Mark, Stream
+from engine.kvcache.host_tier import HostKVTier
+from engine.kvcache.tensors import KVPool
+from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.workspace import Workspace
-from engine.models.gpu_step import Space
-from engine.step.executor import Sizes
-from engine.weights.device_buffer import Weights
+from engine.models.gpu_step import StepBuffers
+from engine.step.executor import MemoryUsage
+from engine.weights.device_buffer import WeightBuffer
 
 GRAPH_BYTES: Final = 1 << 20  # and for each captured graph
 
@@ -29,7 +29,8 @@ class DeviceMemory:
     """Awake when it is made, with everything mapped but extents of the pool."""
 
     def __init__(
-        self, weights: Weights, pool: KvPool, space: Space, workspace: Workspace, kept: Kept, stream: Stream,
+        self, weights: WeightBuffer, pool: KVPool, space: StepBuffers, workspace: Workspace, kept: HostKVTier,
+        stream: DeviceStream,
         extents_least: int,
     ) -> None:  # fmt: skip
         """`stream` is the one of the steps."""
@@ -40,8 +41,8 @@ class DeviceMemory:
         self._weights = weights
         self._kept = kept
         self._stream = stream
-        self._copies = Stream(stream.device)
-        self._coming: list[Mark] = []
+        self._copies = DeviceStream(stream.device)
+        self._coming: list[StreamEvent] = []
         self._extents_least = extents_least
 
     def prepare(self) -> int:
@@ -110,7 +111,7 @@ class DeviceMemory:
             self._kept.forget()
         return not self._coming
 
-    def coming(self) -> list[Mark]:
+    def coming(self) -> list[StreamEvent]:
         """Of the stages that are on their way, a mark each, in the order of their use; none where all have arrived."""
         return [] if self.arrived() else self._coming
 
@@ -137,13 +138,13 @@ class DeviceMemory:
         self._stream.wait()
         self.pool.unmap(extents)
 
-    def sizes(self, graphs: int, standby: bool) -> Sizes:
+    def sizes(self, graphs: int, standby: bool) -> MemoryUsage:
         """With so many graphs captured; with `standby` the host's copy counts as a whole, however much is there."""
         asleep_bytes = CONTEXT_BYTES + graphs * GRAPH_BYTES
         fixed_bytes = asleep_bytes + self._weights.bytes + self.workspace.bytes
         extent_bytes, kv_bytes = self.pool.extent_bytes, self.pool.mapped_bytes
         image_bytes = self._weights.bytes if standby else self._weights.held_bytes
-        return Sizes(
+        return MemoryUsage(
             device_bytes=fixed_bytes + kv_bytes if self.awake else asleep_bytes,
             asleep_bytes=asleep_bytes,
             least_bytes=fixed_bytes + self._extents_least * extent_bytes,

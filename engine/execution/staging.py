@@ -9,12 +9,12 @@ from typing import Final, Self
 import numpy as np
 import torch
 
-from engine.execution.cpu_runner import given
-from engine.execution.gpu_sampler import Reports
-from engine.memory.streams import Stream
+from engine.execution.cpu_runner import pooling_output
+from engine.execution.gpu_sampler import LogprobTensors
+from engine.memory.streams import DeviceStream
 from engine.scheduling.sequence import LOGPROBS_MAX
-from engine.step.executor import Sampled
-from engine.step.layout import HEADER_WORDS, Batch
+from engine.step.executor import RunnerOutput
+from engine.step.layout import HEADER_WORDS, StepBatch
 
 _STEP_TOKENS: Final = 2048
 _PROMPT_STEP_TOKENS: Final = 8192
@@ -24,7 +24,7 @@ _MORE_WORDS: Final = 1 << 20  # histories, and tiles that are divided
 
 
 @dataclass(frozen=True, slots=True)
-class Most:
+class StepLimits:
     """What a step has at most; memory of fixed size is made for it."""
 
     rows: int
@@ -44,34 +44,34 @@ class Most:
         return cls(rows, sequences, words, step_tokens or _STEP_TOKENS, prompt_step_tokens)
 
 
-class Landing:
+class StagedStep:
     """A flight, and the host memory that its step goes up from and its tokens come down to. `wait` frees it. `batch` is
     the step while it lacks its masks."""
 
-    def __init__(self, stream: Stream, most: Most, vector_width: int) -> None:
+    def __init__(self, stream: DeviceStream, most: StepLimits, vector_width: int) -> None:
         """`vector_width` is 0 for a model that gives text."""
         self.words = stream.staging(most.words, dtype=torch.int32)
         self.tokens_R = stream.staging(most.sequences, dtype=torch.int32)
-        self.reports = Reports(
+        self.reports = LogprobTensors(
             stream.staging(most.sequences, dtype=torch.float32),
             stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.int64),
             stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.float32),
         )
         self.vectors_RH = stream.staging(most.sequences, vector_width, dtype=torch.float32)
         self.mark = stream.mark()
-        self.batch: Batch | None = None
+        self.batch: StepBatch | None = None
         self.rows = 0
         self.asked: dict[int, int] = {}
         self._tokens_R = self.tokens_R.numpy()
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: StepBatch) -> None:
         """What will be read of it when it has landed."""
         self.rows = len(batch.rows_R)
         self.asked = {row: int(batch.logprobs_R[row]) for row in np.flatnonzero(batch.logprobs_R >= 0).tolist()}
 
-    def wait(self) -> Sampled:
+    def wait(self) -> RunnerOutput:
         self.mark.wait()
         if self.vectors_RH.shape[1]:
-            return given(self.vectors_RH[: self.rows].clone())
+            return pooling_output(self.vectors_RH[: self.rows].clone())
         logprobs = {row: self.reports.read(row, count) for row, count in self.asked.items()}
-        return Sampled(self._tokens_R[: self.rows].copy(), logprobs)
+        return RunnerOutput(self._tokens_R[: self.rows].copy(), logprobs)

@@ -14,62 +14,62 @@ from typing import Protocol
 from engine.log import log
 from engine.memory.errors import OutOfDeviceMemory
 from engine.protocol.specs import ModelSpec
-from engine.scheduling.block_pool import Blocks
-from engine.scheduling.encoder_scheduler import TextScheduler
-from engine.scheduling.public_prefixes import Unpublishable
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.encoder_scheduler import EncoderScheduler
+from engine.scheduling.public_prefixes import InvalidPublicPrefix
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Matcher, Sequence, Stage
-from engine.scheduling.step_plan import FLIGHTS_MAX, Plan
-from engine.scheduling.token_budget import Limits
-from engine.step.executor import Flight, Moves, Runs, Sampled
+from engine.scheduling.sequence import GrammarMatcher, Sequence, SequenceState
+from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan
+from engine.scheduling.token_budget import SchedulerConfig
+from engine.step.executor import InflightStep, RunnerOutput, SleepableExecutor, StepExecutor
 from engine.step.layout import Int32s
-from prefixcache.tree import Tree
+from prefixcache.tree import PrefixTree
 
-Masks = Callable[[list[Matcher | None]], Int32s]
+MaskWriter = Callable[[list[GrammarMatcher | None]], Int32s]
 
 
-class Lost:
+class FailedLaunch:
     """A flight that did not take off."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def wait(self) -> Sampled:
+    def wait(self) -> RunnerOutput:
         raise self._error
 
 
-class Schedules(Protocol):
+class StepScheduler(Protocol):
     """What the loop asks of a scheduler; those of Scheduler say what each means."""
 
     @property
     def idle(self) -> bool: ...
 
-    def next_batch(self) -> Plan | None: ...
+    def next_batch(self) -> StepPlan | None: ...
 
-    def commit(self, plan: Plan, sampled: Sampled) -> None: ...
+    def commit(self, plan: StepPlan, sampled: RunnerOutput) -> None: ...
 
-    def fail(self, plan: Plan, message: str) -> None: ...
+    def fail(self, plan: StepPlan, message: str) -> None: ...
 
-    def retry_smaller(self, plan: Plan) -> int: ...
+    def retry_smaller(self, plan: StepPlan) -> int: ...
 
     def sweep(self) -> bool: ...
 
     def unerased(self) -> list[int]: ...
 
 
-class Loop:
+class StepLoop:
     """`turn` after turn; between two of them sequences may come and go. `failures` is how many steps failed in a row,
     those that found too little memory not counted."""
 
-    def __init__(self, runner: Runs, scheduler: Schedules, masks: Masks | None = None) -> None:
+    def __init__(self, runner: StepExecutor, scheduler: StepScheduler, masks: MaskWriter | None = None) -> None:
         """`masks` makes those of masked rows, whose sequences have matchers; without it there may be none."""
-        assert 1 <= runner.depth <= FLIGHTS_MAX
+        assert 1 <= runner.depth <= INFLIGHT_STEPS_MAX
         self.failures = 0
         self._runner = runner
         self._scheduler = scheduler
         self._masks = masks
-        self._flights: deque[tuple[Plan, Flight]] = deque()
-        self._unmasked: Plan | None = None  # the newest flight's, while it waits for its masks
+        self._flights: deque[tuple[StepPlan, InflightStep]] = deque()
+        self._unmasked: StepPlan | None = None  # the newest flight's, while it waits for its masks
 
     @property
     def idle(self) -> bool:
@@ -85,7 +85,7 @@ class Loop:
             self.erase()
             flight = self._launch(plan)
             self._flights.append((plan, flight))
-            if isinstance(flight, Lost):
+            if isinstance(flight, FailedLaunch):
                 while self._flights:
                     self._land()
                 return True
@@ -118,11 +118,11 @@ class Loop:
         if blocks:
             self._runner.erase(blocks)
 
-    def _launch(self, plan: Plan) -> Flight:
+    def _launch(self, plan: StepPlan) -> InflightStep:
         try:
             return self._runner.launch(plan.packed)
         except Exception as error:
-            return Lost(error)
+            return FailedLaunch(error)
 
     def _give_masks(self) -> None:
         """To the only flight in the air, if it waits for them: all tokens before its own are known."""
@@ -132,12 +132,12 @@ class Loop:
         assert plan is self._unmasked
         assert self._masks is not None
         self._unmasked = None
-        ended = Stage.ENDED
+        ended = SequenceState.ENDED
         matchers = [None if sequence.stage == ended else sequence.matcher for sequence in plan.masked]
         try:
             self._runner.sample(flight, self._masks(matchers))
         except Exception as error:
-            self._flights[0] = (plan, Lost(error))
+            self._flights[0] = (plan, FailedLaunch(error))
             self._land()
 
     def _land(self) -> None:
@@ -152,7 +152,7 @@ class Loop:
             self.failures = 0
             self._scheduler.commit(plan, sampled)
 
-    def _retry_smaller(self, plan: Plan, error: OutOfDeviceMemory) -> None:
+    def _retry_smaller(self, plan: StepPlan, error: OutOfDeviceMemory) -> None:
         """What was launched behind it computed with what it did not: that lands for nothing."""
         for _, younger in self._flights:
             with suppress(Exception):
@@ -168,7 +168,7 @@ class Loop:
             error=repr(error)[:200],
         )
 
-    def _fail(self, plan: Plan, error: Exception) -> None:
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
         self.failures += 1
         where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
         log(
@@ -181,7 +181,7 @@ class Loop:
         self._scheduler.fail(plan, "the model failed in this step; send the request again")
 
 
-def publish(loop: Loop, scheduler: Scheduler, sequences: list[Sequence]) -> None:
+def publish_prefixes(loop: StepLoop, scheduler: Scheduler, sequences: list[Sequence]) -> None:
     """Computes prompts whose KV stays, for everybody to read; before anything else. Raises Unpublishable."""
     for sequence in sequences:
         scheduler.add([sequence])
@@ -190,13 +190,15 @@ def publish(loop: Loop, scheduler: Scheduler, sequences: list[Sequence]) -> None
     scheduler.news()
     for number, sequence in enumerate(sequences):
         if not scheduler.publish(sequence):
-            raise Unpublishable(f"public_prefixes[{number}] could not be computed by this model: change it")
+            raise InvalidPublicPrefix(f"public_prefixes[{number}] could not be computed by this model: change it")
 
 
-def open_scheduler(runner: Moves, model: ModelSpec, clock: Callable[[], float]) -> Scheduler | TextScheduler:
+def open_scheduler(
+    runner: SleepableExecutor, model: ModelSpec, clock: Callable[[], float]
+) -> Scheduler | EncoderScheduler:
     """A scheduler for all of a runner's blocks, or of texts where it has none, within what the runner and the model's
     settings allow."""
-    limits = Limits(
+    limits = SchedulerConfig(
         step_tokens=runner.step_tokens,
         prompt_step_tokens=runner.prompt_step_tokens,
         sequences=runner.sequences,
@@ -205,11 +207,11 @@ def open_scheduler(runner: Moves, model: ModelSpec, clock: Callable[[], float]) 
         costs=runner.costs,
     )
     if not runner.blocks:
-        return TextScheduler(limits, clock)
-    blocks = Blocks(runner.blocks, runner.extent_blocks, runner.mapped, blocks_least(runner))
-    return Scheduler(Tree(runner.blocks, runner.block_tokens, clock), blocks, limits, clock)
+        return EncoderScheduler(limits, clock)
+    blocks = BlockPool(runner.blocks, runner.extent_blocks, runner.mapped, min_mapped_blocks(runner))
+    return Scheduler(PrefixTree(runner.blocks, runner.block_tokens, clock), blocks, limits, clock)
 
 
-def blocks_least(runner: Moves) -> int:
+def min_mapped_blocks(runner: SleepableExecutor) -> int:
     """How many blocks have memory whenever the runner is awake."""
     return min(runner.sizes().extents_least * runner.extent_blocks, runner.blocks)

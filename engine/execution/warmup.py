@@ -14,20 +14,20 @@ from typing import Final
 
 import msgspec
 
-from engine.execution.open import artefacts_of, open_model
+from engine.execution.open import model_artifacts, open_model
 from engine.log import log
-from engine.protocol.reports import Warmed
+from engine.protocol.reports import WarmupReport
 from engine.protocol.specs import ModelSpec
 
-_TOLD_S: Final = 1.0
+_BEAT_S: Final = 1.0
 
 
-def warm(model: ModelSpec, device: str, opening: bool) -> Warmed:
+def warm_up(model: ModelSpec, device: str, opening: bool) -> WarmupReport:
     """Raises as runner.open_model."""
     began = time.monotonic()
-    kept = artefacts_of(model, device)
+    kept = model_artifacts(model, device)
     if kept is None:
-        return Warmed(needed=False, found=False, seconds=0.0)
+        return WarmupReport(needed=False, found=False, seconds=0.0)
     found = kept.read() is not None
     if opening:
         runner = open_model(model, device, None, _beats())
@@ -35,7 +35,7 @@ def warm(model: ModelSpec, device: str, opening: bool) -> Warmed:
             pass
         kept.spread()  # what another model of the same sizes has left is to lie beside this one, too
     files = [str(file) for file in kept.files if file.exists()] if found or opening else []
-    return Warmed(needed=True, found=found, seconds=time.monotonic() - began, files=files)
+    return WarmupReport(needed=True, found=found, seconds=time.monotonic() - began, files=files)
 
 
 def _beats() -> Callable[[], None]:
@@ -44,7 +44,7 @@ def _beats() -> Callable[[], None]:
 
     def beat() -> None:
         nonlocal told_at
-        if time.monotonic() - told_at >= _TOLD_S:
+        if time.monotonic() - told_at >= _BEAT_S:
             told_at = time.monotonic()
             log("preparing")
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     model = msgspec.json.decode(argv[0], type=ModelSpec)
     try:
-        warmed = warm(model, argv[1], opening=argv[2:] != ["look"])
+        warmed = warm_up(model, argv[1], opening=argv[2:] != ["look"])
     except (ValueError, RuntimeError, OSError) as error:
         print(str(error) or type(error).__name__, file=sys.stderr)
         return 1

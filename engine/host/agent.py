@@ -24,34 +24,50 @@ from typing import Final
 
 import msgspec
 
-from engine.host.demand import Demand
-from engine.host.forkserver import Forks
-from engine.host.paths import CACHE_NAME, MachineError, kernel_cache, listen, lock, places, remove_socket
-from engine.host.peers import Channel, Link
-from engine.host.reconciler import Moves, Whereabouts
-from engine.host.replica_handle import Lodger
-from engine.host.supervisor import Child, Command, Patience, Programs, Starts
+from engine.host.demand import DemandTracker
+from engine.host.forkserver import ForkserverLauncher
+from engine.host.paths import (
+    TRITON_CACHE_VARIABLE,
+    AgentStartError,
+    kernel_cache,
+    lock_folder,
+    open_listener,
+    remove_socket,
+    replica_addresses,
+)
+from engine.host.peers import PeerChannel, ReplicaPeer
+from engine.host.reconciler import PlacementReconciler, ReplicaCondition
+from engine.host.replica_handle import ReplicaHandle
+from engine.host.supervisor import (
+    ReplicaCommand,
+    ReplicaLauncher,
+    ReplicaSupervisor,
+    SubprocessLauncher,
+    SupervisionTimeouts,
+)
 from engine.hostinfo import gpus
 from engine.hostinfo import memory as budgets
-from engine.hostinfo.memory import Device
+from engine.hostinfo.memory import HostDevice
 from engine.log import log
-from engine.protocol.frames import Fleet, Frame, Wake, encode
+from engine.protocol.frames import Frame, MachineState, ModelDemand, encode_frame
 from engine.protocol.specs import MachineSpec, ReplicaSpec
 
 _CONNECTIONS_MAX: Final = 256
 _TURN_S: Final = 0.005  # between two decisions at the least: busy replicas say more often than that how busy they are
 _STARTING_S: Final = 0.02  # between two looks at the pulse of one that is to serve any moment
-_TELL_S: Final = 0.1  # between two Fleets at the least, where no replica came, went or began to
+_STATUS_S: Final = 0.1  # between two Fleets at the least, where no replica came, went or began to
 
 # oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; making one anew
 # takes no longer than can be measured.
 _ON_CPUS: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
 
-class Machine:
+class HostAgent:
     """The loop. `stop` may be called from a signal handler: once drains, twice kills."""
 
-    def __init__(self, spec: MachineSpec, starts: Starts, patience: Patience, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, spec: MachineSpec, starts: ReplicaLauncher, patience: SupervisionTimeouts, clock: Callable[[], float]
+    ) -> None:
         """Raises MachineError where another machine runs in this folder or there is no such GPU, AddressError for a
         wrong address."""
         self._spec = spec
@@ -59,36 +75,36 @@ class Machine:
         self._clock = clock
         folder = Path(spec.folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = lock(folder / "machine.lock")
+        self._lock = lock_folder(folder / "machine.lock")
         self._scratch = contextlib.ExitStack()
         self._starts = starts
         self._selector = selectors.DefaultSelector()
-        devices = _devices(spec, gpus.visible(os.environ), self._scratch)
+        devices = _devices(spec, gpus.visible_gpus(os.environ), self._scratch)
         lodgers = list(self._lodgers(starts, on_cpu=not devices[0].name))
         self._children = [lodger.child for lodger in lodgers]
         self._links = [lodger.link for lodger in lodgers]
-        self._demand = Demand((model.name for model in spec.models), patience.demand_s)
+        self._demand = DemandTracker((model.name for model in spec.models), patience.demand_s)
         threads = spec.threads or max(1, _cores() // max(1, len(lodgers)))
-        memory = budgets.host_memory(spec)
-        self._moves = Moves(spec, lodgers, devices, memory, self._demand, patience, threads)
-        self._gateways: dict[int, Channel] = {}
+        memory = budgets.host_memory_budget(spec)
+        self._moves = PlacementReconciler(spec, lodgers, devices, memory, self._demand, patience, threads)
+        self._gateways: dict[int, PeerChannel] = {}
         self._numbers = itertools.count(1)
-        self._told = Fleet(spec.name, [])
+        self._told = MachineState(spec.name, [])
         self._told_at = 0.0
-        self._whereabouts: list[Whereabouts] = []
+        self._whereabouts: list[ReplicaCondition] = []
         self._stops = 0
         self._draining = False
         self._looked_at = clock()
-        self._listener = listen(spec.address)
+        self._listener = open_listener(spec.address)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._signals, self._wake = socket.socketpair()
 
-    def _lodgers(self, starts: Starts, on_cpu: bool) -> Iterator[Lodger]:
-        for model, name, address in places(self._spec):
+    def _lodgers(self, starts: ReplicaLauncher, on_cpu: bool) -> Iterator[ReplicaHandle]:
+        for model, name, address in replica_addresses(self._spec):
             pulse = Path(self._spec.folder) / f"{name}.pulse"
-            child = Child(model.name, address, pulse, self._patience, starts, self._selector)
-            link = Link(self._selector, address, self._patience.connect_s)
-            yield Lodger(name, model, child, link, self._patience, on_cpu)
+            child = ReplicaSupervisor(model.name, address, pulse, self._patience, starts, self._selector)
+            link = ReplicaPeer(self._selector, address, self._patience.connect_s)
+            yield ReplicaHandle(name, model, child, link, self._patience, on_cpu)
 
     def stop(self) -> None:
         self._stops += 1
@@ -141,13 +157,13 @@ class Machine:
     def _tell(self, now: float) -> None:
         """Where replicas are and go at once; how they are there, and how long it may take, some times a second."""
         whereabouts = self._moves.whereabouts(now)
-        if whereabouts == self._whereabouts and now < self._told_at + _TELL_S:
+        if whereabouts == self._whereabouts and now < self._told_at + _STATUS_S:
             return
         self._whereabouts, self._told_at = whereabouts, now
         fleet = self._moves.fleet(now)
         if fleet != self._told:
             self._told = fleet
-            encoded = encode(fleet)
+            encoded = encode_frame(fleet)
             for gateway in list(self._gateways.values()):
                 gateway.pass_on(encoded)
 
@@ -161,14 +177,14 @@ class Machine:
             peer.close()
             return
         number = next(self._numbers)
-        gateway = Channel(
+        gateway = PeerChannel(
             self._selector, peer, lambda frame: self._hear(number, frame), lambda _: self._forget(number)
         )  # fmt: skip
         self._gateways[number] = gateway
         gateway.send(self._told)
 
     def _hear(self, number: int, frame: Frame) -> None:
-        if isinstance(frame, Wake):
+        if isinstance(frame, ModelDemand):
             self._demand.say(number, frame, self._clock())
         else:
             log("frame_ignored", kind=type(frame).__name__)
@@ -216,15 +232,15 @@ class Machine:
         os.close(self._lock)
 
 
-def _devices(spec: MachineSpec, found: list[str], scratch: contextlib.ExitStack) -> list[Device]:
+def _devices(spec: MachineSpec, found: list[str], scratch: contextlib.ExitStack) -> list[HostDevice]:
     """Those that replicas may be on: all GPUs of this host, the one that the spec says, or the CPU."""
     kind, _, number = spec.device.partition(":")
     if number and int(number) >= len(found):
-        raise MachineError(f"there is no {spec.device}: this host has {len(found)} GPUs, counted from 0")
+        raise AgentStartError(f"there is no {spec.device}: this host has {len(found)} GPUs, counted from 0")
     if kind == "cpu" or not found:
-        return [budgets.processor(spec, {name: os.environ.get(name, count) for name, count in _ON_CPUS.items()})]
+        return [budgets.cpu_device(spec, {name: os.environ.get(name, count) for name, count in _ON_CPUS.items()})]
     chosen = [found[int(number)]] if number else found
-    return budgets.graphics(spec, chosen, {CACHE_NAME: kernel_cache(spec, scratch)})
+    return budgets.gpu_devices(spec, chosen, {TRITON_CACHE_VARIABLE: kernel_cache(spec, scratch)})
 
 
 def _cores() -> int:
@@ -235,18 +251,18 @@ def replica_command(spec: ReplicaSpec) -> Sequence[str]:
     return [sys.executable, "-P", "-m", "engine.replica.server", msgspec.json.encode(spec).decode()]
 
 
-def _forks(spec: MachineSpec) -> Starts:
+def _open_launcher(spec: MachineSpec) -> ReplicaLauncher:
     """Forks of a process that has imported what this machine's replicas need; programs where forks cannot be ours."""
-    programs = Programs(replica_command)
-    return Forks(parent_modules(spec), programs, time.monotonic) if sys.platform == "linux" else programs
+    programs = SubprocessLauncher(replica_command)
+    return ForkserverLauncher(zygote_modules(spec), programs, time.monotonic) if sys.platform == "linux" else programs
 
 
-def parent_modules(spec: MachineSpec) -> list[str]:
+def zygote_modules(spec: MachineSpec) -> list[str]:
     """What a warm parent imports, and calls, so that no replica of this machine has to."""
     modules = ["engine.replica.server", "engine.execution.open"]
     if spec.telemetry is not None:
         modules.append("engine.replica.tracing")
-    if spec.device != "cpu" and gpus.visible(os.environ):
+    if spec.device != "cpu" and gpus.visible_gpus(os.environ):
         modules += ["engine.execution.gpu_runner", "engine.layers.linear_gpu", "cuda.bindings.driver"]
         modules.append("engine.kernels.compile_cache:name_kernels")
     return modules
@@ -254,15 +270,15 @@ def parent_modules(spec: MachineSpec) -> list[str]:
 
 def main(
     argv: Sequence[str],
-    command: Command | None = None,
-    patience: Patience | None = None,
+    command: ReplicaCommand | None = None,
+    patience: SupervisionTimeouts | None = None,
 ) -> int:
     """Runs the machine that the JSON in argv[0] describes."""
     try:
         spec = msgspec.json.decode(argv[0], type=MachineSpec)
-        starts = _forks(spec) if command is None else Programs(command)
-        machine = Machine(spec, starts, patience or Patience(), time.monotonic)
-    except (MachineError, ValueError) as error:
+        starts = _open_launcher(spec) if command is None else SubprocessLauncher(command)
+        machine = HostAgent(spec, starts, patience or SupervisionTimeouts(), time.monotonic)
+    except (AgentStartError, ValueError) as error:
         print(f"hearth machine: {error}", file=sys.stderr)
         return 1
     return machine.run()

@@ -4,11 +4,11 @@ neither replicas nor why they wait."""
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.protocol.frames import Wake
+from engine.protocol.frames import ModelDemand
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PendingDemand:
     """What waits for one model in gateways: requests, the heaviest account's weight, and since when."""
 
     requests: int = 0
@@ -17,21 +17,21 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    wake: Wake
+class _DemandReport:
+    wake: ModelDemand
     said_at: float
     since: float
 
 
-class Demand:
+class DemandTracker:
     """The last word of each connection on each model. A word that is not repeated holds for `holds_s`, and ends with
     its connection."""
 
     def __init__(self, models: Iterable[str], holds_s: float) -> None:
         self._holds_s = holds_s
-        self._said: dict[str, dict[int, _Said]] = {model: {} for model in models}
+        self._said: dict[str, dict[int, _DemandReport]] = {model: {} for model in models}
 
-    def say(self, connection: int, wake: Wake, now: float) -> None:
+    def say(self, connection: int, wake: ModelDemand, now: float) -> None:
         """`connection` is any number that names it. Gateways name other machines' models too: they say nothing here."""
         said = self._said.get(wake.model)
         if said is None:
@@ -41,17 +41,17 @@ class Demand:
             said.pop(connection, None)
         else:
             lasting = before is not None and now - before.said_at <= self._holds_s
-            said[connection] = _Said(wake, now, before.since if before is not None and lasting else now)
+            said[connection] = _DemandReport(wake, now, before.since if before is not None and lasting else now)
 
     def drop(self, connection: int) -> None:
         for said in self._said.values():
             said.pop(connection, None)
 
-    def of(self, model: str, now: float) -> Wanted:
+    def of(self, model: str, now: float) -> PendingDemand:
         said = [each for each in self._said[model].values() if now - each.said_at <= self._holds_s]
         if not said:
-            return Wanted()
-        return Wanted(
+            return PendingDemand()
+        return PendingDemand(
             sum(each.wake.requests for each in said),
             max(each.wake.weight for each in said),
             min(each.since for each in said),

@@ -19,12 +19,12 @@ from typing import Final
 
 import msgspec
 
-from engine.host.supervisor import Process, Starts
+from engine.host.supervisor import ReplicaLauncher, ReplicaProcess
 from engine.log import log
-from engine.process.death_signal import dies_with
+from engine.process.death_signal import die_with_parent
 from engine.protocol.specs import ReplicaSpec
 
-HEAD: Final = struct.Struct(">I")  # before a request, its bytes; the answer to one, the process id or 0
+LENGTH_PREFIX: Final = struct.Struct(">I")  # before a request, its bytes; the answer to one, the process id or 0
 READY: Final = b"r"  # from the warm parent, once
 GO: Final = b"g"  # to a replica that was forked, when we know of it
 _WARMING_S: Final = 60.0  # for its imports; with a disk that cold nobody else's are faster
@@ -35,14 +35,14 @@ _STABLE_S: Final = 600.0  # one that lasted so long begins with the shortest pau
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
     """To the warm parent, with two descriptors: where the replica writes, and where it reads that it may go on."""
 
     spec: ReplicaSpec
     environment: dict[str, str]
 
 
-class Forked:
+class ForkedProcess:
     """A child that somebody else forked for us."""
 
     def __init__(self, pid: int, output: int) -> None:
@@ -80,12 +80,12 @@ class Forked:
         return self._status
 
 
-class Forks:
+class ForkserverLauncher:
     """Replicas from a warm parent, which is started again with back-off when it ends. On Linux; call it from the main
     thread, and let nobody else in this process have children that live on: orphans among our descendants become ours
     here, and are collected."""
 
-    def __init__(self, modules: Sequence[str], otherwise: Starts, clock: Callable[[], float]) -> None:
+    def __init__(self, modules: Sequence[str], otherwise: ReplicaLauncher, clock: Callable[[], float]) -> None:
         """`modules` are what the warm parent imports, and with `module:function` calls; `otherwise` starts replicas
         while there is none."""
         assert sys.platform == "linux"
@@ -98,7 +98,7 @@ class Forks:
         self._began_at = 0.0
         self._again_at = 0.0
         self._failures = 0
-        self._started: list[Process] = []
+        self._started: list[ReplicaProcess] = []
         _adopt_orphans(True)
 
     def ready(self, now: float) -> bool:
@@ -119,11 +119,11 @@ class Forks:
         """The process id of the warm parent, while there is one."""
         return None if self._parent is None else self._parent.pid
 
-    def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> Process:
-        process: Process | None = None
+    def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> ReplicaProcess:
+        process: ReplicaProcess | None = None
         if self._warm:
             try:
-                process = self._fork(Request(spec, dict(environment)))
+                process = self._fork(ForkRequest(spec, dict(environment)))
             except OSError as error:
                 self._give_up(str(error) or type(error).__name__, self._clock())
         process = process or self._otherwise.start(spec, environment)
@@ -147,7 +147,7 @@ class Forks:
                     # Libraries that start threads as they are loaded would leave forks without them.
                     env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                     pass_fds=[its.fileno()],
-                    preexec_fn=dies_with(os.getpid()),
+                    preexec_fn=die_with_parent(os.getpid()),
                 )
             except OSError as error:
                 ours.close()
@@ -166,21 +166,21 @@ class Forks:
             self._socket.settimeout(_ANSWER_S)
             log("warm_parent_ready", pid=self._parent.pid, seconds=round(now - self._began_at, 3))
 
-    def _fork(self, request: Request) -> Forked:
+    def _fork(self, request: ForkRequest) -> ForkedProcess:
         """Raises OSError, TimeoutError among them; then what may have been forked ends, as nobody tells it to go on."""
         with contextlib.ExitStack() as closing:
             reading, output = _pipe(closing)
             gone, go = _pipe(closing)
             pid = self._ask(msgspec.msgpack.encode(request), [output, gone])
             os.write(go, GO)
-            return Forked(pid, os.dup(reading))
+            return ForkedProcess(pid, os.dup(reading))
 
     def _ask(self, body: bytes, files: list[int]) -> int:
         assert self._socket is not None
-        socket.send_fds(self._socket, [HEAD.pack(len(body))], files)
+        socket.send_fds(self._socket, [LENGTH_PREFIX.pack(len(body))], files)
         self._socket.sendall(body)
-        answer = self._socket.recv(HEAD.size, socket.MSG_WAITALL)
-        pid: int = HEAD.unpack(answer)[0] if len(answer) == HEAD.size else 0
+        answer = self._socket.recv(LENGTH_PREFIX.size, socket.MSG_WAITALL)
+        pid: int = LENGTH_PREFIX.unpack(answer)[0] if len(answer) == LENGTH_PREFIX.size else 0
         if pid == 0:
             raise OSError("it cannot fork")
         return pid

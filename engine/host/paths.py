@@ -17,25 +17,25 @@ from engine.protocol import connection
 from engine.protocol.address import parse_address
 from engine.protocol.specs import MachineSpec, ModelSpec
 
-CACHE_NAME: Final = "TRITON_CACHE_DIR"
+TRITON_CACHE_VARIABLE: Final = "TRITON_CACHE_DIR"
 
 
-class MachineError(RuntimeError):
+class AgentStartError(RuntimeError):
     """This machine cannot run; the message says why and what to do."""
 
 
-def lock(path: Path) -> int:
+def lock_folder(path: Path) -> int:
     """Held until the process ends: two machines in one folder would take each other's sockets."""
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(held)
-        raise MachineError(f"another machine runs in {path.parent}: stop it, or use another state folder") from None
+        raise AgentStartError(f"another machine runs in {path.parent}: stop it, or use another state folder") from None
     return held
 
 
-def places(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]:
+def replica_addresses(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]:
     """(model, file name, address) of every replica. A machine on tcp: gives its replicas the ports after its own."""
     target, count = parse_address(spec.address), 0
     for model in spec.models:
@@ -55,8 +55,8 @@ def places(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]:
 def kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
     """Where kernels are kept once they are compiled: where the user says, else in the folder of this machine; a folder
     in `scratch`, which ends with the machine, where that cannot be written."""
-    if CACHE_NAME in os.environ:
-        return os.environ[CACHE_NAME]
+    if TRITON_CACHE_VARIABLE in os.environ:
+        return os.environ[TRITON_CACHE_VARIABLE]
     folder = Path(spec.cache) if spec.cache is not None else Path(spec.folder) / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,15 +70,15 @@ def kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
         return instead
 
 
-def listen(address: str) -> socket.socket:
+def open_listener(address: str) -> socket.socket:
     """As connection.listen. Raises MachineError where that is not possible."""
     try:
         return connection.listen(address)
     except OSError as error:
-        raise MachineError(f"cannot listen on {address}: {error}") from error
+        raise AgentStartError(f"cannot listen on {address}: {error}") from error
 
 
-def family(target: str | tuple[str, int]) -> socket.AddressFamily:
+def socket_family(target: str | tuple[str, int]) -> socket.AddressFamily:
     """Of a socket for what `parse_address` gave."""
     if isinstance(target, str):
         return socket.AF_UNIX

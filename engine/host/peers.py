@@ -8,11 +8,20 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from engine.host.paths import family
+from engine.host.paths import socket_family
 from engine.log import log
 from engine.protocol.address import parse_address
-from engine.protocol.connection import Connection, Gone
-from engine.protocol.frames import PROTOCOL, Frame, FrameError, Hello, Load, Place, Placed, encode
+from engine.protocol.connection import FrameConnection, PeerGone
+from engine.protocol.frames import (
+    PROTOCOL_VERSION,
+    Frame,
+    FrameError,
+    Hello,
+    PlacementStatus,
+    ReplicaLoad,
+    SetPlacement,
+    encode_frame,
+)
 
 _RECEIVED_BYTES_MAX: Final = 1 << 20
 _UNSENT_BYTES_MAX: Final = 4 << 20
@@ -20,7 +29,7 @@ _UNDER_WAY: Final = (0, errno.EINPROGRESS)
 _BACKOFF_S: Final = 0.05  # before a lost link is tried again, doubled each further time
 
 
-class Channel:
+class PeerChannel:
     """A socket of frames in the loop's selector, until it is closed or lost; `lost` is called in the latter case."""
 
     def __init__(
@@ -30,20 +39,20 @@ class Channel:
         """`peer` may still be connecting. `take` may raise FrameError, which loses the peer."""
         self.closed = False
         self._selector = selector
-        self._connection = Connection(peer.fileno(), peer, _RECEIVED_BYTES_MAX, _UNSENT_BYTES_MAX)
+        self._connection = FrameConnection(peer.fileno(), peer, _RECEIVED_BYTES_MAX, _UNSENT_BYTES_MAX)
         self._take = take
         self._lost = lost
         selector.register(peer, selectors.EVENT_READ, self._ready)
 
     def send(self, frame: Frame) -> None:
-        self.pass_on(encode(frame))
+        self.pass_on(encode_frame(frame))
 
     def pass_on(self, encoded: bytes) -> None:
         if self.closed:
             return
         try:
             self._connection.send(encoded)
-        except Gone as gone:
+        except PeerGone as gone:
             self._lose(str(gone))
             return
         self._watch()
@@ -64,7 +73,7 @@ class Channel:
                 self._take(frame)
                 if self.closed:
                     return
-        except (Gone, FrameError) as error:
+        except (PeerGone, FrameError) as error:
             self._lose(str(error))
             return
         self._watch()
@@ -79,7 +88,7 @@ class Channel:
         self._lost(why)
 
 
-class Link:
+class ReplicaPeer:
     """The connection to one replica's process, opened again after growing pauses while it is lost.
 
     load     the last that it said of itself, None until then.
@@ -88,19 +97,19 @@ class Link:
 
     def __init__(self, selector: selectors.BaseSelector, address: str, connect_s: float) -> None:
         """Each attempt, and each pause between two, takes connect_s at most."""
-        self.load: Load | None = None
-        self.placed: Placed | None = None
-        self._answers: list[Placed] = []
+        self.load: ReplicaLoad | None = None
+        self.placed: PlacementStatus | None = None
+        self._answers: list[PlacementStatus] = []
         self._selector = selector
         self._address = address
         self._connect_s = connect_s
-        self._channel: Channel | None = None
+        self._channel: PeerChannel | None = None
         self._greeted = False
         self._try_at = 0.0
         self._give_up_at = 0.0
         self._pause_s = _BACKOFF_S
 
-    def keep(self, place: Place, now: float) -> None:
+    def keep(self, place: SetPlacement, now: float) -> None:
         """Opens it where it is not open. `place` is what a new connection says first, to be answered at once."""
         if self._channel is None:
             if now >= self._try_at:
@@ -109,12 +118,12 @@ class Link:
             self.close()
             self._wait(now)
 
-    def send(self, place: Place) -> None:
+    def send(self, place: SetPlacement) -> None:
         assert self.placed is not None
         assert self._channel is not None
         self._channel.send(place)
 
-    def taken(self) -> list[Placed]:
+    def taken(self) -> list[PlacementStatus]:
         """What it answered since the last call."""
         answers, self._answers = self._answers, []
         return answers
@@ -132,26 +141,26 @@ class Link:
         self.close()
         self._try_at, self._pause_s = 0.0, _BACKOFF_S
 
-    def _open(self, place: Place, now: float) -> None:
+    def _open(self, place: SetPlacement, now: float) -> None:
         target = parse_address(self._address)
-        peer = socket.socket(family(target))
+        peer = socket.socket(socket_family(target))
         peer.setblocking(False)
         if peer.connect_ex(target) not in _UNDER_WAY:
             peer.close()
             self._wait(now)
             return
         self._give_up_at = now + self._connect_s
-        self._channel = Channel(self._selector, peer, self._take, lambda why: self._lost(why, now))
+        self._channel = PeerChannel(self._selector, peer, self._take, lambda why: self._lost(why, now))
         self._channel.send(place)
 
     def _take(self, frame: Frame) -> None:
         if isinstance(frame, Hello):
-            if frame.protocol != PROTOCOL:
-                raise FrameError(f"protocol {frame.protocol}, not {PROTOCOL}")
+            if frame.protocol != PROTOCOL_VERSION:
+                raise FrameError(f"protocol {frame.protocol}, not {PROTOCOL_VERSION}")
             self._greeted = True
-        elif isinstance(frame, Load):
+        elif isinstance(frame, ReplicaLoad):
             self.load = frame
-        elif isinstance(frame, Placed):
+        elif isinstance(frame, PlacementStatus):
             self.placed, self._pause_s = frame, _BACKOFF_S
             self._answers.append(frame)
         else:

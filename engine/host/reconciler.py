@@ -7,24 +7,28 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engine.host.demand import Demand
-from engine.host.replica_handle import Lodger, Order
-from engine.host.supervisor import Patience
-from engine.hostinfo.memory import Budget, Device
+from engine.host.demand import DemandTracker
+from engine.host.replica_handle import ReplicaHandle, Transition
+from engine.host.supervisor import SupervisionTimeouts
+from engine.hostinfo.memory import ByteBudget, HostDevice
 from engine.log import log
-from engine.placement.policy import decide, problem, ready_ms
-from engine.placement.snapshot import Allowance, Move, View
-from engine.protocol.frames import Fleet, Place, Placed
+from engine.placement.policy import decide_placement, estimate_ready_ms, unplaceable_reason
+from engine.placement.snapshot import Move, MoveAllowance, PlacementSnapshot
+from engine.protocol.frames import MachineState, PlacementStatus, SetPlacement
 from engine.protocol.specs import MachineSpec, ReplicaSpec
 from engine.protocol.types import Residency
 
 _FAILURES_MAX: Final = 4  # wakes in a row that found no memory; then the process ends
 _WITHHELD_S: Final = 60.0  # memory that was not there is not reckoned with for so long
-_TOO_SMALL: Final = ("DoesNotFit", "OutOfDeviceMemory", "out of memory")  # what one says that was granted too little
+_OUT_OF_MEMORY_WORDS: Final = (
+    "DoesNotFit",
+    "OutOfDeviceMemory",
+    "out of memory",
+)  # what one says that was granted too little
 _MORE: Final = 4  # of what a wake that failed needs, one part more is made free before the next
 
 
-class Whereabouts(NamedTuple):
+class ReplicaCondition(NamedTuple):
     """What of a replica's state its callers wait for."""
 
     residency: Residency
@@ -34,12 +38,12 @@ class Whereabouts(NamedTuple):
     problem: str
 
 
-class Moves:
+class PlacementReconciler:
     """All replicas of a machine and the memory that they share."""
 
     def __init__(
-        self, spec: MachineSpec, lodgers: Sequence[Lodger], devices: Sequence[Device], memory: Budget,
-        demand: Demand, patience: Patience, threads: int,
+        self, spec: MachineSpec, lodgers: Sequence[ReplicaHandle], devices: Sequence[HostDevice], memory: ByteBudget,
+        demand: DemandTracker, patience: SupervisionTimeouts, threads: int,
     ) -> None:  # fmt: skip
         """`threads` are those of each replica on a CPU."""
         self.lodgers = {lodger.name: lodger for lodger in lodgers}
@@ -50,7 +54,7 @@ class Moves:
         self._patience = patience
         self._threads = threads
         self._alone = len(lodgers) <= len(devices)
-        self._allowance = Allowance()
+        self._allowance = MoveAllowance()
         self._counts: Counter[str] = Counter()
 
     def forgive(self, lost_s: float, now: float) -> None:
@@ -72,29 +76,31 @@ class Moves:
     def decide(self, now: float, ready: bool) -> None:
         """Asks the policy, and begins what it says; processes are started where that is `ready`."""
         budgets = [device.budget.at(now) if device.total_bytes else self._unknown for device in self._devices]
-        decision = decide(self._view(now, budgets, ready), self._allowance)
+        decision = decide_placement(self._view(now, budgets, ready), self._allowance)
         self._allowance = decision.allowance
         for move in decision.moves:
             self._begin(self.lodgers[move.name], move, now)
 
-    def whereabouts(self, now: float) -> list[Whereabouts]:
+    def whereabouts(self, now: float) -> list[ReplicaCondition]:
         """What gateways are to hear at once when it changes."""
         return [
-            Whereabouts(lodger.residency, lodger.toward, lodger.child.boot, lodger.child.quarantined(now), lodger.said)
+            ReplicaCondition(
+                lodger.residency, lodger.toward, lodger.child.boot, lodger.child.quarantined(now), lodger.said
+            )
             for lodger in self.lodgers.values()
         ]
 
-    def fleet(self, now: float) -> Fleet:
+    def fleet(self, now: float) -> MachineState:
         view = self._view(now, [self._whole(device) for device in self._devices], True)
         states = []
         for lodger in self.lodgers.values():
-            never = problem(view, lodger.name) if lodger.known else ""
-            states.append(lodger.state(now, never, ready_ms(view, lodger.name)))
+            never = unplaceable_reason(view, lodger.name) if lodger.known else ""
+            states.append(lodger.state(now, never, estimate_ready_ms(view, lodger.name)))
         held = [0] * len(self._devices)
         for lodger in self.lodgers.values():
             if lodger.told is not None:
                 held[lodger.device] += lodger.told.device_bytes
-        return Fleet(
+        return MachineState(
             machine=self._spec.name,
             replicas=states,
             devices=[device.state(bytes_held, now) for device, bytes_held in zip(self._devices, held, strict=True)],
@@ -105,14 +111,14 @@ class Moves:
 
     # What the policy sees
 
-    def _view(self, now: float, budgets: Sequence[int], ready: bool) -> View:
+    def _view(self, now: float, budgets: Sequence[int], ready: bool) -> PlacementSnapshot:
         residents = tuple(
             lodger.resident(now, self._demand.of(lodger.model.name, now), self._alone, max(budgets), ready)
             for lodger in self.lodgers.values()
         )
-        return View(now, residents, tuple(budgets), self._memory.at(now))
+        return PlacementSnapshot(now, residents, tuple(budgets), self._memory.at(now))
 
-    def _whole(self, device: Device) -> int:
+    def _whole(self, device: HostDevice) -> int:
         return device.budget.most_bytes if device.total_bytes else self._unknown
 
     @property
@@ -136,8 +142,8 @@ class Moves:
 
     # What it says
 
-    def _begin(self, lodger: Lodger, move: Move, now: float) -> None:
-        place = Place(move.to, move.device_bytes, int(1e3 * move.drain_s))
+    def _begin(self, lodger: ReplicaHandle, move: Move, now: float) -> None:
+        place = SetPlacement(move.to, move.device_bytes, int(1e3 * move.drain_s))
         if lodger.child.process is None:
             self._start(lodger, move, place, now)
         elif move.to is Residency.DISK:
@@ -145,9 +151,9 @@ class Moves:
         elif lodger.order is not None and lodger.order.kind == "start":
             lodger.stay()
         elif lodger.obeys(now):
-            lodger.begin(_kind(lodger, move), place, move.why, now)
+            lodger.begin(_transition_kind(lodger, move), place, move.why, now)
 
-    def _start(self, lodger: Lodger, move: Move, place: Place, now: float) -> None:
+    def _start(self, lodger: ReplicaHandle, move: Move, place: SetPlacement, now: float) -> None:
         device = self._devices[move.device]
         all_of_it = self._alone or not device.total_bytes
         spec = ReplicaSpec(
@@ -171,7 +177,7 @@ class Moves:
 
     # How it ends
 
-    def _answered(self, lodger: Lodger, placed: Placed, now: float) -> None:
+    def _answered(self, lodger: ReplicaHandle, placed: PlacementStatus, now: float) -> None:
         device = self._devices[lodger.device]
         if not device.total_bytes:
             device.read(lodger.child.memory_path)
@@ -187,9 +193,9 @@ class Moves:
         lodger.succeeded()
         self._count(lodger, order, now, placed)
         if order.kind == "start" and order.place.residency is Residency.MEMORY:
-            lodger.begin("sleep", Place(Residency.MEMORY), order.why, now)
+            lodger.begin("sleep", SetPlacement(Residency.MEMORY), order.why, now)
 
-    def _failed(self, lodger: Lodger, order: Order, placed: Placed, now: float) -> None:
+    def _failed(self, lodger: ReplicaHandle, order: Transition, placed: PlacementStatus, now: float) -> None:
         """The policy is shown as much memory as there seems to be, so that it makes more free, or goes another way."""
         wanted = order.place.device_bytes or 0
         lodger.failed(f"{order.kind} failed: {placed.problem}", now)
@@ -204,22 +210,28 @@ class Moves:
         if order.kind == "wake" and lodger.failures >= _FAILURES_MAX:
             lodger.child.kill(f"it could not be woken: {placed.problem}")
 
-    def _late(self, lodger: Lodger, order: Order, now: float) -> None:
+    def _late(self, lodger: ReplicaHandle, order: Transition, now: float) -> None:
         late_s = now - max(order.begun_at, lodger.arrived_at or 0.0)  # of a start what it loads is no lateness
         lodger.child.kill(f"no answer for {late_s:.1f} s to its order to {order.kind}, so it was killed")
         lodger.forget_order()
         self._count(lodger, order, now, None, f"no answer for {late_s:.1f} s")
 
-    def _gone(self, lodger: Lodger, now: float) -> None:
+    def _gone(self, lodger: ReplicaHandle, now: float) -> None:
         order = lodger.ended()
         if order is None:
             return
         asked = order.kind == "end"
         self._count(lodger, order, now, None, "" if asked else lodger.child.problem)
-        if order.kind == "start" and not lodger.known and any(word in lodger.child.problem for word in _TOO_SMALL):
+        if (
+            order.kind == "start"
+            and not lodger.known
+            and any(word in lodger.child.problem for word in _OUT_OF_MEMORY_WORDS)
+        ):
             lodger.needs_more(max(map(self._whole, self._devices)))
 
-    def _count(self, lodger: Lodger, order: Order, now: float, placed: Placed | None, problem: str = "") -> None:
+    def _count(
+        self, lodger: ReplicaHandle, order: Transition, now: float, placed: PlacementStatus | None, problem: str = ""
+    ) -> None:
         """One line in the log for each move, however it ended."""
         self._counts[order.kind + ("_failed" if problem else "")] += 1
         seconds = now - order.begun_at
@@ -237,7 +249,7 @@ class Moves:
         )
 
 
-def _kind(lodger: Lodger, move: Move) -> str:
+def _transition_kind(lodger: ReplicaHandle, move: Move) -> str:
     if move.to is Residency.MEMORY:
         return "sleep"
     if lodger.residency is Residency.MEMORY:

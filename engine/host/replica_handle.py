@@ -8,30 +8,32 @@ from typing import Final
 
 import msgspec
 
-from engine.host.demand import Wanted
-from engine.host.peers import Link
-from engine.host.supervisor import Child, Patience
-from engine.placement.snapshot import Resident, Times, Wishes
-from engine.protocol.frames import Load, Place, Placed, ReplicaState
+from engine.host.demand import PendingDemand
+from engine.host.peers import ReplicaPeer
+from engine.host.supervisor import ReplicaSupervisor, SupervisionTimeouts
+from engine.placement.snapshot import PlacementPreferences, ReplicaSnapshot, TransitionTimes
+from engine.protocol.frames import PlacementStatus, ReplicaLoad, ReplicaState, SetPlacement
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Residency
 
 _RATE_S: Final = 30.0  # requests per second are those of about so long
-_SHORT_S: Final = 1.0  # KV that was short counts as short for so long: two Loads
+_KV_SHORTAGE_S: Final = 1.0  # KV that was short counts as short for so long: two Loads
 _SLOWEST: Final = 1e9  # bytes per second that any move is given time for
-_BESIDE_GPU: Final = 4 << 30  # a process's bytes beside its weights, before one has said it: workspace, graphs, some KV
-_BESIDE_CPU: Final = 256 << 20
+_GPU_OVERHEAD_BYTES: Final = (
+    4 << 30
+)  # a process's bytes beside its weights, before one has said it: workspace, graphs, some KV
+_CPU_OVERHEAD_BYTES: Final = 256 << 20
 _START_S: Final = 8.0  # of a process, beside its bytes, before one was seen to start
 _START_BYTES_S: Final = 1e9
 _WAKE_S: Final = 0.1
 _WAKE_BYTES_S: Final = 20e9
 _SLEEP_S: Final = 0.15
-_NEVER_BYTES: Final = 1 << 60  # more than any host has
+_UNKNOWN_BYTES: Final = 1 << 60  # more than any host has
 _READY_STEP_MS: Final = 100  # the time until it could serve is told rounded up to this, from ten of it on to ten
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Transition:
     """A move that was begun and has not ended.
 
     kind      start, wake, sleep, end, grow or shrink.
@@ -39,14 +41,14 @@ class Order:
     """
 
     kind: str
-    place: Place
+    place: SetPlacement
     begun_at: float
     until: float
     why: str
     running: int = 0  # when it was begun
 
 
-class Lodger:
+class ReplicaHandle:
     """One place for a replica. What is public is read by whoever carries the policy's moves out.
 
     device         index of the device of its process, or of its last one; −1: it had none.
@@ -56,33 +58,43 @@ class Lodger:
     guess_bytes    of a device, that it may need, as long as nothing has said it.
     """
 
-    def __init__(self, name: str, model: ModelSpec, child: Child, link: Link, patience: Patience, on_cpu: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: ModelSpec,
+        child: ReplicaSupervisor,
+        link: ReplicaPeer,
+        patience: SupervisionTimeouts,
+        on_cpu: bool,
+    ) -> None:
         self.name = name
         self.model = model
         self.child = child
         self.link = link
         self.device = -1
         self.granted_bytes = 0
-        self.told: Placed | None = None
-        self.order: Order | None = None
+        self.told: PlacementStatus | None = None
+        self.order: Transition | None = None
         self.problem = ""  # of its last move, until one succeeds
         self.failures = 0  # moves in a row
         self.sleepless_until = 0.0  # it found too little host memory to sleep
         self.arrived_at: float | None = None
         self.left_at: float | None = None
-        self.guess_bytes = model.weights_bytes + model.weights_bytes // 8 + (_BESIDE_CPU if on_cpu else _BESIDE_GPU)
+        self.guess_bytes = (
+            model.weights_bytes + model.weights_bytes // 8 + (_CPU_OVERHEAD_BYTES if on_cpu else _GPU_OVERHEAD_BYTES)
+        )
         self._patience = patience
         self._copies = not on_cpu
-        self._sizes: Placed | None = None
+        self._sizes: PlacementStatus | None = None
         self._hold_until = 0.0
-        self._load: Load | None = None
+        self._load: ReplicaLoad | None = None
         self._asked_at: float | None = None
         self._waits_since: float | None = None
         self._short_until = 0.0
         self._started = 0
         self._rate = 0.0
         self._rate_at = 0.0
-        self._times = Times(
+        self._times = TransitionTimes(
             _START_S + model.weights_bytes / _START_BYTES_S, _WAKE_S + model.weights_bytes / _WAKE_BYTES_S, _SLEEP_S
         )
 
@@ -156,11 +168,11 @@ class Lodger:
         if self.order is not None:
             self.order = replace(self.order, until=self.order.until + lost_s)
 
-    def begin(self, kind: str, place: Place, why: str, now: float) -> None:
+    def begin(self, kind: str, place: SetPlacement, why: str, now: float) -> None:
         """The order is given from here on; the process hears it where it is to do it itself."""
         moving = max(place.device_bytes or 0, self.told.device_bytes if self.told is not None else 0)
         until = now + self._patience.order_s + place.drain_ms / 1e3 + moving / _SLOWEST
-        self.order = Order(kind, place, now, until if kind != "start" else math.inf, why, self._running)
+        self.order = Transition(kind, place, now, until if kind != "start" else math.inf, why, self._running)
         if place.residency is Residency.DEVICE or kind == "start":
             assert place.device_bytes is not None
             self.granted_bytes = place.device_bytes
@@ -176,7 +188,7 @@ class Lodger:
         assert self.order is not None
         self.order = replace(self.order, place=msgspec.structs.replace(self.order.place, residency=Residency.DEVICE))
 
-    def answered(self, placed: Placed, now: float) -> Order | None:
+    def answered(self, placed: PlacementStatus, now: float) -> Transition | None:
         """Takes in where it says it is. The order that this ends, well or badly, if it does."""
         order, arrived = self.order, placed.residency is Residency.DEVICE
         if arrived and (self.residency is not Residency.DEVICE or self.arrived_at is None):
@@ -185,7 +197,7 @@ class Lodger:
         self.granted_bytes = min(self.granted_bytes, max(placed.device_bytes, placed.most_bytes))
         if not arrived and (order is None or order.place.residency is not Residency.DEVICE):
             self.granted_bytes = 0
-        if order is None or not _ends(order, placed):
+        if order is None or not _completes(order, placed):
             return None
         self.order = None
         self._learn(order, placed, now)
@@ -207,7 +219,7 @@ class Lodger:
         """It will not be carried out any more."""
         self.order = None
 
-    def ended(self) -> Order | None:
+    def ended(self) -> Transition | None:
         """The process is gone. The order that went with it."""
         order, self.order = self.order, None
         self.told = self._load = self._waits_since = self.arrived_at = None
@@ -220,14 +232,14 @@ class Lodger:
         """It died as it started, with what it was granted, before it could say what it needs."""
         self.guess_bytes = min(2 * self.guess_bytes, most_bytes)
 
-    def learn_from(self, other: Placed) -> None:
+    def learn_from(self, other: PlacementStatus) -> None:
         """What another replica of the same model needs, so does it."""
         if self._sizes is None:
             self._sizes = other
 
     # What is shown of it
 
-    def resident(self, now: float, wanted: Wanted, alone: bool, most_bytes: int, ready: bool) -> Resident:
+    def resident(self, now: float, wanted: PendingDemand, alone: bool, most_bytes: int, ready: bool) -> ReplicaSnapshot:
         """`alone`: it has its device for itself, so nothing about its bytes is to be decided; `most_bytes` is what the
         largest device has for replicas; processes may be started where that is `ready`."""
         sizes, load, model = self._sizes, self._load, self.model
@@ -238,13 +250,13 @@ class Lodger:
         if alone and self.child.process is not None:
             least = most = self.claim_bytes
         since = [at for at in (wanted.since, self._waits_since) if at is not None]
-        return Resident(
+        return ReplicaSnapshot(
             name=self.name,
             model=model.name,
             device=self.device,
             residency=residency,
             toward=self.toward,
-            wishes=Wishes(model.pinned, model.priority, model.resident_s, model.wake_s),
+            wishes=PlacementPreferences(model.pinned, model.priority, model.resident_s, model.wake_s),
             times=self._times,
             device_bytes=self.told.device_bytes if self.told is not None else 0,
             granted_bytes=self.granted_bytes,
@@ -252,7 +264,7 @@ class Lodger:
             least_bytes=least,
             most_bytes=max(least, most),
             memory_bytes=self.told.memory_bytes if self.told is not None else 0,
-            standby_bytes=_NEVER_BYTES if now < self.sleepless_until else self._standby_bytes,
+            standby_bytes=_UNKNOWN_BYTES if now < self.sleepless_until else self._standby_bytes,
             resizing=deaf,
             waiting=wanted.requests + (load.waiting if load is not None else 0),
             weight=wanted.weight,
@@ -310,13 +322,13 @@ class Lodger:
             return self.model.kept_kv_bytes + (self.model.weights_bytes if self._copies else 0)
         return self._sizes.standby_bytes
 
-    def _first_word(self) -> Place:
+    def _first_word(self) -> SetPlacement:
         """What a new connection is told: the order that it carries out, or to stay where it is."""
         if self.order is not None and self.order.kind in ("wake", "sleep", "grow", "shrink"):
             return self.order.place
-        return Place(self.residency)
+        return SetPlacement(self.residency)
 
-    def _count(self, load: Load, now: float) -> None:
+    def _count(self, load: ReplicaLoad, now: float) -> None:
         """Arrivals, and since when some wait, from what changed since its last word."""
         started = load.counters.get("started", 0)
         self._rate = self._rate * math.exp((self._rate_at - now) / _RATE_S) + max(0, started - self._started) / _RATE_S
@@ -327,11 +339,11 @@ class Lodger:
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = now
-        if _short(load, self._load):
-            self._short_until = now + _SHORT_S
+        if _lacks_kv(load, self._load):
+            self._short_until = now + _KV_SHORTAGE_S
         self._load, self._started = load, started
 
-    def _learn(self, order: Order, placed: Placed, now: float) -> None:
+    def _learn(self, order: Transition, placed: PlacementStatus, now: float) -> None:
         if placed.problem:
             return
         took_s, times = now - order.begun_at, self._times
@@ -343,14 +355,14 @@ class Lodger:
             self._times = replace(times, sleep_s=(times.sleep_s + took_s) / 2)
 
 
-def _ends(order: Order, placed: Placed) -> bool:
+def _completes(order: Transition, placed: PlacementStatus) -> bool:
     """Whether this is the order's last answer. An older order's may come after it was given."""
     if order.kind in ("start", "end"):
         return order.kind == "start"
     return bool(placed.problem) or placed.residency is order.place.residency
 
 
-def _short(load: Load, before: Load | None) -> bool:
+def _lacks_kv(load: ReplicaLoad, before: ReplicaLoad | None) -> bool:
     """Whether sequences lacked blocks of the pool lately, rather than what their accounts may have."""
     counted = 0 if before is None else before.counters.get("short_of_blocks", 0)
     return load.counters.get("short_of_blocks", 0) > counted

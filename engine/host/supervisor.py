@@ -15,17 +15,17 @@ from typing import Final, Protocol
 
 from engine.host.paths import remove_socket
 from engine.log import log, write
-from engine.process.death_signal import dies_with
-from engine.process.heartbeat import Phase, Pulse
-from engine.protocol.reports import memory_path
+from engine.process.death_signal import die_with_parent
+from engine.process.heartbeat import Heartbeat, ReplicaPhase
+from engine.protocol.reports import memory_report_path
 from engine.protocol.specs import ReplicaSpec
 
 _LINE_BYTES_MAX: Final = 4096
-_SERVING: Final = (Phase.IDLE, Phase.STEP)
+_SERVING: Final = (ReplicaPhase.IDLE, ReplicaPhase.STEP)
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class SupervisionTimeouts:
     """How long a replica may be silent in each phase, and how its machine waits. Seconds, but for `deaths`."""
 
     step_s: float = 4.0  # IDLE and STEP: a beat per layer, twice a second when idle
@@ -46,15 +46,15 @@ class Patience:
     again_s: float = 1.0  # before a move that failed is tried again, doubled for each further one up to backoff_s_max
     demand_s: float = 3.0  # what a gateway said it wants holds for so long
 
-    def for_phase(self, phase: Phase) -> float:
+    def for_phase(self, phase: ReplicaPhase) -> float:
         if phase in _SERVING:
             return self.step_s
-        if phase is Phase.STARTING:
+        if phase is ReplicaPhase.STARTING:
             return self.starting_s
-        return self.stopping_s if phase is Phase.STOPPING else self.loading_s
+        return self.stopping_s if phase is ReplicaPhase.STOPPING else self.loading_s
 
 
-class Process(Protocol):
+class ReplicaProcess(Protocol):
     """A started process, as the machine needs it. Its stdout and stderr are one pipe."""
 
     @property
@@ -80,10 +80,10 @@ class Process(Protocol):
         ...
 
 
-class Starts(Protocol):
+class ReplicaLauncher(Protocol):
     """Whatever can make a process of a ReplicaSpec."""
 
-    def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> Process:
+    def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> ReplicaProcess:
         """`environment` is what it has beyond this process's own. It dies with this process. Raises OSError where there
         is no program, no memory, no room on the disk."""
         ...
@@ -98,24 +98,24 @@ class Starts(Protocol):
         ...
 
 
-Command = Callable[[ReplicaSpec], Sequence[str]]
+ReplicaCommand = Callable[[ReplicaSpec], Sequence[str]]
 
 
-class Programs:
+class SubprocessLauncher:
     """Starts replicas as programs: a new interpreter for each."""
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: ReplicaCommand) -> None:
         self._command = command
 
-    def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> Process:
-        return _Program(
+    def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> ReplicaProcess:
+        return _Subprocess(
             subprocess.Popen(
                 self._command(spec),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
-                preexec_fn=dies_with(os.getpid()),
+                preexec_fn=die_with_parent(os.getpid()),
             )
         )
 
@@ -126,7 +126,7 @@ class Programs:
         """It has nothing of its own."""
 
 
-class _Program:
+class _Subprocess:
     """A Popen, whose pipe is an int here."""
 
     def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
@@ -141,7 +141,7 @@ class _Program:
         self._pipe.close()
 
 
-class Child:
+class ReplicaSupervisor:
     """At most one process at a time, and what is known of it and of those before.
 
     boot      counts the starts.
@@ -149,7 +149,7 @@ class Child:
     """
 
     def __init__(
-        self, name: str, address: str, pulse: Path, patience: Patience, starts: Starts,
+        self, name: str, address: str, pulse: Path, patience: SupervisionTimeouts, starts: ReplicaLauncher,
         selector: selectors.BaseSelector,
     ) -> None:  # fmt: skip
         """`name` is what its lines in the log begin with, `pulse` where the file of its pulse is to be, `selector` the
@@ -159,7 +159,7 @@ class Child:
         self.pulse_path = pulse
         self.boot = 0
         self.problem = "not started yet"
-        self.process: Process | None = None
+        self.process: ReplicaProcess | None = None
         self.serving_since: float | None = None
         self.ending = False
         self.killed = False
@@ -169,11 +169,11 @@ class Child:
         self._died_at: deque[float] = deque(maxlen=patience.deaths)  # on a clock that stood still while it lived
         self._lived_s = 0.0  # of those that died
         self._started_at = 0.0
-        self._pulse: Pulse | None = None
+        self._pulse: Heartbeat | None = None
         self._patience = patience
         self._starts = starts
         self._selector = selector
-        self._word = (Phase.STARTING, 0)
+        self._word = (ReplicaPhase.STARTING, 0)
         self._beat_at = 0.0
         self._kill_at: float | None = None
         self._failures = 0
@@ -182,7 +182,9 @@ class Child:
 
     @property
     def serving(self) -> bool:
-        return self.process is not None and self.serving_since is not None and self._word[0] is not Phase.STOPPING
+        return (
+            self.process is not None and self.serving_since is not None and self._word[0] is not ReplicaPhase.STOPPING
+        )
 
     @property
     def starting(self) -> bool:
@@ -192,7 +194,7 @@ class Child:
     @property
     def memory_path(self) -> Path:
         """Where its process says where its memory went."""
-        return memory_path(self.pulse_path)
+        return memory_report_path(self.pulse_path)
 
     def startable(self, now: float) -> bool:
         return self.process is None and now >= max(self._start_at, self._quarantined_until)
@@ -219,7 +221,7 @@ class Child:
         self._lines.clear()
         self.problem = "loading"
         try:
-            self._pulse = Pulse.create(self.pulse_path)
+            self._pulse = Heartbeat.create(self.pulse_path)
             self._word, self._beat_at = self._pulse.read(), now
             self.process = self._starts.start(spec, environment)
         except OSError as error:
@@ -229,7 +231,7 @@ class Child:
             return False
         os.set_blocking(self.process.output, False)
         self._selector.register(self.process.output, selectors.EVENT_READ, self._read)
-        log("replica_started", model=self.name, pid=self.process.pid, boot=self.boot, **_shown(environment))
+        log("replica_started", model=self.name, pid=self.process.pid, boot=self.boot, **_log_fields(environment))
         return True
 
     def look(self, now: float) -> None:
@@ -345,7 +347,7 @@ class Child:
     def _pass_on(self, written: bytes) -> None:
         line = written[:_LINE_BYTES_MAX].decode("utf-8", "replace").rstrip()
         if line:
-            percent = _percent(line)
+            percent = _loading_percent(line)
             if percent is not None:
                 self.problem = f"loading {percent} %"
             self._lines.append(line)
@@ -365,12 +367,12 @@ class Child:
         self.memory_path.unlink(missing_ok=True)
 
 
-def _shown(environment: Mapping[str, str]) -> dict[str, str]:
+def _log_fields(environment: Mapping[str, str]) -> dict[str, str]:
     gpu = environment.get("CUDA_VISIBLE_DEVICES")
     return {} if gpu is None else {"gpu": gpu}
 
 
-def _percent(line: str) -> int | None:
+def _loading_percent(line: str) -> int | None:
     """How much of its weights a replica has read, where the line of its log says that."""
     if '"event": "loading"' not in line:
         return None

@@ -9,13 +9,13 @@ import psutil
 
 from engine.hostinfo import gpus
 from engine.protocol.frames import DeviceState
-from engine.protocol.reports import Memory
-from engine.protocol.specs import DRIVER_BYTES, MEMORY_SHARE, MachineSpec
+from engine.protocol.reports import MemoryReport
+from engine.protocol.specs import DRIVER_RESERVE_BYTES, HOST_MEMORY_SHARE, MachineSpec
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-class Budget:
+class ByteBudget:
     """A number of bytes, which may turn out to be too high for a while."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -32,7 +32,7 @@ class Budget:
 
 
 @dataclass(slots=True)
-class Device:
+class HostDevice:
     """A GPU, or the memory of a machine without one. While its bytes are not known, total_bytes is 0.
 
     name         as CUDA_VISIBLE_DEVICES takes it; empty for a CPU.
@@ -46,51 +46,53 @@ class Device:
     environment: dict[str, str]
     asked_bytes: int | None
     total_bytes: int = 0
-    budget: Budget = field(default_factory=lambda: Budget(0))
+    budget: ByteBudget = field(default_factory=lambda: ByteBudget(0))
 
     def measured(self, total_bytes: int, room_bytes: int) -> None:
         """It has so many bytes, of which replicas could have `room_bytes`."""
         self.total_bytes = total_bytes
-        self.budget = Budget(room_bytes if self.asked_bytes is None else min(self.asked_bytes, room_bytes))
+        self.budget = ByteBudget(room_bytes if self.asked_bytes is None else min(self.asked_bytes, room_bytes))
 
     def read(self, memory: Path) -> None:
         """Takes its size from the file that a replica on it wrote, where nobody said it yet."""
         try:
-            told = msgspec.json.decode(memory.read_bytes(), type=Memory)
+            told = msgspec.json.decode(memory.read_bytes(), type=MemoryReport)
         except (OSError, msgspec.MsgspecError):
             return
-        self.measured(told.device_bytes, max(0, told.device_bytes - DRIVER_BYTES))
+        self.measured(told.device_bytes, max(0, told.device_bytes - DRIVER_RESERVE_BYTES))
 
     def state(self, held_bytes: int, now: float) -> DeviceState:
         return DeviceState(self.label, self.total_bytes, self.budget.at(now), held_bytes)
 
 
-def graphics(spec: MachineSpec, names: list[str], environment: dict[str, str]) -> list[Device]:
+def gpu_devices(spec: MachineSpec, names: list[str], environment: dict[str, str]) -> list[HostDevice]:
     """The GPUs of these names, in their order. Each is alone in its process's environment."""
-    known = gpus.sizes(names)
+    known = gpus.gpu_memory(names)
     devices = []
     for name in names:
         label, total_bytes = known.get(name, (f"cuda:{name}", 0))
-        device = Device(name, label, {**environment, gpus.ENVIRONMENT_NAME: name}, spec.device_bytes)
+        device = HostDevice(name, label, {**environment, gpus.VISIBLE_DEVICES_VARIABLE: name}, spec.device_bytes)
         if total_bytes:
-            device.measured(total_bytes, max(0, total_bytes - DRIVER_BYTES))
+            device.measured(total_bytes, max(0, total_bytes - DRIVER_RESERVE_BYTES))
         devices.append(device)
     return devices
 
 
-def processor(spec: MachineSpec, environment: dict[str, str]) -> Device:
+def cpu_device(spec: MachineSpec, environment: dict[str, str]) -> HostDevice:
     """The memory of this host, as far as it is free now."""
-    device = Device("", "cpu", environment, spec.device_bytes)
-    device.measured(int(psutil.virtual_memory().total), available_bytes())
+    device = HostDevice("", "cpu", environment, spec.device_bytes)
+    device.measured(int(psutil.virtual_memory().total), available_memory_bytes())
     return device
 
 
-def host_memory(spec: MachineSpec) -> Budget:
+def host_memory_budget(spec: MachineSpec) -> ByteBudget:
     """For what sleeps."""
-    return Budget(int(available_bytes() * MEMORY_SHARE) if spec.memory_bytes is None else spec.memory_bytes)
+    return ByteBudget(
+        int(available_memory_bytes() * HOST_MEMORY_SHARE) if spec.memory_bytes is None else spec.memory_bytes
+    )
 
 
-def available_bytes() -> int:
+def available_memory_bytes() -> int:
     """Free memory of the host, or of the control group that this process is confined to, if that is less."""
     available = int(psutil.virtual_memory().available)
     try:

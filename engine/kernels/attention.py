@@ -17,21 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import attention_hopper
-from engine.kernels.pdl import overlaps, release, wait
+from engine.kernels.pdl import release, supports_pdl, wait
 from engine.kernels.step_layout import POSITIONS, TABLE_WIDTH, TABLES, word
-from engine.step.attention_plan import ENTRY_WORDS, HEAD_WORDS, Layout
+from engine.step.attention_plan import ENTRY_WORDS, HEAD_WORDS, AttentionLayout
 from engine.step.layout import SEGMENTS_MAX, SPARE_WORD
 
 _WORDS = tl.constexpr(ENTRY_WORDS)
 _HEAD = tl.constexpr(HEAD_WORDS)  # narrow entries follow at once: one load fewer before the first key is known
 _LOG2_E: Final = 1.4426950408889634
 _MULTIPROCESSORS: Final = 2  # of what is no GPU, as the interpreter
-_SLOTS_LEAST: Final = 4096
+_SLOTS_MIN: Final = 4096
 _MERGED_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TileShape:
     """How a kernel is cut: stacked rows × keys of a tile, and programs per multiprocessor."""
 
     rows: int
@@ -42,16 +42,16 @@ class Cut:
 
 
 # Of head sizes up to 128; larger ones take half the keys.
-NARROW: Final = Cut(16, 32, 5, 4, 4)
-NARROW_FEW: Final = Cut(16, 64, 6, 2, 2)  # up to _FEW_ROWS rows in the step
-WIDE: Final = Cut(128, 128, 2, 8, 1)
+NARROW: Final = TileShape(16, 32, 5, 4, 4)
+NARROW_FEW: Final = TileShape(16, 64, 6, 2, 2)  # up to _FEW_ROWS rows in the step
+WIDE: Final = TileShape(128, 128, 2, 8, 1)
 _FEW_ROWS: Final = 32
 _MERGE_PROGRAMS: Final = 16
 _MERGE_WARPS: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class AttentionScratch:
     """Memory for partial results, used by one layer after the other. `counters` are 0 between launches."""
 
     partial_PHD: Tensor  # float32
@@ -60,7 +60,7 @@ class Scratch:
     counters: Tensor  # int32, a row's KV head each
 
     @classmethod
-    def make(cls, layout: Layout, heads: int, head_dim: int, rows: int, device: torch.device) -> Self:
+    def make(cls, layout: AttentionLayout, heads: int, head_dim: int, rows: int, device: torch.device) -> Self:
         return cls(
             torch.zeros(layout.slots, heads, head_dim, device=device),
             torch.zeros(layout.slots, heads, device=device),
@@ -69,15 +69,15 @@ class Scratch:
         )
 
 
-def layout_for(
+def attention_layout(
     windows: tuple[int | None, ...], heads: int, kv_heads: int, sequences: int, device: torch.device
-) -> Layout:
+) -> AttentionLayout:
     """The tiles that `attend` takes on this device, with room for the parts of so many sequences at once."""
     each = attention_hopper.NARROW_PROGRAMS if attention_hopper.is_hopper(device) else NARROW.programs
     count = _MULTIPROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
-    return Layout(
+    return AttentionLayout(
         windows=windows,
         kv_heads=kv_heads,
         wide_rows=max(1, WIDE.rows // (heads // kv_heads)),
@@ -85,7 +85,7 @@ def layout_for(
         few_programs=count * NARROW_FEW.programs,
         narrow_programs=count * each,
         wide_programs=count * WIDE.programs,
-        slots=max(_SLOTS_LEAST, sequences * (SEGMENTS_MAX + 1)),
+        slots=max(_SLOTS_MIN, sequences * (SEGMENTS_MAX + 1)),
     )
 
 
@@ -304,7 +304,8 @@ def _merge_rows(
 
 
 def attend(
-    step: Tensor, q_THD: Tensor, kv_SW: Tensor, out_THD: Tensor, scratch: Scratch, layout: Layout, window: int | None,
+    step: Tensor, q_THD: Tensor, kv_SW: Tensor, out_THD: Tensor, scratch: AttentionScratch, layout: AttentionLayout,
+    window: int | None,
     block_tokens: int, wide: bool, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """softmax(q·kᵀ ÷ √D)·v of each row of the step over its context; rows past the step's stay as they are.
@@ -328,7 +329,7 @@ def attend(
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "G": fold, "D": head_dim, "BLOCK_D": block_d}
     sizes["HEADER_WORD"] = SPARE_WORD + layout.windows.index(window)
     memory = (scratch.partial_PHD, scratch.peak_PH, scratch.total_PH)
-    overlap = overlaps(q_THD.device)
+    overlap = supports_pdl(q_THD.device)
     keys_shrink = max(1, block_d * q_THD.element_size() // 256)
     served = attention_hopper.serves(q_THD, kv_SW, kv_heads, block_tokens)
     few = len(q_THD) <= layout.few_rows

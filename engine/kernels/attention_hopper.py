@@ -40,9 +40,9 @@ NARROW_PROGRAMS: Final = 2  # per multiprocessor, which share its memory and reg
 _NARROW_KEYS: Final = 64
 _NARROW_RING: Final = 3
 _NARROW_REGISTERS: Final = 128  # of a thread, before the consumer takes the producer's
-_UNIT_MOST: Final = 16  # keys that one copy takes; entries begin at multiples
+_UNIT_MAX: Final = 16  # keys that one copy takes; entries begin at multiples
 _HEAD_DIMS: Final = (64, 128)
-_BLOCK_LEAST: Final = 8  # rows that swizzled shared memory takes together
+_BLOCK_MIN: Final = 8  # rows that swizzled shared memory takes together
 _POSITIONS = gl.constexpr(step_layout.POSITIONS.value)
 _TABLE_WIDTH = gl.constexpr(step_layout.TABLE_WIDTH.value)
 _TABLES = gl.constexpr(step_layout.TABLES.value)
@@ -472,7 +472,7 @@ def serves(q_THD: Tensor, kv_SW: Tensor, kv_heads: int, block_tokens: int) -> bo
     if not is_hopper(q_THD.device):
         return False
     _, heads, head_dim = q_THD.shape
-    fits = head_dim in _HEAD_DIMS and block_tokens >= _BLOCK_LEAST and heads // kv_heads <= _HALF.value
+    fits = head_dim in _HEAD_DIMS and block_tokens >= _BLOCK_MIN and heads // kv_heads <= _HALF.value
     return fits and q_THD.element_size() == 2 and kv_SW.dtype == q_THD.dtype
 
 
@@ -483,7 +483,7 @@ def attend_wide(
 ) -> None:  # fmt: skip
     """What attention.py's `_wide` computes, of tensors that `serves` is true of."""
     heads, head_dim = q_THD.shape[1:]
-    unit = min(block_tokens, _UNIT_MOST)
+    unit = min(block_tokens, _UNIT_MAX)
     _wide[(programs,)](
         step, _tensor_map(kv_SW, unit), q_THD, out_THD, partial_PHD, peak_PH, total_PH, scale, softcap, window or 0,
         HEADER_WORD=header_word, HEADS=heads, KV_HEADS=kv_heads, G=heads // kv_heads, D=head_dim, KEYS=_KEYS,
@@ -499,7 +499,7 @@ def attend_narrow(
 ) -> None:  # fmt: skip
     """What attention.py's `_narrow` computes, of tensors that `serves` is true of."""
     heads, head_dim = q_THD.shape[1:]
-    unit, fold = min(block_tokens, _UNIT_MOST), heads // kv_heads
+    unit, fold = min(block_tokens, _UNIT_MAX), heads // kv_heads
     _narrow[(programs,)](
         step, _tensor_map(kv_SW, unit), q_THD, out_THD, partial_PHD, peak_PH, total_PH, counters, scale, softcap,
         window or 0, HEADER_WORD=header_word, HEADS=heads, KV_HEADS=kv_heads, G=fold,

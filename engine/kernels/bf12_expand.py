@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
+from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import GROUP_OUTPUTS, lanes_of
 from engine.kernels.bf12_decode import ESCAPES, GROUP, decode, inline, some_escapes
-from engine.kernels.pdl import overlaps, release, wait
+from engine.kernels.pdl import release, supports_pdl, wait
 
 _COLUMNS = 128  # words of a third of a block that a program reads at once: enough for 16 bytes of output a thread
 _TURNS = 2  # so many times
@@ -54,7 +54,7 @@ def _expand(
         tl.store(at_escape, value.to(out.dtype.element_ty), mask=here)
 
 
-def expand(weight: Bf12, out_NK: Tensor, outputs: range) -> None:
+def expand(weight: Bf12Weight, out_NK: Tensor, outputs: range) -> None:
     """out = those outputs of the weight, the first of which begins a group of escapes. In bfloat16, or float32."""
     inputs, lanes, index = weight.inputs, lanes_of(weight.inputs), weight.index
     assert out_NK.shape == (len(outputs), inputs)
@@ -66,5 +66,5 @@ def expand(weight: Bf12, out_NK: Tensor, outputs: range) -> None:
     _expand[grid](
         weight.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E, out_NK, outputs.start,
         outputs.stop, inputs, weight.words_NW.shape[1], INLINE=inline(out_NK.device), LANES=lanes, COLUMNS=_COLUMNS,
-        TURNS=_TURNS, num_warps=8, launch_pdl=overlaps(out_NK.device),
+        TURNS=_TURNS, num_warps=8, launch_pdl=supports_pdl(out_NK.device),
     )  # fmt: skip

@@ -18,17 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
+from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import lanes_of
 from engine.kernels.bf12_decode import ESCAPES, PLACEHOLDER, decode, escapes_of, hits, inline, some_escapes
-from engine.kernels.pdl import overlaps, release, wait
+from engine.kernels.pdl import release, supports_pdl, wait
 
-ROWS_MOST = 128  # of the kernels here
+BF12_ROWS_MAX = 128  # of the kernels here
 _DECODED = 2  # words that a thread decodes at once, of neighbouring lanes: threads with one word give wrong numbers
 
 
 @dataclass(frozen=True, slots=True)
-class CodedTiling:
+class Bf12Tiling:
     """How a kernel goes through W: block_n outputs × some blocks of inputs at once, the inputs in `parts` parts.
 
     blocks  of 8 · lanes inputs each, that divide the inputs; 1 on tensor cores
@@ -256,7 +256,7 @@ def _multiply_rows(
     tl.store(at_out, tl.trans(total).to(out.dtype.element_ty), mask=(rows < T)[:, None] & (outputs < N)[None, :])
 
 
-def multiply(x_TK: Tensor, weight: Bf12, tiling: CodedTiling) -> Tensor:
+def multiply(x_TK: Tensor, weight: Bf12Weight, tiling: Bf12Tiling) -> Tensor:
     """x·Wᵀ as [P, T, N]: in x's dtype where P is 1, else float32 parts."""
     dtype = x_TK.dtype if tiling.parts == 1 else torch.float32
     out_PTN = torch.empty(tiling.parts, len(x_TK), weight.outputs, dtype=dtype, device=x_TK.device)
@@ -264,7 +264,7 @@ def multiply(x_TK: Tensor, weight: Bf12, tiling: CodedTiling) -> Tensor:
     return out_PTN
 
 
-def multiply_gated(x_TK: Tensor, weight: Bf12, tiling: CodedTiling) -> Tensor:
+def multiply_gated(x_TK: Tensor, weight: Bf12Weight, tiling: Bf12Tiling) -> Tensor:
     """silu(x·Gᵀ)·(x·Uᵀ) as [T, I] in x's dtype, where W is G above U. The tiling has one part."""
     assert tiling.parts == 1
     inner = weight.outputs // 2
@@ -273,10 +273,10 @@ def multiply_gated(x_TK: Tensor, weight: Bf12, tiling: CodedTiling) -> Tensor:
     return out_TI
 
 
-def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, outputs: int, tiling: CodedTiling, gated: bool) -> None:
+def _launch(x_TK: Tensor, weight: Bf12Weight, out: Tensor, outputs: int, tiling: Bf12Tiling, gated: bool) -> None:
     rows, inputs = x_TK.shape
     lanes, index = lanes_of(inputs), weight.index
-    assert 1 <= rows <= ROWS_MOST
+    assert 1 <= rows <= BF12_ROWS_MAX
     assert weight.inputs == inputs
     assert x_TK.dtype in (torch.bfloat16, torch.float32)  # others cannot hold a scaled number
     assert inputs % (8 * lanes * tiling.blocks) == 0
@@ -289,7 +289,7 @@ def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, outputs: int, tiling: Coded
     options = {
         "GATED": gated, "MASKED": bool(outputs % tiling.block_n), "INLINE": inline(x_TK.device), "LANES": lanes,
         "BLOCK_N": tiling.block_n, "STAGES": tiling.stages, "num_warps": tiling.warps,
-        "launch_pdl": overlaps(x_TK.device),
+        "launch_pdl": supports_pdl(x_TK.device),
     }  # fmt: skip
     if tiling.joined == 0:
         assert rows == 1

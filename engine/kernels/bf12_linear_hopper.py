@@ -44,15 +44,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.bf12.codec import Bf12
+from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import GROUP_OUTPUTS, lanes_of
 from engine.kernels.attention_hopper import is_hopper
 
 _OUTPUTS: Final = 128  # of a tile: two warpgroups'
 _TOGETHER: Final = 16  # tiles of rows that go with one tile of outputs before the next comes
-_PARTS_MOST: Final = 8
+_PARTS_MAX: Final = 8
 _WORTH: Final = 1.5  # of the fewest cycles, to be measured too
-_CANDIDATES_MOST: Final = 6
+_CANDIDATES_MAX: Final = 6
 _INNER_STEP: Final = GROUP_OUTPUTS  # so that up's escapes begin with a group
 _GROUP = gl.constexpr(64)  # a warpgroup's outputs, in two pieces
 _PIECE = gl.constexpr(32)
@@ -68,7 +68,7 @@ _seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.share
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class HopperTiling:
     """`rows` of x at once, one of ROWS; the inputs in `parts` parts."""
 
     rows: int
@@ -479,7 +479,7 @@ def serves(outputs: int, gated: bool, device: torch.device) -> bool:
     return is_hopper(device) and not (gated and outputs // 2 % _INNER_STEP)
 
 
-def multiply(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
+def multiply(x_TK: Tensor, weight: Bf12Weight, tile: HopperTiling) -> Tensor:
     """x·Wᵀ as [P, T, N]: in bfloat16 where P is 1, else float32 parts. Of a row of x that is not finite nothing is."""
     dtype = x_TK.dtype if tile.parts == 1 else torch.float32
     out_PTN = torch.empty(tile.parts, len(x_TK), weight.outputs, dtype=dtype, device=x_TK.device)
@@ -487,7 +487,7 @@ def multiply(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
     return out_PTN
 
 
-def multiply_gated(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
+def multiply_gated(x_TK: Tensor, weight: Bf12Weight, tile: HopperTiling) -> Tensor:
     """silu(x·Gᵀ)·(x·Uᵀ) as [T, I], where W is G above U. The tile has one part."""
     assert tile.parts == 1
     assert weight.outputs // 2 % _INNER_STEP == 0
@@ -496,21 +496,21 @@ def multiply_gated(x_TK: Tensor, weight: Bf12, tile: Tile) -> Tensor:
     return out_TI
 
 
-def candidates(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> list[Tile]:
+def candidate_tilings(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> list[HopperTiling]:
     """The tiles that are worth measuring, the most promising first."""
-    most = 1 if gated else min(_PARTS_MOST, inputs // (8 * lanes_of(inputs)))
-    tiles = [Tile(size, parts) for size in ROWS for parts in range(1, most + 1)]
+    most = 1 if gated else min(_PARTS_MAX, inputs // (8 * lanes_of(inputs)))
+    tiles = [HopperTiling(size, parts) for size in ROWS for parts in range(1, most + 1)]
     cycles = {tile: _cycles(tile, outputs, inputs, rows, multiprocessors) for tile in tiles}
     tiles = sorted(tiles, key=lambda tile: cycles[tile])
-    return [tile for tile in tiles if cycles[tile] <= _WORTH * cycles[tiles[0]]][:_CANDIDATES_MOST]
+    return [tile for tile in tiles if cycles[tile] <= _WORTH * cycles[tiles[0]]][:_CANDIDATES_MAX]
 
 
-def tile_of(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> Tile:
+def fastest_tiling(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> HopperTiling:
     """The tile that should take the fewest cycles, for shapes that nobody has measured."""
-    return candidates(outputs, inputs, rows, gated, multiprocessors)[0]
+    return candidate_tilings(outputs, inputs, rows, gated, multiprocessors)[0]
 
 
-def _cycles(tile: Tile, outputs: int, inputs: int, rows: int, multiprocessors: int) -> int:
+def _cycles(tile: HopperTiling, outputs: int, inputs: int, rows: int, multiprocessors: int) -> int:
     """The longer of what multiprocessors and memory take, which gives 2,450 bytes a cycle. Tensor cores take 4 cycles
     a row and stage, and a tile has something beside. The last tiles take as long as if no multiprocessor were idle.
     Parts are written and read."""
@@ -531,7 +531,7 @@ def multiprocessors_of(device: torch.device) -> int:
     return count
 
 
-def _launch(x_TK: Tensor, weight: Bf12, out: Tensor, tile: Tile, gated: bool) -> None:
+def _launch(x_TK: Tensor, weight: Bf12Weight, out: Tensor, tile: HopperTiling, gated: bool) -> None:
     rows, inputs = x_TK.shape
     outputs, lanes, index, ring = weight.outputs, lanes_of(inputs), weight.index, _RING[tile.rows]
     assert weight.inputs == inputs

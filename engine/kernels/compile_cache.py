@@ -23,7 +23,7 @@ from engine import kernels
 log = logging.getLogger(__name__)
 
 _GROUP: Final = "__grp__"  # begins the names of files that tell where the others of an entry are
-_ENTRIES_MOST: Final = 1024  # beside one model, some 100 MB; an upgrade leaves its predecessors' behind
+_ENTRIES_MAX: Final = 1024  # beside one model, some 100 MB; an upgrade leaves its predecessors' behind
 
 
 def name_kernels() -> None:
@@ -39,15 +39,15 @@ def name_kernels() -> None:
                 _ = kernel.cache_key
 
 
-def keep_beside(folder: Path) -> None:
+def share_kernel_cache(folder: Path) -> None:
     """From now on, for all kernels that this process uses. Whatever cannot be read or written there is done without."""
     name_kernels()
     _forget_oldest(folder)
     # Triton makes an object of this for each entry, with the entry's name.
-    triton.knobs.cache.manager_class = type("Beside", (_Beside,), {"beside": folder})
+    triton.knobs.cache.manager_class = type("Beside", (_ModelCacheManager,), {"beside": folder})
 
 
-class _Beside(FileCacheManager):  # type: ignore[misc]  # Triton has no types
+class _ModelCacheManager(FileCacheManager):  # type: ignore[misc]  # Triton has no types
     beside: Path
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -83,7 +83,7 @@ def _forget_oldest(folder: Path) -> None:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime)
     except OSError:
         return
-    for entry in entries[:-_ENTRIES_MOST]:
+    for entry in entries[:-_ENTRIES_MAX]:
         shutil.rmtree(entry, ignore_errors=True)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
+from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import lanes_of
 from engine.kernels.bf12_decode import ESCAPES, GROUP, decode, inline, some_escapes
 from engine.kernels.step_layout import ROWS, TOKENS, word
@@ -72,13 +72,13 @@ def _embed_coded(
             tl.store(at_out + number * LANES, tl.zeros([1, COLUMNS], tl.float32), mask=inside)
 
 
-def embed(step: Tensor, sampled_R: Tensor, embedding: Tensor | Bf12, out_TH: Tensor) -> None:
+def embed(step: Tensor, sampled_R: Tensor, embedding: Tensor | Bf12Weight, out_TH: Tensor) -> None:
     """out (float32) = embedding of the step's tokens; 0 in rows past them. Token −1−r stands for sampled_R[r]."""
     rows, hidden = out_TH.shape
     assert step.dtype == sampled_R.dtype == torch.int32
     assert out_TH.dtype == torch.float32
     assert out_TH.is_contiguous()
-    if isinstance(embedding, Bf12):
+    if isinstance(embedding, Bf12Weight):
         assert embedding.inputs == hidden
         assert embedding.words_NW.is_contiguous()
         index = embedding.index

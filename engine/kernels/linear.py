@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.pdl import overlaps, release, wait
+from engine.kernels.pdl import release, supports_pdl, wait
 
-ROWS_MOST = 128  # of the kernels here
+LINEAR_ROWS_MAX = 128  # of the kernels here
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class LinearTiling:
     """How a kernel goes through W: block_n outputs × block_k inputs at once, the inputs in `parts` parts."""
 
     block_n: int
@@ -102,7 +102,7 @@ def _multiply_rows(
     tl.store(at, tl.trans(total).to(out.dtype.element_ty), mask=(rows < T)[:, None] & (outputs < N)[None, :])
 
 
-def multiply(x_TK: Tensor, weight_NK: Tensor, tiling: Tiling) -> Tensor:
+def multiply(x_TK: Tensor, weight_NK: Tensor, tiling: LinearTiling) -> Tensor:
     """x·Wᵀ as [P, T, N]: in x's dtype where P is 1, else float32 parts."""
     dtype = x_TK.dtype if tiling.parts == 1 else torch.float32
     out_PTN = torch.empty(tiling.parts, len(x_TK), len(weight_NK), dtype=dtype, device=x_TK.device)
@@ -110,7 +110,7 @@ def multiply(x_TK: Tensor, weight_NK: Tensor, tiling: Tiling) -> Tensor:
     return out_PTN
 
 
-def multiply_gated(x_TK: Tensor, weight_NK: Tensor, tiling: Tiling) -> Tensor:
+def multiply_gated(x_TK: Tensor, weight_NK: Tensor, tiling: LinearTiling) -> Tensor:
     """silu(x·Gᵀ)·(x·Uᵀ) as [T, I] in x's dtype, where W is G above U. The tiling has one part."""
     assert tiling.parts == 1
     inner = len(weight_NK) // 2
@@ -119,9 +119,9 @@ def multiply_gated(x_TK: Tensor, weight_NK: Tensor, tiling: Tiling) -> Tensor:
     return out_TI
 
 
-def _launch(x_TK: Tensor, weight_NK: Tensor, out: Tensor, outputs: int, tiling: Tiling, gated: bool) -> None:
+def _launch(x_TK: Tensor, weight_NK: Tensor, out: Tensor, outputs: int, tiling: LinearTiling, gated: bool) -> None:
     rows, inputs = x_TK.shape
-    assert 1 <= rows <= ROWS_MOST
+    assert 1 <= rows <= LINEAR_ROWS_MAX
     assert weight_NK.shape[1] == inputs
     assert weight_NK.dtype == x_TK.dtype
     assert x_TK.is_contiguous()
@@ -132,12 +132,12 @@ def _launch(x_TK: Tensor, weight_NK: Tensor, out: Tensor, outputs: int, tiling: 
         _multiply_row[grid](
             x_TK, weight_NK, out, outputs, inputs, tiling.parts, GATED=gated, MASKED=masked,
             BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps,
-            launch_pdl=overlaps(x_TK.device),
+            launch_pdl=supports_pdl(x_TK.device),
         )  # fmt: skip
         return
     _multiply_rows[grid](
         x_TK, weight_NK, out, rows, outputs, inputs, tiling.parts, GATED=gated, MASKED=masked,
         BLOCK_T=max(16, triton.next_power_of_2(rows)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         STAGES=tiling.stages, num_warps=tiling.warps,
-            launch_pdl=overlaps(x_TK.device),
+            launch_pdl=supports_pdl(x_TK.device),
     )  # fmt: skip

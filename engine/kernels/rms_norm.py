@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.pdl import overlaps, release, wait
-from engine.kernels.step_layout import SAMPLED, WANTED, word
+from engine.kernels.pdl import release, supports_pdl, wait
+from engine.kernels.step_layout import LOGITS_ROWS, SAMPLED, word
 
 _LATENCY_WARPS = 16  # one row on one SM is bound by latency: more threads, fewer steps for each
 _ROWS_OF_LATENCY = 32
@@ -46,7 +46,7 @@ def _gather(step, total, attended, total_out, attended_out, hidden, width, BLOCK
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(0)
     if row < tl.load(step + SAMPLED):
-        wanted = word(step, WANTED, row).to(tl.int64)
+        wanted = word(step, LOGITS_ROWS, row).to(tl.int64)
         wait()
         x = tl.load(total + wanted * hidden + columns, mask=columns < hidden, other=0.0)
         tl.store(total_out + row.to(tl.int64) * hidden + columns, x, mask=columns < hidden)
@@ -71,7 +71,7 @@ def add_norm(sum_TH: Tensor, parts_PTH: Tensor | None, weight_H: Tensor, epsilon
     block = triton.next_power_of_2(hidden)
     _add_norm[(rows,)](
         sum_TH, sum_TH if parts_PTH is None else parts_PTH, weight_H, out_TH, hidden, stride, epsilon,
-        P=count, BLOCK=block, num_warps=_warps(rows, block), launch_pdl=overlaps(sum_TH.device),
+        P=count, BLOCK=block, num_warps=_warps(rows, block), launch_pdl=supports_pdl(sum_TH.device),
     )  # fmt: skip
 
 
@@ -88,7 +88,15 @@ def gather(step: Tensor, sum_TH: Tensor, attended_TW: Tensor, sum_RH: Tensor, at
         assert each.is_contiguous()
     block = min(_GATHERED, triton.next_power_of_2(max(hidden, width)))
     _gather[rows, triton.cdiv(max(hidden, width), block)](
-        step, sum_TH, attended_TW, sum_RH, attended_RW, hidden, width, BLOCK=block, launch_pdl=overlaps(sum_TH.device)
+        step,
+        sum_TH,
+        attended_TW,
+        sum_RH,
+        attended_RW,
+        hidden,
+        width,
+        BLOCK=block,
+        launch_pdl=supports_pdl(sum_TH.device),
     )
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.pdl import overlaps, release, wait
+from engine.kernels.pdl import release, supports_pdl, wait
 from engine.kernels.step_layout import POSITIONS, ROWS, SLOTS, word
 
 _HEADS_PER_PROGRAM = 16
@@ -104,5 +104,5 @@ def rotate_and_write(
         step, parts_PTW, cos_PD if qk_norm_HD is None else qk_norm_HD, cos_PD, sin_PD, q_THD, kv_SW,
         parts_PTW.stride(0), epsilon, HEADS=heads, KV_HEADS=kv_heads, D=head_dim, P=count,
         NORM=qk_norm_HD is not None, FP8=fp8, BLOCK_H=block, HALF_D=triton.next_power_of_2(head_dim // 2),
-        launch_pdl=overlaps(q_THD.device),
+        launch_pdl=supports_pdl(q_THD.device),
     )  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.pdl import overlaps, release, wait
+from engine.kernels.pdl import release, supports_pdl, wait
 
 
 @triton.jit
@@ -30,6 +30,6 @@ def silu_and_multiply(x_T2I: Tensor) -> Tensor:
     out_TI = torch.empty(rows, inner, dtype=x_T2I.dtype, device=x_T2I.device)
     block = min(2048, triton.next_power_of_2(inner))
     _silu_and_multiply[rows, triton.cdiv(inner, block)](
-        x_T2I, out_TI, inner, BLOCK=block, launch_pdl=overlaps(out_TI.device)
+        x_T2I, out_TI, inner, BLOCK=block, launch_pdl=supports_pdl(out_TI.device)
     )
     return out_TI

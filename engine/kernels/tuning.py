@@ -15,39 +15,41 @@ import torch
 
 from engine.bf12.layout import lanes_of
 from engine.kernels import bf12_linear_hopper, linear
-from engine.kernels.bf12_linear import CodedTiling
-from engine.kernels.bf12_linear_hopper import Tile
-from engine.kernels.linear import Tiling
-from engine.kernels.tuning_tables import key_of, table_of
+from engine.kernels.bf12_linear import Bf12Tiling
+from engine.kernels.bf12_linear_hopper import HopperTiling
+from engine.kernels.linear import LinearTiling
+from engine.kernels.tuning_tables import load_table, tiling_key
 
-BUCKETS: Final = (1, 16, 32, 64, 128)  # rows for which a table has a choice: the next larger one is taken
-CODED_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # or the last one, for any more
-CODED_KERNELS: Final[dict[str, type[CodedTiling | Tile]]] = {"coded": CodedTiling, "coded_hopper": Tile}
-_DEFAULT_ROW: Final = Tiling(16, 512, 1, 3, 4)
-_DEFAULT_ROWS: Final = Tiling(64, 128, 1, 4, 4)
-_DEFAULT_ROWS_MOST: Final = 16
-_DEFAULT_CODED_ROW: Final = CodedTiling(16, 2, 1, 4, 4, 0)
-_DEFAULT_CODED_ROW_OF_ODD_BLOCKS: Final = CodedTiling(32, 1, 1, 4, 4, 0)
-_DEFAULT_CODED_ROWS: Final = CodedTiling(64, 1, 1, 4, 4, 4)
-_DEFAULT_CODED_ROWS_MOST: Final = 64  # sums of more rows leave few registers for the weights
-_TILES_ROWS_MOST: Final = 1024  # above it the time to expand a matrix is little beside that of its product
+ROW_BUCKETS: Final = (1, 16, 32, 64, 128)  # rows for which a table has a choice: the next larger one is taken
+BF12_ROW_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # or the last one, for any more
+BF12_KERNELS: Final[dict[str, type[Bf12Tiling | HopperTiling]]] = {"coded": Bf12Tiling, "coded_hopper": HopperTiling}
+_DEFAULT_ROW: Final = LinearTiling(16, 512, 1, 3, 4)
+_DEFAULT_ROWS: Final = LinearTiling(64, 128, 1, 4, 4)
+_DEFAULT_ROWS_MAX: Final = 16
+_DEFAULT_CODED_ROW: Final = Bf12Tiling(16, 2, 1, 4, 4, 0)
+_DEFAULT_CODED_ROW_OF_ODD_BLOCKS: Final = Bf12Tiling(32, 1, 1, 4, 4, 0)
+_DEFAULT_CODED_ROWS: Final = Bf12Tiling(64, 1, 1, 4, 4, 4)
+_DEFAULT_CODED_ROWS_MAX: Final = 64  # sums of more rows leave few registers for the weights
+_TILES_ROWS_MAX: Final = 1024  # above it the time to expand a matrix is little beside that of its product
 _WAVE: Final = 264  # programs that keep a large GPU reading
-_PARTS_MOST: Final = 8
+_SPLIT_PARTS_MAX: Final = 8
 
 
-def choose(outputs: int, inputs: int, rows: int, gated: bool, device: torch.device) -> Tiling | None:
+def select_tiling(outputs: int, inputs: int, rows: int, gated: bool, device: torch.device) -> LinearTiling | None:
     """The tiling, or None: cuBLAS."""
-    if rows > linear.ROWS_MOST:
+    if rows > linear.LINEAR_ROWS_MAX:
         return None
-    bucket = next(bucket for bucket in BUCKETS if rows <= bucket)
-    return _choose(outputs, inputs, bucket, gated, device_name(device))
+    bucket = next(bucket for bucket in ROW_BUCKETS if rows <= bucket)
+    return _select_tiling(outputs, inputs, bucket, gated, device_name(device))
 
 
-def choose_coded(outputs: int, inputs: int, rows: int, gated: bool, device: torch.device) -> CodedTiling | Tile | None:
+def select_bf12_tiling(
+    outputs: int, inputs: int, rows: int, gated: bool, device: torch.device
+) -> Bf12Tiling | HopperTiling | None:
     """As `choose`. None: what is to be gated is gated after its product, and what is only to be multiplied is expanded
     for cuBLAS."""
-    bucket = CODED_BUCKETS[min(bisect_left(CODED_BUCKETS, rows), len(CODED_BUCKETS) - 1)]
-    return _choose_coded(outputs, inputs, bucket, gated, device)
+    bucket = BF12_ROW_BUCKETS[min(bisect_left(BF12_ROW_BUCKETS, rows), len(BF12_ROW_BUCKETS) - 1)]
+    return _select_bf12_tiling(outputs, inputs, bucket, gated, device)
 
 
 @cache
@@ -59,42 +61,42 @@ def device_name(device: torch.device) -> str:
 
 
 @cache
-def _choose(outputs: int, inputs: int, bucket: int, gated: bool, name: str) -> Tiling | None:
-    measured = table_of(name).get(key_of(outputs, inputs, gated, False), {})
+def _select_tiling(outputs: int, inputs: int, bucket: int, gated: bool, name: str) -> LinearTiling | None:
+    measured = load_table(name).get(tiling_key(outputs, inputs, gated, False), {})
     if str(bucket) in measured:
         chosen = measured[str(bucket)]
-        return None if chosen is None else Tiling(*chosen)
-    if bucket > _DEFAULT_ROWS_MOST:
+        return None if chosen is None else LinearTiling(*chosen)
+    if bucket > _DEFAULT_ROWS_MAX:
         return None
     tiling = _DEFAULT_ROW if bucket == 1 else _DEFAULT_ROWS
     parts = 1 if gated else min(_parts(outputs, tiling.block_n), max(1, inputs // tiling.block_k))
-    return Tiling(tiling.block_n, tiling.block_k, parts, tiling.stages, tiling.warps)
+    return LinearTiling(tiling.block_n, tiling.block_k, parts, tiling.stages, tiling.warps)
 
 
 @cache
-def _choose_coded(
+def _select_bf12_tiling(
     outputs: int, inputs: int, bucket: int, gated: bool, device: torch.device
-) -> CodedTiling | Tile | None:  # fmt: skip
-    measured = table_of(device_name(device)).get(key_of(outputs, inputs, gated, True), {})
+) -> Bf12Tiling | HopperTiling | None:  # fmt: skip
+    measured = load_table(device_name(device)).get(tiling_key(outputs, inputs, gated, True), {})
     if str(bucket) in measured:
         if measured[str(bucket)] is None:
             return None
         kernel, *numbers = measured[str(bucket)]
-        return CODED_KERNELS[kernel](*numbers)
+        return BF12_KERNELS[kernel](*numbers)
     if bf12_linear_hopper.serves(outputs, gated, device):
-        if bucket > _TILES_ROWS_MOST:
+        if bucket > _TILES_ROWS_MAX:
             return None
-        if bucket > _DEFAULT_CODED_ROWS_MOST:
-            return bf12_linear_hopper.tile_of(
+        if bucket > _DEFAULT_CODED_ROWS_MAX:
+            return bf12_linear_hopper.fastest_tiling(
                 outputs, inputs, bucket, gated, bf12_linear_hopper.multiprocessors_of(device)
             )
         return _default_coded(outputs, inputs, bucket, gated, stages=2 if gated else 4)
-    if bucket > (32 if gated else _DEFAULT_CODED_ROWS_MOST):
+    if bucket > (32 if gated else _DEFAULT_CODED_ROWS_MAX):
         return None
     return _default_coded(outputs, inputs, bucket, gated, stages=2 if gated or bucket == 64 else 3)
 
 
-def _default_coded(outputs: int, inputs: int, bucket: int, gated: bool, stages: int) -> CodedTiling:
+def _default_coded(outputs: int, inputs: int, bucket: int, gated: bool, stages: int) -> Bf12Tiling:
     """`stages` for more than one row, which take much shared memory."""
     blocks = inputs // (8 * lanes_of(inputs))
     if bucket > 1:
@@ -106,4 +108,4 @@ def _default_coded(outputs: int, inputs: int, bucket: int, gated: bool, stages: 
 
 
 def _parts(outputs: int, block_n: int) -> int:
-    return min(_PARTS_MOST, max(1, _WAVE * block_n // outputs))
+    return min(_SPLIT_PARTS_MAX, max(1, _WAVE * block_n // outputs))

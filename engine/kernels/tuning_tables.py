@@ -15,36 +15,36 @@ from statistics import fmean
 from typing import Any, Final
 
 _TABLES: Final = Path(__file__).parent / "tables"
-_DECODE_ROWS_MOST: Final = 64  # above it a step's time is less and less that of reading weights
+_DECODE_ROWS_MAX: Final = 64  # above it a step's time is less and less that of reading weights
 
 
-def path_of(gpu: str) -> Path:
+def table_path(gpu: str) -> Path:
     return _TABLES / f"{gpu}.json"
 
 
 @cache
-def table_of(gpu: str) -> dict[str, dict[str, Any]]:
+def load_table(gpu: str) -> dict[str, dict[str, Any]]:
     """Key → bucket → a tiling or null, or a ratio."""
-    path = path_of(gpu)
+    path = table_path(gpu)
     table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     return table
 
 
-def key_of(outputs: int, inputs: int, gated: bool, coded: bool) -> str:
+def tiling_key(outputs: int, inputs: int, gated: bool, coded: bool) -> str:
     return f"{outputs}x{inputs}{' gated' if gated else ''}{' bf12' if coded else ''}"
 
 
-def ratio_key_of(outputs: int, inputs: int, gated: bool) -> str:
-    return f"{key_of(outputs, inputs, gated, True)} / bf16"
+def ratio_key(outputs: int, inputs: int, gated: bool) -> str:
+    return f"{tiling_key(outputs, inputs, gated, True)} / bf16"
 
 
-def coded_pays(outputs: int, inputs: int, gated: bool) -> bool:
+def bf12_pays_off(outputs: int, inputs: int, gated: bool) -> bool:
     """Whether no GPU is known to multiply few rows slower by such a weight in 12 bits than by one in bf16, in the mean
     of the numbers of rows that were measured. Of these alone one may be slower: what all the others win, and a quarter
     of the memory, is worth more."""
     for path in _TABLES.glob("*.json"):
-        ratios = table_of(path.stem).get(ratio_key_of(outputs, inputs, gated), {})
-        few = [ratio for bucket, ratio in ratios.items() if int(bucket) <= _DECODE_ROWS_MOST]
+        ratios = load_table(path.stem).get(ratio_key(outputs, inputs, gated), {})
+        few = [ratio for bucket, ratio in ratios.items() if int(bucket) <= _DECODE_ROWS_MAX]
         if few and fmean(few) > 1:
             return False
     return True

@@ -6,17 +6,17 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from engine.kvcache.tensors import KvPool
-from engine.memory.pinned import PIECE_BYTES, Pinned
-from engine.memory.streams import Stream
-from engine.memory.virtual_memory import Driver
+from engine.kvcache.tensors import KVPool
+from engine.memory.pinned import PIECE_BYTES, PinnedMemory
+from engine.memory.streams import DeviceStream
+from engine.memory.virtual_memory import MemoryDriver
 
 
-class Kept:
+class HostKVTier:
     """Contents of blocks, in host memory while the device is given back. A row is one block of one layer; those of a
     layer follow each other, in the order of the blocks."""
 
-    def __init__(self, pool: KvPool, driver: Driver, most_bytes: int, device: torch.device) -> None:
+    def __init__(self, pool: KVPool, driver: MemoryDriver, most_bytes: int, device: torch.device) -> None:
         """Raises torch.OutOfMemoryError."""
         self._pool = pool
         width = pool.shape.layer_block_bytes
@@ -26,7 +26,7 @@ class Kept:
         # What is on its way lies in memory that is there from the start, so that moves take none.
         self._staged = torch.empty(self._rows if most else 0, width, dtype=torch.uint8, device=device)
         self._ids = torch.empty(most, dtype=torch.int64, device=device)
-        self._pinned = Pinned(driver, self.most_bytes)
+        self._pinned = PinnedMemory(driver, self.most_bytes)
         self._blocks: list[int] = []
 
     @property
@@ -44,7 +44,7 @@ class Kept:
         """What of host memory is ever held for it."""
         return -(-len(self._ids) * self._pool.shape.layers // self._rows) * PIECE_BYTES
 
-    def save(self, blocks: Items[int], stream: Stream) -> int:
+    def save(self, blocks: Items[int], stream: DeviceStream) -> int:
         """Queues the copy of these blocks to the host; gives its bytes. Raises OutOfHostMemory."""
         assert not self._blocks, "something is kept already"
         assert len(blocks) <= len(self._ids), "more blocks than are ever kept"
@@ -61,7 +61,7 @@ class Kept:
                 piece.copy_(self._staged[:rows], non_blocking=True)
         return self.bytes
 
-    def restore(self, blocks: Items[int], stream: Stream) -> int:
+    def restore(self, blocks: Items[int], stream: DeviceStream) -> int:
         """Queues the way back, into other blocks perhaps, in the same order; gives its bytes. They stay kept until
         `forget`."""
         assert len(blocks) == len(self._blocks), "not as many blocks as are kept"

@@ -8,7 +8,7 @@ from engine.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class KvShape:
+class KVShape:
     """What one slot of one layer holds: K of all KV heads, then V of all KV heads."""
 
     layers: int
@@ -18,7 +18,7 @@ class KvShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> "KvShape":
+    def of(cls, config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> "KVShape":
         return cls(config.layers, config.kv_heads, config.head_dim, block_tokens, dtype)
 
     @property

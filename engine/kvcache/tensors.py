@@ -9,8 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.kvcache.layout import KvShape
-from engine.memory.virtual_memory import Arena, runs
+from engine.kvcache.layout import KVShape
+from engine.memory.virtual_memory import Arena, contiguous_ranges
 
 EXTENT_BYTES: Final = 1 << 30
 _EXTENTS: Final = 64
@@ -18,7 +18,7 @@ _COPIED_BLOCKS: Final = 256  # at once
 _CPU: Final = torch.device("cpu")
 
 
-class KvPool:
+class KVPool:
     """`blocks` blocks of every layer; slot = block · block_tokens + offset. Extents, runs of extent_blocks of them, get
     memory and give it back, one piece of a region in each layer. A layer is one tensor over all of its range.
 
@@ -29,7 +29,7 @@ class KvPool:
     large pool costs memory only as it fills. On a GPU what lies in a slot before it is written is anything.
     """
 
-    def __init__(self, shape: KvShape, blocks: int, arena: Arena | None = None, extents: int | None = None) -> None:
+    def __init__(self, shape: KVShape, blocks: int, arena: Arena | None = None, extents: int | None = None) -> None:
         """With memory for the first so many extents, or for all. Raises OutOfDeviceMemory."""
         assert blocks > 0
         arena = arena or Arena.of(_CPU)
@@ -84,7 +84,7 @@ class KvPool:
 
     def clear(self, extents: Items[int]) -> None:
         """Zeroes all of these extents, so that nothing of what was written there reaches whoever gets the memory."""
-        for first, last in runs(extents):
+        for first, last in contiguous_ranges(extents):
             for words in self._words:
                 words[first * self.extent_blocks : last * self.extent_blocks].zero_()
 
@@ -136,7 +136,7 @@ class KvPool:
         return [layer * self._layer_pieces + extent for layer in range(self.shape.layers) for extent in extents]
 
 
-def extent_blocks(shape: KvShape, blocks: int, granularity: int) -> int:
+def extent_blocks(shape: KVShape, blocks: int, granularity: int) -> int:
     """How many blocks come and go at once: pieces of whole units of memory, some 64 extents in all, none larger than
     EXTENT_BYTES but where a unit in each layer is."""
     unit = math.lcm(shape.layer_block_bytes, granularity) // shape.layer_block_bytes

@@ -11,25 +11,25 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
+from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import GROUP_OUTPUTS
 from engine.kernels import bf12_linear, bf12_linear_hopper
 from engine.kernels.bf12_expand import expand
-from engine.kernels.bf12_linear import CodedTiling
-from engine.kernels.bf12_linear_hopper import Tile
+from engine.kernels.bf12_linear import Bf12Tiling
+from engine.kernels.bf12_linear_hopper import HopperTiling
 from engine.kernels.swiglu import silu_and_multiply
-from engine.kernels.tuning import choose_coded
+from engine.kernels.tuning import select_bf12_tiling
 
 CHUNK_BYTES: Final = 256 << 20  # of the expanded matrix at once: all but heads are multiplied as one
 
 
-class Compressed:
+class Bf12Linear:
     """A Bf12 with an optional bias_N of the rows' dtype. `bytes` is what they occupy.
 
     What it returns is new memory; in a CUDA graph's capture it is the graph's.
     """
 
-    def __init__(self, weight: Bf12, bias_N: Tensor | None = None) -> None:
+    def __init__(self, weight: Bf12Weight, bias_N: Tensor | None = None) -> None:
         self.outputs, self.inputs = weight.outputs, weight.inputs
         self.bytes = weight.bytes + (0 if bias_N is None else bias_N.nbytes)
         self._weight = weight
@@ -40,7 +40,7 @@ class Compressed:
         match self._choice(x_TK, gated=False):
             case None:
                 return multiply_expanded(x_TK, self._weight, self._bias_N)[None]
-            case CodedTiling() as tiling:
+            case Bf12Tiling() as tiling:
                 parts_PTN = bf12_linear.multiply(x_TK, self._weight, tiling)
             case tile:
                 parts_PTN = bf12_linear_hopper.multiply(x_TK, self._weight, tile)
@@ -53,7 +53,7 @@ class Compressed:
         match None if self._bias_N is not None else self._choice(x_TK, gated=True):
             case None:
                 return silu_and_multiply(self.logits(x_TK))
-            case CodedTiling() as tiling:
+            case Bf12Tiling() as tiling:
                 return bf12_linear.multiply_gated(x_TK, self._weight, tiling)
             case tile:
                 return bf12_linear_hopper.multiply_gated(x_TK, self._weight, tile)
@@ -63,11 +63,11 @@ class Compressed:
         parts_PTN = self(x_TK)
         return parts_PTN[0] if len(parts_PTN) == 1 else parts_PTN.sum(0).to(x_TK.dtype)
 
-    def _choice(self, x_TK: Tensor, gated: bool) -> CodedTiling | Tile | None:
-        return choose_coded(self.outputs, self.inputs, len(x_TK), gated, x_TK.device)
+    def _choice(self, x_TK: Tensor, gated: bool) -> Bf12Tiling | HopperTiling | None:
+        return select_bf12_tiling(self.outputs, self.inputs, len(x_TK), gated, x_TK.device)
 
 
-def multiply_expanded(x_TK: Tensor, weight: Bf12, bias_N: Tensor | None = None) -> Tensor:
+def multiply_expanded(x_TK: Tensor, weight: Bf12Weight, bias_N: Tensor | None = None) -> Tensor:
     """[T, N] by the library, from a copy of the matrix in x's dtype, of which there is no more than a chunk at once."""
     out_TN = x_TK.new_empty(len(x_TK), weight.outputs)
     outputs = CHUNK_BYTES // (weight.inputs * x_TK.itemsize) // GROUP_OUTPUTS * GROUP_OUTPUTS

@@ -3,8 +3,8 @@
 On a CPU the weight lies in the blocked order of oneDNN, packed once: the same matmul from a plain weight takes
 about twice as long for one row. A row's result must not depend on how many rows come with it. oneDNN keeps that
 for most shapes and row counts, but not for all: with one row and many inputs it adds up in another order. So the
-first weight of each shape is probed: `rows_least` finds the number of rows from which on each row comes out bit for
-bit the same, and `Dense` pads up to that.
+first weight of each shape is probed: `min_invariant_rows` finds the number of rows from which on each row comes out
+bit for bit the same, and `CpuLinear` pads up to that.
 
 T rows, K inputs, N outputs.
 """
@@ -20,10 +20,10 @@ from engine.kernels.reference import silu_and_multiply
 
 _ROWS_HINT = 64  # the row count for which oneDNN chooses the order of a packed weight
 _ROWS_TRIED = (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64)
-_PROBE_OUTPUTS_MOST = 1024  # a matmul is divided along its inputs rather where outputs are few
+_PROBE_OUTPUTS_MAX = 1024  # a matmul is divided along its inputs rather where outputs are few
 
 
-class RowsDiffer(RuntimeError):
+class NotBatchInvariant(RuntimeError):
     """This machine's matrix library gives a row another result in other company, at every size tried. Another dtype may
     do better."""
 
@@ -38,7 +38,7 @@ class Activation(enum.StrEnum):
     TANH = "tanh"
 
 
-class Dense:
+class CpuLinear:
     """weight_NK as it was given (float32, bfloat16 or float16), with an optional bias_N of the same dtype.
 
     Called with x_TK it returns [T, N] in the same dtype, accumulated in float32, through the `activation`, which takes
@@ -54,8 +54,8 @@ class Dense:
         self._bias = bias_N
         self._activation = activation
         self._packed = _pack(weight_NK)
-        probed = min(self.outputs, _PROBE_OUTPUTS_MOST)
-        self._rows_least = rows_least(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
+        probed = min(self.outputs, _PROBE_OUTPUTS_MAX)
+        self._rows_least = min_invariant_rows(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         rows = x_TK.shape[0]
@@ -82,18 +82,18 @@ def _multiply(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None, activation: A
     return result
 
 
-def rows_agree(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
+def is_batch_invariant(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
     """Whether matmuls of these (inputs, outputs) can give a row the same bits whatever its company."""
     try:
         for inputs, outputs in shapes:
-            rows_least(inputs, min(outputs, _PROBE_OUTPUTS_MOST), dtype, torch.get_num_threads())
-    except RowsDiffer:
+            min_invariant_rows(inputs, min(outputs, _PROBE_OUTPUTS_MAX), dtype, torch.get_num_threads())
+    except NotBatchInvariant:
         return False
     return True
 
 
 @cache
-def rows_least(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int:
+def min_invariant_rows(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int:
     """The least number of rows from which on a matmul gives a row the same bits whatever its company.
 
     The probe's exact results are all 0: what it sees is nothing but the rounding of partial sums, which another
@@ -107,10 +107,10 @@ def rows_least(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> i
     rest_TK, rest_NK = u_TK.new_zeros(len(u_TK), inputs - 2 * half), w_NK.new_zeros(outputs, inputs - 2 * half)
     x_TK = torch.cat((u_TK, u_TK, rest_TK), 1)[:, order].to(dtype)
     packed = _pack(torch.cat((w_NK, -w_NK, rest_NK), 1)[:, order].to(dtype))
-    return _least(lambda rows_TK: _multiply(rows_TK, packed, None), x_TK)
+    return _min_rows(lambda rows_TK: _multiply(rows_TK, packed, None), x_TK)
 
 
-def _least(multiply: Callable[[Tensor], Tensor], x_TK: Tensor) -> int:
+def _min_rows(multiply: Callable[[Tensor], Tensor], x_TK: Tensor) -> int:
     full_TN = multiply(x_TK)
     least = 1
     for rows in _ROWS_TRIED[:-1]:
@@ -119,7 +119,7 @@ def _least(multiply: Callable[[Tensor], Tensor], x_TK: Tensor) -> int:
         if not (first and last):
             least = rows + 1
     if least > _ROWS_TRIED[-2]:
-        raise RowsDiffer(
+        raise NotBatchInvariant(
             f"no row count makes a matmul over {x_TK.shape[1]} inputs in {x_TK.dtype} independent of it on this "
             "processor: set the model's dtype to another one"
         )

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine.kernels.linear import multiply, multiply_gated
 from engine.kernels.swiglu import silu_and_multiply
-from engine.kernels.tuning import choose
+from engine.kernels.tuning import select_tiling
 
 
-class Resident:
+class GpuLinear:
     """weight_NK (contiguous) with an optional bias_N of the same dtype. `bytes` is what they occupy.
 
     What it returns is new memory; in a CUDA graph's capture it is the graph's.
@@ -31,7 +31,7 @@ class Resident:
     def __call__(self, x_TK: Tensor) -> Tensor:
         """[P, T, N]: in x's dtype if P is 1, else float32 parts that sum up to the result."""
         if self._bias_N is None:
-            tiling = choose(self.outputs, self.inputs, len(x_TK), False, x_TK.device)
+            tiling = select_tiling(self.outputs, self.inputs, len(x_TK), False, x_TK.device)
             if tiling is not None:
                 return multiply(x_TK, self._weight_NK, tiling)
         return torch.nn.functional.linear(x_TK, self._weight_NK, self._bias_N)[None]
@@ -39,7 +39,7 @@ class Resident:
     def gated(self, x_TK: Tensor) -> Tensor:
         """silu of the first half of the outputs · the second half, [T, I]."""
         if self._bias_N is None:
-            tiling = choose(self.outputs, self.inputs, len(x_TK), True, x_TK.device)
+            tiling = select_tiling(self.outputs, self.inputs, len(x_TK), True, x_TK.device)
             if tiling is not None:
                 return multiply_gated(x_TK, self._weight_NK, tiling)
         return silu_and_multiply(torch.nn.functional.linear(x_TK, self._weight_NK, self._bias_N))

@@ -11,24 +11,24 @@ from typing import Final
 import numpy as np
 from torch import Tensor
 
-from engine.hostinfo.memory import available_bytes
+from engine.hostinfo.memory import available_memory_bytes
 from engine.memory.errors import OutOfHostMemory
-from engine.memory.virtual_memory import Arena, Driver, HostMemory
+from engine.memory.virtual_memory import Arena, HostMemoryDriver, MemoryDriver
 
 PIECE_BYTES: Final = 32 << 20
 _SPARE_BYTES: Final = 1 << 30  # of the host, left to all else
 _THREADS: Final = 8
 
 
-class Pinned:
+class PinnedMemory:
     """Pieces of PIECE_BYTES, at most enough for `most_bytes`. They stay until it is let go."""
 
-    def __init__(self, driver: Driver, most_bytes: int) -> None:
+    def __init__(self, driver: MemoryDriver, most_bytes: int) -> None:
         """`driver` is that of the device that copies."""
         self.pieces: list[Tensor] = []  # bytes
         self._driver = driver
         size = max(1, -(-most_bytes // PIECE_BYTES)) * PIECE_BYTES
-        self._region = Arena(HostMemory(), size).reserve("pinned", size, PIECE_BYTES)
+        self._region = Arena(HostMemoryDriver(), size).reserve("pinned", size, PIECE_BYTES)
         self._memory = self._region.tensor()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pinned")
         self._clearing: list[Future[None]] = []
@@ -40,7 +40,7 @@ class Pinned:
     def grow(self) -> Tensor:
         """One piece more. Raises OutOfHostMemory."""
         index = len(self.pieces)
-        if available_bytes() < PIECE_BYTES + _SPARE_BYTES:
+        if available_memory_bytes() < PIECE_BYTES + _SPARE_BYTES:
             raise OutOfHostMemory(f"the host has less than {_SPARE_BYTES / 1e9:.1f} GB left beside what sleeps")
         self._region.map([index])
         piece = self._memory[index * PIECE_BYTES : (index + 1) * PIECE_BYTES]

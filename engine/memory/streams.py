@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Stream:
+class DeviceStream:
     """Everything for one device is queued here, in the order of the calls."""
 
     def __init__(self, device: torch.device) -> None:
@@ -22,8 +22,8 @@ class Stream:
         """What torch computes within it is queued here."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def mark(self) -> "Mark":
-        return Mark(self._stream)
+    def mark(self) -> "StreamEvent":
+        return StreamEvent(self._stream)
 
     def staging(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Host memory that the device reads and writes by itself."""
@@ -34,7 +34,7 @@ class Stream:
         host = torch.as_tensor(numbers, dtype=torch.int64)
         return host.pin_memory() if self.queues else host
 
-    def follow(self, mark: "Mark") -> None:
+    def follow(self, mark: "StreamEvent") -> None:
         """What is queued from now on comes behind a mark of another stream."""
         if self._stream is not None and mark.event is not None:
             self._stream.wait_event(mark.event)
@@ -45,7 +45,7 @@ class Stream:
             self._stream.synchronize()
 
 
-class Mark:
+class StreamEvent:
     """A place in a stream: `set` puts it behind what is queued, `wait` sleeps until the device has come to it."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -65,7 +65,7 @@ class Mark:
         """Whether the device has come to it."""
         return self.event is None or bool(self.event.query())
 
-    def ms_since(self, earlier: "Mark") -> float:
+    def ms_since(self, earlier: "StreamEvent") -> float:
         """What the device took from there to here; both must have been reached. 0 where nothing is queued."""
         if self.event is None or earlier.event is None:
             return 0.0

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 
-ADDRESSES_MOST: Final = 1 << 44  # bytes of addresses that one arena reserves: a process has 2⁴⁷
+ADDRESS_BYTES_MAX: Final = 1 << 44  # bytes of addresses that one arena reserves: a process has 2⁴⁷
 _NO_RESERVE: Final = 0x4000 if sys.platform == "linux" else 0  # addresses promise no memory; mmap has no name for it
 
 
-class Driver(Protocol):
+class MemoryDriver(Protocol):
     """Where memory comes from. Addresses and sizes are multiples of `granularity`."""
 
     granularity: int
@@ -64,7 +64,7 @@ class Driver(Protocol):
 class Arena:
     """The memory of one model on one device, of which at most `most_bytes` are mapped at once."""
 
-    def __init__(self, driver: Driver, most_bytes: int) -> None:
+    def __init__(self, driver: MemoryDriver, most_bytes: int) -> None:
         self.driver = driver
         self.most_bytes = most_bytes
         self.mapped_bytes = 0
@@ -75,8 +75,8 @@ class Arena:
     def of(cls, device: torch.device, most_bytes: int | None = None) -> "Arena":
         """On a GPU at most all that it has; on a CPU at most so much, or what the system gives."""
         if device.type == "cuda":
-            return cls(Cuda(device), most_bytes or torch.cuda.mem_get_info(device)[1])
-        return cls(HostMemory(), most_bytes or ADDRESSES_MOST)
+            return cls(CudaMemoryDriver(device), most_bytes or torch.cuda.mem_get_info(device)[1])
+        return cls(HostMemoryDriver(), most_bytes or ADDRESS_BYTES_MAX)
 
     def reserve(self, name: str, size: int, piece_bytes: int) -> "Region":
         """Addresses for `size` bytes and what is missing to whole units, in pieces of which the last may be shorter.
@@ -85,8 +85,8 @@ class Arena:
         size = -(-size // unit) * unit
         assert size > 0, "an empty region"
         assert piece_bytes % unit == 0, f"pieces of {piece_bytes} bytes, where memory comes in units of {unit}"
-        if self._reserved_bytes + size > ADDRESSES_MOST:
-            raise OutOfDeviceMemory(f"{name}: {size} bytes are more than the {ADDRESSES_MOST} that have addresses")
+        if self._reserved_bytes + size > ADDRESS_BYTES_MAX:
+            raise OutOfDeviceMemory(f"{name}: {size} bytes are more than the {ADDRESS_BYTES_MAX} that have addresses")
         region = Region(self, name, self.driver.reserve(size), size, piece_bytes)
         self._reserved_bytes += size
         self._regions.add(region)
@@ -172,7 +172,7 @@ class Region:
 
     def unmap(self, pieces: Iterable[int]) -> None:
         """Takes memory away. Nothing on the device reads or writes it any more."""
-        for first, last in runs(pieces):
+        for first, last in contiguous_ranges(pieces):
             assert all(piece in self._handles for piece in range(first, last)), f"some of {self.name} has no memory"
             size = sum(self.bytes_of(piece) for piece in range(first, last))
             handles = [self._handles.pop(piece) for piece in range(first, last)]
@@ -208,7 +208,7 @@ class Region:
         self._arena.gone(self)
 
 
-def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+def contiguous_ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """As ranges (first, last + 1)."""
     found: list[tuple[int, int]] = []
     for number in sorted(numbers):
@@ -219,7 +219,7 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-class HostMemory:
+class HostMemoryDriver:
     """The system's own. It gives memory as it is touched, and what is taken away reads as zero after."""
 
     granularity = mmap.PAGESIZE
@@ -258,14 +258,14 @@ class HostMemory:
     def unregister(self, address: int) -> None: ...
 
     def tensor(self, address: int, size: int, owner: object) -> Tensor:
-        return torch.from_numpy(np.asarray(_Bytes(address, size, owner)))
+        return torch.from_numpy(np.asarray(_ArrayInterface(address, size, owner)))
 
     def _range(self, address: int) -> tuple[int, mmap.mmap]:
         start = max(start for start in self._ranges if start <= address)
         return start, self._ranges[start]
 
 
-class Cuda:
+class CudaMemoryDriver:
     """A GPU's, by the driver's calls. Each piece costs some 40 µs to map, and as much to unmap, whatever its size."""
 
     def __init__(self, device: torch.device) -> None:
@@ -323,7 +323,7 @@ class Cuda:
         self._done(self._driver.cuMemHostUnregister(address))
 
     def tensor(self, address: int, size: int, owner: object) -> Tensor:
-        return torch.as_tensor(_Bytes(address, size, owner), device=self._device)
+        return torch.as_tensor(_ArrayInterface(address, size, owner), device=self._device)
 
     def _done(self, answer: tuple[Any, ...]) -> Any:
         """What a call gives beside its result. Raises OutOfDeviceMemory, and RuntimeError for all else."""
@@ -335,7 +335,7 @@ class Cuda:
         return values[0] if values else None
 
 
-class _Bytes:
+class _ArrayInterface:
     """Memory as numpy and torch take it over. They keep this, and this keeps `owner`."""
 
     def __init__(self, address: int, size: int, owner: object) -> None:

@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.layers.linear_cpu import Activation, Dense
+from engine.layers.linear_cpu import Activation, CpuLinear
 from engine.models.encoder_config import EncoderConfig
 from engine.protocol.types import Pooling
-from engine.step.encoder_layout import POOLINGS, Texts
+from engine.step.encoder_layout import POOLINGS, TextBatch
 from engine.step.layout import Int32s
 
-STEP: Final = 16  # lengths up to LONG are padded to a multiple of this for attention,
-LONG: Final = 128  # and longer ones to a multiple of this
+PAD_STEP: Final = 16  # lengths up to LONG are padded to a multiple of this for attention,
+PAD_STEP_FROM: Final = 128  # and longer ones to a multiple of this
 ACTIVATIONS: Final = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
@@ -34,7 +34,7 @@ ACTIVATIONS: Final = {
 }
 
 
-class Linear(Protocol):
+class EncoderLinear(Protocol):
     """x_TK → [T, N], through its activation. It takes `bytes`."""
 
     bytes: int
@@ -42,7 +42,7 @@ class Linear(Protocol):
     def __call__(self, x_TK: Tensor) -> Tensor: ...
 
 
-class Plain:
+class TorchLinear:
     """A linear layer as torch computes it: on a GPU, where nothing is gained by packing."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor, activation: Activation) -> None:
@@ -66,23 +66,23 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class EncoderLayer:
     """One layer's parameters. Norms are [2, H] in float32: weight and bias."""
 
-    qkv: Linear
-    output: Linear
+    qkv: EncoderLinear
+    output: EncoderLinear
     attention_norm: Tensor
-    up: Linear
-    down: Linear
+    up: EncoderLinear
+    down: EncoderLinear
     norm: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class EncoderHead:
     """What makes one number of a text's first row."""
 
-    pooler: Linear
-    score: Linear
+    pooler: EncoderLinear
+    score: EncoderLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class EncoderParameters:
     positions: Tensor
     types: Tensor
     norm: Tensor
-    layers: list[Layer]
-    head: Head | None
+    layers: list[EncoderLayer]
+    head: EncoderHead | None
 
     @property
     def bytes(self) -> int:
@@ -105,12 +105,12 @@ class EncoderParameters:
         return sum(each.bytes for each in linears) + sum(tensor.nbytes for tensor in tensors)
 
 
-def assemble(config: EncoderConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> EncoderParameters:
+def assemble_encoder(config: EncoderConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> EncoderParameters:
     """Takes the tensors of names.encoder_entries out of `tensors` one by one. Calls `beat` after each layer."""
 
-    def linear(name: str, activation: Activation = Activation.NONE) -> Linear:
+    def linear(name: str, activation: Activation = Activation.NONE) -> EncoderLinear:
         weight_NK, bias_N = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias")
-        return (Plain if weight_NK.is_cuda else Dense)(weight_NK, bias_N, activation)
+        return (TorchLinear if weight_NK.is_cuda else CpuLinear)(weight_NK, bias_N, activation)
 
     def norm(name: str) -> Tensor:
         return tensors.pop(name).view(2, -1)
@@ -119,7 +119,7 @@ def assemble(config: EncoderConfig, tensors: dict[str, Tensor], beat: Callable[[
     for index in range(config.layers):
         ours = f"layers.{index}."
         layers.append(
-            Layer(
+            EncoderLayer(
                 qkv=linear(f"{ours}qkv"),
                 output=linear(f"{ours}output"),
                 attention_norm=norm(f"{ours}attention_norm"),
@@ -129,12 +129,12 @@ def assemble(config: EncoderConfig, tensors: dict[str, Tensor], beat: Callable[[
             )
         )
         beat()
-    head = Head(linear("pooler", Activation.TANH), linear("score")) if config.scores else None
+    head = EncoderHead(linear("pooler", Activation.TANH), linear("score")) if config.scores else None
     words, positions, types = (tensors.pop(name) for name in ("words", "positions", "types"))
     return EncoderParameters(words, positions, types, norm("norm"), layers, head)
 
 
-class Encoder:
+class BertEncoder:
     """The model's forward pass. A step takes memory for some 20 numbers of H per row."""
 
     def __init__(self, config: EncoderConfig, parameters: EncoderParameters) -> None:
@@ -142,7 +142,7 @@ class Encoder:
         self._parameters = parameters
         self._device = parameters.words.device
 
-    def vectors(self, texts: Texts, beat: Callable[[], None]) -> Tensor:
+    def vectors(self, texts: TextBatch, beat: Callable[[], None]) -> Tensor:
         """A float32 row for each text: [S, H], or [S, 1] where the model scores. Calls `beat` after each layer."""
         parameters, dtype = self._parameters, self._parameters.words.dtype
         x_TH = self._norm(self._embedded(texts), parameters.norm)
@@ -154,7 +154,7 @@ class Encoder:
             beat()
         return self._pooled(x_TH, texts)
 
-    def _embedded(self, texts: Texts) -> Tensor:
+    def _embedded(self, texts: TextBatch) -> Tensor:
         config, parameters = self._config, self._parameters
         starts_S, lengths_S = texts.starts_S1[:-1], np.diff(texts.starts_S1)
         positions_T = np.arange(len(texts.tokens_T), dtype=np.int32) - np.repeat(starts_S, lengths_S)
@@ -164,7 +164,7 @@ class Encoder:
         positions_TH = parameters.positions.index_select(0, self._there(positions_T + config.first_position))
         return words_TH + types_TH + positions_TH.float()
 
-    def _attend(self, qkv_TW: Tensor, groups: "list[_Group]") -> Tensor:
+    def _attend(self, qkv_TW: Tensor, groups: "list[_PaddedGroup]") -> Tensor:
         heads, hidden = self._config.heads, self._config.hidden
         attended = []
         for group in groups:
@@ -174,7 +174,7 @@ class Encoder:
             attended.append(out_SNLD.transpose(1, 2).reshape(-1, hidden).index_select(0, group.kept_T))
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
-    def _pooled(self, x_TH: Tensor, texts: Texts) -> Tensor:
+    def _pooled(self, x_TH: Tensor, texts: TextBatch) -> Tensor:
         firsts_S = self._there(texts.starts_S1[:-1])
         if self._parameters.head is not None:
             head, dtype = self._parameters.head, self._parameters.words.dtype
@@ -196,7 +196,7 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _PaddedGroup:
     """Texts that follow each other in the step and are attended in one rectangle, padded to `length`."""
 
     texts: int
@@ -206,15 +206,15 @@ class _Group:
     mask_S1LL: Tensor  # 0 or −inf
 
 
-def padded(length: int) -> int:
+def padded_length(length: int) -> int:
     """What a text of this length is padded to for attention, whatever its company."""
-    step = STEP if length <= LONG else LONG
+    step = PAD_STEP if length <= PAD_STEP_FROM else PAD_STEP_FROM
     return -(-length // step) * step
 
 
-def _groups(lengths: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[_Group]:
+def _groups(lengths: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[_PaddedGroup]:
     first = 0
-    for length, members in groupby(lengths, padded):
+    for length, members in groupby(lengths, padded_length):
         lengths_S = np.array(list(members))
         firsts_S = first + np.cumsum(lengths_S) - lengths_S
         first += int(lengths_S.sum())
@@ -223,10 +223,10 @@ def _groups(lengths: list[int], dtype: torch.dtype, device: torch.device) -> Ite
         mask_SL = np.where(inside_SL, 0.0, -np.inf).astype(np.float32)
         mask_S1LL = torch.from_numpy(mask_SL).to(device, dtype)[:, None, None].expand(-1, -1, length, -1)
         rows_F, kept_T = (torch.from_numpy(each).to(device) for each in (rows_SL.ravel(), np.flatnonzero(inside_SL)))
-        yield _Group(len(lengths_S), length, rows_F, kept_T, mask_S1LL)
+        yield _PaddedGroup(len(lengths_S), length, rows_F, kept_T, mask_S1LL)
 
 
-def _types(texts: Texts) -> Int32s:
+def _types(texts: TextBatch) -> Int32s:
     """1 for tokens of a text's second part. Its two parts end with the same control token, which is in neither."""
     types_T = np.zeros_like(texts.tokens_T)
     for first, last in pairwise(texts.starts_S1.tolist()):

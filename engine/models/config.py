@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 
-class ConfigError(ValueError):
+class ModelConfigError(ValueError):
     """A config.json that this engine cannot run; the message names the entry and what would do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class RopeConfig:
     """Rotary embedding. `kind` is default, linear (positions ÷ factor) or llama3 (low frequencies ÷ factor)."""
 
     theta: float
@@ -47,7 +47,7 @@ class ModelConfig:
     head_dim: int
     intermediate: int
     norm_epsilon: float
-    rope: Rope
+    rope: RopeConfig
     context_tokens: int
     windows: tuple[int | None, ...]
     qkv_bias: bool
@@ -65,39 +65,41 @@ class ModelConfig:
         return self.hidden if self.vectors else self.vocabulary
 
 
-ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DECODER_ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 HEADLESS: Final = {f"{family}Model": f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 ROPE_KINDS: Final = ("default", "linear", "llama3")
 _FAMILY_THETA: Final = 10_000.0
 
 
-def read_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
+def read_decoder_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
     """The folder's config.json, with stop ids from generation_config.json where it has them; without its head where it
     is to give vectors. Raises ConfigError."""
     config = read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     stop = generation.get("eos_token_id")
-    parsed = parse_config(config, stop if stop is not None else config.get("eos_token_id"))
+    parsed = parse_decoder_config(config, stop if stop is not None else config.get("eos_token_id"))
     if parsed.vectors and not vectors:
-        raise ConfigError(f"{folder} is a model without a head, which gives vectors: set its task to Text Embeddings")
+        raise ModelConfigError(
+            f"{folder} is a model without a head, which gives vectors: set its task to Text Embeddings"
+        )
     return replace(parsed, vectors=vectors)
 
 
-def parse_config(config: Mapping[str, Any], stop: int | list[int] | None = None) -> ModelConfig:
+def parse_decoder_config(config: Mapping[str, Any], stop: int | list[int] | None = None) -> ModelConfig:
     """Raises ConfigError for an architecture, an activation, a rope kind or a size that this engine does not run."""
     architecture = _architecture(config)
     if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
-    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
-    kv_heads = positive(config, "num_key_value_heads", heads)
-    layers = positive(config, "num_hidden_layers")
-    head_dim = positive(config, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads)
+        raise ModelConfigError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
+    hidden, heads = positive_entry(config, "hidden_size"), positive_entry(config, "num_attention_heads")
+    kv_heads = positive_entry(config, "num_key_value_heads", heads)
+    layers = positive_entry(config, "num_hidden_layers")
+    head_dim = positive_entry(config, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads)
     if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise ModelConfigError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
-        raise ConfigError(f"head_dim {head_dim} is odd, so it cannot be rotated")
-    vocabulary = positive(config, "vocab_size")
+        raise ModelConfigError(f"head_dim {head_dim} is odd, so it cannot be rotated")
+    vocabulary = positive_entry(config, "vocab_size")
     attention_bias = bool(config.get("attention_bias", False)) and architecture not in _WITHOUT_ATTENTION_BIAS
     return ModelConfig(
         architecture=architecture,
@@ -107,10 +109,10 @@ def parse_config(config: Mapping[str, Any], stop: int | list[int] | None = None)
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=positive(config, "intermediate_size"),
+        intermediate=positive_entry(config, "intermediate_size"),
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
         rope=_rope(config),
-        context_tokens=positive(config, "max_position_embeddings"),
+        context_tokens=positive_entry(config, "max_position_embeddings"),
         windows=_windows(config, architecture, layers),
         qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
         output_bias=attention_bias,
@@ -128,29 +130,33 @@ _WITHOUT_ATTENTION_BIAS: Final = ("MistralForCausalLM", "Qwen2ForCausalLM")
 
 def _architecture(config: Mapping[str, Any]) -> str:
     named = [HEADLESS.get(name, name) for name in config.get("architectures") or []]
-    if len(named) != 1 or named[0] not in ARCHITECTURES:
-        raise ConfigError(f"architectures {named!r} is not supported; one of {', '.join(ARCHITECTURES)} is")
+    if len(named) != 1 or named[0] not in DECODER_ARCHITECTURES:
+        raise ModelConfigError(
+            f"architectures {named!r} is not supported; one of {', '.join(DECODER_ARCHITECTURES)} is"
+        )
     if config.get("quantization_config"):
-        raise ConfigError("quantization_config is set: quantised checkpoints are not supported, bf16, f16 and f32 are")
+        raise ModelConfigError(
+            "quantization_config is set: quantised checkpoints are not supported, bf16, f16 and f32 are"
+        )
     return str(named[0])
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
+def _rope(config: Mapping[str, Any]) -> RopeConfig:
     """Both spellings: rope_theta with rope_scaling, and the newer rope_parameters that holds all of it."""
     entry = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(entry.get("rope_type", entry.get("type", "default")))
     if kind not in ROPE_KINDS:
-        raise ConfigError(f"rope scaling {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
+        raise ModelConfigError(f"rope scaling {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
     partial = entry.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise ConfigError(f"partial_rotary_factor {partial} is not supported; 1.0 is")
+        raise ModelConfigError(f"partial_rotary_factor {partial} is not supported; 1.0 is")
     theta = float(entry.get("rope_theta", config.get("rope_theta", _FAMILY_THETA)))
     try:
         if kind == "default":
-            return Rope(theta)
+            return RopeConfig(theta)
         if kind == "linear":
-            return Rope(theta, kind, float(entry["factor"]))
-        return Rope(
+            return RopeConfig(theta, kind, float(entry["factor"]))
+        return RopeConfig(
             theta,
             kind,
             float(entry["factor"]),
@@ -159,14 +165,14 @@ def _rope(config: Mapping[str, Any]) -> Rope:
             int(entry["original_max_position_embeddings"]),
         )
     except KeyError as missing:
-        raise ConfigError(f"rope scaling {kind!r} lacks {missing}") from None
+        raise ModelConfigError(f"rope scaling {kind!r} lacks {missing}") from None
 
 
 def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
     """Mistral windows every layer; Qwen those that layer_types names, or from max_window_layers on; Llama none."""
     if architecture == "LlamaForCausalLM" or config.get("sliding_window") is None:
         return (None,) * layers
-    window = positive(config, "sliding_window")
+    window = positive_entry(config, "sliding_window")
     if architecture == "MistralForCausalLM":
         return (window,) * layers
     if not config.get("use_sliding_window", False):
@@ -176,7 +182,7 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
         first = int(config.get("max_window_layers", 28))
         return tuple(window if layer >= first else None for layer in range(layers))
     if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise ConfigError(f"layer_types must name full_attention or sliding_attention for each of {layers} layers")
+        raise ModelConfigError(f"layer_types must name full_attention or sliding_attention for each of {layers} layers")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -185,12 +191,12 @@ def _stop_ids(stop: int | list[int] | None, vocabulary: int) -> tuple[int, ...]:
     return tuple(token for token in listed if isinstance(token, int) and 0 <= token < vocabulary)
 
 
-def positive(config: Mapping[str, Any], entry: str, default: int | None = None) -> int:
+def positive_entry(config: Mapping[str, Any], entry: str, default: int | None = None) -> int:
     """Raises ConfigError where the entry is anything else, or missing without a default."""
     value = config.get(entry)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"{entry} must be a positive integer, not {value!r}")
+        raise ModelConfigError(f"{entry} must be a positive integer, not {value!r}")
     return value
 
 
@@ -199,9 +205,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} is missing: a model folder holds config.json and safetensors files") from None
+        raise ModelConfigError(f"{path} is missing: a model folder holds config.json and safetensors files") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+        raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ModelConfigError(f"{path} holds no JSON object")
     return parsed

@@ -16,15 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
+from engine.bf12.codec import Bf12Weight
 from engine.kernels import reference as ops
-from engine.kvcache.tensors import KvPool
+from engine.kvcache.tensors import KVPool
 from engine.models.config import ModelConfig
-from engine.step.layout import Batch, Int32s
+from engine.step.layout import Int32s, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AttentionGroup:
     """Rows that attend together over equally many keys: one row of each of several slices, or a run of one slice.
 
     Its tensors are used by one layer after the other. `q` is what the kernel takes, `q_TNGD` the same memory seen as
@@ -48,13 +48,13 @@ class Group:
         return out[:, :, :fold] if self.single else out[:, :, :count].permute(2, 0, 1, 3)
 
 
-class HostStep:
+class CpuStep:
     """A batch on its way through the layers (decoder.Step): tensors made once and used by each layer.
 
     Making it costs some 100 µs and, per chunk, a mask of its tokens × context.
     """
 
-    def __init__(self, batch: Batch, config: ModelConfig, rotary: tuple[Tensor, Tensor], pool: KvPool) -> None:
+    def __init__(self, batch: StepBatch, config: ModelConfig, rotary: tuple[Tensor, Tensor], pool: KVPool) -> None:
         positions_T = torch.from_numpy(batch.positions_T).long()
         self._tokens_T = torch.from_numpy(batch.tokens_T)
         self._slots_T = torch.from_numpy(batch.slots_T).long()
@@ -65,7 +65,7 @@ class HostStep:
         fold = config.heads // config.kv_heads
         self._groups = {window: _groups(batch, window, pool, fold) for window in set(config.windows)}
 
-    def embed(self, embedding: Tensor | Bf12) -> None:
+    def embed(self, embedding: Tensor | Bf12Weight) -> None:
         assert isinstance(embedding, Tensor)  # coded ones are expanded while they are loaded
         self._sum_TH = torch.nn.functional.embedding(self._tokens_T, embedding).float()
         self._dtype = embedding.dtype
@@ -113,13 +113,13 @@ class HostStep:
         return ops.rms_norm(x, weight, self._config.norm_epsilon, self._dtype)
 
 
-def _attend(q_TNGD: Tensor, layer: int, group: Group, pool: KvPool) -> Tensor:
+def _attend(q_TNGD: Tensor, layer: int, group: AttentionGroup, pool: KVPool) -> Tensor:
     pool.read(layer, group.blocks_B, group.unwritten_U, group.keys_LW)
     group.q_TNGD.copy_(q_TNGD)
     return group.as_rows(ops.attend(group.q, group.k, group.v, group.mask_S1QL, pool.shape.head_dim**-0.5))
 
 
-def _groups(batch: Batch, window: int | None, pool: KvPool, fold: int) -> list[Group]:
+def _groups(batch: StepBatch, window: int | None, pool: KVPool, fold: int) -> list[AttentionGroup]:
     """Rows are cut where their slice or their span of keys changes, so that a row's span depends on its position only.
 
     Runs of one row, from whatever slices, are put together by span; longer runs stay alone.
@@ -147,7 +147,7 @@ class _Keys:
     """Keys first … last−1 of S slices, of which each sees those up to its own position: where they are, and memory."""
 
     def __init__(
-        self, batch: Batch, slices_S: NDArray[np.int64], positions_S: Int32s, span: tuple[int, int], pool: KvPool
+        self, batch: StepBatch, slices_S: NDArray[np.int64], positions_S: Int32s, span: tuple[int, int], pool: KVPool
     ) -> None:
         shape, (first, last) = pool.shape, span
         columns_B = np.arange(first // shape.block_tokens, last // shape.block_tokens)
@@ -164,19 +164,19 @@ class _Keys:
         self.k_SNLD, self.v_SNLD = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
 
 
-def _singles(positions_S: Int32s, rows: Tensor, keys: _Keys, window: int | None, fold: int) -> Group:
+def _singles(positions_S: Int32s, rows: Tensor, keys: _Keys, window: int | None, fold: int) -> AttentionGroup:
     """One row of each slice: the heads that share a KV head are the rows of one small matmul."""
     slices, kv_heads, _, head_dim = keys.k_SNLD.shape
     padded = -(-fold // ops.ROW_TILE) * ops.ROW_TILE
     q_SNQD = torch.zeros(slices, kv_heads, padded, head_dim, dtype=keys.memory_LW.dtype)
     mask_S1QL = _mask(np.repeat(positions_S[:, None], padded, 1), keys, window)
-    return Group(
+    return AttentionGroup(
         rows, True, keys.blocks_B, keys.unwritten_U, keys.memory_LW,
         q_SNQD, q_SNQD[:, :, :fold], keys.k_SNLD, keys.v_SNLD, mask_S1QL,
     )  # fmt: skip
 
 
-def _run(positions_T: Int32s, rows: slice, keys: _Keys, window: int | None, fold: int) -> Group:
+def _run(positions_T: Int32s, rows: slice, keys: _Keys, window: int | None, fold: int) -> AttentionGroup:
     """A run of one slice's rows: KV heads take the batch's place, so that G heads read one K without a copy."""
     _, kv_heads, length, head_dim = keys.k_SNLD.shape
     count = len(positions_T)
@@ -185,7 +185,7 @@ def _run(positions_T: Int32s, rows: slice, keys: _Keys, window: int | None, fold
     k_NGLD, v_NGLD = (
         kv_1NLD.transpose(0, 1).expand(kv_heads, fold, length, head_dim) for kv_1NLD in (keys.k_SNLD, keys.v_SNLD)
     )
-    return Group(
+    return AttentionGroup(
         rows, False, keys.blocks_B, keys.unwritten_U, keys.memory_LW,
         q_NGQD, q_NGQD[:, :, :count].permute(2, 0, 1, 3), k_NGLD, v_NGLD, _mask(padded_Q[None], keys, window),
     )  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
-from engine.models.config import Rope
+from engine.bf12.codec import Bf12Weight
+from engine.models.config import RopeConfig
 
 
 class Linear(Protocol):
@@ -33,7 +33,7 @@ class Linear(Protocol):
         ...
 
 
-class Head(Protocol):
+class LMHead(Protocol):
     """What becomes of the last norm: [T, V] in float32 on a CPU. It takes `bytes`."""
 
     bytes: int
@@ -41,7 +41,7 @@ class Head(Protocol):
     def logits(self, x_TK: Tensor) -> Tensor: ...
 
 
-class Bare:
+class NoHead:
     """The head of a model that gives vectors: there is none, and what is normed is the result."""
 
     bytes = 0
@@ -51,7 +51,7 @@ class Bare:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     """One block's parameters. q, k and v are one matmul, gate and up another; the norms' weights are float32.
 
     `qk_norm` is [heads + KV heads, head size]: each head's row, so that q and k are normed at once.
@@ -67,17 +67,17 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class DecoderParameters:
     """All of a decoder: `embedding` is [vocabulary, hidden], on a GPU in 12 bits a number where its file has it so;
     `head` multiplies to the vocabulary where there is one."""
 
-    embedding: Tensor | Bf12
-    layers: list[Layer]
+    embedding: Tensor | Bf12Weight
+    layers: list[DecoderLayer]
     norm: Tensor
-    head: Head
+    head: LMHead
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """float32 [head_dim ÷ 2]: how fast each pair turns per position."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if rope.kind == "linear":
@@ -96,7 +96,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return torch.where(between, blended, stretched)
 
 
-def rotary_tables(rope: Rope, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+def rope_tables(rope: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [positions, head_dim], both halves written out; sin's first half is negated."""
     angles = torch.outer(torch.arange(positions).float(), inverse_frequencies(rope, head_dim))
     cos, sin = angles.cos(), angles.sin()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine.models.config import ConfigError, positive, read_json
+from engine.models.config import ModelConfigError, positive_entry, read_json
 
 _SCORING: Final = ("BertForSequenceClassification", *(f"{x}RobertaForSequenceClassification" for x in ("", "XLM")))
-ARCHITECTURES: Final = (
+ENCODER_ARCHITECTURES: Final = (
     *("BertModel", "BertForMaskedLM", "RobertaModel", "RobertaForMaskedLM", "XLMRobertaModel", "XLMRobertaForMaskedLM"),
     *_SCORING,
 )
@@ -53,7 +53,7 @@ class EncoderConfig:
 def is_encoder(folder: Path) -> bool:
     """Whether the folder's config.json names one of ARCHITECTURES. Raises ConfigError where there is none."""
     named = read_json(folder / "config.json").get("architectures") or []
-    return bool(named) and named[0] in ARCHITECTURES
+    return bool(named) and named[0] in ENCODER_ARCHITECTURES
 
 
 def read_encoder_config(folder: Path) -> EncoderConfig:
@@ -64,39 +64,43 @@ def read_encoder_config(folder: Path) -> EncoderConfig:
 def parse_encoder_config(config: Mapping[str, Any]) -> EncoderConfig:
     """Raises ConfigError for what this engine does not run, and says what would do."""
     named = config.get("architectures") or []
-    if len(named) != 1 or named[0] not in ARCHITECTURES:
-        raise ConfigError(f"architectures {named!r} is not supported; one of {', '.join(ARCHITECTURES)} is")
+    if len(named) != 1 or named[0] not in ENCODER_ARCHITECTURES:
+        raise ModelConfigError(
+            f"architectures {named!r} is not supported; one of {', '.join(ENCODER_ARCHITECTURES)} is"
+        )
     if config.get("quantization_config"):
-        raise ConfigError("quantization_config is set: quantised checkpoints are not supported, bf16, f16 and f32 are")
+        raise ModelConfigError(
+            "quantization_config is set: quantised checkpoints are not supported, bf16, f16 and f32 are"
+        )
     architecture = str(named[0])
     roberta, scores = "Roberta" in architecture, architecture in _SCORING
     for entry, served in (("position_embedding_type", "absolute"), ("is_decoder", False)):
         if config.get(entry, served) != served:
-            raise ConfigError(f"{entry} {config[entry]!r} is not supported; {served!r} is")
+            raise ModelConfigError(f"{entry} {config[entry]!r} is not supported; {served!r} is")
     activation = str(config.get("hidden_act", "gelu"))
     if activation not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act {activation!r} is not supported; one of {', '.join(ACTIVATIONS)} is")
+        raise ModelConfigError(f"hidden_act {activation!r} is not supported; one of {', '.join(ACTIVATIONS)} is")
     labels = len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels") or 2)
     if scores and labels != 1:
-        raise ConfigError(f"the model has {labels} labels; a model that scores pairs of texts has one")
-    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
+        raise ModelConfigError(f"the model has {labels} labels; a model that scores pairs of texts has one")
+    hidden, heads = positive_entry(config, "hidden_size"), positive_entry(config, "num_attention_heads")
     if hidden % heads:
-        raise ConfigError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+        raise ModelConfigError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
     first_position = _padding(config) + 1 if roberta else 0
-    positions = positive(config, "max_position_embeddings")
+    positions = positive_entry(config, "max_position_embeddings")
     if positions <= first_position:
-        raise ConfigError(f"max_position_embeddings {positions} leaves no place behind pad_token_id")
+        raise ModelConfigError(f"max_position_embeddings {positions} leaves no place behind pad_token_id")
     return EncoderConfig(
         roberta=roberta,
-        vocabulary=positive(config, "vocab_size"),
+        vocabulary=positive_entry(config, "vocab_size"),
         hidden=hidden,
-        layers=positive(config, "num_hidden_layers"),
+        layers=positive_entry(config, "num_hidden_layers"),
         heads=heads,
-        intermediate=positive(config, "intermediate_size"),
+        intermediate=positive_entry(config, "intermediate_size"),
         norm_epsilon=float(config.get("layer_norm_eps", 1e-12)),
         first_position=first_position,
         positions=positions,
-        types=positive(config, "type_vocab_size", 2),
+        types=positive_entry(config, "type_vocab_size", 2),
         activation=activation,
         scores=scores,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
@@ -106,5 +110,5 @@ def parse_encoder_config(config: Mapping[str, Any]) -> EncoderConfig:
 def _padding(config: Mapping[str, Any]) -> int:
     padding = config.get("pad_token_id", 1)
     if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
-        raise ConfigError(f"pad_token_id must be a token id, not {padding!r}")
+        raise ModelConfigError(f"pad_token_id must be a token id, not {padding!r}")
     return padding

@@ -6,23 +6,25 @@ BERT, RoBERTa and XLM-RoBERTa share one naming below a prefix of their own, whic
 from collections.abc import Container
 from typing import Final
 
-from engine.models.config import ConfigError
+from engine.models.config import ModelConfigError
 from engine.models.encoder_config import EncoderConfig
-from engine.models.weight_names import Cut, Entry, Source
+from engine.models.weight_names import ParameterEntry, ShardAxis, TensorSource
 
 _PREFIXES: Final = ("", "bert.", "roberta.")
 _HEADS: Final = ("cls.", "lm_head.")  # of what they were trained with
 
 
-def prefix_of(names: Container[str]) -> str:
+def encoder_prefix(names: Container[str]) -> str:
     """What stands before the encoder's own names among these. Raises ConfigError where they are no encoder's."""
     for prefix in _PREFIXES:
         if prefix + "embeddings.word_embeddings.weight" in names:
             return prefix
-    raise ConfigError("the checkpoint has no embeddings.word_embeddings.weight: it is not of the kind config.json says")
+    raise ModelConfigError(
+        "the checkpoint has no embeddings.word_embeddings.weight: it is not of the kind config.json says"
+    )
 
 
-def encoder_entries(config: EncoderConfig, prefix: str) -> list[Entry]:
+def encoder_entries(config: EncoderConfig, prefix: str) -> list[ParameterEntry]:
     """Every parameter. A norm's weight and bias are one tensor, one behind the other."""
     hidden, tables = config.hidden, prefix + "embeddings."
     entries = [
@@ -40,13 +42,13 @@ def encoder_entries(config: EncoderConfig, prefix: str) -> list[Entry]:
     return entries
 
 
-def encoder_spare(config: EncoderConfig, prefix: str, name: str) -> bool:
+def is_unused_encoder_tensor(config: EncoderConfig, prefix: str, name: str) -> bool:
     """Tensors that checkpoints carry and this model has no use for: positions written out, and other heads."""
     unused_pooler = not config.scores and name.startswith(f"{prefix}pooler.")
     return name.endswith("embeddings.position_ids") or unused_pooler or name.startswith(_HEADS)
 
 
-def _layer(config: EncoderConfig, theirs: str, ours: str) -> list[Entry]:
+def _layer(config: EncoderConfig, theirs: str, ours: str) -> list[ParameterEntry]:
     hidden, inner = config.hidden, config.intermediate
     heads = [f"{theirs}attention.self.{which}" for which in ("query", "key", "value")]
     return [
@@ -59,15 +61,15 @@ def _layer(config: EncoderConfig, theirs: str, ours: str) -> list[Entry]:
     ]
 
 
-def _entry(parameter: str, *sources: tuple[str, tuple[int, ...]]) -> Entry:
-    return Entry(parameter, tuple(Source(name, shape) for name, shape in sources), Cut.WHOLE)
+def _entry(parameter: str, *sources: tuple[str, tuple[int, ...]]) -> ParameterEntry:
+    return ParameterEntry(parameter, tuple(TensorSource(name, shape) for name, shape in sources), ShardAxis.WHOLE)
 
 
-def _norm(parameter: str, name: str, width: int) -> Entry:
+def _norm(parameter: str, name: str, width: int) -> ParameterEntry:
     return _entry(parameter, (f"{name}.weight", (width,)), (f"{name}.bias", (width,)))
 
 
-def _linear(parameter: str, parts: list[str], inputs: int, outputs: int) -> list[Entry]:
+def _linear(parameter: str, parts: list[str], inputs: int, outputs: int) -> list[ParameterEntry]:
     return [
         _entry(f"{parameter}.weight", *((f"{name}.weight", (outputs, inputs)) for name in parts)),
         _entry(f"{parameter}.bias", *((f"{name}.bias", (outputs,)) for name in parts)),

@@ -15,19 +15,19 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
-from engine.kernels.attention import Scratch, attend, layout_for
+from engine.bf12.codec import Bf12Weight
+from engine.kernels.attention import AttentionScratch, attend, attention_layout
 from engine.kernels.embedding import embed
 from engine.kernels.rms_norm import add_norm, gather
 from engine.kernels.rope import rotate_and_write
-from engine.kvcache.tensors import KvPool
+from engine.kvcache.tensors import KVPool
 from engine.models.config import ModelConfig
-from engine.models.decoder_layer import rotary_tables
-from engine.step.attention_plan import Layout
+from engine.models.decoder_layer import rope_tables
+from engine.step.attention_plan import AttentionLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class StepBuffers:
     """What outlives a graph: the packed step with its tiles, the sum of its rows and their last attention, and the
     tokens sampled from them, to which those of the next step may point, with the masks that say which may be; or the
     vectors that they became."""
@@ -40,8 +40,8 @@ class Space:
     vectors_RH: Tensor  # float32, of no width where the model gives text
     cos_PD: Tensor
     sin_PD: Tensor
-    layout: Layout
-    scratch: Scratch
+    layout: AttentionLayout
+    scratch: AttentionScratch
     tables: tuple[Tensor, Tensor]  # cos and sin in host memory
 
     @property
@@ -54,8 +54,8 @@ class Space:
         cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, words: int, rows: int, wanted: int,
         context_tokens: int,
     ) -> Self:  # fmt: skip
-        cos_PD, sin_PD = rotary_tables(config.rope, config.head_dim, context_tokens)
-        layout = layout_for(tuple(dict.fromkeys(config.windows)), config.heads, config.kv_heads, wanted, device)
+        cos_PD, sin_PD = rope_tables(config.rope, config.head_dim, context_tokens)
+        layout = attention_layout(tuple(dict.fromkeys(config.windows)), config.heads, config.kv_heads, wanted, device)
         return cls(
             torch.zeros(words, dtype=torch.int32, device=device),
             torch.zeros(rows, config.hidden, device=device),
@@ -66,7 +66,7 @@ class Space:
             cos_PD.to(device, copy=True),
             sin_PD.to(device, copy=True),
             layout,
-            Scratch.make(layout, config.heads, config.head_dim, rows, device),
+            AttentionScratch.make(layout, config.heads, config.head_dim, rows, device),
             (cos_PD.pin_memory(), sin_PD.pin_memory()) if device.type == "cuda" else (cos_PD, sin_PD),
         )
 
@@ -82,12 +82,12 @@ class Space:
             tensor.copy_(table, non_blocking=True)
 
 
-class DeviceStep:
+class GpuStep:
     """The step in the space's words, on its way through the layers (decoder.Step) in a bucket of `rows` rows: those of
     the step for its body, the wanted ones for its head. `wide` says whether it may have wide tiles."""
 
     def __init__(
-        self, config: ModelConfig, space: Space, pool: KvPool, rows: int, dtype: torch.dtype, wide: bool = False
+        self, config: ModelConfig, space: StepBuffers, pool: KVPool, rows: int, dtype: torch.dtype, wide: bool = False
     ) -> None:
         self._config = config
         self._space = space
@@ -97,7 +97,7 @@ class DeviceStep:
         self._dtype = dtype
         self._wide = wide
 
-    def embed(self, embedding: Tensor | Bf12) -> None:
+    def embed(self, embedding: Tensor | Bf12Weight) -> None:
         embed(self._space.words, self._space.sampled_R, embedding, self._sum_TH)
 
     def add_norm(self, added: Tensor | None, weight_H: Tensor) -> Tensor:

@@ -10,17 +10,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
-from engine.models.decoder_layer import Layer, Parameters
+from engine.bf12.codec import Bf12Weight
+from engine.models.decoder_layer import DecoderLayer, DecoderParameters
 
 
-class Step(Protocol):
+class ForwardStep(Protocol):
     """A packed step on its way through the layers, on some device: a sum of T rows in float32, and what is done to it.
 
     What a linear layer gives need not be summed up yet (device.py): it is only ever handed on to the step.
     """
 
-    def embed(self, embedding: Tensor | Bf12) -> None:
+    def embed(self, embedding: Tensor | Bf12Weight) -> None:
         """Begins the sum with the tokens' embeddings."""
         ...
 
@@ -42,13 +42,13 @@ class Step(Protocol):
         ...
 
 
-class Decoder:
+class LlamaDecoder:
     """The model's forward pass."""
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: DecoderParameters) -> None:
         self.parameters = parameters
 
-    def body(self, step: Step, beat: Callable[[], None]) -> None:
+    def body(self, step: ForwardStep, beat: Callable[[], None]) -> None:
         """All that writes K and V: every layer, the last one as far as its attention. Calls `beat` after each."""
         step.embed(self.parameters.embedding)
         added, last = None, len(self.parameters.layers) - 1
@@ -59,11 +59,11 @@ class Decoder:
                 added = self._behind_attention(step, layer, attended_TW)
             beat()
 
-    def head(self, step: Step) -> Tensor:
+    def head(self, step: ForwardStep) -> Tensor:
         """The wanted rows' logits, [R, V]: what is left of the last layer is of use to them alone."""
         added = self._behind_attention(step, self.parameters.layers[-1], step.narrow())
         return self.parameters.head.logits(step.add_norm(added, self.parameters.norm))
 
-    def _behind_attention(self, step: Step, layer: Layer, attended_TW: Tensor) -> Tensor:
+    def _behind_attention(self, step: ForwardStep, layer: DecoderLayer, attended_TW: Tensor) -> Tensor:
         added = layer.output(attended_TW)
         return layer.down(layer.gate_up.gated(step.add_norm(added, layer.mlp_norm)))

@@ -13,7 +13,7 @@ from engine.models.config import ModelConfig
 _PREFIX: Final = "model."
 
 
-class Cut(enum.Enum):
+class ShardAxis(enum.Enum):
     """Where ranks may divide a parameter: nowhere, by its outputs (rows), or by its inputs (columns)."""
 
     WHOLE = "whole"
@@ -22,7 +22,7 @@ class Cut(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """One tensor of the checkpoint and the shape it must have."""
 
     name: str
@@ -30,65 +30,67 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ParameterEntry:
     """One parameter: its sources stacked along their first dimension in this order; `cut` holds for each of them."""
 
     parameter: str
-    sources: tuple[Source, ...]
-    cut: Cut
+    sources: tuple[TensorSource, ...]
+    cut: ShardAxis
 
 
-def prefix_of(names: Container[str]) -> str:
+def decoder_prefix(names: Container[str]) -> str:
     """What stands before a decoder's names among these: nothing where it was stored without its head."""
     return "" if "embed_tokens.weight" in names else _PREFIX
 
 
-def entries(config: ModelConfig, prefix: str = _PREFIX) -> list[Entry]:
+def decoder_entries(config: ModelConfig, prefix: str = _PREFIX) -> list[ParameterEntry]:
     """Every parameter of the model, in the order in which the layers use them."""
     hidden = config.hidden
-    table = [_entry("embedding", Cut.OUTPUTS, (f"{prefix}embed_tokens.weight", (config.vocabulary, hidden)))]
+    table = [_entry("embedding", ShardAxis.OUTPUTS, (f"{prefix}embed_tokens.weight", (config.vocabulary, hidden)))]
     for layer in range(config.layers):
         table += _layer(config, f"{prefix}layers.{layer}.", f"layers.{layer}.")
-    table.append(_entry("norm", Cut.WHOLE, (f"{prefix}norm.weight", (hidden,))))
+    table.append(_entry("norm", ShardAxis.WHOLE, (f"{prefix}norm.weight", (hidden,))))
     if not (config.tied_head or config.vectors):
-        table.append(_entry("head.weight", Cut.OUTPUTS, ("lm_head.weight", (config.vocabulary, hidden))))
+        table.append(_entry("head.weight", ShardAxis.OUTPUTS, ("lm_head.weight", (config.vocabulary, hidden))))
     return table
 
 
-def ignored(config: ModelConfig, name: str) -> bool:
+def is_unused_tensor(config: ModelConfig, name: str) -> bool:
     """Tensors that checkpoints carry and this model computes itself or needs not: rotary tables, the copy of a tied
     head, and the head of one that gives vectors."""
     return name.endswith("rotary_emb.inv_freq") or ((config.tied_head or config.vectors) and name == "lm_head.weight")
 
 
-def _entry(parameter: str, cut: Cut, *sources: tuple[str, tuple[int, ...]]) -> Entry:
-    return Entry(parameter, tuple(Source(name, shape) for name, shape in sources), cut)
+def _entry(parameter: str, cut: ShardAxis, *sources: tuple[str, tuple[int, ...]]) -> ParameterEntry:
+    return ParameterEntry(parameter, tuple(TensorSource(name, shape) for name, shape in sources), cut)
 
 
-def _layer(config: ModelConfig, theirs: str, ours: str) -> list[Entry]:
+def _layer(config: ModelConfig, theirs: str, ours: str) -> list[ParameterEntry]:
     hidden, inner, head = config.hidden, config.intermediate, config.head_dim
     q, kv = config.heads * head, config.kv_heads * head
     attention = [(theirs + "self_attn.q_proj", q), (theirs + "self_attn.k_proj", kv), (theirs + "self_attn.v_proj", kv)]
     gated = [(theirs + "mlp.gate_proj", inner), (theirs + "mlp.up_proj", inner)]
 
-    table = [_entry(ours + "attention_norm", Cut.WHOLE, (theirs + "input_layernorm.weight", (hidden,)))]
-    table += _linear(ours + "qkv", Cut.OUTPUTS, attention, hidden, config.qkv_bias)
+    table = [_entry(ours + "attention_norm", ShardAxis.WHOLE, (theirs + "input_layernorm.weight", (hidden,)))]
+    table += _linear(ours + "qkv", ShardAxis.OUTPUTS, attention, hidden, config.qkv_bias)
     if config.qk_norm:
         table += [
-            _entry(ours + f"{which}_norm", Cut.WHOLE, (theirs + f"self_attn.{which}_norm.weight", (head,)))
+            _entry(ours + f"{which}_norm", ShardAxis.WHOLE, (theirs + f"self_attn.{which}_norm.weight", (head,)))
             for which in ("q", "k")
         ]
-    table += _linear(ours + "output", Cut.INPUTS, [(theirs + "self_attn.o_proj", hidden)], q, config.output_bias)
-    table.append(_entry(ours + "mlp_norm", Cut.WHOLE, (theirs + "post_attention_layernorm.weight", (hidden,))))
-    table += _linear(ours + "gate_up", Cut.OUTPUTS, gated, hidden, config.mlp_bias)
-    table += _linear(ours + "down", Cut.INPUTS, [(theirs + "mlp.down_proj", hidden)], inner, config.mlp_bias)
+    table += _linear(ours + "output", ShardAxis.INPUTS, [(theirs + "self_attn.o_proj", hidden)], q, config.output_bias)
+    table.append(_entry(ours + "mlp_norm", ShardAxis.WHOLE, (theirs + "post_attention_layernorm.weight", (hidden,))))
+    table += _linear(ours + "gate_up", ShardAxis.OUTPUTS, gated, hidden, config.mlp_bias)
+    table += _linear(ours + "down", ShardAxis.INPUTS, [(theirs + "mlp.down_proj", hidden)], inner, config.mlp_bias)
     return table
 
 
-def _linear(parameter: str, cut: Cut, parts: list[tuple[str, int]], inputs: int, bias: bool) -> list[Entry]:
+def _linear(
+    parameter: str, cut: ShardAxis, parts: list[tuple[str, int]], inputs: int, bias: bool
+) -> list[ParameterEntry]:
     """A weight [outputs, inputs] and, where the config has one, its bias, added once: cut by outputs or not at all."""
     weight = _entry(parameter + ".weight", cut, *((name + ".weight", (outputs, inputs)) for name, outputs in parts))
     if not bias:
         return [weight]
-    bias_cut = cut if cut is Cut.OUTPUTS else Cut.WHOLE
+    bias_cut = cut if cut is ShardAxis.OUTPUTS else ShardAxis.WHOLE
     return [weight, _entry(parameter + ".bias", bias_cut, *((name + ".bias", (outputs,)) for name, outputs in parts))]

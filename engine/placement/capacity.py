@@ -5,18 +5,18 @@ least cost. It does not know whose turn it is.
 from dataclasses import dataclass
 from typing import Final
 
-from engine.placement.snapshot import Allowance, Decision, Move, Resident, View
+from engine.placement.snapshot import Move, MoveAllowance, PlacementDecision, PlacementSnapshot, ReplicaSnapshot
 from engine.protocol.types import Residency
 
-MOVES_A_MINUTE: Final = 360  # of one device: 180 wakes, with one that leaves for each
-RESIZES_A_MINUTE: Final = 120
+MOVES_PER_MINUTE: Final = 360  # of one device: 180 wakes, with one that leaves for each
+RESIZES_PER_MINUTE: Final = 120
 
 
-class Rooms:
+class PlacementCapacity:
     """What is left while a decision is made. `free` bytes of a device may be below 0: the room that somebody waits for
     is taken out too."""
 
-    def __init__(self, view: View, allowance: Allowance) -> None:
+    def __init__(self, view: PlacementSnapshot, allowance: MoveAllowance) -> None:
         count = len(view.devices)
         self.view = view
         self.free = list(view.devices)
@@ -26,14 +26,14 @@ class Rooms:
         self.starting = [False] * count
         self.waking = [False] * count
         self.moves: dict[str, Move] = {}
-        self.arrivals: list[Resident] = []
+        self.arrivals: list[ReplicaSnapshot] = []
         passed_s = max(0.0, view.now - allowance.at)
-        self._left = _refilled(allowance.moves, MOVES_A_MINUTE, passed_s, count)
-        self._resizes = _refilled(allowance.resizes, RESIZES_A_MINUTE, passed_s, count)
+        self._left = _refilled(allowance.moves, MOVES_PER_MINUTE, passed_s, count)
+        self._resizes = _refilled(allowance.resizes, RESIZES_PER_MINUTE, passed_s, count)
         for resident in view.residents:
             self._count(resident)
 
-    def _count(self, resident: Resident) -> None:
+    def _count(self, resident: ReplicaSnapshot) -> None:
         there = resident.host_bytes
         if there > self.view.memory_bytes:  # more than there is: it starts without standing by
             there = resident.memory_bytes
@@ -49,7 +49,7 @@ class Rooms:
         if resident.residency is Residency.MEMORY and resident.toward is Residency.DEVICE:
             self.waking[resident.device] = True
 
-    def at_rest(self, device: int, residency: Residency) -> list[Resident]:
+    def at_rest(self, device: int, residency: Residency) -> list[ReplicaSnapshot]:
         """Those of a device that stay where they are, so far."""
         return [
             resident
@@ -66,21 +66,23 @@ class Rooms:
     def affords_resize(self, device: int) -> bool:
         return self._resizes[device] >= 1
 
-    def move(self, who: Resident, move: Move) -> None:
+    def move(self, who: ReplicaSnapshot, move: Move) -> None:
         """Begins it. Memory that it frees is not free before it ended."""
         assert who.name not in self.moves
         assert self.affords(move.device, 1)
         self._left[move.device] -= 1
         self.moves[who.name] = move
 
-    def resize(self, who: Resident, granted_bytes: int, why: str) -> None:
+    def resize(self, who: ReplicaSnapshot, granted_bytes: int, why: str) -> None:
         assert who.name not in self.moves
         assert self.affords_resize(who.device)
         self._resizes[who.device] -= 1
         self.moves[who.name] = Move(who.name, Residency.DEVICE, who.device, granted_bytes, why=why)
 
-    def decision(self) -> Decision:
-        return Decision(tuple(self.moves.values()), Allowance(self.view.now, tuple(self._left), tuple(self._resizes)))
+    def decision(self) -> PlacementDecision:
+        return PlacementDecision(
+            tuple(self.moves.values()), MoveAllowance(self.view.now, tuple(self._left), tuple(self._resizes))
+        )
 
 
 def _refilled(left: tuple[float, ...], a_minute: int, passed_s: float, count: int) -> list[float]:
@@ -90,36 +92,36 @@ def _refilled(left: tuple[float, ...], a_minute: int, passed_s: float, count: in
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class EvictionCandidate:
     """One that may leave its device. `bytes` are free then that no shrinking gives."""
 
-    who: Resident
+    who: ReplicaSnapshot
     to: Residency
     cost: float
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Clearing:
+class EvictionPlan:
     """What makes room on a device."""
 
     cost: float
-    shrinks: tuple[tuple[Resident, int], ...]  # to so many bytes
-    leaves: tuple[Leave, ...]
+    shrinks: tuple[tuple[ReplicaSnapshot, int], ...]  # to so many bytes
+    leaves: tuple[EvictionCandidate, ...]
 
 
-def devices_for(rooms: Rooms, who: Resident) -> list[int]:
+def candidate_devices(rooms: PlacementCapacity, who: ReplicaSnapshot) -> list[int]:
     """Where it could be: a process keeps its device."""
     if who.residency is not Residency.DISK:
         return [who.device]
     return [
         device
         for device in range(len(rooms.view.devices))
-        if not rooms.starting[device] and most_room(rooms.view, who, device) >= who.least_bytes
+        if not rooms.starting[device] and max_capacity_bytes(rooms.view, who, device) >= who.least_bytes
     ]
 
 
-def most_room(view: View, who: Resident, device: int) -> int:
+def max_capacity_bytes(view: PlacementSnapshot, who: ReplicaSnapshot, device: int) -> int:
     """Bytes of the device that it could have if all left that may."""
     return view.devices[device] - sum(
         other.least_bytes
@@ -129,7 +131,7 @@ def most_room(view: View, who: Resident, device: int) -> int:
     )  # fmt: skip
 
 
-def _least_room(view: View, who: Resident, device: int) -> int:
+def _min_capacity_bytes(view: PlacementSnapshot, who: ReplicaSnapshot, device: int) -> int:
     """Bytes of the device that it could have while the processes of all that are there live."""
     return view.devices[device] - sum(
         other.least_bytes if other.wishes.pinned else other.asleep_bytes
@@ -138,10 +140,10 @@ def _least_room(view: View, who: Resident, device: int) -> int:
     )
 
 
-def arrive(rooms: Rooms, who: Resident, device: int, to: Residency, why: str) -> None:
+def begin_arrival(rooms: PlacementCapacity, who: ReplicaSnapshot, device: int, to: Residency, why: str) -> None:
     """Begins it, with the least that it needs."""
     starts = who.residency is Residency.DISK
-    standby = starts and (to is Residency.MEMORY or _stands_by(rooms, who))
+    standby = starts and (to is Residency.MEMORY or _fits_in_host_memory(rooms, who))
     if starts:
         rooms.starting[device] = True
         rooms.host_free -= who.standby_bytes if standby else 0
@@ -152,12 +154,12 @@ def arrive(rooms: Rooms, who: Resident, device: int, to: Residency, why: str) ->
     rooms.arrivals.append(who)
 
 
-def _stands_by(rooms: Rooms, who: Resident) -> bool:
+def _fits_in_host_memory(rooms: PlacementCapacity, who: ReplicaSnapshot) -> bool:
     """Whether it will have to sleep one day, and host memory has room for that."""
-    return not who.wishes.pinned and rooms.host_free >= who.standby_bytes and _crowded(rooms.view)
+    return not who.wishes.pinned and rooms.host_free >= who.standby_bytes and _is_overcommitted(rooms.view)
 
 
-def _crowded(view: View) -> bool:
+def _is_overcommitted(view: PlacementSnapshot) -> bool:
     """Whether some replica has no room on any device where all are awake."""
     free = list(view.devices)
     for resident in sorted(view.residents, key=lambda one: -one.least_bytes):
@@ -168,14 +170,16 @@ def _crowded(view: View) -> bool:
     return False
 
 
-def clearing_of(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_s: float) -> Clearing | None:
+def plan_eviction(
+    rooms: PlacementCapacity, who: ReplicaSnapshot, device: int, preempt: bool, silent_s: float
+) -> EvictionPlan | None:
     """How the device gets the room that `who` lacks there at the least cost; None where that is not possible now.
     Running ones leave where `preempt`, idle ones where they were not asked for `silent_s`."""
     short = who.need_bytes - rooms.free[device] - rooms.coming[device]
     awake = [one for one in rooms.at_rest(device, Residency.DEVICE) if one.name != who.name]
-    leaving: list[Leave] = []
+    leaving: list[EvictionCandidate] = []
     freed = sum(one.excess_bytes for one in awake)
-    for leave in _leaves(rooms, who, device, preempt, silent_s):
+    for leave in _eviction_candidates(rooms, who, device, preempt, silent_s):
         if freed >= short:
             break
         leaving.append(leave)
@@ -189,14 +193,16 @@ def clearing_of(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_
     gone = {leave.who.name for leave in leaving}
     short -= sum(leave.bytes + (leave.who.excess_bytes if leave.who.serves else 0) for leave in leaving)
     shrinks = _shrinks(rooms, [one for one in awake if one.name not in gone], short)
-    clearing = Clearing(sum(leave.cost for leave in leaving), shrinks, tuple(leaving))
+    clearing = EvictionPlan(sum(leave.cost for leave in leaving), shrinks, tuple(leaving))
     return clearing if rooms.affords(device, len(shrinks) + len(leaving)) else None
 
 
-def _leaves(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_s: float) -> list[Leave]:
+def _eviction_candidates(
+    rooms: PlacementCapacity, who: ReplicaSnapshot, device: int, preempt: bool, silent_s: float
+) -> list[EvictionCandidate]:
     """Who may leave the device for `who`, the cheapest first: idle ones, those that run, and last those that sleep,
     whose process holds some of it. Where it would have no room if all others slept, idle ones end too."""
-    now, crammed = rooms.view.now, _least_room(rooms.view, who, device) < who.least_bytes
+    now, crammed = rooms.view.now, _min_capacity_bytes(rooms.view, who, device) < who.least_bytes
     awake = [
         one
         for one in rooms.at_rest(device, Residency.DEVICE)
@@ -208,21 +214,24 @@ def _leaves(rooms: Rooms, who: Resident, device: int, preempt: bool, silent_s: f
     asleep = [
         one for one in rooms.at_rest(device, Residency.MEMORY) if one.name != who.name and not one.busy and crammed
     ]
-    leaves = [Leave(one, to, _leaving_cost(rooms, one, to), one.held_bytes - one.excess_bytes - left)
+    leaves = [EvictionCandidate(one, to, _eviction_cost(rooms, one, to), one.held_bytes - one.excess_bytes - left)
               for one in awake if (to := _destination(rooms, one, crammed)) is not None
               for left in (one.asleep_bytes if to is Residency.MEMORY else 0,)]  # fmt: skip
     leaves.sort(key=lambda leave: (leave.who.busy, leave.cost / max(leave.bytes, 1)))
-    ends = [Leave(one, Residency.DISK, _leaving_cost(rooms, one, Residency.DISK), one.held_bytes) for one in asleep]
+    ends = [
+        EvictionCandidate(one, Residency.DISK, _eviction_cost(rooms, one, Residency.DISK), one.held_bytes)
+        for one in asleep
+    ]
     return leaves + sorted(ends, key=lambda leave: leave.cost / max(leave.bytes, 1))
 
 
-def _leaving_cost(rooms: Rooms, who: Resident, to: Residency) -> float:
+def _eviction_cost(rooms: PlacementCapacity, who: ReplicaSnapshot, to: Residency) -> float:
     """Seconds of waiting a second that are to be expected of it."""
     back_s = who.times.wake_s if to is Residency.MEMORY else who.times.start_s
     return who.expected(rooms.view.now) * back_s
 
 
-def _destination(rooms: Rooms, who: Resident, crammed: bool) -> Residency | None:
+def _destination(rooms: PlacementCapacity, who: ReplicaSnapshot, crammed: bool) -> Residency | None:
     """Where one that leaves its device goes: to MEMORY where there is room or those that sleep there are of less value;
     else, or where the device is `crammed`, to DISK, unless it is busy."""
     if crammed and not who.busy:
@@ -233,18 +242,20 @@ def _destination(rooms: Rooms, who: Resident, crammed: bool) -> Residency | None
     return None if who.busy else Residency.DISK
 
 
-def _sleepers(rooms: Rooms, who: Resident) -> list[Resident]:
+def _sleepers(rooms: PlacementCapacity, who: ReplicaSnapshot) -> list[ReplicaSnapshot]:
     """Those that give up their host memory for `who`, the least valuable first."""
 
-    def value(one: Resident) -> float:
-        return _leaving_cost(rooms, one, Residency.DISK) / max(one.standby_bytes, 1)
+    def value(one: ReplicaSnapshot) -> float:
+        return _eviction_cost(rooms, one, Residency.DISK) / max(one.standby_bytes, 1)
 
     asleep = [one for device in range(len(rooms.view.devices)) for one in rooms.at_rest(device, Residency.MEMORY)]
     idle = [one for one in asleep if not one.busy and one.memory_bytes and (who.busy or value(one) < value(who))]
     return sorted(idle, key=value)
 
 
-def _shrinks(rooms: Rooms, awake: list[Resident], short: int) -> tuple[tuple[Resident, int], ...]:
+def _shrinks(
+    rooms: PlacementCapacity, awake: list[ReplicaSnapshot], short: int
+) -> tuple[tuple[ReplicaSnapshot, int], ...]:
     """Who gives up KV, and what each then may hold: the idle first, then those who are asked for least."""
     shrinks = []
     for one in sorted(awake, key=lambda one: (one.busy, one.expected(rooms.view.now))):
@@ -255,7 +266,7 @@ def _shrinks(rooms: Rooms, awake: list[Resident], short: int) -> tuple[tuple[Res
     return tuple(shrinks)
 
 
-def clear(rooms: Rooms, who: Resident, device: int, clearing: Clearing) -> None:
+def apply_eviction(rooms: PlacementCapacity, who: ReplicaSnapshot, device: int, clearing: EvictionPlan) -> None:
     """Begins what makes room, as far as host memory is free for those that go to sleep."""
     why = f"{who.model} waits for its room"
     for one, granted_bytes in clearing.shrinks:
@@ -272,7 +283,7 @@ def clear(rooms: Rooms, who: Resident, device: int, clearing: Clearing) -> None:
         rooms.coming[device] += one.held_bytes - (one.asleep_bytes if sleeps else 0)
 
 
-def _end_sleepers(rooms: Rooms, who: Resident, lacks: int) -> None:
+def _end_sleepers(rooms: PlacementCapacity, who: ReplicaSnapshot, lacks: int) -> None:
     """Their host memory is for `who`, once it is free."""
     for one in _sleepers(rooms, who):
         if lacks > 0 and rooms.affords(one.device, 1):

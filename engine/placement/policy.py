@@ -1,5 +1,6 @@
 """Which models are where: pure decisions from demand, bytes, times and wishes. It knows no processes and no CUDA, no
-clock but the `now` that it is given, and keeps nothing between two decisions but the `Allowance` that it hands back.
+clock but the `now` that it is given, and keeps nothing between two decisions but the `MoveAllowance` that it hands
+back.
 
     decide(view, allowance) ─► Decision(moves, allowance)     the machine carries the moves out; the next view tells how
 """
@@ -8,8 +9,15 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from engine.placement.capacity import Rooms, arrive, clear, clearing_of, devices_for, most_room
-from engine.placement.snapshot import Allowance, Decision, Move, Resident, View
+from engine.placement.capacity import (
+    PlacementCapacity,
+    apply_eviction,
+    begin_arrival,
+    candidate_devices,
+    max_capacity_bytes,
+    plan_eviction,
+)
+from engine.placement.snapshot import Move, MoveAllowance, PlacementDecision, PlacementSnapshot, ReplicaSnapshot
 from engine.protocol.types import Residency
 
 HEAD_START_S: Final = 1.0
@@ -19,7 +27,7 @@ _CALM_S: Final = 5.0  # who was not asked for so long makes room for starts; a d
 _FULL: Final = 0.75  # of its KV: then one takes what is free
 
 
-def decide(view: View, allowance: Allowance) -> Decision:
+def decide_placement(view: PlacementSnapshot, allowance: MoveAllowance) -> PlacementDecision:
     """The moves to begin now. Call it whenever something changed, and some times a second.
 
     Demand   A model that requests wait for and that has no replica on a device or on its way there gets one; what is
@@ -45,40 +53,40 @@ def decide(view: View, allowance: Allowance) -> Decision:
              most its wake_s, 8 s where weights differ, and ⌈n ÷ k⌉ times what the moves of one take and what it stays
              at least: its resident_s, or twice those moves, whichever is more.
     """
-    rooms = Rooms(view, allowance)
-    wanted = _wanted(rooms)
+    rooms = PlacementCapacity(view, allowance)
+    wanted = _arrivals(rooms)
     for who in wanted:
-        _bring(rooms, who)
+        _bring_to_device(rooms, who)
     if not wanted:
         _prefetch(rooms)
     _grant(rooms)
-    _share(rooms)
+    _rebalance_kv(rooms)
     return rooms.decision()
 
 
-def problem(view: View, name: str) -> str:
+def unplaceable_reason(view: PlacementSnapshot, name: str) -> str:
     """Why this replica can never be on a device, in words for callers; empty where it can."""
     who = next(resident for resident in view.residents if resident.name == name)
-    largest = max((most_room(view, who, device) for device in range(len(view.devices))), default=0)
+    largest = max((max_capacity_bytes(view, who, device) for device in range(len(view.devices))), default=0)
     if who.least_bytes <= largest:
         return ""
     beside = " beside what is pinned there" if largest < max(view.devices, default=0) else ""
     return f"{who.model} needs {who.least_bytes:,} bytes of a device, and none has more than {largest:,} for it{beside}"
 
 
-def ready_ms(view: View, name: str) -> int:
+def estimate_ready_ms(view: PlacementSnapshot, name: str) -> int:
     """Expected time until this replica could serve if it were asked for now: 0 on DEVICE, −1 where `problem` says why
     it never can. What backs off or is quarantined is for the machine to say."""
     who = next(resident for resident in view.residents if resident.name == name)
     if who.serves:
         return 0
-    if problem(view, name):
+    if unplaceable_reason(view, name):
         return -1
     seconds = who.times.start_s if who.residency is Residency.DISK else who.times.wake_s
     if who.toward is not Residency.DEVICE:
-        rooms = Rooms(view, Allowance())
+        rooms = PlacementCapacity(view, MoveAllowance())
         seconds += who.times.sleep_s if who.toward is not who.residency else 0.0
-        devices = devices_for(rooms, who)
+        devices = candidate_devices(rooms, who)
         if not devices:  # another one starts on each
             return math.ceil(1000 * (seconds + who.times.start_s))
         seconds += min(_room_s(rooms, who, device) for device in devices)
@@ -88,21 +96,21 @@ def ready_ms(view: View, name: str) -> int:
 # Demand
 
 
-def _wanted(rooms: Rooms) -> list[Resident]:
+def _arrivals(rooms: PlacementCapacity) -> list[ReplicaSnapshot]:
     """Who is to come to a device now, in order: what is pinned, then one replica for each model that is waited for."""
-    pinned = [who for who in rooms.view.residents if who.wishes.pinned and _could_come(who)]
-    models: dict[str, list[Resident]] = {}
+    pinned = [who for who in rooms.view.residents if who.wishes.pinned and _can_move_to_device(who)]
+    models: dict[str, list[ReplicaSnapshot]] = {}
     for resident in rooms.view.residents:
         models.setdefault(resident.model, []).append(resident)
     chosen = [
         who
         for replicas in models.values()
-        if (who := _called(replicas, rooms.view.now)) is not None and not who.wishes.pinned
+        if (who := _demanded_replica(replicas, rooms.view.now)) is not None and not who.wishes.pinned
     ]
-    return [who for who in pinned + sorted(chosen, key=_turn) if not problem(rooms.view, who.name)]
+    return [who for who in pinned + sorted(chosen, key=_arrival_order) if not unplaceable_reason(rooms.view, who.name)]
 
 
-def _called(replicas: list[Resident], now: float) -> Resident | None:
+def _demanded_replica(replicas: list[ReplicaSnapshot], now: float) -> ReplicaSnapshot | None:
     """The replica of a model that requests wait for, where they do, and none is on a device or on its way; or where
     they have waited for wake_s with those that are. What sleeps comes before what must be started."""
     if any(who.toward is Residency.DEVICE and who.residency is not Residency.DEVICE for who in replicas):
@@ -110,18 +118,18 @@ def _called(replicas: list[Resident], now: float) -> Resident | None:
     awake = any(who.serves for who in replicas)
     waiting = [
         who
-        for who in (_asking(one, now) for one in replicas)
+        for who in (_has_demand(one, now) for one in replicas)
         if who.waiting and (not awake or who.waited_s >= who.wishes.wake_s)
     ]
-    able = [who for who in replicas if _could_come(who)]
+    able = [who for who in replicas if _can_move_to_device(who)]
     if not waiting or not able:
         return None
     who = max(able, key=lambda one: one.residency)
-    first = min(waiting, key=_turn)
+    first = min(waiting, key=_arrival_order)
     return replace(who, waiting=first.waiting, weight=first.weight, waited_s=first.waited_s)
 
 
-def _asking(who: Resident, now: float) -> Resident:
+def _has_demand(who: ReplicaSnapshot, now: float) -> ReplicaSnapshot:
     """With the time that its requests waited for the device: none of it from before it left. Else one that was to make
     room would come back at once, for what had waited in its own queue."""
     if who.left_at is None or who.serves:
@@ -129,20 +137,20 @@ def _asking(who: Resident, now: float) -> Resident:
     return replace(who, waited_s=min(who.waited_s, now - who.left_at))
 
 
-def _could_come(who: Resident) -> bool:
+def _can_move_to_device(who: ReplicaSnapshot) -> bool:
     """Whether a Move to DEVICE is possible: it rests elsewhere, or starts to sleep."""
     if who.residency is Residency.DISK:
         return who.startable and who.toward is not Residency.DEVICE
     return who.residency is Residency.MEMORY and who.rests
 
 
-def _turn(who: Resident) -> float:
+def _arrival_order(who: ReplicaSnapshot) -> float:
     """Less is first. It falls with time for all alike, so that no order changes while two wait."""
     doublings = math.log2(max(who.weight * who.wishes.priority, 1e-9))
     return -who.waited_s - HEAD_START_S * min(max(doublings, -HEAD_STARTS), HEAD_STARTS)
 
 
-def _bring(rooms: Rooms, who: Resident) -> None:
+def _bring_to_device(rooms: PlacementCapacity, who: ReplicaSnapshot) -> None:
     """Lets it begin where there is room; else makes room, or keeps the next that comes free for it."""
     if who.residency is Residency.DISK and who.toward is Residency.MEMORY:
         if rooms.affords(who.device, 1):
@@ -150,35 +158,35 @@ def _bring(rooms: Rooms, who: Resident) -> None:
                 who, Move(who.name, Residency.DEVICE, who.device, who.granted_bytes, why="asked for as it starts")
             )
         return
-    if who.residency is Residency.MEMORY and most_room(rooms.view, who, who.device) < who.least_bytes:
+    if who.residency is Residency.MEMORY and max_capacity_bytes(rooms.view, who, who.device) < who.least_bytes:
         if rooms.affords(who.device, 1):
             rooms.move(who, Move(who.name, Residency.DISK, who.device, why="it fits another device alone"))
         return
-    devices = devices_for(rooms, who)
+    devices = candidate_devices(rooms, who)
     if not devices:
         return
     device = max(devices, key=lambda one: rooms.free[one])
     if rooms.free[device] >= who.need_bytes and _may_begin(rooms, who, device):
-        arrive(rooms, who, device, Residency.DEVICE, "asked for")
+        begin_arrival(rooms, who, device, Residency.DEVICE, "asked for")
         return
     device = max(devices, key=lambda one: rooms.free[one] + rooms.coming[one])
     if rooms.free[device] + rooms.coming[device] < who.need_bytes:
         preempt = _may_preempt(rooms, who)
         found = [(clearing.cost, one, clearing) for one in devices
-                 if (clearing := clearing_of(rooms, who, one, preempt, 0.0))]  # fmt: skip
+                 if (clearing := plan_eviction(rooms, who, one, preempt, 0.0))]  # fmt: skip
         if found:
             _, device, clearing = min(found, key=lambda one: one[:2])
-            clear(rooms, who, device, clearing)
+            apply_eviction(rooms, who, device, clearing)
     rooms.free[device] -= who.need_bytes
 
 
-def _may_begin(rooms: Rooms, who: Resident, device: int) -> bool:
+def _may_begin(rooms: PlacementCapacity, who: ReplicaSnapshot, device: int) -> bool:
     """Copies to a device share its link: two at once would both end when the second of two in turn does."""
     wakes = who.residency is Residency.MEMORY
     return rooms.affords(device, 1) and not (wakes and rooms.waking[device])
 
 
-def _may_preempt(rooms: Rooms, who: Resident) -> bool:
+def _may_preempt(rooms: PlacementCapacity, who: ReplicaSnapshot) -> bool:
     """What is pinned may at once, others when they have waited for long enough; no second replica of a model may."""
     if any(other.serves and other.model == who.model for other in rooms.view.residents):
         return False
@@ -188,11 +196,11 @@ def _may_preempt(rooms: Rooms, who: Resident) -> bool:
 # Calm
 
 
-def _prefetch(rooms: Rooms) -> None:
+def _prefetch(rooms: PlacementCapacity) -> None:
     """Starts what is on DISK; then, on devices that are calm, wakes what fits into rooms that are free."""
     now = rooms.view.now
     by_value = sorted(
-        (who for who in rooms.view.residents if who.rests and not problem(rooms.view, who.name)),
+        (who for who in rooms.view.residents if who.rests and not unplaceable_reason(rooms.view, who.name)),
         key=lambda who: (-who.expected(now), -who.wishes.priority),
     )
     on_disk = [who for who in by_value if who.residency is Residency.DISK and who.startable]
@@ -202,21 +210,21 @@ def _prefetch(rooms: Rooms) -> None:
         return
     for who in by_value:
         fits = who.residency is Residency.MEMORY and rooms.free[who.device] >= who.need_bytes
-        if fits and _calm(rooms, who.device) and _may_begin(rooms, who, who.device):
-            arrive(rooms, who, who.device, Residency.DEVICE, "its room is free")
+        if fits and _is_settled(rooms, who.device) and _may_begin(rooms, who, who.device):
+            begin_arrival(rooms, who, who.device, Residency.DEVICE, "its room is free")
 
 
-def _calm(rooms: Rooms, device: int) -> bool:
+def _is_settled(rooms: PlacementCapacity, device: int) -> bool:
     """Whether nobody came or left lately."""
     there = [one for one in rooms.view.residents if one.device == device]
     since = [at for one in there for at in (one.arrived_at, one.left_at) if at is not None]
     return all(rooms.view.now - at >= _CALM_S for at in since)
 
 
-def _prepare(rooms: Rooms, who: Resident, rest_bytes: int) -> None:
+def _prepare(rooms: PlacementCapacity, who: ReplicaSnapshot, rest_bytes: int) -> None:
     """Starts one that nobody waits for: to sleep, where host memory has room for that and the next, of `rest_bytes`,
     would have none to start in; else to stay."""
-    devices = devices_for(rooms, who)
+    devices = candidate_devices(rooms, who)
     if not devices:
         return
     room = [
@@ -230,20 +238,20 @@ def _prepare(rooms: Rooms, who: Resident, rest_bytes: int) -> None:
     if not stays and not may_sleep:
         return
     if rooms.free[device] < who.need_bytes:
-        clearing = clearing_of(rooms, who, device, False, _CALM_S)
+        clearing = plan_eviction(rooms, who, device, False, _CALM_S)
         # Whoever ended for it would be prepared next, and then this one end for that.
         if clearing is None or any(leave.to is Residency.DISK for leave in clearing.leaves):
             return
         if not rooms.coming[device]:
-            clear(rooms, who, device, clearing)
+            apply_eviction(rooms, who, device, clearing)
     elif rooms.affords(device, 1):
-        arrive(rooms, who, device, Residency.DEVICE if stays else Residency.MEMORY, "prepared")
+        begin_arrival(rooms, who, device, Residency.DEVICE if stays else Residency.MEMORY, "prepared")
 
 
 # KV
 
 
-def _grant(rooms: Rooms) -> None:
+def _grant(rooms: PlacementCapacity) -> None:
     """Those that arrive share what is still free, but for the room of one that may come after them."""
     for device, free in enumerate(rooms.free):
         arrivals = [who for who in rooms.arrivals if rooms.moves[who.name].device == device]
@@ -260,7 +268,7 @@ def _grant(rooms: Rooms) -> None:
             free -= more
 
 
-def _share(rooms: Rooms) -> None:
+def _rebalance_kv(rooms: PlacementCapacity) -> None:
     """Grows the KV of those that are short of it, or fill it, and takes it from those that are not."""
     for device, budget in enumerate(rooms.view.devices):
         quantum = max(1, budget // _QUANTA)
@@ -273,10 +281,10 @@ def _share(rooms: Rooms) -> None:
                     rooms.free[device] -= more
                     rooms.resize(one, one.granted_bytes + more, "its KV grows")
             elif one.kv_short and not rooms.coming[device]:
-                _take(rooms, one, quantum)
+                _take_kv(rooms, one, quantum)
 
 
-def _take(rooms: Rooms, one: Resident, quantum: int) -> None:
+def _take_kv(rooms: PlacementCapacity, one: ReplicaSnapshot, quantum: int) -> None:
     """From who has the most more than it, what is above its least; from one that is short too, half of the difference.
     It grows by that when it is free."""
     mine = one.granted_bytes - one.least_bytes
@@ -296,12 +304,14 @@ def _take(rooms: Rooms, one: Resident, quantum: int) -> None:
 # Waiting
 
 
-def _room_s(rooms: Rooms, who: Resident, device: int) -> float:
+def _room_s(rooms: PlacementCapacity, who: ReplicaSnapshot, device: int) -> float:
     """Until `who` would have room on the device, with what waits before it."""
     before = [
         other
-        for other in _wanted(rooms)
-        if other.name != who.name and _turn(other) <= _turn(who) and device in devices_for(rooms, other)
+        for other in _arrivals(rooms)
+        if other.name != who.name
+        and _arrival_order(other) <= _arrival_order(who)
+        and device in candidate_devices(rooms, other)
     ]
     ahead_s = sum(other.times.sleep_s + other.times.wake_s for other in before)
     ahead_s += max((other.times.wake_s for other in rooms.view.residents if _wakes(other, device)), default=0.0)
@@ -318,12 +328,12 @@ def _room_s(rooms: Rooms, who: Resident, device: int) -> float:
     return ahead_s + max(until)
 
 
-def _wakes(other: Resident, device: int) -> bool:
+def _wakes(other: ReplicaSnapshot, device: int) -> bool:
     moving = other.residency is Residency.MEMORY and other.toward is Residency.DEVICE
     return moving and other.device == device
 
 
-def _stays_s(rooms: Rooms, who: Resident, one: Resident) -> float:
+def _stays_s(rooms: PlacementCapacity, who: ReplicaSnapshot, one: ReplicaSnapshot) -> float:
     """How long this one stays on its device for all that `who` waits."""
     since_s = math.inf if one.arrived_at is None else rooms.view.now - one.arrived_at
     patience_s = who.wishes.wake_s - who.waited_s if one.busy else 0.0

@@ -8,7 +8,7 @@ from engine.protocol.types import Residency
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PlacementPreferences:
     """A model's own, as its ModelSpec says."""
 
     pinned: bool = False
@@ -18,7 +18,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class TransitionTimes:
     """What moves of a replica take, in seconds: as measured, or as its bytes let expect."""
 
     start_s: float  # from DISK to DEVICE
@@ -27,7 +27,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class ReplicaSnapshot:
     """One replica and its model's demand. Times are on the clock of View.now; `None`: never.
 
     A start from DISK shows as `residency` DISK until it serves, with `device` and `granted_bytes` as its Move said.
@@ -38,8 +38,8 @@ class Resident:
     device: int  # index of its device; where it is on DISK, where it was, or −1
     residency: Residency
     toward: Residency  # where it is moving, else equal to `residency`
-    wishes: Wishes
-    times: Times
+    wishes: PlacementPreferences
+    times: TransitionTimes
     device_bytes: int  # of the device, that it holds now
     granted_bytes: int  # that it may hold, as the last Move toward DEVICE said; 0 once it sleeps or has ended
     asleep_bytes: int  # of the device, held in MEMORY
@@ -128,9 +128,9 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PlacementSnapshot:
     now: float
-    residents: tuple[Resident, ...]  # in the order of the catalogue
+    residents: tuple[ReplicaSnapshot, ...]  # in the order of the catalogue
     devices: tuple[int, ...]  # the budget of each, in bytes
     memory_bytes: int  # the budget of host memory
 
@@ -158,7 +158,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
+class MoveAllowance:
     """What is left of each device's moves, at `at`: token buckets. An empty one is full."""
 
     at: float = 0.0
@@ -167,6 +167,6 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class PlacementDecision:
     moves: tuple[Move, ...]  # in the order in which they are to begin
-    allowance: Allowance  # for the next decision
+    allowance: MoveAllowance  # for the next decision

@@ -10,7 +10,7 @@ from typing import Final
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def dies_with(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
     """To be called in a child, also between fork and exec: on Linux the kernel kills it when its parent ends, even in
     the middle of a step."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None

@@ -14,7 +14,7 @@ from typing import Self
 _BEATS = (1 << 56) - 1
 
 
-class Phase(enum.IntEnum):
+class ReplicaPhase(enum.IntEnum):
     """What the process is doing. In IDLE and STEP it beats at least once a second; else it may be silent longer."""
 
     STARTING = 0  # importing; what a new file says
@@ -25,7 +25,7 @@ class Phase(enum.IntEnum):
     STOPPING = 5  # draining or closing
 
 
-class Pulse:
+class Heartbeat:
     """One writer, any readers, no locks: the word is stored in one piece. Open until `close`."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
@@ -53,14 +53,14 @@ class Pulse:
         word = self._words[0]
         self._words[0] = (word & ~_BEATS) | ((word + 1) & _BEATS)
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: ReplicaPhase) -> None:
         """Changes the phase, which is a beat as well."""
         self._words[0] = (int(phase) << 56) | ((self._words[0] + 1) & _BEATS)
 
-    def read(self) -> tuple[Phase, int]:
+    def read(self) -> tuple[ReplicaPhase, int]:
         """(phase, beats) as they are now."""
         word = self._words[0]
-        return Phase(word >> 56), word & _BEATS
+        return ReplicaPhase(word >> 56), word & _BEATS
 
     def close(self) -> None:
         """Unmaps the file, which stays. Idempotent."""

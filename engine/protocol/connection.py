@@ -14,11 +14,11 @@ from engine.protocol.frames import Frame, FrameReader
 _RECEIVE_BYTES: Final = 1 << 18
 
 
-class Gone(Exception):
+class PeerGone(Exception):
     """The peer of a connection has left, or has to."""
 
 
-class Connection:
+class FrameConnection:
     """One peer's socket. At most `received_most` bytes are taken of it at once, and it is Gone where it leaves more
     than `unsent_most` unread."""
 
@@ -45,9 +45,9 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise Gone(str(error)) from error
+                raise PeerGone(str(error)) from error
             if not received:
-                raise Gone("closed by the peer")
+                raise PeerGone("closed by the peer")
             taken += len(received)
             yield from self._reader.feed(received)
 
@@ -56,7 +56,7 @@ class Connection:
         self._unsent += encoded
         self.flush()
         if len(self._unsent) > self._unsent_most:
-            raise Gone(f"{len(self._unsent)} bytes unread by the peer")
+            raise PeerGone(f"{len(self._unsent)} bytes unread by the peer")
 
     def flush(self) -> None:
         try:
@@ -66,7 +66,7 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise Gone(str(error)) from error
+            raise PeerGone(str(error)) from error
 
 
 def listen(address: str) -> socket.socket:

@@ -10,9 +10,18 @@ from typing import Final
 
 import msgspec
 
-from engine.protocol.types import FinishReason, Grammar, Pooling, RejectReason, Residency, Sampling, Scope, Terms
+from engine.protocol.types import (
+    FinishReason,
+    Grammar,
+    Pooling,
+    RejectReason,
+    Residency,
+    SamplingParams,
+    SchedulingTerms,
+    Scope,
+)
 
-PROTOCOL: Final = 1
+PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 64 << 20
 _LENGTH: Final = struct.Struct(">I")
 
@@ -28,12 +37,12 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     id: int
     tokens: bytes
     scope: Scope
-    sampling: Sampling
+    sampling: SamplingParams
     max_tokens: int
     stop_ids: list[int] = []
     n: int = 1
     traceparent: str = ""
-    terms: Terms = Terms()
+    terms: SchedulingTerms = SchedulingTerms()
     deadline_ms: int = 0
     grammar: Grammar | None = None
     pooling: Pooling | None = None
@@ -59,7 +68,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     blocks: int
 
 
-class Started(msgspec.Struct, frozen=True, array_like=True):
+class SequenceStarted(msgspec.Struct, frozen=True, array_like=True):
     """A sequence left the waiting queue; `cached_tokens` of its prompt were read from its own namespace."""
 
     id: int
@@ -76,7 +85,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class Finish(msgspec.Struct, frozen=True, array_like=True):
+class SequenceFinished(msgspec.Struct, frozen=True, array_like=True):
     """A sequence ended. `message` says what to do about it when the reason is ERROR."""
 
     id: int
@@ -85,14 +94,14 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
 
 
-class Vector(msgspec.Struct, frozen=True, array_like=True):
+class PoolingOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a prompt with `pooling` became: packed float32 little-endian, not normalised."""
 
     id: int
     values: bytes
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """replica → gateway, one per step and connection: columns, not a message per token.
 
     Sequence ids[i] emitted counts[i] tokens, packed u32 little-endian in `tokens` in that order.
@@ -102,10 +111,10 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     ids: list[int]
     counts: list[int]
     tokens: bytes
-    started: list[Started] = []
-    finished: list[Finish] = []
+    started: list[SequenceStarted] = []
+    finished: list[SequenceFinished] = []
     logprobs: list[TokenLogprobs] = []
-    vectors: list[Vector] = []
+    vectors: list[PoolingOutput] = []
 
 
 class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
@@ -120,7 +129,7 @@ class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
     retry_after_ms: int = 0
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """replica → anyone, twice a second and when a sequence starts or ends: how full it is.
 
     `counters` only grow within one boot (prefix hit tokens, evictions by cause, preemptions, …). `shared_blocks` of the
@@ -141,7 +150,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     blocks: int = 0
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
+class SetPlacement(msgspec.Struct, frozen=True, array_like=True, tag="place"):
     """machine → replica: where its weights are to be, MEMORY or DEVICE, and how much of the device it may hold there,
     weights, workspace and KV together. A newer one takes an older one's place.
 
@@ -154,7 +163,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True, tag="place"):
     drain_ms: int = 0
 
 
-class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+class PlacementStatus(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     """replica → whoever sent it a Place: where it is, each time that a move ended or failed; where it failed `problem`
     says why, and the rest where it is instead. The first answer to the first Place comes at once, and is the only one
     where that one asks for nothing.
@@ -183,7 +192,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     standby_bytes: int = 0
 
 
-class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
+class ModelDemand(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
     """gateway → machine: how many of its requests for a model wait for a replica, at each change and at least once a
     second while there are any; 0 ends it. What a connection said ends with it.
 
@@ -218,7 +227,7 @@ class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
     toward: Residency = Residency.DISK
     ready_ms: int = 0
     device: int = -1
-    memory: Placed | None = None
+    memory: PlacementStatus | None = None
     quarantined: bool = False
 
 
@@ -232,7 +241,7 @@ class DeviceState(msgspec.Struct, frozen=True, array_like=True):
     held_bytes: int
 
 
-class Fleet(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
+class MachineState(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
     """machine → gateway, on connection and on every change: all replicas of this machine, its devices, and its host
     memory: `memory_bytes` of `memory_budget_bytes` are held by what sleeps or may. `moves` counts by kind, `wake` and
     `sleep`, `start`, `end`, `grow` and `shrink`, and those that failed with `_failed` behind."""
@@ -245,7 +254,18 @@ class Fleet(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
     moves: dict[str, int] = {}
 
 
-Frame = Submit | Cancel | Hello | Progress | Reject | Load | Place | Placed | Wake | Fleet
+Frame = (
+    Submit
+    | Cancel
+    | Hello
+    | StepOutputs
+    | Reject
+    | ReplicaLoad
+    | SetPlacement
+    | PlacementStatus
+    | ModelDemand
+    | MachineState
+)
 
 
 class FrameError(ValueError):
@@ -256,7 +276,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
 
 
-def encode(frame: Frame) -> bytes:
+def encode_frame(frame: Frame) -> bytes:
     """The frame's bytes on the wire, its length included."""
     body = _encoder.encode(frame)
     assert len(body) <= FRAME_BYTES_MAX, f"a frame of {len(body)} bytes"

@@ -6,10 +6,10 @@ from typing import Final
 
 import msgspec
 
-MEMORY_SUFFIX: Final = ".memory.json"
+MEMORY_REPORT_SUFFIX: Final = ".memory.json"
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where a replica's memory went, in bytes, as it began to serve: a JSON file beside its pulse, while it runs."""
 
     model: str
@@ -27,7 +27,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int  # left to nobody
 
 
-class Inspected(msgspec.Struct, frozen=True, kw_only=True):
+class InspectionReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `python -m engine.weights.validate` found of a folder's weights, from headers alone."""
 
     numbers: int  # that a replica would load
@@ -35,7 +35,7 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True):
     coded_bytes: int = 0  # what these take there
 
 
-class Warmed(msgspec.Struct, frozen=True, kw_only=True):
+class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `python -m engine.execution.warmup` found or prepared of what starts of a model take over."""
 
     needed: bool  # there is something that later starts would have to find out
@@ -44,6 +44,6 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     files: list[str] = []  # where it is now
 
 
-def memory_path(pulse: str | os.PathLike[str]) -> Path:
+def memory_report_path(pulse: str | os.PathLike[str]) -> Path:
     """The file of the replica that beats in `pulse`."""
-    return Path(pulse).with_suffix(MEMORY_SUFFIX)
+    return Path(pulse).with_suffix(MEMORY_REPORT_SUFFIX)

@@ -4,8 +4,10 @@ from typing import Final
 
 import msgspec
 
-DRIVER_BYTES: Final = 1 << 30  # of a GPU, that a machine leaves to its driver and to whatever else needs a little
-MEMORY_SHARE: Final = 0.7  # of the host memory that is free at a machine's start, for models that sleep
+DRIVER_RESERVE_BYTES: Final = (
+    1 << 30
+)  # of a GPU, that a machine leaves to its driver and to whatever else needs a little
+HOST_MEMORY_SHARE: Final = 0.7  # of the host memory that is free at a machine's start, for models that sleep
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +38,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read
 
 
-class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TelemetrySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where spans are sent: an OTLP endpoint over HTTP, and the service.name that replicas add `-replica` to."""
 
     otlp_url: str
@@ -55,7 +57,7 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device_bytes: int | None = None  # of each GPU, or of a CPU's memory, for replicas; None: all that is there
     memory_bytes: int | None = None  # of host memory, for models that sleep; None: a share of what is there
     threads: int | None = None  # CPU threads per replica; None: shared evenly
-    telemetry: Telemetry | None = None  # None: no traces
+    telemetry: TelemetrySpec | None = None  # None: no traces
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,4 +71,4 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device_bytes: int | None = None  # of the device, in all, that it may hold at first; None: all that is free
     standby: bool = False  # it will be sent to sleep: its weights are copied to host memory ahead
     threads: int | None = None
-    telemetry: Telemetry | None = None
+    telemetry: TelemetrySpec | None = None

@@ -80,7 +80,7 @@ class Scope(msgspec.Struct, frozen=True, array_like=True):
     account: bytes = b""
 
 
-class Terms(msgspec.Struct, frozen=True, array_like=True):
+class SchedulingTerms(msgspec.Struct, frozen=True, array_like=True):
     """How a request's account is treated beside others, as its plan and its settings say.
 
     weight          its part of what is served while accounts compete; one of 2 gets twice what one of 1 gets.
@@ -105,7 +105,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     background: bool = False
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is chosen. Values are in range: the gateway checked them.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; penalties are off at 1, 0 and 0.

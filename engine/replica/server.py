@@ -23,28 +23,39 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from engine.execution.step_loop import Loop, blocks_least, open_scheduler, publish
+from engine.execution.step_loop import StepLoop, min_mapped_blocks, open_scheduler, publish_prefixes
 from engine.hostinfo import gpus
 from engine.log import log
 from engine.memory import scrub
-from engine.process.death_signal import dies_with
-from engine.process.heartbeat import Phase, Pulse
-from engine.protocol.connection import Connection, Gone, listen
-from engine.protocol.frames import PROTOCOL, Cancel, Frame, FrameError, Hello, Place, Placed, Reject, Submit, encode
-from engine.protocol.reports import Memory, memory_path
+from engine.process.death_signal import die_with_parent
+from engine.process.heartbeat import Heartbeat, ReplicaPhase
+from engine.protocol.connection import FrameConnection, PeerGone, listen
+from engine.protocol.frames import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Frame,
+    FrameError,
+    Hello,
+    PlacementStatus,
+    Reject,
+    SetPlacement,
+    Submit,
+    encode_frame,
+)
+from engine.protocol.reports import MemoryReport, memory_report_path
 from engine.protocol.specs import ReplicaSpec
 from engine.protocol.types import Grammar, Pooling, RejectReason, Residency, ScopeKind
-from engine.replica.sleep_wake import Standby
+from engine.replica.sleep_wake import SleepController
 from engine.scheduling.public_prefixes import whole_blocks
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.validation import Door, Refused
-from engine.step.executor import Moves
-from engine.structured_output.manager import Grammars
-from prefixcache.namespace import Share
+from engine.scheduling.validation import RequestValidator, SubmitRejected
+from engine.step.executor import SleepableExecutor
+from engine.structured_output.manager import StructuredOutputManager
+from prefixcache.namespace import CacheShare
 
 if TYPE_CHECKING:
-    from engine.replica.tracing import Traces
+    from engine.replica.tracing import ReplicaTracer
 
 _TICK_S: Final = 0.5
 _OVERWRITE_S: Final = 1.0  # at most so often
@@ -52,7 +63,7 @@ _FAILURES_MAX: Final = 2  # in a row; then the process ends and its machine star
 _BELL_BYTES: Final = 4096
 
 
-class Served(Moves, Protocol):
+class ModelRunner(SleepableExecutor, Protocol):
     """What a replica asks of a runner: what its loop and its moves ask, and what a model tells about itself."""
 
     revision: str
@@ -67,11 +78,11 @@ class Served(Moves, Protocol):
         ...
 
 
-Open = Callable[[ReplicaSpec, Callable[[], None]], Served]
+OpenRunner = Callable[[ReplicaSpec, Callable[[], None]], ModelRunner]
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ReplicaLimits:
     """The limits of a replica that no spec sets."""
 
     connections: int = 256
@@ -87,17 +98,17 @@ class Replica:
     def __init__(
         self,
         spec: ReplicaSpec,
-        runner: Served,
-        grammars: Grammars,
-        pulse: Pulse,
+        runner: ModelRunner,
+        grammars: StructuredOutputManager,
+        pulse: Heartbeat,
         listener: socket.socket,
-        bounds: Bounds,
+        bounds: ReplicaLimits,
         orphaned: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
         model = spec.model
         prefixes = whole_blocks(model.public_prefixes, runner.blocks, runner.block_tokens, runner.vocabulary)
-        tokens_max = _tokens_most(runner, sum(map(len, prefixes)))
+        tokens_max = _max_sequence_tokens(runner, sum(map(len, prefixes)))
         self._runner = runner
         self._grammars = grammars
         self._pulse = pulse
@@ -105,27 +116,27 @@ class Replica:
         self._bounds = bounds
         self._orphaned = orphaned
         self._clock = clock
-        self._door = Door(
+        self._door = RequestValidator(
             model_revision=runner.revision,
             kv_layout=runner.kv_layout,
             block_tokens=runner.block_tokens,
             tokens_max=tokens_max,
             vocabulary=runner.vocabulary,
             stop_ids=frozenset(runner.stop_ids),
-            share=Share(model.scope_floor_blocks, model.scope_cap_blocks),
+            share=CacheShare(model.scope_floor_blocks, model.scope_cap_blocks),
             poolings=runner.poolings,
         )
         self._scheduler = open_scheduler(runner, model, clock)
-        self._loop = Loop(runner, self._scheduler, grammars.masks)
+        self._loop = StepLoop(runner, self._scheduler, grammars.masks)
         if isinstance(self._scheduler, Scheduler):
-            publish(self._loop, self._scheduler, [self._door.public(prefix) for prefix in prefixes])
-        self._standby = Standby(runner, self._scheduler, self._loop, model.kept_kv_bytes, clock)
+            publish_prefixes(self._loop, self._scheduler, [self._door.public(prefix) for prefix in prefixes])
+        self._standby = SleepController(runner, self._scheduler, self._loop, model.kept_kv_bytes, clock)
         self._placing: set[int] = set()  # the connections that sent a Place
-        self._placed: Placed | None = None  # to be told to them
+        self._placed: PlacementStatus | None = None  # to be told to them
         self._sweeping = False
         self._resting = True  # the last turn found nothing to do, though something may wait for its grammar
         self._hello = Hello(
-            protocol=PROTOCOL,
+            protocol=PROTOCOL_VERSION,
             model=model.name,
             revision=runner.revision,
             boot=str(spec.boot),
@@ -137,7 +148,7 @@ class Replica:
         )
         self._traces = _traces(spec)
         self._selector = selectors.DefaultSelector()
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, FrameConnection] = {}
         self._connected = 0
         self._tick_at = clock()
         self._overwrite_at = clock()
@@ -166,7 +177,7 @@ class Replica:
                 self._close(connection, "the replica ends")
             self._selector.close()
             if self._traces is not None:
-                self._pulse.enter(Phase.STOPPING)
+                self._pulse.enter(ReplicaPhase.STOPPING)
                 self._traces.close()
 
     # One turn
@@ -175,7 +186,7 @@ class Replica:
         """Takes what the sockets have; waits for them only when there is nothing to compute."""
         wait_s = 0.0
         if self._loop.idle or self._resting:
-            self._pulse.enter(Phase.IDLE)
+            self._pulse.enter(ReplicaPhase.IDLE)
             if not (self._standby.settled and self._runner.idle()) and not self._sweeping:
                 wait_s = self._standby.pause_s(max(0.0, self._tick_at - self._clock()))
         for key, events in self._selector.select(wait_s):
@@ -199,13 +210,13 @@ class Replica:
         """Moves first: what waits for a wake is launched at once."""
         self._placed = self._standby.step(self._resting or self._loop.idle)
         if not self._loop.idle:
-            self._pulse.enter(Phase.STEP)
+            self._pulse.enter(ReplicaPhase.STEP)
             self._resting = not self._loop.turn()
         self._sweeping = self._loop.sweep()
         now = self._clock()
         if now >= self._overwrite_at and self._scheduler.secret_left():
             self._overwrite_at = now + _OVERWRITE_S
-            scrub.overwrite()
+            scrub.overwrite_freed_objects()
 
     def _tell(self) -> None:
         """One Progress per connection that has news, what will not run after all, how a move ended, and Load when it
@@ -216,21 +227,21 @@ class Replica:
             if self._traces is not None:
                 self._traces.told(owner, progress)
             if owner in self._connections:
-                self._send(self._connections[owner], encode(progress))
+                self._send(self._connections[owner], encode_frame(progress))
         for sequence, reject in self._scheduler.rejects():
             if self._traces is not None:
                 self._traces.rejected(sequence.owner, sequence.first, sequence.choices)
             if sequence.owner in self._connections:
-                self._send(self._connections[sequence.owner], encode(reject))
+                self._send(self._connections[sequence.owner], encode_frame(reject))
         placed, self._placed = self._placed, None
         if placed is not None:
             moved = True
             for number in list(self._placing):
-                self._send(self._connections[number], encode(placed))
+                self._send(self._connections[number], encode_frame(placed))
         now = self._clock()
         if moved or now >= self._tick_at:
             self._tick_at = now + _TICK_S
-            load = encode(self._scheduler.load(draining=self._drain_until is not None))
+            load = encode_frame(self._scheduler.load(draining=self._drain_until is not None))
             for connection in list(self._connections.values()):
                 self._send(connection, load)
 
@@ -254,52 +265,54 @@ class Replica:
             peer.close()
             return
         self._connected += 1
-        connection = Connection(self._connected, peer, self._bounds.received_bytes, self._bounds.unsent_bytes)
+        connection = FrameConnection(self._connected, peer, self._bounds.received_bytes, self._bounds.unsent_bytes)
         self._connections[connection.number] = connection
         self._selector.register(peer, selectors.EVENT_READ, connection)
         log("connected", connection=connection.number)
-        self._send(connection, encode(self._hello))
-        self._send(connection, encode(self._scheduler.load(draining=self._drain_until is not None)))
+        self._send(connection, encode_frame(self._hello))
+        self._send(connection, encode_frame(self._scheduler.load(draining=self._drain_until is not None)))
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: FrameConnection) -> None:
         try:
             for frame in connection.frames():
                 self._take(connection, frame)
                 if connection.number not in self._connections:
                     return  # it left while it was answered: nothing more of it may run
-        except (Gone, FrameError) as error:
+        except (PeerGone, FrameError) as error:
             self._close(connection, str(error))
 
-    def _take(self, connection: Connection, frame: Frame) -> None:
+    def _take(self, connection: FrameConnection, frame: Frame) -> None:
         if isinstance(frame, Cancel):
             self._scheduler.cancel(connection.number, frame.ids)
-        elif isinstance(frame, Place):
+        elif isinstance(frame, SetPlacement):
             self._place(connection, frame)
         elif not isinstance(frame, Submit):
             raise FrameError(f"a {type(frame).__name__} is not for a replica")
         elif self._drain_wanted:
-            self._send(connection, encode(Reject(frame.id, RejectReason.DRAINING, "the replica is shutting down")))
+            self._send(
+                connection, encode_frame(Reject(frame.id, RejectReason.DRAINING, "the replica is shutting down"))
+            )
         else:
             try:
                 sequences = self._door.sequences(frame, connection.number, self._clock())
                 if frame.grammar is not None:
                     self._compile(frame.grammar, frame, sequences)
                 self._scheduler.add(sequences)
-            except Refused as refused:
+            except SubmitRejected as refused:
                 reject = Reject(frame.id, refused.reason, refused.message, refused.retry_after_ms)
-                self._send(connection, encode(reject))
+                self._send(connection, encode_frame(reject))
                 return
             if self._traces is not None:
                 self._traces.accepted(connection.number, frame)
 
-    def _place(self, connection: Connection, place: Place) -> None:
+    def _place(self, connection: FrameConnection, place: SetPlacement) -> None:
         """The first one of a connection is answered at once, and each one where it ends. A first one that asks for
         nothing is not answered twice: the machine would take that for the end of what it ordered meanwhile."""
         if place.residency == Residency.DISK:
             raise FrameError("a replica is ended, not sent to disk")
         if connection.number not in self._placing:
             self._placing.add(connection.number)
-            self._send(connection, encode(self._standby.placed()))
+            self._send(connection, encode_frame(self._standby.placed()))
             if self._standby.obeyed(place):
                 return
         if not self._drain_wanted:
@@ -312,19 +325,19 @@ class Replica:
         for sequence in sequences:
             sequence.compilation = compilation
 
-    def _send(self, connection: Connection, encoded: bytes) -> None:
+    def _send(self, connection: FrameConnection, encoded: bytes) -> None:
         if connection.number not in self._connections:
             return
         try:
             connection.send(encoded)
-        except Gone as gone:
+        except PeerGone as gone:
             self._close(connection, str(gone))
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if self._selector.get_key(connection.socket).events != wanted:
             self._selector.modify(connection.socket, wanted, connection)
 
-    def _close(self, connection: Connection, reason: str) -> None:
+    def _close(self, connection: FrameConnection, reason: str) -> None:
         """Ends the connection and everything that runs for it. Does nothing the second time."""
         if self._connections.pop(connection.number, None) is None:
             return
@@ -345,22 +358,22 @@ class Replica:
                     self._send(key.data, b"")
 
 
-def _tokens_most(runner: Served, published_tokens: int) -> int:
+def _max_sequence_tokens(runner: ModelRunner, published_tokens: int) -> int:
     """Of the longest sequence that there is room for whenever the replica is on its device."""
     if not runner.blocks:
         return runner.context_tokens
-    return min(runner.context_tokens, blocks_least(runner) * runner.block_tokens - published_tokens)
+    return min(runner.context_tokens, min_mapped_blocks(runner) * runner.block_tokens - published_tokens)
 
 
-def _traces(spec: ReplicaSpec) -> "Traces | None":
+def _traces(spec: ReplicaSpec) -> "ReplicaTracer | None":
     if spec.telemetry is None:
         return None
-    from engine.replica.tracing import open_traces  # only here: a replica that is not traced needs no opentelemetry
+    from engine.replica.tracing import open_tracer  # only here: a replica that is not traced needs no opentelemetry
 
-    return open_traces(spec)
+    return open_tracer(spec)
 
 
-class _Notes(logging.Handler):
+class _EventHandler(logging.Handler):
     """Sends what other modules log the same way."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -372,27 +385,34 @@ def parse_spec(document: str) -> ReplicaSpec:
     return msgspec.json.decode(document, type=ReplicaSpec)
 
 
-def run(spec: ReplicaSpec, open_runner: Open, bounds: Bounds | None = None) -> int:
+def run(spec: ReplicaSpec, open_runner: OpenRunner, bounds: ReplicaLimits | None = None) -> int:
     """Loads the model, then serves until told to end or until the parent process is gone. Returns the exit status."""
     parent = os.getppid()
-    dies_with(parent)()
-    pulse = Pulse.create(spec.pulse)
-    pulse.enter(Phase.LOADING)
+    die_with_parent(parent)()
+    pulse = Heartbeat.create(spec.pulse)
+    pulse.enter(ReplicaPhase.LOADING)
     began = time.monotonic()
-    with contextlib.closing(Grammars(Path(spec.model.folder), spec.threads)) as grammars:
+    with contextlib.closing(StructuredOutputManager(Path(spec.model.folder), spec.threads)) as grammars:
         runner = open_runner(spec, pulse.beat)
         grammars.wait()
         gc.collect()
         gc.freeze()  # what loading made stays: collections during steps need not walk it
         log("loaded", model=spec.model.name, seconds=round(time.monotonic() - began, 3), blocks=runner.blocks)
         try:
-            return serve(spec, runner, grammars, pulse, bounds or Bounds(), orphaned=lambda: os.getppid() != parent)
+            return serve(
+                spec, runner, grammars, pulse, bounds or ReplicaLimits(), orphaned=lambda: os.getppid() != parent
+            )
         finally:
-            pulse.enter(Phase.STOPPING)
+            pulse.enter(ReplicaPhase.STOPPING)
 
 
 def serve(
-    spec: ReplicaSpec, runner: Served, grammars: Grammars, pulse: Pulse, bounds: Bounds, orphaned: Callable[[], bool]
+    spec: ReplicaSpec,
+    runner: ModelRunner,
+    grammars: StructuredOutputManager,
+    pulse: Heartbeat,
+    bounds: ReplicaLimits,
+    orphaned: Callable[[], bool],
 ) -> int:
     """Serves an open runner on the spec's address. SIGTERM and SIGINT drain. Call it from the main thread."""
     listener = listen(spec.address)
@@ -411,9 +431,9 @@ def serve(
                 os.unlink(spec.address.removeprefix("unix:"))
 
 
-def _tell_memory(pulse: str, memory: Memory) -> None:
+def _write_memory_report(pulse: str, memory: MemoryReport) -> None:
     """Writes it beside the pulse, at once or not at all; whoever looks there while we run finds it."""
-    path = memory_path(pulse)
+    path = memory_report_path(pulse)
     unfinished = path.with_suffix(".new")
     try:
         unfinished.write_bytes(msgspec.json.encode(memory))
@@ -426,15 +446,15 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         print("usage: python -m engine.replica.server '<ReplicaSpec JSON>'", file=sys.stderr)
         return 2
-    logging.basicConfig(level=logging.INFO, handlers=[_Notes()])
+    logging.basicConfig(level=logging.INFO, handlers=[_EventHandler()])
     spec = parse_spec(argv[0])
-    if spec.device != "cpu" and "torch" not in sys.modules and gpus.visible(os.environ):
-        gpus.wake()
+    if spec.device != "cpu" and "torch" not in sys.modules and gpus.visible_gpus(os.environ):
+        gpus.prewarm_driver()
     from engine.execution.open import open_model  # only here: a replica of another runner needs no torch
 
-    def open_runner(spec: ReplicaSpec, beat: Callable[[], None]) -> Served:
+    def open_runner(spec: ReplicaSpec, beat: Callable[[], None]) -> ModelRunner:
         runner = open_model(spec.model, spec.device, spec.threads, beat, spec.device_bytes, spec.standby)
-        _tell_memory(spec.pulse, runner.memory)
+        _write_memory_report(spec.pulse, runner.memory)
         return runner
 
     return run(spec, open_runner)

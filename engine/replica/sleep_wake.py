@@ -9,15 +9,15 @@ from typing import Final
 
 import msgspec
 
-from engine.execution.step_loop import Loop
+from engine.execution.step_loop import StepLoop
 from engine.log import log
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
-from engine.protocol.frames import Place, Placed
+from engine.protocol.frames import PlacementStatus, SetPlacement
 from engine.protocol.types import Residency
-from engine.scheduling.block_pool import Waking
-from engine.scheduling.encoder_scheduler import TextScheduler
+from engine.scheduling.block_pool import WakeExtents
+from engine.scheduling.encoder_scheduler import EncoderScheduler
 from engine.scheduling.scheduler import Scheduler
-from engine.step.executor import Moves
+from engine.step.executor import SleepableExecutor
 from engine.weights.checkpoint import CheckpointError
 
 EXTENTS_AT_ONCE: Final = 4  # mapped or unmapped between two steps: some 5 ms where there are 32 layers, of any size
@@ -25,23 +25,23 @@ _ARRIVAL_LOOK_S: Final = 0.001
 
 
 @dataclass(slots=True)
-class _Order:
+class _PendingPlacement:
     """A Place that is carried out: when it came, since when something moves for it, and how many bytes were copied."""
 
-    place: Place
+    place: SetPlacement
     came_s: float
     moves_s: float | None = None
     moved_bytes: int = 0
 
 
-class Standby:
+class SleepController:
     """`order` takes a Place, `step` after `step` carries it out; the newest one alone counts.
 
     residency  where the replica is: on DEVICE, or in MEMORY, where nothing is launched and requests wait.
     """
 
     def __init__(
-        self, runner: Moves, scheduler: Scheduler | TextScheduler, loop: Loop, kept_bytes: int,
+        self, runner: SleepableExecutor, scheduler: Scheduler | EncoderScheduler, loop: StepLoop, kept_bytes: int,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """At most kept_bytes of host memory are for KV of system prompts while it sleeps."""
@@ -51,18 +51,18 @@ class Standby:
         self._loop = loop
         self._kept_bytes = kept_bytes
         self._clock = clock
-        self._order: _Order | None = None
+        self._order: _PendingPlacement | None = None
         self._arriving = False  # it woke, and not all of it is there yet
         self._extents = len(runner.mapped)  # when it fell asleep
 
-    def order(self, place: Place) -> None:
+    def order(self, place: SetPlacement) -> None:
         """From the next step on; a move that cannot be stopped ends before."""
-        self._order = _Order(place, self._clock())
+        self._order = _PendingPlacement(place, self._clock())
         self._admit()
 
-    def obeyed(self, place: Place) -> bool:
+    def obeyed(self, place: SetPlacement) -> bool:
         """Whether there is nothing to do for it: it is there, no size is asked for, and nothing else was ordered."""
-        return self._order is None and place == Place(self.residency)
+        return self._order is None and place == SetPlacement(self.residency)
 
     def stay(self) -> None:
         """Where it is, and obeys no order that was not carried out by now."""
@@ -80,7 +80,7 @@ class Standby:
         """Whether it is on the device, and no move is under way."""
         return self.residency == Residency.DEVICE and self._order is None and not self._arriving
 
-    def step(self, resting: bool) -> Placed | None:
+    def step(self, resting: bool) -> PlacementStatus | None:
         """Does a bounded part of what was ordered; at its end, good or bad, what is to be told. `resting`: the loop's
         last turn found nothing to do."""
         if self._arriving:
@@ -94,10 +94,10 @@ class Standby:
             return self._toward_memory(order, resting)
         return self._wake(order) if self.residency == Residency.MEMORY else self._resize(order)
 
-    def placed(self) -> Placed:
+    def placed(self) -> PlacementStatus:
         """Where it is, and what it holds there."""
         sizes = self._runner.sizes()
-        return Placed(
+        return PlacementStatus(
             self.residency,
             device_bytes=sizes.device_bytes,
             asleep_bytes=sizes.asleep_bytes,
@@ -117,7 +117,7 @@ class Standby:
         leaving = self._order is not None and self._order.place.residency == Residency.MEMORY
         self._scheduler.admitting = self.residency == Residency.DEVICE and not leaving
 
-    def _toward_memory(self, order: _Order, resting: bool) -> Placed | None:
+    def _toward_memory(self, order: _PendingPlacement, resting: bool) -> PlacementStatus | None:
         if self.residency == Residency.MEMORY:
             return self._end(order)
         try:
@@ -139,13 +139,13 @@ class Standby:
         try:
             order.moved_bytes += self._runner.sleep(kept)
         except OutOfHostMemory as error:
-            self._scheduler.woken(Waking(mapped, kept))  # all is still where it was
+            self._scheduler.woken(WakeExtents(mapped, kept))  # all is still where it was
             return self._end(order, str(error))
         self._extents = len(mapped)
         self.residency = Residency.MEMORY
         return self._end(order)
 
-    def _wake(self, order: _Order) -> Placed | None:
+    def _wake(self, order: _PendingPlacement) -> PlacementStatus | None:
         self._begin(order)
         self._loop.erase()
         waking = self._scheduler.waking(self._wanted(order.place))
@@ -159,7 +159,7 @@ class Standby:
         self._admit()
         return None
 
-    def _resize(self, order: _Order) -> Placed | None:
+    def _resize(self, order: _PendingPlacement) -> PlacementStatus | None:
         """Some extents more or fewer; the end where it has as many as it may, or no more can be had or spared."""
         wanted, mapped = self._wanted(order.place), len(self._runner.mapped)
         if wanted != mapped:
@@ -176,7 +176,7 @@ class Standby:
             return None
         return self._end(order)
 
-    def _shrink(self, order: _Order, count: int) -> bool:
+    def _shrink(self, order: _PendingPlacement, count: int) -> bool:
         """False where none can be spared."""
         self._loop.land_all()
         shrinking = self._scheduler.shrink(count)
@@ -189,7 +189,7 @@ class Standby:
             self._runner.unmap(shrinking.extents)
         return bool(shrinking.extents)
 
-    def _wanted(self, place: Place) -> int:
+    def _wanted(self, place: SetPlacement) -> int:
         """How many extents fit into what it may hold, never fewer than it needs to serve at all."""
         total = -(-self._runner.blocks // self._runner.extent_blocks)
         if place.device_bytes is None or not total:
@@ -208,12 +208,12 @@ class Standby:
     def _block_bytes(self) -> int:
         return self._runner.sizes().extent_bytes // self._runner.extent_blocks
 
-    def _begin(self, order: _Order) -> None:
+    def _begin(self, order: _PendingPlacement) -> None:
         """From now on something moves."""
         if order.moves_s is None:
             order.moves_s = self._clock()
 
-    def _end(self, order: _Order, problem: str = "") -> Placed:
+    def _end(self, order: _PendingPlacement, problem: str = "") -> PlacementStatus:
         """The order is carried out, or cannot be."""
         self._order = None
         self._admit()

@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from engine.protocol.frames import Progress, Submit
+from engine.protocol.frames import StepOutputs, Submit
 from engine.protocol.specs import ReplicaSpec
 from engine.protocol.types import FinishReason
 
@@ -41,7 +41,7 @@ _propagator: Final = TraceContextTextMapPropagator()
 
 
 @dataclass(slots=True)
-class _Journey:
+class _SequenceTrace:
     """A sequence on its way. Times are nanoseconds since 1970; None is what has not happened."""
 
     parent: Context
@@ -54,7 +54,7 @@ class _Journey:
     completion_tokens: int = 0
 
 
-class Traces:
+class ReplicaTracer:
     """Follows the sequences of one replica. Ids that it does not know are ignored: they are not traced."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("hearth.replica")
         self._model = model
         self._now_ns = now_ns
-        self._journeys: dict[int, dict[int, _Journey]] = {}  # by owner and id
+        self._journeys: dict[int, dict[int, _SequenceTrace]] = {}  # by owner and id
 
     @property
     def open(self) -> int:
@@ -88,9 +88,9 @@ class Traces:
         journeys = self._journeys.setdefault(owner, {})
         for choice in range(submit.n):
             named = choice if submit.n > 1 else None
-            journeys[submit.id + choice] = _Journey(parent, named, prompt_tokens, now)
+            journeys[submit.id + choice] = _SequenceTrace(parent, named, prompt_tokens, now)
 
-    def told(self, owner: int, progress: Progress) -> None:
+    def told(self, owner: int, progress: StepOutputs) -> None:
         """This is what the connection is told now."""
         journeys = self._journeys.get(owner)
         if journeys is None:
@@ -135,7 +135,7 @@ class Traces:
         closing.start()
         closing.join(FLUSH_S)
 
-    def _end(self, journey: _Journey, now: int, reason: FinishReason | None, error: str | None) -> None:
+    def _end(self, journey: _SequenceTrace, now: int, reason: FinishReason | None, error: str | None) -> None:
         """Makes the spans of the phases that the sequence came to, end to end; the last one says how it ended."""
         phases = [("replica.queue", journey.submitted)]
         if journey.started is not None:
@@ -156,7 +156,7 @@ class Traces:
                 span.set_status(trace.StatusCode.ERROR)
             span.end(max(begin, end))
 
-    def _attributes(self, journey: _Journey, name: str, reason: FinishReason | None) -> dict[str, AttributeValue]:
+    def _attributes(self, journey: _SequenceTrace, name: str, reason: FinishReason | None) -> dict[str, AttributeValue]:
         said: dict[str, AttributeValue] = {"gen_ai.request.model": self._model}
         if journey.choice is not None:
             said["hearth.choice"] = journey.choice
@@ -169,8 +169,8 @@ class Traces:
         return said
 
 
-def open_traces(spec: ReplicaSpec) -> Traces:
+def open_tracer(spec: ReplicaSpec) -> ReplicaTracer:
     """Traces to the collector that the spec names."""
     assert spec.telemetry is not None
     exporter = OTLPSpanExporter(endpoint=spec.telemetry.otlp_url, timeout=EXPORT_S)
-    return Traces(exporter, f"{spec.telemetry.service}-replica", spec.model.name, spec.boot)
+    return ReplicaTracer(exporter, f"{spec.telemetry.service}-replica", spec.model.name, spec.boot)

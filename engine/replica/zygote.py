@@ -20,27 +20,27 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engine.host.forkserver import GO, HEAD, READY, Request
+from engine.host.forkserver import GO, LENGTH_PREFIX, READY, ForkRequest
 from engine.log import log
-from engine.process.death_signal import dies_with
+from engine.process.death_signal import die_with_parent
 from engine.replica import server
 
-_NOT_OURS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # said to the whole group: the machine decides
+_IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # said to the whole group: the machine decides
 _TITLE: Final = "engine.replica.server\0"  # one word of a command line
 _ARGUMENTS: Final = 48  # of /proc/self/stat, counted from 1: where the command line lies
 
 
-class Child(NamedTuple):
+class ForkedReplica(NamedTuple):
     """What a fork is to become. `output` is where it writes, `go` where it hears that its machine knows of it."""
 
-    request: Request
+    request: ForkRequest
     output: int
     go: int
 
 
 def main(argv: list[str]) -> int:
     machine = socket.socket(fileno=int(argv[0]))
-    signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
     for name in argv[1:]:
         _import(name)
     gc.collect()
@@ -66,7 +66,7 @@ def _import(told: str) -> None:
         log("not_imported", module=name, error=str(error))
 
 
-def _serve(machine: socket.socket) -> Child | None:
+def _serve(machine: socket.socket) -> ForkedReplica | None:
     """Forks until the machine is gone: then None. Returns in each fork with what that is to become."""
     while (child := _receive(machine)) is not None:
         try:
@@ -78,20 +78,20 @@ def _serve(machine: socket.socket) -> Child | None:
             return child
         os.close(child.output)
         os.close(child.go)
-        machine.sendall(HEAD.pack(pid or 0))
+        machine.sendall(LENGTH_PREFIX.pack(pid or 0))
     return None
 
 
-def _receive(machine: socket.socket) -> Child | None:
-    head, files, _, _ = socket.recv_fds(machine, HEAD.size, 2)
-    if len(head) < HEAD.size:
+def _receive(machine: socket.socket) -> ForkedReplica | None:
+    head, files, _, _ = socket.recv_fds(machine, LENGTH_PREFIX.size, 2)
+    if len(head) < LENGTH_PREFIX.size:
         return None
-    (count,) = HEAD.unpack(head)
+    (count,) = LENGTH_PREFIX.unpack(head)
     body = machine.recv(count, socket.MSG_WAITALL)
     if len(body) < count:
         return None
     output, go = files
-    return Child(msgspec.msgpack.decode(body, type=Request), output, go)
+    return ForkedReplica(msgspec.msgpack.decode(body, type=ForkRequest), output, go)
 
 
 def _fork() -> int:
@@ -102,7 +102,7 @@ def _fork() -> int:
         try:
             pid = os.fork()
             if pid:
-                os.write(writing, HEAD.pack(pid))
+                os.write(writing, LENGTH_PREFIX.pack(pid))
         except OSError:
             os._exit(1)
         if pid:
@@ -111,17 +111,17 @@ def _fork() -> int:
         os.close(writing)
         return 0
     os.close(writing)
-    said = os.read(reading, HEAD.size)
+    said = os.read(reading, LENGTH_PREFIX.size)
     os.close(reading)
     os.waitpid(between, 0)
-    if len(said) < HEAD.size:
+    if len(said) < LENGTH_PREFIX.size:
         raise OSError("there is no memory or no process left for one more")
-    pid = HEAD.unpack(said)[0]
+    pid = LENGTH_PREFIX.unpack(said)[0]
     assert isinstance(pid, int)
     return pid
 
 
-def _become(child: Child, parent: int) -> int:
+def _become(child: ForkedReplica, parent: int) -> int:
     """`parent` is the machine's process."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -129,16 +129,16 @@ def _become(child: Child, parent: int) -> int:
     os.dup2(child.output, sys.stderr.fileno())
     os.close(child.output)
     os.environ.update(child.request.environment)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_OURS)  # what it was sent meanwhile comes now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)  # what it was sent meanwhile comes now
     if os.read(child.go, len(GO)) != GO:  # it has not waited for us
         return 0
     os.close(child.go)
-    dies_with(parent)()
-    _call_ourselves(_TITLE + child.request.spec.model.name)
+    die_with_parent(parent)()
+    _set_process_title(_TITLE + child.request.spec.model.name)
     return server.main([msgspec.json.encode(child.request.spec).decode()])
 
 
-def _call_ourselves(title: str) -> None:
+def _set_process_title(title: str) -> None:
     """What `ps` shows: the command line is memory of our own, as long as it was at the start."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, last = (int(field) for field in fields[_ARGUMENTS - 3 : _ARGUMENTS - 1])

@@ -10,23 +10,25 @@ from collections.abc import Sequence as Items
 from typing import Final
 
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.token_budget import Limits
+from engine.scheduling.token_budget import SchedulerConfig
 
-SLACK: Final = 0.04  # of a step's time
-HOST_US: Final = 10.0  # of one sequence in a step, on the host, which small models wait for; no costs tell of it
-ALONE: Final = 2.0  # times what a step of one row takes
-ALONE_ROWS: Final = 16  # where no costs are known: about what the weights are read for in any case
+STEP_SLACK: Final = 0.04  # of a step's time
+HOST_US_PER_SEQUENCE: Final = (
+    10.0  # of one sequence in a step, on the host, which small models wait for; no costs tell of it
+)
+IDLE_STEP_FACTOR: Final = 2.0  # times what a step of one row takes
+IDLE_STEP_ROWS: Final = 16  # where no costs are known: about what the weights are read for in any case
 
 
-class Background:
+class BestEffortBudget:
     """`rows_alone` is how many rows a step of background sequences alone may have at most: no more of them run."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerConfig) -> None:
         self._costs = limits.costs
         self._step_tokens = limits.step_tokens
-        self.rows_alone = min(ALONE_ROWS, limits.step_tokens)
+        self.rows_alone = min(IDLE_STEP_ROWS, limits.step_tokens)
         if self._costs is not None:
-            most_us = ALONE * self._costs.rows_us(1)
+            most_us = IDLE_STEP_FACTOR * self._costs.rows_us(1)
             fitting = bisect_right(range(1, limits.step_tokens + 1), most_us, key=self._costs.rows_us)
             self.rows_alone = min(max(self.rows_alone, fitting), limits.step_tokens)
 
@@ -38,26 +40,28 @@ class Background:
         the memory has room for."""
         costs = self._costs
         if costs is None:
-            return [] if live else _shared_out(waiting, min(self.rows_alone, rows_max))
+            return [] if live else _divide_rows(waiting, min(self.rows_alone, rows_max))
         rows = sum(taken)
         if live:
             least, most = 0, min(rows_max, self._step_tokens) - rows
             reads_us = sum(map(costs.reads_us, (each.launched for each in live), taken)) - spared_us
-            left_us = SLACK * (costs.rows_us(rows) + max(0.0, reads_us))
+            left_us = STEP_SLACK * (costs.rows_us(rows) + max(0.0, reads_us))
         else:
             least, most = 1, min(rows_max, self.rows_alone)
-            left_us = (ALONE - 1) * costs.rows_us(1)
+            left_us = (IDLE_STEP_FACTOR - 1) * costs.rows_us(1)
 
         def added_us(more: int) -> float:
-            chunks = _shared_out(waiting, more)
+            chunks = _divide_rows(waiting, more)
             reads_us = sum(costs.reads_us(each.launched, chunk) for each, chunk in zip(waiting, chunks, strict=False))
-            return costs.rows_us(rows + sum(chunks)) - costs.rows_us(rows) + reads_us + HOST_US * len(chunks)
+            return (
+                costs.rows_us(rows + sum(chunks)) - costs.rows_us(rows) + reads_us + HOST_US_PER_SEQUENCE * len(chunks)
+            )
 
         fitting = bisect_right(range(1, most + 1), left_us, key=added_us)
-        return _shared_out(waiting, max(least, fitting))
+        return _divide_rows(waiting, max(least, fitting))
 
 
-def _shared_out(waiting: Items[Sequence], rows: int) -> list[int]:
+def _divide_rows(waiting: Items[Sequence], rows: int) -> list[int]:
     """A row for each of the oldest, as far as they go, and what is left to their prompts, the oldest first."""
     chunks, left = [1] * min(len(waiting), max(rows, 0)), rows - len(waiting)
     for index, sequence in enumerate(waiting[: len(chunks)]):

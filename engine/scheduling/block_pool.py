@@ -23,7 +23,7 @@ _BLOCK: Final = _TAG - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Waking:
+class WakeExtents:
     """The extents that get memory, and the blocks into which what was kept goes, in the order in which it was kept."""
 
     extents: list[int]
@@ -31,7 +31,7 @@ class Waking:
 
 
 @dataclass(frozen=True, slots=True)
-class Shrinking:
+class ShrinkPlan:
     """The extents that give up their memory, once the contents of `sources` are copied to `targets`, and those of the
     sources that are `secret` are erased after that."""
 
@@ -41,7 +41,7 @@ class Shrinking:
     secret: list[int]
 
 
-class Blocks:
+class BlockPool:
     """Blocks 0 … total−1. At any time each is free here, cached in the prefix tree, private to one sequence, or absent:
     nobody's, in an extent without memory.
 
@@ -160,7 +160,7 @@ class Blocks:
             chosen.pop()
         return chosen
 
-    def shrink(self, extents: Items[int]) -> tuple[Shrinking, dict[int, int]]:
+    def shrink(self, extents: Items[int]) -> tuple[ShrinkPlan, dict[int, int]]:
         """They have no memory from now on. What is held in them moves to the lowest blocks that are free elsewhere, of
         which there are enough; also gives the pages that changed."""
         held, leaving = self._held(), self._blocks_of(extents)
@@ -174,7 +174,7 @@ class Blocks:
         self._free = [block for block in staying if block not in taken]
         self.absent += len(leaving)
         secret = [block for block in sources if self._secret[block]]
-        return Shrinking(list(extents), sources, targets, secret), self._move(sources, targets)
+        return ShrinkPlan(list(extents), sources, targets, secret), self._move(sources, targets)
 
     def sleep(self) -> list[int]:
         """No extent has memory from now on. Gives the blocks that are held, whose contents are kept, in their order."""
@@ -186,16 +186,16 @@ class Blocks:
         blocks: list[int] = kept.tolist()
         return blocks
 
-    def waking(self, extents: int) -> Waking:
+    def waking(self, extents: int) -> WakeExtents:
         """At least so many extents, and enough for `least` blocks and for what was kept: the lowest, and in them the
         lowest blocks. What was freed meanwhile is given a block too."""
         assert self._kept is not None, "awake"
         assert not self._unerased, "erase first what was freed asleep: blocks have other contents afterwards"
         needed = max(self.least, len(self._kept))
         count = min(max(extents, -(-needed // self._extent_blocks)), self._extents)
-        return Waking(list(range(count)), list(range(len(self._kept))))
+        return WakeExtents(list(range(count)), list(range(len(self._kept))))
 
-    def woken(self, waking: Waking) -> dict[int, int]:
+    def woken(self, waking: WakeExtents) -> dict[int, int]:
         """It is awake, as planned. Gives the pages that changed. With the extents that had memory before, and what
         `sleep` gave for `restored`, a sleep that came to nothing is taken back."""
         assert self._kept is not None, "awake"

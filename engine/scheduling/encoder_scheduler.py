@@ -14,38 +14,38 @@ from typing import Final
 import numpy as np
 
 from engine.log import log
-from engine.protocol.frames import Finish, Load, Progress, Reject, Started, Vector
+from engine.protocol.frames import PoolingOutput, Reject, ReplicaLoad, SequenceFinished, SequenceStarted, StepOutputs
 from engine.protocol.types import FinishReason
-from engine.scheduling.block_pool import Shrinking, Waking
-from engine.scheduling.fair_queue import PROMPT_TOKEN, FairQueue, Standing
-from engine.scheduling.outputs import News
+from engine.scheduling.block_pool import ShrinkPlan, WakeExtents
+from engine.scheduling.fair_queue import PROMPT_TOKEN, AccountQueue, FairQueue
+from engine.scheduling.outputs import OutputCollector
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY
-from engine.scheduling.sequence import Sequence, Stage
-from engine.scheduling.step_plan import FLIGHTS_MAX, Plan
-from engine.scheduling.token_budget import Limits
-from engine.scheduling.waiting import Waiting
-from engine.step.encoder_layout import pack
-from engine.step.executor import Sampled
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan
+from engine.scheduling.token_budget import SchedulerConfig
+from engine.scheduling.waiting import WaitingQueue
+from engine.step.encoder_layout import pack_texts
+from engine.step.executor import RunnerOutput
 
-BACKGROUND_PART: Final = 8  # of a step's rows, one in so many: a text that comes meanwhile waits for its end
+BEST_EFFORT_DIVISOR: Final = 8  # of a step's rows, one in so many: a text that comes meanwhile waits for its end
 
 
-class TextScheduler:
+class EncoderScheduler:
     """The loop is as Scheduler's: `next_batch`, launch, `commit` (or `fail`, or `retry_smaller`), `news`. One more step
     may be planned before the one before it has landed; flights land in the order of their launch."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: SchedulerConfig, clock: Callable[[], float]) -> None:
         self.admitting = True  # what waits may start
         self._asleep = False
         self._limits = limits
         self._rows_max = limits.step_tokens
         self._clock = clock
-        self._waiting = Waiting(limits.waiting, _work, clock)
-        self._flights: deque[Plan] = deque()
+        self._waiting = WaitingQueue(limits.waiting, _work, clock)
+        self._flights: deque[StepPlan] = deque()
         self._landed_s = -math.inf
         self._steps = 0
         self._counters: Counter[str] = Counter()
-        self._news = News()
+        self._news = OutputCollector()
 
     # Coming and going
 
@@ -75,26 +75,26 @@ class TextScheduler:
 
     # One step
 
-    def next_batch(self) -> Plan | None:
+    def next_batch(self) -> StepPlan | None:
         """The next step's texts, or None where nothing waits that may run."""
-        assert len(self._flights) < FLIGHTS_MAX
+        assert len(self._flights) < INFLIGHT_STEPS_MAX
         self._waiting.expire()
         if not self.admitting or self._asleep:
             return None
         chosen = self._choose(self._waiting.queue, self._rows_max)
         if not chosen:
-            chosen = self._choose(self._waiting.behind, max(1, self._rows_max // BACKGROUND_PART))
+            chosen = self._choose(self._waiting.behind, max(1, self._rows_max // BEST_EFFORT_DIVISOR))
         if not chosen:
             return None
         chosen.sort(key=lambda sequence: sequence.prompt_tokens)  # those of one length are read together
         poolings = [sequence.pooling for sequence in chosen if sequence.pooling is not None]
         lengths = [sequence.prompt_tokens for sequence in chosen]
-        packed = pack([np.frombuffer(sequence.tokens, np.int32) for sequence in chosen], poolings)
-        plan = Plan(packed, chosen, lengths, list(range(len(chosen))), 0.0, self._clock())
+        packed = pack_texts([np.frombuffer(sequence.tokens, np.int32) for sequence in chosen], poolings)
+        plan = StepPlan(packed, chosen, lengths, list(range(len(chosen))), 0.0, self._clock())
         self._flights.append(plan)
         return plan
 
-    def commit(self, plan: Plan, sampled: Sampled) -> None:
+    def commit(self, plan: StepPlan, sampled: RunnerOutput) -> None:
         """Takes in what a step computed: a vector for each of its texts."""
         self._land(plan)
         vectors_RH, now = sampled.vectors_RH, self._clock()
@@ -106,28 +106,28 @@ class TextScheduler:
             standing.level += tokens * standing.prompt_cost
             self._counters["computed_tokens"] += tokens
             served += 0 if sequence.background else PROMPT_TOKEN * tokens
-            if sequence.stage == Stage.ENDED:
+            if sequence.stage == SequenceState.ENDED:
                 continue
             if token < 0:
                 self._counters["not_finite"] += 1
                 log("not_finite", computed=tokens)
                 self._end(sequence, FinishReason.ERROR, NOT_FINITE)
                 continue
-            self._news.of(sequence.owner).vectors.append(Vector(sequence.id, vector.astype("<f4").tobytes()))
+            self._news.of(sequence.owner).vectors.append(PoolingOutput(sequence.id, vector.astype("<f4").tobytes()))
             self._end(sequence, FinishReason.STOP)
         self._waiting.observe(served, took_s)
         self._steps += 1
         self._rows_max = min(self._limits.step_tokens, self._rows_max + max(1, self._rows_max // 16))
 
-    def fail(self, plan: Plan, message: str) -> None:
+    def fail(self, plan: StepPlan, message: str) -> None:
         """The step was lost: its texts end with an error, everything else goes on."""
         self._land(plan)
         self._landed_s = -math.inf
         for sequence in plan.sequences:
-            if sequence.stage != Stage.ENDED:
+            if sequence.stage != SequenceState.ENDED:
                 self._end(sequence, FinishReason.ERROR, message)
 
-    def retry_smaller(self, plan: Plan) -> int:
+    def retry_smaller(self, plan: StepPlan) -> int:
         """The step found too little memory: its texts and those launched behind it wait again, before all others of
         their accounts. The next step has at most half as many rows, which is returned; the later ones grow again. A
         text that was alone in it ends with an error."""
@@ -141,7 +141,7 @@ class TextScheduler:
         for taken in taken_back:
             for sequence in taken.sequences:
                 self._stop(sequence)
-                if sequence.stage == Stage.ENDED:
+                if sequence.stage == SequenceState.ENDED:
                     continue
                 if alone and taken is plan:
                     self._end(sequence, FinishReason.ERROR, OUT_OF_MEMORY)
@@ -161,18 +161,18 @@ class TextScheduler:
     def grow(self, extents: Items[int]) -> None:
         assert not extents
 
-    def shrink(self, count: int) -> Shrinking:
-        return Shrinking([], [], [], [])
+    def shrink(self, count: int) -> ShrinkPlan:
+        return ShrinkPlan([], [], [], [])
 
     def sleep(self, kept_most: int) -> list[int]:
         assert not self._flights
         self._asleep, self._landed_s = True, -math.inf
         return []
 
-    def waking(self, extents: int) -> Waking:
-        return Waking([], [])
+    def waking(self, extents: int) -> WakeExtents:
+        return WakeExtents([], [])
 
-    def woken(self, waking: Waking) -> None:
+    def woken(self, waking: WakeExtents) -> None:
         assert not waking.extents
         self._asleep = False
 
@@ -190,7 +190,7 @@ class TextScheduler:
 
     # What to tell
 
-    def news(self) -> dict[int, Progress]:
+    def news(self) -> dict[int, StepOutputs]:
         """What each owner has not been told yet; it counts as told now."""
         return self._news.take()
 
@@ -198,11 +198,11 @@ class TextScheduler:
         """The texts that were taken in and will not run after all; they count as told now."""
         return self._waiting.rejects()
 
-    def load(self, draining: bool) -> Load:
+    def load(self, draining: bool) -> ReplicaLoad:
         """How full it is; counters as in Scheduler.load."""
         live = sum(standing.running for standing in self._waiting.queue.running)
         behind = sum(standing.running for standing in self._waiting.behind.running)
-        return Load(
+        return ReplicaLoad(
             running=live,
             waiting=len(self._waiting.queue),
             waiting_tokens=self._waiting.tokens,
@@ -226,7 +226,7 @@ class TextScheduler:
         chosen: list[Sequence] = []
         left = rows
 
-        def fitting(standing: Standing[Sequence]) -> Sequence | None:
+        def fitting(standing: AccountQueue[Sequence]) -> Sequence | None:
             first = next(iter(standing.resuming or standing.waiting))
             return first if first.prompt_tokens <= left or not chosen else None
 
@@ -243,9 +243,9 @@ class TextScheduler:
         if sequence.ticket >= 0:
             return
         waited_ms = self._waiting.first_start(sequence)
-        self._news.of(sequence.owner).started.append(Started(sequence.id, 0, waited_ms))
+        self._news.of(sequence.owner).started.append(SequenceStarted(sequence.id, 0, waited_ms))
 
-    def _land(self, plan: Plan) -> None:
+    def _land(self, plan: StepPlan) -> None:
         """The oldest flight is over."""
         assert self._flights.popleft() is plan, "flights land in the order of their launch"
         for sequence in plan.sequences:
@@ -262,7 +262,7 @@ class TextScheduler:
         """The one end of every text, and tells its owner. What flies of it lands for nothing."""
         self._waiting.leave(sequence)
         self._counters[f"finished_{reason}"] += 1
-        self._news.of(sequence.owner).finished.append(Finish(sequence.id, reason, 0, message))
+        self._news.of(sequence.owner).finished.append(SequenceFinished(sequence.id, reason, 0, message))
 
     def check(self) -> None:
         """Every text is in one place, and accounts have running and promised what flies of theirs."""
@@ -276,8 +276,10 @@ class TextScheduler:
                 own = [each for each in ours if each.standing is standing]
                 assert standing.running == len(own)
                 assert standing.promised == sum(each.prompt_tokens for each in own)
-        running = [each for each in self._waiting.sequences.values() if each.stage == Stage.RUNNING]
-        assert set(running) == {each for each in flying if each.stage == Stage.RUNNING}, "a text runs and does not fly"
+        running = [each for each in self._waiting.sequences.values() if each.stage == SequenceState.RUNNING]
+        assert set(running) == {each for each in flying if each.stage == SequenceState.RUNNING}, (
+            "a text runs and does not fly"
+        )
 
 
 def _work(sequence: Sequence) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final, Generic, TypeVar
 
-from engine.protocol.types import Terms
+from engine.protocol.types import SchedulingTerms
 
 # What counts as service: a token of a prompt that was computed, not found in the cache, and one that was generated. A
 # generated one takes a step of its own, for which all weights are read: twice as much, as in the counter's paper.
@@ -24,7 +24,7 @@ _IDLE_ACCOUNTS_MAX: Final = 4096
 Item = TypeVar("Item")
 
 
-class Standing(Generic[Item]):
+class AccountQueue(Generic[Item]):
     """One account in one replica.
 
     level      what it was served, divided by its weight: comparable between accounts, not a sum since the start.
@@ -40,7 +40,7 @@ class Standing(Generic[Item]):
         *("resuming", "running", "terms", "waiting", "work"),
     )
 
-    def __init__(self, terms: Terms | None = None) -> None:
+    def __init__(self, terms: SchedulingTerms | None = None) -> None:
         self.level = 0.0
         self.promised = 0
         self.waiting: dict[Item, float] = {}
@@ -49,9 +49,9 @@ class Standing(Generic[Item]):
         self.running = 0
         self.readers: dict[int, int] = {}
         self.full = False
-        self.agree(terms or Terms())
+        self.agree(terms or SchedulingTerms())
 
-    def agree(self, terms: Terms) -> None:
+    def agree(self, terms: SchedulingTerms) -> None:
         self.terms = terms
         self.prompt_cost = PROMPT_TOKEN / terms.weight
         self.generated_cost = GENERATED_TOKEN / terms.weight
@@ -102,10 +102,10 @@ class FairQueue(Generic[Item]):
 
     def __init__(self, order: Callable[[Item], int]) -> None:
         self._order = order
-        self._standings: dict[bytes, Standing[Item]] = {}
-        self._running: dict[Standing[Item], None] = {}
-        self._line: dict[Standing[Item], int] = {}  # those that want a turn, and which of their turns counts
-        self._turns: list[tuple[float, int, Standing[Item]]] = []  # a heap; the turn as it was when it came in
+        self._standings: dict[bytes, AccountQueue[Item]] = {}
+        self._running: dict[AccountQueue[Item], None] = {}
+        self._line: dict[AccountQueue[Item], int] = {}  # those that want a turn, and which of their turns counts
+        self._turns: list[tuple[float, int, AccountQueue[Item]]] = []  # a heap; the turn as it was when it came in
         self._lined_up = 0
         self._most = 0.0  # no level was above it when nobody waited last
         self._length = 0
@@ -114,21 +114,21 @@ class FairQueue(Generic[Item]):
         return self._length
 
     @property
-    def line(self) -> Iterable[Standing[Item]]:
+    def line(self) -> Iterable[AccountQueue[Item]]:
         """The accounts that want a turn and may have one."""
         return self._line.keys()
 
     @property
-    def running(self) -> Iterable[Standing[Item]]:
+    def running(self) -> Iterable[AccountQueue[Item]]:
         """The accounts of which something runs."""
         return self._running.keys()
 
-    def standing(self, account: bytes, terms: Terms) -> Standing[Item]:
+    def standing(self, account: bytes, terms: SchedulingTerms) -> AccountQueue[Item]:
         """Where this account stands, under these terms from now on."""
         standing = self._standings.get(account)
         if standing is None:
             self._forget_idle()
-            standing = self._standings[account] = Standing(terms)
+            standing = self._standings[account] = AccountQueue(terms)
         elif standing.terms != terms:
             standing.agree(terms)
             standing.full = False
@@ -136,19 +136,19 @@ class FairQueue(Generic[Item]):
             self._refresh(standing)
         return standing
 
-    def push(self, standing: Standing[Item], item: Item, work: float) -> None:
+    def push(self, standing: AccountQueue[Item], item: Item, work: float) -> None:
         """Queues an item behind the others of its account; `work` is what it will be served at most, unweighted."""
         assert item not in standing.waiting, "pushed twice"
         standing.waiting[item] = work
         self._came(standing, work)
 
-    def resume(self, standing: Standing[Item], item: Item, work: float) -> None:
+    def resume(self, standing: AccountQueue[Item], item: Item, work: float) -> None:
         """Queues an item that was preempted before those of its account that never started. `stop` it first."""
         again = {**standing.resuming, item: work}
         standing.resuming = {each: again[each] for each in sorted(again, key=self._order)}
         self._came(standing, work)
 
-    def first(self, choose: Callable[[Standing[Item]], Item | None]) -> Item | None:
+    def first(self, choose: Callable[[AccountQueue[Item]], Item | None]) -> Item | None:
         """What `choose` takes of the first account in line of which it takes anything. It must not change the queue."""
         found, passed = None, []
         while found is None and self._turns:
@@ -163,13 +163,13 @@ class FairQueue(Generic[Item]):
             heappush(self._turns, each)
         return found
 
-    def start(self, standing: Standing[Item], item: Item) -> None:
+    def start(self, standing: AccountQueue[Item], item: Item) -> None:
         """Its turn has come: it runs from now on."""
         standing.running += 1
         self._running[standing] = None
         self.remove(standing, item)
 
-    def remove(self, standing: Standing[Item], item: Item) -> None:
+    def remove(self, standing: AccountQueue[Item], item: Item) -> None:
         """Removes an item that no longer waits. KeyError where it does not."""
         queue = standing.resuming if item in standing.resuming else standing.waiting
         standing.work -= queue.pop(item)
@@ -178,32 +178,32 @@ class FairQueue(Generic[Item]):
         self._length -= 1
         self._refresh(standing)
 
-    def stop(self, standing: Standing[Item]) -> None:
+    def stop(self, standing: AccountQueue[Item]) -> None:
         """One of its items runs no longer."""
         standing.running -= 1
         if not standing.running:
             del self._running[standing]
         self._refresh(standing)
 
-    def let_go(self, standing: Standing[Item], blocks: Iterable[int]) -> None:
+    def let_go(self, standing: AccountQueue[Item], blocks: Iterable[int]) -> None:
         """What an item of it held is no longer its."""
         standing.let_go(blocks)
         standing.full = False
         self._refresh(standing)
 
-    def pass_over(self, standing: Standing[Item]) -> None:
+    def pass_over(self, standing: AccountQueue[Item]) -> None:
         """Its next item finds too few blocks left under its cap: it has no turn before one of its own stops."""
         assert standing.running, "whoever runs nothing may always start"
         standing.full = True
         self._refresh(standing)
 
-    def promise(self, standing: Standing[Item], tokens: int) -> None:
+    def promise(self, standing: AccountQueue[Item], tokens: int) -> None:
         """So many tokens of a prompt will be computed, or, if negative, never will."""
         standing.promised += tokens
         if tokens < 0 and standing in self._line:
             self._line_up(standing)
 
-    def ahead(self, standing: Standing[Item], part: float) -> float:
+    def ahead(self, standing: AccountQueue[Item], part: float) -> float:
         """What is served before one more item of this account has its turn, where of all work only a part is done."""
         own = part * standing.work
         reached = max(standing.turn, self._floor(standing)) + own / standing.terms.weight
@@ -213,17 +213,17 @@ class FairQueue(Generic[Item]):
             if other is not standing
         )
 
-    def longest(self) -> Standing[Item] | None:
+    def longest(self) -> AccountQueue[Item] | None:
         """The account with the most items for its weight that never started, if any has one."""
         waiting = (standing for standing in self._standings.values() if standing.waiting)
         return max(waiting, key=lambda standing: len(standing.waiting) / standing.terms.weight, default=None)
 
-    def _came(self, standing: Standing[Item], work: float) -> None:
+    def _came(self, standing: AccountQueue[Item], work: float) -> None:
         standing.work += work
         self._length += 1
         self._refresh(standing)
 
-    def _refresh(self, standing: Standing[Item]) -> None:
+    def _refresh(self, standing: AccountQueue[Item]) -> None:
         """In line is who wants a turn."""
         if not standing.wants:
             self._line.pop(standing, None)
@@ -231,7 +231,7 @@ class FairQueue(Generic[Item]):
             standing.level = max(standing.level, self._floor(standing))
             self._line_up(standing)
 
-    def _floor(self, standing: Standing[Item]) -> float:
+    def _floor(self, standing: AccountQueue[Item]) -> float:
         """What an account is lifted to that comes into the line."""
         credit = CREDIT / standing.terms.weight
         if self._line:
@@ -241,7 +241,7 @@ class FairQueue(Generic[Item]):
             del self._standings[account]  # it would be lifted
         return self._most - credit
 
-    def _line_up(self, standing: Standing[Item]) -> None:
+    def _line_up(self, standing: AccountQueue[Item]) -> None:
         self._lined_up += 1
         self._line[standing] = self._lined_up
         heappush(self._turns, (standing.turn, self._lined_up, standing))
@@ -275,14 +275,14 @@ class FairQueue(Generic[Item]):
         assert sum(each.idle for each in standings) <= _IDLE_ACCOUNTS_MAX
 
 
-def portions(standings: list[Standing[Item]], wanted: list[int], rows: int) -> list[int]:
+def fair_shares(standings: list[AccountQueue[Item]], wanted: list[int], rows: int) -> list[int]:
     """How many of `rows` each account gets for its prompts: those with the lowest levels, until none of them is below
     another that gets any; none more than it wants. Costs O(accounts · log accounts)."""
     if sum(wanted) <= rows:
         return wanted
     if len(wanted) == 1:
         return [rows]
-    level = _filled_to(standings, wanted, rows)
+    level = _water_level(standings, wanted, rows)
     shares = [
         min(count, max(0, int((level - standing.level) / standing.prompt_cost)))
         for standing, count in zip(standings, wanted, strict=True)
@@ -295,7 +295,7 @@ def portions(standings: list[Standing[Item]], wanted: list[int], rows: int) -> l
     return shares
 
 
-def _filled_to(standings: list[Standing[Item]], wanted: list[int], rows: int) -> float:
+def _water_level(standings: list[AccountQueue[Item]], wanted: list[int], rows: int) -> float:
     """The level that those below it reach together with so many rows, fewer than are wanted."""
     changes = []  # (a level, by how many rows per level more or fewer are taken from there on)
     for standing, count in zip(standings, wanted, strict=True):

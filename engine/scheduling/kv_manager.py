@@ -14,17 +14,17 @@ from typing import Final
 
 import numpy as np
 
-from engine.scheduling.block_pool import Blocks, Shrinking, Waking
-from engine.scheduling.fair_queue import Standing
-from engine.scheduling.public_prefixes import Published
-from engine.scheduling.sequence import Sequence, Stage
-from prefixcache.tree import Lease, Tree
+from engine.scheduling.block_pool import BlockPool, ShrinkPlan, WakeExtents
+from engine.scheduling.fair_queue import AccountQueue
+from engine.scheduling.public_prefixes import PublicPrefixes
+from engine.scheduling.sequence import Sequence, SequenceState
+from prefixcache.tree import Lease, PrefixTree
 
 SWEEP_MAX: Final = 128  # blocks given back beside one step: erasing so many takes a fraction of it
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixMatch:
     """Of what a sequence is to begin with, the pages that are there, `public` of them published, and how many blocks
     are missing."""
 
@@ -33,16 +33,16 @@ class Found:
     missing: int
 
 
-class Holdings:
+class KVManager:
     """Everything that takes blocks of a pool and gives them back.
 
     counters   erased_blocks, and what lookups that started nothing take off the tree's.
     """
 
-    def __init__(self, tree: Tree, blocks: Blocks) -> None:
+    def __init__(self, tree: PrefixTree, blocks: BlockPool) -> None:
         self.tree = tree
         self.blocks = blocks
-        self.published = Published(tree.block_tokens)
+        self.published = PublicPrefixes(tree.block_tokens)
         self.counters: Counter[str] = Counter()
         self._block_tokens = tree.block_tokens
         self._pins: list[Lease] = []  # of what is published
@@ -65,20 +65,20 @@ class Holdings:
 
     # From a sequence's start to its end
 
-    def lease(self, sequence: Sequence) -> Found:
+    def lease(self, sequence: Sequence) -> PrefixMatch:
         """Leases the longest cached prefix of a sequence that holds nothing: to be taken or given up next."""
         public = self.published.find(sequence.tokens[:-1])
         cached = [*public, *self._lease(sequence, public)]
-        return Found(cached, len(public), self.blocks_for(len(sequence.tokens)) - len(cached))
+        return PrefixMatch(cached, len(public), self.blocks_for(len(sequence.tokens)) - len(cached))
 
-    def give_up(self, sequence: Sequence, found: Found) -> None:
+    def give_up(self, sequence: Sequence, found: PrefixMatch) -> None:
         """It cannot have what is missing, and does not start."""
         if sequence.lease is not None:
             lookup_tokens = len(sequence.tokens) - 1 - found.public * self._block_tokens
             self.counters.update(lookups=-1, lookup_tokens=-lookup_tokens, hit_tokens=-sequence.lease.tokens)
         self.release(sequence)
 
-    def take(self, sequence: Sequence, found: Found) -> None:
+    def take(self, sequence: Sequence, found: PrefixMatch) -> None:
         """It holds what was found, which counts as computed, and blocks for the rest, which are available."""
         cached = found.cached
         sequence.grow(cached)
@@ -154,7 +154,7 @@ class Holdings:
     def publish(self, sequence: Sequence) -> bool:
         """Lets everybody read the prompt of a sequence that has ended, for good. False where it was not computed."""
         assert sequence.namespace is not None
-        assert sequence.stage == Stage.ENDED
+        assert sequence.stage == SequenceState.ENDED
         lease = self.tree.match(sequence.namespace, sequence.tokens[: sequence.prompt_tokens], sequence.keep)
         self._pins.append(lease)
         if lease.tokens < sequence.prompt_tokens:
@@ -177,7 +177,7 @@ class Holdings:
 
     # Extents
 
-    def shrink(self, count: int, running: Items[Sequence]) -> Shrinking:
+    def shrink(self, count: int, running: Items[Sequence]) -> ShrinkPlan:
         """Takes up to so many extents out of use, those in which least is held. What fits nowhere else is evicted as
         where blocks are short; of what these sequences hold, who are all that do, nothing, nor the block that each of
         them may need next."""
@@ -198,7 +198,7 @@ class Holdings:
         self.blocks.give(self.tree.keep_hottest(room, self.blocks.secrets()))
         return self.blocks.sleep()
 
-    def woken(self, waking: Waking) -> None:
+    def woken(self, waking: WakeExtents) -> None:
         """What is kept is where it was planned to be."""
         self._rename(self.blocks.woken(waking), ())
 
@@ -259,7 +259,7 @@ class Holdings:
             assert self.published.pages.keys() >= set(sequence.held()[: sequence.public])
 
 
-def passes_cap(standing: Standing[Sequence], missing: int, cached: Iterable[int]) -> bool:
+def exceeds_cap(standing: AccountQueue[Sequence], missing: int, cached: Iterable[int]) -> bool:
     """Whether so many new blocks and these cached ones, and one more for each that runs, pass an account's cap."""
     cap = standing.terms.blocks
     if cap is None or not standing.running:

@@ -18,29 +18,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.scheduling.sequence import Sequence
-from engine.step.cost_model import Costs
-from engine.step.layout import SEGMENTS_MAX, Segment
+from engine.step.cost_model import CostModel
+from engine.step.layout import SEGMENTS_MAX, PrefixSegment
 
 
-class Groups:
+class PrefixGroups:
     """The segments of one step after another. They are computed again only where who runs, or what they share, changed.
 
     A sequence that runs lengthens what it has in the tree by blocks that are its alone, which changes no group. Where
     it comes by blocks of others, or comes back with other blocks, `change` has to be told.
     """
 
-    def __init__(self, costs: Costs, block_tokens: int) -> None:
+    def __init__(self, costs: CostModel, block_tokens: int) -> None:
         self._costs = costs
         self._block_tokens = block_tokens
         self._slices: list[Sequence | None] = []
-        self._segments: list[Segment] = []
+        self._segments: list[PrefixSegment] = []
         self.saved_us = 0.0  # by what `segments` gave last
 
     def change(self) -> None:
         """What some sequence shares is not what it was."""
         self._slices = []
 
-    def segments(self, slices: list[Sequence | None]) -> list[Segment]:
+    def segments(self, slices: list[Sequence | None]) -> list[PrefixSegment]:
         """What pays, for a step of these slices: their sequences, or None where a slice has more than one row.
 
         Costs a comparison of lists, or about 2 µs per sequence where something changed. Neither list may be changed.
@@ -53,7 +53,7 @@ class Groups:
                 self._segments, self.saved_us = [], 0.0
         return self._segments
 
-    def _computed(self, slices: list[Sequence | None]) -> list[Segment]:
+    def _computed(self, slices: list[Sequence | None]) -> list[PrefixSegment]:
         sharing = [index for index, sequence in enumerate(slices) if sequence is not None and sequence.shared]
         leading = {index: _leading(slices[index]) for index in sharing}
         sharing.sort(key=leading.__getitem__)
@@ -61,17 +61,17 @@ class Groups:
             return []
         blocks_N = _common_blocks([leading[index] for index in sharing])
         chosen = _Choice(self._costs).of(_tree((blocks_N * self._block_tokens).tolist()))
-        segments = [Segment(sorted(sharing[node.start : node.end]), first, node.keys) for node, first in chosen]
+        segments = [PrefixSegment(sorted(sharing[node.start : node.end]), first, node.keys) for node, first in chosen]
         for segment in segments:
             _assert_one_namespace([slices[index] for index in segment.members], segment.last // self._block_tokens)
         return segments
 
-    def _saved_us(self, segment: Segment) -> float:
+    def _saved_us(self, segment: PrefixSegment) -> float:
         keys = segment.last - segment.first
         return keys * _key_saves_us(self._costs, len(segment.members)) - self._costs.segment_us
 
 
-def _key_saves_us(costs: Costs, members: int) -> float:
+def _key_saves_us(costs: CostModel, members: int) -> float:
     """What is saved where so many read a key together."""
     return members * (costs.key_us - costs.pair_us) - costs.shared_key_us
 
@@ -160,7 +160,7 @@ class _Choice:
     misses is a fraction of a percent.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: CostModel) -> None:
         self._costs = costs
 
     def of(self, root: _Node) -> list[tuple[_Node, int]]:

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Unpublishable(ValueError):
+class InvalidPublicPrefix(ValueError):
     """A prefix of a model's public_prefixes that cannot be kept; says which and what to change."""
 
 
-class Published:
+class PublicPrefixes:
     """Token prefixes in whole blocks, and the pages that hold them for good.
 
     Each of the `pages` has a number from 1 on, which stays where its contents move: what is behind it is named so.
@@ -56,14 +56,14 @@ def whole_blocks(prefixes: list[list[int]], blocks: int, block_tokens: int, voca
     whole = [prefix[: len(prefix) // block_tokens * block_tokens] for prefix in prefixes]
     for number, (prefix, kept) in enumerate(zip(prefixes, whole, strict=True)):
         if not kept:
-            raise Unpublishable(
+            raise InvalidPublicPrefix(
                 f"public_prefixes[{number}] has {len(prefix)} tokens, less than a block of {block_tokens}: leave it out"
             )
         if not 0 <= min(prefix) <= max(prefix) < vocabulary:
-            raise Unpublishable(f"public_prefixes[{number}] has a token id that is not below {vocabulary}")
+            raise InvalidPublicPrefix(f"public_prefixes[{number}] has a token id that is not below {vocabulary}")
     needed = sum(len(kept) for kept in whole) // block_tokens
     if needed > blocks // 2:
-        raise Unpublishable(
+        raise InvalidPublicPrefix(
             f"public_prefixes take {needed} of {blocks} KV blocks; at most half may be pinned: shorten them, or raise "
             "kv_bytes"
         )

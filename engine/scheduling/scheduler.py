@@ -28,29 +28,37 @@ from itertools import chain
 from typing import Final
 
 from engine.log import log
-from engine.protocol.frames import Finish, Load, Progress, Reject, Started, TokenLogprobs, Vector
+from engine.protocol.frames import (
+    PoolingOutput,
+    Reject,
+    ReplicaLoad,
+    SequenceFinished,
+    SequenceStarted,
+    StepOutputs,
+    TokenLogprobs,
+)
 from engine.protocol.types import FinishReason, RejectReason
-from engine.scheduling.admission import Prompts, common_length
-from engine.scheduling.best_effort import Background
-from engine.scheduling.block_pool import Blocks, Shrinking, Waking
-from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN, FairQueue, Standing
-from engine.scheduling.kv_manager import Holdings, passes_cap
-from engine.scheduling.outputs import News
-from engine.scheduling.prefix_groups import Groups
-from engine.scheduling.sequence import Sequence, Stage
-from engine.scheduling.step_plan import FLIGHTS_MAX, Plan, plan_step
-from engine.scheduling.token_budget import Budget, Limits
-from engine.scheduling.validation import Refused
-from engine.scheduling.waiting import Waiting, ticket_of
-from engine.step.executor import Sampled
-from engine.step.layout import Segment
-from prefixcache.tree import Tree
+from engine.scheduling.admission import PrefillAdmission, common_prefix_length
+from engine.scheduling.best_effort import BestEffortBudget
+from engine.scheduling.block_pool import BlockPool, ShrinkPlan, WakeExtents
+from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN, AccountQueue, FairQueue
+from engine.scheduling.kv_manager import KVManager, exceeds_cap
+from engine.scheduling.outputs import OutputCollector
+from engine.scheduling.prefix_groups import PrefixGroups
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan, plan_step
+from engine.scheduling.token_budget import SchedulerConfig, TokenBudget
+from engine.scheduling.validation import SubmitRejected
+from engine.scheduling.waiting import WaitingQueue, ticket_of
+from engine.step.executor import RunnerOutput
+from engine.step.layout import PrefixSegment
+from prefixcache.tree import PrefixTree
 
-CONCEDED: Final = 2.0  # an account gives up what leaves it so many times as much for its weight as who gets it
+PREEMPTION_RATIO: Final = 2.0  # an account gives up what leaves it so many times as much for its weight as who gets it
 NOT_FINITE: Final = (
     "the model computed no finite numbers for this request; send it again, and if that does not help, change its prompt"
 )
-STALE: Final = "blocks of this request were given to another one; nothing of that was read: send it again"
+STALE_BLOCKS: Final = "blocks of this request were given to another one; nothing of that was read: send it again"
 OUT_OF_MEMORY: Final = "the device has too little memory left for this request; send it again later, or a shorter one"
 
 
@@ -64,29 +72,31 @@ class Scheduler:
     and `next_batch` finds nothing to run, as it does when nothing runs and `admitting` is False: then nothing starts.
     """
 
-    def __init__(self, tree: Tree, blocks: Blocks, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tree: PrefixTree, blocks: BlockPool, limits: SchedulerConfig, clock: Callable[[], float]
+    ) -> None:
         assert limits.sequences > 0
         self.admitting = True  # what waits may start
-        self._holdings = Holdings(tree, blocks)
+        self._holdings = KVManager(tree, blocks)
         self._block_tokens = tree.block_tokens
         self._limits = limits
-        self._budget = Budget(limits)
-        self._groups = Groups(limits.costs, tree.block_tokens) if limits.costs is not None else None
+        self._budget = TokenBudget(limits)
+        self._groups = PrefixGroups(limits.costs, tree.block_tokens) if limits.costs is not None else None
         self._running_max = min(limits.sequences, limits.step_tokens)  # each gets one token of every step
         self._clock = clock
-        self._waiting = Waiting(limits.waiting, _work, clock)
-        self._background = Background(limits)
+        self._waiting = WaitingQueue(limits.waiting, _work, clock)
+        self._background = BestEffortBudget(limits)
         self._running: list[Sequence] = []  # by ticket
         self._background_runs = 0  # how many of them are in the background
         self._yielding: Sequence | None = None  # it is not launched, to be preempted when it has landed
         self._served = 0  # of prompts, in the step that is committed
         self._leaving: set[Sequence] = set()  # ended while flying: they hold blocks until their last flight has landed
-        self._flights: deque[Plan] = deque()
+        self._flights: deque[StepPlan] = deque()
         self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
         self._landed_s = -math.inf
         self._steps = 0
         self._counters: Counter[str] = Counter()
-        self._news = News()
+        self._news = OutputCollector()
 
     # Coming and going
 
@@ -117,9 +127,9 @@ class Scheduler:
 
     # One step
 
-    def next_batch(self) -> Plan | None:
+    def next_batch(self) -> StepPlan | None:
         """The next step's work, or None when nothing can run before what is in the air has landed."""
-        assert len(self._flights) < FLIGHTS_MAX
+        assert len(self._flights) < INFLIGHT_STEPS_MAX
         self._waiting.expire()
         for sequence, problem in self._waiting.take_matchers():
             self._end(sequence, FinishReason.ERROR, problem)
@@ -146,7 +156,7 @@ class Scheduler:
         self._flights.append(plan)
         return plan
 
-    def commit(self, plan: Plan, sampled: Sampled) -> None:
+    def commit(self, plan: StepPlan, sampled: RunnerOutput) -> None:
         """Takes in what a step computed: one token more for every sequence that had caught up."""
         self._land(plan)
         now = self._clock()
@@ -156,7 +166,7 @@ class Scheduler:
         tokens_R, logprobs = sampled.tokens_R.tolist(), sampled.logprobs
         assert len(tokens_R) == int(plan.packed[3]), f"{len(tokens_R)} tokens sampled for {plan.packed[3]} rows"
         for sequence, chunk, row in zip(plan.sequences, plan.chunks, plan.rows, strict=True):
-            if sequence.stage == Stage.ENDED:
+            if sequence.stage == SequenceState.ENDED:
                 continue
             if row >= 0 and tokens_R[row] < 0:
                 self._end_not_finite(sequence)
@@ -176,15 +186,15 @@ class Scheduler:
         self._counters["computed_tokens"] += int(plan.packed[0])
         self._budget.recover()
 
-    def fail(self, plan: Plan, message: str) -> None:
+    def fail(self, plan: StepPlan, message: str) -> None:
         """The step was lost: its sequences end with an error, everything else goes on."""
         self._land(plan)
         self._landed_s = -math.inf
         for sequence in plan.sequences:
-            if sequence.stage != Stage.ENDED:
+            if sequence.stage != SequenceState.ENDED:
                 self._end(sequence, FinishReason.ERROR, message)
 
-    def retry_smaller(self, plan: Plan) -> int:
+    def retry_smaller(self, plan: StepPlan) -> int:
         """The step found too little memory: it and what was launched behind it are taken back, as if never planned.
 
         The next step is at most half as large, which is returned; the later ones grow again. Where it was one row
@@ -200,13 +210,13 @@ class Scheduler:
             sequence.launched = sequence.computed
         self._budget.halve(rows)
         self._counters["steps_out_of_memory"] += 1
-        if rows == 1 and plan.sequences[0].stage != Stage.ENDED:
+        if rows == 1 and plan.sequences[0].stage != SequenceState.ENDED:
             self._end(plan.sequences[0], FinishReason.ERROR, OUT_OF_MEMORY)
         return self._budget.rows_max
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's blocks; it resumes before anything new of its account. What it cached may stay."""
-        assert sequence.stage == Stage.RUNNING
+        assert sequence.stage == SequenceState.RUNNING
         assert not sequence.flying
         self._stop(sequence)
         self._release(sequence)
@@ -231,7 +241,7 @@ class Scheduler:
         self._holdings.blocks.grow(extents)
         self._stuck = None
 
-    def shrink(self, count: int) -> Shrinking:
+    def shrink(self, count: int) -> ShrinkPlan:
         """Takes up to so many extents out of use, as many as what runs can spare; never below the least. To be done
         next, in this order: erase `unerased`, copy the sources to the targets, erase what is `secret` of the sources,
         and take the extents' memory."""
@@ -251,12 +261,12 @@ class Scheduler:
         self._landed_s = -math.inf
         return self._holdings.sleep(kept_most)
 
-    def waking(self, extents: int) -> Waking:
+    def waking(self, extents: int) -> WakeExtents:
         """What it takes to wake with so many extents, or more where what is kept needs them. Changes nothing; all that
         is `unerased` is erased before. Holds until something that is kept is freed."""
         return self._holdings.blocks.waking(extents)
 
-    def woken(self, waking: Waking) -> None:
+    def woken(self, waking: WakeExtents) -> None:
         """It is awake, as planned. Where the memory could not be given away after all: awake with the extents that it
         had, and what is kept where it was."""
         self._holdings.woken(waking)
@@ -282,30 +292,30 @@ class Scheduler:
 
     # What to tell
 
-    def news(self) -> dict[int, Progress]:
+    def news(self) -> dict[int, StepOutputs]:
         """What each owner has not been told yet; it counts as told now."""
         return self._news.take()
 
     def rejects(self) -> list[tuple[Sequence, Reject]]:
         """The requests that were taken in and will not run after all, by their choice 0; they count as told now."""
-        if self._stuck is not None and self._stuck[0].stage == Stage.ENDED:
+        if self._stuck is not None and self._stuck[0].stage == SequenceState.ENDED:
             self._stuck = None
         return self._waiting.rejects()
 
-    def load(self, draining: bool) -> Load:
+    def load(self, draining: bool) -> ReplicaLoad:
         """How full it is. Of its counters, hit_tokens are all that lookups found, those of resumed sequences too;
-        cached_tokens are what `Started` told of, each prompt's once; spared_keys were not read as groups read them;
-        preemptions those _cap (by a cap of the account), _share (for an account with less) and _background (of such
-        sequences) too; waited_ms is the sum over the live ones that started; refused_… at once, where the queue was
-        full or it would have waited for too long, expired_… and displaced_requests after they waited, for too long or
-        for an account with fewer in a full queue; background_rows were computed for those; short_of_blocks are attempts
+        cached_tokens are what `SequenceStarted` told of, each prompt's once; spared_keys were not read as groups read
+        them; preemptions those _cap (by a cap of the account), _share (for an account with less) and _background (of
+        such sequences) too; waited_ms is the sum over the live ones that started; refused_… at once, where the queue
+        was full or it would have waited for too long, expired_… and displaced_requests after they waited, for too long
+        or for an account with fewer in a full queue; background_rows were computed for those; short_of_blocks are attempts
         to start a live sequence, and preemptions of live ones, that found too few blocks in the pool: its machine gives
         it more extents for them."""
         tree, blocks = self._holdings.tree, self._holdings.blocks
         counters = Counter(tree.counters)
         counters.update(self._holdings.counters)
         live = sum(standing.running for standing in self._waiting.queue.running)
-        return Load(
+        return ReplicaLoad(
             running=live,
             waiting=len(self._waiting.queue),
             waiting_tokens=self._waiting.tokens,
@@ -339,7 +349,7 @@ class Scheduler:
         chunks += more
         self._counters["background_rows"] += sum(more)
 
-    def _segments(self, sequences: list[Sequence], chunks: list[int]) -> Items[Segment]:
+    def _segments(self, sequences: list[Sequence], chunks: list[int]) -> Items[PrefixSegment]:
         """The keys that are read once for several of a step's slices."""
         if self._groups is None:
             return ()
@@ -355,9 +365,11 @@ class Scheduler:
         holdings, size, cap = self._holdings, self._block_tokens, sequence.terms.blocks
         blocks, total = holdings.blocks_for(sequence.tokens_max - 1), holdings.total
         if blocks > total:
-            raise Refused(RejectReason.TOO_LONG, f"{sequence.tokens_max} tokens can never fit a pool of {total * size}")
+            raise SubmitRejected(
+                RejectReason.TOO_LONG, f"{sequence.tokens_max} tokens can never fit a pool of {total * size}"
+            )
         if cap is not None and blocks > cap:
-            raise Refused(
+            raise SubmitRejected(
                 RejectReason.TOO_LONG,
                 f"{sequence.tokens_max} tokens can never fit the {cap * size} that this account may have at once; "
                 "send a shorter prompt, or ask for fewer tokens",
@@ -408,13 +420,13 @@ class Scheduler:
         self._counters["short_of_blocks"] += 1
         return max(self._running[1:], key=lambda each: (each.standing.blocks / each.standing.terms.weight, each.ticket))
 
-    def _land(self, plan: Plan) -> None:
+    def _land(self, plan: StepPlan) -> None:
         """The oldest flight is over. Nobody reads what was spare when it was launched, nor who had ended."""
         assert self._flights.popleft() is plan, "flights land in the order of their launch"
         self._holdings.landed()
         for sequence in plan.sequences:
             sequence.flying -= 1
-            if sequence.stage == Stage.ENDED and not sequence.flying:
+            if sequence.stage == SequenceState.ENDED and not sequence.flying:
                 self._release(sequence)
 
     def _admit(self) -> None:
@@ -430,7 +442,7 @@ class Scheduler:
 
     def _let_in(self, queue: FairQueue[Sequence], running: list[Sequence], rows: int) -> None:
         """The same for one queue, whose sequences have so many rows of a step."""
-        prompts = Prompts(running, rows, self._block_tokens)
+        prompts = PrefillAdmission(running, rows, self._block_tokens)
         while (sequence := queue.first(prompts.choose)) is not None:
             if len(self._running) < self._running_max and self._start(sequence):
                 prompts.add(sequence)
@@ -451,19 +463,19 @@ class Scheduler:
             return self._preempt_background()
         standing, places = sequence.standing, len(self._running) == self._running_max
 
-        def has(each: Standing[Sequence]) -> float:
+        def has(each: AccountQueue[Sequence]) -> float:
             return (each.running if places else each.blocks) / each.terms.weight
 
         most = max(self._waiting.queue.running, key=has, default=standing)
         more = 1 if places else self._holdings.blocks_for(len(sequence.tokens))
         needed = has(standing) + more / standing.terms.weight
-        if most is standing or has(most) < CONCEDED * needed:
+        if most is standing or has(most) < PREEMPTION_RATIO * needed:
             return False
         victims = [each for each in self._running[1:] if each.standing is most]
         victim = max(victims, key=lambda each: (not each.flying, each.ticket), default=None)
         if victim is None:
             return False
-        if has(most) - (1 if places else victim.blocks) / most.terms.weight < CONCEDED * needed:
+        if has(most) - (1 if places else victim.blocks) / most.terms.weight < PREEMPTION_RATIO * needed:
             return False
         if victim.flying:
             self._yielding = victim
@@ -487,7 +499,7 @@ class Scheduler:
             return False
         holdings, queue = self._holdings, self._waiting.queue_of(sequence)
         found = holdings.lease(sequence)
-        capped = passes_cap(sequence.standing, found.missing, found.cached)
+        capped = exceeds_cap(sequence.standing, found.missing, found.cached)
         if capped or found.missing + len(self._running) > holdings.available:  # and a block for the next tokens of each
             holdings.give_up(sequence, found)
             if capped:
@@ -511,7 +523,7 @@ class Scheduler:
         waited_ms = self._waiting.first_start(sequence)
         sequence.spared = sequence.computed
         self._counters["cached_tokens"] += sequence.computed
-        self._news.of(sequence.owner).started.append(Started(sequence.id, sequence.computed, waited_ms))
+        self._news.of(sequence.owner).started.append(SequenceStarted(sequence.id, sequence.computed, waited_ms))
 
     def _count(self, sequence: Sequence) -> None:
         """Charges its account for what was computed of its prompt, once: not again after a preemption."""
@@ -550,11 +562,11 @@ class Scheduler:
         elif len(sequence.tokens) >= sequence.tokens_max:
             self._end(sequence, FinishReason.LENGTH)
 
-    def _give(self, sequence: Sequence, sampled: Sampled, row: int) -> None:
+    def _give(self, sequence: Sequence, sampled: RunnerOutput, row: int) -> None:
         """Its prompt is computed, and the vector behind it is all that was asked for."""
         assert sampled.vectors_RH is not None, "the runner gives no vectors"
         values = sampled.vectors_RH[row].astype("<f4").tobytes()
-        self._news.of(sequence.owner).vectors.append(Vector(sequence.id, values))
+        self._news.of(sequence.owner).vectors.append(PoolingOutput(sequence.id, values))
         self._end(sequence, FinishReason.STOP)
 
     def _end_not_finite(self, sequence: Sequence) -> None:
@@ -572,13 +584,13 @@ class Scheduler:
                 self._holdings.tree.forget(sequence.lease, 0)
             self._counters["stale_reads"] += 1
             log("stale_read", computed=sequence.computed, emitted=sequence.emitted)
-            self._end(sequence, FinishReason.ERROR, STALE)
+            self._end(sequence, FinishReason.ERROR, STALE_BLOCKS)
 
     def _proven(self, suspect: Sequence) -> int:
         """How many of its first blocks another one reads whose tokens are sampled from finite numbers."""
         blocks = suspect.table[: suspect.shared]
         others = [other for other in self._running if other.sound > 0 and other.namespace == suspect.namespace]
-        return max((common_length(blocks, other.table[: other.shared]) for other in others), default=0)
+        return max((common_prefix_length(blocks, other.table[: other.shared]) for other in others), default=0)
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
         """Ends it, and tells its owner."""
@@ -588,11 +600,11 @@ class Scheduler:
             self._waiting.pace.ended(PROMPT_TOKEN * prompt + GENERATED_TOKEN * asked, done)
         self._leave(sequence)
         self._counters[f"finished_{reason}"] += 1
-        self._news.of(sequence.owner).finished.append(Finish(sequence.id, reason, sequence.emitted, message))
+        self._news.of(sequence.owner).finished.append(SequenceFinished(sequence.id, reason, sequence.emitted, message))
 
     def _leave(self, sequence: Sequence) -> None:
         """The one end of every sequence. The blocks of one that is flying are freed when its last flight has landed."""
-        if sequence.stage == Stage.RUNNING:
+        if sequence.stage == SequenceState.RUNNING:
             self._stop(sequence)
         self._waiting.leave(sequence)
         if self._stuck is not None and self._stuck[0] is sequence:

@@ -12,11 +12,11 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from engine.protocol.types import Pooling, Sampling, Terms
+from engine.protocol.types import Pooling, SamplingParams, SchedulingTerms
 from engine.scheduling.block_pool import Pages
-from engine.scheduling.fair_queue import Standing
+from engine.scheduling.fair_queue import AccountQueue
 from engine.step.layout import Int32s
-from prefixcache.namespace import Keep, Namespace, Share
+from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
 from prefixcache.tree import Lease
 
 CHOICES_MAX: Final = 128
@@ -24,15 +24,15 @@ STOP_IDS_MAX: Final = 64
 BIASES_MAX: Final = 300
 LOGPROBS_MAX: Final = 20
 SCOPE_BYTES: Final = 16
-WEIGHTS: Final = (0.001, 1000.0)
-PLAIN: Final = Terms()
-OPEN: Final = Share()
-NOBODYS: Final = Keep(b"")
+WEIGHT_RANGE: Final = (0.001, 1000.0)
+DEFAULT_TERMS: Final = SchedulingTerms()
+UNLIMITED_SHARE: Final = CacheShare()
+ANONYMOUS_POLICY: Final = RetentionPolicy(b"")
 _SEEDS: Final = 1 << 63
 _IDS_MAX: Final = 1 << 62
 
 
-class Stage(enum.IntEnum):
+class SequenceState(enum.IntEnum):
     """A sequence waits, runs, and may be preempted (wait and run again) any number of times; it ends once."""
 
     WAITING = 0
@@ -40,7 +40,7 @@ class Stage(enum.IntEnum):
     ENDED = 2
 
 
-class Matcher(Protocol):
+class GrammarMatcher(Protocol):
     """Keeps one text to its grammar. `over`: only its end may follow."""
 
     over: bool
@@ -50,12 +50,12 @@ class Matcher(Protocol):
         ...
 
 
-class Compilation(Protocol):
+class GrammarCompilation(Protocol):
     """A grammar that becomes matchers once it is `done`."""
 
     done: bool
 
-    def matcher(self, stop_ids: frozenset[int]) -> Matcher:
+    def matcher(self, stop_ids: frozenset[int]) -> GrammarMatcher:
         """One for a text that these tokens end. Raises Refused where it could not be compiled."""
         ...
 
@@ -82,22 +82,24 @@ class Sequence:
     tokens: "array[int]"  # u32: prompt, then output
     prompt_tokens: int
     tokens_max: int
-    sampling: Sampling
+    sampling: SamplingParams
     stop_ids: frozenset[int]
     arrived_s: float
-    terms: Terms = PLAIN
+    terms: SchedulingTerms = DEFAULT_TERMS
     pooling: Pooling | None = None  # its prompt is to become a vector, and nothing is written
-    keep: Keep = NOBODYS  # for whom and how long the tree keeps what it leaves
+    keep: RetentionPolicy = ANONYMOUS_POLICY  # for whom and how long the tree keeps what it leaves
     first: int = 0  # the id of choice 0 of its request,
     choices: int = 1  # and how many there are
     deadline_s: float = math.inf  # when nothing of its request has started by then, nothing will
 
-    compilation: Compilation | None = None  # of its grammar, without which it does not start
-    matcher: Matcher | None = None
+    compilation: GrammarCompilation | None = None  # of its grammar, without which it does not start
+    matcher: GrammarMatcher | None = None
 
-    stage: Stage = Stage.WAITING
+    stage: SequenceState = SequenceState.WAITING
     ticket: int = -1  # the order of first admission; of one account's the highest is preempted first
-    standing: "Standing[Sequence]" = field(default_factory=Standing)  # its account's, once a scheduler has taken it in
+    standing: "AccountQueue[Sequence]" = field(
+        default_factory=AccountQueue
+    )  # its account's, once a scheduler has taken it in
     counted: int = 0  # tokens of its prompt that its account was charged for, or that were found in the cache
     spared: int = 0  # tokens of its prompt that were found when it first started
     behind: "tuple[Sequence, int] | None" = None  # who computes a prefix of it first, and how many blocks that is

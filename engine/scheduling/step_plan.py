@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.scheduling.sequence import Sequence
-from engine.step.layout import Int32s, Segment, Slice, pack
+from engine.step.layout import Int32s, PrefixSegment, SequenceSlice, pack_step
 
-FLIGHTS_MAX: Final = 2
+INFLIGHT_STEPS_MAX: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class StepPlan:
     """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; rows[i] of what is sampled is its
     next token, or none where that is −1. planned_us is what it is to take, 0 where nobody needs to know; planned_s when
     it was planned. The rows of `masked` are sampled by their masks, in this order."""
@@ -30,11 +30,11 @@ class Plan:
 def plan_step(
     sequences: list[Sequence],
     chunks: list[int],
-    segments: Items[Segment],
+    segments: Items[PrefixSegment],
     block_tokens: int,
     planned_us: float,
     planned_s: float,
-) -> Plan:
+) -> StepPlan:
     """Packs the next tokens of each, which count as launched from now on; `segments` are read once for several."""
     slices = [_slice(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
     rows, sampled = [-1] * len(slices), 0
@@ -45,15 +45,15 @@ def plan_step(
             rows[index] = sequence.row = sampled
             sampled += 1
     masked = [sequence for sequence, each in zip(sequences, slices, strict=True) if each.masked]
-    return Plan(pack(slices, block_tokens, segments), sequences, chunks, rows, planned_us, planned_s, masked)
+    return StepPlan(pack_step(slices, block_tokens, segments), sequences, chunks, rows, planned_us, planned_s, masked)
 
 
-def _slice(sequence: Sequence, chunk: int) -> Slice:
+def _slice(sequence: Sequence, chunk: int) -> SequenceSlice:
     """Its next `chunk` tokens as a step computes them."""
     tokens, start = sequence.tokens, sequence.launched
     table, end = sequence.table[: sequence.blocks], start + chunk
     if end < len(tokens):
-        return Slice(tokens[start:end], start, table)
+        return SequenceSlice(tokens[start:end], start, table)
     history = (tokens, sequence.prompt_tokens) if sequence.penalized else None
     computed = tokens[start:end] if start < len(tokens) else (-1 - sequence.row,)
-    return Slice(computed, start, table, sequence.sampling, history, sequence.matcher is not None)
+    return SequenceSlice(computed, start, table, sequence.sampling, history, sequence.matcher is not None)

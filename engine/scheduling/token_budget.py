@@ -13,20 +13,20 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Final
 
-from engine.scheduling.fair_queue import Standing, portions
+from engine.scheduling.fair_queue import AccountQueue, fair_shares
 from engine.scheduling.sequence import Sequence
-from engine.step.cost_model import Costs
+from engine.step.cost_model import CostModel
 
 PROMPT_ROWS_MIN: Final = 64
 _RECOVERY: Final = 16
-_SLOWNESS_MOST: Final = 2.0
+_SLOWNESS_MAX: Final = 2.0
 _SLOWNESS_FIRST: Final = 1.35  # until there is better to go by
 _RISE: Final = 0.25  # of the way to a step that was slower than thought,
 _FALL: Final = 0.001  # and to one that was faster: about two of a hundred are slower than what this settles at
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerConfig:
     """What a scheduler keeps to.
 
     step_tokens         the most rows of a step in which some sequence decodes,
@@ -41,10 +41,10 @@ class Limits:
     sequences: int
     waiting: int
     gap_ms: float = 0.0
-    costs: Costs | None = None
+    costs: CostModel | None = None
 
 
-class Budget:
+class TokenBudget:
     """The rows of the next step. Where a device had too little memory for a step, the next ones are smaller.
 
     spared_us   what groups took off the step before, and will off the next one.
@@ -52,7 +52,7 @@ class Budget:
     slowness    by how much steps are slower than their costs, 1 … _SLOWNESS_MOST.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerConfig) -> None:
         assert 0 < limits.step_tokens <= limits.prompt_step_tokens
         self._limits = limits
         self._rows_max = limits.prompt_step_tokens
@@ -77,7 +77,7 @@ class Budget:
 
     def observe(self, planned_us: float, took_us: float) -> None:
         """A step with such a plan landed so long after the one before it, behind which it had been waiting."""
-        ratio = max(1.0, min(took_us / planned_us, _SLOWNESS_MOST))
+        ratio = max(1.0, min(took_us / planned_us, _SLOWNESS_MAX))
         self.slowness += (ratio - self.slowness) * (_RISE if ratio > self.slowness else _FALL)
 
     def rows(self, running: Items[Sequence]) -> int:
@@ -107,7 +107,7 @@ class Budget:
             starts, decoding_us = [sequence.launched for sequence in claims.order], self._decoding_us(decoding, costs)
 
             def step_us(extra: int) -> float:
-                pairs = sum(map(_pairs, starts, claims.shares(extra)))
+                pairs = sum(map(_query_key_pairs, starts, claims.shares(extra)))
                 return costs.rows_us(len(sequences) + extra) + decoding_us + pairs * costs.prompt_pair_us
 
             fitting = bisect_right(range(PROMPT_ROWS_MIN, most + 1), self._gap_us, key=step_us)
@@ -120,7 +120,7 @@ class Budget:
         """What the costs of a step may add up to."""
         return self._limits.gap_ms * 1e3 / self.slowness
 
-    def _decoding_us(self, decoding: Items[Sequence], costs: Costs) -> float:
+    def _decoding_us(self, decoding: Items[Sequence], costs: CostModel) -> float:
         """What those that decode read."""
         keys = sum(sequence.launched + 1 for sequence in decoding)
         return max(0.0, keys * costs.key_us - self.spared_us)
@@ -134,7 +134,7 @@ class _Claims:
     """What prompts want beyond a row for each, by account: its oldest, then its others, the shortest first."""
 
     def __init__(self, prompts: Items[Sequence]) -> None:
-        accounts: dict[Standing[Sequence], list[Sequence]] = {}
+        accounts: dict[AccountQueue[Sequence], list[Sequence]] = {}
         for sequence in prompts:
             accounts.setdefault(sequence.standing, []).append(sequence)
         self._standings = list(accounts)
@@ -146,17 +146,19 @@ class _Claims:
 
     def shares(self, rows: int) -> list[int]:
         """So many rows, shared out between accounts by what they were served, in `order`."""
-        parts = portions(self._standings, self._sums, rows)
-        return [share for wanted, part in zip(self._wanted, parts, strict=True) for share in _shares(wanted, part)]
+        parts = fair_shares(self._standings, self._sums, rows)
+        return [
+            share for wanted, part in zip(self._wanted, parts, strict=True) for share in _prompt_shares(wanted, part)
+        ]
 
 
-def _pairs(start: int, extra: int) -> int:
+def _query_key_pairs(start: int, extra: int) -> int:
     """How often the rows from `start` on, one and `extra` more, meet a key, their own included."""
     rows = 1 + extra
     return rows * start + rows * (rows + 1) // 2
 
 
-def _shares(wanted: list[int], rows: int) -> list[int]:
+def _prompt_shares(wanted: list[int], rows: int) -> list[int]:
     """So many rows, shared out between one account's prompts: the oldest, then the others, the shortest first.
 
     The oldest has a right to half of the rows, the others share the rest in their order: a short prompt is not kept

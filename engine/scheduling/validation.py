@@ -7,23 +7,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import Pooling, RejectReason, Sampling, Scope, ScopeKind, Terms
+from engine.protocol.types import Pooling, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling.sequence import (
     _IDS_MAX,
     _SEEDS,
     BIASES_MAX,
     CHOICES_MAX,
     LOGPROBS_MAX,
-    OPEN,
     SCOPE_BYTES,
     STOP_IDS_MAX,
-    WEIGHTS,
+    UNLIMITED_SHARE,
+    WEIGHT_RANGE,
     Sequence,
 )
-from prefixcache.namespace import Keep, Namespace, Share
+from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
 
 
-class Refused(Exception):
+class SubmitRejected(Exception):
     """A Submit that will not run. Carries what its Reject says."""
 
     def __init__(self, reason: RejectReason, message: str, retry_after_ms: int = 0) -> None:
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class RequestValidator:
     """What a model can take, and how its KV is named and kept. `tokens_max` counts prompt and output of one sequence;
     `share` is what an account has whose terms say nothing. `poolings` are how a model gives vectors; one that has none
     gives text."""
@@ -45,7 +45,7 @@ class Door:
     tokens_max: int
     vocabulary: int
     stop_ids: frozenset[int]
-    share: Share = OPEN
+    share: CacheShare = UNLIMITED_SHARE
     poolings: frozenset[Pooling] = frozenset()
 
     def sequences(self, submit: Submit, owner: int, now_s: float) -> list[Sequence]:
@@ -56,7 +56,7 @@ class Door:
             raise _invalid(f"a token id is not below the vocabulary of {self.vocabulary}")
         output_tokens = 0 if submit.pooling is not None else 1
         if len(tokens) + output_tokens > self.tokens_max:
-            raise Refused(
+            raise SubmitRejected(
                 RejectReason.TOO_LONG,
                 f"the prompt has {len(tokens)} tokens; this model takes {self.tokens_max}, its output included",
             )
@@ -99,11 +99,11 @@ class Door:
             epoch=scope.epoch,
         )
 
-    def _keep(self, submit: Submit) -> Keep:
+    def _keep(self, submit: Submit) -> RetentionPolicy:
         terms = submit.terms
         floor = self.share.floor if terms.floor_blocks is None else terms.floor_blocks
         cap = self.share.cap if terms.cap_blocks is None else terms.cap_blocks
-        return Keep(submit.scope.account or submit.scope.id, Share(floor, cap), terms.keep_s)
+        return RetentionPolicy(submit.scope.account or submit.scope.id, CacheShare(floor, cap), terms.keep_s)
 
     def public(self, tokens: "array[int]") -> Sequence:
         """A sequence that computes a prefix for everybody. No Submit names its scope."""
@@ -115,7 +115,7 @@ class Door:
             tokens=tokens[:],
             prompt_tokens=len(tokens),
             tokens_max=len(tokens) + 1,
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             stop_ids=frozenset(),
             arrived_s=0.0,
         )
@@ -148,21 +148,21 @@ class Door:
             raise _invalid(problem)
 
 
-def _invalid(message: str) -> Refused:
-    return Refused(RejectReason.INVALID, message)
+def _invalid(message: str) -> SubmitRejected:
+    return SubmitRejected(RejectReason.INVALID, message)
 
 
-def _seeded(sampling: Sampling, choice: int) -> Sampling:
+def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
     """The sampling of choice i: seed + i, wrapped into the seeds' range."""
     if not choice:
         return sampling
     changed = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
-    return Sampling(**{**changed, "seed": (sampling.seed + choice) % _SEEDS})
+    return SamplingParams(**{**changed, "seed": (sampling.seed + choice) % _SEEDS})
 
 
-def _terms_problem(terms: Terms) -> str:
+def _terms_problem(terms: SchedulingTerms) -> str:
     """What is out of range, or nothing."""
-    least, most = WEIGHTS
+    least, most = WEIGHT_RANGE
     if not least <= terms.weight <= most:
         return f"weight must be {least:g} to {most:g}"
     for name, cap in (("sequences", terms.sequences), ("blocks", terms.blocks)):
@@ -178,7 +178,7 @@ def _terms_problem(terms: Terms) -> str:
     return ""
 
 
-def _sampling_problem(sampling: Sampling, vocabulary: int) -> str:
+def _sampling_problem(sampling: SamplingParams, vocabulary: int) -> str:
     """What is out of range, or nothing. The ranges are those that a packed batch can carry and a sampler can use."""
     numbers = (
         ("temperature", sampling.temperature, 0.0, 1e4),

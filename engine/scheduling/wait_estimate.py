@@ -9,7 +9,7 @@ _STEPS: Final = 256  # that a pace is the mean of, the later ones counting more,
 _ENDINGS: Final = 64  # and the sequences that say what part of the work that they asked for was done
 
 
-class Pace:
+class WaitEstimator:
     """Work is in tokens served, each as fairness.py counts it; a caller asks for the most that it may come to."""
 
     def __init__(self) -> None:

@@ -14,16 +14,16 @@ from typing import Final
 
 from engine.protocol.frames import Reject
 from engine.protocol.types import RejectReason
-from engine.scheduling.fair_queue import FairQueue, Standing
-from engine.scheduling.sequence import Sequence, Stage
-from engine.scheduling.validation import Refused
-from engine.scheduling.wait_estimate import Pace
+from engine.scheduling.fair_queue import AccountQueue, FairQueue
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.validation import SubmitRejected
+from engine.scheduling.wait_estimate import WaitEstimator
 
 RETRY_MS_MIN: Final = 250
 RETRY_MS_MAX: Final = 3_600_000
 
 
-class Waiting:
+class WaitingQueue:
     """A request's choices wait as one until the first of them starts: they are rejected together.
 
     sequences  all that came and have not ended, by owner and id, in the order in which they came.
@@ -43,7 +43,7 @@ class Waiting:
         self.queue: FairQueue[Sequence] = FairQueue(ticket_of)
         self.behind: FairQueue[Sequence] = FairQueue(ticket_of)
         self.tokens = 0
-        self.pace = Pace()
+        self.pace = WaitEstimator()
         self.counters: Counter[str] = Counter()
         self._compiling: dict[Sequence, None] = {}  # those that wait for their grammar
         self._deadlines: list[tuple[float, int, int]] = []  # a heap of the owners and ids of choices 0 that have one
@@ -58,7 +58,7 @@ class Waiting:
     def examine(self, sequence: Sequence) -> None:
         """Raises Refused where its id is in use."""
         if (sequence.owner, sequence.id) in self.sequences:
-            raise Refused(RejectReason.INVALID, f"id {sequence.id} is still in use on this connection")
+            raise SubmitRejected(RejectReason.INVALID, f"id {sequence.id} is still in use on this connection")
 
     def add(self, sequences: Items[Sequence]) -> None:
         """Queues the choices of one request, all or none, whose ids are not in use. Raises Refused: the queue is full,
@@ -71,7 +71,9 @@ class Waiting:
             self._refuse_if_late(standing, first)
         if not self._room_for(queue, standing, len(sequences)):
             self.counters["refused_full"] += 1
-            raise Refused(RejectReason.BUSY, "too many requests are waiting; try again later", self._retry_ms(standing))
+            raise SubmitRejected(
+                RejectReason.BUSY, "too many requests are waiting; try again later", self._retry_ms(standing)
+            )
         for sequence in sequences:
             sequence.standing = standing
             self.sequences[sequence.owner, sequence.id] = sequence
@@ -85,7 +87,7 @@ class Waiting:
     def start(self, sequence: Sequence) -> None:
         """Its turn has come: it runs."""
         self._count(sequence, -1)
-        sequence.stage = Stage.RUNNING
+        sequence.stage = SequenceState.RUNNING
         self.queue_of(sequence).start(sequence.standing, sequence)
 
     def first_start(self, sequence: Sequence) -> float:
@@ -102,19 +104,19 @@ class Waiting:
 
     def resume(self, sequence: Sequence) -> None:
         """It runs no longer, and waits again before all of its account that never ran."""
-        sequence.stage = Stage.WAITING
+        sequence.stage = SequenceState.WAITING
         self.queue_of(sequence).resume(sequence.standing, sequence, self._work(sequence))
         self._count(sequence, 1)
 
     def leave(self, sequence: Sequence) -> None:
         """It ends, whether it waits or runs."""
-        if sequence.stage == Stage.WAITING:
+        if sequence.stage == SequenceState.WAITING:
             self._count(sequence, -1)
             self.queue_of(sequence).remove(sequence.standing, sequence)
         if sequence.compilation is not None:
             sequence.compilation = None
             del self._compiling[sequence]
-        sequence.stage = Stage.ENDED
+        sequence.stage = SequenceState.ENDED
         self._secret_left |= sequence.terms.erase
         del self.sequences[sequence.owner, sequence.id]
 
@@ -145,7 +147,7 @@ class Waiting:
                 sequence.matcher = compilation.matcher(sequence.stop_ids)
                 sequence.compilation = None
                 del self._compiling[sequence]
-            except Refused as refused:
+            except SubmitRejected as refused:
                 if choices := self._untouched(sequence):
                     self._reject(choices, refused.message, refused.reason)
                 else:
@@ -184,22 +186,22 @@ class Waiting:
         if not sequence.background:
             self.tokens += sign * sequence.pending
 
-    def _refuse_if_late(self, standing: Standing[Sequence], sequence: Sequence) -> None:
+    def _refuse_if_late(self, standing: AccountQueue[Sequence], sequence: Sequence) -> None:
         """Raises Refused where it would start after its deadline, as far as can be told."""
         wait_ms = self._wait_ms(standing)
         if wait_ms > 1e3 * (sequence.deadline_s - sequence.arrived_s):
             self.counters["refused_deadline"] += 1
             message = f"it would wait for about {wait_ms / 1e3:.1f} s, which is longer than it may; try again later"
-            raise Refused(RejectReason.BUSY, message, self._retry_ms(standing))
+            raise SubmitRejected(RejectReason.BUSY, message, self._retry_ms(standing))
 
-    def _wait_ms(self, standing: Standing[Sequence]) -> float:
+    def _wait_ms(self, standing: AccountQueue[Sequence]) -> float:
         """How long one more request of this account would wait for its turn, its own caps left out."""
         return self.pace.wait_ms(self.queue.ahead(standing, self.pace.part)) if self.queue.line else 0.0
 
-    def _retry_ms(self, standing: Standing[Sequence]) -> int:
+    def _retry_ms(self, standing: AccountQueue[Sequence]) -> int:
         return int(min(max(self._wait_ms(standing) or self._waited_ms, RETRY_MS_MIN), RETRY_MS_MAX))
 
-    def _room_for(self, queue: FairQueue[Sequence], standing: Standing[Sequence], count: int) -> bool:
+    def _room_for(self, queue: FairQueue[Sequence], standing: AccountQueue[Sequence], count: int) -> bool:
         """Whether so many more may wait there. Where they fill the queue, the newest of an account with more of them
         for its weight go, if all of their request still waits."""
         while len(queue) + count > self._room:
@@ -232,13 +234,15 @@ class Waiting:
         """Who waits is in one queue, holds nothing, and is counted."""
         self.queue.check()
         self.behind.check()
-        waiting = [sequence for sequence in self.sequences.values() if sequence.stage == Stage.WAITING]
+        waiting = [sequence for sequence in self.sequences.values() if sequence.stage == SequenceState.WAITING]
         live = [sequence for sequence in waiting if not sequence.background]
         assert len(live) == len(self.queue)
         assert len(waiting) == len(self.queue) + len(self.behind)
         assert sum(sequence.pending for sequence in live) == self.tokens
         assert all(not sequence.blocks and sequence.lease is None for sequence in waiting), "a waiting one holds blocks"
-        assert all(sequence.stage != Stage.ENDED for sequence in self.sequences.values()), "an ended one is still known"
+        assert all(sequence.stage != SequenceState.ENDED for sequence in self.sequences.values()), (
+            "an ended one is still known"
+        )
         assert self._compiling.keys() == {sequence for sequence in waiting if sequence.compilation is not None}
 
 

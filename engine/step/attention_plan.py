@@ -23,13 +23,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.step.layout import SPARE_WORD, Batch, Int32s
+from engine.step.layout import SPARE_WORD, Int32s, StepBatch
 
-WINDOWS_MOST: Final = 8  # header words that are left for them
+WINDOWS_MAX: Final = 8  # header words that are left for them
 ENTRY_WORDS: Final = 8
 HEAD_WORDS: Final = 8
-_NARROW_KEYS_LEAST: Final = 64  # fewer are not worth a division
-_WIDE_KEYS_LEAST: Final = 256
+_NARROW_KEYS_MIN: Final = 64  # fewer are not worth a division
+_WIDE_KEYS_MIN: Final = 256
 _KEYS_UNIT: Final = 16  # entries begin at its multiples, since keys are fetched by so many
 _WAVES: Final = (1, 2, 3, 5)  # narrow entries per program that are tried; wide ones cost too much to merge
 _EVEN: Final = 1.1
@@ -38,7 +38,7 @@ _WORTH: Final = 0.97  # finer divisions have to be merged: they must do so much 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AttentionLayout:
     """What the work is cut for.
 
     windows         the distinct windows of the model's layers, None for none; segments serve None alone.
@@ -63,16 +63,16 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class AttentionPlan:
     """`words` go behind the packed array, whose spare header words are set already. `wide`: whether any entry is."""
 
     words: Int32s
     wide: bool
 
 
-def build(packed: Int32s, batch: Batch, layout: Layout) -> Tiles:
+def plan_attention(packed: Int32s, batch: StepBatch, layout: AttentionLayout) -> AttentionPlan:
     """The tiles of a packed step; writes its spare header words. Costs about 0.1 ms, and 1 µs per entry."""
-    assert len(layout.windows) <= WINDOWS_MOST
+    assert len(layout.windows) <= WINDOWS_MAX
     parts: list[Int32s] = []
     at, wide = len(packed), False
     for index, window in enumerate(layout.windows):
@@ -82,7 +82,7 @@ def build(packed: Int32s, batch: Batch, layout: Layout) -> Tiles:
         at += len(words)
         wide = wide or work.wide
         parts.append(words)
-    return Tiles(np.concatenate(parts), wide)
+    return AttentionPlan(np.concatenate(parts), wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _Wide:
 class _Work:
     """The entries for one window."""
 
-    def __init__(self, batch: Batch, window: int | None, layout: Layout) -> None:
+    def __init__(self, batch: StepBatch, window: int | None, layout: AttentionLayout) -> None:
         self._batch = batch
         self._window = window
         self._layout = layout
@@ -129,8 +129,8 @@ class _Work:
             firsts = batch.own_starts_S[self._singles].astype(np.int64)
         wide = self._wide_entries()
         keys, wide_keys = contexts - firsts, wide.last_E - wide.first_E
-        narrow_span = _span(keys, self._narrow_programs // layout.kv_heads, _NARROW_KEYS_LEAST, _WAVES)
-        wide_span = _span(wide_keys, layout.wide_programs // layout.kv_heads, _WIDE_KEYS_LEAST, _WAVES[:1])
+        narrow_span = _span(keys, self._narrow_programs // layout.kv_heads, _NARROW_KEYS_MIN, _WAVES)
+        wide_span = _span(wide_keys, layout.wide_programs // layout.kv_heads, _WIDE_KEYS_MIN, _WAVES[:1])
         while True:
             divisions, wide_divisions = _divisions(keys, narrow_span), _divisions(wide_keys, wide_span)
             slots_T = self._slots_of(divisions, wide, wide_divisions)
@@ -290,7 +290,7 @@ def _heaviest(loads_E: NDArray[np.float64], programs: int) -> float:
     return float(load_P.max())
 
 
-def _order(keys_E: Int32s, programs: int, layout: Layout) -> NDArray[np.int64]:
+def _order(keys_E: Int32s, programs: int, layout: AttentionLayout) -> NDArray[np.int64]:
     """Programs take entries in turn: the longest first, then those that are left so that the sums are even."""
     wave = max(1, programs // layout.kv_heads)
     descending = np.argsort(-keys_E, kind="stable")

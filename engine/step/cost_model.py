@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class CostModel:
     """Microseconds, over all layers.
 
     rows            (rows of a step, µs of everything but attention over keys), ascending in both; linear between.

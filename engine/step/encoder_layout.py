@@ -18,7 +18,7 @@ POOLINGS: Final = tuple(Pooling)
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TextBatch:
     """Views into the packed array. Text s is tokens_T[starts_S1[s] : starts_S1[s + 1]]."""
 
     starts_S1: Int32s
@@ -31,7 +31,7 @@ class Texts:
         return lengths
 
 
-def pack(texts: Items[Items[int] | Int32s], poolings: Items[Pooling]) -> Int32s:
+def pack_texts(texts: Items[Items[int] | Int32s], poolings: Items[Pooling]) -> Int32s:
     """The texts' step as one array that `unpack` reads; nothing of it is shared with the texts."""
     assert texts, "a step without texts"
     assert len(texts) == len(poolings)
@@ -39,15 +39,15 @@ def pack(texts: Items[Items[int] | Int32s], poolings: Items[Pooling]) -> Int32s:
     assert min(lengths) > 0, "a text without tokens"
     packed = np.empty(2 + 2 * count + sum(lengths), np.int32)
     packed[0], packed[1] = count, 0
-    view = unpack(packed)
+    view = unpack_texts(packed)
     np.cumsum(lengths, out=view.starts_S1[1:])
     view.poolings_S[:] = [POOLINGS.index(pooling) for pooling in poolings]
     np.concatenate([np.asarray(text, np.int32) for text in texts], out=view.tokens_T)
     return packed
 
 
-def unpack(packed: Int32s) -> Texts:
+def unpack_texts(packed: Int32s) -> TextBatch:
     """Views of a packed array; the result holds as long as the array is not written."""
     count = int(packed[0])
     starts, poolings, tokens = np.split(packed, [1, 2 + count, 2 + 2 * count])[1:]
-    return Texts(starts, poolings, tokens)
+    return TextBatch(starts, poolings, tokens)

@@ -7,12 +7,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.step.cost_model import Costs
+from engine.step.cost_model import CostModel
 from engine.step.layout import Int32s
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class RunnerOutput:
     """What a step gives back, row by row in the order of `rows_R`.
 
     A token of −1: the row's logits were not finite. What its sequence reads is not to be trusted.
@@ -26,16 +26,16 @@ class Sampled:
     vectors_RH: NDArray[np.float32] | None = None
 
 
-class Flight(Protocol):
+class InflightStep(Protocol):
     """A batch launched and not yet committed."""
 
-    def wait(self) -> Sampled:
+    def wait(self) -> RunnerOutput:
         """Blocks until the step is done. Called once. May raise OutOfDeviceMemory."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class MemoryUsage:
     """What a runner holds and needs, in bytes, as in wire.Placed. `extent_bytes` is one extent of its KV; asleep it
     holds asleep_bytes of the device, and awake at the least least_bytes, with `extents_least` extents of KV."""
 
@@ -52,7 +52,7 @@ class Sizes:
     extents_least: int
 
 
-class Runs(Protocol):
+class StepExecutor(Protocol):
     """What the loop asks of a runner; the stamp engine of the tests is another one.
 
     blocks              tables may name 0 … blocks−1, of those whose extent is mapped: a run of extent_blocks of them,
@@ -69,17 +69,17 @@ class Runs(Protocol):
     extent_blocks: int
     block_tokens: int
     depth: int
-    costs: Costs | None
+    costs: CostModel | None
     step_tokens: int
     prompt_step_tokens: int
     sequences: int
 
-    def launch(self, packed: Int32s) -> Flight:
+    def launch(self, packed: Int32s) -> InflightStep:
         """Begins a step, after those launched before. One with masked rows computes them, and waits for their masks.
         May raise OutOfDeviceMemory."""
         ...
 
-    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
         """Gives a flight its masks: before it is waited for, unless nobody wants what it computes any more, and before
         the next launch. May raise OutOfDeviceMemory."""
         ...
@@ -106,7 +106,7 @@ class Runs(Protocol):
         ...
 
 
-class Moves(Runs, Protocol):
+class SleepableExecutor(StepExecutor, Protocol):
     """What moving asks of a runner, beside what the loop does."""
 
     def prepare(self) -> int:
@@ -133,6 +133,6 @@ class Moves(Runs, Protocol):
 
     def arrived(self) -> bool: ...
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MemoryUsage:
         """What it holds now, awake or asleep."""
         ...

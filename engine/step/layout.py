@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.types import Sampling
+from engine.protocol.types import SamplingParams
 
 Int32s = NDArray[np.int32]
 HEADER_WORDS = 32
@@ -69,7 +69,7 @@ class Section(enum.IntEnum):
     MEMBERS = 15
 
 
-class Slice(msgspec.Struct, frozen=True):
+class SequenceSlice(msgspec.Struct, frozen=True):
     """A run of one sequence's tokens in a step.
 
     tokens      the ids to compute, positions start … start+len−1; all KV before `start` is already written, or is by
@@ -84,12 +84,12 @@ class Slice(msgspec.Struct, frozen=True):
     tokens: Items[int]
     start: int
     blocks: Items[int] | Int32s
-    sampling: Sampling | None = None
+    sampling: SamplingParams | None = None
     history: tuple[Items[int], int] | None = None
     masked: bool = False
 
 
-class Segment(msgspec.Struct, frozen=True):
+class PrefixSegment(msgspec.Struct, frozen=True):
     """Keys first … last−1 that all members read from the same blocks: those of members[0]'s table.
 
     `members` are indices of slices, two or more. A slice's segments follow each other from key 0 without a gap, and it
@@ -102,7 +102,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """Views into the packed array; nothing is copied. The letters are those of the module's drawing."""
 
     tokens_T: Int32s
@@ -179,7 +179,7 @@ class Batch:
         return np.ascontiguousarray(self.sampling_R12[:, column]).view(np.float32)
 
 
-def _sampling_words(sampling: Sampling) -> bytes:
+def _sampling_words(sampling: SamplingParams) -> bytes:
     """A row of `sampling_R12` without its position and its mask; it depends on `sampling` alone."""
     return _SAMPLING.pack(
         sampling.temperature,
@@ -197,7 +197,7 @@ def _sampling_words(sampling: Sampling) -> bytes:
     )
 
 
-def pack(slices: Items[Slice], block_tokens: int, segments: Items[Segment] = ()) -> Int32s:
+def pack_step(slices: Items[SequenceSlice], block_tokens: int, segments: Items[PrefixSegment] = ()) -> Int32s:
     """The slices' step as one array that `unpack` reads; nothing of it is shared with the slices.
 
     Rows to sample keep the order of their slices. Costs a few microseconds per slice and a copy of its table.
@@ -216,7 +216,7 @@ def pack(slices: Items[Slice], block_tokens: int, segments: Items[Segment] = ())
     packed = np.zeros(ends[-1], np.int32)
     packed[: len(counts)] = counts
     packed[OFFSET_WORD:SPARE_WORD] = ends[:-1]
-    batch = unpack(packed)
+    batch = unpack_step(packed)
 
     starts_S = np.array([item.start for item in slices], np.int32)
     ends_S = np.cumsum(lengths_S, dtype=np.int32)
@@ -253,7 +253,7 @@ def pack(slices: Items[Slice], block_tokens: int, segments: Items[Segment] = ())
     return packed
 
 
-def _write_segments(batch: Batch, segments: Items[Segment]) -> None:
+def _write_segments(batch: StepBatch, segments: Items[PrefixSegment]) -> None:
     end = 0
     for row_4, segment in zip(batch.segments_G4, segments, strict=True):
         assert len(segment.members) > 1, "a segment of one"
@@ -270,7 +270,7 @@ def _write_segments(batch: Batch, segments: Items[Segment]) -> None:
 _NO_HISTORY: Final = np.empty(0, np.int32)
 
 
-def _history_words(item: Slice) -> Int32s:
+def _history_words(item: SequenceSlice) -> Int32s:
     if item.history is None:
         return _NO_HISTORY
     ids, prompt_tokens = item.history
@@ -287,7 +287,7 @@ def _lengths(counts: Items[int]) -> list[int]:
     return [t, t, t, s + 1, s, s * w, r, r * SAMPLING_WORDS, r + 1, h, r + 1, b, b, s, 4 * g, m]
 
 
-def unpack(packed: Int32s) -> Batch:
+def unpack_step(packed: Int32s) -> StepBatch:
     """Views of a packed array (int32, contiguous); the result holds as long as the array is not written.
 
     What follows the last section is not looked at.
@@ -300,7 +300,7 @@ def unpack(packed: Int32s) -> Batch:
     assert starts[-1] + lengths[-1] <= len(packed), f"{len(packed)} words, header says {starts[-1] + lengths[-1]}"
     parts = [packed[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     width = int(packed[2])
-    return Batch(
+    return StepBatch(
         tokens_T=parts[0],
         positions_T=parts[1],
         slots_T=parts[2],

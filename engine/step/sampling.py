@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.step.executor import Sampled
-from engine.step.layout import Batch, Int32s
+from engine.step.executor import RunnerOutput
+from engine.step.layout import Int32s, StepBatch
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -28,13 +28,13 @@ Ids = NDArray[np.int64]
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # the constants are splitmix64's
 _SHUFFLES: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_REST_MOST: Final = 1 - 2.0**-24  # the float32 before 1, which would make the noise −∞: no token would be left
-_TEMPERATURE_LEAST: Final = 1e-10  # less would make scores infinite, and is greedy all the same
-_NOISE_MOST: Final = 23.0  # −log(−log(1 − 2⁻³³)) is 22.9: no token's noise is greater
+_REST_MAX: Final = 1 - 2.0**-24  # the float32 before 1, which would make the noise −∞: no token would be left
+_TEMPERATURE_MIN: Final = 1e-10  # less would make scores infinite, and is greedy all the same
+_NOISE_MAX: Final = 23.0  # −log(−log(1 − 2⁻³³)) is 22.9: no token's noise is greater
 _SORTED_FIRST: Final = 1024  # how many the search for top_p's set puts in order before it takes them all
 
 
-def sample(logits_RV: Tensor, batch: Batch, masks_MW: Int32s | None = None) -> Sampled:
+def sample_batch(logits_RV: Tensor, batch: StepBatch, masks_MW: Int32s | None = None) -> RunnerOutput:
     """Chooses a token for each of the batch's rows from their float32 logits, which it changes in place. A batch with
     masked rows needs their masks."""
     assert logits_RV.dtype == torch.float32
@@ -51,15 +51,15 @@ def sample(logits_RV: Tensor, batch: Batch, masks_MW: Int32s | None = None) -> S
     for row in np.flatnonzero(batch.temperature_R > 0).tolist():
         tokens_R[row] = _draw(logits[row], batch, row)
     alternatives = batch.logprobs_R
-    return Sampled(tokens_R, {row: _report(raw[row], int(tokens_R[row]), int(alternatives[row])) for row in asked})
+    return RunnerOutput(tokens_R, {row: _report(raw[row], int(tokens_R[row]), int(alternatives[row])) for row in asked})
 
 
-def _add_biases(logits_V: Floats, batch: Batch, row: int) -> None:
+def _add_biases(logits_V: Floats, batch: StepBatch, row: int) -> None:
     first, last = batch.bias_starts_R1[row], batch.bias_starts_R1[row + 1]
     logits_V[batch.bias_ids_B[first:last]] += batch.bias_values_B[first:last]
 
 
-def _penalise(logits_V: Floats, batch: Batch, row: int) -> None:
+def _penalise(logits_V: Floats, batch: StepBatch, row: int) -> None:
     """Repetition counts prompt and output, frequency and presence the output alone."""
     first, last = batch.history_starts_R1[row], batch.history_starts_R1[row + 1]
     if first == last:
@@ -73,7 +73,7 @@ def _penalise(logits_V: Floats, batch: Batch, row: int) -> None:
     logits_V[written] -= batch.frequency_penalty_R[row] * counts.astype(np.float32) + batch.presence_penalty_R[row]
 
 
-def _forbid(logits_RV: Floats, batch: Batch, masks_MW: Int32s) -> None:
+def _forbid(logits_RV: Floats, batch: StepBatch, masks_MW: Int32s) -> None:
     """−∞ for what a row's mask does not allow."""
     rows = np.flatnonzero(batch.masks_R >= 0)
     assert len(rows) == len(masks_MW), "as many masks as masked rows"
@@ -82,8 +82,8 @@ def _forbid(logits_RV: Floats, batch: Batch, masks_MW: Int32s) -> None:
         logits_RV[row, allowed == 0] = -np.inf
 
 
-def _draw(logits_V: Floats, batch: Batch, row: int) -> int:
-    scaled_V = logits_V / max(batch.temperature_R[row], np.float32(_TEMPERATURE_LEAST))
+def _draw(logits_V: Floats, batch: StepBatch, row: int) -> int:
+    scaled_V = logits_V / max(batch.temperature_R[row], np.float32(_TEMPERATURE_MIN))
     seed, position = int(batch.seed_R[row]), int(batch.sample_position_R[row])
     least, key = np.float32(-np.inf), _key(seed, position)
     min_p, top_k, top_p = float(batch.min_p_R[row]), int(batch.top_k_R[row]), float(batch.top_p_R[row])
@@ -95,9 +95,9 @@ def _draw(logits_V: Floats, batch: Batch, row: int) -> int:
         ids_C = _filter(scaled_V, least, top_k, top_p)
     else:
         # Whatever cannot beat the likeliest token's score even with the greatest noise is left out beforehand.
-        bound = scaled_V[best] + noise(key, np.array([best]))[0] - np.float32(_NOISE_MOST)
+        bound = scaled_V[best] + gumbel_noise(key, np.array([best]))[0] - np.float32(_NOISE_MAX)
         ids_C = np.flatnonzero(scaled_V >= max(bound, least))
-    return int(ids_C[(scaled_V[ids_C] + noise(key, ids_C)).argmax()])
+    return int(ids_C[(scaled_V[ids_C] + gumbel_noise(key, ids_C)).argmax()])
 
 
 def _filter(scaled_V: Floats, least: np.float32, top_k: int, top_p: float) -> Ids:
@@ -149,7 +149,7 @@ def _shuffle(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def noise(key: int, ids_C: NDArray[np.integer]) -> Floats:
+def gumbel_noise(key: int, ids_C: NDArray[np.integer]) -> Floats:
     """Standard Gumbel noise for token ids: −log(−log u), with u a hash of (key, id)."""
     hashed = ids_C.astype(np.uint64)
     hashed += np.uint64(1)
@@ -161,6 +161,6 @@ def noise(key: int, ids_C: NDArray[np.integer]) -> Floats:
     hashed ^= hashed >> np.uint64(31)
     # 1 − u instead of u: where the noise is great, −log u is small, and float32 is exact near 0 but not near 1.
     rest = torch.from_numpy((hashed >> np.uint64(32)).astype(np.float32)).add_(0.5).mul_(2.0**-32)
-    rest.clamp_(max=_REST_MOST)
+    rest.clamp_(max=_REST_MAX)
     values: Floats = rest.neg_().log1p_().neg_().log_().neg_().numpy()
     return values

@@ -11,7 +11,7 @@ from typing import Any, Final
 from llguidance import regex_to_lark
 
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.validation import Refused
+from engine.scheduling.validation import SubmitRejected
 
 SOURCE_BYTES_MAX: Final = {
     GrammarKind.JSON_SCHEMA: 32 << 10,
@@ -27,7 +27,9 @@ _SCHEMA_OPTIONS: Final = {
     "whitespace_pattern": r" |\n {0,32}|\n\t{0,8}",
     "json_allow_general_unicode_escapes": True,
 }
-_OURS: Final = "x-guidance"  # where a schema would set the library's options, such as to ignore what it cannot do
+_OPTIONS_KEY: Final = (
+    "x-guidance"  # where a schema would set the library's options, such as to ignore what it cannot do
+)
 _FORMATS: Final = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
@@ -43,7 +45,7 @@ _SINGLE: Final = frozenset(
 _PIECES: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|\#)[^\n]*|(?P<schema>%json\b\s*)')
 
 
-def lark_of(grammar: Grammar) -> str:
+def to_lark(grammar: Grammar) -> str:
     """Raises Refused."""
     most, length = SOURCE_BYTES_MAX[grammar.kind], len(grammar.source.encode())
     if length > most:
@@ -51,16 +53,16 @@ def lark_of(grammar: Grammar) -> str:
     if grammar.kind == GrammarKind.REGEX:
         return f"{_OPTIONS}start: /{regex_to_lark(_unanchored(grammar.source), use_ascii='dw') or '()'}/\n"
     if grammar.kind == GrammarKind.LARK:
-        return _OPTIONS + _with_our_schemas(grammar.source)
+        return _OPTIONS + _with_embedded_schemas(grammar.source)
     try:
         schema = json.loads(grammar.source, parse_constant=_no_json)
     except (ValueError, RecursionError) as error:
         raise _refused(f"it is no JSON: {error}") from error
-    return f"{_OPTIONS}start: %json {_ours(schema)}\n"
+    return f"{_OPTIONS}start: %json {_with_schema_options(schema)}\n"
 
 
-def _refused(problem: str) -> Refused:
-    return Refused(RejectReason.GRAMMAR, problem)
+def _refused(problem: str) -> SubmitRejected:
+    return SubmitRejected(RejectReason.GRAMMAR, problem)
 
 
 def _no_json(name: str) -> None:
@@ -74,7 +76,7 @@ def _unanchored(regex: str) -> str:
     return regex.removeprefix("^")
 
 
-def _with_our_schemas(lark: str) -> str:
+def _with_embedded_schemas(lark: str) -> str:
     """The text with each of its schemas as we give them to the library."""
     parts, end = [], 0
     while found := _PIECES.search(lark, end):
@@ -85,19 +87,19 @@ def _with_our_schemas(lark: str) -> str:
                 schema, end = _DECODER.raw_decode(lark, end)
             except (ValueError, RecursionError) as error:
                 raise _refused(f"what follows a %json is no JSON: {error}") from error
-            parts.append(_ours(schema))
+            parts.append(_with_schema_options(schema))
     return "".join([*parts, lark[end:]])
 
 
 _DECODER: Final = json.JSONDecoder(parse_constant=_no_json)
 
 
-def _ours(schema: Any) -> str:
+def _with_schema_options(schema: Any) -> str:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise _refused("a schema must be an object, and allow something")
-    return json.dumps({**_supported(schema, 1), _OURS: _SCHEMA_OPTIONS})
+    return json.dumps({**_supported(schema, 1), _OPTIONS_KEY: _SCHEMA_OPTIONS})
 
 
 def _supported(schema: Any, depth: int) -> Any:

@@ -5,9 +5,9 @@ from typing import Final
 
 import llguidance
 
-from engine.models.config import ConfigError, read_config
+from engine.models.config import ModelConfigError, read_decoder_config
 
-LIMITS: Final = llguidance.LLParserLimits(
+PARSER_LIMITS: Final = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # some 20 ms
     step_lexer_fuel=50_000,  # of one mask: 4 ms, and
     step_max_items=20_000,  # 1 ms
@@ -18,7 +18,7 @@ LIMITS: Final = llguidance.LLParserLimits(
 )
 
 
-class NoTokenizer(Exception):
+class GrammarTokenizerError(Exception):
     """A model's folder from which no grammar can be compiled; the message says why."""
 
 
@@ -26,18 +26,18 @@ def open_tokenizer(folder: Path) -> llguidance.LLTokenizer:
     """From tokenizer.json and config.json. At 128,256 tokens it takes 0.7 s, in which no other thread runs."""
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise NoTokenizer("this model's folder has no tokenizer.json, so it knows no grammars")
+        raise GrammarTokenizerError("this model's folder has no tokenizer.json, so it knows no grammars")
     try:
-        config = read_config(folder)
+        config = read_decoder_config(folder)
         stop_ids = list(config.stop_ids) or None
         return llguidance.LLTokenizer(str(path), n_vocab=config.vocabulary, eos_token=stop_ids)
-    except (ConfigError, ValueError) as error:
-        raise NoTokenizer(f"this model's tokenizer.json cannot be used for grammars: {error}") from error
+    except (ModelConfigError, ValueError) as error:
+        raise GrammarTokenizerError(f"this model's tokenizer.json cannot be used for grammars: {error}") from error
 
 
 def open_matcher(tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMatcher:
     """Of a new text; its `get_error` says what is wrong with the grammar. What its first mask costs is spent."""
-    matcher = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=LIMITS)
+    matcher = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=PARSER_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher

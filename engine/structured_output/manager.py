@@ -23,23 +23,23 @@ from numpy.typing import NDArray
 
 from engine.log import log
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import Matcher
-from engine.scheduling.validation import Refused
+from engine.scheduling.sequence import GrammarMatcher
+from engine.scheduling.validation import SubmitRejected
 from engine.step.layout import Int32s
-from engine.structured_output.lark_source import lark_of
-from engine.structured_output.llguidance_backend import NoTokenizer, open_matcher, open_tokenizer
-from engine.structured_output.sandbox import Trial, Unavailable
+from engine.structured_output.lark_source import to_lark
+from engine.structured_output.llguidance_backend import GrammarTokenizerError, open_matcher, open_tokenizer
+from engine.structured_output.sandbox import GrammarSandbox, SandboxGone
 
-COMPILERS: Final = 2
-PENDING_MAX: Final = 64  # of one account
-KEPT_MAX, KEPT_ACCOUNT_MAX = 512, 16
-WORN_TOKENS: Final = 50_000  # what a grammar learns of texts is memory: after so many tokens it is compiled anew
+COMPILER_THREADS: Final = 2
+PENDING_PER_ACCOUNT_MAX: Final = 64  # of one account
+CACHED_MAX, CACHED_PER_ACCOUNT_MAX = 512, 16
+RECOMPILE_TOKENS: Final = 50_000  # what a grammar learns of texts is memory: after so many tokens it is compiled anew
 _FILLERS_MAX: Final = 8  # threads that write the masks of one step
 _DETAIL_MAX: Final = 300  # characters
 _BUSY: Final = "too many grammars of this account are being compiled; try again later"
 _UNAVAILABLE: Final = "the grammar could not be compiled; send the request again"
 _BROKEN: Final = "the text could not be kept to its grammar: "
-_GOES_ON: Final = "the grammar goes on behind a token that ends the text; let it end there"
+_UNFINISHED: Final = "the grammar goes on behind a token that ends the text; let it end there"
 
 
 class LarkMatcher:
@@ -65,7 +65,7 @@ class LarkMatcher:
             return _BROKEN + _detail(inner.get_error())
         self._compilation.tokens += 1
         if ends and not inner.is_accepting():
-            return _GOES_ON
+            return _UNFINISHED
         self.over = inner.is_stopped()
         return ""
 
@@ -102,26 +102,26 @@ class LarkCompilation:
     def matcher(self, stop_ids: frozenset[int]) -> LarkMatcher:
         assert self.done
         if self._refusal is not None:
-            raise Refused(*self._refusal)
+            raise SubmitRejected(*self._refusal)
         assert self._first is not None
         return LarkMatcher(self, self._first.deep_copy(), stop_ids)
 
     def refuse(self, reason: RejectReason, message: str) -> None:
         self._refusal, self.done = (reason, message), True
 
-    def compile(self, trial: Trial) -> None:
+    def compile(self, trial: GrammarSandbox) -> None:
         """In any thread, mostly without the interpreter's lock. Raises Refused and Unavailable."""
-        lark = lark_of(self.grammar)
+        lark = to_lark(self.grammar)
         problem = trial.problem(lark)
         if not problem:
             first = open_matcher(self.tokenizer, lark)
             problem = first.get_error()
         if problem:
-            raise Refused(RejectReason.GRAMMAR, _detail(problem, placed=self.grammar.kind is GrammarKind.LARK))
+            raise SubmitRejected(RejectReason.GRAMMAR, _detail(problem, placed=self.grammar.kind is GrammarKind.LARK))
         self._first, self.done = first, True
 
 
-class Grammars:
+class StructuredOutputManager:
     """`compile` and `masks` are for the loop's thread. `bell` can be read when a compilation is done; `close` ends the
     threads."""
 
@@ -139,11 +139,11 @@ class Grammars:
         self._compiling: set[bytes] = set()  # accounts
         self._turn = threading.Condition()
         self._closed = False
-        self._trials: list[Trial] = []
+        self._trials: list[GrammarSandbox] = []
         self._opened = threading.Event()
         self._threads: list[threading.Thread] = []
         if (folder / "tokenizer.json").exists():
-            targets = [self._open, *[self._work] * COMPILERS]
+            targets = [self._open, *[self._work] * COMPILER_THREADS]
             self._threads = [threading.Thread(target=target, args=[folder]) for target in targets]
             for thread in self._threads:
                 thread.start()
@@ -159,7 +159,7 @@ class Grammars:
         self.wait()
         kept = self._kept.setdefault(account, OrderedDict()) if keep and account else OrderedDict()
         compilation = kept.get(grammar)
-        if compilation is not None and not compilation.worn and compilation.tokens < WORN_TOKENS:
+        if compilation is not None and not compilation.worn and compilation.tokens < RECOMPILE_TOKENS:
             kept.move_to_end(grammar)
             return compilation
         compilation = kept[grammar] = LarkCompilation(self._tokenizer, grammar, account)
@@ -171,7 +171,7 @@ class Grammars:
             self._queue(compilation)
         return compilation
 
-    def masks(self, matchers: Items[Matcher | None]) -> Int32s:
+    def masks(self, matchers: Items[GrammarMatcher | None]) -> Int32s:
         """[M, W]: bit (id % 32) of word (id ÷ 32) says whether a token may be next; all may where there is no matcher.
 
         Some 70 µs per row at 128,256 tokens, several at a time.
@@ -204,9 +204,9 @@ class Grammars:
 
     def _forget(self, kept: "OrderedDict[Grammar, LarkCompilation]") -> None:
         """What was not used for longest, of the account itself, then of the one that has most."""
-        if len(kept) > KEPT_ACCOUNT_MAX:
+        if len(kept) > CACHED_PER_ACCOUNT_MAX:
             kept.popitem(last=False)
-        if sum(map(len, self._kept.values())) > KEPT_MAX:
+        if sum(map(len, self._kept.values())) > CACHED_MAX:
             account = max(self._kept, key=lambda each: len(self._kept[each]))
             self._kept[account].popitem(last=False)
             if not self._kept[account]:
@@ -215,7 +215,7 @@ class Grammars:
     def _queue(self, compilation: LarkCompilation) -> None:
         with self._turn:
             pending = self._pending.setdefault(compilation.account, deque())
-            if len(pending) >= PENDING_MAX:
+            if len(pending) >= PENDING_PER_ACCOUNT_MAX:
                 compilation.worn = True
                 compilation.refuse(RejectReason.BUSY, _BUSY)
             else:
@@ -226,7 +226,7 @@ class Grammars:
         try:
             self._tokenizer = open_tokenizer(folder)
             self._words = -(-self._tokenizer.vocab_size // 32)
-        except NoTokenizer as error:
+        except GrammarTokenizerError as error:
             self._problem = str(error)
         finally:
             self._opened.set()
@@ -240,9 +240,9 @@ class Grammars:
             for tries_left in (1, 0):  # it may be the one before that ended the process
                 try:
                     compilation.compile(trial)
-                except Refused as refused:
+                except SubmitRejected as refused:
                     compilation.refuse(refused.reason, refused.message)
-                except Unavailable as error:
+                except SandboxGone as error:
                     log("grammar_trial_ended", error=str(error))
                     trial.end()
                     self._trials.remove(trial)
@@ -259,8 +259,8 @@ class Grammars:
                 self._clapper.send(b"!")
         trial.end()
 
-    def _open_trial(self, folder: Path) -> Trial:
-        trial = Trial(folder)
+    def _open_trial(self, folder: Path) -> GrammarSandbox:
+        trial = GrammarSandbox(folder)
         self._trials.append(trial)
         return trial
 

@@ -18,24 +18,24 @@ from typing import IO, Final
 
 import llguidance
 
-from engine.process.death_signal import dies_with
+from engine.process.death_signal import die_with_parent
 from engine.structured_output.llguidance_backend import open_matcher, open_tokenizer
 
-TIME_S: Final = 0.5  # of a processor
-MEMORY_BYTES: Final = 512 << 20  # beside the tokenizer
+SANDBOX_TIME_S: Final = 0.5  # of a processor
+SANDBOX_MEMORY_BYTES: Final = 512 << 20  # beside the tokenizer
 _LENGTH: Final = struct.Struct(">I")
 _OVER: Final = 3  # the exit status of a fork that was asked nothing more,
 _TOO_MUCH_STATUS: Final = 4  # and of one that found no memory
 
 
-class Unavailable(Exception):
+class SandboxGone(Exception):
     """The process that tries grammars is gone."""
 
 
-class Trial:
+class GrammarSandbox:
     """The process, for one thread to use."""
 
-    def __init__(self, folder: Path, time_s: float = TIME_S, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, folder: Path, time_s: float = SANDBOX_TIME_S, memory_bytes: int = SANDBOX_MEMORY_BYTES) -> None:
         """With the tokenizer of a model's folder."""
         command = [
             sys.executable,
@@ -56,9 +56,9 @@ class Trial:
             _send(self._process.stdin, lark)
             problem = _receive(self._process.stdout)
         except OSError as error:
-            raise Unavailable(str(error)) from error
+            raise SandboxGone(str(error)) from error
         if problem is None:
-            raise Unavailable("it has ended")
+            raise SandboxGone("it has ended")
         return problem
 
     def end(self) -> None:
@@ -90,7 +90,7 @@ def main(folder: str, time_s: float, memory_bytes: int) -> int:
         address_bytes = resource.RLIM_INFINITY
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its replica
-    die = dies_with(os.getpid())
+    die = die_with_parent(os.getpid())
     while True:
         fork = os.fork()
         if fork == 0:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import Bf12, Index
-from engine.layers.linear_cpu import Dense
+from engine.bf12.codec import Bf12Weight, EscapeIndex
+from engine.layers.linear_cpu import CpuLinear
 from engine.models.config import ModelConfig
-from engine.models.decoder_layer import Bare, Head, Layer, Linear, Parameters
+from engine.models.decoder_layer import DecoderLayer, DecoderParameters, Linear, LMHead, NoHead
 from engine.weights.formats import FIRSTS, PLACES, SCALES, VALUES, WORDS
 
 
-def assemble(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> Parameters:
+def assemble_decoder(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> DecoderParameters:
     """Takes the tensors out of `tensors` one by one, so that what a linear layer packs anew is let go at once. Calls
     `beat` after each layer."""
     embedding = _weight(tensors, "embedding")
@@ -20,24 +20,24 @@ def assemble(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[],
     for index in range(config.layers):
         layers.append(_layer(config, tensors, f"layers.{index}."))
         beat()
-    return Parameters(embedding, layers, tensors.pop("norm"), _head(config, embedding, tensors))
+    return DecoderParameters(embedding, layers, tensors.pop("norm"), _head(config, embedding, tensors))
 
 
-def weights_bytes(parameters: Parameters) -> int:
+def weights_bytes(parameters: DecoderParameters) -> int:
     """What the parameters occupy in memory; a tied head's copy counts where it is one."""
     embedding = parameters.embedding
     tensors = [parameters.norm]
-    linears: list[Head] = [parameters.head]
+    linears: list[LMHead] = [parameters.head]
     for layer in parameters.layers:
         tensors += [layer.attention_norm, layer.mlp_norm]
         tensors += [] if layer.qk_norm is None else [layer.qk_norm]
         linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
-    table_bytes = embedding.bytes if isinstance(embedding, Bf12) else embedding.nbytes
+    table_bytes = embedding.bytes if isinstance(embedding, Bf12Weight) else embedding.nbytes
     return table_bytes + sum(tensor.nbytes for tensor in tensors) + sum(linear.bytes for linear in linears)
 
 
-def _layer(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> Layer:
-    return Layer(
+def _layer(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> DecoderLayer:
+    return DecoderLayer(
         attention_norm=tensors.pop(ours + "attention_norm"),
         qkv=_linear(tensors, ours + "qkv"),
         qk_norm=_each_head(config, tensors, ours) if config.qk_norm else None,
@@ -52,38 +52,38 @@ def _linear(tensors: dict[str, Tensor], name: str) -> Linear:
     return _stored(_weight(tensors, name + ".weight"), tensors.pop(name + ".bias", None))
 
 
-def _weight(tensors: dict[str, Tensor], name: str) -> Tensor | Bf12:
+def _weight(tensors: dict[str, Tensor], name: str) -> Tensor | Bf12Weight:
     """What the tensors of one weight are together, in whichever form (forms.py)."""
     if name in tensors:
         return tensors.pop(name)
-    index = Index(*(tensors.pop(name + part) for part in (SCALES, FIRSTS, PLACES, VALUES)))
-    return Bf12(tensors.pop(name + WORDS), index)
+    index = EscapeIndex(*(tensors.pop(name + part) for part in (SCALES, FIRSTS, PLACES, VALUES)))
+    return Bf12Weight(tensors.pop(name + WORDS), index)
 
 
-def _head(config: ModelConfig, embedding: Tensor | Bf12, tensors: dict[str, Tensor]) -> Head:
+def _head(config: ModelConfig, embedding: Tensor | Bf12Weight, tensors: dict[str, Tensor]) -> LMHead:
     if config.vectors:
-        return Bare()
+        return NoHead()
     return _tied(embedding) if config.tied_head else _linear(tensors, "head")
 
 
-def _tied(embedding: Tensor | Bf12) -> Linear:
+def _tied(embedding: Tensor | Bf12Weight) -> Linear:
     """A GPU multiplies by the embedding itself, which is counted already; a CPU by a packed copy."""
     head = _stored(embedding, None)
-    if isinstance(embedding, Bf12) or embedding.is_cuda:
+    if isinstance(embedding, Bf12Weight) or embedding.is_cuda:
         head.bytes = 0
     return head
 
 
-def _stored(weight_NK: Tensor | Bf12, bias_N: Tensor | None) -> Linear:
-    if isinstance(weight_NK, Bf12):
-        from engine.layers.linear_bf12 import Compressed  # only here, like the next: a CPU needs no Triton
+def _stored(weight_NK: Tensor | Bf12Weight, bias_N: Tensor | None) -> Linear:
+    if isinstance(weight_NK, Bf12Weight):
+        from engine.layers.linear_bf12 import Bf12Linear  # only here, like the next: a CPU needs no Triton
 
-        return Compressed(weight_NK, bias_N)
+        return Bf12Linear(weight_NK, bias_N)
     if weight_NK.is_cuda:
-        from engine.layers.linear_gpu import Resident
+        from engine.layers.linear_gpu import GpuLinear
 
-        return Resident(weight_NK, bias_N)
-    return Dense(weight_NK, bias_N)
+        return GpuLinear(weight_NK, bias_N)
+    return CpuLinear(weight_NK, bias_N)
 
 
 def _each_head(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> Tensor:

@@ -9,28 +9,34 @@ from pathlib import Path
 from typing import Final
 
 from engine.bf12 import metadata
-from engine.bf12.layout import fits
-from engine.bf12.metadata import BASES, HIGH, HIGH_ENDS, POSITIONS, VALUES, Level, Notes, piece_rows
-from engine.weights.safetensors_header import Header, parse_header
-from engine.weights.tensor_index import BF12, CheckpointError, Code, Packed, Stored, listed
+from engine.bf12.layout import is_encodable
+from engine.bf12.metadata import BASES, HIGH, HIGH_ENDS, POSITIONS, VALUES, Bf12Metadata, CompressionLevel, piece_rows
+from engine.weights.safetensors_header import SafetensorsHeader, parse_header
+from engine.weights.tensor_index import BF12, CheckpointError, CodedPlanes, StoredTensor, ZstdPlane, abbreviate_names
 
-_AGAIN: Final = "get the file again, or compress its model anew"
+_RECOMPRESS_HINT: Final = "get the file again, or compress its model anew"
 
 
-def original_of(path: Path, said: Notes) -> Header:
+def original_header(path: Path, said: Bf12Metadata) -> SafetensorsHeader:
     """That of the file which was compressed. Raises CheckpointError."""
     try:
         return parse_header(said.original.header, said.original.bytes)
     except ValueError as error:
-        raise CheckpointError(f"{path} is a compressed file, and {error}: {_AGAIN}") from error
+        raise CheckpointError(f"{path} is a compressed file, and {error}: {_RECOMPRESS_HINT}") from error
 
 
-def gather(path: Path, stored: Mapping[str, Stored], said: Notes) -> dict[str, Stored]:
+def gather_tensors(path: Path, stored: Mapping[str, StoredTensor], said: Bf12Metadata) -> dict[str, StoredTensor]:
     """The tensors that it had before it was compressed, of which it has planes or themselves. Raises CheckpointError
     unless these are all that it has, each of its dtype and shape, with a sum of each piece."""
-    suffixes = ("", BASES, POSITIONS, VALUES, *((HIGH, HIGH_ENDS) if said.level is Level.DISTRIBUTION else ()))
+    suffixes = (
+        "",
+        BASES,
+        POSITIONS,
+        VALUES,
+        *((HIGH, HIGH_ENDS) if said.level is CompressionLevel.DISTRIBUTION else ()),
+    )
     wanted = [name + suffix for name in said.codes for suffix in suffixes]
-    original = {tensor.name: tensor for tensor in original_of(path, said).tensors}
+    original = {tensor.name: tensor for tensor in original_header(path, said).tensors}
     _require_none(path, "lacks", (name for name in original if name not in stored))
     _require_none(path, "lacks", (name for name in wanted if name not in stored))
     found = {name: _coded(path, name, stored, said) for name in said.codes}
@@ -40,7 +46,9 @@ def gather(path: Path, stored: Mapping[str, Stored], said: Notes) -> dict[str, S
     for name, tensor in (plain | found).items():
         dtype = "BF16" if name in found else tensor.dtype
         if name not in original or (original[name].dtype, original[name].shape) != (dtype, tensor.shape):
-            raise CheckpointError(f"{path}: {name}, {dtype} {list(tensor.shape)}, is not what was compressed: {_AGAIN}")
+            raise CheckpointError(
+                f"{path}: {name}, {dtype} {list(tensor.shape)}, is not what was compressed: {_RECOMPRESS_HINT}"
+            )
     for name, tensor in plain.items():
         found[name] = replace(tensor, sums=_sums(path, name, said, _pieces_of(tensor)))
     summed = {name + suffix for name in said.codes for suffix in ("", BASES, POSITIONS, VALUES)} | plain.keys()
@@ -48,67 +56,73 @@ def gather(path: Path, stored: Mapping[str, Stored], said: Notes) -> dict[str, S
     return found
 
 
-def _coded(path: Path, name: str, stored: Mapping[str, Stored], said: Notes) -> Stored:
+def _coded(path: Path, name: str, stored: Mapping[str, StoredTensor], said: Bf12Metadata) -> StoredTensor:
     words = stored[name]
     shape = _shape(path, name, words, said.level)
     bases = _plane(path, name + BASES, stored, "U8")
     if bases.numbers != shape[0]:
-        raise CheckpointError(f"{path}: {name}, {list(shape)}, has {bases.numbers} bases: {_AGAIN}")
+        raise CheckpointError(f"{path}: {name}, {list(shape)}, has {bases.numbers} bases: {_RECOMPRESS_HINT}")
     positions = _plane(path, name + POSITIONS, stored, "I64")
     values = _plane(path, name + VALUES, stored, "BF16")
     if positions.shape != values.shape or positions.numbers > shape[0] * shape[1]:
         counts = f"{positions.numbers} positions and {values.numbers} values"
-        raise CheckpointError(f"{path}: {name}, {list(shape)}, has {counts} of escapes: {_AGAIN}")
+        raise CheckpointError(f"{path}: {name}, {list(shape)}, has {counts} of escapes: {_RECOMPRESS_HINT}")
     pieces = -(-shape[0] // piece_rows(shape[1]))
     return replace(
         words,
         dtype=BF12,
         shape=shape,
         sums=_sums(path, name, said, pieces),
-        code=Code(
+        code=CodedPlanes(
             replace(bases, sums=_sums(path, name + BASES, said, _pieces_of(bases))),
             replace(positions, sums=_sums(path, name + POSITIONS, said, _pieces_of(positions))),
             replace(values, sums=_sums(path, name + VALUES, said, _pieces_of(values))),
-            _packed(path, name, stored, pieces) if said.level is Level.DISTRIBUTION else None,
+            _packed(path, name, stored, pieces) if said.level is CompressionLevel.DISTRIBUTION else None,
         ),
     )
 
 
-def _shape(path: Path, name: str, words: Stored, level: Level) -> tuple[int, int]:
+def _shape(path: Path, name: str, words: StoredTensor, level: CompressionLevel) -> tuple[int, int]:
     """Of the matrix: a row has 3 words for 8 numbers, 2 of them low."""
     if words.dtype == "I32" and len(words.shape) == 2:
         outputs, width = words.shape
-        of_eight = 2 if level is Level.DISTRIBUTION else 3
-        if width % of_eight == 0 and fits(outputs, width // of_eight * 8):
+        of_eight = 2 if level is CompressionLevel.DISTRIBUTION else 3
+        if width % of_eight == 0 and is_encodable(outputs, width // of_eight * 8):
             return outputs, width // of_eight * 8
-    raise CheckpointError(f"{path}: {name} is {words.dtype} {list(words.shape)}, which are no words: {_AGAIN}")
+    raise CheckpointError(
+        f"{path}: {name} is {words.dtype} {list(words.shape)}, which are no words: {_RECOMPRESS_HINT}"
+    )
 
 
-def _packed(path: Path, name: str, stored: Mapping[str, Stored], pieces: int) -> Packed:
+def _packed(path: Path, name: str, stored: Mapping[str, StoredTensor], pieces: int) -> ZstdPlane:
     frames, ends = _plane(path, name + HIGH, stored, "U8"), _plane(path, name + HIGH_ENDS, stored, "I64")
     if ends.numbers != pieces:
-        raise CheckpointError(f"{path}: {name} has {ends.numbers} frames for {pieces} pieces: {_AGAIN}")
-    return Packed(frames, ends)
+        raise CheckpointError(f"{path}: {name} has {ends.numbers} frames for {pieces} pieces: {_RECOMPRESS_HINT}")
+    return ZstdPlane(frames, ends)
 
 
-def _plane(path: Path, name: str, stored: Mapping[str, Stored], dtype: str) -> Stored:
+def _plane(path: Path, name: str, stored: Mapping[str, StoredTensor], dtype: str) -> StoredTensor:
     plane = stored[name]
     if plane.dtype != dtype or len(plane.shape) != 1:
-        raise CheckpointError(f"{path}: {name} is {plane.dtype} {list(plane.shape)}, a row of {dtype} is due: {_AGAIN}")
+        raise CheckpointError(
+            f"{path}: {name} is {plane.dtype} {list(plane.shape)}, a row of {dtype} is due: {_RECOMPRESS_HINT}"
+        )
     return plane
 
 
-def _pieces_of(stored: Stored) -> int:
+def _pieces_of(stored: StoredTensor) -> int:
     return -(-(stored.last - stored.first) // metadata.PIECE_BYTES)
 
 
-def _sums(path: Path, name: str, said: Notes, pieces: int) -> tuple[int, ...]:
+def _sums(path: Path, name: str, said: Bf12Metadata, pieces: int) -> tuple[int, ...]:
     sums = tuple(said.pieces.get(name, ()))
     if len(sums) != pieces:
-        raise CheckpointError(f"{path} has {len(sums)} sums of {name}, which has {pieces} pieces: {_AGAIN}")
+        raise CheckpointError(f"{path} has {len(sums)} sums of {name}, which has {pieces} pieces: {_RECOMPRESS_HINT}")
     return sums
 
 
 def _require_none(path: Path, problem: str, names: Iterable[str]) -> None:
     if found := list(names):
-        raise CheckpointError(f"{path} {problem} {listed(found)}, unlike what its metadata say: {_AGAIN}")
+        raise CheckpointError(
+            f"{path} {problem} {abbreviate_names(found)}, unlike what its metadata say: {_RECOMPRESS_HINT}"
+        )

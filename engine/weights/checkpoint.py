@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from engine.bf12 import metadata
-from engine.models.weight_names import Source
-from engine.weights.bf12_reader import gather
-from engine.weights.safetensors_header import read_header, stored_in
-from engine.weights.tensor_index import BF12, ITEM_BYTES, CheckpointError, Stored, listed
+from engine.models.weight_names import TensorSource
+from engine.weights.bf12_reader import gather_tensors
+from engine.weights.safetensors_header import read_header, tensors_in
+from engine.weights.tensor_index import BF12, ITEM_BYTES, CheckpointError, StoredTensor, abbreviate_names
 
-__all__ = ["Checkpoint", "CheckpointError", "Stored"]
+__all__ = ["Checkpoint", "CheckpointError", "StoredTensor"]
 
 _COUNTS: Final = ("I64",)  # positions that some encoders' files carry, never a weight
 _SMALL_BYTES: Final = 64 << 20  # checkpoints up to this size are digested whole
@@ -29,7 +29,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.paths = _paths(folder)
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         for path in self.paths:
             for name, stored in _read(path).items():
                 if name in self.tensors:
@@ -40,7 +40,7 @@ class Checkpoint:
     def bytes(self) -> int:
         return sum(stored.bytes for stored in self.tensors.values())
 
-    def require(self, sources: Iterable[Source], spare: Callable[[str], bool]) -> None:
+    def require(self, sources: Iterable[TensorSource], spare: Callable[[str], bool]) -> None:
         """Raises CheckpointError unless the tensors are exactly `sources`, apart from names that are `spare`."""
         wanted = {source.name: source.shape for source in sources}
         missing = [name for name in wanted if name not in self.tensors]
@@ -57,9 +57,9 @@ class Checkpoint:
         ]
         for problem, names in (("lacks", missing), ("has tensors that the model has no place for:", extra)):
             if names:
-                raise CheckpointError(f"{self.folder} {problem} {listed(names)}")
+                raise CheckpointError(f"{self.folder} {problem} {abbreviate_names(names)}")
         if wrong:
-            raise CheckpointError(f"{self.folder}: {listed(wrong)}")
+            raise CheckpointError(f"{self.folder}: {abbreviate_names(wrong)}")
 
     def revision(self) -> str:
         """Names these weights: a digest of config.json, of headers, and of files or samples of their large tensors. A
@@ -105,15 +105,15 @@ def _paths(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read(path: Path) -> dict[str, Stored]:
+def _read(path: Path) -> dict[str, StoredTensor]:
     header = read_header(path)
     try:
-        said = metadata.read(header.metadata)
-    except metadata.NotesError as error:
+        said = metadata.parse_metadata(header.metadata)
+    except metadata.Bf12MetadataError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    tensors = stored_in(path, header)
+    tensors = tensors_in(path, header)
     if said is not None:
-        tensors = gather(path, tensors, said)
+        tensors = gather_tensors(path, tensors, said)
     for name, tensor in tensors.items():
         if tensor.code is None and tensor.dtype not in (*ITEM_BYTES, *_COUNTS):
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; {', '.join(ITEM_BYTES)} are supported")

@@ -7,30 +7,30 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.memory.pinned import PIECE_BYTES, Pinned
-from engine.memory.streams import Mark, Stream
+from engine.memory.pinned import PIECE_BYTES, PinnedMemory
+from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
-from engine.weights.formats import Shapes
+from engine.weights.formats import TensorShapes
 
 _MAPPED_BYTES: Final = 256 << 20  # at once: larger pieces are mapped no faster
 _ALIGNED_BYTES: Final = 512
 
 
-class Weights:
+class WeightBuffer:
     """Tensors one behind the other in memory of an arena, which do not change once they are loaded. Their copy in host
     memory is made ahead, or when they sleep first; it stays.
 
     A stage is what a step needs together: consecutive tensors whose names begin alike, `layers.3.` or `head.`.
     """
 
-    def __init__(self, arena: Arena, shapes: Shapes) -> None:
+    def __init__(self, arena: Arena, shapes: TensorShapes) -> None:
         """With memory, in which anything may lie. Raises OutOfDeviceMemory."""
         self.arena = arena
         self._region = arena.reserve("weights", sum(_size(*shape) for shape in shapes.values()), _MAPPED_BYTES)
         self._region.map_all()
         self._memory = self._region.tensor()
         self._ends: dict[str, int] = {}  # of each stage, in bytes
-        self._pinned = Pinned(arena.driver, self._region.size)
+        self._pinned = PinnedMemory(arena.driver, self._region.size)
         self.tensors: dict[str, Tensor] = {}
         end = 0
         for name, (shape, dtype) in shapes.items():
@@ -49,7 +49,7 @@ class Weights:
         """What their copy takes of host memory."""
         return self._pinned.bytes
 
-    def prepare(self, copies: Stream) -> int:
+    def prepare(self, copies: DeviceStream) -> int:
         """Queues the copy of one piece more to the host; gives its bytes, 0 where all is copied. It takes some 3 ms and
         does not wait for the copy. Raises OutOfHostMemory."""
         start = self._pinned.bytes
@@ -69,9 +69,9 @@ class Weights:
         """Raises OutOfDeviceMemory."""
         self._region.map_all()
 
-    def send(self, copies: Stream) -> list[Mark]:
+    def send(self, copies: DeviceStream) -> list[StreamEvent]:
         """Queues their way back to the device, with a mark behind each stage."""
-        marks: list[Mark] = []
+        marks: list[StreamEvent] = []
         ends = list(self._ends.values())
         with copies.entered():
             for index, piece in enumerate(self._pinned.pieces):

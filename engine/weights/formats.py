@@ -12,20 +12,20 @@ from torch import Tensor
 
 from engine.bf12.codec import GROUP_OUTPUTS, Escapes, index
 from engine.bf12.layout import block_of, words_of
-from engine.models.weight_names import Cut, Entry, Source
-from engine.weights.tensor_index import Stored, codes_of
+from engine.models.weight_names import ParameterEntry, ShardAxis, TensorSource
+from engine.weights.tensor_index import StoredTensor, coded_sources
 
-Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
+TensorShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 WORDS, SCALES, FIRSTS, PLACES, VALUES = ".words", ".scales", ".firsts", ".places", ".values"  # of a coded parameter
 _BF16_BYTES: Final = 2
 
 
-class CannotBeCut(ValueError):
+class NotShardable(ValueError):
     """So many ranks do not divide a parameter; the message names it."""
 
 
-class Form(Protocol):
+class WeightFormat(Protocol):
     """Of one parameter."""
 
     @property
@@ -36,7 +36,7 @@ class Form(Protocol):
     @property
     def numbers(self) -> int: ...
 
-    def tensors(self, parameter: str) -> Shapes:
+    def tensors(self, parameter: str) -> TensorShapes:
         """What lies in memory, by name."""
         ...
 
@@ -54,7 +54,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainFormat:
     """One tensor of the parameter's name."""
 
     shape: torch.Size
@@ -65,7 +65,7 @@ class Plain:
     def numbers(self) -> int:
         return self.shape.numel()
 
-    def tensors(self, parameter: str) -> Shapes:
+    def tensors(self, parameter: str) -> TensorShapes:
         return {parameter: (self.shape, self.dtype)}
 
     def body(self, parameter: str) -> str:
@@ -79,7 +79,7 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Twelve:
+class Bf12Format:
     """A codec.Bf12: words, and an index of what they leave out."""
 
     outputs: int
@@ -91,7 +91,7 @@ class Twelve:
     def numbers(self) -> int:
         return self.outputs * self.inputs
 
-    def tensors(self, parameter: str) -> Shapes:
+    def tensors(self, parameter: str) -> TensorShapes:
         groups = -(-self.outputs // GROUP_OUTPUTS)
         return {
             parameter + WORDS: (torch.Size((self.outputs, words_of(self.inputs))), torch.int32),
@@ -115,58 +115,60 @@ class Twelve:
         return block_of(inputs)
 
 
-Forms = Mapping[str, Form]  # by parameter
+WeightFormats = Mapping[str, WeightFormat]  # by parameter
 
 
-def plain(table: Iterable[Entry], dtype: torch.dtype) -> dict[str, Form]:
+def plain_formats(table: Iterable[ParameterEntry], dtype: torch.dtype) -> dict[str, WeightFormat]:
     """All as they are: norms in float32, the rest in `dtype`."""
     return {entry.parameter: _plain(entry, dtype) for entry in table}
 
 
-def forms_of(
-    table: Iterable[Entry], stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device
-) -> dict[str, Form]:
+def select_formats(
+    table: Iterable[ParameterEntry], stored: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device
+) -> dict[str, WeightFormat]:
     """`stored` has all sources of the table. Only GPUs multiply by words, and only in bfloat16: elsewhere what is coded
     is expanded while it is loaded."""
     multiplies = device.type == "cuda" and dtype is torch.bfloat16
-    forms: dict[str, Form] = {}
+    forms: dict[str, WeightFormat] = {}
     for entry in table:
         coded = _coded(entry, stored) if multiplies else None
         forms[entry.parameter] = coded or _plain(entry, dtype)
     return forms
 
 
-def shapes_of(forms: Forms) -> Shapes:
+def tensor_shapes(forms: WeightFormats) -> TensorShapes:
     """The tensors of all parameters."""
     return {name: shape for parameter, form in forms.items() for name, shape in form.tensors(parameter).items()}
 
 
-def bytes_of(forms: Forms) -> int:
-    return sum(shape.numel() * dtype.itemsize for shape, dtype in shapes_of(forms).values())
+def formats_bytes(forms: WeightFormats) -> int:
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in tensor_shapes(forms).values())
 
 
-def coded_bytes_of(forms: Forms) -> int:
+def bf12_formats_bytes(forms: WeightFormats) -> int:
     """Of the bytes, those of what is coded."""
-    return bytes_of({parameter: form for parameter, form in forms.items() if form.coded})
+    return formats_bytes({parameter: form for parameter, form in forms.items() if form.coded})
 
 
-def bf16_bytes_of(forms: Forms) -> int:
+def uncompressed_bytes(forms: WeightFormats) -> int:
     """What they would take if nothing were coded."""
     coded = sum(form.numbers for form in forms.values() if form.coded)
-    return bytes_of(forms) - coded_bytes_of(forms) + _BF16_BYTES * coded
+    return formats_bytes(forms) - bf12_formats_bytes(forms) + _BF16_BYTES * coded
 
 
-def allocate(forms: Forms, device: torch.device) -> dict[str, Tensor]:
+def allocate(forms: WeightFormats, device: torch.device) -> dict[str, Tensor]:
     """Their tensors, not yet written."""
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes_of(forms).items()}
+    return {
+        name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensor_shapes(forms).items()
+    }
 
 
-def is_norm(entry: Entry) -> bool:
+def is_norm(entry: ParameterEntry) -> bool:
     return entry.parameter.endswith("norm")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardRange:
     """What a rank has of one source: these rows, and these columns where it is a matrix."""
 
     outputs: range
@@ -177,37 +179,37 @@ class Part:
         return rows if tensor.ndim == 1 else rows[:, self.inputs.start : self.inputs.stop]
 
 
-def parts_of(entry: Entry, form: Form, rank: int, ranks: int) -> list[Part]:
+def shard_ranges(entry: ParameterEntry, form: WeightFormat, rank: int, ranks: int) -> list[ShardRange]:
     """Of each source, which are cut alike, so that a rank has the same share of q, k and v. Raises CannotBeCut."""
     return [_part(entry, source, form, rank, ranks) for source in entry.sources]
 
 
-def _part(entry: Entry, source: Source, form: Form, rank: int, ranks: int) -> Part:
+def _part(entry: ParameterEntry, source: TensorSource, form: WeightFormat, rank: int, ranks: int) -> ShardRange:
     outputs, inputs = source.shape[0], source.shape[1] if len(source.shape) == 2 else 1
-    if entry.cut is Cut.OUTPUTS:
-        return Part(_share(source, "outputs", outputs, 1, rank, ranks), range(inputs))
-    if entry.cut is Cut.INPUTS:
-        return Part(range(outputs), _share(source, "inputs", inputs, form.cut_unit(inputs), rank, ranks))
-    return Part(range(outputs), range(inputs))
+    if entry.cut is ShardAxis.OUTPUTS:
+        return ShardRange(_share(source, "outputs", outputs, 1, rank, ranks), range(inputs))
+    if entry.cut is ShardAxis.INPUTS:
+        return ShardRange(range(outputs), _share(source, "inputs", inputs, form.cut_unit(inputs), rank, ranks))
+    return ShardRange(range(outputs), range(inputs))
 
 
-def _share(source: Source, what: str, count: int, unit: int, rank: int, ranks: int) -> range:
+def _share(source: TensorSource, what: str, count: int, unit: int, rank: int, ranks: int) -> range:
     if count % (unit * ranks):
         runs = f" in runs of {unit}" if unit > 1 else ""
-        raise CannotBeCut(f"{source.name} has {count} {what}{runs}, which {ranks} ranks do not divide")
+        raise NotShardable(f"{source.name} has {count} {what}{runs}, which {ranks} ranks do not divide")
     each = count // ranks
     return range(rank * each, (rank + 1) * each)
 
 
-def _plain(entry: Entry, dtype: torch.dtype) -> Plain:
+def _plain(entry: ParameterEntry, dtype: torch.dtype) -> PlainFormat:
     outputs = sum(source.shape[0] for source in entry.sources)
     shape = torch.Size((outputs, *entry.sources[0].shape[1:]))
-    return Plain(shape, torch.float32 if is_norm(entry) else dtype)
+    return PlainFormat(shape, torch.float32 if is_norm(entry) else dtype)
 
 
-def _coded(entry: Entry, stored: Mapping[str, Stored]) -> Twelve | None:
-    codes = codes_of(entry, stored)
+def _coded(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> Bf12Format | None:
+    codes = coded_sources(entry, stored)
     if not codes:
         return None
     outputs = sum(source.shape[0] for source in entry.sources)
-    return Twelve(outputs, entry.sources[0].shape[1], sum(code.values.numbers for code in codes))
+    return Bf12Format(outputs, entry.sources[0].shape[1], sum(code.values.numbers for code in codes))

@@ -12,14 +12,14 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from engine.models.weight_names import Entry
+from engine.models.weight_names import ParameterEntry
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.formats import Forms, allocate, bytes_of, coded_bytes_of
-from engine.weights.pieces import Matrix, matrices_of, plain_pieces
-from engine.weights.progress import Progress
+from engine.weights.formats import WeightFormats, allocate, bf12_formats_bytes, formats_bytes
+from engine.weights.pieces import CodedMatrix, plain_pieces, read_matrices
+from engine.weights.progress import ProgressBar
 from engine.weights.random import random_revision
-from engine.weights.streaming import Piece, transfer
-from engine.weights.tensor_index import Stored
+from engine.weights.streaming import FilePiece, stream_pieces
+from engine.weights.tensor_index import StoredTensor
 
 _log = logging.getLogger(__name__)
 
@@ -27,15 +27,15 @@ _READ: Final = (".json", ".safetensors")
 Loaded = TypeVar("Loaded")
 
 
-class Part(NamedTuple):
+class TensorLoad(NamedTuple):
     """One tensor of the checkpoint and the rows of a parameter that it becomes, numbers or words."""
 
     name: str
-    stored: Stored
+    stored: StoredTensor
     rows: Tensor
 
 
-class Files:
+class ModelFiles:
     """A model's folder, which is read, and read again later: then it has to be the same. `revision` names what its
     files hold, or what is made up of its config.json."""
 
@@ -70,8 +70,9 @@ class Files:
         return random_revision(self._folder) if self._random else Checkpoint(self._folder).revision()
 
 
-def fetch(
-    checkpoint: Checkpoint, table: list[Entry], forms: Forms, device: torch.device, beat: Callable[[], None],
+def load_tensors(
+    checkpoint: Checkpoint, table: list[ParameterEntry], forms: WeightFormats, device: torch.device,
+    beat: Callable[[], None],
     into: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The tensors of each entry of the table in its form, from a checkpoint that has all sources: those of `into`, or
@@ -84,15 +85,15 @@ def fetch(
     started = time.monotonic()
     tensors = allocate(forms, device) if into is None else into
     parts = _parts(checkpoint, table, forms, tensors)
-    matrices = matrices_of({part.name: part.stored for part in parts if part.stored.code is not None}, beat)
+    matrices = read_matrices({part.name: part.stored for part in parts if part.stored.code is not None}, beat)
     pieces = [piece for part in parts for piece in _pieces(part, matrices)]
-    with Progress("loading", sum(piece.bytes for piece in pieces)) as progress:
+    with ProgressBar("loading", sum(piece.bytes for piece in pieces)) as progress:
 
         def moved(count: int) -> None:
             beat()
             progress.reached(count)
 
-        transfer(pieces, device, moved)
+        stream_pieces(pieces, device, moved)
     _write_beside(table, forms, matrices, tensors)
     _require_finite([part for part in parts if part.rows.is_floating_point()])
     beat()
@@ -102,37 +103,43 @@ def fetch(
     return tensors
 
 
-def _parts(checkpoint: Checkpoint, table: list[Entry], forms: Forms, tensors: dict[str, Tensor]) -> list[Part]:
+def _parts(
+    checkpoint: Checkpoint, table: list[ParameterEntry], forms: WeightFormats, tensors: dict[str, Tensor]
+) -> list[TensorLoad]:
     parts = []
     for entry in table:
         body, first = tensors[forms[entry.parameter].body(entry.parameter)], 0
         for source in entry.sources:
-            parts.append(Part(source.name, checkpoint.tensors[source.name], body[first : first + source.shape[0]]))
+            parts.append(
+                TensorLoad(source.name, checkpoint.tensors[source.name], body[first : first + source.shape[0]])
+            )
             first += source.shape[0]
     return parts
 
 
-def _pieces(part: Part, matrices: dict[str, Matrix]) -> Iterator[Piece]:
+def _pieces(part: TensorLoad, matrices: dict[str, CodedMatrix]) -> Iterator[FilePiece]:
     matrix = matrices.get(part.name)
     return plain_pieces(part.name, part.stored, part.rows) if matrix is None else matrix.pieces(part.rows)
 
 
-def _write_beside(table: list[Entry], forms: Forms, matrices: dict[str, Matrix], tensors: dict[str, Tensor]) -> None:
+def _write_beside(
+    table: list[ParameterEntry], forms: WeightFormats, matrices: dict[str, CodedMatrix], tensors: dict[str, Tensor]
+) -> None:
     for entry in table:
         coded = [matrices[source.name].escapes for source in entry.sources if source.name in matrices]
         forms[entry.parameter].write_beside(entry.parameter, tensors, coded)
 
 
-def _tell(parts: list[Part], forms: Forms, device: torch.device, seconds: float) -> None:
+def _tell(parts: list[TensorLoad], forms: WeightFormats, device: torch.device, seconds: float) -> None:
     read, seconds = sum(part.stored.bytes for part in parts) / 1e6, max(seconds, 1e-9)
-    kept, coded = bytes_of(forms) / 1e6, coded_bytes_of(forms) / 1e6
+    kept, coded = formats_bytes(forms) / 1e6, bf12_formats_bytes(forms) / 1e6
     _log.info(
         "loaded %d tensors, %.1f MB in %.2f s (%.0f MB/s): %.1f MB on %s, %.1f of them in 12 bits a number",
         len(parts), read, seconds, read / seconds, kept, device, coded,
     )  # fmt: skip
 
 
-def _require_finite(parts: list[Part]) -> None:
+def _require_finite(parts: list[TensorLoad]) -> None:
     """NaN and infinity show in the least or the greatest value, which are found without writing memory."""
     bounds = torch.stack([bound.float() for part in parts for bound in torch.aminmax(part.rows)])
     finite = bounds.view(-1, 2).isfinite().all(1).tolist()

@@ -13,8 +13,8 @@ from engine.bf12 import layout, metadata
 from engine.bf12.codec import Escapes
 from engine.bf12.layout import ZEROS, words_of
 from engine.bf12.metadata import BASES, HIGH_ENDS, POSITIONS, VALUES, piece_rows
-from engine.weights.streaming import Piece, Rows, pieces_of, transfer
-from engine.weights.tensor_index import CheckpointError, Packed, Stored
+from engine.weights.streaming import CodedRows, FilePiece, split_pieces, stream_pieces
+from engine.weights.tensor_index import CheckpointError, StoredTensor, ZstdPlane
 
 _CPU: Final = torch.device("cpu")
 _DTYPES: Final = {
@@ -23,16 +23,16 @@ _DTYPES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class CodedMatrix:
     """A coded tensor but for its words. `frames` are the bytes of the file with each piece's high words, where they are
     packed."""
 
     name: str
-    stored: Stored
+    stored: StoredTensor
     escapes: Escapes
     frames: list[range] | None
 
-    def pieces(self, target: Tensor) -> Iterator[Piece]:
+    def pieces(self, target: Tensor) -> Iterator[FilePiece]:
         """Into its words, or numbers where the target has their shape. It is contiguous."""
         outputs, inputs = self.stored.shape
         expands, sums = target.shape == self.stored.shape, self.stored.sums
@@ -43,31 +43,31 @@ class Matrix:
             rows = range(start, min(start + step, outputs))
             frame = None if self.frames is None else self.frames[index]
             escapes = self.escapes.rows(rows) if expands else None
-            yield Piece(
+            yield FilePiece(
                 self.name, self.stored.path, self.stored.first + start * row_bytes, torch.int32,
-                target[start : rows.stop].view(-1), sums[index], Rows(len(rows), inputs, frame, escapes),
+                target[start : rows.stop].view(-1), sums[index], CodedRows(len(rows), inputs, frame, escapes),
             )  # fmt: skip
 
 
-def plain_pieces(name: str, stored: Stored, target: Tensor) -> Iterator[Piece]:
+def plain_pieces(name: str, stored: StoredTensor, target: Tensor) -> Iterator[FilePiece]:
     """Of a tensor that is not coded."""
-    return pieces_of(name, stored.path, stored.first, _DTYPES[stored.dtype], target, stored.sums)
+    return split_pieces(name, stored.path, stored.first, _DTYPES[stored.dtype], target, stored.sums)
 
 
-def matrices_of(coded: Mapping[str, Stored], beat: Callable[[], None]) -> dict[str, Matrix]:
+def read_matrices(coded: Mapping[str, StoredTensor], beat: Callable[[], None]) -> dict[str, CodedMatrix]:
     """Reads what is known of coded tensors beside their words. Raises CheckpointError."""
     small: dict[str, Tensor] = {}
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     for name, tensor in coded.items():
         for plane_name, plane in _planes(name, tensor):
             small[plane_name] = torch.empty(plane.shape, dtype=_DTYPES[plane.dtype])
             pieces += plain_pieces(plane_name, plane, small[plane_name])
     if pieces:
-        transfer(pieces, _CPU, lambda _: beat())
+        stream_pieces(pieces, _CPU, lambda _: beat())
     return {name: _matrix(name, tensor, small) for name, tensor in coded.items()}
 
 
-def _planes(name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
+def _planes(name: str, stored: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     assert stored.code is not None
     yield name + BASES, stored.code.bases
     yield name + POSITIONS, stored.code.positions
@@ -76,7 +76,7 @@ def _planes(name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
         yield name + HIGH_ENDS, stored.code.high.ends
 
 
-def _matrix(name: str, stored: Stored, small: Mapping[str, Tensor]) -> Matrix:
+def _matrix(name: str, stored: StoredTensor, small: Mapping[str, Tensor]) -> CodedMatrix:
     code = stored.code
     assert code is not None
     bases_N, positions_E, values_E = (small[name + plane] for plane in (BASES, POSITIONS, VALUES))
@@ -87,14 +87,14 @@ def _matrix(name: str, stored: Stored, small: Mapping[str, Tensor]) -> Matrix:
     if wrong := int((~values_E.isfinite()).sum()):
         raise CheckpointError(f"{stored.path}: {name} has {wrong} values that are not finite: the file is damaged")
     escapes = Escapes(stored.shape[0], stored.shape[1], bases_N, positions_E, values_E)
-    return Matrix(name, stored, escapes, None if code.high is None else _frames(name, code.high, small))
+    return CodedMatrix(name, stored, escapes, None if code.high is None else _frames(name, code.high, small))
 
 
 def _ascend(positions_E: Tensor, numbers: int) -> bool:
     return bool(positions_E[0] >= 0 and positions_E[-1] < numbers and (positions_E[1:] > positions_E[:-1]).all())
 
 
-def _frames(name: str, high: Packed, small: Mapping[str, Tensor]) -> list[range]:
+def _frames(name: str, high: ZstdPlane, small: Mapping[str, Tensor]) -> list[range]:
     ends = small[name + HIGH_ENDS].tolist()
     frames = [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
     if not all(0 < len(frame) <= metadata.PIECE_BYTES for frame in frames) or ends[-1] > high.frames.bytes:

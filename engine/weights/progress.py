@@ -8,10 +8,10 @@ from tqdm import tqdm
 
 from engine.log import log
 
-_TELL_S: Final = 1.0
+_LOG_S: Final = 1.0
 
 
-class Progress:
+class ProgressBar:
     """`doing` is what the bar and the log say, like `compressing`."""
 
     def __init__(self, doing: str, total: int) -> None:
@@ -30,11 +30,11 @@ class Progress:
         self._done = count
         if self._bar is not None:
             self._bar.update(count - self._bar.n)
-        elif time.monotonic() - self._told_at >= _TELL_S:
+        elif time.monotonic() - self._told_at >= _LOG_S:
             self._told_at = time.monotonic()
             log(self._doing, percent=100 * self._done // max(1, self._total))
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.models.weight_names import Entry
-from engine.weights.formats import allocate, is_norm, plain
+from engine.models.weight_names import ParameterEntry
+from engine.weights.formats import allocate, is_norm, plain_formats
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +22,13 @@ _SIGMA: Final = 0.02
 
 
 def random_tensors(
-    table: list[Entry], dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0,
+    table: list[ParameterEntry], dtype: torch.dtype, device: torch.device, beat: Callable[[], None], seed: int = 0,
     into: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Norms are 1, all else is drawn from N(0, 0.02), into the tensors of `into`, or new ones. Equal arguments on equal
     hardware give equal tensors."""
     started = time.monotonic()
-    tensors = allocate(plain(table, dtype), device) if into is None else into
+    tensors = allocate(plain_formats(table, dtype), device) if into is None else into
     total = sum(tensor.nbytes for tensor in tensors.values())
     generator = torch.Generator(device).manual_seed(seed)
     for entry in table:

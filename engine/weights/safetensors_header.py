@@ -12,9 +12,9 @@ from typing import Final
 import msgspec
 
 from engine.bf12.metadata import ALIGNED_BYTES
-from engine.weights.tensor_index import CheckpointError, Stored
+from engine.weights.tensor_index import CheckpointError, StoredTensor
 
-BYTES_MOST: Final = 100_000_000  # as the safetensors library has it
+HEADER_BYTES_MAX: Final = 100_000_000  # as the safetensors library has it
 _METADATA: Final = "__metadata__"
 _ITEM_BITS: Final = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
@@ -25,7 +25,7 @@ _ITEM_BITS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class TensorSpan:
     """A tensor of a file: bytes first … last−1 of it."""
 
     name: str
@@ -45,24 +45,24 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SafetensorsHeader:
     """`text` is all of it, blanks included; `tensors` are in the order of their bytes, which lie without a gap from
     `first` to the file's end."""
 
     text: str
     metadata: dict[str, str]
-    tensors: tuple[Placed, ...]
+    tensors: tuple[TensorSpan, ...]
     first: int
     bytes: int  # of the file
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> SafetensorsHeader:
     """Raises CheckpointError, which names file and tensor."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(size - 8, BYTES_MOST):
+        if not 2 <= length <= min(size - 8, HEADER_BYTES_MAX):
             raise CheckpointError(f"{path} is no safetensors file: a header of {length} bytes in a file of {size}")
         said = file.read(length)
     try:
@@ -71,7 +71,7 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path} is no safetensors file: {error}") from error
 
 
-def parse_header(text: str, size: int) -> Header:
+def parse_header(text: str, size: int) -> SafetensorsHeader:
     """The header of a file of so many bytes. Raises ValueError."""
     try:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
@@ -81,20 +81,20 @@ def parse_header(text: str, size: int) -> Header:
         raise ValueError(f"its header: {error}") from error
     first = 8 + len(text.encode())
     tensors = [
-        Placed(name, entry.dtype, entry.shape, first + entry.data_offsets[0], first + entry.data_offsets[1])
+        TensorSpan(name, entry.dtype, entry.shape, first + entry.data_offsets[0], first + entry.data_offsets[1])
         for name, entry in read.items()
     ]
     tensors.sort(key=lambda tensor: (tensor.first, tensor.last))
     _require_places(tensors, first, size)
-    return Header(text, metadata, tuple(tensors), first, size)
+    return SafetensorsHeader(text, metadata, tuple(tensors), first, size)
 
 
-def stored_in(path: Path, header: Header) -> dict[str, Stored]:
+def tensors_in(path: Path, header: SafetensorsHeader) -> dict[str, StoredTensor]:
     """The file's tensors by name."""
-    return {each.name: Stored(path, each.dtype, each.shape, each.first, each.last) for each in header.tensors}
+    return {each.name: StoredTensor(path, each.dtype, each.shape, each.first, each.last) for each in header.tensors}
 
 
-def header_bytes(tensors: Iterable[Placed], metadata: Mapping[str, str], first: int = 0) -> bytes:
+def encode_header(tensors: Iterable[TensorSpan], metadata: Mapping[str, str], first: int = 0) -> bytes:
     """How a file whose tensors begin at byte `first` starts: the header's length, the header, and blanks up to there;
     with 0 as many as are needed for a multiple of ALIGNED_BYTES."""
     entries: dict[str, object] = {_METADATA: metadata} if metadata else {}
@@ -120,7 +120,7 @@ def _entry(name: str, entry: msgspec.Raw) -> _Entry:
         raise ValueError(f"its entry of {name} is malformed: {error}") from error
 
 
-def _require_places(tensors: list[Placed], first: int, size: int) -> None:
+def _require_places(tensors: list[TensorSpan], first: int, size: int) -> None:
     end = first
     for tensor in tensors:
         if tensor.first != end or tensor.last < end:

@@ -11,17 +11,26 @@ import torch
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.decoder_layer import Parameters
-from engine.models.weight_names import Entry, entries, ignored, prefix_of
-from engine.weights.assembly import assemble
+from engine.models.decoder_layer import DecoderParameters
+from engine.models.weight_names import ParameterEntry, decoder_entries, decoder_prefix, is_unused_tensor
+from engine.weights.assembly import assemble_decoder
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.formats import Forms, Shapes, bf16_bytes_of, bytes_of, coded_bytes_of, forms_of, plain, shapes_of
-from engine.weights.load import fetch
+from engine.weights.formats import (
+    TensorShapes,
+    WeightFormats,
+    bf12_formats_bytes,
+    formats_bytes,
+    plain_formats,
+    select_formats,
+    tensor_shapes,
+    uncompressed_bytes,
+)
+from engine.weights.load import load_tensors
 from engine.weights.random import random_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class WeightSource:
     """Of one model on one device. `checkpoint` is None where parameters are made up; else what its headers say holds
     for as long as load.Files says that the folder is the same."""
 
@@ -29,49 +38,51 @@ class Origin:
     dtype: torch.dtype
     device: torch.device
     checkpoint: Checkpoint | None
-    table: list[Entry]
-    forms: Forms
+    table: list[ParameterEntry]
+    forms: WeightFormats
 
     @classmethod
     def of(cls, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, random: bool) -> Self:
         """Reads headers. Raises CheckpointError where a tensor is missing, has no place or has the wrong shape."""
         if random:
-            table = entries(config)
-            return cls(config, dtype, device, None, table, plain(table, dtype))
+            table = decoder_entries(config)
+            return cls(config, dtype, device, None, table, plain_formats(table, dtype))
         checkpoint = Checkpoint(folder)
-        table = entries(config, prefix_of(checkpoint.tensors))
-        checkpoint.require((source for entry in table for source in entry.sources), lambda name: ignored(config, name))
-        return cls(config, dtype, device, checkpoint, table, forms_of(table, checkpoint.tensors, dtype, device))
+        table = decoder_entries(config, decoder_prefix(checkpoint.tensors))
+        checkpoint.require(
+            (source for entry in table for source in entry.sources), lambda name: is_unused_tensor(config, name)
+        )
+        return cls(config, dtype, device, checkpoint, table, select_formats(table, checkpoint.tensors, dtype, device))
 
     @property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> TensorShapes:
         """The tensors that `make` fills."""
-        return shapes_of(self.forms)
+        return tensor_shapes(self.forms)
 
     @property
     def bytes(self) -> int:
-        return bytes_of(self.forms)
+        return formats_bytes(self.forms)
 
     @property
     def coded_bytes(self) -> int:
         """Of the bytes, those of parameters in 12 bits a number."""
-        return coded_bytes_of(self.forms)
+        return bf12_formats_bytes(self.forms)
 
     @property
     def bf16_bytes(self) -> int:
         """What the parameters would take without a code; 0 where none has one."""
-        return bf16_bytes_of(self.forms) if self.coded_bytes else 0
+        return uncompressed_bytes(self.forms) if self.coded_bytes else 0
 
     @property
     def coded(self) -> list[str]:
         """The parameters in 12 bits a number."""
         return [parameter for parameter, form in self.forms.items() if form.coded]
 
-    def make(self, beat: Callable[[], None], into: dict[str, Tensor] | None = None) -> Parameters:
+    def make(self, beat: Callable[[], None], into: dict[str, Tensor] | None = None) -> DecoderParameters:
         """The parameters, in the tensors of `into` or in new ones. Calls `beat` as more is there. On a CPU the largest
         takes its memory once more (packing). Raises as `load.fetch`."""
         if self.checkpoint is None:
             tensors = random_tensors(self.table, self.dtype, self.device, beat, into=into)
         else:
-            tensors = fetch(self.checkpoint, self.table, self.forms, self.device, beat, into)
-        return assemble(self.config, tensors, beat)
+            tensors = load_tensors(self.checkpoint, self.table, self.forms, self.device, beat, into)
+        return assemble_decoder(self.config, tensors, beat)

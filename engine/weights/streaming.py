@@ -32,15 +32,15 @@ from torch import Tensor
 from engine.bf12.codec import Escapes, expand
 from engine.bf12.layout import words_of
 from engine.bf12.metadata import PIECE_BYTES
-from engine.bf12.zstd_plane import HighError, unpack
+from engine.bf12.zstd_plane import ZstdPlaneError, unpack_plane
 from engine.weights.tensor_index import CheckpointError
 
 SLAB_BYTES: Final = PIECE_BYTES
-_TELL_S: Final = 0.1
+_REPORT_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class RingSize:
     """How many readers and slabs there are, and how many slabs may be on their way to the device at once."""
 
     threads: int
@@ -48,12 +48,12 @@ class Ring:
     sent: int
 
 
-_GPU: Final = Ring(threads=8, slabs=16, sent=4)  # the fastest measured
-_CPU: Final = Ring(threads=2, slabs=3, sent=0)  # a copy there uses several cores by itself
+_GPU: Final = RingSize(threads=8, slabs=16, sent=4)  # the fastest measured
+_CPU: Final = RingSize(threads=2, slabs=3, sent=0)  # a copy there uses several cores by itself
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CodedRows:
     """Whole rows of a coded matrix. Where there is a `frame`, a range of the file's bytes, the high words are packed in
     it, and the piece's own are low ones alone. Where there are `escapes`, theirs, the target takes numbers."""
 
@@ -64,7 +64,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A run of a file that fits into a slab, of the tensor `name`. `target` is flat and contiguous, and takes as many
     numbers; its dtype may be another than the `stored` one. Where a `sum` is known, what was read has to have it."""
 
@@ -74,7 +74,7 @@ class Piece:
     stored: torch.dtype
     target: Tensor
     sum: int | None = None
-    rows: Rows | None = None
+    rows: CodedRows | None = None
 
     @property
     def bytes(self) -> int:
@@ -83,18 +83,18 @@ class Piece:
         return count * self.stored.itemsize
 
 
-def pieces_of(
+def split_pieces(
     name: str, path: Path, first: int, stored: torch.dtype, target: Tensor, sums: Sequence[int] | None = None
-) -> Iterator[Piece]:
+) -> Iterator[FilePiece]:
     """Cuts a tensor that begins at byte `first` of the file. `target` is contiguous."""
     flat = target.view(-1)
     numbers = SLAB_BYTES // stored.itemsize
     for index, start in enumerate(range(0, flat.numel(), numbers)):
         into, known = flat[start : start + numbers], None if sums is None else sums[index]
-        yield Piece(name, path, first + start * stored.itemsize, stored, into, known)
+        yield FilePiece(name, path, first + start * stored.itemsize, stored, into, known)
 
 
-def ring_for(device: torch.device) -> Ring:
+def ring_for(device: torch.device) -> RingSize:
     return _GPU if device.type == "cuda" else _CPU
 
 
@@ -103,7 +103,7 @@ def host_bytes(device: torch.device) -> int:
     return ring_for(device).slabs * SLAB_BYTES
 
 
-def transfer(pieces: Iterable[Piece], device: torch.device, moved: Callable[[int], None]) -> None:
+def stream_pieces(pieces: Iterable[FilePiece], device: torch.device, moved: Callable[[int], None]) -> None:
     """Moves every piece and returns when all have arrived. Calls `moved` with the bytes so far as they become more,
     about ten times a second and at the end.
 
@@ -115,8 +115,8 @@ def transfer(pieces: Iterable[Piece], device: torch.device, moved: Callable[[int
     waiting = deque(sorted(pieces, key=lambda piece: (piece.path, piece.first)))
     count, paths = len(waiting), {piece.path for piece in waiting}
     free: SimpleQueue[Slab | None] = SimpleQueue()
-    full: SimpleQueue[Full] = SimpleQueue()
-    with _opened(paths) as files, slabs(ring.slabs, device) as made, ThreadPoolExecutor(ring.threads) as pool:
+    full: SimpleQueue[FilledSlab] = SimpleQueue()
+    with _opened(paths) as files, allocate_slabs(ring.slabs, device) as made, ThreadPoolExecutor(ring.threads) as pool:
         for slab in made:
             free.put(slab)
         try:
@@ -143,10 +143,10 @@ def _opened(paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
 
 
 def _read(
-    waiting: deque[Piece],
+    waiting: deque[FilePiece],
     files: dict[Path, int],
     free: "SimpleQueue[Slab | None]",
-    full: "SimpleQueue[Full]",
+    full: "SimpleQueue[FilledSlab]",
 ) -> None:
     """One reader: fills slabs until there are no pieces left or it gets None. What it raises, the sender raises."""
     try:
@@ -162,7 +162,7 @@ def _read(
         full.put(error)
 
 
-def _fill(memory: memoryview, piece: Piece, file: int) -> None:
+def _fill(memory: memoryview, piece: FilePiece, file: int) -> None:
     into = memory[: piece.bytes]
     if piece.rows is None or piece.rows.frame is None:
         _read_at(file, piece, piece.first, into)
@@ -175,18 +175,18 @@ def _fill(memory: memoryview, piece: Piece, file: int) -> None:
         )
 
 
-def _unpack(into: memoryview, piece: Piece, rows: Rows, frame: range, file: int) -> None:
+def _unpack(into: memoryview, piece: FilePiece, rows: CodedRows, frame: range, file: int) -> None:
     low, packed = memoryview(bytearray(rows.count * rows.inputs)), memoryview(bytearray(len(frame)))
     _read_at(file, piece, piece.first, low)
     _read_at(file, piece, frame.start, packed)
     low_NV = torch.frombuffer(low, dtype=torch.int32).view(rows.count, -1)
     try:
-        unpack(packed, low_NV, torch.frombuffer(into, dtype=torch.int32).view(rows.count, -1))
-    except HighError as error:
+        unpack_plane(packed, low_NV, torch.frombuffer(into, dtype=torch.int32).view(rows.count, -1))
+    except ZstdPlaneError as error:
         raise CheckpointError(f"{piece.path}: {piece.name} has {error}: get the file again") from error
 
 
-def _read_at(file: int, piece: Piece, first: int, into: memoryview) -> None:
+def _read_at(file: int, piece: FilePiece, first: int, into: memoryview) -> None:
     if hasattr(os, "posix_fadvise"):  # or a disk is asked for little at a time: the readers look like random access
         os.posix_fadvise(file, first, len(into), os.POSIX_FADV_WILLNEED)
     got = 0
@@ -201,7 +201,7 @@ def _read_at(file: int, piece: Piece, first: int, into: memoryview) -> None:
 
 
 def _send(
-    full: "SimpleQueue[Full]",
+    full: "SimpleQueue[FilledSlab]",
     free: "SimpleQueue[Slab | None]",
     count: int,
     most: int,
@@ -222,7 +222,7 @@ def _send(
             oldest.wait()
             free.put(oldest)
         done += piece.bytes
-        if time.monotonic() - told_at >= _TELL_S:
+        if time.monotonic() - told_at >= _REPORT_S:
             told_at = time.monotonic()
             moved(done)
     for slab in sent:
@@ -238,18 +238,18 @@ class Slab:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._numbers: Tensor
 
-    def filled(self, piece: Piece) -> None:
+    def filled(self, piece: FilePiece) -> None:
         """Does in the reader's thread what the sender's would have to wait for."""
         self._numbers = _numbers(piece, self._stored(piece))
 
-    def send(self, piece: Piece) -> None:
+    def send(self, piece: FilePiece) -> None:
         """Copies what was read to where it belongs."""
         piece.target.copy_(self._numbers)
 
     def wait(self) -> None:
         """Until the memory may be filled again."""
 
-    def _stored(self, piece: Piece) -> Tensor:
+    def _stored(self, piece: FilePiece) -> Tensor:
         return self._bytes[: piece.bytes].view(piece.stored)
 
 
@@ -261,10 +261,10 @@ class PinnedSlab(Slab):
         self._fetched = torch.cuda.Event()
         self._pinned = False
 
-    def filled(self, piece: Piece) -> None:
+    def filled(self, piece: FilePiece) -> None:
         """The device expands and converts."""
 
-    def send(self, piece: Piece) -> None:
+    def send(self, piece: FilePiece) -> None:
         if not self._pinned:  # only now: what was written once is pinned in a third of the time
             torch.cuda.check_error(_cudart().cudaHostRegister(self._bytes.data_ptr(), len(self.memory), 0))
             self._pinned = True
@@ -284,7 +284,7 @@ class PinnedSlab(Slab):
             torch.cuda.check_error(_cudart().cudaHostUnregister(self._bytes.data_ptr()))
 
 
-def _numbers(piece: Piece, stored: Tensor) -> Tensor:
+def _numbers(piece: FilePiece, stored: Tensor) -> Tensor:
     """What was stored as the target takes it, but for its dtype, where `stored` lies."""
     if piece.rows is None or piece.rows.escapes is None:
         return stored
@@ -295,11 +295,11 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
-Full = tuple[Slab, Piece] | BaseException  # what readers hand over: a piece in its slab, or what went wrong
+FilledSlab = tuple[Slab, FilePiece] | BaseException  # what readers hand over: a piece in its slab, or what went wrong
 
 
 @contextmanager
-def slabs(count: int, device: torch.device) -> Iterator[Sequence[Slab]]:
+def allocate_slabs(count: int, device: torch.device) -> Iterator[Sequence[Slab]]:
     """Slabs for transfers to the device."""
     memory = mmap.mmap(-1, count * SLAB_BYTES)
     views = [memoryview(memory)[first : first + SLAB_BYTES] for first in range(0, len(memory), SLAB_BYTES)]

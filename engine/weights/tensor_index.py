@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.models.weight_names import Entry
+from engine.models.weight_names import ParameterEntry
 
 ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}  # of weights
 BF12: Final = "BF12"  # the dtype of what is coded
@@ -21,7 +21,7 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor: bytes first … last−1 of its file.
 
     sums    of its pieces (notes.py), which every tensor of a compressed file has.
@@ -34,7 +34,7 @@ class Stored:
     first: int
     last: int
     sums: tuple[int, ...] | None = None
-    code: "Code | None" = None
+    code: "CodedPlanes | None" = None
 
     @property
     def numbers(self) -> int:
@@ -47,36 +47,36 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class ZstdPlane:
     """High words, packed for their way: a frame for each piece of words, and where each of them ends."""
 
-    frames: Stored
-    ends: Stored
+    frames: StoredTensor
+    ends: StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class CodedPlanes:
     """What a coded tensor has beside its words, which are the low ones alone where the high ones are packed."""
 
-    bases: Stored
-    positions: Stored
-    values: Stored
-    high: Packed | None
+    bases: StoredTensor
+    positions: StoredTensor
+    values: StoredTensor
+    high: ZstdPlane | None
 
     @property
-    def planes(self) -> list[Stored]:
+    def planes(self) -> list[StoredTensor]:
         high = [] if self.high is None else [self.high.frames, self.high.ends]
         return [self.bases, self.positions, self.values, *high]
 
 
-def codes_of(entry: Entry, stored: Mapping[str, Stored]) -> list[Code]:
+def coded_sources(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> list[CodedPlanes]:
     """Those of a parameter's sources, where it can stay coded: all of them are, with as many inputs. Else none."""
     codes = [code for source in entry.sources if (code := stored[source.name].code) is not None]
     alike = len({source.shape[1:] for source in entry.sources}) == 1
     return codes if alike and len(codes) == len(entry.sources) else []
 
 
-def listed(names: Iterable[str]) -> str:
+def abbreviate_names(names: Iterable[str]) -> str:
     """A few of them."""
     names = list(names)
     shown = ", ".join(names[:_LISTED_MAX])

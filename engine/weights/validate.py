@@ -15,42 +15,44 @@ from pathlib import Path
 import msgspec
 
 from engine.bf12.layout import GROUP_OUTPUTS, words_of
-from engine.models.config import ARCHITECTURES as DECODERS
-from engine.models.config import HEADLESS, ConfigError, ModelConfig, read_config, read_json
-from engine.models.encoder_config import ARCHITECTURES as ENCODERS
+from engine.models.config import DECODER_ARCHITECTURES as DECODERS
+from engine.models.config import HEADLESS, ModelConfig, ModelConfigError, read_decoder_config, read_json
+from engine.models.encoder_config import ENCODER_ARCHITECTURES as ENCODERS
 from engine.models.encoder_config import EncoderConfig, is_encoder, read_encoder_config
-from engine.models.encoder_names import encoder_entries, encoder_spare
-from engine.models.encoder_names import prefix_of as encoder_prefix_of
-from engine.models.weight_names import Entry, entries, ignored, prefix_of
-from engine.protocol.reports import Inspected
+from engine.models.encoder_names import encoder_entries, is_unused_encoder_tensor
+from engine.models.encoder_names import encoder_prefix as encoder_prefix_of
+from engine.models.weight_names import ParameterEntry, decoder_entries, decoder_prefix, is_unused_tensor
+from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.tensor_index import Code, codes_of
+from engine.weights.tensor_index import CodedPlanes, coded_sources
 
 
-def inspect(model: ModelSpec) -> Inspected:
+def inspect_weights(model: ModelSpec) -> InspectionReport:
     """Raises ConfigError or CheckpointError."""
     folder = Path(model.folder)
     _require_known(folder)
-    config = read_encoder_config(folder) if is_encoder(folder) else read_config(folder, vectors=model.vectors)
+    config = read_encoder_config(folder) if is_encoder(folder) else read_decoder_config(folder, vectors=model.vectors)
     if model.context_tokens is not None and model.context_tokens > config.context_tokens:
-        raise ConfigError(f"context_tokens {model.context_tokens} is more than the model's {config.context_tokens}")
+        raise ModelConfigError(
+            f"context_tokens {model.context_tokens} is more than the model's {config.context_tokens}"
+        )
     checkpoint = Checkpoint(folder)
     if config.layers > len(checkpoint.tensors):
         raise CheckpointError(f"{folder} has {len(checkpoint.tensors)} tensors for the {config.layers} layers it names")
-    table, spare = _wanted(config, checkpoint.tensors)
+    table, spare = _required_tensors(config, checkpoint.tensors)
     sources = [source for entry in table for source in entry.sources]
     checkpoint.require(sources, spare)
     decoder = [] if isinstance(config, EncoderConfig) else table
-    coded = [(entry, codes) for entry in decoder if (codes := codes_of(entry, checkpoint.tensors))]
-    return Inspected(
+    coded = [(entry, codes) for entry in decoder if (codes := coded_sources(entry, checkpoint.tensors))]
+    return InspectionReport(
         numbers=sum(math.prod(source.shape) for source in sources),
         coded_numbers=sum(math.prod(source.shape) for entry, _ in coded for source in entry.sources),
         coded_bytes=sum(_coded_bytes(entry, codes) for entry, codes in coded),
     )
 
 
-def _coded_bytes(entry: Entry, codes: Iterable[Code]) -> int:
+def _coded_bytes(entry: ParameterEntry, codes: Iterable[CodedPlanes]) -> int:
     """Of its words, and of the index of what they leave out (forms.py, which needs torch)."""
     outputs, inputs = sum(source.shape[0] for source in entry.sources), entry.sources[0].shape[1]
     escapes, groups = sum(code.values.numbers for code in codes), -(-outputs // GROUP_OUTPUTS)
@@ -62,25 +64,27 @@ def _require_known(folder: Path) -> None:
     named = read_json(folder / "config.json").get("architectures")
     known = (*DECODERS, *HEADLESS, *ENCODERS)
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
-        raise ConfigError(f"{folder}: architectures {named!r} is not supported; one of {', '.join(known)} is")
+        raise ModelConfigError(f"{folder}: architectures {named!r} is not supported; one of {', '.join(known)} is")
 
 
-def _wanted(config: ModelConfig | EncoderConfig, stored: Container[str]) -> tuple[list[Entry], Callable[[str], bool]]:
+def _required_tensors(
+    config: ModelConfig | EncoderConfig, stored: Container[str]
+) -> tuple[list[ParameterEntry], Callable[[str], bool]]:
     """Every parameter with its tensors, and what else may be stored."""
     if isinstance(config, EncoderConfig):
         prefix = encoder_prefix_of(stored)
-        return encoder_entries(config, prefix), lambda name: encoder_spare(config, prefix, name)
-    return entries(config, prefix_of(stored)), lambda name: ignored(config, name)
+        return encoder_entries(config, prefix), lambda name: is_unused_encoder_tensor(config, prefix, name)
+    return decoder_entries(config, decoder_prefix(stored)), lambda name: is_unused_tensor(config, name)
 
 
 def main() -> int:
     model = msgspec.json.decode(sys.argv[1], type=ModelSpec)
     try:
-        print(msgspec.json.encode(inspect(model)).decode())
+        print(msgspec.json.encode(inspect_weights(model)).decode())
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    except ConfigError as error:
+    except ModelConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # an entry of another kind than any model's

@@ -7,8 +7,18 @@ import msgspec
 from msgspec import UNSET, UnsetType, structs
 
 from gateway import errors
-from gateway.admin.operation import ACCOUNT, Answer, Ask, Name, Nothing, Office, Operation, time_of, values_checked
-from tenants.auth.accounts import Permission, named
+from gateway.admin.operation import (
+    ACCOUNT,
+    AdminContext,
+    Name,
+    NoFields,
+    Operation,
+    OperationRequest,
+    OperationResult,
+    time_of,
+    values_validated,
+)
+from tenants.auth.accounts import Permission, checked_name
 from tenants.records.accounts import Account
 from tenants.records.limits import Limits
 from tenants.records.settings import Notices, Settings
@@ -55,7 +65,7 @@ def limits_item(account: Account) -> LimitsItem:
     return LimitsItem(account.ceiling, account.most, account.own, account.limits)
 
 
-def account_answer(account: Account) -> Answer[AccountItem]:
+def account_answer(account: Account) -> OperationResult[AccountItem]:
     item = AccountItem(
         id=account.id,
         name=account.name,
@@ -66,20 +76,20 @@ def account_answer(account: Account) -> Answer[AccountItem]:
         limits=limits_item(account),
         revision=account.revision,
     )
-    return Answer(item, revision=account.revision)
+    return OperationResult(item, revision=account.revision)
 
 
-async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[AccountItem]:
+async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
     return account_answer(await office.gateway.accounts.get(ask.account_id))
 
 
-async def change(office: Office, ask: Ask[Nothing, AccountChange]) -> Answer[AccountItem]:
-    with values_checked():
-        given = {} if ask.body.name is UNSET else {"name": named(ask.body.name)}
-    settings: dict[str, Any] = {} if ask.body.settings is UNSET else given_in(ask.body.settings)
+async def change(office: AdminContext, ask: OperationRequest[NoFields, AccountChange]) -> OperationResult[AccountItem]:
+    with values_validated():
+        given = {} if ask.body.name is UNSET else {"name": checked_name(ask.body.name)}
+    settings: dict[str, Any] = {} if ask.body.settings is UNSET else present_fields(ask.body.settings)
 
     def changed(account: Account) -> Account:
-        with values_checked():
+        with values_validated():
             return structs.replace(account, settings=structs.replace(account.settings, **settings), **given)
 
     _check_sharing(settings.get("sharing", ()), ask.account_id)
@@ -89,7 +99,7 @@ async def change(office: Office, ask: Ask[Nothing, AccountChange]) -> Answer[Acc
     return account_answer(account)
 
 
-def given_in(change: msgspec.Struct) -> dict[str, Any]:
+def present_fields(change: msgspec.Struct) -> dict[str, Any]:
     """The fields of a change that were not left out."""
     fields = {name: getattr(change, name) for name in change.__struct_fields__}
     return {name: value for name, value in fields.items() if value is not UNSET}
@@ -112,8 +122,8 @@ OPERATIONS: Final = (
         summary="The account, its settings and its limits",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=show,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=AccountItem,
         versioned=True,
     ),
@@ -123,7 +133,7 @@ OPERATIONS: Final = (
         summary="Change its name and settings: zero retention, the cache's scope, sharing, regions, notices",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=change,
-        query=Nothing,
+        query=NoFields,
         body=AccountChange,
         result=AccountItem,
         versioned=True,

@@ -5,30 +5,30 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, structs
 
-from gateway.admin.account import AccountItem, account_answer, given_in
+from gateway.admin.account import AccountItem, account_answer, present_fields
 from gateway.admin.operation import (
     OPERATOR,
-    Answer,
-    Ask,
+    AdminContext,
     Name,
-    Nothing,
-    Office,
+    NoFields,
     Operation,
-    Paged,
-    values_checked,
+    OperationRequest,
+    OperationResult,
+    PageQuery,
+    values_validated,
 )
 from gateway.errors import bad_input
 from gateway.listing.pages import sliced
-from tenants.auth.accounts import NotFound, Permission, named
+from tenants.auth.accounts import NotFound, Permission, checked_name
 from tenants.records.accounts import Account
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.plans import DEFAULT_PLAN, Plan
 
 ACCOUNTS: Final = f"{OPERATOR}/accounts"
-ONE: Final = f"{ACCOUNTS}/{{account_id}}"
+ACCOUNT_ITEM: Final = f"{ACCOUNTS}/{{account_id}}"
 
 
-class AccountsQuery(Paged, frozen=True, forbid_unknown_fields=True):
+class AccountsQuery(PageQuery, frozen=True, forbid_unknown_fields=True):
     """`name` is a part of it, in upper or lower case."""
 
     name: Annotated[str, Meta(max_length=100)] | None = None
@@ -50,11 +50,13 @@ class TermsChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ceiling: Limits | UnsetType = UNSET
 
 
-async def listed(office: Office, ask: Ask[AccountsQuery, Nothing]) -> Answer[list[AccountItem]]:
+async def listed(
+    office: AdminContext, ask: OperationRequest[AccountsQuery, NoFields]
+) -> OperationResult[list[AccountItem]]:
     query = ask.query
     found = [account for account in await office.gateway.accounts.list() if _matches(account, query)]
     shown, page = sliced(found, query.page, query.per_page)
-    return Answer([account_answer(account).result for account in shown], page=page)
+    return OperationResult([account_answer(account).result for account in shown], page=page)
 
 
 def _matches(account: Account, query: AccountsQuery) -> bool:
@@ -65,10 +67,10 @@ def _matches(account: Account, query: AccountsQuery) -> bool:
     )
 
 
-async def create(office: Office, ask: Ask[Nothing, NewAccount]) -> Answer[AccountItem]:
+async def create(office: AdminContext, ask: OperationRequest[NoFields, NewAccount]) -> OperationResult[AccountItem]:
     given = ask.body
-    with values_checked():
-        name = named(given.name)
+    with values_validated():
+        name = checked_name(given.name)
     await _plan(office, given.plan)
     account = await office.gateway.accounts.create(name, given.ceiling, given.plan)
     await office.note(
@@ -77,16 +79,16 @@ async def create(office: Office, ask: Ask[Nothing, NewAccount]) -> Answer[Accoun
     return account_answer(account)
 
 
-async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[AccountItem]:
+async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
     return account_answer(await office.gateway.accounts.get(ask.account_id))
 
 
-async def change(office: Office, ask: Ask[Nothing, TermsChange]) -> Answer[AccountItem]:
-    said = given_in(ask.body)
+async def change(office: AdminContext, ask: OperationRequest[NoFields, TermsChange]) -> OperationResult[AccountItem]:
+    said = present_fields(ask.body)
     given: dict[str, Any] = dict(said)
     if "name" in given:
-        with values_checked():
-            given["name"] = named(given["name"])
+        with values_validated():
+            given["name"] = checked_name(given["name"])
     if "plan" in given:
         given["plan"] = await _plan(office, given["plan"])
     account = await office.gateway.accounts.amend(
@@ -96,20 +98,20 @@ async def change(office: Office, ask: Ask[Nothing, TermsChange]) -> Answer[Accou
     return account_answer(account)
 
 
-async def _plan(office: Office, name: str) -> Plan:
+async def _plan(office: AdminContext, name: str) -> Plan:
     try:
         return await office.gateway.accounts.plan(name)
     except NotFound:
         raise bad_input("'plan': there is no such plan; GET /client/v4/operator/plans lists them", "plan") from None
 
 
-async def suspend(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[AccountItem]:
+async def suspend(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
     account = await office.gateway.accounts.suspend(ask.account_id)
     await office.note(ask.caller, account.id, "account.suspend", account.id)
     return account_answer(account)
 
 
-async def resume(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[AccountItem]:
+async def resume(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
     account = await office.gateway.accounts.resume(ask.account_id)
     await office.note(ask.caller, account.id, "account.resume", account.id)
     return account_answer(account)
@@ -123,7 +125,7 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=listed,
         query=AccountsQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[AccountItem],
     ),
     Operation(
@@ -132,7 +134,7 @@ OPERATIONS: Final = (
         summary="A new account",
         permissions=(Permission.OPERATOR,),
         serve=create,
-        query=Nothing,
+        query=NoFields,
         body=NewAccount,
         result=AccountItem,
         versioned=True,
@@ -140,45 +142,45 @@ OPERATIONS: Final = (
     ),
     Operation(
         method="GET",
-        path=ONE,
+        path=ACCOUNT_ITEM,
         summary="One account",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=AccountItem,
         versioned=True,
     ),
     Operation(
         method="PATCH",
-        path=ONE,
+        path=ACCOUNT_ITEM,
         summary="Change an account's name, plan and ceiling",
         permissions=(Permission.OPERATOR,),
         serve=change,
-        query=Nothing,
+        query=NoFields,
         body=TermsChange,
         result=AccountItem,
         versioned=True,
     ),
     Operation(
         method="POST",
-        path=f"{ONE}/suspend",
+        path=f"{ACCOUNT_ITEM}/suspend",
         summary="Refuse an account's calls within 1 s, and end those that run within 5 s",
         permissions=(Permission.OPERATOR,),
         serve=suspend,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=AccountItem,
         versioned=True,
     ),
     Operation(
         method="POST",
-        path=f"{ONE}/resume",
+        path=f"{ACCOUNT_ITEM}/resume",
         summary="Serve a suspended account again",
         permissions=(Permission.OPERATOR,),
         serve=resume,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=AccountItem,
         versioned=True,
     ),

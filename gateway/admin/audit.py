@@ -9,12 +9,12 @@ from msgspec import Meta
 from gateway.admin.operation import (
     ACCOUNT,
     OPERATOR,
-    Answer,
-    Ask,
+    AdminContext,
     CursorItem,
-    Nothing,
-    Office,
+    NoFields,
     Operation,
+    OperationRequest,
+    OperationResult,
     Time,
     time_of,
 )
@@ -66,28 +66,34 @@ class VerdictItem(msgspec.Struct, frozen=True):
     problem: str | None
 
 
-async def of_account(office: Office, ask: Ask[AuditQuery, Nothing]) -> Answer[list[EntryItem]]:
+async def of_account(
+    office: AdminContext, ask: OperationRequest[AuditQuery, NoFields]
+) -> OperationResult[list[EntryItem]]:
     return await _page(office, ask.account_id, ask.query)
 
 
-async def of_any(office: Office, ask: Ask[AuditQuery, Nothing]) -> Answer[list[EntryItem]]:
+async def of_any(office: AdminContext, ask: OperationRequest[AuditQuery, NoFields]) -> OperationResult[list[EntryItem]]:
     await office.gateway.accounts.get(ask.account_id)
     return await _page(office, ask.account_id, ask.query)
 
 
-async def of_system(office: Office, ask: Ask[AuditQuery, Nothing]) -> Answer[list[EntryItem]]:
+async def of_system(
+    office: AdminContext, ask: OperationRequest[AuditQuery, NoFields]
+) -> OperationResult[list[EntryItem]]:
     return await _page(office, SYSTEM, ask.query)
 
 
-async def verify(office: Office, ask: Ask[ChainQuery, Nothing]) -> Answer[VerdictItem]:
+async def verify(office: AdminContext, ask: OperationRequest[ChainQuery, NoFields]) -> OperationResult[VerdictItem]:
     chain = ask.query.account or SYSTEM
     if chain != SYSTEM:
         await office.gateway.accounts.get(chain)
     verdict = await office.audit.verify(chain, ask.query.head)
-    return Answer(VerdictItem(verdict.problem is None, verdict.entries, verdict.head, verdict.seq, verdict.problem))
+    return OperationResult(
+        VerdictItem(verdict.problem is None, verdict.entries, verdict.head, verdict.seq, verdict.problem)
+    )
 
 
-async def _page(office: Office, chain: str, query: AuditQuery) -> Answer[list[EntryItem]]:
+async def _page(office: AdminContext, chain: str, query: AuditQuery) -> OperationResult[list[EntryItem]]:
     """Walks back from the cursor, or from the end."""
     head = await office.store.audit_head(chain)
     after = min(query.cursor or 1 << 53, 0 if head is None else head.seq + 1)  # the first that was shown already
@@ -103,7 +109,7 @@ async def _page(office: Office, chain: str, query: AuditQuery) -> Answer[list[En
                 if len(found) == query.per_page:
                     break
     page = CursorItem(len(found), query.per_page, after if after > 1 else None)
-    return Answer([_item(entry) for entry in found], page=page)
+    return OperationResult([_item(entry) for entry in found], page=page)
 
 
 def _matches(entry: AuditEntry, query: AuditQuery) -> bool:
@@ -128,7 +134,7 @@ OPERATIONS: Final = (
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=of_account,
         query=AuditQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[EntryItem],
         cursor=True,
     ),
@@ -139,7 +145,7 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=of_any,
         query=AuditQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[EntryItem],
         cursor=True,
     ),
@@ -150,7 +156,7 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=of_system,
         query=AuditQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[EntryItem],
         cursor=True,
     ),
@@ -161,7 +167,7 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=verify,
         query=ChainQuery,
-        body=Nothing,
+        body=NoFields,
         result=VerdictItem,
     ),
 )

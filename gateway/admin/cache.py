@@ -4,10 +4,10 @@ from typing import Final
 
 import msgspec
 
-from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
-from gateway.admin.usage import Days, span
+from gateway.admin.operation import ACCOUNT, AdminContext, NoFields, Operation, OperationRequest, OperationResult
+from gateway.admin.usage import DaysQuery, span
 from tenants.auth.accounts import Permission
-from tenants.records.settings import kept_s
+from tenants.records.settings import cache_retention_s
 
 
 class CacheItem(msgspec.Struct, frozen=True):
@@ -29,15 +29,15 @@ class PurgeItem(msgspec.Struct, frozen=True):
     epoch: int
 
 
-async def show(office: Office, ask: Ask[Days, Nothing]) -> Answer[CacheItem]:
+async def show(office: AdminContext, ask: OperationRequest[DaysQuery, NoFields]) -> OperationResult[CacheItem]:
     account = await office.gateway.accounts.get(ask.account_id)
     rows = await office.store.usage(account.id, *span(office, ask.query))
     prompt_tokens, cached_tokens = sum(row.prompt_tokens for row in rows), sum(row.cached_tokens for row in rows)
-    return Answer(
+    return OperationResult(
         CacheItem(
             epoch=account.epoch,
             scope=account.settings.cache_scope,
-            keep_s=kept_s(account.settings),
+            keep_s=cache_retention_s(account.settings),
             requests=sum(row.requests for row in rows),
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
@@ -46,10 +46,10 @@ async def show(office: Office, ask: Ask[Days, Nothing]) -> Answer[CacheItem]:
     )
 
 
-async def purge(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[PurgeItem]:
+async def purge(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[PurgeItem]:
     account = await office.gateway.accounts.purge_cache(ask.account_id)
     await office.note(ask.caller, account.id, "account.purge_cache", account.id, epoch=account.epoch)
-    return Answer(PurgeItem(account.epoch))
+    return OperationResult(PurgeItem(account.epoch))
 
 
 OPERATIONS: Final = (
@@ -59,8 +59,8 @@ OPERATIONS: Final = (
         summary="How much of the account's prompts its cache had",
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
         serve=show,
-        query=Days,
-        body=Nothing,
+        query=DaysQuery,
+        body=NoFields,
         result=CacheItem,
     ),
     Operation(
@@ -69,8 +69,8 @@ OPERATIONS: Final = (
         summary="Make all that is cached for the account unfindable",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=purge,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=PurgeItem,
     ),
 )

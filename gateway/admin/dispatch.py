@@ -13,10 +13,19 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway import errors
-from gateway.admin.operation import Answer, Ask, CursorItem, Nothing, Office, Operation, Told, pattern
-from gateway.errors import Refusal
-from gateway.http.exchange import JSON, Exchange, Header
-from gateway.http.json_body import asked_in, decode
+from gateway.admin.operation import (
+    AdminContext,
+    CursorItem,
+    NoFields,
+    Operation,
+    OperationRequest,
+    OperationResult,
+    ResponseInfo,
+    path_pattern,
+)
+from gateway.errors import ApiError
+from gateway.http.exchange import JSON_CONTENT, Exchange, Header
+from gateway.http.json_body import decode_body, decode_query
 from gateway.listing.pages import PageItem
 from tenants.auth.accounts import Caller, Conflict, NotFound, Permission
 from tenants.store.protocol import StoreUnavailable
@@ -36,11 +45,11 @@ class Envelope(msgspec.Struct, frozen=True):
     result: Any
     success: bool
     errors: tuple[()]
-    messages: tuple[Told, ...]
+    messages: tuple[ResponseInfo, ...]
     result_info: PageItem | CursorItem | UnsetType = UNSET
 
 
-class Written(msgspec.Struct, frozen=True, array_like=True):
+class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
     """An answer as it is sent, and kept for an Idempotency-Key."""
 
     headers: list[Header]
@@ -48,7 +57,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Resource:
     """A path that is served: its operations by method, and what its placeholders stand for."""
 
     operations: dict[str, Operation[Any, Any, Any]]
@@ -60,36 +69,36 @@ class Place:
         return "operator" if any(operation.hidden for operation in self.operations.values()) else "admin"
 
 
-class Api:
+class AdminApi:
     """`operations` are served with `office`."""
 
     def __init__(
-        self, operations: Sequence[Operation[Any, Any, Any]], office: Office, authenticate: Authenticate
+        self, operations: Sequence[Operation[Any, Any, Any]], office: AdminContext, authenticate: Authenticate
     ) -> None:
         self._office = office
         self._authenticate = authenticate
         by_path: dict[str, dict[str, Operation[Any, Any, Any]]] = {}
         for operation in operations:
             by_path.setdefault(operation.path, {})[operation.method] = operation
-        self._places = [(pattern(path), methods) for path, methods in by_path.items()]
+        self._places = [(path_pattern(path), methods) for path, methods in by_path.items()]
         bodies = {operation.body for operation in operations if operation.takes_body}
         self._decoders = {body: msgspec.json.Decoder(body) for body in bodies}
 
-    def find(self, path: str) -> Place | None:
+    def find(self, path: str) -> Resource | None:
         for place, operations in self._places:
             if found := place.fullmatch(path):
-                return Place(operations, found.groupdict())
+                return Resource(operations, found.groupdict())
         return None
 
-    async def serve(self, exchange: Exchange, place: Place) -> None:
+    async def serve(self, exchange: Exchange, place: Resource) -> None:
         """Raises Refusal."""
         caller, operation = await self._permitted(exchange, place)
-        query = asked_in(exchange.query, operation.query)
+        query = decode_query(exchange.query, operation.query)
         if operation.csv and b"text/csv" in exchange.headers.get(b"accept", b""):
             query = msgspec.structs.replace(query, format="csv")
         sent = await exchange.body(BODY_BYTES_MAX) if operation.takes_body else b""
         body = self._body(operation, sent)
-        ask = Ask(caller, place.names, query, body, _revision(exchange) if operation.conditional else None)
+        ask = OperationRequest(caller, place.names, query, body, _revision(exchange) if operation.conditional else None)
         key = exchange.headers.get(b"idempotency-key") if operation.creates else None
         try:
             if key is None:
@@ -101,7 +110,7 @@ class Api:
             raise errors.store_unavailable() from None
         await exchange.answer(200, written.body, written.headers)
 
-    async def _permitted(self, exchange: Exchange, place: Place) -> tuple[Caller, Operation[Any, Any, Any]]:
+    async def _permitted(self, exchange: Exchange, place: Resource) -> tuple[Caller, Operation[Any, Any, Any]]:
         """Who asks, and what. On the operator's paths others are told what they are told of a path that is not."""
         account_id, path = place.names.get("account_id"), exchange.path
         operation = place.operations.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -112,7 +121,7 @@ class Api:
             return await self._authenticate(exchange, account_id, operation.permissions), operation
         try:
             caller = await self._authenticate(exchange, None, (Permission.OPERATOR,))
-        except Refusal as refusal:
+        except ApiError as refusal:
             raise errors.no_route(path) if refusal.status == 403 else refusal from None
         _check_account_id(account_id, path)
         if operation is None:
@@ -121,20 +130,25 @@ class Api:
 
     def _body(self, operation: Operation[Any, Any, Any], sent: bytes) -> Any:
         if not operation.takes_body:
-            return Nothing()
-        return decode(sent or b"{}" if operation.optional else sent, self._decoders[operation.body])
+            return NoFields()
+        return decode_body(sent or b"{}" if operation.optional else sent, self._decoders[operation.body])
 
     async def _written_once(
-        self, exchange: Exchange, operation: Operation[Any, Any, Any], ask: Ask[Any, Any], key: bytes, sent: bytes
-    ) -> Written:
+        self,
+        exchange: Exchange,
+        operation: Operation[Any, Any, Any],
+        ask: OperationRequest[Any, Any],
+        key: bytes,
+        sent: bytes,
+    ) -> StoredResponse:
         async def create() -> bytes:
             return msgspec.msgpack.encode(await self._written(operation, ask))
 
         named = f"{ask.caller.token_id} {operation.method} {exchange.path}"
         kept = await self._office.once.answer(ask.caller.account.id, named, key.decode("latin-1"), sent, create)
-        return msgspec.msgpack.decode(kept, type=Written)
+        return msgspec.msgpack.decode(kept, type=StoredResponse)
 
-    async def _written(self, operation: Operation[Any, Any, Any], ask: Ask[Any, Any]) -> Written:
+    async def _written(self, operation: Operation[Any, Any, Any], ask: OperationRequest[Any, Any]) -> StoredResponse:
         """Raises Refusal and StoreUnavailable."""
         try:
             answer = await operation.serve(self._office, ask)
@@ -145,13 +159,13 @@ class Api:
         return _written(answer)
 
 
-def _written(answer: Answer[Any]) -> Written:
+def _written(answer: OperationResult[Any]) -> StoredResponse:
     if answer.csv is not None:
-        return Written([CSV, NO_STORE], answer.csv.encode())
+        return StoredResponse([CSV, NO_STORE], answer.csv.encode())
     page = UNSET if answer.page is None else answer.page
     body = msgspec.json.encode(Envelope(answer.result, True, (), answer.messages, page))
     etag = [] if answer.revision is None else [(b"etag", b'"%d"' % answer.revision)]
-    return Written([JSON, NO_STORE, *etag], body)
+    return StoredResponse([JSON_CONTENT, NO_STORE, *etag], body)
 
 
 def _revision(exchange: Exchange) -> int | None:
@@ -174,5 +188,5 @@ def _check_account_id(account_id: str | None, path: str) -> None:
         raise errors.bad_account_id(path)
 
 
-def _methods(place: Place) -> str:
+def _methods(place: Resource) -> str:
     return ", ".join("GET, HEAD" if method == "GET" else method for method in place.operations)

@@ -5,8 +5,8 @@ from typing import Final
 import msgspec
 
 from gateway.admin.machines import LoadItem, load_of
-from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
-from gateway.cluster.fleet import Seen
+from gateway.admin.operation import OPERATOR, AdminContext, NoFields, Operation, OperationRequest, OperationResult
+from gateway.cluster.fleet import ReplicaView
 from tenants.auth.accounts import Permission
 
 
@@ -31,9 +31,9 @@ class FleetItem(msgspec.Struct, frozen=True):
     machines: dict[str, str]
 
 
-async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[FleetItem]:
+async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[FleetItem]:
     gateway = office.gateway
-    return Answer(
+    return OperationResult(
         FleetItem(
             open_requests=office.open_requests(),
             unsettled=gateway.quota.unwritten,
@@ -44,7 +44,7 @@ async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[FleetItem]:
     )
 
 
-def _item(seen: Seen) -> ReplicaItem:
+def _item(seen: ReplicaView) -> ReplicaItem:
     return ReplicaItem(seen.machine, seen.model, seen.state.residency.name, seen.ready, seen.problem, load_of(seen))
 
 
@@ -55,8 +55,8 @@ OPERATIONS: Final = (
         summary="This gateway's requests, and the replicas that it sees",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=FleetItem,
     ),
 )

@@ -59,7 +59,7 @@ _COUNTING: Final = (409, 410, 413, 422, 429)
 _BESIDE: Final = ("Idempotency-Key", "x-session-affinity", "cf-aig-metadata", "cf-aig-request-timeout", "cf-aig-zdr")
 
 
-class RunQueued(RunQuery, frozen=True):
+class RunQueueQuery(RunQuery, frozen=True):
     """With queueRequest the body is a batch, and the answer comes when there is capacity that nobody else wants."""
 
     queueRequest: Literal["true", "false", "1", "0"] = "false"
@@ -75,7 +75,7 @@ class Ready(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class InferenceRoute:
     """`body`, `result` and `events` are one type, or several, one of which it is. Events come where the body asks for
     `stream`. `open`: anybody may ask, and sees more with the permissions where there are
     any. `plain` is the media type of an answer that is no JSON."""
@@ -96,11 +96,11 @@ class Route:
 
 def _below(
     method: Literal["GET", "POST", "DELETE"], places: tuple[str, ...], resource: str, **said: Any
-) -> tuple[Route, ...]:
+) -> tuple[InferenceRoute, ...]:
     """The same under several paths. What is posted asks a model something."""
     if method == "POST":
         said = {"query": RunQuery, "headers": _BESIDE, **said}
-    return tuple(Route(method, f"{place}{resource}", **said) for place in places)
+    return tuple(InferenceRoute(method, f"{place}{resource}", **said) for place in places)
 
 
 _RUN: Final = (
@@ -123,8 +123,15 @@ ROUTES: Final = (
         summary="Generate text, natively; with queueRequest many at leisure, and a batch's results by its request_id",
         permissions=INFERENCE,
         result=_RUN,
-        query=RunQueued,
-        body=(run_native.Input, run_chat.Input, embeddings.Input, rerank.Input, BatchInput, ResultsInput),
+        query=RunQueueQuery,
+        body=(
+            run_native.RunNativeBody,
+            run_chat.RunChatBody,
+            embeddings.RunEmbeddingsBody,
+            rerank.RunRerankBody,
+            BatchInput,
+            ResultsInput,
+        ),
         statuses=_GENERATING,
         events=_RUN_EVENTS,
     ),
@@ -135,7 +142,7 @@ ROUTES: Final = (
         summary="The same, with the model in the body",
         permissions=INFERENCE,
         result=_RUN,
-        body=run.Input,
+        body=run.RunBody,
         statuses=_GENERATING,
         events=_RUN_EVENTS,
     ),
@@ -146,7 +153,7 @@ ROUTES: Final = (
         summary="OpenAI's chat completions",
         permissions=INFERENCE,
         result=ChatCompletion,
-        body=chat.Input,
+        body=chat.ChatBody,
         statuses=_GENERATING,
         events=ChatChunk,
     ),
@@ -157,7 +164,7 @@ ROUTES: Final = (
         summary="OpenAI's completions of a text",
         permissions=INFERENCE,
         result=TextCompletion,
-        body=completions.Input,
+        body=completions.CompletionsBody,
         statuses=_GENERATING,
         events=TextCompletion,
     ),
@@ -168,7 +175,7 @@ ROUTES: Final = (
         summary="OpenAI's embeddings: a vector for each text",
         permissions=INFERENCE,
         result=Embeddings,
-        body=embeddings.OpenAIInput,
+        body=embeddings.EmbeddingsBody,
         statuses=_GENERATING,
     ),
     *_below(
@@ -178,7 +185,7 @@ ROUTES: Final = (
         summary="How well documents answer a query, as Jina and Cohere ask for it",
         permissions=INFERENCE,
         result=Ranking,
-        body=rerank.Documents,
+        body=rerank.RerankBody,
         statuses=_GENERATING,
     ),
     *_below(
@@ -188,7 +195,7 @@ ROUTES: Final = (
         summary="OpenAI's Responses, of which nothing is stored",
         permissions=INFERENCE,
         result=Response,
-        body=responses_request.Input,
+        body=responses_request.ResponsesBody,
         statuses=_GENERATING,
         events=ResponseEvent,
     ),
@@ -199,7 +206,7 @@ ROUTES: Final = (
         summary="How many tokens a response's input has; a request for the limits, and no tokens",
         permissions=INFERENCE,
         result=ResponseTokens,
-        body=responses_request.CountInput,
+        body=responses_request.InputTokensBody,
         statuses=_COUNTING,
     ),
     *_below(
@@ -209,7 +216,7 @@ ROUTES: Final = (
         summary="Anthropic's Messages",
         permissions=INFERENCE,
         result=AnthropicMessage,
-        body=messages_request.Input,
+        body=messages_request.MessagesBody,
         statuses=_GENERATING,
         events=AnthropicEvent,
     ),
@@ -220,7 +227,7 @@ ROUTES: Final = (
         summary="How many tokens the messages have; a request for the limits, and no tokens",
         permissions=INFERENCE,
         result=AnthropicTokens,
-        body=messages_request.Asking,
+        body=messages_request.CountTokensBody,
         statuses=_COUNTING,
     ),
     *_below(
@@ -299,9 +306,9 @@ ROUTES: Final = (
         permissions=INFERENCE,
         result=ModelCard,
     ),
-    Route("GET", "/healthz", "Whether the process lives", (), Alive, open=True),
-    Route("GET", "/readyz", "Whether it can serve, and why not", (), Ready, open=True),
-    Route(
+    InferenceRoute("GET", "/healthz", "Whether the process lives", (), Alive, open=True),
+    InferenceRoute("GET", "/readyz", "Whether it can serve, and why not", (), Ready, open=True),
+    InferenceRoute(
         "GET",
         "/metrics",
         "Prometheus text, for networks that may read it; with the operator's token also by account and plan",
@@ -311,5 +318,5 @@ ROUTES: Final = (
         open=True,
         plain="text/plain",
     ),
-    Route("GET", f"{BASE}/openapi.json", "This document", (), dict[str, Any], open=True),
+    InferenceRoute("GET", f"{BASE}/openapi.json", "This document", (), dict[str, Any], open=True),
 )

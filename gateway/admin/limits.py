@@ -7,11 +7,11 @@ from msgspec import Meta, structs
 
 from gateway import errors
 from gateway.admin.account import LimitsItem, limits_item
-from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
+from gateway.admin.operation import ACCOUNT, AdminContext, NoFields, Operation, OperationRequest, OperationResult
 from gateway.admin.tokens import own_token
 from gateway.inference import rate_limit_headers
 from tenants.auth.accounts import Permission
-from tenants.limits.caps import Left
+from tenants.limits.caps import LimitStatus
 from tenants.records.accounts import Account
 from tenants.records.limits import NO_LIMITS, RANGES, Limits
 
@@ -35,15 +35,15 @@ class LeftItem(msgspec.Struct, frozen=True):
     reset_s: int
 
 
-def limits_answer(account: Account) -> Answer[LimitsItem]:
-    return Answer(limits_item(account), revision=account.revision)
+def limits_answer(account: Account) -> OperationResult[LimitsItem]:
+    return OperationResult(limits_item(account), revision=account.revision)
 
 
-async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[LimitsItem]:
+async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[LimitsItem]:
     return limits_answer(await office.gateway.accounts.get(ask.account_id))
 
 
-async def lower(office: Office, ask: Ask[Nothing, Limits]) -> Answer[LimitsItem]:
+async def lower(office: AdminContext, ask: OperationRequest[NoFields, Limits]) -> OperationResult[LimitsItem]:
     def lowered(account: Account) -> Account:
         check_below(ask.body, account.most)
         return structs.replace(account, own=ask.body)
@@ -68,16 +68,18 @@ def check_below(own: Limits, most: Limits, of_class: str = "") -> None:
         check_below(limits, most.classes.get(one, NO_LIMITS), one)
 
 
-async def left(office: Office, ask: Ask[LeftQuery, Nothing]) -> Answer[list[LeftItem]]:
+async def limits_left(
+    office: AdminContext, ask: OperationRequest[LeftQuery, NoFields]
+) -> OperationResult[list[LeftItem]]:
     account = await office.gateway.accounts.get(ask.account_id)
     token_id, limits = ask.caller.token_id, ask.caller.token_limits
     if ask.query.token is not None:
         token = await own_token(office, ask.account_id, ask.query.token)
         token_id, limits = token.id, token.limits
-    return Answer([_item(one) for one in await office.gateway.quota.left(account, token_id, limits)])
+    return OperationResult([_item(one) for one in await office.gateway.quota.left(account, token_id, limits)])
 
 
-def _item(left: Left) -> LeftItem:
+def _item(left: LimitStatus) -> LeftItem:
     of_token, _, of_class = left.subject.partition("class:")
     return LeftItem(
         name=rate_limit_headers.title(left),
@@ -97,8 +99,8 @@ OPERATIONS: Final = (
         summary="The account's ceiling, its own limits, and what is in force",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=show,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=LimitsItem,
         versioned=True,
     ),
@@ -108,7 +110,7 @@ OPERATIONS: Final = (
         summary="Say the account's own limits anew; none may be above its ceiling",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=lower,
-        query=Nothing,
+        query=NoFields,
         body=Limits,
         result=LimitsItem,
         versioned=True,
@@ -118,9 +120,9 @@ OPERATIONS: Final = (
         path=f"{ACCOUNT}/limits/left",
         summary="All limits in force, and what is left of each now",
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
-        serve=left,
+        serve=limits_left,
         query=LeftQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[LeftItem],
     ),
 )

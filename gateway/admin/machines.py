@@ -5,8 +5,8 @@ from typing import Final
 import msgspec
 
 from engine.protocol import frames
-from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation
-from gateway.cluster.fleet import Fleet, MachineSeen, Seen
+from gateway.admin.operation import OPERATOR, AdminContext, NoFields, Operation, OperationRequest, OperationResult
+from gateway.cluster.fleet import MachineView, ReplicaFleet, ReplicaView
 from tenants.auth.accounts import Permission
 
 
@@ -78,12 +78,12 @@ class MachinesItem(msgspec.Struct, frozen=True):
     machines: list[MachineItem]
 
 
-async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[MachinesItem]:
+async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[MachinesItem]:
     fleet = office.gateway.fleet
-    return Answer(MachinesItem([_machine(fleet, machine) for machine in fleet.machines()]))
+    return OperationResult(MachinesItem([_machine(fleet, machine) for machine in fleet.machines()]))
 
 
-def _machine(fleet: Fleet, machine: MachineSeen) -> MachineItem:
+def _machine(fleet: ReplicaFleet, machine: MachineView) -> MachineItem:
     said = machine.said
     return MachineItem(
         name=said.machine,
@@ -97,9 +97,9 @@ def _machine(fleet: Fleet, machine: MachineSeen) -> MachineItem:
     )
 
 
-def _replica(seen: Seen, waiting: int) -> MachineReplicaItem:
+def _replica(seen: ReplicaView, waiting: int) -> MachineReplicaItem:
     state = seen.state
-    held = state.memory or frames.Placed(state.residency)
+    held = state.memory or frames.PlacementStatus(state.residency)
     return MachineReplicaItem(
         model=state.model,
         residency=state.residency.name,
@@ -118,7 +118,7 @@ def _replica(seen: Seen, waiting: int) -> MachineReplicaItem:
     )
 
 
-def load_of(seen: Seen) -> LoadItem | None:
+def load_of(seen: ReplicaView) -> LoadItem | None:
     load = seen.load
     if load is None:
         return None
@@ -145,8 +145,8 @@ OPERATIONS: Final = (
         summary="The machines, their memory, and where each model is",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=MachinesItem,
     ),
 )

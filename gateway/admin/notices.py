@@ -4,9 +4,9 @@ from typing import Final
 
 import msgspec
 
-from gateway.admin.operation import ACCOUNT, Answer, Ask, Nothing, Office, Operation
+from gateway.admin.operation import ACCOUNT, AdminContext, NoFields, Operation, OperationRequest, OperationResult
 from tenants.auth.accounts import Permission
-from tenants.limits.soft_caps import shown
+from tenants.limits.soft_caps import webhook_secret
 
 
 class KeyItem(msgspec.Struct, frozen=True):
@@ -15,8 +15,8 @@ class KeyItem(msgspec.Struct, frozen=True):
     key: str
 
 
-async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[KeyItem]:
-    return Answer(KeyItem(shown(office.notice_key(ask.account_id))))
+async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[KeyItem]:
+    return OperationResult(KeyItem(webhook_secret(office.notice_key(ask.account_id))))
 
 
 OPERATIONS: Final = (
@@ -26,8 +26,8 @@ OPERATIONS: Final = (
         summary="The key that the account's notices are signed with",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=show,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=KeyItem,
     ),
 )

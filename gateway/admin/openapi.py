@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.admin.inference import Ready, Route
-from gateway.admin.operation import PLACES, CursorItem, Operation, Told
+from gateway.admin.inference import InferenceRoute, Ready
+from gateway.admin.operation import PATH_PARAMETERS, CursorItem, Operation, ResponseInfo
 from gateway.inference.run_options import (
     METADATA_BYTES_MAX,
     METADATA_MAX,
@@ -16,7 +16,7 @@ from gateway.inference.run_options import (
     TIMEOUT_MS_MAX,
 )
 from gateway.listing.pages import PageItem
-from gateway.listing.schemas import told
+from gateway.listing.schemas import tidy_schema
 from tenants.records.limits import RANGES
 
 Json = dict[str, Any]
@@ -66,8 +66,8 @@ CODES: Final[dict[int, tuple[int, ...]]] = {
 }
 _PLACED: Final[dict[str, Json]] = {
     "account_id": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
-    "token_id": {"type": "string", "pattern": f"^{PLACES['token_id']}$"},
-    "plan": {"type": "string", "pattern": f"^{PLACES['plan']}$"},
+    "token_id": {"type": "string", "pattern": f"^{PATH_PARAMETERS['token_id']}$"},
+    "plan": {"type": "string", "pattern": f"^{PATH_PARAMETERS['plan']}$"},
     "request_id": {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[^/]+$"},
     "model": {"type": "string", "minLength": 1, "description": "A name of the catalogue, percent-encoded"},
 }
@@ -150,7 +150,7 @@ ERROR: Final[Json] = {
 }
 
 
-def document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[Route]) -> Json:
+def openapi_document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[InferenceRoute]) -> Json:
     """All that is served, with every status that can occur."""
     schemas = _Schemas(operations, routes)
     paths: dict[str, Json] = {}
@@ -181,8 +181,8 @@ def document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[Ro
 class _Schemas:
     """JSON Schemas of all types that are asked for and answered."""
 
-    def __init__(self, operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[Route]) -> None:
-        types: list[Any] = [PageItem, CursorItem, Told]
+    def __init__(self, operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[InferenceRoute]) -> None:
+        types: list[Any] = [PageItem, CursorItem, ResponseInfo]
         for operation in operations:
             types += [operation.result, *([operation.body] if operation.takes_body else [])]
         for route in routes:
@@ -190,7 +190,7 @@ class _Schemas:
         found, self.components = msgspec.json.schema_components(types, ref_template=_REF)
         self._of = list(zip(types, found, strict=True))
         for component in self.components.values():
-            told(component)
+            tidy_schema(component)
         _bound(self.components["Limits"]["properties"])
 
     def of(self, kind: Any) -> Json:
@@ -241,7 +241,7 @@ def _envelope(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
         "result": schemas.of(operation.result),
         "success": {"const": True},
         "errors": {"type": "array", "maxItems": 0},
-        "messages": {"type": "array", "items": schemas.of(Told)},
+        "messages": {"type": "array", "items": schemas.of(ResponseInfo)},
     }
     if operation.cursor:
         properties["result_info"] = schemas.of(CursorItem)
@@ -255,7 +255,7 @@ def _envelope(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
     }
 
 
-def _route(route: Route, schemas: _Schemas) -> Json:
+def _route(route: InferenceRoute, schemas: _Schemas) -> Json:
     statuses = [*_ALWAYS, *route.statuses, *(() if route.open else _WITH_TOKEN)]
     statuses += [404] if "{" in route.path else []
     content: Json = {route.plain or "application/json": {"schema": schemas.any_of(route.result)}}

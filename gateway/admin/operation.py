@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import bad_input
-from gateway.http.idempotency import Once
-from gateway.inference.request import Gateway
+from gateway.http.idempotency import IdempotencyStore
+from gateway.inference.request import InferenceContext
 from gateway.listing.pages import PAGE_MAX, PageItem
-from tenants.audit import Audit, fitting
+from tenants.audit import AuditLog, fit_detail
 from tenants.auth.accounts import NAME_MAX, Caller, Permission
 from tenants.store.protocol import Store
 
@@ -24,7 +24,7 @@ BASE: Final = "/client/v4"
 OPERATOR: Final = f"{BASE}/operator"
 ACCOUNT: Final = f"{BASE}/accounts/{{account_id}}"
 # What a placeholder of a path may stand for; an account's id is looked at later, for it has an error of its own.
-PLACES: Final = {
+PATH_PARAMETERS: Final = {
     "account_id": "[^/]+",
     "token_id": "[0-9A-Za-z]{1,32}",
     "plan": "[a-z0-9][a-z0-9._-]{0,31}",
@@ -38,11 +38,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
-class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The query or the body of an operation that takes none."""
 
 
-class Paged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
     per_page: Annotated[int, Meta(ge=1, le=100)] = 20
 
@@ -55,14 +55,14 @@ class CursorItem(msgspec.Struct, frozen=True):
     cursor: int | None
 
 
-class Told(msgspec.Struct, frozen=True):
+class ResponseInfo(msgspec.Struct, frozen=True):
     code: int
     message: str
     type: None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Generic[Q, B]):
+class OperationRequest(Generic[Q, B]):
     """A request of a caller that may ask it. `names` are what the path says; `account_id` is "" where it names none.
 
     `revision` is the one that a change is to be based on, as `If-Match` says; None where it says nothing.
@@ -80,25 +80,25 @@ class Ask(Generic[Q, B]):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[R]):
+class OperationResult(Generic[R]):
     """`revision` becomes the ETag. `csv` is sent in place of everything else."""
 
     result: R
     revision: int | None = None
     page: PageItem | CursorItem | None = None
-    messages: tuple[Told, ...] = ()
+    messages: tuple[ResponseInfo, ...] = ()
     csv: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Office:
+class AdminContext:
     """What the operations work with; built once, in app.py. `open_requests` are inference requests in progress
     here, `notice_key` gives the key that signs an account's notices."""
 
-    gateway: Gateway
+    gateway: InferenceContext
     store: Store
-    audit: Audit
-    once: Once
+    audit: AuditLog
+    once: IdempotencyStore
     notice_key: Callable[[str], bytes]
     open_requests: Callable[[], int]
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -106,7 +106,7 @@ class Office:
     async def note(self, caller: Caller, account_id: str, action: str, target: str, **detail: Any) -> None:
         """Into the audit log, after the effect and before its answer. Of too long a detail only its digest is kept."""
         async with self._writing:  # a chain has one end: changes that come at once would try for it in turns
-            await self.audit.write(account_id, caller.token_id, action, target, **fitting(detail))
+            await self.audit.write(account_id, caller.token_id, action, target, **fit_detail(detail))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class Operation(Generic[Q, B, R]):
     path: str
     summary: str
     permissions: tuple[Permission, ...]
-    serve: Callable[[Office, Ask[Q, B]], Awaitable[Answer[R]]]
+    serve: Callable[[AdminContext, OperationRequest[Q, B]], Awaitable[OperationResult[R]]]
     query: type[Q]
     body: type[B]
     result: type[R]
@@ -141,7 +141,7 @@ class Operation(Generic[Q, B, R]):
 
     @property
     def takes_body(self) -> bool:
-        return self.body is not Nothing
+        return self.body is not NoFields
 
     @property
     def conditional(self) -> bool:
@@ -152,15 +152,15 @@ class Operation(Generic[Q, B, R]):
         return "page" in self.query.__struct_fields__
 
 
-def pattern(path: str) -> re.Pattern[str]:
+def path_pattern(path: str) -> re.Pattern[str]:
     """What a path with placeholders matches."""
     parts = re.split(r"\{(\w+)\}", path)  # plain text, a placeholder's name, plain text, …
-    named = [f"(?P<{name}>{PLACES[name]})" for name in parts[1::2]]
+    named = [f"(?P<{name}>{PATH_PARAMETERS[name]})" for name in parts[1::2]]
     return re.compile("".join(map("".join, zip_longest(map(re.escape, parts[::2]), named, fillvalue=""))))
 
 
 @contextlib.contextmanager
-def values_checked() -> Iterator[None]:
+def values_validated() -> Iterator[None]:
     """What the types of tenants/ say of wrong values is told to the caller. Raises Refusal."""
     try:
         yield

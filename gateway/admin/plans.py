@@ -6,7 +6,15 @@ import msgspec
 from msgspec import NODEFAULT, structs
 
 from gateway import errors
-from gateway.admin.operation import OPERATOR, Answer, Ask, Nothing, Office, Operation, values_checked
+from gateway.admin.operation import (
+    OPERATOR,
+    AdminContext,
+    NoFields,
+    Operation,
+    OperationRequest,
+    OperationResult,
+    values_validated,
+)
 from tenants.audit import SYSTEM
 from tenants.auth.accounts import NotFound, Permission
 from tenants.records.plans import Plan
@@ -30,33 +38,33 @@ class RemovedItem(msgspec.Struct, frozen=True):
     name: str
 
 
-async def listed(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[list[Plan]]:
-    return Answer(list(await office.gateway.accounts.plans()))
+async def listed(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[list[Plan]]:
+    return OperationResult(list(await office.gateway.accounts.plans()))
 
 
-async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[Plan]:
+async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[Plan]:
     try:
         plan = await office.gateway.accounts.plan(ask.names["plan"])
     except NotFound:
         raise errors.no_such_plan() from None
-    return Answer(plan, revision=plan.revision)
+    return OperationResult(plan, revision=plan.revision)
 
 
-async def keep(office: Office, ask: Ask[Nothing, Any]) -> Answer[Plan]:
+async def keep(office: AdminContext, ask: OperationRequest[NoFields, Any]) -> OperationResult[Plan]:
     content = structs.asdict(ask.body)
-    with values_checked():
+    with values_validated():
         plan = await office.gateway.accounts.keep_plan(Plan(ask.names["plan"], **content), ask.revision)
     await office.note(ask.caller, SYSTEM, "plan.change", plan.name, revision=plan.revision, **content)
-    return Answer(plan, revision=plan.revision)
+    return OperationResult(plan, revision=plan.revision)
 
 
-async def remove(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[RemovedItem]:
+async def remove(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[RemovedItem]:
     try:
         await office.gateway.accounts.remove_plan(ask.names["plan"])
     except NotFound:
         raise errors.no_such_plan() from None
     await office.note(ask.caller, SYSTEM, "plan.remove", ask.names["plan"])
-    return Answer(RemovedItem(ask.names["plan"]))
+    return OperationResult(RemovedItem(ask.names["plan"]))
 
 
 OPERATIONS: Final = (
@@ -66,8 +74,8 @@ OPERATIONS: Final = (
         summary="All plans, by name",
         permissions=(Permission.OPERATOR,),
         serve=listed,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=list[Plan],
     ),
     Operation(
@@ -76,8 +84,8 @@ OPERATIONS: Final = (
         summary="One plan",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=Plan,
         versioned=True,
     ),
@@ -87,7 +95,7 @@ OPERATIONS: Final = (
         summary="A new plan, or a plan said anew, in force for its accounts within 1 s",
         permissions=(Permission.OPERATOR,),
         serve=keep,
-        query=Nothing,
+        query=NoFields,
         body=PlanContent,
         result=Plan,
         versioned=True,
@@ -98,8 +106,8 @@ OPERATIONS: Final = (
         summary="Remove a plan that no account has; the default one has its first content again",
         permissions=(Permission.OPERATOR,),
         serve=remove,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=RemovedItem,
     ),
 )

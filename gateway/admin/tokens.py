@@ -16,19 +16,19 @@ from gateway.admin.operation import (
     ACCOUNT,
     BASE,
     OPERATOR,
-    Answer,
-    Ask,
+    AdminContext,
     Name,
-    Nothing,
-    Office,
+    NoFields,
     Operation,
+    OperationRequest,
+    OperationResult,
+    ResponseInfo,
     Time,
-    Told,
     time_of,
-    values_checked,
+    values_validated,
 )
 from gateway.listing.pages import PAGE_MAX, sliced
-from tenants.auth.accounts import ApiToken, NotFound, Permission, named
+from tenants.auth.accounts import ApiToken, NotFound, Permission, checked_name
 from tenants.records.grants import ENTRIES_MAX, Grant
 from tenants.records.limits import NO_LIMITS, Limits
 
@@ -134,37 +134,43 @@ class EndedItem(Struct, frozen=True):
     id: str
 
 
-async def verify(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[VerifiedItem]:
+async def verify(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[VerifiedItem]:
     """Of a JWT too, whose id names its issuer and subject."""
-    told = Told(10000, "This API Token is valid and active")
+    told = ResponseInfo(10000, "This API Token is valid and active")
     expires_on = _time(ask.caller.expires_at)
-    return Answer(VerifiedItem(ask.caller.token_id, "active", expires_on), messages=(told,))
+    return OperationResult(VerifiedItem(ask.caller.token_id, "active", expires_on), messages=(told,))
 
 
-async def offered(office: Office, ask: Ask[GroupsQuery, Nothing]) -> Answer[list[GroupOffered]]:
+async def offered_permission_groups(
+    office: AdminContext, ask: OperationRequest[GroupsQuery, NoFields]
+) -> OperationResult[list[GroupOffered]]:
     """`name` and `scope` leave out all others."""
     groups = [GroupOffered(permission.value, permission.value) for permission in _OFFERED]
     name, scope = ask.query.name, ask.query.scope
-    return Answer([group for group in groups if name in ("", group.name) and scope in ("", *group.scopes)])
+    return OperationResult([group for group in groups if name in ("", group.name) and scope in ("", *group.scopes)])
 
 
-async def listed(office: Office, ask: Ask[TokensQuery, Nothing]) -> Answer[list[TokenItem]]:
+async def listed(
+    office: AdminContext, ask: OperationRequest[TokensQuery, NoFields]
+) -> OperationResult[list[TokenItem]]:
     """Those that are not revoked."""
     query, now = ask.query, office.gateway.calendar()
     tokens = await _live(office, ask.account_id)
     shown, page = sliced(tokens if query.direction == "asc" else tokens[::-1], query.page, query.per_page)
-    return Answer([_item(token, now) for token in shown], page=page)
+    return OperationResult([_item(token, now) for token in shown], page=page)
 
 
-async def _live(office: Office, account_id: str) -> list[ApiToken]:
+async def _live(office: AdminContext, account_id: str) -> list[ApiToken]:
     return [token for token in await office.gateway.accounts.tokens(account_id) if token.revoked_at is None]
 
 
-async def show(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[TokenItem]:
-    return Answer(_item(await own_token(office, ask.account_id, ask.names["token_id"]), office.gateway.calendar()))
+async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[TokenItem]:
+    return OperationResult(
+        _item(await own_token(office, ask.account_id, ask.names["token_id"]), office.gateway.calendar())
+    )
 
 
-async def create(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenItem]:
+async def create(office: AdminContext, ask: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
     """The one answer that holds the token's text, as `value`."""
     given, now = ask.body, office.gateway.calendar()
     grant, expires_at, name = _grant(given, ask.account_id), _expiry(given, now), _name(given)
@@ -172,34 +178,34 @@ async def create(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenI
         raise errors.conflict(f"the account has {TOKENS_MAX:,} tokens, which is the most: revoke some first")
     token, text = await office.gateway.accounts.mint(ask.account_id, name, expires_at, grant, given.limits)
     await office.note(ask.caller, ask.account_id, "token.create", token.id, **_told(given))
-    return Answer(msgspec.structs.replace(_item(token, now), value=text))
+    return OperationResult(msgspec.structs.replace(_item(token, now), value=text))
 
 
-async def change(office: Office, ask: Ask[Nothing, TokenGiven]) -> Answer[TokenItem]:
+async def change(office: AdminContext, ask: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
     given, now = ask.body, office.gateway.calendar()
     token = await _changeable(office, ask)
     grant, expires_at, name = _grant(given, ask.account_id), _expiry(given, now), _name(given)
     changed = await office.gateway.accounts.change(token.id, name, expires_at, grant, given.limits)
     await office.note(ask.caller, ask.account_id, "token.change", token.id, **_told(given))
-    return Answer(_item(changed, now))
+    return OperationResult(_item(changed, now))
 
 
-async def end(office: Office, ask: Ask[Nothing, Nothing]) -> Answer[EndedItem]:
+async def end(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[EndedItem]:
     token = await _changeable(office, ask)
     await office.gateway.accounts.revoke(token.id)
     await office.note(ask.caller, ask.account_id, "token.revoke", token.id)
-    return Answer(EndedItem(token.id))
+    return OperationResult(EndedItem(token.id))
 
 
-async def roll(office: Office, ask: Ask[Nothing, Rolled]) -> Answer[str]:
+async def roll(office: AdminContext, ask: OperationRequest[NoFields, Rolled]) -> OperationResult[str]:
     """The new secret's text, once."""
     token = await _changeable(office, ask)
     _, text = await office.gateway.accounts.roll(token.id, ask.body.grace_seconds)
     await office.note(ask.caller, ask.account_id, "token.roll", token.id, grace_seconds=ask.body.grace_seconds)
-    return Answer(text)
+    return OperationResult(text)
 
 
-async def own_token(office: Office, account_id: str, token_id: str) -> ApiToken:
+async def own_token(office: AdminContext, account_id: str, token_id: str) -> ApiToken:
     """Raises Refusal where this account has no such live token."""
     try:
         token = await office.gateway.accounts.token(token_id)
@@ -210,7 +216,7 @@ async def own_token(office: Office, account_id: str, token_id: str) -> ApiToken:
     return token
 
 
-async def _changeable(office: Office, ask: Ask[Any, Any]) -> ApiToken:
+async def _changeable(office: AdminContext, ask: OperationRequest[Any, Any]) -> ApiToken:
     """An account's administrator who could roll an operator's token would be the operator. Raises Refusal."""
     token = await own_token(office, ask.account_id, ask.names["token_id"])
     if token.grant.permits(Permission.OPERATOR) and not ask.caller.grant.permits(Permission.OPERATOR):
@@ -225,7 +231,7 @@ def _grant(given: TokenGiven, account_id: str) -> Grant:
         raise errors.bad_input(f"'resources' may name this account alone: {wanted}", "policies")
     permissions = tuple(Permission(group.id) for group in policy.permission_groups)
     models = ("*",) if given.models is UNSET else tuple(given.models)
-    with values_checked():
+    with values_validated():
         return Grant(permissions, models, tuple(given.condition.request_ip.in_))
 
 
@@ -239,8 +245,8 @@ def _expiry(given: TokenGiven, now: float) -> float | None:
 
 
 def _name(given: TokenGiven) -> str:
-    with values_checked():
-        return named(given.name)
+    with values_validated():
+        return checked_name(given.name)
 
 
 def _told(given: TokenGiven) -> dict[str, Any]:
@@ -281,8 +287,8 @@ OPERATIONS: Final = (
         summary="Whether the token that asks is in force",
         permissions=(),
         serve=verify,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=VerifiedItem,
     ),
     Operation(
@@ -291,8 +297,8 @@ OPERATIONS: Final = (
         summary="Whether the token that asks is in force, and this account's",
         permissions=(),
         serve=verify,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=VerifiedItem,
     ),
     Operation(
@@ -300,9 +306,9 @@ OPERATIONS: Final = (
         path=f"{_TOKENS}/permission_groups",
         summary="What a token of the account may be permitted",
         permissions=_ADMIN,
-        serve=offered,
+        serve=offered_permission_groups,
         query=GroupsQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[GroupOffered],
     ),
     Operation(
@@ -312,7 +318,7 @@ OPERATIONS: Final = (
         permissions=_ADMIN,
         serve=listed,
         query=TokensQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[TokenItem],
     ),
     Operation(
@@ -321,7 +327,7 @@ OPERATIONS: Final = (
         summary="A new token; its text is in this answer alone",
         permissions=_ADMIN,
         serve=create,
-        query=Nothing,
+        query=NoFields,
         body=TokenGiven,
         result=TokenItem,
         creates=True,
@@ -332,8 +338,8 @@ OPERATIONS: Final = (
         summary="One token",
         permissions=_ADMIN,
         serve=show,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=TokenItem,
     ),
     Operation(
@@ -342,7 +348,7 @@ OPERATIONS: Final = (
         summary="Say a token anew, in force within 1 s",
         permissions=_ADMIN,
         serve=change,
-        query=Nothing,
+        query=NoFields,
         body=TokenGiven,
         result=TokenItem,
     ),
@@ -352,8 +358,8 @@ OPERATIONS: Final = (
         summary="Revoke a token, within 1 s and for good",
         permissions=_ADMIN,
         serve=end,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=EndedItem,
     ),
     Operation(
@@ -362,7 +368,7 @@ OPERATIONS: Final = (
         summary="A new secret for a token; the one before it may open for a while yet",
         permissions=_ADMIN,
         serve=roll,
-        query=Nothing,
+        query=NoFields,
         body=Rolled,
         result=str,
         optional=True,
@@ -374,7 +380,7 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=listed,
         query=TokensQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[TokenItem],
     ),
     Operation(
@@ -383,7 +389,7 @@ OPERATIONS: Final = (
         summary="A new token of an account, its first one for an administrator; its text is in this answer alone",
         permissions=(Permission.OPERATOR,),
         serve=create,
-        query=Nothing,
+        query=NoFields,
         body=TokenGiven,
         result=TokenItem,
         creates=True,
@@ -394,8 +400,8 @@ OPERATIONS: Final = (
         summary="Revoke a token of an account, within 1 s and for good",
         permissions=(Permission.OPERATOR,),
         serve=end,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         result=EndedItem,
     ),
 )

@@ -9,12 +9,20 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from gateway.admin.operation import ACCOUNT, OPERATOR, Answer, Ask, Nothing, Office, Operation
+from gateway.admin.operation import (
+    ACCOUNT,
+    OPERATOR,
+    AdminContext,
+    NoFields,
+    Operation,
+    OperationRequest,
+    OperationResult,
+)
 from gateway.errors import bad_input
 from gateway.listing.pages import PAGE_MAX, sliced
 from tenants.auth.accounts import Permission
 from tenants.records.usage import MICRO, UsageRow, day_of
-from tenants.store.protocol import KEPT_DAYS
+from tenants.store.protocol import RETENTION_DAYS
 
 DAYS_DEFAULT: Final = 30
 ROWS_MAX: Final = 100_000  # that are told apart for one answer
@@ -23,20 +31,20 @@ _Word = Annotated[str, Meta(max_length=200)]
 _Account = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 
-class Days(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DaysQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Days in UTC, both ends included: today and the 29 before it where nothing is said."""
 
     from_: date | None = msgspec.field(name="from", default=None)
     to: date | None = None
 
 
-class Rows(Days, frozen=True, forbid_unknown_fields=True):
+class RowsQuery(DaysQuery, frozen=True, forbid_unknown_fields=True):
     page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
     per_page: Annotated[int, Meta(ge=1, le=1000)] = 100
     format: Literal["json", "csv"] = "json"
 
 
-class UsageQuery(Rows, frozen=True, forbid_unknown_fields=True):
+class UsageQuery(RowsQuery, frozen=True, forbid_unknown_fields=True):
     """`by` are the columns to sum by, of day, model, token and tag. A call with several tags is in the row of each; one
     without any is in that of "". Where a day had too many different sets of tags, those of later calls are `*`."""
 
@@ -46,7 +54,7 @@ class UsageQuery(Rows, frozen=True, forbid_unknown_fields=True):
     tag: _Word | None = None
 
 
-class AllUsageQuery(Rows, frozen=True, forbid_unknown_fields=True):
+class AllUsageQuery(RowsQuery, frozen=True, forbid_unknown_fields=True):
     """`by` are the columns to sum by, of day, account and model."""
 
     by: Annotated[str, Meta(pattern="^(day|account|model)(,(day|account|model)){0,2}$")] = "day"
@@ -69,9 +77,11 @@ class UsageItem(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
 
 
-async def of_account(office: Office, ask: Ask[UsageQuery, Nothing]) -> Answer[list[UsageItem]]:
+async def of_account(
+    office: AdminContext, ask: OperationRequest[UsageQuery, NoFields]
+) -> OperationResult[list[UsageItem]]:
     query = ask.query
-    sums = Sums(query.by)
+    sums = UsageSums(query.by)
     for row in await office.store.usage(ask.account_id, *span(office, query)):
         named = query.model in (None, row.model) and query.token in (None, row.token_id)
         if named and (query.tag is None or query.tag in row.each_tag):
@@ -79,10 +89,12 @@ async def of_account(office: Office, ask: Ask[UsageQuery, Nothing]) -> Answer[li
     return _answer(sums, query)
 
 
-async def of_all(office: Office, ask: Ask[AllUsageQuery, Nothing]) -> Answer[list[UsageItem]]:
+async def of_all(
+    office: AdminContext, ask: OperationRequest[AllUsageQuery, NoFields]
+) -> OperationResult[list[UsageItem]]:
     query, accounts = ask.query, office.gateway.accounts
     first, last = span(office, query)
-    sums = Sums(query.by)
+    sums = UsageSums(query.by)
     for account in await accounts.list() if query.account is None else [await accounts.get(query.account)]:
         for row in await office.store.usage(account.id, first, last):
             if query.model in (None, row.model):
@@ -90,19 +102,19 @@ async def of_all(office: Office, ask: Ask[AllUsageQuery, Nothing]) -> Answer[lis
     return _answer(sums, query)
 
 
-def span(office: Office, query: Days) -> tuple[int, int]:
+def span(office: AdminContext, query: DaysQuery) -> tuple[int, int]:
     """The first and the last day, since 1970. Raises Refusal."""
     today = EPOCH + timedelta(day_of(int(office.gateway.calendar() * MICRO)))
     to = query.to or today
     start = query.from_ or to - timedelta(min(DAYS_DEFAULT - 1, (to - date.min).days))
     if start > to:
         raise bad_input("'from' is after 'to'", "from")
-    if (to - start).days >= KEPT_DAYS:
-        raise bad_input(f"'from' and 'to' may span {KEPT_DAYS} days", "from")
+    if (to - start).days >= RETENTION_DAYS:
+        raise bad_input(f"'from' and 'to' may span {RETENTION_DAYS} days", "from")
     return max(0, (start - EPOCH).days), max(0, (to - EPOCH).days)
 
 
-class Sums:
+class UsageSums:
     """Usage added up by some columns, with commas between."""
 
     def __init__(self, by: str) -> None:
@@ -141,14 +153,14 @@ class Sums:
         )
 
 
-def _answer(sums: Sums, query: Rows) -> Answer[list[UsageItem]]:
+def _answer(sums: UsageSums, query: RowsQuery) -> OperationResult[list[UsageItem]]:
     if query.format == "csv":
-        return Answer([], csv=table(sums.items(), sums.by))
+        return OperationResult([], csv=usage_csv(sums.items(), sums.by))
     shown, page = sliced(sums.items(), query.page, query.per_page)
-    return Answer(list(shown), page=page)
+    return OperationResult(list(shown), page=page)
 
 
-def table(items: Sequence[UsageItem], by: Sequence[str]) -> str:
+def usage_csv(items: Sequence[UsageItem], by: Sequence[str]) -> str:
     """As CSV with a line of names. A text that a spreadsheet would take for a formula begins with an apostrophe."""
     names = [*by, "requests", "neurons", "prompt_tokens", "cached_tokens", "completion_tokens"]
     text = io.StringIO()
@@ -172,7 +184,7 @@ OPERATIONS: Final = (
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
         serve=of_account,
         query=UsageQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[UsageItem],
         csv=True,
     ),
@@ -183,7 +195,7 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=of_all,
         query=AllUsageQuery,
-        body=Nothing,
+        body=NoFields,
         result=list[UsageItem],
         csv=True,
     ),

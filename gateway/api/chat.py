@@ -9,12 +9,12 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from gateway.api.chunks import Chunks, StreamOptions
-from gateway.api.run_fields import Given, refuse_lora
-from gateway.api.sampling_fields import Sampled, constraint_of, sampling
-from gateway.errors import Refusal, bad_input
+from gateway.api.chunks import ChunkWriter, StreamOptions
+from gateway.api.run_fields import RunPrompt, refuse_lora
+from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
+from gateway.errors import ApiError, bad_input
 from gateway.http import sse
-from gateway.http.json_body import decode
+from gateway.http.json_body import decode_body
 from gateway.inference.prompt import (
     CHOICES_MAX,
     LOGPROBS_MAX,
@@ -26,24 +26,24 @@ from gateway.inference.prompt import (
     ShortText,
     TemplateOptions,
     Tools,
-    chat,
+    chat_messages,
     max_tokens_of,
     only,
-    refuse,
+    refuse_field,
     stops,
     strict,
     template_options,
-    toolbox,
+    tool_definitions,
 )
-from gateway.inference.reply import Asked, Chosen, Completion, ToolUse, Usage
-from gateway.inference.run_options import Within
-from gateway.inference.tool_choice import ToolChoiceField, offered
+from gateway.inference.reply import Completion, GenerationRequest, ScoredToken, ToolUse, Usage
+from gateway.inference.run_options import RunOptionsBody
+from gateway.inference.tool_choice import ToolChoiceField, select_tools
 
 TEMPERATURE_DEFAULT: Final = 1.0
 _encode = msgspec.json.encode
 
 
-class Fields(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of chat completions. Those below `prompt_cache_key` are refused where they ask for something.
 
     `safety_identifier` and `prompt_cache_key` are labels: they change nothing and are not kept.
@@ -80,24 +80,24 @@ class Fields(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
     moderation: Any = None
 
 
-class Input(Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of a chat completion."""
 
     messages: Messages
     model: ShortText
 
 
-_decoder: Final = msgspec.json.Decoder(Input)
+_decoder: Final = msgspec.json.Decoder(ChatBody)
 
 
-def prompt_of(asked: Fields, given: Given, drawn_seed: int, within: Within | None = None) -> Prompt:
+def prompt_of(asked: ChatFields, given: RunPrompt, drawn_seed: int, within: RunOptionsBody | None = None) -> Prompt:
     """What the fields ask for of what is given. Raises Refusal."""
     _refuse_unserved(asked)
     if asked.stream_options is not None and not asked.stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise bad_input("'top_logprobs' goes with 'logprobs': true only; set it", "top_logprobs")
-    tools, choice = offered(toolbox(asked.tools), asked.tool_choice)
+    tools, choice = select_tools(tool_definitions(asked.tools), asked.tool_choice)
     held = constraint_of(asked)
     options = asked.stream_options or StreamOptions()
     return Prompt(
@@ -112,7 +112,7 @@ def prompt_of(asked: Fields, given: Given, drawn_seed: int, within: Within | Non
         grammar=held.grammar,
         grammar_field=held.field,
         json=held.json,
-        sampling=sampling(
+        sampling=sampling_params(
             asked,
             temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
             top_p=asked.top_p,
@@ -131,10 +131,10 @@ def prompt_of(asked: Fields, given: Given, drawn_seed: int, within: Within | Non
     )
 
 
-def _refuse_unserved(asked: Fields) -> None:
+def _refuse_unserved(asked: ChatFields) -> None:
     def unless(field: str, served: tuple[object, ...], advice: str) -> None:
         value = getattr(asked, field)
-        refuse(field, None if value in served else True, advice)
+        refuse_field(field, None if value in served else True, advice)
 
     unless("store", (None, False), "nothing is stored; leave it out")
     unless("service_tier", (None, "auto", "default"), "leave it out, or send 'auto' or 'default'")
@@ -150,16 +150,16 @@ def _refuse_unserved(asked: Fields) -> None:
 
 def chunks_of(
     prompt: Prompt, model: str, id: str, taken: int, paddings: Iterator[bytes], *, enveloped: bool = False
-) -> Chunks:
+) -> ChunkWriter:
     """What stands around the choices of a chat completion."""
     kinds = "chat.completion", "chat.completion.chunk"
-    return Chunks(prompt, kinds, f"chatcmpl-{id}", taken, model, paddings, enveloped=enveloped)
+    return ChunkWriter(prompt, kinds, f"chatcmpl-{id}", taken, model, paddings, enveloped=enveloped)
 
 
-class Reply:
+class ChatReply:
     """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where asked for."""
 
-    def __init__(self, prompt: Prompt, chunks: Chunks) -> None:
+    def __init__(self, prompt: Prompt, chunks: ChunkWriter) -> None:
         self._choices = prompt.n
         self._chunks = chunks
         self._contents = [chunks.head + b'{"index":%d,"delta":{"content":' % choice for choice in range(prompt.n)]
@@ -173,7 +173,7 @@ class Reply:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(choice, role, None) for choice in range(self._choices))
 
-    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+    def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:
         if logprobs:
             scored = {"content": [_chosen(one) for one in logprobs]}
             said = {"index": choice, "delta": {"content": text}, "logprobs": scored, "finish_reason": None}
@@ -200,7 +200,7 @@ class Reply:
     def end(self, usage: Usage) -> bytes:
         return self._chunks.end(usage)
 
-    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+    def fail(self, refusal: ApiError, request_id: str) -> bytes:
         return self._chunks.fail(refusal, request_id)
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
@@ -227,26 +227,26 @@ def _call(use: ToolUse) -> dict[str, Any]:
     return {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.arguments}}
 
 
-def _chosen(one: Chosen) -> dict[str, Any]:
+def _chosen(one: ScoredToken) -> dict[str, Any]:
     return {**_scored(one), "top_logprobs": [_scored(other) for other in one.top]}
 
 
-def _scored(one: Chosen) -> dict[str, Any]:
+def _scored(one: ScoredToken) -> dict[str, Any]:
     return {"token": one.token, "logprob": one.logprob, "bytes": list(one.raw)}
 
 
-class Chat:
+class ChatDialect:
     """The dialect of `/v1/chat/completions`."""
 
     def __init__(self) -> None:
         self._paddings = sse.paddings()
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is None, "the body names the model"
-        asked = decode(body, _decoder)
-        prompt = prompt_of(asked, Given(messages=chat(asked.messages)), drawn_seed)
+        asked = decode_body(body, _decoder)
+        prompt = prompt_of(asked, RunPrompt(messages=chat_messages(asked.messages)), drawn_seed)
 
-        def reply(model: str, id: str, taken: int) -> Reply:
-            return Reply(prompt, chunks_of(prompt, model, id, taken, self._paddings))
+        def reply(model: str, id: str, taken: int) -> ChatReply:
+            return ChatReply(prompt, chunks_of(prompt, model, id, taken, self._paddings))
 
-        return Asked(asked.model, prompt, reply)
+        return GenerationRequest(asked.model, prompt, reply)

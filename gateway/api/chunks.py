@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.errors import Refusal, envelope, openai_envelope
+from gateway.errors import ApiError, envelope, openai_envelope
 from gateway.http import sse
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Usage, enveloped
@@ -24,7 +24,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class Chunks:
+class ChunkWriter:
     """One answer. `kinds` are the objects of a whole one and of a chunk.
 
     `enveloped` is for `/ai/run`: the object is the envelope's result, and a stream ends with the native usage.
@@ -62,7 +62,7 @@ class Chunks:
             events += b'data: {"response":"","usage":' + last + b"}\n\n"
         return events + sse.DONE
 
-    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+    def fail(self, refusal: ApiError, request_id: str) -> bytes:
         error = envelope(refusal, request_id) if self._enveloped else openai_envelope(refusal, request_id)
         return sse.event(error) + sse.DONE
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from gateway.api.chunks import Chunks, StreamOptions
-from gateway.api.sampling_fields import Sampled, constraint_of, sampling
-from gateway.errors import Refusal, bad_input
+from gateway.api.chunks import ChunkWriter, StreamOptions
+from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
+from gateway.errors import ApiError, bad_input
 from gateway.http import sse
-from gateway.http.json_body import decode
-from gateway.inference.prompt import CHOICES_MAX, Probability, Prompt, ShortText, TokenId, refuse, stops
-from gateway.inference.reply import Asked, Chosen, Completion, ToolUse, Usage
+from gateway.http.json_body import decode_body
+from gateway.inference.prompt import CHOICES_MAX, Probability, Prompt, ShortText, TokenId, refuse_field, stops
+from gateway.inference.reply import Completion, GenerationRequest, ScoredToken, ToolUse, Usage
 
 TEMPERATURE_DEFAULT: Final = 1.0
 MAX_TOKENS_DEFAULT: Final = 16
@@ -25,7 +25,7 @@ _encode = msgspec.json.encode
 Tokens = Annotated[list[TokenId], Meta(min_length=1)]
 
 
-class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletionsBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every field of completions. One request has one prompt: a text or tokens, alone or in a list of one."""
 
     model: ShortText
@@ -41,12 +41,12 @@ class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
     suffix: str | None = None
 
 
-_decoder: Final = msgspec.json.Decoder(Input)
+_decoder: Final = msgspec.json.Decoder(CompletionsBody)
 
 
-def prompt_of(asked: Input, drawn_seed: int) -> Prompt:
+def prompt_of(asked: CompletionsBody, drawn_seed: int) -> Prompt:
     """What a completion asks for. Raises Refusal."""
-    refuse("suffix", asked.suffix or None, "put what is before it into 'prompt', and leave it out")
+    refuse_field("suffix", asked.suffix or None, "put what is before it into 'prompt', and leave it out")
     if asked.stream_options is not None and not asked.stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
     text, ids = _given(asked.prompt)
@@ -63,7 +63,7 @@ def prompt_of(asked: Input, drawn_seed: int) -> Prompt:
         grammar=held.grammar,
         grammar_field=held.field,
         json=held.json,
-        sampling=sampling(
+        sampling=sampling_params(
             asked,
             temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
             top_p=asked.top_p,
@@ -81,7 +81,7 @@ def prompt_of(asked: Input, drawn_seed: int) -> Prompt:
     )
 
 
-def _drawn(asked: Input, n: int) -> int:
+def _drawn(asked: CompletionsBody, n: int) -> int:
     """How many choices are drawn; the best n of them are shown."""
     drawn = asked.best_of or n
     if drawn < n:
@@ -102,11 +102,11 @@ def _given(prompt: str | list[str | int | list[int]]) -> tuple[str | None, list[
     return None, ids
 
 
-class Reply:
+class CompletionsReply:
     """`text_completion`, or chunks of it. `shown` choices, with their log probabilities where `scored`, and behind the
     prompt's own text where that is to be echoed."""
 
-    def __init__(self, prompt: Prompt, chunks: Chunks, *, shown: int, scored: bool, echo: str = "") -> None:
+    def __init__(self, prompt: Prompt, chunks: ChunkWriter, *, shown: int, scored: bool, echo: str = "") -> None:
         self._prompt = prompt
         self._chunks = chunks
         self._shown = shown
@@ -117,7 +117,7 @@ class Reply:
     def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         return b"".join(self.text(choice, self._echo, []) for choice in range(self._shown) if self._echo)
 
-    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+    def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:
         scored = _scored(logprobs, self._offsets[choice]) if logprobs else None
         self._offsets[choice] += len(text)
         return self._event(choice, text, scored, None)
@@ -140,7 +140,7 @@ class Reply:
     def end(self, usage: Usage) -> bytes:
         return self._chunks.end(usage)
 
-    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+    def fail(self, refusal: ApiError, request_id: str) -> bytes:
         return self._chunks.fail(refusal, request_id)
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
@@ -164,7 +164,7 @@ def _likelihood(completion: Completion) -> float:
     return sum(one.logprob for one in scored) / len(scored) if scored else 0.0
 
 
-def _scored(chosen: list[Chosen], offset: int) -> dict[str, Any]:
+def _scored(chosen: list[ScoredToken], offset: int) -> dict[str, Any]:
     """Columns, one entry for each token; `offset` is where the first stands in the text."""
     offsets = []
     for one in chosen:
@@ -184,27 +184,27 @@ def _scored(chosen: list[Chosen], offset: int) -> dict[str, Any]:
 
 def chunks_of(
     prompt: Prompt, model: str, id: str, taken: int, paddings: Iterator[bytes], *, enveloped: bool = False
-) -> Chunks:
+) -> ChunkWriter:
     """What stands around the choices of a completion."""
     kinds = "text_completion", "text_completion"
-    return Chunks(prompt, kinds, f"cmpl-{id}", taken, model, paddings, enveloped=enveloped)
+    return ChunkWriter(prompt, kinds, f"cmpl-{id}", taken, model, paddings, enveloped=enveloped)
 
 
-class Completions:
+class CompletionsDialect:
     """The dialect of `/v1/completions`."""
 
     def __init__(self) -> None:
         self._paddings = sse.paddings()
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is None, "the body names the model"
-        asked = decode(body, _decoder)
+        asked = decode_body(body, _decoder)
         prompt = prompt_of(asked, drawn_seed)
         shown, scored = asked.n or 1, asked.logprobs is not None
         echo = prompt.text or "" if asked.echo else ""
 
-        def reply(model: str, id: str, taken: int) -> Reply:
+        def reply(model: str, id: str, taken: int) -> CompletionsReply:
             chunks = chunks_of(prompt, model, id, taken, self._paddings)
-            return Reply(prompt, chunks, shown=shown, scored=scored, echo=echo)
+            return CompletionsReply(prompt, chunks, shown=shown, scored=scored, echo=echo)
 
-        return Asked(asked.model, prompt, reply)
+        return GenerationRequest(asked.model, prompt, reply)

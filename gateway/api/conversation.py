@@ -9,7 +9,7 @@ from gateway.errors import bad_input
 from gateway.inference.prompt import Call, ToolCall, tool_call
 
 
-class Conversation:
+class ConversationBuilder:
     """Turns in the making. An assistant's thoughts and calls belong to one turn with the text between them."""
 
     def __init__(self) -> None:

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.protocol.types import Sampling
-from gateway.api.conversation import Conversation
-from gateway.api.messages_response import Reply
+from engine.protocol.types import SamplingParams
+from gateway.api.conversation import ConversationBuilder
+from gateway.api.messages_response import MessagesReply
 from gateway.api.sampling_fields import TOP_P_MIN
 from gateway.errors import bad_input, no_threads
 from gateway.http import sse
-from gateway.http.json_body import decode
+from gateway.http.json_body import decode_body
 from gateway.inference.prompt import (
     MESSAGES_MAX,
     STOPS_MAX,
@@ -30,19 +30,19 @@ from gateway.inference.prompt import (
     StopString,
     ToolName,
     TopK,
-    refuse,
+    refuse_field,
     seed_of,
     strict,
     template_options,
-    toolbox,
+    tool_definitions,
 )
 from gateway.inference.prompt import Tool as AnyTool
-from gateway.inference.reply import Asked, Count
-from gateway.inference.response_format import FREE, of_schema
-from gateway.inference.tool_choice import ChosenTool, ToolChoiceField, offered
+from gateway.inference.reply import GenerationRequest, TokenCountRequest
+from gateway.inference.response_format import UNCONSTRAINED, schema_constraint
+from gateway.inference.tool_choice import ChosenTool, ToolChoiceField, select_tools
 
 TEMPERATURE_DEFAULT: Final = 1.0
-WORDS: Final = {
+FIELD_NAMES: Final = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs.enable_thinking": "thinking",
@@ -66,7 +66,7 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text", forbi
     parsed_output: Any = None
 
 
-class Direct(msgspec.Struct, frozen=True, tag_field="type", tag="direct", forbid_unknown_fields=True):
+class DirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct", forbid_unknown_fields=True):
     """The caller of a tool is the model itself."""
 
 
@@ -75,7 +75,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
     name: ToolName
     input: dict[str, Any]
     cache_control: CacheControl | None = None
-    caller: Direct | None = None
+    caller: DirectCaller | None = None
     toolset_name: None = None
 
 
@@ -96,17 +96,17 @@ class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking
     signature: str = ""
 
 
-Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+MessageBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MessageParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn, or a part of one: messages of the same role in a row are one turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Meta(min_length=1)]
+    content: str | Annotated[list[MessageBlock], Meta(min_length=1)]
 
 
-class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MessagesTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tool of the caller's. Its input follows `input_schema` where a call is required or `strict` is set; it streams
     as it is written, with `eager_input_streaming` and without."""
 
@@ -157,13 +157,13 @@ class Labels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user_id: ShortText | None = None
 
 
-class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a model reads: the fields of a count. From `speed` on they are refused where they ask for something."""
 
     model: ShortText
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MESSAGES_MAX)]
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
+    tools: Annotated[list[MessagesTool], Meta(max_length=TOOLS_MAX)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
@@ -172,7 +172,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     thread: Any = None
 
 
-class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every field of Messages. From `service_tier` on they are refused where they ask for something."""
 
     max_tokens: MaxTokens
@@ -188,17 +188,17 @@ class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     diagnostics: Any = None
 
 
-_decoder: Final = msgspec.json.Decoder(Input)
-_asking_decoder: Final = msgspec.json.Decoder(Asking)
+_decoder: Final = msgspec.json.Decoder(MessagesBody)
+_asking_decoder: Final = msgspec.json.Decoder(CountTokensBody)
 
 
-def parse(asked: Input, drawn_seed: int) -> Prompt:
+def parse(asked: MessagesBody, drawn_seed: int) -> Prompt:
     """The body as a Prompt. Raises Refusal."""
     _refuse_unserved(asked)
     if asked.thinking is not None and (asked.thinking.budget_tokens or 0) >= asked.max_tokens:
         raise bad_input(f"'{BUDGET}' is not below 'max_tokens', which bounds thoughts and text together", BUDGET)
-    prompt = reading(asked)
-    sampling = Sampling(
+    prompt = messages_prompt(asked)
+    sampling = SamplingParams(
         temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
         top_k=asked.top_k or 0,
         top_p=1.0 if asked.top_p is None else max(asked.top_p, TOP_P_MIN),
@@ -214,17 +214,21 @@ def parse(asked: Input, drawn_seed: int) -> Prompt:
     )
 
 
-def reading(asked: Asking) -> Prompt:
+def messages_prompt(asked: CountTokensBody) -> Prompt:
     """What the model reads, and what it may answer, with nothing said of how it is sampled. Raises Refusal."""
-    refuse("speed", None if asked.speed == "standard" else asked.speed, "there is one speed; leave it out")
+    refuse_field("speed", None if asked.speed == "standard" else asked.speed, "there is one speed; leave it out")
     if asked.thread is not None:
         raise no_threads()
     output = asked.output_config or OutputConfig()
-    constraint = FREE if output.format is None else of_schema(output.format.schema, "output_config.format.schema")
+    constraint = (
+        UNCONSTRAINED
+        if output.format is None
+        else schema_constraint(output.format.schema, "output_config.format.schema")
+    )
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or ())]
-    told, choice = offered(toolbox(tools), _choice(asked.tool_choice))
+    told, choice = select_tools(tool_definitions(tools), _choice(asked.tool_choice))
     return Prompt(
-        messages=turns(asked),
+        messages=messages_turns(asked),
         tools=told,
         tool_choice=choice,
         parallel_calls=asked.tool_choice is None or not asked.tool_choice.disable_parallel_tool_use,
@@ -233,18 +237,18 @@ def reading(asked: Asking) -> Prompt:
         grammar=constraint.grammar,
         grammar_field=constraint.field,
         json=constraint.json,
-        sampling=Sampling(),
+        sampling=SamplingParams(),
         stop=[],
-        words=WORDS,
+        words=FIELD_NAMES,
     )
 
 
-def turns(asked: Asking) -> list[dict[str, Any]]:
+def messages_turns(asked: CountTokensBody) -> list[dict[str, Any]]:
     """The conversation as a chat template reads it. Raises Refusal."""
     if asked.messages[-1].role == "assistant":
         advice = "an assistant's turn is not continued here; end with a user's"
         raise bad_input(f"'messages' end with the role 'assistant'; {advice}", "messages")
-    conversation = Conversation()
+    conversation = ConversationBuilder()
     if asked.system:
         conversation.say("system", _text(asked.system))
     for role, messages in groupby(enumerate(asked.messages), key=lambda one: one[1].role):
@@ -263,12 +267,12 @@ def turns(asked: Asking) -> list[dict[str, Any]]:
     return conversation.turns
 
 
-def _blocks(message: Message) -> list[Block]:
+def _blocks(message: MessageParam) -> list[MessageBlock]:
     return [TextBlock(message.content)] if isinstance(message.content, str) else message.content
 
 
 def _add(
-    conversation: Conversation, role: str, block: ToolUseBlock | ToolResultBlock | ThinkingBlock, place: str
+    conversation: ConversationBuilder, role: str, block: ToolUseBlock | ToolResultBlock | ThinkingBlock, place: str
 ) -> None:
     whose = "user" if isinstance(block, ToolResultBlock) else "assistant"
     if role != whose:
@@ -287,9 +291,9 @@ def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-def _tool(tool: Tool, place: str) -> AnyTool:
-    refuse(f"{place}.defer_loading", tool.defer_loading or None, "all tools are loaded; leave it out")
-    refuse(f"{place}.input_examples", tool.input_examples or None, "give examples in 'description'")
+def _tool(tool: MessagesTool, place: str) -> AnyTool:
+    refuse_field(f"{place}.defer_loading", tool.defer_loading or None, "all tools are loaded; leave it out")
+    refuse_field(f"{place}.input_examples", tool.input_examples or None, "give examples in 'description'")
     return AnyTool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
@@ -315,33 +319,37 @@ def _thinking(asked: Thinking | None) -> dict[str, Any]:
     return {} if asked.type == "adaptive" else {"enable_thinking": asked.type == "enabled"}
 
 
-def _refuse_unserved(asked: Input) -> None:
+def _refuse_unserved(asked: MessagesBody) -> None:
     tier = None if asked.service_tier in ("auto", "standard_only") else asked.service_tier
-    refuse("service_tier", tier, "send 'auto' or 'standard_only'")
-    refuse("inference_geo", asked.inference_geo, "where it runs is a setting of the account; leave it out")
-    refuse("container", asked.container, "there are no containers; leave it out")
-    refuse("diagnostics", asked.diagnostics, "leave it out")
+    refuse_field("service_tier", tier, "send 'auto' or 'standard_only'")
+    refuse_field("inference_geo", asked.inference_geo, "where it runs is a setting of the account; leave it out")
+    refuse_field("container", asked.container, "there are no containers; leave it out")
+    refuse_field("diagnostics", asked.diagnostics, "leave it out")
 
 
-class Messages:
+class MessagesDialect:
     """The dialect of `/v1/messages`."""
 
     def __init__(self) -> None:
         self._paddings = sse.paddings()
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is None, "the body names the model"
-        asked = decode(body, _decoder)
+        asked = decode_body(body, _decoder)
         prompt = parse(asked, drawn_seed)
         omitted = asked.thinking is not None and asked.thinking.display == "omitted"
-        return Asked(
-            asked.model, prompt, lambda model, id, _: Reply(model, id, self._paddings, shows_thoughts=not omitted)
+        return GenerationRequest(
+            asked.model,
+            prompt,
+            lambda model, id, _: MessagesReply(model, id, self._paddings, shows_thoughts=not omitted),
         )
 
 
-class CountTokens:
+class CountTokensDialect:
     """The dialect of `/v1/messages/count_tokens`."""
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Count:
-        asked = decode(body, _asking_decoder)
-        return Count(asked.model, reading(asked), lambda tokens: msgspec.json.encode({"input_tokens": tokens}))
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
+        asked = decode_body(body, _asking_decoder)
+        return TokenCountRequest(
+            asked.model, messages_prompt(asked), lambda tokens: msgspec.json.encode({"input_tokens": tokens})
+        )

@@ -8,13 +8,13 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from gateway.errors import Refusal, anthropic_envelope
+from gateway.errors import ApiError, anthropic_envelope
 from gateway.http import sse
-from gateway.inference.reply import Chosen, Completion, ToolUse, Usage
+from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 
-Kind = Literal["text", "thinking", "tool_use"]
+BlockKind = Literal["text", "thinking", "tool_use"]
 # What the pieces of a block are called, and the field that they are in.
-DELTAS: Final[dict[Kind, tuple[str, str]]] = {
+DELTAS: Final[dict[BlockKind, tuple[str, str]]] = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
@@ -24,7 +24,7 @@ TIER: Final = {"service_tier": "standard"}
 _encode = msgspec.json.encode
 
 
-class Reply:
+class MessagesReply:
     """A `message`, or its events. Each is padded by a comment, which clients skip: the API has no field for it.
 
     A thought, a text or a call that follows another kind begins a new block. Thoughts are not signed.
@@ -34,7 +34,7 @@ class Reply:
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._paddings = paddings
         self._shows_thoughts = shows_thoughts
-        self._open: Kind | None = None
+        self._open: BlockKind | None = None
         self._blocks = 0  # so many have begun
         self._delta = b""  # how the events of the open block's pieces begin
         self._ending: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class Reply:
         }
         return _event("message_start", message=message)
 
-    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+    def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:
         assert not logprobs
         return self._begin("text", {"type": "text", "text": ""}) + self._piece(text)
 
@@ -76,7 +76,7 @@ class Reply:
         spent = {**_usage(usage), "neurons_left": usage.left}
         return _event("message_delta", delta=self._ending, usage=spent) + _event("message_stop")
 
-    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+    def fail(self, refusal: ApiError, request_id: str) -> bytes:
         return sse.named_event("error", anthropic_envelope(refusal, request_id))
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
@@ -92,7 +92,7 @@ class Reply:
         ending = _ending(completion.finish, completion.stopped_by)
         return _encode({**self._head, "content": content, **ending, "usage": {**_usage(usage), **TIER}})
 
-    def _begin(self, kind: Kind, block: dict[str, Any]) -> bytes:
+    def _begin(self, kind: BlockKind, block: dict[str, Any]) -> bytes:
         """The block that the next piece belongs to: the open one where it is of this kind, else a new one."""
         if self._open == kind:
             return b""

@@ -8,36 +8,42 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from gateway.api.embeddings import Context, Contexts, Text, input_usage, scored
+from gateway.api.embeddings import Context, Contexts, EmbeddingText, input_usage, scores_body
 from gateway.errors import bad_input
-from gateway.http.json_body import decode
-from gateway.inference.embedding_types import Answer, AskedVectors, Item, Kind, Texts
-from gateway.inference.prompt import ShortText, refuse
-from gateway.inference.run_options import Within
+from gateway.http.json_body import decode_body
+from gateway.inference.embedding_types import (
+    EmbeddingInput,
+    EmbeddingInputs,
+    EmbeddingRequest,
+    EmbeddingResult,
+    InputKind,
+)
+from gateway.inference.prompt import ShortText, refuse_field
+from gateway.inference.run_options import RunOptionsBody
 
 DOCUMENTS_MAX: Final = 1000
 _encode = msgspec.json.encode
 _Count = Annotated[int, Meta(ge=1)]
 
 
-class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunRerankBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The native body. `top_k` are how many are answered, the best ones."""
 
-    query: Text
+    query: EmbeddingText
     contexts: Contexts
     top_k: _Count | None = None
     truncate_inputs: bool | None = None
     model: ShortText | None = None
     user: ShortText | None = None
-    options: Within | None = None
+    options: RunOptionsBody | None = None
 
 
-class Documents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RerankBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `/v1/rerank`. Those below `truncate_inputs` are refused where they ask for something."""
 
     model: ShortText
-    query: Text
-    documents: Annotated[list[Text | Context], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
+    query: EmbeddingText
+    documents: Annotated[list[EmbeddingText | Context], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
     top_n: _Count | None = None
     return_documents: bool | None = None
     user: ShortText | None = None
@@ -47,21 +53,21 @@ class Documents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank_fields: Any = None
 
 
-_decoder: Final = msgspec.json.Decoder(Input)
-_documents_decoder: Final = msgspec.json.Decoder(Documents)
+_decoder: Final = msgspec.json.Decoder(RunRerankBody)
+_documents_decoder: Final = msgspec.json.Decoder(RerankBody)
 
 
-class Native:
+class RunRerankDialect:
     """The dialect of `/ai/run` for models that score."""
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> AskedVectors:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
         """Raises Refusal."""
-        asked = decode(body, _decoder)
+        asked = decode_body(body, _decoder)
         assert model is not None, "the path names the model"
         if asked.model is not None and asked.model != model:
             raise bad_input("'model' differs from the model in the path; leave it out", "model")
         documents = [(f"contexts[{i}].text", context.text) for i, context in enumerate(asked.contexts)]
-        texts = Texts(
+        texts = EmbeddingInputs(
             items=_items(asked.query, documents),
             scored=True,
             best=len(documents) if asked.top_k is None else asked.top_k,
@@ -69,20 +75,20 @@ class Native:
             user=asked.user,
             options=asked.options,
         )
-        return AskedVectors(model, texts, scored)
+        return EmbeddingRequest(model, texts, scores_body)
 
 
-class Rerank:
+class RerankDialect:
     """The dialect of `/v1/rerank`. Models that give vectors serve it too: their scores are cosines."""
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> AskedVectors:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
         """Raises Refusal."""
-        asked = decode(body, _documents_decoder)
+        asked = decode_body(body, _documents_decoder)
         for field in ("max_chunks_per_doc", "max_tokens_per_doc"):
-            refuse(field, getattr(asked, field), "set 'truncate_inputs' to have long documents cut")
-        refuse("rank_fields", asked.rank_fields, "send the documents as texts")
+            refuse_field(field, getattr(asked, field), "set 'truncate_inputs' to have long documents cut")
+        refuse_field("rank_fields", asked.rank_fields, "send the documents as texts")
         said = [each if isinstance(each, str) else each.text for each in asked.documents]
-        texts = Texts(
+        texts = EmbeddingInputs(
             items=_items(asked.query, [(f"documents[{i}]", text) for i, text in enumerate(said)]),
             scored=True,
             best=len(said) if asked.top_n is None else asked.top_n,
@@ -90,14 +96,17 @@ class Rerank:
             user=asked.user,
         )
         shown = said if asked.return_documents else None
-        return AskedVectors(asked.model, texts, lambda answer: _results(answer, shown))
+        return EmbeddingRequest(asked.model, texts, lambda answer: _results(answer, shown))
 
 
-def _items(query: str, documents: Sequence[tuple[str, str]]) -> list[Item]:
-    return [Item("query", query, Kind.QUERY), *(Item(place, text, Kind.DOCUMENT) for place, text in documents)]
+def _items(query: str, documents: Sequence[tuple[str, str]]) -> list[EmbeddingInput]:
+    return [
+        EmbeddingInput("query", query, InputKind.QUERY),
+        *(EmbeddingInput(place, text, InputKind.DOCUMENT) for place, text in documents),
+    ]
 
 
-def _results(answer: Answer, documents: Sequence[str] | None) -> bytes:
+def _results(answer: EmbeddingResult, documents: Sequence[str] | None) -> bytes:
     """`results`, best first, with the documents' texts where they are to be shown."""
     results = []
     for score in answer.scores:

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.protocol.types import Sampling
-from gateway.api.conversation import Conversation
-from gateway.api.responses_response import Reply
+from engine.protocol.types import SamplingParams
+from gateway.api.conversation import ConversationBuilder
+from gateway.api.responses_response import ResponsesReply
 from gateway.api.sampling_fields import TOP_P_MIN
 from gateway.errors import bad_input
 from gateway.http import sse
-from gateway.http.json_body import decode
+from gateway.http.json_body import decode_body
 from gateway.inference.prompt import (
     LOGPROBS_MAX,
     MESSAGES_MAX,
@@ -28,19 +28,23 @@ from gateway.inference.prompt import (
     ReasoningEffort,
     ShortText,
     ToolName,
-    refuse,
+    refuse_field,
     seed_of,
     strict,
     template_options,
-    toolbox,
+    tool_definitions,
 )
 from gateway.inference.prompt import Tool as AnyTool
-from gateway.inference.reply import Asked, Count
-from gateway.inference.response_format import FREE, Constraint, of_schema
-from gateway.inference.tool_choice import Allowed, AllowedTool, ChosenTool, ToolChoiceField, offered
+from gateway.inference.reply import GenerationRequest, TokenCountRequest
+from gateway.inference.response_format import UNCONSTRAINED, ResponseConstraint, schema_constraint
+from gateway.inference.tool_choice import Allowed, AllowedTool, ChosenTool, ToolChoiceField, select_tools
 
 TEMPERATURE_DEFAULT: Final = 1.0
-WORDS: Final = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+RESPONSES_FIELD_NAMES: Final = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
 STORED: Final = "nothing is stored here; send the whole conversation in 'input'"
 WHOLE: Final = "reasoning is answered whole; leave it out"
 Id = Annotated[str, Meta(max_length=256)]
@@ -84,10 +88,10 @@ class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasonin
     text: str
 
 
-Part = InputText | OutputText | Refused | ReasoningText
+ContentPart = InputText | OutputText | Refused | ReasoningText
 
 
-class Direct(msgspec.Struct, frozen=True, tag_field="type", tag="direct", forbid_unknown_fields=True):
+class ResponsesDirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct", forbid_unknown_fields=True):
     """The caller of a tool is the model itself."""
 
 
@@ -99,7 +103,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: ToolName | None = None
     arguments: str | None = None
     call_id: Id | None = None
@@ -109,7 +113,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     id: Id | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
-    caller: Direct | None = None
+    caller: ResponsesDirectCaller | None = None
     namespace: None = None
     parsed_arguments: Any = None
 
@@ -124,7 +128,7 @@ FIELDS: Final = {
 }
 
 
-class Tool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class ResponsesTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A function. Its arguments follow `parameters` where a call is required or `strict` is set."""
 
     type: Literal["function"]
@@ -149,7 +153,7 @@ class AllowedTools(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_t
     tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=TOOLS_MAX)]
 
 
-Choice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools
+ResponsesToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools
 
 
 class PlainText(msgspec.Struct, frozen=True, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -186,7 +190,7 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: str | None = None
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """include_obfuscation false leaves the padding out."""
 
     include_obfuscation: bool | None = None
@@ -195,14 +199,14 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResponsesFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a model reads: the fields of a count. Those below `reasoning` are refused where they ask for something."""
 
     model: ShortText
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MESSAGES_MAX)]
     instructions: str | None = None
-    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
-    tool_choice: Choice | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=TOOLS_MAX)] | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -211,13 +215,13 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     conversation: Any = None
 
 
-class CountInput(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InputTokensBody(ResponsesFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of a count. `personality` is refused."""
 
     personality: Any = None
 
 
-class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(ResponsesFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every field of Responses. From `store` on they are refused where they ask for something.
 
     `metadata`, `safety_identifier` and `prompt_cache_key` are labels: they are in the answer, change nothing and are
@@ -231,7 +235,7 @@ class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     include: list[Include] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     metadata: Metadata | None = None
     user: ShortText | None = None
     safety_identifier: ShortText | None = None
@@ -250,11 +254,11 @@ class Input(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     image: Any = None
 
 
-_decoder: Final = msgspec.json.Decoder(Input)
-_count_decoder: Final = msgspec.json.Decoder(CountInput)
+_decoder: Final = msgspec.json.Decoder(ResponsesBody)
+_count_decoder: Final = msgspec.json.Decoder(InputTokensBody)
 
 
-def parse(asked: Input, drawn_seed: int) -> Prompt:
+def parse(asked: ResponsesBody, drawn_seed: int) -> Prompt:
     """The body as a Prompt. Raises Refusal."""
     _refuse_unserved(asked)
     scored = "message.output_text.logprobs" in (asked.include or ())
@@ -262,14 +266,14 @@ def parse(asked: Input, drawn_seed: int) -> Prompt:
         raise bad_input("'top_logprobs' goes with 'include': ['message.output_text.logprobs']", "top_logprobs")
     if asked.stream_options is not None and not asked.stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
         top_p=1.0 if asked.top_p is None else max(asked.top_p, TOP_P_MIN),
         seed=seed_of(None, drawn_seed),
         logprobs=(asked.top_logprobs or 0) if scored else None,
     )
     return replace(
-        reading(asked),
+        responses_prompt(asked),
         sampling=sampling,
         max_tokens=asked.max_output_tokens,
         stream=bool(asked.stream),
@@ -278,7 +282,7 @@ def parse(asked: Input, drawn_seed: int) -> Prompt:
     )
 
 
-def reading(asked: Asking) -> Prompt:
+def responses_prompt(asked: ResponsesFields) -> Prompt:
     """What the model reads, and what it may answer, with nothing said of how it is sampled. Raises Refusal."""
     _unless("truncation", asked.truncation, (None, "disabled"), "shorten 'input' yourself")
     _unless("previous_response_id", asked.previous_response_id, (None,), STORED)
@@ -290,10 +294,10 @@ def reading(asked: Asking) -> Prompt:
     _unless("reasoning.context", reasoning.context, (None, "auto"), "the chat template decides; leave it out")
     _unless("reasoning.mode", reasoning.mode, (None, "standard"), "leave it out")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or ())]
-    told, choice = offered(toolbox(tools), _choice(asked.tool_choice))
+    told, choice = select_tools(tool_definitions(tools), _choice(asked.tool_choice))
     constraint = _constraint(text.format)
     return Prompt(
-        messages=turns(asked),
+        messages=responses_turns(asked),
         tools=told,
         tool_choice=choice,
         parallel_calls=asked.parallel_tool_calls is not False,
@@ -302,13 +306,13 @@ def reading(asked: Asking) -> Prompt:
         grammar=constraint.grammar,
         grammar_field=constraint.field,
         json=constraint.json,
-        sampling=Sampling(),
+        sampling=SamplingParams(),
         stop=[],
-        words=WORDS,
+        words=RESPONSES_FIELD_NAMES,
     )
 
 
-def _refuse_unserved(asked: Input) -> None:
+def _refuse_unserved(asked: ResponsesBody) -> None:
     _unless("store", asked.store, (None, False), "nothing is stored; send false, or leave it out")
     _unless("service_tier", asked.service_tier, (None, "auto", "default"), "leave it out")
     _unless("prompt_cache_retention", asked.prompt_cache_retention, (None, "in_memory"), "leave it out")
@@ -324,12 +328,12 @@ def _refuse_unserved(asked: Input) -> None:
 
 def _unless(field: str, value: object, served: tuple[object, ...], advice: str) -> None:
     """Refuses a value that is none of those that are served."""
-    refuse(field, None if value in served else True, advice)
+    refuse_field(field, None if value in served else True, advice)
 
 
-def turns(asked: Asking) -> list[dict[str, Any]]:
+def responses_turns(asked: ResponsesFields) -> list[dict[str, Any]]:
     """The conversation as a chat template reads it. Raises Refusal."""
-    conversation = Conversation()
+    conversation = ConversationBuilder()
     if asked.instructions:
         conversation.say("system", asked.instructions)
     if isinstance(asked.input, str):
@@ -342,7 +346,7 @@ def turns(asked: Asking) -> list[dict[str, Any]]:
     return conversation.turns
 
 
-def _add(conversation: Conversation, item: Item, place: str) -> None:
+def _add(conversation: ConversationBuilder, item: Item, place: str) -> None:
     _check(item, place)
     match item.type:
         case "message":
@@ -366,20 +370,20 @@ def _check(item: Item, place: str) -> None:
             raise bad_input(f"'{place}.{field}' is not a field of a {item.type}; leave it out", f"{place}.{field}")
 
 
-def _text(content: str | list[Part] | list[InputText] | list[SummaryText] | None) -> str:
+def _text(content: str | list[ContentPart] | list[InputText] | list[SummaryText] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
 
 
-def _tool(tool: Tool, place: str) -> AnyTool:
-    refuse(f"{place}.defer_loading", tool.defer_loading or None, "all tools are loaded; leave it out")
-    refuse(f"{place}.output_schema", tool.output_schema, "say in 'description' what the function gives")
-    refuse(f"{place}.async", tool.async_ or None, "leave it out")
+def _tool(tool: ResponsesTool, place: str) -> AnyTool:
+    refuse_field(f"{place}.defer_loading", tool.defer_loading or None, "all tools are loaded; leave it out")
+    refuse_field(f"{place}.output_schema", tool.output_schema, "say in 'description' what the function gives")
+    refuse_field(f"{place}.async", tool.async_ or None, "leave it out")
     return AnyTool("function", Function(tool.name, tool.description, tool.parameters, tool.strict))
 
 
-def _choice(asked: Choice | None) -> ToolChoiceField | None:
+def _choice(asked: ResponsesToolChoice | None) -> ToolChoiceField | None:
     match asked:
         case NamedFunction(name):
             return ChosenTool(name=name)
@@ -390,44 +394,46 @@ def _choice(asked: Choice | None) -> ToolChoiceField | None:
             return asked
 
 
-def _constraint(format: PlainText | JsonObject | JsonSchema | None) -> Constraint:
+def _constraint(format: PlainText | JsonObject | JsonSchema | None) -> ResponseConstraint:
     match format:
         case JsonObject():
-            return of_schema({"type": "object"}, "text.format")
+            return schema_constraint({"type": "object"}, "text.format")
         case JsonSchema():
-            return of_schema(format.schema, "text.format.schema")
+            return schema_constraint(format.schema, "text.format.schema")
         case _:
-            return FREE
+            return UNCONSTRAINED
 
 
-class Responses:
+class ResponsesDialect:
     """The dialect of `/v1/responses`."""
 
     def __init__(self) -> None:
         self._paddings = sse.paddings()
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is None, "the body names the model"
-        asked = decode(body, _decoder)
+        asked = decode_body(body, _decoder)
         prompt = parse(asked, drawn_seed)
-        said = echoed(asked)
-        return Asked(asked.model, prompt, lambda *known: Reply(said, prompt, self._paddings, *known))
+        said = echo_fields(asked)
+        return GenerationRequest(
+            asked.model, prompt, lambda *known: ResponsesReply(said, prompt, self._paddings, *known)
+        )
 
 
-class InputTokens:
+class InputTokensDialect:
     """The dialect of `/v1/responses/input_tokens`."""
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Count:
-        asked = decode(body, _count_decoder)
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
+        asked = decode_body(body, _count_decoder)
         _unless("personality", asked.personality, (None,), "say it in 'instructions'")
-        return Count(asked.model, reading(asked), _counted)
+        return TokenCountRequest(asked.model, responses_prompt(asked), _counted)
 
 
 def _counted(tokens: int) -> bytes:
     return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-def echoed(asked: Input) -> dict[str, Any]:
+def echo_fields(asked: ResponsesBody) -> dict[str, Any]:
     """What the answer says again of the request, and the defaults of what it left out."""
     text, reasoning = asked.text or TextConfig(), asked.reasoning or Reasoning()
     return {

@@ -9,27 +9,27 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from gateway.errors import Refusal, named
+from gateway.errors import ApiError, message_with_id
 from gateway.http import sse
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Chosen, Completion, ToolUse, Usage
+from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 
-Kind = Literal["reasoning", "message", "function_call"]
-PREFIXES: Final[dict[Kind, str]] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-PIECES: Final[dict[Kind, str]] = {
+ItemKind = Literal["reasoning", "message", "function_call"]
+PREFIXES: Final[dict[ItemKind, str]] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+PIECES: Final[dict[ItemKind, str]] = {
     "reasoning": "response.reasoning_text",
     "message": "response.output_text",
     "function_call": "response.function_call_arguments",
 }
-CUT: Final = {"length": "max_output_tokens", "quota": "quota"}
+INCOMPLETE_REASONS: Final = {"length": "max_output_tokens", "quota": "quota"}
 _encode = msgspec.json.encode
 
 
 @dataclass(slots=True)
-class Item:
+class OutputItem:
     """One output item in the making; `call` is what a function call began with."""
 
-    kind: Kind
+    kind: ItemKind
     id: str
     index: int
     call: ToolUse | None = None
@@ -63,7 +63,7 @@ class Item:
         return {**head, "role": "assistant", "content": content}
 
 
-class Reply:
+class ResponsesReply:
     """A `response` with its items, or its events, which are numbered. `echoed` is what it says again of the request.
 
     A thought, a text or a call that follows another kind begins a new item. Log probabilities are of what is not a text
@@ -84,7 +84,7 @@ class Reply:
         self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model, **echoed}
         self._sequence = 0
         self._done: list[dict[str, Any]] = []
-        self._item: Item | None = None
+        self._item: OutputItem | None = None
         self._delta = b""  # how the item's events of pieces begin
         self._waiting: list[dict[str, Any]] = []  # log probabilities that no text has come for
         self._reason = "stop"
@@ -94,7 +94,7 @@ class Reply:
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+    def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:
         if self._item is not None and self._item.kind == "message" and not logprobs:
             return self._piece(text, b',"logprobs":[]')  # most events of most streams
         self._waiting += [_chosen(one) for one in logprobs]
@@ -120,16 +120,16 @@ class Reply:
 
     def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
         self._reason = reason
-        return self._end("incomplete" if reason in CUT else "completed")
+        return self._end("incomplete" if reason in INCOMPLETE_REASONS else "completed")
 
     def end(self, usage: Usage) -> bytes:
         status = _status(self._reason)
         spent = {**_usage(usage), "neurons_left": usage.left}
         return self._event(f"response.{status}", response=self._response(status, self._done, spent))
 
-    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+    def fail(self, refusal: ApiError, request_id: str) -> bytes:
         begun = b"" if self._sequence else self.begin(0, 0)
-        message = named(refusal, request_id)
+        message = message_with_id(refusal, request_id)
         error = self._event("error", code=refusal.kind, message=message, param=refusal.param)
         response = self._response("failed", self._done, None)
         response["error"] = {"code": _code(refusal), "message": message}
@@ -149,13 +149,13 @@ class Reply:
         self.finish(0, completion.finish, completion.stopped_by)
         return _encode(self._response(_status(completion.finish), self._done, _usage(usage)))
 
-    def _begin(self, kind: Kind, call: ToolUse | None = None) -> bytes:
+    def _begin(self, kind: ItemKind, call: ToolUse | None = None) -> bytes:
         """The item that the next piece belongs to: the open one where it is of this kind, else a new one."""
         if call is None and self._item is not None and self._item.kind == kind:
             return b""
         ended = self._end("completed")
         index = len(self._done)
-        item = self._item = Item(kind, f"{PREFIXES[kind]}_{self._request_id}_{index}", index, call)
+        item = self._item = OutputItem(kind, f"{PREFIXES[kind]}_{self._request_id}_{index}", index, call)
         delta = f"{PIECES[kind]}.delta"
         place = _encode({"type": delta, **item.place})[:-1]
         self._delta = b"event: " + delta.encode() + b"\ndata: " + place + b',"delta":'
@@ -194,13 +194,13 @@ class Reply:
         return sse.named_event(type_, body)
 
     def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
-        details = {"reason": CUT[self._reason]} if status == "incomplete" else None
+        details = {"reason": INCOMPLETE_REASONS[self._reason]} if status == "incomplete" else None
         state = {"status": status, "error": None, "incomplete_details": details}
         return {**self._head, **state, "output": output, "usage": usage}
 
 
 def _status(reason: str) -> str:
-    return "incomplete" if reason in CUT else "completed"
+    return "incomplete" if reason in INCOMPLETE_REASONS else "completed"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -215,16 +215,16 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _code(refusal: Refusal) -> str:
+def _code(refusal: ApiError) -> str:
     """One of the words that the API has for why a response failed."""
     if refusal.status == 429:
         return "rate_limit_exceeded"
     return "server_error" if refusal.status >= 500 else "invalid_prompt"
 
 
-def _chosen(one: Chosen) -> dict[str, Any]:
+def _chosen(one: ScoredToken) -> dict[str, Any]:
     return {**_scored(one), "top_logprobs": [_scored(other) for other in one.top]}
 
 
-def _scored(one: Chosen) -> dict[str, Any]:
+def _scored(one: ScoredToken) -> dict[str, Any]:
     return {"token": one.token, "logprob": one.logprob, "bytes": list(one.raw)}

@@ -6,43 +6,43 @@ It serves nothing, and does not know how accounts stand in paths.
 from dataclasses import dataclass
 
 from gateway.api import embeddings, rerank
-from gateway.api.chat import Chat
-from gateway.api.completions import Completions
-from gateway.api.messages_request import CountTokens, Messages
-from gateway.api.responses_request import InputTokens, Responses
-from gateway.api.run import Run
-from gateway.api.run_chat import ChatRun
-from gateway.api.run_native import Native
+from gateway.api.chat import ChatDialect
+from gateway.api.completions import CompletionsDialect
+from gateway.api.messages_request import CountTokensDialect, MessagesDialect
+from gateway.api.responses_request import InputTokensDialect, ResponsesDialect
+from gateway.api.run import RunDialect
+from gateway.api.run_chat import RunChatDialect
+from gateway.api.run_native import RunNativeDialect
 from gateway.catalogue.catalogue import Catalogue
-from gateway.errors import Shape
+from gateway.errors import ErrorFormat
 from gateway.inference.reply import Dialect
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class DialectRoute:
     """`name` is the route's in the metrics, `shape` that of its errors."""
 
     name: str
     dialect: Dialect
-    shape: Shape = Shape.OPENAI
+    shape: ErrorFormat = ErrorFormat.OPENAI
 
 
-def routes(catalogue: Catalogue) -> dict[str, Route]:
+def dialect_routes(catalogue: Catalogue) -> dict[str, DialectRoute]:
     """By the path behind the account. `/run` is also that of `/run/{model}`."""
     families: dict[str, Dialect] = {
-        "native": Native(),
-        "chat": ChatRun(),
-        "embeddings": embeddings.Native(),
-        "rerank": rerank.Native(),
+        "native": RunNativeDialect(),
+        "chat": RunChatDialect(),
+        "embeddings": embeddings.RunEmbeddingsDialect(),
+        "rerank": rerank.RunRerankDialect(),
     }
     return {
-        "/run": Route("run", Run(catalogue, families), Shape.ENVELOPE),
-        "/v1/chat/completions": Route("chat", Chat()),
-        "/v1/completions": Route("completions", Completions()),
-        "/v1/embeddings": Route("embeddings", embeddings.OpenAI()),
-        "/v1/rerank": Route("rerank", rerank.Rerank()),
-        "/v1/responses": Route("responses", Responses()),
-        "/v1/responses/input_tokens": Route("response_tokens", InputTokens()),
-        "/v1/messages": Route("messages", Messages(), Shape.ANTHROPIC),
-        "/v1/messages/count_tokens": Route("message_tokens", CountTokens(), Shape.ANTHROPIC),
+        "/run": DialectRoute("run", RunDialect(catalogue, families), ErrorFormat.ENVELOPE),
+        "/v1/chat/completions": DialectRoute("chat", ChatDialect()),
+        "/v1/completions": DialectRoute("completions", CompletionsDialect()),
+        "/v1/embeddings": DialectRoute("embeddings", embeddings.EmbeddingsDialect()),
+        "/v1/rerank": DialectRoute("rerank", rerank.RerankDialect()),
+        "/v1/responses": DialectRoute("responses", ResponsesDialect()),
+        "/v1/responses/input_tokens": DialectRoute("response_tokens", InputTokensDialect()),
+        "/v1/messages": DialectRoute("messages", MessagesDialect(), ErrorFormat.ANTHROPIC),
+        "/v1/messages/count_tokens": DialectRoute("message_tokens", CountTokensDialect(), ErrorFormat.ANTHROPIC),
     }

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from gateway.errors import Refusal, bad_input
-from gateway.http.json_body import decode, options
-from gateway.inference.embedding_types import AskedVectors
+from gateway.errors import ApiError, bad_input
+from gateway.http.json_body import decode_body, query_options
+from gateway.inference.embedding_types import EmbeddingRequest
 from tenants.records.batches import BATCH_BYTES_MAX, BATCH_ITEMS_MAX
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ResultsInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class AskedBatch:
+class BatchRequest:
     """`dialect` reads each of the requests."""
 
     model: str
@@ -51,7 +51,7 @@ class AskedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedResults:
+class BatchResultsRequest:
     model: str
     request_id: str
 
@@ -62,18 +62,18 @@ _requests: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _references: Final = msgspec.json.Decoder(Annotated[str, Meta(max_length=REFERENCE_MAX)] | None)
 
 
-def read(body: bytes, query: bytes, model: str, dialect: "Dialect") -> AskedBatch | AskedResults | None:
+def read_batch(body: bytes, query: bytes, model: str, dialect: "Dialect") -> BatchRequest | BatchResultsRequest | None:
     """None where the body is no batch's. Raises Refusal."""
     if len(body) <= _POLL_BYTES_MAX and _ASKS_RESULTS.match(body):
-        return AskedResults(model, decode(body, _results).request_id)
-    said = options(query).get("queueRequest", "") if query else ""
+        return BatchResultsRequest(model, decode_body(body, _results).request_id)
+    said = query_options(query).get("queueRequest", "") if query else ""
     if said in ("", "false", "0"):
         return None
     if said not in ("true", "1"):
         raise bad_input("the option 'queueRequest' is true or false", "queueRequest")
     if len(body) > BATCH_BYTES_MAX:
         raise bad_input(f"a batch has at most {BATCH_BYTES_MAX} bytes; send it in parts", "requests")
-    return AskedBatch(model, _split(body), dialect)
+    return BatchRequest(model, _split(body), dialect)
 
 
 def _split(body: bytes) -> list[msgspec.Raw]:
@@ -87,14 +87,14 @@ def _split(body: bytes) -> list[msgspec.Raw]:
         raise bad_input("the body is not valid JSON (UTF-8, no NaN, no comments); send one JSON object") from None
 
 
-def check(asked: AskedBatch, place: int) -> tuple[bytes, str | None]:
+def check_item(asked: BatchRequest, place: int) -> tuple[bytes, str | None]:
     """The body of the request at this place without its reference, and that. Raises Refusal, which names the place."""
     try:
-        fields = decode(bytes(asked.requests[place]), _requests)
+        fields = decode_body(bytes(asked.requests[place]), _requests)
         reference = _reference(fields.pop("external_reference", None))
         body = msgspec.json.encode(fields)
         _refuse_unqueued(asked.dialect.read(body, b"", asked.model, 0))
-    except Refusal as refusal:
+    except ApiError as refusal:
         raise _placed(refusal, f"requests[{place}]") from None
     return body, reference
 
@@ -112,7 +112,7 @@ def _reference(said: msgspec.Raw | None) -> str | None:
 
 def _refuse_unqueued(asked: Any) -> None:
     """What only has a sense where somebody waits for the answer."""
-    vectors = isinstance(asked, AskedVectors)
+    vectors = isinstance(asked, EmbeddingRequest)
     if not vectors and asked.prompt.stream:
         raise bad_input("'stream' needs somebody who listens; leave it out of a queued request", "stream")
     within = asked.texts.options if vectors else asked.prompt.options
@@ -120,7 +120,7 @@ def _refuse_unqueued(asked: Any) -> None:
         raise bad_input("'options': a queued request waits for its turn; leave its time limits out", "options")
 
 
-def _placed(refusal: Refusal, place: str) -> Refusal:
+def _placed(refusal: ApiError, place: str) -> ApiError:
     """The same, of the request at this place: `'messages'` becomes `'requests[3].messages'`."""
     param, message = refusal.param, refusal.message
     if param is not None and f"'{param}" in message:
@@ -128,7 +128,7 @@ def _placed(refusal: Refusal, place: str) -> Refusal:
     else:
         head, separator, rest = message.partition("Error: ")
         message = f"{head}{separator}'{place}': {rest}" if separator else f"'{place}': {message}"
-    return Refusal(
+    return ApiError(
         refusal.status,
         refusal.code,
         message,

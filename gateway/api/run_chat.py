@@ -9,47 +9,47 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api import chat, completions
-from gateway.api.run_fields import given
+from gateway.api.run_fields import run_prompt
 from gateway.errors import bad_input
 from gateway.http import sse
-from gateway.http.json_body import decode
+from gateway.http.json_body import decode_body
 from gateway.inference import reply
-from gateway.inference.prompt import Messages, ShortText, same_model
-from gateway.inference.run_options import Within
+from gateway.inference.prompt import Messages, ShortText, check_same_model
+from gateway.inference.run_options import RunOptionsBody
 
 
-class Input(chat.Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunChatBody(chat.ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A chat completion, where a prompt may stand in place of the messages; then the answer is a `text_completion`."""
 
     messages: Messages | None = None
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     raw: bool | None = None
-    options: Within | None = None
+    options: RunOptionsBody | None = None
     model: ShortText | None = None
 
 
-_decoder: Final = msgspec.json.Decoder(Input)
+_decoder: Final = msgspec.json.Decoder(RunChatBody)
 
 
-class ChatRun:
+class RunChatDialect:
     """The dialect."""
 
     def __init__(self) -> None:
         self._paddings = sse.paddings()
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> reply.Asked:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> reply.GenerationRequest:
         assert model is not None, "the path names the model"
-        asked = decode(body, _decoder)
-        same_model(asked.model, model)
-        found = given(asked.prompt, asked.messages, asked.raw)
+        asked = decode_body(body, _decoder)
+        check_same_model(asked.model, model)
+        found = run_prompt(asked.prompt, asked.messages, asked.raw)
         if asked.tools and asked.prompt is not None:
             raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
         prompt = chat.prompt_of(asked, found, drawn_seed, asked.options)
 
         def answer(model: str, id: str, taken: int) -> reply.Reply:
             if prompt.messages is not None:
-                return chat.Reply(prompt, chat.chunks_of(prompt, model, id, taken, self._paddings, enveloped=True))
+                return chat.ChatReply(prompt, chat.chunks_of(prompt, model, id, taken, self._paddings, enveloped=True))
             chunks = completions.chunks_of(prompt, model, id, taken, self._paddings, enveloped=True)
-            return completions.Reply(prompt, chunks, shown=prompt.n, scored=bool(asked.logprobs))
+            return completions.CompletionsReply(prompt, chunks, shown=prompt.n, scored=bool(asked.logprobs))
 
-        return reply.Asked(model, prompt, answer)
+        return reply.GenerationRequest(model, prompt, answer)

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from gateway.api.run_fields import given, refuse_lora
-from gateway.api.sampling_fields import Sampled, constraint_of, sampling
-from gateway.errors import Refusal, bad_input, envelope
+from gateway.api.run_fields import refuse_lora, run_prompt
+from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
+from gateway.errors import ApiError, bad_input, envelope
 from gateway.http import sse
-from gateway.http.json_body import decode
+from gateway.http.json_body import decode_body
 from gateway.inference.prompt import (
     MaxTokens,
     Messages,
@@ -23,25 +23,25 @@ from gateway.inference.prompt import (
     ShortText,
     TemplateOptions,
     Tools,
+    check_same_model,
     max_tokens_of,
     only,
-    refuse,
-    same_model,
+    refuse_field,
     stops,
     strict,
     template_options,
-    toolbox,
+    tool_definitions,
 )
-from gateway.inference.reply import Asked, Chosen, Completion, ToolUse, Usage, enveloped
-from gateway.inference.run_options import Within
-from gateway.inference.tool_choice import ToolChoiceField, offered
+from gateway.inference.reply import Completion, GenerationRequest, ScoredToken, ToolUse, Usage, enveloped
+from gateway.inference.run_options import RunOptionsBody
+from gateway.inference.tool_choice import ToolChoiceField, select_tools
 
 TEMPERATURE_DEFAULT: Final = 0.6
 MAX_TOKENS_DEFAULT: Final = 256
 _encode = msgspec.json.encode
 
 
-class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunNativeBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every field of the native schema. Those below `options` are refused by name where they ask for something."""
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
@@ -57,7 +57,7 @@ class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    options: Within | None = None
+    options: RunOptionsBody | None = None
     n: Annotated[int, only(1)] | None = None
     functions: Any = None
     lora: Any = None
@@ -68,16 +68,16 @@ class Input(Sampled, frozen=True, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Any = None
 
 
-_decoder: Final = msgspec.json.Decoder(Input)
+_decoder: Final = msgspec.json.Decoder(RunNativeBody)
 
 
-def prompt_of(asked: Input, drawn_seed: int) -> Prompt:
+def prompt_of(asked: RunNativeBody, drawn_seed: int) -> Prompt:
     """What a body of `/ai/run` asks for. Raises Refusal."""
     _refuse_unserved(asked)
-    found = given(asked.prompt, asked.messages, asked.raw)
+    found = run_prompt(asked.prompt, asked.messages, asked.raw)
     if asked.tools and asked.messages is None:
         raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
-    tools, choice = offered(toolbox(asked.tools), asked.tool_choice)
+    tools, choice = select_tools(tool_definitions(asked.tools), asked.tool_choice)
     held = constraint_of(asked)
     return Prompt(
         text=found.text,
@@ -91,7 +91,7 @@ def prompt_of(asked: Input, drawn_seed: int) -> Prompt:
         grammar=held.grammar,
         grammar_field=held.field,
         json=held.json,
-        sampling=sampling(
+        sampling=sampling_params(
             asked,
             temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
             top_p=asked.top_p,
@@ -107,17 +107,19 @@ def prompt_of(asked: Input, drawn_seed: int) -> Prompt:
     )
 
 
-def _refuse_unserved(asked: Input) -> None:
+def _refuse_unserved(asked: RunNativeBody) -> None:
     choices = "use /ai/v1/chat/completions"
-    refuse("n", None if asked.n in (None, 1) else asked.n, f"the native answer has one choice; send 1, or {choices}")
-    refuse("logprobs", asked.logprobs or None, f"the native answer has no place for them; {choices}")
-    refuse("top_logprobs", asked.top_logprobs or None, f"the native answer has no place for them; {choices}")
-    refuse("functions", asked.functions, "no code is run here; describe the functions in 'tools'")
-    refuse("requests", asked.requests, "send one request a call, or many with the option queueRequest=true")
+    refuse_field(
+        "n", None if asked.n in (None, 1) else asked.n, f"the native answer has one choice; send 1, or {choices}"
+    )
+    refuse_field("logprobs", asked.logprobs or None, f"the native answer has no place for them; {choices}")
+    refuse_field("top_logprobs", asked.top_logprobs or None, f"the native answer has no place for them; {choices}")
+    refuse_field("functions", asked.functions, "no code is run here; describe the functions in 'tools'")
+    refuse_field("requests", asked.requests, "send one request a call, or many with the option queueRequest=true")
     refuse_lora(asked.lora)
 
 
-class Reply:
+class NativeReply:
     """The native answer: a `response` with `usage` in the envelope, or events of `response` and padding.
 
     A `document` that is not streamed is an object, not its text.
@@ -130,7 +132,7 @@ class Reply:
     def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         return b""
 
-    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes:
+    def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:
         assert choice == 0
         assert not logprobs
         return b'data: {"response":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
@@ -156,7 +158,7 @@ class Reply:
     def end(self, usage: Usage) -> bytes:
         return sse.event(_encode({"response": "", "usage": usage.last_fields(), **_cut(usage)})) + sse.DONE
 
-    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+    def fail(self, refusal: ApiError, request_id: str) -> bytes:
         return sse.event(envelope(refusal, request_id)) + sse.DONE
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
@@ -190,15 +192,15 @@ def _calls(uses: list[ToolUse]) -> list[dict[str, Any]]:
     return calls
 
 
-class Native:
+class RunNativeDialect:
     """The dialect of `/ai/run`."""
 
     def __init__(self) -> None:
         self._paddings = sse.paddings()
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> Asked:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is not None, "the path names the model"
-        asked = decode(body, _decoder)
-        same_model(asked.model, model)
+        asked = decode_body(body, _decoder)
+        check_same_model(asked.model, model)
         prompt = prompt_of(asked, drawn_seed)
-        return Asked(model, prompt, lambda *_: Reply(self._paddings, document=prompt.json))
+        return GenerationRequest(model, prompt, lambda *_: NativeReply(self._paddings, document=prompt.json))

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from engine.protocol.types import Sampling
+from engine.protocol.types import SamplingParams
 from gateway.inference.prompt import (
     LogitBias,
     MaxTokens,
@@ -21,19 +21,19 @@ from gateway.inference.prompt import (
     seed_of,
 )
 from gateway.inference.response_format import (
-    Constraint,
     GuidedChoice,
     GuidedGrammar,
     GuidedJson,
     GuidedRegex,
+    ResponseConstraint,
     ResponseFormat,
-    constraint,
+    response_constraint,
 )
 
 TOP_P_MIN: Final = 0.001  # top_p 0 asks for the one most probable token, which any tiny mass is
 
 
-class Sampled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`metadata` is a label: it changes nothing and is not kept."""
 
     stream: bool | None = None
@@ -54,17 +54,17 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     user: ShortText | None = None
 
 
-def sampling(
-    asked: Sampled,
+def sampling_params(
+    asked: SamplingFields,
     *,
     temperature: float,
     top_p: float | None,
     seed: int | None,
     drawn_seed: int,
     logprobs: int | None = None,
-) -> Sampling:
+) -> SamplingParams:
     """The fields whose ranges differ are given beside the others."""
-    return Sampling(
+    return SamplingParams(
         temperature=temperature,
         top_k=asked.top_k or 0,
         top_p=1.0 if top_p is None else max(top_p, TOP_P_MIN),
@@ -78,8 +78,8 @@ def sampling(
     )
 
 
-def constraint_of(asked: Sampled) -> Constraint:
+def constraint_of(asked: SamplingFields) -> ResponseConstraint:
     """What the answer's text is held to. Raises Refusal."""
-    return constraint(
+    return response_constraint(
         asked.response_format, asked.guided_json, asked.guided_regex, asked.guided_choice, asked.guided_grammar
     )

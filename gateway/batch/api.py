@@ -13,16 +13,16 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway import errors
-from gateway.api.run_batch import AskedBatch, AskedResults, check
-from gateway.batch.encryption import Kept, Vault, responses
+from gateway.api.run_batch import BatchRequest, BatchResultsRequest, check_item
+from gateway.batch.encryption import BatchEncryption, StoredRequest, join_responses
 from gateway.catalogue.catalogue import Model
 from gateway.errors import bad_input
-from gateway.http.exchange import JSON, Exchange
-from gateway.http.json_body import asked_in
+from gateway.http.exchange import JSON_CONTENT, Exchange
+from gateway.http.json_body import decode_query
 from gateway.inference.reply import enveloped
 from gateway.inference.run_options import run_options
 from tenants.auth.accounts import Caller
-from tenants.records.batches import ARRIVING_S, Batch, Batches, BatchStatus
+from tenants.records.batches import ARRIVING_S, BatchJob, BatchStatus, BatchStore
 from tenants.store.protocol import StoreUnavailable
 
 _SLICE: Final = 64  # requests that are read, or results that are opened, before others have their turn
@@ -63,10 +63,12 @@ class BatchesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status | None = None
 
 
-class Desk:
+class BatchApi:
     """One store's. `came` is set when a batch came."""
 
-    def __init__(self, batches: Batches, vault: Vault, keep_s: float, calendar: Callable[[], float]) -> None:
+    def __init__(
+        self, batches: BatchStore, vault: BatchEncryption, keep_s: float, calendar: Callable[[], float]
+    ) -> None:
         self._batches = batches
         self._vault = vault
         self._keep_s = int(keep_s)
@@ -74,25 +76,25 @@ class Desk:
         self.came = asyncio.Event()
 
     async def answer(
-        self, exchange: Exchange, caller: Caller, model: Model, asked: AskedBatch | AskedResults, zero: bool
+        self, exchange: Exchange, caller: Caller, model: Model, asked: BatchRequest | BatchResultsRequest, zero: bool
     ) -> None:
         """One call of `/ai/run` about a batch. Raises Refusal and ClientGone."""
         try:
-            if isinstance(asked, AskedBatch):
+            if isinstance(asked, BatchRequest):
                 await self._submit(exchange, caller, model, asked, zero)
             else:
                 await self._results(exchange, await self._find(caller, asked.request_id, model.name))
         except StoreUnavailable:
             raise errors.store_unavailable() from None
 
-    async def _submit(self, exchange: Exchange, caller: Caller, model: Model, asked: AskedBatch, zero: bool) -> None:
+    async def _submit(self, exchange: Exchange, caller: Caller, model: Model, asked: BatchRequest, zero: bool) -> None:
         if zero:
             raise errors.not_kept()
         options = run_options(exchange.headers, exchange.query)
         if options.reject_if_busy or options.timeout_ms is not None:
             raise bad_input("a queued request waits for its turn; leave 'rejectIfBusy' and time limits out")
         now = int(self._calendar())
-        batch = Batch(
+        batch = BatchJob(
             id=str(uuid.uuid4()),
             account_id=caller.account.id,
             token_id=caller.token_id,
@@ -104,14 +106,14 @@ class Desk:
         )
         read = []
         for place in range(batch.items):
-            read.append(check(asked, place))
+            read.append(check_item(asked, place))
             if place % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)
         if not await self._batches.begin(batch):
             raise errors.too_many_batches()
         safe = self._vault.safe(batch.account_id, batch.id)
         for first in range(0, batch.items, _SLICE):
-            kept = (Kept(*one, options.tags, options.metadata) for one in read[first : first + _SLICE])
+            kept = (StoredRequest(*one, options.tags, options.metadata) for one in read[first : first + _SLICE])
             sealed = [safe.seal_request(place, one) for place, one in enumerate(kept, first)]
             await self._batches.add_items(batch.account_id, batch.id, first, sealed)
             await asyncio.sleep(0)
@@ -119,14 +121,14 @@ class Desk:
         self.came.set()
         await _answer(exchange, {"status": "queued", "request_id": batch.id, "model": model.name})
 
-    async def _find(self, caller: Caller, batch_id: str, model: str | None = None) -> Batch:
+    async def _find(self, caller: Caller, batch_id: str, model: str | None = None) -> BatchJob:
         """Another account's is as one that is not there, and so is one of a model that the token may not call."""
         found = await self._batches.get(caller.account.id, batch_id)
         if found is None or found.model != (model or found.model) or not caller.grant.serves(found.model):
             raise errors.no_such_batch()
         return found
 
-    async def _results(self, exchange: Exchange, batch: Batch) -> None:
+    async def _results(self, exchange: Exchange, batch: BatchJob) -> None:
         if batch.status.open:
             await _answer(exchange, {"status": batch.status, "request_id": batch.id, "model": batch.model})
             return
@@ -135,18 +137,18 @@ class Desk:
             result |= {"status": batch.status, "request_id": batch.id, "model": batch.model}
         await _answer(exchange, result)
 
-    async def _responses(self, batch: Batch) -> msgspec.Raw:
+    async def _responses(self, batch: BatchJob) -> msgspec.Raw:
         """Of all that ended."""
         safe, found = self._vault.safe(batch.account_id, batch.id), []
         for first in range(0, batch.items, _SLICE):
             ended = await self._batches.results(batch.account_id, batch.id, first, _SLICE)
             found += [(one.place, safe.open_result(one.place, one.result)) for one in ended]
             await asyncio.sleep(0)
-        return msgspec.Raw(responses(found))
+        return msgspec.Raw(join_responses(found))
 
     async def list(self, exchange: Exchange, caller: Caller) -> None:
         """All of the account's, the newest first. Raises Refusal."""
-        wanted = asked_in(exchange.query, BatchesQuery).status
+        wanted = decode_query(exchange.query, BatchesQuery).status
         try:
             found = await self._batches.of_account(caller.account.id)
         except StoreUnavailable:
@@ -167,15 +169,15 @@ class Desk:
 
 
 async def _answer(exchange: Exchange, result: Any) -> None:
-    await exchange.answer(200, msgspec.json.encode(enveloped(result)), [JSON, _UNKEPT])
+    await exchange.answer(200, msgspec.json.encode(enveloped(result)), [JSON_CONTENT, _UNKEPT])
 
 
-def _usage(batch: Batch) -> BatchUsage:
+def _usage(batch: BatchJob) -> BatchUsage:
     prompt, completion = batch.prompt_tokens, batch.completion_tokens
     return BatchUsage(prompt, completion, prompt + completion)
 
 
-def _item(batch: Batch) -> BatchItem:
+def _item(batch: BatchJob) -> BatchItem:
     return BatchItem(
         request_id=batch.id,
         model=batch.model,

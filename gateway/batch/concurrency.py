@@ -7,13 +7,13 @@ from collections.abc import Callable, Coroutine, Generator
 from types import coroutine
 from typing import Any, Final
 
-SHARE: Final = 0.05
-MOST: Final = 128
+LOOP_SHARE_MAX: Final = 0.05
+CONCURRENCY_MAX: Final = 128
 _FIRST: Final = 8.0
 _RISE, _FALL = 1.0, 0.8
 
 
-class Pace:
+class ConcurrencyController:
     """`most` at once. Call `adjust` every so often."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -30,7 +30,9 @@ class Pace:
         """By what was taken of the loop's time since the last call: slowly more, quickly less."""
         now = self._clock()
         share, self._taken_s, self._since = self._taken_s / max(now - self._since, 1e-9), 0.0, now
-        self._most = max(1.0, self._most * _FALL) if share > SHARE else min(MOST, self._most + _RISE)
+        self._most = (
+            max(1.0, self._most * _FALL) if share > LOOP_SHARE_MAX else min(CONCURRENCY_MAX, self._most + _RISE)
+        )
 
     @coroutine
     def timed(self, work: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:

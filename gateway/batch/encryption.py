@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 _NONCE_BYTES: Final = 12
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class StoredRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request of a batch: its body, and what the caller said beside it."""
 
     body: bytes
@@ -23,16 +23,16 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     metadata: str
 
 
-class Safe(NamedTuple):
+class BatchCipher(NamedTuple):
     """One batch's. What is sealed for a place and a purpose opens for no other."""
 
     cipher: AESGCM
 
-    def seal_request(self, place: int, kept: Kept) -> bytes:
+    def seal_request(self, place: int, kept: StoredRequest) -> bytes:
         return self._seal(b"request", place, msgspec.msgpack.encode(kept))
 
-    def open_request(self, place: int, sealed: bytes) -> Kept:
-        return msgspec.msgpack.decode(self._open(b"request", place, sealed), type=Kept)
+    def open_request(self, place: int, sealed: bytes) -> StoredRequest:
+        return msgspec.msgpack.decode(self._open(b"request", place, sealed), type=StoredRequest)
 
     def seal_result(self, place: int, result: bytes) -> bytes:
         return self._seal(b"result", place, result)
@@ -48,16 +48,16 @@ class Safe(NamedTuple):
         return self.cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], b"%b %d" % (purpose, place))
 
 
-class Vault:
+class BatchEncryption:
     """`secret` is the server's."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = hmac.digest(secret, b"hearth batches", "sha256")
 
-    def safe(self, account_id: str, batch_id: str) -> Safe:
-        return Safe(AESGCM(hmac.digest(self._secret, f"{account_id}\n{batch_id}".encode(), "sha256")))
+    def safe(self, account_id: str, batch_id: str) -> BatchCipher:
+        return BatchCipher(AESGCM(hmac.digest(self._secret, f"{account_id}\n{batch_id}".encode(), "sha256")))
 
 
-def responses(results: Iterable[tuple[int, bytes]]) -> bytes:
+def join_responses(results: Iterable[tuple[int, bytes]]) -> bytes:
     """The JSON list of opened results, each with its place as `id`."""
     return b"[" + b",".join(b'{"id":%d,' % place + result[1:] for place, result in results) + b"]"

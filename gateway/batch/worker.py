@@ -22,22 +22,22 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 
 from gateway import errors
-from gateway.batch.concurrency import Pace
-from gateway.batch.encryption import Kept, Vault
+from gateway.batch.concurrency import ConcurrencyController
+from gateway.batch.encryption import BatchEncryption, StoredRequest
 from gateway.catalogue.catalogue import Model
-from gateway.errors import Refusal
-from gateway.http.client_address import Origin
-from gateway.http.exchange import Exchange, Message, Patience
-from gateway.inference.embed import Embedding, embed
-from gateway.inference.embedding_types import AskedVectors
-from gateway.inference.generate import admit, serve
+from gateway.errors import ApiError
+from gateway.http.client_address import ClientAddress
+from gateway.http.exchange import AsgiMessage, Exchange, ExchangeTimeouts
+from gateway.inference.embed import EmbeddingCall, serve_embedding
+from gateway.inference.embedding_types import EmbeddingRequest
+from gateway.inference.generate import admit, serve_generation
 from gateway.inference.prompt import SEED_BITS
-from gateway.inference.reply import Asked, Dialect
-from gateway.inference.request import Gateway, Request, report
+from gateway.inference.reply import Dialect, GenerationRequest
+from gateway.inference.request import GenerationCall, InferenceContext, report_call
 from gateway.inference.run_options import RunOptions
-from tenants.auth.accounts import Caller, Suspended, UnknownToken
+from tenants.auth.accounts import AccountSuspended, Caller, UnknownToken
 from tenants.limits.quota import AlreadyRecorded
-from tenants.records.batches import Batches, BatchItem, BatchStatus, Waiting
+from tenants.records.batches import BatchJobItem, BatchStatus, BatchStore, QueueDepth
 from tenants.records.usage import UsageRecord
 from tenants.store.protocol import StoreUnavailable
 
@@ -50,54 +50,56 @@ BACKGROUND_MAX: Final = 128  # at one replica, of all gateways together
 CLAIM: Final = 16  # at once at most, all of one account: then others have their turn
 TRIES_MAX: Final = 5
 AGAIN_S: Final = 1.0
-ELSEWHERE: Final = "wrong_region"  # a gateway that may serve it took the batch in, and will take it up
+WRONG_REGION: Final = "wrong_region"  # a gateway that may serve it took the batch in, and will take it up
 SUSPENDED_S: Final = 60.0
 ASLEEP_S: Final = 60.0
 DAY_S: Final = 86400.0
-LIGHT: Final = 0.001
+SLEEPING_WEIGHT_MIN: Final = 0.001
 
 Work = Callable[[], Awaitable[None]]
 
 log = logging.getLogger(__name__)
 
 
-class _Native(msgspec.Struct, frozen=True):
+class _EnvelopedResult(msgspec.Struct, frozen=True):
     """What is kept of an answer in the envelope."""
 
     result: msgspec.Raw
 
 
-class _Unattended(Exchange):
+class _BackgroundExchange(Exchange):
     """An exchange that nobody waits for: its answer stays here."""
 
-    def __init__(self, gateway: Gateway, request_id: str) -> None:
+    def __init__(self, gateway: InferenceContext, request_id: str) -> None:
         scope = {"method": "POST", "path": "", "query_string": b"", "headers": []}
-        nobody, patience = Origin("", certain=False), Patience(0, 0, 0, 0)
+        nobody, patience = ClientAddress("", certain=False), ExchangeTimeouts(0, 0, 0, 0)
         super().__init__(scope, self._silence, self._keep, patience, request_id, gateway.clock, nobody)
         self.answered = b""
 
-    async def _silence(self) -> Message:
+    async def _silence(self) -> AsgiMessage:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-    async def _keep(self, message: Message) -> None:
+    async def _keep(self, message: AsgiMessage) -> None:
         self.answered += message.get("body", b"")
 
 
-class Drain:
+class BatchWorker:
     """One gateway's. `waiting` is what the store said last of all gateways' queues; `running` counts this one's, by
     model."""
 
-    def __init__(self, gateway: Gateway, batches: Batches, vault: Vault, dialect: Dialect) -> None:
+    def __init__(
+        self, gateway: InferenceContext, batches: BatchStore, vault: BatchEncryption, dialect: Dialect
+    ) -> None:
         self._gateway = gateway
         self._batches = batches
         self._vault = vault
         self._dialect = dialect  # of `/ai/run`
         self._models = list(gateway.catalogue)
-        self._claimed: dict[str, tuple[BatchItem, _Unattended]] = {}
+        self._claimed: dict[str, tuple[BatchJobItem, _BackgroundExchange]] = {}
         self._stopped = False
-        self._pace = Pace()
+        self._pace = ConcurrencyController()
         self.running = Counter({model.name: 0 for model in self._models})
-        self.waiting: Mapping[str, Waiting] = {}
+        self.waiting: Mapping[str, QueueDepth] = {}
 
     def stop(self) -> None:
         """Claims nothing more."""
@@ -143,7 +145,7 @@ class Drain:
         if not found:
             await self._wait()
 
-    async def _timed(self, item: BatchItem, model: Model) -> None:
+    async def _timed(self, item: BatchJobItem, model: Model) -> None:
         await self._pace.timed(self._run(item, model))
 
     async def _wait(self) -> None:
@@ -177,7 +179,7 @@ class Drain:
             waiting = self.waiting.get(model.name)
             waited_s = now - waiting.oldest_at if waiting is not None and waiting.items else 0.0
             wanted = not self._stopped and waited_s >= ASLEEP_S and not fleet.serves(model.name)
-            fleet.queue(model.name, int(wanted), min(1.0, max(LIGHT, waited_s / DAY_S)))
+            fleet.queue(model.name, int(wanted), min(1.0, max(SLEEPING_WEIGHT_MIN, waited_s / DAY_S)))
 
     async def _leave(self) -> None:
         """Another gateway, or this one when it is back, goes on at once."""
@@ -186,8 +188,8 @@ class Drain:
         except StoreUnavailable as problem:
             log.warning("batches_left", extra={"fields": {"items": len(self._claimed), "for": str(problem)}})
 
-    async def _run(self, item: BatchItem, model: Model) -> None:
-        exchange = _Unattended(self._gateway, item.request_id)
+    async def _run(self, item: BatchJobItem, model: Model) -> None:
+        exchange = _BackgroundExchange(self._gateway, item.request_id)
         self._claimed[item.request_id] = item, exchange
         try:
             await self._try(item, model, exchange)
@@ -203,13 +205,13 @@ class Drain:
         del self._claimed[item.request_id]
         self._gateway.desk.came.set()
 
-    async def _try(self, item: BatchItem, model: Model, exchange: _Unattended) -> None:
+    async def _try(self, item: BatchJobItem, model: Model, exchange: _BackgroundExchange) -> None:
         try:
             caller = await self._gateway.accounts.absent(item.account_id, item.token_id)
         except UnknownToken:
             await self._batches.close(item.account_id, item.batch_id, BatchStatus.FAILED)
             return
-        except Suspended:
+        except AccountSuspended:
             await self._batches.put_back([item], SUSPENDED_S)
             return
         safe = self._vault.safe(item.account_id, item.batch_id)
@@ -221,8 +223,8 @@ class Drain:
             return
         try:
             request, work = self._request(item, model, caller, kept, exchange)
-        except Refusal as refusal:
-            if refusal.kind == ELSEWHERE:
+        except ApiError as refusal:
+            if refusal.kind == WRONG_REGION:
                 await self._batches.put_back([item], AGAIN_S)
             else:
                 await self._batches.end(item, False, safe.seal_result(item.place, _failed(kept, refusal)), None)
@@ -236,29 +238,29 @@ class Drain:
         await self._end(item, request, refusal_met is None, safe.seal_result(item.place, result))
 
     def _request(
-        self, item: BatchItem, model: Model, caller: Caller, kept: Kept, exchange: _Unattended
-    ) -> tuple[Request | Embedding, Work]:
+        self, item: BatchJobItem, model: Model, caller: Caller, kept: StoredRequest, exchange: _BackgroundExchange
+    ) -> tuple[GenerationCall | EmbeddingCall, Work]:
         """The request and what serves it. Raises Refusal where it may not run, or not any more."""
         admit(self._gateway, caller, model, model.name)
         if item.tries > TRIES_MAX:
             raise errors.tried_in_vain(TRIES_MAX)
         asked = self._dialect.read(kept.body, b"", model.name, secrets.randbits(SEED_BITS))
         options = RunOptions(tags=kept.tags, metadata=kept.metadata, background=True)
-        if isinstance(asked, AskedVectors):
-            embedding = Embedding(self._gateway, exchange, caller, model, asked, options)
-            return embedding, partial(embed, embedding, zero=False)
-        assert isinstance(asked, Asked), "a batch is of requests for text or vectors"
-        request = Request(self._gateway, exchange, caller, model, asked.prompt, options)
+        if isinstance(asked, EmbeddingRequest):
+            embedding = EmbeddingCall(self._gateway, exchange, caller, model, asked, options)
+            return embedding, partial(serve_embedding, embedding, zero=False)
+        assert isinstance(asked, GenerationRequest), "a batch is of requests for text or vectors"
+        request = GenerationCall(self._gateway, exchange, caller, model, asked.prompt, options)
         reply = asked.reply(model.name, item.request_id, int(self._gateway.calendar()))
-        return request, partial(serve, request, reply, zero=False)
+        return request, partial(serve_generation, request, reply, zero=False)
 
-    async def _serve(self, request: Request | Embedding, work: Work) -> Refusal | None:
+    async def _serve(self, request: GenerationCall | EmbeddingCall, work: Work) -> ApiError | None:
         """What it was refused for, or what ended it."""
         try:
             async with request.exchange.attended():
                 await work()
             request.outcome = "done"
-        except Refusal as refusal:
+        except ApiError as refusal:
             request.outcome = refusal.kind
             return refusal
         except AlreadyRecorded:
@@ -273,13 +275,15 @@ class Drain:
             return errors.internal()
         return None
 
-    def _let_go(self, request: Request | Embedding) -> None:
+    def _let_go(self, request: GenerationCall | EmbeddingCall) -> None:
         """It will run again, under the same id: its hold is for that."""
         request.stop()
         if request.reservation is not None:
             self._gateway.quota.forget(request.reservation)
 
-    async def _end(self, item: BatchItem, request: Request | Embedding, succeeded: bool, sealed: bytes) -> None:
+    async def _end(
+        self, item: BatchJobItem, request: GenerationCall | EmbeddingCall, succeeded: bool, sealed: bytes
+    ) -> None:
         """Until the store has it: nobody else would know that it was done."""
         request.stop()
         spent = request.spent(self._gateway.clock())
@@ -296,19 +300,19 @@ class Drain:
         if request.reservation is not None:
             self._gateway.quota.forget(request.reservation)
         self._gateway.metrics.counted(request.model.name, spent)
-        report(request, spent)
+        report_call(request, spent)
 
 
-def _passing(refusal: Refusal) -> bool:
+def _passing(refusal: ApiError) -> bool:
     """Whether the same request may go well later."""
     return (refusal.retry_after_s is not None and not refusal.lasting) or refusal.kind == "replica_lost"
 
 
-def _done(kept: Kept, answered: bytes) -> bytes:
-    result = msgspec.json.decode(answered, type=_Native).result
+def _done(kept: StoredRequest, answered: bytes) -> bytes:
+    result = msgspec.json.decode(answered, type=_EnvelopedResult).result
     return msgspec.json.encode({"result": result, "success": True, "external_reference": kept.reference})
 
 
-def _failed(kept: Kept, refusal: Refusal) -> bytes:
+def _failed(kept: StoredRequest, refusal: ApiError) -> bytes:
     told = [{"code": refusal.code, "message": refusal.message}]
     return msgspec.json.encode({"success": False, "errors": told, "external_reference": kept.reference})

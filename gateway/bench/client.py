@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from gateway.bench.load import Load
+from gateway.bench.load import Workload
 
 _PROCESSES_START_S: Final = 1.5
 
@@ -29,7 +29,7 @@ class Target(NamedTuple):
 
 
 @dataclass(slots=True)
-class Measured:
+class LoadMeasurement:
     """What all requests together showed. Times in milliseconds, `began_s` and `ended_s` by time.monotonic()."""
 
     first_ms: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Measured:
     ended_s: float = 0.0
 
     @classmethod
-    def together(cls, parts: "Sequence[Measured]") -> "Measured":
+    def together(cls, parts: "Sequence[LoadMeasurement]") -> "LoadMeasurement":
         return cls(
             first_ms=[value for part in parts for value in part.first_ms],
             gaps_ms=[value for part in parts for value in part.gaps_ms],
@@ -77,31 +77,33 @@ class Measured:
         }
 
 
-async def measure_in_processes(target: Target, load: Load, processes: int) -> Measured:
+async def measure_in_processes(target: Target, load: Workload, processes: int) -> LoadMeasurement:
     """The load shared out among so many processes, so that its clients do not wait for each other."""
     if processes == 1:
-        return await measure(target, load)
+        return await measure_load(target, load)
     loop, begin_s = asyncio.get_running_loop(), time.monotonic() + _PROCESSES_START_S
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         shares = [
             loop.run_in_executor(pool, _share, target, load, index, processes, begin_s) for index in range(processes)
         ]
-        return Measured.together(await asyncio.gather(*shares))
+        return LoadMeasurement.together(await asyncio.gather(*shares))
 
 
-def _share(target: Target, load: Load, index: int, processes: int, begin_s: float) -> Measured:
-    return uvloop.run(measure(target, load, index, processes, begin_s))
+def _share(target: Target, load: Workload, index: int, processes: int, begin_s: float) -> LoadMeasurement:
+    return uvloop.run(measure_load(target, load, index, processes, begin_s))
 
 
-async def measure(target: Target, load: Load, index: int = 0, processes: int = 1, begin_s: float = 0.0) -> Measured:
+async def measure_load(
+    target: Target, load: Workload, index: int = 0, processes: int = 1, begin_s: float = 0.0
+) -> LoadMeasurement:
     """Every `processes`th request of a load, from `index` on."""
     await asyncio.sleep(begin_s - time.monotonic())
-    measured = Measured(began_s=time.monotonic())
+    measured = LoadMeasurement(began_s=time.monotonic())
     numbers = range(index, load.requests, processes)
 
     async def ask(number: int) -> None:
         try:
-            await request(target, load.body(number), measured)
+            await send_request(target, load.body(number), measured)
         except (OSError, EOFError, ValueError) as error:
             measured.failures.append(str(error) or type(error).__name__)
 
@@ -123,7 +125,7 @@ async def measure(target: Target, load: Load, index: int = 0, processes: int = 1
     return measured
 
 
-async def request(target: Target, body: bytes, measured: Measured) -> None:
+async def send_request(target: Target, body: bytes, measured: LoadMeasurement) -> None:
     """One streamed request. Raises OSError, EOFError or ValueError where it fails."""
     where = urlsplit(target.base_url)
     secure = ssl.create_default_context() if where.scheme == "https" else None
@@ -147,7 +149,7 @@ async def request(target: Target, body: bytes, measured: Measured) -> None:
         writer.close()
 
 
-async def _events(reader: asyncio.StreamReader, began: float, measured: Measured) -> None:
+async def _events(reader: asyncio.StreamReader, began: float, measured: LoadMeasurement) -> None:
     last, tell = began, measured.first_ms.append
     while line := await reader.readline():
         if not line.startswith(b"data: "):

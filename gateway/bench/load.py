@@ -14,7 +14,7 @@ _ANSWER: Final = (188.0, 0.9, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """`streams` clients that each send the next request when their last one ended, or, with a rate, requests that
     come so many a second on average whatever is still open.
 
@@ -46,7 +46,7 @@ class Load:
         draw = random.Random(f"{self.seed} words {number}")
         asked: dict[str, Any]
         if self.vocabulary is not None:
-            text = " ".join(word(draw.randrange(self.vocabulary)) for _ in range(words))
+            text = " ".join(word_of_id(draw.randrange(self.vocabulary)) for _ in range(words))
             asked = {"prompt": text, "raw": True, "temperature": 0}
         else:
             question = f"Note {number}: " + " ".join(draw.choices(_WORDS, k=words))
@@ -67,7 +67,7 @@ class Load:
         return arrivals
 
 
-def word(id: int) -> str:
+def word_of_id(id: int) -> str:
     """The word of one token id: four letters."""
     letters = []
     for _ in range(_WORD_LETTERS):

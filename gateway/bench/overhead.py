@@ -13,7 +13,7 @@ _ANSWER_S: Final = 10.0
 _KINDS: Final = {"gateway": ("gateway.cli", "gateway"), "replica": ("engine.replica.server",)}
 
 
-class Cores:
+class ProcessCpu:
     """CPU seconds of the gateway and replica processes, those below `pid` or all on this host, since it was made."""
 
     def __init__(self, pid: int | None) -> None:
@@ -42,7 +42,7 @@ def _kind(process: psutil.Process) -> str | None:
     return next((kind for kind, names in _KINDS.items() if all(name in words for name in names)), None)
 
 
-class Share:
+class GatewayShare:
     """What the gateway takes of the time to first token, by its own count (hearth_gateway_seconds): from the request's
     head to the order's writing, and from the first token's arrival to its text.
 

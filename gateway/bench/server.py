@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from gateway.bench.client import Target
-from gateway.bench.load import word
+from gateway.bench.load import word_of_id
 from gateway.catalogue.catalogue import BUILT_IN
 from gateway.config import Config, load_config
 from gateway.state_dir import Credentials, open_state, read_credentials, server_secret, write_credentials
-from tenants.auth.accounts import Accounts
+from tenants.auth.accounts import AccountService
 from tenants.open import open_store
 from tenants.records.limits import Limits
 
@@ -34,7 +34,7 @@ class NotServing(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class OwnServer:
     """A server that runs: `pid` is that of `hearth serve`, `machine` the address of its machine."""
 
     target: Target
@@ -44,18 +44,18 @@ class Own:
 
 
 @contextlib.contextmanager
-def own_server(geometry: str, device: str) -> Iterator[Own]:
+def own_server(geometry: str, device: str) -> Iterator[OwnServer]:
     """Serves a geometry of `python -m engine.bench` with random weights. Raises NotServing."""
     with tempfile.TemporaryDirectory(prefix="hearth-bench-") as name:
         folder, model = Path(name), f"@cf/bench/{geometry}"
         vocabulary = write_model(geometry, folder / "model")
-        with served(_settings(model, folder / "model"), folder, device) as (config, known, pid):
+        with running_server(_settings(model, folder / "model"), folder, device) as (config, known, pid):
             target = Target(known.base_url, known.account_id, known.token, model)
-            yield Own(target, vocabulary, pid, config.machine_address)
+            yield OwnServer(target, vocabulary, pid, config.machine_address)
 
 
 @contextlib.contextmanager
-def served(settings: str, folder: Path, device: str) -> Iterator[tuple[Config, Credentials, int]]:
+def running_server(settings: str, folder: Path, device: str) -> Iterator[tuple[Config, Credentials, int]]:
     """`hearth serve` with these settings, its state in `folder`: its config, an account without quotas, its process id.
     Raises NotServing."""
     path = folder / "hearth.toml"
@@ -91,13 +91,13 @@ def write_model(geometry: str, folder: Path) -> int:
 def tokenizer(vocabulary: int) -> dict[str, object]:
     """tokenizer.json of a vocabulary in which every id is a word and a space before it, which a text's first word may
     lack. A text of n such words is n tokens."""
-    words = {f"Ġ{word(id)}": id for id in range(vocabulary)}
+    words = {f"Ġ{word_of_id(id)}": id for id in range(vocabulary)}
     split = {"type": "Split", "pattern": {"Regex": " ?[^ ]+"}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}, "post_processor": None,
-        "decoder": level, "model": {"type": "WordLevel", "vocab": words, "unk_token": f"Ġ{word(0)}"},
+        "decoder": level, "model": {"type": "WordLevel", "vocab": words, "unk_token": f"Ġ{word_of_id(0)}"},
     }  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _settings(model: str, folder: Path) -> str:
 async def _account(config: Config) -> Credentials:
     store = open_store(config.store_url)
     try:
-        accounts = Accounts(store, server_secret(config))
+        accounts = AccountService(store, server_secret(config))
         account = await accounts.create("bench", _OPEN)
         _, token = await accounts.mint(account.id, "bench")
         return Credentials("", account.id, token)

@@ -17,7 +17,7 @@ _CODED_BYTES: Final = 1.5  # a number; what has no code adds less than a thousan
 
 
 @dataclass(frozen=True, slots=True)
-class Compressed:
+class Bf12Size:
     """Of a folder's weights: what they take, what they took, and how many of the `numbers` of compressed files are in
     12 bits. On a device that computes with those they take `coded_bytes`, on another one as many as they took."""
 
@@ -36,7 +36,7 @@ class Compressed:
         return f"12 bits, {self.coded_numbers / max(1, self.numbers):.1%} of the numbers"
 
 
-def read_compressed(folder: Path) -> Compressed | None:
+def read_bf12_size(folder: Path) -> Bf12Size | None:
     """None of a folder that is not compressed, or whose files cannot be read."""
     level, stored, original, numbers, coded = 0, 0, 0, 0, 0
     try:
@@ -57,7 +57,7 @@ def read_compressed(folder: Path) -> Compressed | None:
             numbers, coded = numbers + sum(shapes.values()), coded + sum(shapes[name] for name in notes.codes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return None
-    return Compressed(_LEVELS.get(level, str(level)), stored, original, numbers, coded) if level else None
+    return Bf12Size(_LEVELS.get(level, str(level)), stored, original, numbers, coded) if level else None
 
 
 class _Original(msgspec.Struct):

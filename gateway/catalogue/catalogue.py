@@ -13,15 +13,15 @@ from typing import Any, Final
 import msgspec
 
 from engine.protocol.specs import ModelSpec
-from gateway.catalogue.bf12_size import read_compressed
+from gateway.catalogue.bf12_size import read_bf12_size
 from gateway.catalogue.public_prefixes import public_prefixes
-from gateway.catalogue.registrations import added
-from gateway.catalogue.tasks import Task, Vectors, context_of, read_vectors, task_of
-from gateway.config import Config, ConfigError, ModelConfig, PriceConfig
-from gateway.text.tokenizer import FolderError, Text
-from gateway.tool_parsers.reasoning import thinks
-from gateway.tool_parsers.registry import FORMATS, Format, format_of
-from tenants.limits.quota import Price
+from gateway.catalogue.registrations import registered_models
+from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, context_of, read_embedding_spec, task_of
+from gateway.config import Config, ModelEntryConfig, PriceConfig, SettingsError
+from gateway.text.tokenizer import ModelFolderError, ModelTokenizer
+from gateway.tool_parsers.reasoning import template_has_reasoning
+from gateway.tool_parsers.registry import TOOL_FORMATS, ToolFormat, tool_format_of
+from tenants.limits.quota import NeuronPrice
 
 BUILT_IN: Final = "@cf/hearth/ember"
 _BUILT_IN_DESCRIPTION: Final = (
@@ -39,10 +39,10 @@ class Model:
 
     name: str
     description: str
-    task: Task
-    vectors: Vectors | None
+    task: ModelTask
+    vectors: EmbeddingSpec | None
     folder: Path
-    price: Price
+    price: NeuronPrice
     batch_factor: float
     limits_class: str
     dialect: str
@@ -56,8 +56,8 @@ class Model:
     ends_on: date | None
     terms: str
     info: str
-    text: Text
-    calls: Format | None
+    text: ModelTokenizer
+    calls: ToolFormat | None
     thinks: bool
     spec: ModelSpec
 
@@ -81,10 +81,10 @@ class Model:
     @property
     def family(self) -> str:
         """In which family its bodies are at `/ai/run`."""
-        return {Task.EMBEDDINGS: "embeddings", Task.CLASSIFICATION: "rerank"}.get(self.task, self.dialect)
+        return {ModelTask.EMBEDDINGS: "embeddings", ModelTask.CLASSIFICATION: "rerank"}.get(self.task, self.dialect)
 
     @property
-    def batch_price(self) -> Price:
+    def batch_price(self) -> NeuronPrice:
         """Of what runs on capacity that nobody else wants."""
         return self.price.times(self.batch_factor)
 
@@ -120,33 +120,35 @@ def open_catalogue(config: Config) -> Catalogue:
     """Reads every entry's folder: about 50 ms for each 100,000 entries of vocabulary. A broken folder leaves its
     model out and is noted; only a wrong price, which is the operator's own word, raises ConfigError."""
     models, problems = [], {}
-    for entry in entries(config):
+    for entry in model_entries(config):
         try:
             models.append(_open(config, entry))
-        except FolderError as error:
+        except ModelFolderError as error:
             problems[entry.name] = str(error)
     return Catalogue(models, problems)
 
 
-def entries(config: Config) -> list[ModelConfig]:
+def model_entries(config: Config) -> list[ModelEntryConfig]:
     """All that are served, without opening them."""
-    return [entry for entry in known(config) if entry.serve]
+    return [entry for entry in known_models(config) if entry.serve]
 
 
-def known(config: Config) -> list[ModelConfig]:
+def known_models(config: Config) -> list[ModelEntryConfig]:
     """The built-in model, what was pulled, what `hearth models add` added, and what hearth.toml adds or changes; of an
     added one it may leave the folder out. Raises ConfigError."""
     said = {entry.name: entry for entry in config.models}
-    found = {name: _bare(name) for name in (BUILT_IN, *pulled(config))} | {entry.name: entry for entry in added(config)}
+    found = {name: _bare(name) for name in (BUILT_IN, *pulled_models(config))} | {
+        entry.name: entry for entry in registered_models(config)
+    }
     changed = [_over(entry, said.pop(name, entry)) for name, entry in found.items()]
     return [*changed, *said.values()]
 
 
-def _over(entry: ModelConfig, said: ModelConfig) -> ModelConfig:
+def _over(entry: ModelEntryConfig, said: ModelEntryConfig) -> ModelEntryConfig:
     return said if said.folder is not None else msgspec.structs.replace(said, folder=entry.folder)
 
 
-def folder_of(config: Config, entry: ModelConfig) -> Path:
+def folder_of(config: Config, entry: ModelEntryConfig) -> Path:
     """Where an entry's files are, or would be."""
     if entry.folder is not None:
         return Path(entry.folder)
@@ -160,13 +162,13 @@ def pulled_folder(config: Config, name: str) -> Path:
     return config.models_folder.joinpath(*name.split("/")[1:])
 
 
-def pulled(config: Config) -> list[str]:
+def pulled_models(config: Config) -> list[str]:
     """Names of the models that `hearth pull` brought here and finished."""
     folders = sorted(path.parent for path in config.models_folder.glob("*/*/config.json"))
     return [f"@hf/{folder.parent.name}/{folder.name}" for folder in folders]
 
 
-def spec_of(config: Config, entry: ModelConfig) -> ModelSpec:
+def spec_of(config: Config, entry: ModelEntryConfig) -> ModelSpec:
     """What a machine is told about an entry. Reads the model's tokenizer only where prefixes are published."""
     folder, paths = folder_of(config, entry), entry.public_prefixes
     task = _task(folder, entry)
@@ -183,8 +185,8 @@ def spec_of(config: Config, entry: ModelConfig) -> ModelSpec:
         step_tokens=entry.step_tokens,
         gap_ms=entry.gap_ms,
         sequences=entry.sequences,
-        waiting=entry.waiting or (_WAITING if task is Task.GENERATION else _TEXTS_WAITING),
-        vectors=task is Task.EMBEDDINGS,
+        waiting=entry.waiting or (_WAITING if task is ModelTask.GENERATION else _TEXTS_WAITING),
+        vectors=task is ModelTask.EMBEDDINGS,
         scope_floor_blocks=entry.scope_floor_blocks,
         scope_cap_blocks=entry.scope_cap_blocks,
         weights_bytes=_weights_bytes(config, folder),
@@ -199,50 +201,50 @@ def spec_of(config: Config, entry: ModelConfig) -> ModelSpec:
 
 def _weights_bytes(config: Config, folder: Path) -> int:
     """What its files take: about what its weights do, until its replica says it exactly."""
-    if (compressed := read_compressed(folder)) is not None:
+    if (compressed := read_bf12_size(folder)) is not None:
         return compressed.original_bytes if config.machine.device == "cpu" else compressed.coded_bytes
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _task(folder: Path, entry: ModelConfig) -> Task:
+def _task(folder: Path, entry: ModelEntryConfig) -> ModelTask:
     """Text generation where the folder cannot be read: its replica says what is wrong."""
     try:
         return task_of(folder, _config_json(folder), entry)
-    except FolderError:
-        return Task.GENERATION
+    except ModelFolderError:
+        return ModelTask.GENERATION
 
 
 def _published(folder: Path, paths: list[str], model: str) -> list[list[int]]:
     try:
-        return public_prefixes(Text(folder), paths, model)
-    except FolderError as error:
-        raise ConfigError(f"public_prefixes of {model}: {error}") from error
+        return public_prefixes(ModelTokenizer(folder), paths, model)
+    except ModelFolderError as error:
+        raise SettingsError(f"public_prefixes of {model}: {error}") from error
 
 
-def price_of(entry: ModelConfig) -> Price:
+def price_of(entry: ModelEntryConfig) -> NeuronPrice:
     """Raises ConfigError where a cached token would cost more than a fresh one."""
     said: PriceConfig = entry.price
     cached = said.input / 5 if said.cached_input is None else said.cached_input
     try:
-        return Price(said.input, cached, said.output)
+        return NeuronPrice(said.input, cached, said.output)
     except ValueError as error:
-        raise ConfigError(f"models.price of {entry.name}: {error}") from error
+        raise SettingsError(f"models.price of {entry.name}: {error}") from error
 
 
-def _bare(name: str) -> ModelConfig:
-    return ModelConfig(name=name, description=_BUILT_IN_DESCRIPTION if name == BUILT_IN else "")
+def _bare(name: str) -> ModelEntryConfig:
+    return ModelEntryConfig(name=name, description=_BUILT_IN_DESCRIPTION if name == BUILT_IN else "")
 
 
-def _open(config: Config, entry: ModelConfig) -> Model:
+def _open(config: Config, entry: ModelEntryConfig) -> Model:
     folder = folder_of(config, entry)
     document = _config_json(folder)
     context, task = context_of(document), task_of(folder, document, entry)
-    text = Text(folder)
+    text = ModelTokenizer(folder)
     return Model(
         name=entry.name,
         description=entry.description,
         task=task,
-        vectors=read_vectors(folder, document, entry, task),
+        vectors=read_embedding_spec(folder, document, entry, task),
         folder=folder,
         price=price_of(entry),
         batch_factor=entry.price.batch,
@@ -260,15 +262,15 @@ def _open(config: Config, entry: ModelConfig) -> Model:
         info=entry.info,
         text=text,
         calls=_calls(entry, text),
-        thinks=thinks(text.template),
+        thinks=template_has_reasoning(text.template),
         spec=spec_of(config, entry),
     )
 
 
-def _calls(entry: ModelConfig, text: Text) -> Format | None:
+def _calls(entry: ModelEntryConfig, text: ModelTokenizer) -> ToolFormat | None:
     if entry.tool_format is not None:
-        return FORMATS[entry.tool_format](text.added)
-    return format_of(text.template, text.added)
+        return TOOL_FORMATS[entry.tool_format](text.added)
+    return tool_format_of(text.template, text.added)
 
 
 def _config_json(folder: Path) -> dict[str, Any]:
@@ -276,9 +278,9 @@ def _config_json(folder: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise FolderError(f"{folder} has no config.json") from error
+        raise ModelFolderError(f"{folder} has no config.json") from error
     except (OSError, ValueError) as error:
-        raise FolderError(f"{path} is not readable as JSON: {error}") from error
+        raise ModelFolderError(f"{path} is not readable as JSON: {error}") from error
     if not isinstance(document, dict):
-        raise FolderError(f"{path} is no JSON object")
+        raise ModelFolderError(f"{path} is no JSON object")
     return document

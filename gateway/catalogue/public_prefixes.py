@@ -8,14 +8,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from gateway.config import ConfigError
-from gateway.text.tokenizer import Text, TextError
+from gateway.config import SettingsError
+from gateway.text.tokenizer import ModelTokenizer, TokenizationError
 
 BYTES_MAX: Final = 1 << 20  # of one file
 _CALLERS: Final = ("a", "ß")  # two first words of a caller that no tokenizer begins with the same token
 
 
-def public_prefixes(text: Text, paths: list[str], model: str) -> list[list[int]]:
+def public_prefixes(text: ModelTokenizer, paths: list[str], model: str) -> list[list[int]]:
     """What every conversation that opens with one of these system prompts begins with. Raises ConfigError."""
     return [_prefix(text, _read(Path(path), model), f"public_prefixes of {model}: {path}") for path in paths]
 
@@ -29,20 +29,20 @@ def _read(path: Path, model: str) -> str:
         if not written.strip():
             raise ValueError("it is empty")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"public_prefixes of {model}: {path}: {error}") from error
+        raise SettingsError(f"public_prefixes of {model}: {path}: {error}") from error
     return written
 
 
-def _prefix(text: Text, written: str, where: str) -> list[int]:
+def _prefix(text: ModelTokenizer, written: str, where: str) -> list[int]:
     try:
         first, second = (_conversation(text, written, caller) for caller in _CALLERS)
-    except TextError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    except TokenizationError as error:
+        raise SettingsError(f"{where}: {error}") from error
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return [token for token, _ in alike]
 
 
-def _conversation(text: Text, written: str, caller: str) -> list[int]:
+def _conversation(text: ModelTokenizer, written: str, caller: str) -> list[int]:
     """A model without a chat template is given the text and what follows as one."""
     if not text.chats:
         return text.encode_prompt(f"{written}\n\n{caller}")

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from gateway.config import Config, ConfigError, ModelConfig
+from gateway.config import Config, ModelEntryConfig, SettingsError
 
 
-def added(config: Config) -> list[ModelConfig]:
+def registered_models(config: Config) -> list[ModelEntryConfig]:
     """In the order of their names. Raises ConfigError for a file that somebody wrote into and that cannot be read."""
     return [_read(path) for path in sorted(config.added_folder.glob("**/*.toml"))]
 
 
-def keep(config: Config, settings: dict[str, Any]) -> None:
+def save_registration(config: Config, settings: dict[str, Any]) -> None:
     """These settings of an entry, `name` and `folder` among them, which `parse` takes. They appear in one piece."""
     path = _path(config, settings["name"])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -27,24 +27,24 @@ def keep(config: Config, settings: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def forget(config: Config, entry: ModelConfig) -> None:
+def remove_registration(config: Config, entry: ModelEntryConfig) -> None:
     """Its files stay where they are. It may be gone already."""
     _path(config, entry.name).unlink(missing_ok=True)
 
 
-def parse(settings: dict[str, Any], where: object) -> ModelConfig:
+def parse_registration(settings: dict[str, Any], where: object) -> ModelEntryConfig:
     """Raises ConfigError, which names `where`. Texts are taken for the numbers that they spell."""
     try:
-        return msgspec.convert(settings, ModelConfig, strict=False)
+        return msgspec.convert(settings, ModelEntryConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise SettingsError(f"{where}: {error}") from error
 
 
-def _read(path: Path) -> ModelConfig:
+def _read(path: Path) -> ModelEntryConfig:
     try:
-        return parse(tomllib.loads(path.read_text(encoding="utf-8")), path)
+        return parse_registration(tomllib.loads(path.read_text(encoding="utf-8")), path)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as TOML: {error}; `hearth models add` writes it anew") from error
+        raise SettingsError(f"{path} cannot be read as TOML: {error}; `hearth models add` writes it anew") from error
 
 
 def _path(config: Config, name: str) -> Path:

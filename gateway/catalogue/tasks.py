@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.protocol.types import Pooling
-from gateway.config import ModelConfig
-from gateway.text.tokenizer import FolderError
+from gateway.config import ModelEntryConfig
+from gateway.text.tokenizer import ModelFolderError
 
 _ENCODERS: Final = ("Bert", "Roberta", "XLMRoberta")
 _SCORING: Final = "ForSequenceClassification"
@@ -29,14 +29,14 @@ _LEGACY: Final = {
 _INSTRUCTED: Final = "Instruct: "  # how a query's prompt begins where callers may say what the query is for
 
 
-class Task(enum.StrEnum):
+class ModelTask(enum.StrEnum):
     GENERATION = "Text Generation"
     EMBEDDINGS = "Text Embeddings"
     CLASSIFICATION = "Text Classification"
 
 
 @dataclass(frozen=True, slots=True)
-class Vectors:
+class EmbeddingSpec:
     """How a model gives vectors, or scores.
 
     poolings     that callers may ask for; the first where they ask for none.
@@ -65,15 +65,15 @@ class Vectors:
         return self.query if instruction is None else f"{_INSTRUCTED}{instruction}\nQuery:"
 
 
-def task_of(folder: Path, document: Mapping[str, Any], entry: ModelConfig) -> Task:
+def task_of(folder: Path, document: Mapping[str, Any], entry: ModelEntryConfig) -> ModelTask:
     """What hearth.toml says, else what the folder's config.json, `document`, shows it to be made for."""
     if entry.task is not None:
-        return Task(entry.task)
+        return ModelTask(entry.task)
     architecture = _architecture(document)
     if architecture.endswith(_SCORING):
-        return Task.CLASSIFICATION
+        return ModelTask.CLASSIFICATION
     made_for_vectors = (folder / "modules.json").exists() or architecture.endswith(_HEADLESS)
-    return Task.EMBEDDINGS if is_encoder(document) or made_for_vectors else Task.GENERATION
+    return ModelTask.EMBEDDINGS if is_encoder(document) or made_for_vectors else ModelTask.GENERATION
 
 
 def is_encoder(document: Mapping[str, Any]) -> bool:
@@ -89,21 +89,25 @@ def context_of(document: Mapping[str, Any]) -> int:
     return context
 
 
-def read_vectors(folder: Path, document: Mapping[str, Any], entry: ModelConfig, task: Task) -> Vectors | None:
+def read_embedding_spec(
+    folder: Path, document: Mapping[str, Any], entry: ModelEntryConfig, task: ModelTask
+) -> EmbeddingSpec | None:
     """How the folder's model gives vectors; None where it writes text. Raises FolderError."""
-    if task is Task.GENERATION:
+    if task is ModelTask.GENERATION:
         if is_encoder(document):
-            raise FolderError(f"{folder} reads whole texts and writes none: its task is {Task.EMBEDDINGS}")
+            raise ModelFolderError(f"{folder} reads whole texts and writes none: its task is {ModelTask.EMBEDDINGS}")
         return None
     tokens_max = min(context_of(document), entry.context_tokens or context_of(document))
-    if task is Task.CLASSIFICATION:
+    if task is ModelTask.CLASSIFICATION:
         if not _architecture(document).endswith(_SCORING):
-            raise FolderError(f"{folder} has no head that scores: its architectures end in {_SCORING} for this task")
-        return Vectors((Pooling.SCORE,), False, 0, frozenset(), tokens_max)
+            raise ModelFolderError(
+                f"{folder} has no head that scores: its architectures end in {_SCORING} for this task"
+            )
+        return EmbeddingSpec((Pooling.SCORE,), False, 0, frozenset(), tokens_max)
     modules = _modules(folder)
     said = _read(folder / "sentence_bert_config.json").get("max_seq_length")
     prompts = _read(folder / "config_sentence_transformers.json").get("prompts") or {}
-    return Vectors(
+    return EmbeddingSpec(
         poolings=_poolings(folder, document, modules, entry),
         normalized="Normalize" in modules,
         dimensions=int(document.get("hidden_size") or 0),
@@ -130,12 +134,12 @@ def _modules(folder: Path) -> dict[str, str]:
     modules = {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listed}
     foreign = modules.keys() - {"Transformer", "Pooling", "Normalize"}
     if foreign:
-        raise FolderError(f"{folder}: modules.json has {', '.join(sorted(foreign))}, which is not served")
+        raise ModelFolderError(f"{folder}: modules.json has {', '.join(sorted(foreign))}, which is not served")
     return modules
 
 
 def _poolings(
-    folder: Path, document: Mapping[str, Any], modules: Mapping[str, str], entry: ModelConfig
+    folder: Path, document: Mapping[str, Any], modules: Mapping[str, str], entry: ModelEntryConfig
 ) -> tuple[Pooling, ...]:
     encoder = is_encoder(document)
     served = (Pooling.MEAN, Pooling.CLS) if encoder else (Pooling.LAST,)
@@ -145,16 +149,18 @@ def _poolings(
         modes = config.get("pooling_mode", [mode for name, mode in _LEGACY.items() if config.get(name)])
         listed = [modes] if isinstance(modes, str) else list(modes)
         if len(listed) != 1 or listed[0] not in _POOLINGS:
-            raise FolderError(f"{folder}: pooling {', '.join(map(str, listed))} is not served; mean, cls and last are")
+            raise ModelFolderError(
+                f"{folder}: pooling {', '.join(map(str, listed))} is not served; mean, cls and last are"
+            )
         said = _POOLINGS[listed[0]]
     default = said or served[0]
     if default not in served:
         words = " and ".join(served)
-        raise FolderError(f"{folder}: pooling {default} is not served for this kind of model; {words} is")
+        raise ModelFolderError(f"{folder}: pooling {default} is not served for this kind of model; {words} is")
     return (default, *(pooling for pooling in served if pooling is not default))
 
 
-def _cuts(document: Mapping[str, Any], entry: ModelConfig) -> frozenset[int] | None:
+def _cuts(document: Mapping[str, Any], entry: ModelEntryConfig) -> frozenset[int] | None:
     listed = document.get("matryoshka_dimensions")
     if entry.matryoshka is False:
         return frozenset()
@@ -170,4 +176,4 @@ def _read(path: Path, default: Any = None) -> Any:
     except FileNotFoundError:
         return {} if default is None else default
     except (OSError, ValueError) as error:
-        raise FolderError(f"{path} is not readable as JSON: {error}") from error
+        raise ModelFolderError(f"{path} is not readable as JSON: {error}") from error

@@ -15,8 +15,8 @@ import msgspec
 
 from engine.protocol import frames
 from engine.protocol.address import parse_address
-from engine.protocol.types import Grammar, Pooling, RejectReason, Sampling, Scope, Terms
-from gateway.cluster.replica_counters import Lately, Tally
+from engine.protocol.types import Grammar, Pooling, RejectReason, SamplingParams, SchedulingTerms, Scope
+from gateway.cluster.replica_counters import RecentLoad, ReplicaCounters
 
 WRITE_BYTES_MAX = 32 << 20
 STEPS_MAX = 256
@@ -27,7 +27,7 @@ class ReplicaLost(Exception):
     """The replica's connection ended while this request ran. What was received until then stays valid."""
 
 
-class Rejected(Exception):
+class ReplicaRejected(Exception):
     """The replica did not accept the request; nothing of it runs."""
 
     def __init__(self, reason: RejectReason, message: str, retry_after_ms: int) -> None:
@@ -37,22 +37,22 @@ class Rejected(Exception):
         self.retry_after_ms = retry_after_ms
 
 
-class Asleep(Exception):
+class ReplicaAsleep(Exception):
     """The replica leaves the device, and had not begun with the request: it is taken back, to ask for one anew."""
 
 
-class Step(msgspec.Struct, frozen=True):
+class OutputDelta(msgspec.Struct, frozen=True):
     """What one choice of a request gained in one step. `logprobs`: one per token where asked for, else empty."""
 
     index_in_n: int
     tokens: list[int]
-    started: frames.Started | None = None
-    finish: frames.Finish | None = None
+    started: frames.SequenceStarted | None = None
+    finish: frames.SequenceFinished | None = None
     logprobs: list[frames.TokenLogprobs] = []
     vector: bytes | None = None  # what a prompt with `pooling` became; its only step has it
 
 
-class Stream:
+class ReplicaStream:
     """One request's steps, in order. It ends after the last choice's finish.
 
     Bounded: once STEPS_MAX steps wait for a slow reader, further tokens join the last waiting step of their choice,
@@ -80,18 +80,18 @@ class Stream:
         self._first = first
         self._n = n
         self._open = n
-        self._steps: deque[Step] = deque()
+        self._steps: deque[OutputDelta] = deque()
         self._loop = connection.loop
         self._waiter: asyncio.Future[None] | None = None
         self._lost: Exception | None = None
         self._submitted_s = time.monotonic()
-        self.started: frames.Started | None = None  # of the choice that started last, whoever took that step
+        self.started: frames.SequenceStarted | None = None  # of the choice that started last, whoever took that step
         self.taken_s: float | None = None  # from the order's writing to the arrival of its first token
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Step:
+    async def __anext__(self) -> OutputDelta:
         """Raises ReplicaLost, Asleep or Rejected, after the steps that came before."""
         while not self._steps:
             if self._lost is not None:
@@ -114,7 +114,7 @@ class Stream:
     @property
     def asleep(self) -> bool:
         """Whether it ended with Asleep."""
-        return isinstance(self._lost, Asleep)
+        return isinstance(self._lost, ReplicaAsleep)
 
     def stop(self, index_in_n: int) -> None:
         """Ends one choice early: the replica is told, nothing more of it is received. Idempotent."""
@@ -129,7 +129,7 @@ class Stream:
             self._steps.clear()
             self._wake()
 
-    def _push(self, step: Step) -> None:
+    def _push(self, step: OutputDelta) -> None:
         if self.taken_s is None and step.tokens:
             self.taken_s = self._connection.received_s - self._submitted_s
         if step.started is not None:
@@ -140,13 +140,13 @@ class Stream:
         steps.append(step)
         self._wake()
 
-    def _begin(self, started: frames.Started) -> None:
+    def _begin(self, started: frames.SequenceStarted) -> None:
         self.started = started
         if self._asked_s is not None:
             self._connection.waited(self._connection.received_s - self._asked_s)
             self._asked_s = None
 
-    def _join(self, step: Step) -> bool:
+    def _join(self, step: OutputDelta) -> bool:
         """Adds the step's tokens to the last waiting one of its choice; false where there is none."""
         for back in range(len(self._steps) - 1, max(-1, len(self._steps) - 1 - self._n), -1):
             last = self._steps[back]
@@ -172,7 +172,7 @@ class Stream:
             waiter.set_result(None)
 
 
-class Link:
+class ReplicaClient:
     """A replica chosen for one request, which has waited `held_s` for it. `asked_s`: as in Stream."""
 
     __slots__ = ("_asked_s", "_replica", "held_s")
@@ -193,16 +193,16 @@ class Link:
         *,
         tokens: bytes,
         scope: Scope,
-        sampling: Sampling,
+        sampling: SamplingParams,
         max_tokens: int,
         stop_ids: list[int] | None = None,
         n: int = 1,
         traceparent: str = "",
-        terms: Terms = Terms(),  # noqa: B008 frozen
+        terms: SchedulingTerms = SchedulingTerms(),  # noqa: B008 frozen
         deadline_ms: int = 0,
         grammar: Grammar | None = None,
         pooling: Pooling | None = None,
-    ) -> Stream:
+    ) -> ReplicaStream:
         """Writes one frame. Raises ReplicaLost where the connection ended meanwhile, Rejected where it is congested."""
         return self._replica.submit(
             lambda id: frames.Submit(
@@ -225,7 +225,7 @@ class Link:
         )
 
 
-class Connection(asyncio.Protocol):
+class FrameProtocol(asyncio.Protocol):
     """One socket that speaks frames. `lost` is set once it is closed, with the reason in `why`."""
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ class Connection(asyncio.Protocol):
     def send(self, frame: frames.Frame) -> None:
         """Nothing is sent on a connection that has ended."""
         if self._transport is not None:
-            self._transport.write(frames.encode(frame))
+            self._transport.write(frames.encode_frame(frame))
 
     def close(self, why: str) -> None:
         self.why = why
@@ -274,40 +274,40 @@ class Connection(asyncio.Protocol):
                 self.close("the gateway closed it")
 
 
-class MachineConnection(Connection):
+class MachineConnection(FrameProtocol):
     """The connection to one machine. `models` are those that it said last it has replicas of."""
 
-    def __init__(self, changed: Callable[["MachineConnection", frames.Fleet], None]) -> None:
+    def __init__(self, changed: Callable[["MachineConnection", frames.MachineState], None]) -> None:
         super().__init__()
         self.models: frozenset[str] = frozenset()
         self._changed = changed
 
     def receive(self, frame: frames.Frame) -> None:
-        if isinstance(frame, frames.Fleet):
+        if isinstance(frame, frames.MachineState):
             self._changed(self, frame)
 
-    def tell(self, wake: frames.Wake) -> None:
+    def tell(self, wake: frames.ModelDemand) -> None:
         """Left out where the machine does not read: it is told again."""
         if self._transport is not None and self._transport.get_write_buffer_size() <= WRITE_BYTES_MAX:
             self.send(wake)
 
 
-class ReplicaConnection(Connection):
+class ReplicaConnection(FrameProtocol):
     """The connection to one replica, and the streams on it. `waited` is told for how long a request did that found its
     model asleep."""
 
     def __init__(
-        self, address: str, changed: Callable[[], None], tally: Tally, waited: Callable[[float], None]
+        self, address: str, changed: Callable[[], None], tally: ReplicaCounters, waited: Callable[[float], None]
     ) -> None:
         super().__init__()
         self._tally = tally
         self.address = address
         self.waited = waited
-        self.lately = Lately()
+        self.lately = RecentLoad()
         self.hello: frames.Hello | None = None
-        self.load: frames.Load | None = None
+        self.load: frames.ReplicaLoad | None = None
         self._changed = changed
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, ReplicaStream] = {}
         self._next = 1
         self._since_load = [0, 0]  # of live sequences, and of those in the background
 
@@ -328,21 +328,21 @@ class ReplicaConnection(Connection):
 
     def submit(
         self, frame_for: Callable[[int], frames.Submit], n: int, *, background: bool, asked_s: float | None
-    ) -> Stream:
+    ) -> ReplicaStream:
         transport = self._transport
         if transport is None:
             raise ReplicaLost(f"the replica at {self.address} was lost: {self.why}")
         if transport.get_write_buffer_size() > WRITE_BYTES_MAX:
-            raise Rejected(RejectReason.BUSY, "the replica reads too slowly, try again", 1000)
+            raise ReplicaRejected(RejectReason.BUSY, "the replica reads too slowly, try again", 1000)
         first, self._next = self._next, self._next + n
-        transport.write(frames.encode(frame_for(first)))
-        stream = Stream(self, first, n, asked_s)
+        transport.write(frames.encode_frame(frame_for(first)))
+        stream = ReplicaStream(self, first, n, asked_s)
         for id in range(first, first + n):
             self._streams[id] = stream
         self._since_load[background] += n
         return stream
 
-    def forget(self, stream: Stream, *, cancel: bool) -> None:
+    def forget(self, stream: ReplicaStream, *, cancel: bool) -> None:
         ids = [id for id in range(stream._first, stream._first + stream._n) if self._streams.pop(id, None)]
         if cancel and ids:
             self.send(frames.Cancel(ids))
@@ -352,7 +352,7 @@ class ReplicaConnection(Connection):
         for stream in set(self._streams.values()):
             if stream.started is None:
                 self.forget(stream, cancel=True)
-                stream._fail(Asleep())
+                stream._fail(ReplicaAsleep())
 
     def forget_one(self, id: int) -> bool:
         """False where that sequence has ended already."""
@@ -362,9 +362,9 @@ class ReplicaConnection(Connection):
         return True
 
     def receive(self, frame: frames.Frame) -> None:
-        if isinstance(frame, frames.Progress):
+        if isinstance(frame, frames.StepOutputs):
             self._progress(frame)
-        elif isinstance(frame, frames.Load):
+        elif isinstance(frame, frames.ReplicaLoad):
             was = self.ready
             self.load, self._since_load = frame, [0, 0]
             if self.hello is not None:
@@ -376,17 +376,18 @@ class ReplicaConnection(Connection):
             stream = self._streams.get(frame.id)
             if stream is not None:
                 self.forget(stream, cancel=False)
-                stream._fail(Rejected(frame.reason, frame.message, frame.retry_after_ms))
+                stream._fail(ReplicaRejected(frame.reason, frame.message, frame.retry_after_ms))
         elif isinstance(frame, frames.Hello):
-            if frame.protocol != frames.PROTOCOL:
+            if frame.protocol != frames.PROTOCOL_VERSION:
                 self.close(
-                    f"it speaks protocol {frame.protocol}, this gateway {frames.PROTOCOL}: install the same hearth"
+                    f"it speaks protocol {frame.protocol}, this gateway {frames.PROTOCOL_VERSION}: install the same "
+                    f"hearth"
                 )
                 return
             self.hello = frame
             self._changed()
 
-    def _progress(self, frame: frames.Progress) -> None:
+    def _progress(self, frame: frames.StepOutputs) -> None:
         """What begins or ends goes first: a first token is written before the others' next ones."""
         tokens = memoryview(frame.tokens).cast("I").tolist()
         special = {item.id for column in (frame.started, frame.finished, frame.logprobs) for item in column}
@@ -395,10 +396,10 @@ class ReplicaConnection(Connection):
         streams, start = self._streams, 0
         for id, count in zip(frame.ids, frame.counts, strict=True):
             if id not in special and (stream := streams.get(id)) is not None:
-                stream._push(Step(id - stream._first, tokens[start : start + count]))
+                stream._push(OutputDelta(id - stream._first, tokens[start : start + count]))
             start += count
 
-    def _progress_in_full(self, frame: frames.Progress, tokens: list[int], special: set[int]) -> None:
+    def _progress_in_full(self, frame: frames.StepOutputs, tokens: list[int], special: set[int]) -> None:
         """Of the sequences of which the frame says more than their tokens, in the order started, going on, ended."""
         gained, start = {item.id: list[int]() for item in frame.started}, 0
         for id, count in zip(frame.ids, frame.counts, strict=True):
@@ -420,7 +421,7 @@ class ReplicaConnection(Connection):
                 stream._open -= 1
             new = gained.get(id, [])
             more = started.get(id), finished.get(id), logprobs.get(id, []), vectors.get(id)
-            stream._push(Step(id - stream._first, new, *more))
+            stream._push(OutputDelta(id - stream._first, new, *more))
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
@@ -431,7 +432,7 @@ class ReplicaConnection(Connection):
         self._changed()
 
 
-_C = TypeVar("_C", bound=Connection)
+_C = TypeVar("_C", bound=FrameProtocol)
 
 
 async def connect(address: str, make: Callable[[], _C]) -> _C:
@@ -444,10 +445,10 @@ async def connect(address: str, make: Callable[[], _C]) -> _C:
         return (await loop.create_connection(make, *target))[1]
 
 
-def said(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     return str(error) or f"no answer within {CONNECT_S:g} s"
 
 
-def pack(tokens: Iterable[int]) -> bytes:
+def pack_token_ids(tokens: Iterable[int]) -> bytes:
     """Token ids as the frames carry them: u32 little-endian."""
     return array("I", tokens).tobytes()

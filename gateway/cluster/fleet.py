@@ -18,9 +18,9 @@ from engine.protocol import frames
 from engine.protocol.address import parse_address
 from engine.protocol.types import Residency
 from gateway.cluster import route
-from gateway.cluster.client import Link, MachineConnection, ReplicaConnection, connect, said
-from gateway.cluster.replica_counters import Lately, Tally
-from gateway.cluster.wake_queue import Waiters
+from gateway.cluster.client import MachineConnection, ReplicaClient, ReplicaConnection, connect, error_text
+from gateway.cluster.replica_counters import RecentLoad, ReplicaCounters
+from gateway.cluster.wake_queue import WakeQueue
 
 BACKOFF_S: Final = (0.05, 2.0)
 LEAVING_MS: Final = 1000  # what leaves the device is reckoned to be back in
@@ -30,7 +30,7 @@ RETRY_LATER_S: Final = 30  # where none can serve it
 log = logging.getLogger(__name__)
 
 
-class Unavailable(Exception):
+class NoReplicaAvailable(Exception):
     """No replica could serve the model before the deadline. `loading`: one may come, in `retry_after_s` as far as that
     can be told; else the model cannot be served here."""
 
@@ -42,7 +42,7 @@ class Unavailable(Exception):
 
 
 @dataclass(slots=True)
-class _Known:
+class _ReplicaEntry:
     """A replica that a machine told of, and the task that keeps the connection to it."""
 
     state: frames.ReplicaState
@@ -96,7 +96,7 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ReplicaView:
     """One replica as this gateway sees it, for readiness, metrics and operators.
 
     machine     the address of its own.
@@ -110,8 +110,8 @@ class Seen:
     ready: bool
     expected_s: float | None
     problem: str
-    load: frames.Load | None
-    lately: Lately
+    load: frames.ReplicaLoad | None
+    lately: RecentLoad
 
     @property
     def model(self) -> str:
@@ -119,16 +119,16 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineSeen:
+class MachineView:
     """What a machine said last, and why there is no connection to it, where there is none."""
 
     address: str
-    said: frames.Fleet
+    said: frames.MachineState
     problem: str
-    replicas: list[Seen]
+    replicas: list[ReplicaView]
 
 
-class Fleet:
+class ReplicaFleet:
     """All machines' replicas. `run` keeps the connections; `link` chooses among those that can serve. `waited` is told
     of each request that found its model asleep for how long it waited: until a replica began with it, or it gave up.
     """
@@ -144,12 +144,12 @@ class Fleet:
             parse_address(address)  # a wrong one is an error at the start, not a retry for ever
         self._addresses = list(dict.fromkeys(machine_addresses))
         self._rng = rng or random.Random()
-        self.tally = Tally()
+        self.tally = ReplicaCounters()
         self._waited = waited
-        self._waiters = Waiters(self._tell)
-        self._known: dict[tuple[str, str], _Known] = {}
+        self._waiters = WakeQueue(self._tell)
+        self._known: dict[tuple[str, str], _ReplicaEntry] = {}
         self._machines: dict[str, MachineConnection] = {}
-        self._said: dict[str, frames.Fleet] = {}
+        self._said: dict[str, frames.MachineState] = {}
         self._problems: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -161,31 +161,31 @@ class Fleet:
 
     # What is known
 
-    def replicas(self) -> list[Seen]:
+    def replicas(self) -> list[ReplicaView]:
         """What is known now, in the order in which it became known."""
         return [self._seen(machine, known) for (machine, _), known in self._known.items()]
 
-    def _seen(self, machine: str, known: _Known) -> Seen:
+    def _seen(self, machine: str, known: _ReplicaEntry) -> ReplicaView:
         state, connection = known.state, known.connection
         serves = known.ready and known.present
         expected_ms = known.expected_ms if machine in self._machines else None
-        return Seen(
+        return ReplicaView(
             machine=machine,
             state=state,
             ready=serves,
             expected_s=0.0 if serves else None if expected_ms is None else expected_ms / 1000,
             problem="" if serves else state.problem or (known.problem if known.reachable else ""),
             load=connection.load if connection else None,
-            lately=connection.lately if connection else Lately(),
+            lately=connection.lately if connection else RecentLoad(),
         )
 
-    def machines(self) -> list[MachineSeen]:
+    def machines(self) -> list[MachineView]:
         """All of the configuration, in its order."""
         seen = self.replicas()
         return [
-            MachineSeen(
+            MachineView(
                 address,
-                self._said.get(address, frames.Fleet("", [])),
+                self._said.get(address, frames.MachineState("", [])),
                 self._problems.get(address, ""),
                 [replica for replica in seen if replica.machine == address],
             )
@@ -247,7 +247,7 @@ class Fleet:
         *,
         weight: float = 1.0,
         background: bool = False,
-    ) -> Link:
+    ) -> ReplicaClient:
         """A replica for this prompt (packed u32), waiting until the loop's clock shows `deadline` at the latest. The
         same one for all calls of a scope's session, as long as it lives and has no more than its share of the load. For
         live calls what is in the background there is no load, and what is in the background waits for no model: it
@@ -273,9 +273,9 @@ class Fleet:
         ]
         chosen = able[route.pick(candidates, scope, tokens, session)]
         asleep = waited or not self._present(model)
-        return Link(chosen, time.monotonic() - began_s if waited else 0.0, began_s if asleep else None)
+        return ReplicaClient(chosen, time.monotonic() - began_s if waited else 0.0, began_s if asleep else None)
 
-    def _of(self, model: str) -> list[_Known]:
+    def _of(self, model: str) -> list[_ReplicaEntry]:
         return [known for known in self._known.values() if known.state.model == model]
 
     def _present(self, model: str) -> list[ReplicaConnection]:
@@ -302,17 +302,17 @@ class Fleet:
         of = self._of(model)
         return bool(of) and not self._away(model) and all(known.hopeless for known in of)
 
-    def _unavailable(self, model: str) -> Unavailable:
+    def _unavailable(self, model: str) -> NoReplicaAvailable:
         of = self._of(model)
         if not of:
             why = "; ".join(self._problems.values()) or "no machine serves it"
-            return Unavailable(f"nothing serves {model} now: {why}", False, RETRY_LATER_S)
+            return NoReplicaAvailable(f"nothing serves {model} now: {why}", False, RETRY_LATER_S)
         why = self._why(model)
         if self._hopeless(model):
             pauses_ms = [known.state.ready_ms for known in of if known.state.ready_ms > 0]
             retry_after_s = math.ceil(min(pauses_ms) / 1000) if pauses_ms else RETRY_LATER_S
-            return Unavailable(f"{model} cannot be served: {why}", False, retry_after_s)
-        return Unavailable(f"{model} is not ready: {why}", True, self.expected_s(model) or RETRY_SOON_S)
+            return NoReplicaAvailable(f"{model} cannot be served: {why}", False, retry_after_s)
+        return NoReplicaAvailable(f"{model} is not ready: {why}", True, self.expected_s(model) or RETRY_SOON_S)
 
     def _why(self, model: str) -> str:
         """What its machines say, and of those that are away that they are."""
@@ -330,7 +330,7 @@ class Fleet:
             if self._able(model) or self._hopeless(model):
                 self._waiters.release(model)
 
-    def _tell(self, wake: frames.Wake) -> None:
+    def _tell(self, wake: frames.ModelDemand) -> None:
         for machine in self._machines.values():
             if wake.model in machine.models:
                 machine.tell(wake)
@@ -338,7 +338,7 @@ class Fleet:
     # Connections
 
     async def _keep_machine(self, address: str, group: asyncio.TaskGroup) -> None:
-        def told(machine: MachineConnection, fleet: frames.Fleet) -> None:
+        def told(machine: MachineConnection, fleet: frames.MachineState) -> None:
             self._machines[address] = machine
             self._told(address, machine, fleet, group)
 
@@ -347,7 +347,7 @@ class Fleet:
             try:
                 machine = await connect(address, lambda: MachineConnection(told))
             except (OSError, TimeoutError) as error:
-                self._problems[address] = f"the machine at {address} cannot be reached: {said(error)}"
+                self._problems[address] = f"the machine at {address} cannot be reached: {error_text(error)}"
             else:
                 self._problems.pop(address, None)
                 await machine.until_lost()
@@ -356,7 +356,9 @@ class Fleet:
                 waits = self._waits()
             await asyncio.sleep(next(waits))
 
-    def _told(self, address: str, machine: MachineConnection, fleet: frames.Fleet, group: asyncio.TaskGroup) -> None:
+    def _told(
+        self, address: str, machine: MachineConnection, fleet: frames.MachineState, group: asyncio.TaskGroup
+    ) -> None:
         """A machine's new word replaces its old one. Connections stay: they end by themselves when a replica does."""
         self._said[address] = fleet
         told = {state.address: state for state in fleet.replicas}
@@ -368,7 +370,7 @@ class Fleet:
         for replica, state in told.items():
             before = self._known.get((address, replica))
             hopeless = before is not None and before.hopeless
-            known = self._known.setdefault((address, replica), _Known(state))
+            known = self._known.setdefault((address, replica), _ReplicaEntry(state))
             known.state = state
             if known.hopeless and not hopeless:
                 _tell_operators(fleet.machine, state)
@@ -379,7 +381,7 @@ class Fleet:
             machine.tell(self._waiters.wake(model))
         self._changed()
 
-    def _follow(self, known: _Known, group: asyncio.TaskGroup) -> None:
+    def _follow(self, known: _ReplicaEntry, group: asyncio.TaskGroup) -> None:
         """What a machine's new word of a replica means for the connection to it."""
         known.changed.set()
         if known.task is None and known.reachable:
@@ -387,7 +389,7 @@ class Fleet:
         if known.connection is not None and not (known.present or known.coming):
             known.connection.take_back()
 
-    async def _keep_replica(self, known: _Known) -> None:
+    async def _keep_replica(self, known: _ReplicaEntry) -> None:
         address, model = known.state.address, known.state.model
         waits = self._waits()
 
@@ -400,7 +402,7 @@ class Fleet:
                 try:
                     known.connection = await connect(address, make)
                 except (OSError, TimeoutError) as error:
-                    known.problem = f"the replica at {address} cannot be reached: {said(error)}"
+                    known.problem = f"the replica at {address} cannot be reached: {error_text(error)}"
                 else:
                     known.problem = ""
                     if await self._use(known, known.connection):
@@ -410,7 +412,7 @@ class Fleet:
                 async with asyncio.timeout(wait_s):
                     await known.changed.wait()
 
-    async def _use(self, known: _Known, replica: ReplicaConnection) -> bool:
+    async def _use(self, known: _ReplicaEntry, replica: ReplicaConnection) -> bool:
         """Until the connection ends; whether anything could be submitted on it."""
         self._changed()  # what it says of itself may have come with the connection
         try:

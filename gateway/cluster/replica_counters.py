@@ -5,32 +5,37 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final
 
-from engine.protocol.frames import Hello, Load
+from engine.protocol.frames import Hello, ReplicaLoad
 
-CAUSES: Final = ("space", "cap", "epoch", "age")  # why blocks were evicted
-TURNED_AWAY: Final = ("refused_full", "refused_deadline", "expired_requests", "displaced_requests")  # from the queue
-COUNTED: Final = (
+EVICTION_CAUSES: Final = ("space", "cap", "epoch", "age")  # why blocks were evicted
+QUEUE_REJECTIONS: Final = (
+    "refused_full",
+    "refused_deadline",
+    "expired_requests",
+    "displaced_requests",
+)  # from the queue
+COUNTER_NAMES: Final = (
     *("lookups", "lookup_tokens", "hit_tokens", "inserted_blocks", "duplicate_blocks", "spared_keys"),
-    *(f"evicted_{cause}_blocks" for cause in CAUSES),
-    *TURNED_AWAY,
+    *(f"evicted_{cause}_blocks" for cause in EVICTION_CAUSES),
+    *QUEUE_REJECTIONS,
     *("preemptions", "stale_pages"),
 )
 
 
-LATELY_S: Final = 5.0
+RECENT_S: Final = 5.0
 
 
-class Lately:
+class RecentLoad:
     """What one start of a replica counted in its last seconds."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int, int, int]] = deque()
 
-    def take(self, now: float, load: Load) -> None:
+    def take(self, now: float, load: ReplicaLoad) -> None:
         counted = load.counters.get
         marks = self._marks
         marks.append((now, counted("computed_tokens", 0), counted("lookup_tokens", 0), counted("hit_tokens", 0)))
-        while now - marks[0][0] > LATELY_S:
+        while now - marks[0][0] > RECENT_S:
             marks.popleft()
 
     @property
@@ -54,7 +59,7 @@ class Lately:
 
 
 @dataclass(slots=True)
-class _Last:
+class _LastReport:
     """What a replica said last, and which start of it that was."""
 
     model: str
@@ -63,28 +68,28 @@ class _Last:
     shared_blocks: int
 
 
-class Tally:
+class ReplicaCounters:
     """Sums that never go back: a replica that starts again counts from zero, one that is gone keeps what it counted.
 
     Bounded by the replicas that are told of and the models they ever served.
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, _Last] = {}
+        self._last: dict[str, _LastReport] = {}
         self._sums: dict[str, Counter[str]] = {}
         self._restarts: Counter[str] = Counter()
 
-    def take(self, address: str, hello: Hello, load: Load) -> None:
+    def take(self, address: str, hello: Hello, load: ReplicaLoad) -> None:
         """A replica's new word. Costs a few microseconds."""
         start = (hello.boot, hello.pid)
         last = self._last.get(address)
         before = last.counters if last is not None and last.start == start else {}
         self._restarts[hello.model] += last is not None and last.start != start
-        counters = {name: load.counters.get(name, 0) for name in COUNTED}
+        counters = {name: load.counters.get(name, 0) for name in COUNTER_NAMES}
         sums = self._sums.setdefault(hello.model, Counter())
         for name, count in counters.items():
             sums[name] += max(0, count - before.get(name, 0))
-        self._last[address] = _Last(hello.model, start, counters, load.shared_blocks)
+        self._last[address] = _LastReport(hello.model, start, counters, load.shared_blocks)
 
     def lost(self, address: str) -> None:
         """The connection ended: what was counted stays, what is held now is unknown."""

@@ -8,7 +8,7 @@ import xxhash
 
 KEY_TOKENS = 64
 BALANCE = 1.25
-LIGHT = 4  # sequences that a replica runs together at little cost: below it, the cache counts for more
+LIGHT_LOAD = 4  # sequences that a replica runs together at little cost: below it, the cache counts for more
 
 
 class Candidate(NamedTuple):
@@ -34,7 +34,7 @@ def pick(
     if len(candidates) == 1:
         return 0
     mean = (sum(candidate.load for candidate in candidates) + 1) / len(candidates)
-    bound = max(math.ceil(balance * mean), LIGHT)
+    bound = max(math.ceil(balance * mean), LIGHT_LOAD)
     key = xxhash.xxh3_64_intdigest(session or _key(tokens), seed=xxhash.xxh3_64_intdigest(scope))
     ranked = sorted(
         (xxhash.xxh3_64_intdigest(candidate.name.encode(), seed=key), index)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from engine.protocol.frames import Wake
+from engine.protocol.frames import ModelDemand
 
-AGAIN_S: Final = 1.0  # a machine hears of them anew after it
-GATHER_S: Final = 0.005  # what changes within it is told at once
+REPEAT_S: Final = 1.0  # a machine hears of them anew after it
+COALESCE_S: Final = 0.005  # what changes within it is told at once
 QUEUED_PATIENCE_MS: Final = 3_600_000  # of batches, which give up after a day
 
 
@@ -21,14 +21,14 @@ class _Waiter:
     turn: asyncio.Future[None]
 
 
-class Waiters:
+class WakeQueue:
     """One gateway's, by model. `tell` gets a Wake at each change, the first at once, later ones gathered for some
     milliseconds; `run` repeats it each second. So what they cost does not grow with how many wait.
 
     Beside them are batches whose model sleeps: they count only while nobody waits for it.
     """
 
-    def __init__(self, tell: Callable[[Wake], None]) -> None:
+    def __init__(self, tell: Callable[[ModelDemand], None]) -> None:
         self._tell = tell
         self._waiting: dict[str, dict[_Waiter, None]] = {}  # in the order in which they came
         self._queued: dict[str, tuple[int, float]] = {}
@@ -73,18 +73,20 @@ class Waiters:
         if before != self._queued.get(model):
             self._changed(model)
 
-    def wake(self, model: str) -> Wake:
+    def wake(self, model: str) -> ModelDemand:
         """What a machine is to know now."""
         if waiting := self._waiting.get(model):
             left_s = min(waiter.deadline for waiter in waiting) - asyncio.get_running_loop().time()
-            return Wake(model, len(waiting), max(waiter.weight for waiter in waiting), max(1, int(1000 * left_s)))
+            return ModelDemand(
+                model, len(waiting), max(waiter.weight for waiter in waiting), max(1, int(1000 * left_s))
+            )
         requests, weight = self._queued.get(model, (0, 1.0))
-        return Wake(model, requests, weight, QUEUED_PATIENCE_MS if requests else 0)
+        return ModelDemand(model, requests, weight, QUEUED_PATIENCE_MS if requests else 0)
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(REPEAT_S)
             for model in self.models:
                 self._tell(self.wake(model))
 
@@ -101,7 +103,7 @@ class Waiters:
         loop = asyncio.get_running_loop()
         if model in self._gathering:
             return
-        left_s = self._told_at.get(model, -math.inf) + GATHER_S - loop.time()
+        left_s = self._told_at.get(model, -math.inf) + COALESCE_S - loop.time()
         if left_s <= 0:
             self._tell_now(model)
         else:

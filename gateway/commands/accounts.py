@@ -8,7 +8,7 @@ import msgspec
 from msgspec import structs
 
 from gateway.commands import transfer
-from gateway.commands.limits import add_limits, changed, given, in_words, or_none, rows
+from gateway.commands.limits import add_limits, changed_limits, given_limits, limits_rows, limits_text, or_none
 from gateway.commands.output import (
     add_action,
     add_command,
@@ -19,7 +19,7 @@ from gateway.commands.output import (
     split,
     time_text,
 )
-from gateway.commands.store_access import Tenantry, account_json, ask
+from gateway.commands.store_access import StoreAccess, account_json, with_store_access
 from tenants.auth.accounts import Account
 from tenants.records.limits import NO_LIMITS
 from tenants.records.plans import DEFAULT_PLAN
@@ -91,11 +91,11 @@ def _add_settings(action: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    return ask(read_settings(options), lambda tenantry: _ACTION[options.action](tenantry, options))
+    return with_store_access(read_settings(options), lambda tenantry: _ACTION[options.action](tenantry, options))
 
 
-async def _create(tenantry: Tenantry, options: argparse.Namespace) -> int:
-    account, secret = await tenantry.open_account(options.name, changed(NO_LIMITS, options), options.plan)
+async def _create(tenantry: StoreAccess, options: argparse.Namespace) -> int:
+    account, secret = await tenantry.open_account(options.name, changed_limits(NO_LIMITS, options), options.plan)
     if options.json:
         print_json({**account_json(account), "token": secret})
     else:
@@ -103,57 +103,57 @@ async def _create(tenantry: Tenantry, options: argparse.Namespace) -> int:
     return 0
 
 
-async def _list(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _list(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     found = await tenantry.accounts.list()
     if options.json:
         print_json([account_json(account) for account in found])
         return 0
-    table = [(one.id, one.name, one.plan.name, _state(one), in_words(one.limits)) for one in found]
+    table = [(one.id, one.name, one.plan.name, _state(one), limits_text(one.limits)) for one in found]
     print_table(("ACCOUNT", "NAME", "PLAN", "STATE", "LIMITS"), table)
     return 0
 
 
-async def _show(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _show(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     account = await tenantry.accounts.get(options.account)
     return _print(account, options, _print_whole)
 
 
-async def _limits(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _limits(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     account = await tenantry.accounts.get(options.account)
-    if changed(account.ceiling, options) != account.ceiling:
+    if changed_limits(account.ceiling, options) != account.ceiling:
         account = await tenantry.accounts.amend(
-            account.id, lambda account: structs.replace(account, ceiling=changed(account.ceiling, options))
+            account.id, lambda account: structs.replace(account, ceiling=changed_limits(account.ceiling, options))
         )
         await tenantry.note(account.id, "account.change", account.id, ceiling=account.ceiling)
     return _print(account, options, _print_limits)
 
 
-async def _plan(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _plan(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     plan = await tenantry.accounts.plan(options.plan)
     account = await tenantry.accounts.amend(options.account, lambda account: structs.replace(account, plan=plan))
     await tenantry.note(account.id, "account.change", account.id, plan=plan.name)
     return _print(account, options, _print_limits)
 
 
-async def _suspend(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _suspend(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     account = await tenantry.accounts.suspend(options.account)
     await tenantry.note(account.id, "account.suspend", account.id)
     return _print(account, options, lambda account: print(f"{account.id} is suspended"))
 
 
-async def _resume(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _resume(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     account = await tenantry.accounts.resume(options.account)
     await tenantry.note(account.id, "account.resume", account.id)
     return _print(account, options, lambda account: print(f"{account.id} is served again"))
 
 
-async def _purge_cache(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _purge_cache(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     account = await tenantry.accounts.purge_cache(options.account)
     await tenantry.note(account.id, "account.purge_cache", account.id, epoch=account.epoch)
     return _print(account, options, lambda account: print(f"nothing cached for {account.id} is found any more"))
 
 
-async def _settings(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _settings(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     account = await tenantry.accounts.get(options.account)
     wished = _wished(account.settings, options)
     if wished.sharing and account.id not in wished.sharing:
@@ -169,8 +169,8 @@ async def _settings(tenantry: Tenantry, options: argparse.Namespace) -> int:
 def _wished(settings: Settings, options: argparse.Namespace) -> Settings:
     """With what the options say. Raises ValueError in words for people."""
     names = ("zero_retention", "cache_scope", "cache_keep_s", "sharing", "regions")
-    notices = given(options, "notices_url", "notices_at")
-    said: dict[str, Any] = {**msgspec.to_builtins(settings), **given(options, *names)}
+    notices = given_limits(options, "notices_url", "notices_at")
+    said: dict[str, Any] = {**msgspec.to_builtins(settings), **given_limits(options, *names)}
     if notices.get("notices_url", "") is None:
         said["notices"] = None
     elif notices:
@@ -199,7 +199,7 @@ def _print_whole(account: Account) -> None:
 
 
 def _print_limits(account: Account) -> None:
-    table = rows(account.limits, account.plan.limits, account.ceiling, account.own)
+    table = limits_rows(account.limits, account.plan.limits, account.ceiling, account.own)
     print_table(("LIMIT", "HOLDS", f"PLAN {account.plan.name}", "OPERATOR", "ITS OWN"), table)
 
 

@@ -11,8 +11,8 @@ from msgspec import structs
 from tqdm import tqdm
 
 from gateway.commands.output import add_action, add_command, print_json, print_table, read_settings, time_text
-from gateway.commands.store_access import Tenantry, ask
-from tenants.audit import SYSTEM, Verdict
+from gateway.commands.store_access import StoreAccess, with_store_access
+from tenants.audit import SYSTEM, ChainVerdict
 from tenants.records.audit_entry import AuditEntry
 
 _TEACHING = """\
@@ -49,10 +49,10 @@ def _of_chain(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> int:
     actions = {"list": _list, "verify": _verify}
-    return ask(read_settings(options), lambda tenantry: actions[options.action](tenantry, options))
+    return with_store_access(read_settings(options), lambda tenantry: actions[options.action](tenantry, options))
 
 
-async def _chains(tenantry: Tenantry, options: argparse.Namespace) -> list[str]:
+async def _chains(tenantry: StoreAccess, options: argparse.Namespace) -> list[str]:
     if options.all:
         return [SYSTEM, *(account.id for account in await tenantry.accounts.list())]
     if options.account != SYSTEM:
@@ -60,7 +60,7 @@ async def _chains(tenantry: Tenantry, options: argparse.Namespace) -> list[str]:
     return [options.account]
 
 
-async def _list(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _list(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     found = [
         entry
         for chain in await _chains(tenantry, options)
@@ -78,7 +78,7 @@ async def _list(tenantry: Tenantry, options: argparse.Namespace) -> int:
     return 0
 
 
-async def _verify(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _verify(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     chains = await _chains(tenantry, options)
     if options.head is not None and len(chains) > 1:
         raise ValueError("--head is of one log: name its account instead of --all")
@@ -92,13 +92,13 @@ async def _verify(tenantry: Tenantry, options: argparse.Namespace) -> int:
     return int(any(verdict.problem is not None for verdict in verdicts.values()))
 
 
-def _verdict_json(chain: str, verdict: Verdict) -> dict[str, Any]:
+def _verdict_json(chain: str, verdict: ChainVerdict) -> dict[str, Any]:
     broken_at = verdict.seq if verdict.problem is not None else None
     told = {"entries": verdict.entries, "head": verdict.head, "broken_at": broken_at, "problem": verdict.problem}
     return {"account_id": chain, **told}
 
 
-def _in_words(verdict: Verdict) -> str:
+def _in_words(verdict: ChainVerdict) -> str:
     return "whole" if verdict.problem is None else f"BROKEN at entry {verdict.seq}: {verdict.problem}"
 
 

@@ -13,15 +13,15 @@ from typing import Any, Final
 import msgspec
 from tqdm import tqdm
 
-from gateway.commands.output import add_command, fail, in_bytes, print_json, read_settings
-from gateway.commands.usage import Compared, balances
+from gateway.commands.output import add_command, fail, format_bytes, print_json, read_settings
+from gateway.commands.usage import BalanceRow, balances
 from gateway.config import Config
 from gateway.state_dir import server_secret
 from tenants import export
-from tenants.audit import SYSTEM, Audit
+from tenants.audit import SYSTEM, AuditLog
 from tenants.limits.outbox import SUFFIX
 from tenants.open import open_store
-from tenants.store.protocol import KEPT_DAYS, Store, StoreUnavailable
+from tenants.store.protocol import RETENTION_DAYS, Store, StoreUnavailable
 from tenants.store.sqlite.backup import check, close_up, copy
 
 _TEACHING = """\
@@ -45,7 +45,7 @@ SECRET: Final = "secret"
 OUTBOX: Final = "outbox"
 
 
-class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BackupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file of a backup."""
 
     bytes: int
@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     made_at: int
     store: str
-    files: dict[str, Kept]
+    files: dict[str, BackupFile]
 
 
 def add(commands: Any) -> None:
@@ -101,7 +101,7 @@ def _fill(config: Config, folder: Path) -> tuple[Manifest, list[str]]:
         store, problems = EXPORT, asyncio.run(_export(config, folder / EXPORT, secret))
     else:
         store, problems = DATABASE, _copy(database, folder / DATABASE, secret)
-    files = {str(path.relative_to(folder)): kept(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {str(path.relative_to(folder)): backup_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     manifest = Manifest(FORMAT, made_at, store, files)
     with open(folder / MANIFEST, "xb", opener=_private) as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
@@ -118,32 +118,32 @@ def _copy(database: Path, target: Path, secret: bytes) -> list[str]:
             bar.update(pages - left - bar.n)
 
         copy(database, target, progress)
-    problems = asyncio.run(examined(target, secret))
+    problems = asyncio.run(examine_database(target, secret))
     with target.open("rb") as made:
         os.fsync(made.fileno())
     return problems
 
 
-async def examined(database: Path, secret: bytes) -> list[str]:
+async def examine_database(database: Path, secret: bytes) -> list[str]:
     """What is not in order in a copy that nobody else has open, in words. It has this version's schema afterwards.
     Raises StoreUnavailable where it cannot be used at all."""
     check(database)
     store = open_store(f"sqlite:{database}")
     try:
-        problems = await look_through(store, secret)
+        problems = await examine_store(store, secret)
     finally:
         await store.close()
     close_up(database)
     return problems
 
 
-async def look_through(store: Store, secret: bytes) -> list[str]:
+async def examine_store(store: Store, secret: bytes) -> list[str]:
     """Compares all counters with the records, and walks all audit logs."""
-    today, audit = int(time.time()) // 86_400, Audit(store, secret)
+    today, audit = int(time.time()) // 86_400, AuditLog(store, secret)
     ids, problems = [account.id for account in await store.accounts()], []
     silent = not sys.stderr.isatty()
     for account_id in tqdm([SYSTEM, *ids], desc="check", unit=" accounts", file=sys.stderr, disable=silent):
-        async for one in balances(store, account_id, range(today - KEPT_DAYS, today + 2)):
+        async for one in balances(store, account_id, range(today - RETENTION_DAYS, today + 2)):
             problems += [_difference(one)] if one.counted != one.recorded else []
         verdict = await audit.verify(account_id)
         if verdict.problem is not None:
@@ -151,7 +151,7 @@ async def look_through(store: Store, secret: bytes) -> list[str]:
     return problems
 
 
-def _difference(one: Compared) -> str:
+def _difference(one: BalanceRow) -> str:
     return f"account {one.account_id}, day {one.day}, {one.subject}: {one.counted} counted and {one.recorded} recorded"
 
 
@@ -164,7 +164,7 @@ async def _export(config: Config, target: Path, secret: bytes) -> list[str]:
                 file.write(line)
             file.flush()
             os.fsync(file.fileno())
-        return await look_through(store, secret)
+        return await examine_store(store, secret)
     finally:
         await store.close()
 
@@ -174,7 +174,7 @@ def _tell(folder: Path, manifest: Manifest, problems: list[str], options: argpar
     if options.json:
         print_json({"folder": str(folder), **msgspec.to_builtins(manifest), "problems": problems})
     else:
-        print(f"{folder}: {len(manifest.files)} files, {in_bytes(size)}")
+        print(f"{folder}: {len(manifest.files)} files, {format_bytes(size)}")
     if manifest.store == EXPORT:
         print("this is an export; let Redis keep a full copy itself (appendonly yes, BGSAVE)", file=sys.stderr)
     for problem in problems:
@@ -188,9 +188,9 @@ def sqlite_path(config: Config) -> Path | None:
     return Path(path) if kind == "sqlite" else None
 
 
-def kept(path: Path) -> Kept:
+def backup_file(path: Path) -> BackupFile:
     with path.open("rb") as file:
-        return Kept(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return BackupFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from engine.protocol.reports import MEMORY_SUFFIX
-from gateway.bench.client import Measured, Target, measure_in_processes
-from gateway.bench.load import Load
-from gateway.bench.overhead import Cores, Share
-from gateway.bench.server import NotServing, Own, own_server
+from engine.protocol.reports import MEMORY_REPORT_SUFFIX
+from gateway.bench.client import LoadMeasurement, Target, measure_in_processes
+from gateway.bench.load import Workload
+from gateway.bench.overhead import GatewayShare, ProcessCpu
+from gateway.bench.server import NotServing, OwnServer, own_server
 from gateway.catalogue.catalogue import BUILT_IN
 from gateway.commands.output import add_command, fail, print_json, read_settings
 from gateway.state_dir import read_credentials
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if not all(target):
         return fail("there are no credentials here: start `hearth serve`, or say --base-url, --account and --token")
-    measured, report = asyncio.run(measure_beside(target, load_of(options), options.processes, None))
+    measured, report = asyncio.run(measure_beside(target, workload_of(options), options.processes, None))
     if options.json:
         print_json(report)
     else:
@@ -110,19 +110,19 @@ def run(options: argparse.Namespace) -> int:
     return _tell_failures(measured)
 
 
-def load_of(options: argparse.Namespace) -> Load:
-    return Load(
+def workload_of(options: argparse.Namespace) -> Workload:
+    return Workload(
         options.requests, options.streams, options.rate, options.words, options.max_tokens, options.chats,
         options.shared, seed=options.seed,
     )  # fmt: skip
 
 
 async def measure_beside(
-    target: Target, load: Load, processes: int, own: Own | None
-) -> tuple[Measured, dict[str, Any]]:
+    target: Target, load: Workload, processes: int, own: OwnServer | None
+) -> tuple[LoadMeasurement, dict[str, Any]]:
     """Measures, and reports the cores that it took as well; of a server of its own also what the gateway adds."""
-    cores = Cores(None if own is None else own.pid)
-    share = Share(own.target.base_url) if own else None
+    cores = ProcessCpu(None if own is None else own.pid)
+    share = GatewayShare(own.target.base_url) if own else None
     measured = await measure_in_processes(target, load, processes)
     report = {**measured.report(), "cores": cores.used()}
     added_ms = share.mean_ms() if share else None
@@ -157,14 +157,14 @@ def _run_own(options: argparse.Namespace) -> int:
     return failed
 
 
-def _chats(own: Own, streams: int, requests: int, seed: int) -> Load:
-    return Load(requests, streams, chats=True, vocabulary=own.vocabulary, seed=seed)
+def _chats(own: OwnServer, streams: int, requests: int, seed: int) -> Workload:
+    return Workload(requests, streams, chats=True, vocabulary=own.vocabulary, seed=seed)
 
 
-def _hardware(own: Own) -> str:
+def _hardware(own: OwnServer) -> str:
     """What the replica says that it runs on."""
     cores = f"{os.cpu_count()} CPU cores"
-    for path in Path(own.machine.removeprefix("unix:")).parent.rglob(f"*{MEMORY_SUFFIX}"):
+    for path in Path(own.machine.removeprefix("unix:")).parent.rglob(f"*{MEMORY_REPORT_SUFFIX}"):
         return f"{json.loads(path.read_text())['device']}, {cores}"
     return cores
 
@@ -217,7 +217,7 @@ def _commit() -> str:
     return os.environ.get("HEARTH_COMMIT") or asked.stdout.strip() or "unknown"
 
 
-def _tell_failures(measured: Measured) -> int:
+def _tell_failures(measured: LoadMeasurement) -> int:
     for failure in sorted(set(measured.failures))[:5]:
         fail(f"{measured.failures.count(failure)} requests failed: {failure}")
     return int(bool(measured.failures))

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from gateway.commands.output import add_command, fail, read_settings
-from gateway.observability.logging import keep_journal
+from gateway.observability.logging import configure_logging
 from gateway.privacy.process import scrub_memory
 from gateway.state_dir import server_secret
 from tenants.store.protocol import StoreUnavailable
@@ -33,10 +33,10 @@ def run(options: argparse.Namespace) -> int:
     if config.server.scrub_memory:
         scrub_memory()
     try:
-        from gateway.http.server import serve  # only here: other commands start without an HTTP server
+        from gateway.http.server import run_server  # only here: other commands start without an HTTP server
 
-        keep_journal(sys.stderr)
-        return serve(config, server_secret(config))
+        configure_logging(sys.stderr)
+        return run_server(config, server_secret(config))
     except StoreUnavailable as error:
         return fail(str(error))
     except OSError as error:

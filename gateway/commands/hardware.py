@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from engine.protocol.specs import DRIVER_BYTES
+from engine.protocol.specs import DRIVER_RESERVE_BYTES
 from gateway.config import MachineConfig
 
 MEMORY: Final = "memory"
@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
     architecture: tuple[int, int]
 
 
-class Room(NamedTuple):
+class DeviceBudget(NamedTuple):
     """A device: what replicas may hold of its memory, what they could hold without [machine] device_bytes, and what
     nobody uses now."""
 
@@ -69,18 +69,20 @@ def cuda_of_torch() -> str | None:
     return found.group(1) if found else None
 
 
-def usable(machine: MachineConfig, found: list[Gpu]) -> list[Gpu]:
+def usable_gpus(machine: MachineConfig, found: list[Gpu]) -> list[Gpu]:
     """The GPUs that models run on; none where the CPU does it."""
     if machine.device == "cpu" or cuda_of_torch() is None:
         return []
     return [gpu for gpu in found if gpu.architecture >= ARCHITECTURE]
 
 
-def rooms(machine: MachineConfig, usable: list[Gpu]) -> list[Room]:
+def device_budgets(machine: MachineConfig, usable: list[Gpu]) -> list[DeviceBudget]:
     """One for each of these GPUs, of which the driver keeps a little, else the host's memory, whose device is
     `memory`."""
-    devices = [(gpu.name, gpu.total_bytes - DRIVER_BYTES, gpu.free_bytes) for gpu in usable] or [(MEMORY, *memory())]
-    return [Room(name, min(most, machine.device_bytes or most), most, free) for name, most, free in devices]
+    devices = [(gpu.name, gpu.total_bytes - DRIVER_RESERVE_BYTES, gpu.free_bytes) for gpu in usable] or [
+        (MEMORY, *memory())
+    ]
+    return [DeviceBudget(name, min(most, machine.device_bytes or most), most, free) for name, most, free in devices]
 
 
 def memory() -> tuple[int, int]:

@@ -39,15 +39,15 @@ def or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+def given_limits(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Those of these options that were said, None for those that were taken back."""
     said: dict[str, Any | UnsetType] = {name: getattr(options, name) for name in names}
     return {name: None if value is UNSET else value for name, value in said.items() if value is not None}
 
 
-def changed(limits: Limits, options: argparse.Namespace) -> Limits:
+def changed_limits(limits: Limits, options: argparse.Namespace) -> Limits:
     """With what the options say. Raises ValueError in words for people."""
-    changes = given(options, *_HELP)
+    changes = given_limits(options, *_HELP)
     if changes.get("requests_per_minute", 0) is None:
         changes.setdefault("burst", None)  # the burst belongs to the rate
     if options.limits_class is None:
@@ -67,26 +67,26 @@ def limits_json(limits: Limits) -> dict[str, Any]:
     return {**said, "classes": {name: limits_json(one) for name, one in sorted(limits.classes.items())}}
 
 
-def in_words(limits: Limits) -> str:
+def limits_text(limits: Limits) -> str:
     """In one line: `60 requests/min, 10,000 neurons/day; large: 5 requests/min`."""
     said = [_said(name, getattr(limits, name)) for name in _HELP if getattr(limits, name) is not None]
-    classes = [f"{name}: {in_words(one)}" for name, one in sorted(limits.classes.items())]
+    classes = [f"{name}: {limits_text(one)}" for name, one in sorted(limits.classes.items())]
     return "; ".join([", ".join(said), *classes] if said else classes) or "-"
 
 
-def rows(*columns: Limits) -> list[tuple[str, ...]]:
+def limits_rows(*columns: Limits) -> list[tuple[str, ...]]:
     """One row for each limit that there is, its name and then its value in each of the columns."""
-    found = [(name, *(amount(getattr(one, name)) for one in columns)) for name in RANGES]
+    found = [(name, *(format_amount(getattr(one, name)) for one in columns)) for name in RANGES]
     for class_name in sorted({name for one in columns for name in one.classes}):
-        of_class = rows(*(one.classes.get(class_name, NO_LIMITS) for one in columns))
+        of_class = limits_rows(*(one.classes.get(class_name, NO_LIMITS) for one in columns))
         found += [(f"{class_name}: {name}", *cells) for name, *cells in of_class if set(cells) != {"-"}]
     return found
 
 
-def amount(number: float | None) -> str:
+def format_amount(number: float | None) -> str:
     return "-" if number is None else f"{number:,.15g}"
 
 
 def _said(name: str, number: float) -> str:
     unit = name.replace("_per_minute", "/min").replace("_per_day", "/day").replace("_per_month", "/month")
-    return f"{amount(number)} {unit.replace('_', ' ')}"
+    return f"{format_amount(number)} {unit.replace('_', ' ')}"

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from engine.protocol.specs import MachineSpec, Telemetry
-from gateway.catalogue.catalogue import entries, spec_of
+from engine.protocol.specs import MachineSpec, TelemetrySpec
+from gateway.catalogue.catalogue import model_entries, spec_of
 from gateway.commands.output import add_command, read_settings
 from gateway.config import Config
 from gateway.privacy.process import scrub_memory
@@ -52,12 +52,12 @@ def machine_command(config: Config) -> list[str]:
         name=config.machine.name,
         address=config.machine_address,
         folder=str(config.run_folder),
-        models=[spec_of(config, entry) for entry in entries(config)],
+        models=[spec_of(config, entry) for entry in model_entries(config)],
         cache=str(config.kernels_folder),
         device=config.machine.device,
         device_bytes=config.machine.device_bytes,
         memory_bytes=config.machine.memory_bytes,
         threads=config.machine.threads,
-        telemetry=Telemetry(otlp_url=url, service=config.telemetry.service) if url is not None else None,
+        telemetry=TelemetrySpec(otlp_url=url, service=config.telemetry.service) if url is not None else None,
     )
     return [sys.executable, "-P", "-m", "engine.host.agent", msgspec.json.encode(spec).decode()]

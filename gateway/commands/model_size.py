@@ -5,20 +5,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from gateway.catalogue.bf12_size import Compressed, read_compressed
+from gateway.catalogue.bf12_size import Bf12Size, read_bf12_size
 from gateway.catalogue.catalogue import folder_of
 from gateway.catalogue.tasks import context_of, is_encoder
-from gateway.config import Config, ModelConfig
+from gateway.config import Config, ModelEntryConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelSizes:
     """What a folder's config.json and weights and the entry's settings say. `weights_bytes` are on a GPU, and on a CPU
     where the folder is not `compressed`. `kv_bytes_per_token` is at 2 bytes a number, with fp8 at one. Weights that are
     made up have no type that they are stored as."""
 
     weights_bytes: int
-    compressed: Compressed | None
+    compressed: Bf12Size | None
     parameters_type: str
     context_tokens: int
     layers: int
@@ -48,7 +48,7 @@ class Sizes:
         return self.compressed is None and self.parameters_type == "bfloat16"
 
 
-def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
+def sizes_of(config: Config, entry: ModelEntryConfig) -> ModelSizes | None:
     """None where the entry's folder is no model."""
     folder = folder_of(config, entry)
     said = read_config(folder)
@@ -60,9 +60,9 @@ def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
         made_up = _made_up_bytes(said, layers, width * heads, width * kv_heads) if entry.random_weights else None
     except (ValueError, KeyError, TypeError, ArithmeticError):
         return None
-    compressed = None if entry.random_weights else read_compressed(folder)
+    compressed = None if entry.random_weights else read_bf12_size(folder)
     context, keeps = context_of(said), not is_encoder(said)
-    return Sizes(
+    return ModelSizes(
         weights_bytes=_weights_bytes(folder, entry, compressed, keeps) if made_up is None else made_up,
         compressed=compressed,
         parameters_type="" if entry.random_weights else str(said.get("torch_dtype") or said.get("dtype") or "float32"),
@@ -72,7 +72,7 @@ def sizes_of(config: Config, entry: ModelConfig) -> Sizes | None:
     )
 
 
-def _weights_bytes(folder: Path, entry: ModelConfig, compressed: Compressed | None, generates: bool) -> int:
+def _weights_bytes(folder: Path, entry: ModelEntryConfig, compressed: Bf12Size | None, generates: bool) -> int:
     """On a GPU, which computes with 12 bits a number in models that generate, and beside others in bfloat16."""
     if compressed is not None:
         coded = generates and entry.dtype in ("auto", "bfloat16")

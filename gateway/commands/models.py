@@ -7,17 +7,17 @@ from typing import Any
 
 import msgspec
 
-from engine.protocol.frames import Fleet
-from engine.protocol.reports import MEMORY_SUFFIX, Memory
-from gateway.catalogue.bf12_size import Compressed
-from gateway.catalogue.catalogue import entries, folder_of, price_of
-from gateway.catalogue.tasks import Task, read_vectors, task_of
+from engine.protocol.frames import MachineState
+from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
+from gateway.catalogue.bf12_size import Bf12Size
+from gateway.catalogue.catalogue import folder_of, model_entries, price_of
+from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
 from gateway.commands import hardware, models_add, models_compress, models_warm
-from gateway.commands.model_size import Sizes, read_config, sizes_of
-from gateway.commands.output import add_action, add_command, fail, in_bytes, print_json, print_table, read_settings
-from gateway.commands.residencies import fleets, in_words, replicas_of
-from gateway.config import Config, ModelConfig
-from gateway.text.tokenizer import FolderError
+from gateway.commands.model_size import ModelSizes, read_config, sizes_of
+from gateway.commands.output import add_action, add_command, fail, format_bytes, print_json, print_table, read_settings
+from gateway.commands.residencies import machine_reports, replicas_of, residency_text
+from gateway.config import Config, ModelEntryConfig
+from gateway.text.tokenizer import ModelFolderError
 
 _TEACHING = """\
 examples:
@@ -63,12 +63,12 @@ def run(options: argparse.Namespace) -> int:
     return actions[options.action](read_settings(options), options)
 
 
-def running(config: Config, name: str) -> list[Memory]:
+def memory_reports(config: Config, name: str) -> list[MemoryReport]:
     """What the model's replicas on this host say of their memory."""
     found = []
-    for path in sorted(config.run_folder.glob(f"*{MEMORY_SUFFIX}")):
+    for path in sorted(config.run_folder.glob(f"*{MEMORY_REPORT_SUFFIX}")):
         try:
-            memory = msgspec.json.decode(path.read_bytes(), type=Memory)
+            memory = msgspec.json.decode(path.read_bytes(), type=MemoryReport)
         except (OSError, msgspec.MsgspecError):  # it ends just now
             continue
         if memory.model == name and _lives(memory.pid):
@@ -87,8 +87,8 @@ def _lives(pid: int) -> bool:
 
 
 def _list(config: Config, options: argparse.Namespace) -> int:
-    said = fleets(config)
-    documents = [{**_document(config, entry), "replicas": _places(entry.name, said)} for entry in entries(config)]
+    said = machine_reports(config)
+    documents = [{**_document(config, entry), "replicas": _places(entry.name, said)} for entry in model_entries(config)]
     if options.json:
         print_json(documents)
         return 0
@@ -97,7 +97,7 @@ def _list(config: Config, options: argparse.Namespace) -> int:
             document["name"],
             document.get("context_tokens", "-"),
             _weights_in_words(document),
-            in_words(list(replicas_of(document["name"], said))),
+            residency_text(list(replicas_of(document["name"], said))),
             document["problem"] or next((one["problem"] for one in document["replicas"] if one["problem"]), "ok"),
         )
         for document in documents
@@ -109,10 +109,10 @@ def _list(config: Config, options: argparse.Namespace) -> int:
 def _weights_in_words(document: dict[str, Any]) -> str:
     if "weights_bytes" not in document:
         return "-"
-    return in_bytes(document["weights_bytes"]) + (", 12 bits" if document["compressed"] else "")
+    return format_bytes(document["weights_bytes"]) + (", 12 bits" if document["compressed"] else "")
 
 
-def _places(name: str, said: list[Fleet]) -> list[dict[str, Any]]:
+def _places(name: str, said: list[MachineState]) -> list[dict[str, Any]]:
     """Where each replica is, as its machine says; none while no machine runs."""
     return [
         {
@@ -127,28 +127,30 @@ def _places(name: str, said: list[Fleet]) -> list[dict[str, Any]]:
 
 
 def _show(config: Config, options: argparse.Namespace) -> int:
-    entry = next((entry for entry in entries(config) if entry.name == options.name), None)
+    entry = next((entry for entry in model_entries(config) if entry.name == options.name), None)
     if entry is None:
         return fail(f"the catalogue has no {options.name}; `hearth models list` shows what it has")
-    said, here = fleets(config), [_shares(memory) for memory in running(config, entry.name)]
+    said, here = machine_reports(config), [_shares(memory) for memory in memory_reports(config, entry.name)]
     document = {**_document(config, entry), "replicas": _places(entry.name, said), "running": here}
     if options.json:
         print_json(document)
         return 0
     for name, value in document.items():
         if name.endswith("_bytes") or name == "kv_bytes_per_token":
-            _line(name.replace("_bytes", ""), in_bytes(value))
+            _line(name.replace("_bytes", ""), format_bytes(value))
         elif name == "compressed" and value is not None:
-            _line(name, f"{value['kind']}; bf16 would be {in_bytes(value['original_bytes'])}; level {value['level']}")
+            _line(
+                name, f"{value['kind']}; bf16 would be {format_bytes(value['original_bytes'])}; level {value['level']}"
+            )
         elif name not in ("running", "replicas") and value not in ("", None):
             _line(name, value)
     if "memory_bytes" in document:
         print(f"{'':24} (weights and the KV of one context, the least there must be; `kv_bytes` sets the pool's size)")
-    _line("where", in_words(list(replicas_of(entry.name, said))))
+    _line("where", residency_text(list(replicas_of(entry.name, said))))
     for shares in here:
         print(f"\nrunning as process {shares.pop('pid')} on {shares.pop('device')}, as it was when it was loaded:")
         for name, value in shares.items():
-            _line(name.replace("_bytes", ""), in_bytes(value) if name.endswith("_bytes") else f"{value:,}")
+            _line(name.replace("_bytes", ""), format_bytes(value) if name.endswith("_bytes") else f"{value:,}")
     return 0
 
 
@@ -156,7 +158,7 @@ def _line(name: str, value: object) -> None:
     print(f"{name.replace('_', ' '):24} {value}")
 
 
-def _shares(memory: Memory) -> dict[str, Any]:
+def _shares(memory: MemoryReport) -> dict[str, Any]:
     """Where the device's bytes are: the parts add up to it."""
     parts = {
         "weights_bytes": memory.weights_bytes,
@@ -176,12 +178,12 @@ def _shares(memory: Memory) -> dict[str, Any]:
     }
 
 
-def _coded(memory: Memory) -> dict[str, int]:
+def _coded(memory: MemoryReport) -> dict[str, int]:
     """Of the weights what is in 12 bits a number, and what all of them would take without that."""
     return {"weights_in_12_bits_bytes": memory.coded_bytes, "weights_as_bf16_bytes": memory.bf16_bytes}
 
 
-def _document(config: Config, entry: ModelConfig) -> dict[str, Any]:
+def _document(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
     folder = folder_of(config, entry)
     price = price_of(entry)
     document: dict[str, Any] = {
@@ -203,8 +205,8 @@ def _document(config: Config, entry: ModelConfig) -> dict[str, Any]:
     if sizes.weights_bytes == 0:
         return {**document, "problem": "its folder has no *.safetensors"}
     try:
-        vectors = read_vectors(folder, said, entry, Task(document["task"]))
-    except FolderError as error:
+        vectors = read_embedding_spec(folder, said, entry, ModelTask(document["task"]))
+    except ModelFolderError as error:
         return {**document, "problem": str(error)}
     if vectors is not None:
         document |= {"pooling": vectors.poolings[0], "max_input_tokens": vectors.tokens_max}
@@ -222,12 +224,12 @@ def _document(config: Config, entry: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _compressed(said: Compressed | None) -> dict[str, Any] | None:
+def _compressed(said: Bf12Size | None) -> dict[str, Any] | None:
     return None if said is None else {"level": said.level, "kind": said.kind, "original_bytes": said.original_bytes}
 
 
-def _on_device(config: Config, sizes: Sizes) -> Sizes:
+def _on_device(config: Config, sizes: ModelSizes) -> ModelSizes:
     """As the devices of this host have it."""
-    if sizes.compressed is None or hardware.usable(config.machine, hardware.gpus()):
+    if sizes.compressed is None or hardware.usable_gpus(config.machine, hardware.gpus()):
         return sizes
     return sizes.on_a_cpu

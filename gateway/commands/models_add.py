@@ -8,12 +8,17 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from gateway.catalogue.catalogue import BUILT_IN, known, pulled
+from gateway.catalogue.catalogue import BUILT_IN, known_models, pulled_models
 from gateway.catalogue.checksums import SUMS_NAME, ChecksumError, read_sums, require_sums
-from gateway.catalogue.registrations import added, forget, keep, parse
+from gateway.catalogue.registrations import (
+    parse_registration,
+    registered_models,
+    remove_registration,
+    save_registration,
+)
 from gateway.commands import hardware
-from gateway.commands.model_check import Unserved, look
-from gateway.commands.output import add_action, fail, in_bytes, print_json
+from gateway.commands.model_check import UnservableFolder, inspect_folder
+from gateway.commands.output import add_action, fail, format_bytes, print_json
 from gateway.config import Config, settings
 from gateway.state_dir import open_state
 
@@ -39,36 +44,40 @@ def add(actions: Any) -> None:
 def add_model(config: Config, options: argparse.Namespace) -> int:
     said = {name: value for name in ("pinned", *_SETTINGS) if (value := getattr(options, name)) is not None}
     folder = Path(options.folder).resolve()
-    entry = parse({"name": options.name, "folder": str(folder), **said}, "hearth models add")
+    entry = parse_registration({"name": options.name, "folder": str(folder), **said}, "hearth models add")
     if problem := _taken(config, entry.name):
         return fail(problem)
     said_there = next((one for one in config.models if one.name == entry.name), entry)
     served = structs.replace(said_there, folder=entry.folder)  # what hearth.toml says goes before this command
     try:
-        seen = look(config, served, hardware.rooms(config.machine, hardware.usable(config.machine, hardware.gpus())))
+        seen = inspect_folder(
+            config,
+            served,
+            hardware.device_budgets(config.machine, hardware.usable_gpus(config.machine, hardware.gpus())),
+        )
         sums = read_sums(folder)
         require_sums(folder, sums)
-    except (Unserved, ChecksumError, UnicodeEncodeError) as error:  # the last: a folder's name that is no text
+    except (UnservableFolder, ChecksumError, UnicodeEncodeError) as error:  # the last: a folder's name that is no text
         return fail(f"{entry.name} was not added: {error}")
     open_state(config)
     kept = {name: getattr(entry, name) for name in ("name", "folder", *said)}
     try:
-        keep(config, kept)
+        save_registration(config, kept)
     except OSError as error:
         return fail(f"{entry.name} was not added: {config.added_folder} cannot be written: {error.strerror}")
     compared = f"{len(sums)} files are what {SUMS_NAME} says" if sums else f"there is no {SUMS_NAME} to compare with"
     if options.json:
         print_json({**kept, "weights_bytes": seen.sizes.stored_bytes, "compared_files": len(sums)})
     else:
-        print(f"{entry.name}: {in_bytes(seen.sizes.stored_bytes)} of weights, whole; {compared}")
+        print(f"{entry.name}: {format_bytes(seen.sizes.stored_bytes)} of weights, whole; {compared}")
         print("It is in the catalogue: `hearth serve` serves it from its next start on")
     return 0
 
 
 def _taken(config: Config, name: str) -> str:
     """Why it cannot be added under this name; empty where it can. [[models]] without a folder may wait for one."""
-    for entry in known(config):
-        if name == entry.name and (entry.folder is not None or name in (BUILT_IN, *pulled(config))):
+    for entry in known_models(config):
+        if name == entry.name and (entry.folder is not None or name in (BUILT_IN, *pulled_models(config))):
             return f"the catalogue has {name} already; `hearth models remove` takes out what was added"
         if name in entry.aliases:
             return f"{name} is another name of {entry.name}: choose one that nothing has"
@@ -76,10 +85,10 @@ def _taken(config: Config, name: str) -> str:
 
 
 def remove_model(config: Config, options: argparse.Namespace) -> int:
-    found = [entry for entry in added(config) if entry.name == options.name]
+    found = [entry for entry in registered_models(config) if entry.name == options.name]
     if not found:
         return fail(_not_added(config, options.name))
-    forget(config, found[0])
+    remove_registration(config, found[0])
     if options.json:
         print_json({"name": options.name, "removed": True, "folder": found[0].folder})
     else:
@@ -88,7 +97,7 @@ def remove_model(config: Config, options: argparse.Namespace) -> int:
 
 
 def _not_added(config: Config, name: str) -> str:
-    if name in pulled(config):
+    if name in pulled_models(config):
         return (
             f"{name} was pulled, not added: remove its folder, or set `serve = false` in its [[models]] of hearth.toml"
         )

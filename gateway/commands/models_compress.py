@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.catalogue.catalogue import entries, folder_of
+from gateway.catalogue.catalogue import folder_of, model_entries
 from gateway.commands.output import add_action, fail
 from gateway.config import Config
 
@@ -75,7 +75,7 @@ def expand_model(config: Config, options: argparse.Namespace) -> int:
 
 
 def _source(config: Config, named: str) -> Path | None:
-    of_catalogue = next((folder_of(config, entry) for entry in entries(config) if entry.name == named), None)
+    of_catalogue = next((folder_of(config, entry) for entry in model_entries(config) if entry.name == named), None)
     folder = of_catalogue or Path(named)
     return folder if folder.is_dir() else None
 

@@ -15,11 +15,11 @@ from typing import IO, Any, Final
 import msgspec
 from tqdm import tqdm
 
-from engine.protocol.reports import Warmed
+from engine.protocol.reports import WarmupReport
 from engine.protocol.specs import ModelSpec
-from gateway.catalogue.catalogue import entries, spec_of
+from gateway.catalogue.catalogue import model_entries, spec_of
 from gateway.commands.output import add_action, fail, print_json
-from gateway.config import Config, ConfigError
+from gateway.config import Config, SettingsError
 
 _CACHE_NAME: Final = "TRITON_CACHE_DIR"
 _TEACHING: Final = """\
@@ -53,7 +53,7 @@ def warm_models(config: Config, options: argparse.Namespace) -> int:
     """1 where a model could not be opened, or with --check where one is not prepared."""
     try:
         specs = _chosen(config, options.names, options.all)
-    except ConfigError as error:
+    except SettingsError as error:
         return fail(str(error))
     told: list[dict[str, Any]] = []
     silent = options.json or not sys.stderr.isatty()
@@ -71,11 +71,11 @@ def warm_models(config: Config, options: argparse.Namespace) -> int:
 
 def _chosen(config: Config, names: Sequence[str], every: bool) -> list[ModelSpec]:
     """Raises ConfigError."""
-    known = {entry.name: entry for entry in entries(config)}
+    known = {entry.name: entry for entry in model_entries(config)}
     if every == bool(names):
-        raise ConfigError("say which models to warm: their names, or --all")
+        raise SettingsError("say which models to warm: their names, or --all")
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"the catalogue has no {', '.join(unknown)}; `hearth models list` shows what it has")
+        raise SettingsError(f"the catalogue has no {', '.join(unknown)}; `hearth models list` shows what it has")
     return [spec_of(config, entry) for name, entry in known.items() if every or name in names]
 
 
@@ -92,7 +92,7 @@ def _told(config: Config, spec: ModelSpec, checking: bool, report: Callable[[str
     return {**document, **msgspec.to_builtins(warmed), "seconds": round(warmed.seconds, 1)}
 
 
-def _warm(config: Config, spec: ModelSpec, checking: bool, report: Callable[[str], object]) -> Warmed:
+def _warm(config: Config, spec: ModelSpec, checking: bool, report: Callable[[str], object]) -> WarmupReport:
     """Raises WarmError. It runs in a process of its own, as replicas do: they alone load torch."""
     device = config.machine.device
     command = [sys.executable, "-P", "-m", "engine.execution.warmup", msgspec.json.encode(spec).decode(), device]
@@ -108,7 +108,7 @@ def _warm(config: Config, spec: ModelSpec, checking: bool, report: Callable[[str
         said = process.stdout.read()
     if process.returncode:
         raise WarmError(last or f"the engine ended with status {process.returncode} and said nothing")
-    return msgspec.json.decode(said, type=Warmed)
+    return msgspec.json.decode(said, type=WarmupReport)
 
 
 def _follow(lines: IO[str], report: Callable[[str], object]) -> str:

@@ -12,8 +12,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from gateway.commands.serve import base_url, reached
-from gateway.commands.store_access import Tenantry, tenantry_of
+from gateway.commands.serve import base_url, reachable_host
+from gateway.commands.store_access import StoreAccess, store_access_of
 from gateway.config import Config, ServerConfig
 from gateway.state_dir import read_credentials, server_secret
 from tenants.auth.accounts import Account, Grant, Permission
@@ -28,11 +28,11 @@ _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 T = TypeVar("T")
 
 
-class Refused(Exception):
+class OperatorRefused(Exception):
     """The gateway answers, and not what was asked for: trying again makes no sense."""
 
 
-class Away(Exception):
+class GatewayUnreachable(Exception):
     """The gateway does not answer now."""
 
 
@@ -40,7 +40,7 @@ class _Envelope(msgspec.Struct, frozen=True):
     result: msgspec.Raw
 
 
-class Gateway:
+class OperatorClient:
     """Asks one gateway with an operator's token: at `url`, or this host's own, which then has its own certificate."""
 
     def __init__(self, config: Config, url: str | None, token: str) -> None:
@@ -49,7 +49,7 @@ class Gateway:
         assert parts.hostname
         self._named = parts.netloc
         own = url is None and bool(config.server.hosts)  # a name of it need not lead here
-        self._host = reached(config.server.host) if own else parts.hostname
+        self._host = reachable_host(config.server.host) if own else parts.hostname
         self._port = _port(parts)
         self._context = None
         if parts.scheme == "https":
@@ -63,18 +63,18 @@ class Gateway:
             status, body = self._get(what)
         except (OSError, http.client.HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise Away(f"the gateway at {self.url} does not answer: {why}") from error
+            raise GatewayUnreachable(f"the gateway at {self.url} does not answer: {why}") from error
         if status in (401, 403, 404):
-            raise Refused(
+            raise OperatorRefused(
                 f"the gateway at {self.url} answers {status}: the token must be a live one with the permission operator"
                 " (`hearth tokens mint ACCOUNT --permissions operator`)"
             )
         if status != 200:
-            raise Away(f"the gateway at {self.url} answers {status}")
+            raise GatewayUnreachable(f"the gateway at {self.url} answers {status}")
         try:
             return msgspec.json.decode(body, type=_Envelope).result
         except msgspec.MsgspecError as error:
-            raise Refused(f"what answers at {self.url} is no Hearth: {error}") from error
+            raise OperatorRefused(f"what answers at {self.url} is no Hearth: {error}") from error
 
     def _get(self, what: str) -> tuple[int, bytes]:
         if self._context is None:
@@ -99,7 +99,7 @@ def _parts(url: str) -> SplitResult:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
-    raise Refused(f"{url!r} is no address: write it like https://hearth.example.com")
+    raise OperatorRefused(f"{url!r} is no address: write it like https://hearth.example.com")
 
 
 def _port(parts: SplitResult) -> int:
@@ -117,7 +117,7 @@ def _own(server: ServerConfig) -> ssl.SSLContext:
 def _is_own(config: Config, url: str) -> bool:
     """Whether it leads to where this configuration's gateway listens, on this host."""
     own, asked = _parts(_own_url(config)), _parts(url)
-    return _port(asked) == _port(own) and asked.hostname in (*_LOOPBACK, reached(config.server.host))
+    return _port(asked) == _port(own) and asked.hostname in (*_LOOPBACK, reachable_host(config.server.host))
 
 
 @contextlib.contextmanager
@@ -128,11 +128,11 @@ def operator_token(config: Config, url: str | None, given: str | None) -> Iterat
         yield given
         return
     if url is not None and not _is_own(config, url):
-        raise Refused(
+        raise OperatorRefused(
             f"{url} is not this configuration's own gateway: give a token of its operator, by --token or HEARTH_TOKEN"
         )
     if not config.secret_path.exists():
-        raise Refused(f"{config.state} is no gateway's state folder: name one by --state, or set HEARTH_TOKEN")
+        raise OperatorRefused(f"{config.state} is no gateway's state folder: name one by --state, or set HEARTH_TOKEN")
     token_id, text = _with_store(config, lambda tenantry: _mint(tenantry, config))
     try:
         yield text
@@ -141,18 +141,18 @@ def operator_token(config: Config, url: str | None, given: str | None) -> Iterat
             _with_store(config, lambda tenantry: _revoke(tenantry, token_id))
 
 
-def _with_store(config: Config, question: Callable[[Tenantry], Awaitable[T]]) -> T:
+def _with_store(config: Config, question: Callable[[StoreAccess], Awaitable[T]]) -> T:
     async def asked() -> T:
         store = open_store(config.store_url)
         try:
-            return await question(tenantry_of(store, server_secret(config)))
+            return await question(store_access_of(store, server_secret(config)))
         finally:
             await store.close()
 
     return asyncio.run(asked())
 
 
-async def _mint(tenantry: Tenantry, config: Config) -> tuple[str, str]:
+async def _mint(tenantry: StoreAccess, config: Config) -> tuple[str, str]:
     account = await _first(tenantry, config)
     grant, expires_at = Grant(permissions=(Permission.OPERATOR,)), int(time.time()) + _TOKEN_S
     token, text = await tenantry.accounts.mint(account.id, "hearth top", expires_at, grant)
@@ -161,17 +161,19 @@ async def _mint(tenantry: Tenantry, config: Config) -> tuple[str, str]:
     return token.id, text
 
 
-async def _first(tenantry: Tenantry, config: Config) -> Account:
+async def _first(tenantry: StoreAccess, config: Config) -> Account:
     """The account of the first start where it is still there, else the oldest. Raises Refused where there is none."""
     known = read_credentials(config)
     found = [account for account in await tenantry.accounts.list() if account.suspended_at is None]
     found.sort(key=lambda account: known is None or account.id != known.account_id)
     if not found:
-        raise Refused("there is no account yet whose token could be used: `hearth accounts create NAME` makes one")
+        raise OperatorRefused(
+            "there is no account yet whose token could be used: `hearth accounts create NAME` makes one"
+        )
     return found[0]
 
 
-async def _revoke(tenantry: Tenantry, token_id: str) -> None:
+async def _revoke(tenantry: StoreAccess, token_id: str) -> None:
     token = await tenantry.accounts.token(token_id)
     await tenantry.accounts.revoke(token_id)
     await tenantry.note(token.account_id, "token.revoke", token_id)

@@ -93,7 +93,7 @@ def split(text: str) -> tuple[str, ...]:
     return () if text == NONE else tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def in_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """1536 → `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":

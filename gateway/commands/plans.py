@@ -6,9 +6,17 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from gateway.commands.limits import add_limits, amount, changed, given, in_words, or_none, rows
+from gateway.commands.limits import (
+    add_limits,
+    changed_limits,
+    format_amount,
+    given_limits,
+    limits_rows,
+    limits_text,
+    or_none,
+)
 from gateway.commands.output import add_action, add_command, duration, print_json, print_table, read_settings
-from gateway.commands.store_access import Tenantry, ask, plan_json
+from gateway.commands.store_access import StoreAccess, plan_json, with_store_access
 from tenants.audit import SYSTEM
 from tenants.auth.accounts import NotFound
 from tenants.records.plans import Plan
@@ -62,30 +70,32 @@ def _add_treatment(action: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     actions = {"list": _list, "show": _show, "set": _set, "remove": _remove}
-    return ask(read_settings(options), lambda tenantry: actions[options.action](tenantry, options))
+    return with_store_access(read_settings(options), lambda tenantry: actions[options.action](tenantry, options))
 
 
-async def _list(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _list(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     found = await tenantry.accounts.plans()
     if options.json:
         print_json([plan_json(plan) for plan in found])
         return 0
     counts = [one.plan.name for one in await tenantry.accounts.list()]
-    table = [(plan.name, counts.count(plan.name), amount(plan.weight), in_words(plan.limits)) for plan in found]
+    table = [
+        (plan.name, counts.count(plan.name), format_amount(plan.weight), limits_text(plan.limits)) for plan in found
+    ]
     print_table(("PLAN", "ACCOUNTS", "WEIGHT", "LIMITS"), table)
     return 0
 
 
-async def _show(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _show(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     return _print(await tenantry.accounts.plan(options.plan), options)
 
 
-async def _set(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _set(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     try:
         before = await tenantry.accounts.plan(options.plan)
     except NotFound:
         before = Plan(options.plan)
-    changes = {"limits": changed(before.limits, options), **given(options, *_TREATMENT)}
+    changes = {"limits": changed_limits(before.limits, options), **given_limits(options, *_TREATMENT)}
     plan = msgspec.convert({**structs.asdict(before), **changes}, Plan)
     if plan not in await tenantry.accounts.plans():
         plan = await tenantry.accounts.keep_plan(plan, before.revision)
@@ -93,7 +103,7 @@ async def _set(tenantry: Tenantry, options: argparse.Namespace) -> int:
     return _print(plan, options)
 
 
-async def _remove(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _remove(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     await tenantry.accounts.remove_plan(options.plan)
     await tenantry.note(SYSTEM, "plan.remove", options.plan)
     if options.json:
@@ -107,6 +117,6 @@ def _print(plan: Plan, options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan_json(plan))
     else:
-        treatment = [(name, amount(getattr(plan, name))) for name in _TREATMENT]
-        print_table(("PLAN", plan.name), [*rows(plan.limits), *treatment, ("revision", plan.revision)])
+        treatment = [(name, format_amount(getattr(plan, name))) for name in _TREATMENT]
+        print_table(("PLAN", plan.name), [*limits_rows(plan.limits), *treatment, ("revision", plan.revision)])
     return 0

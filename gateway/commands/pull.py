@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from gateway.catalogue.catalogue import pulled_folder
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
-from gateway.commands.output import add_command, fail, in_bytes, read_settings
+from gateway.commands.output import add_command, fail, format_bytes, read_settings
 from gateway.config import Config
 from gateway.state_dir import open_state
 
@@ -54,7 +54,7 @@ class PullError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class HubFile:
     """One file of the repository."""
 
     name: str
@@ -91,10 +91,10 @@ def pull(config: Config, hub_id: str, revision: str) -> str:
         commit, sizes = _listing(hub_id, revision)
         source = _Source(hub_id, commit, partial)
         _refuse_unserved(hub_id, sizes)
-        _refuse_foreign(hub_id, json.loads(source.fetch(Wanted("config.json", sizes["config.json"])).read_text()))
-        files = [Wanted(file, sizes[file]) for file in _needed(source, sizes)]
+        _refuse_foreign(hub_id, json.loads(source.fetch(HubFile("config.json", sizes["config.json"])).read_text()))
+        files = [HubFile(file, sizes[file]) for file in _needed(source, sizes)]
         _refuse_full_disk(partial, files)
-        print(f"{hub_id} at {commit[:12]}: {len(files)} files, {in_bytes(sum(file.size for file in files))}")
+        print(f"{hub_id} at {commit[:12]}: {len(files)} files, {format_bytes(sum(file.size for file in files))}")
         for file in files:
             source.fetch(file)
     write_sums(partial, {file.name: source.sums[file.name] for file in files})
@@ -138,7 +138,7 @@ def _needed(source: "_Source", sizes: dict[str, int]) -> list[str]:
     """The small files, and of the weights only those that the index names (some repositories hold them twice)."""
     small = [name for name in _SMALL if name in sizes]
     if _INDEX in sizes:
-        index = json.loads(source.fetch(Wanted(_INDEX, sizes[_INDEX])).read_text())
+        index = json.loads(source.fetch(HubFile(_INDEX, sizes[_INDEX])).read_text())
         weights = sorted({_plain_name(name) for name in index["weight_map"].values()})
         missing = [name for name in weights if name not in sizes]
         if missing:
@@ -154,11 +154,13 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _refuse_full_disk(partial: Path, files: Iterable[Wanted]) -> None:
+def _refuse_full_disk(partial: Path, files: Iterable[HubFile]) -> None:
     missing = sum(file.size for file in files if not (partial / file.name).exists())
     free = shutil.disk_usage(partial).free
     if missing > free:
-        raise PullError(f"{in_bytes(missing)} are to be downloaded, but {partial} has only {in_bytes(free)} free")
+        raise PullError(
+            f"{format_bytes(missing)} are to be downloaded, but {partial} has only {format_bytes(free)} free"
+        )
 
 
 class _Source:
@@ -170,7 +172,7 @@ class _Source:
         self._folder = folder
         self.sums: dict[str, str] = {}
 
-    def fetch(self, file: Wanted) -> Path:
+    def fetch(self, file: HubFile) -> Path:
         """The file's path, once it is complete and its content is what the hub says it is."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
         from huggingface_hub.file_download import http_get

@@ -13,16 +13,16 @@ _ASK_S = 1.0
 _LOOK_S = 0.01
 
 
-class MachineSide:
+class MachineWatcher:
     """A watcher of one machine's word about its replicas. Never blocks for long."""
 
     def __init__(self, address: str) -> None:
         self._target = parse_address(address)
         self._socket: socket.socket | None = None
         self._frames = frames.FrameReader()
-        self._said: frames.Fleet | None = None
+        self._said: frames.MachineState | None = None
 
-    def look(self) -> frames.Fleet | None:
+    def look(self) -> frames.MachineState | None:
         """What it said last; None while it cannot be reached."""
         try:
             if self._socket is None:
@@ -30,7 +30,7 @@ class MachineSide:
             assert self._socket is not None
             received = self._socket.recv(1 << 16)
             for frame in self._frames.feed(received):
-                if isinstance(frame, frames.Fleet):
+                if isinstance(frame, frames.MachineState):
                     self._said = frame
             if not received:
                 self.close()
@@ -59,9 +59,9 @@ class MachineSide:
         self._said = None
 
 
-def fleets(config: Config) -> list[frames.Fleet]:
+def machine_reports(config: Config) -> list[frames.MachineState]:
     """What those of the configured machines say that answer within a second in all."""
-    sides = [MachineSide(address) for address in config.machine_addresses]
+    sides = [MachineWatcher(address) for address in config.machine_addresses]
     try:
         said = [side.look() for side in sides]
         until = time.monotonic() + _ASK_S
@@ -76,7 +76,7 @@ def fleets(config: Config) -> list[frames.Fleet]:
             side.close()
 
 
-def replicas_of(model: str, said: Iterable[frames.Fleet]) -> Iterator[frames.ReplicaState]:
+def replicas_of(model: str, said: Iterable[frames.MachineState]) -> Iterator[frames.ReplicaState]:
     for fleet in said:
         yield from (replica for replica in fleet.replicas if replica.model == model)
 
@@ -87,7 +87,7 @@ def at_rest(replica: frames.ReplicaState) -> bool:
     return asleep and not replica.problem and replica.ready_ms >= 0 and not replica.quarantined
 
 
-def in_words(replicas: Sequence[frames.ReplicaState]) -> str:
+def residency_text(replicas: Sequence[frames.ReplicaState]) -> str:
     """`2 × device`, `memory → device`, …; `-` where there are none."""
     told = [_words(replica) for replica in replicas]
     counted = [f"{told.count(word)} × {word}" if told.count(word) > 1 else word for word in dict.fromkeys(told)]

@@ -19,16 +19,16 @@ from gateway.commands.backup import (
     OUTBOX,
     SECRET,
     Manifest,
+    backup_file,
     copy_file,
-    examined,
-    kept,
+    examine_database,
     sqlite_path,
 )
 from gateway.commands.output import add_command, fail, print_json, read_settings, time_text
-from gateway.commands.store_access import Tenantry, ask
-from gateway.commands.transfer import bring_in
-from gateway.config import Config, ConfigError
-from gateway.state_dir import only_one, open_state
+from gateway.commands.store_access import StoreAccess, with_store_access
+from gateway.commands.transfer import import_export_file
+from gateway.config import Config, SettingsError
+from gateway.state_dir import exclusive_state, open_state
 from tenants import export as transfer
 from tenants.audit import SYSTEM
 from tenants.limits.outbox import SUFFIX
@@ -64,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         manifest = _checked(folder)
         open_state(config)
-        with only_one(config):
+        with exclusive_state(config):
             problems = _restore(config, folder, manifest, options.force)
-            if status := ask(config, lambda tenantry: _finish(tenantry, folder, manifest)):
+            if status := with_store_access(config, lambda tenantry: _finish(tenantry, folder, manifest)):
                 return status
     except (StoreUnavailable, OSError, ValueError) as error:
         return fail(str(error))
@@ -84,20 +84,20 @@ def _checked(folder: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
-        raise ConfigError(f"{folder} is no backup: it has no {MANIFEST}") from None
+        raise SettingsError(f"{folder} is no backup: it has no {MANIFEST}") from None
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{folder / MANIFEST}: {error}") from error
+        raise SettingsError(f"{folder / MANIFEST}: {error}") from error
     if manifest.format != FORMAT:
-        raise ConfigError(
+        raise SettingsError(
             f"{folder} has format {manifest.format}; this Hearth reads {FORMAT}: use the one that made it"
         )
     for name, was in manifest.files.items():
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{folder / MANIFEST} names {name!r}, which no backup has")
-        if not (folder / name).is_file() or kept(folder / name) != was:
-            raise ConfigError(f"{folder / name} is not as it was made: take another backup")
+            raise SettingsError(f"{folder / MANIFEST} names {name!r}, which no backup has")
+        if not (folder / name).is_file() or backup_file(folder / name) != was:
+            raise SettingsError(f"{folder / name} is not as it was made: take another backup")
     if not {SECRET, manifest.store} <= manifest.files.keys():
-        raise ConfigError(f"{folder / MANIFEST} lacks {SECRET} or {manifest.store}")
+        raise SettingsError(f"{folder / MANIFEST} lacks {SECRET} or {manifest.store}")
     return manifest
 
 
@@ -105,13 +105,13 @@ def _restore(config: Config, folder: Path, manifest: Manifest, force: bool) -> l
     """Puts the files into place; what is not in order in the store, in words. Of an export the store comes later."""
     database, problems = sqlite_path(config), []
     if manifest.store == DATABASE and database is None:
-        raise ConfigError(
+        raise SettingsError(
             f"{folder} is of SQLite and [store] url is not: restore it with `[store] url` unset, then take it along by "
             "`hearth accounts export --usage --audit` and `hearth accounts import`"
         )
     replaced = _in_the_way(config, folder, manifest, database)
     if replaced and not force:
-        raise ConfigError(f"{replaced[0]} is there already; --force moves it aside")
+        raise SettingsError(f"{replaced[0]} is there already; --force moves it aside")
     if database is not None and database.exists():
         close_up(database)
     secret, fresh = bytes.fromhex((folder / SECRET).read_text()), []
@@ -122,7 +122,7 @@ def _restore(config: Config, folder: Path, manifest: Manifest, force: bool) -> l
             assert database is not None
             database.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh.append((_beside(folder / DATABASE, database), database))
-            problems = asyncio.run(examined(fresh[0][0], secret))
+            problems = asyncio.run(examine_database(fresh[0][0], secret))
         fresh.append((_beside(folder / SECRET, config.secret_path), config.secret_path))
         _move_aside(replaced)
         for temporary, path in fresh:
@@ -142,11 +142,11 @@ async def _look(config: Config, export: Path, secret: bytes, other_secret: bool)
     store = open_store(config.store_url)
     try:
         if other_secret and await store.accounts():
-            raise ConfigError(
+            raise SettingsError(
                 f"{config.store_url.split('@')[-1]} has accounts whose tokens are sealed by another secret"
             )
         with export.open("rb") as file:
-            await transfer.look(file, store, secret, lambda count: None)
+            await transfer.inspect_export(file, store, secret, lambda count: None)
     finally:
         await store.close()
 
@@ -175,9 +175,9 @@ def _move_aside(paths: Sequence[Path]) -> None:
             os.rename(path, path.with_name(f"{path.name}.replaced-{int(time.time())}"))
 
 
-async def _finish(tenantry: Tenantry, folder: Path, manifest: Manifest) -> int:
+async def _finish(tenantry: StoreAccess, folder: Path, manifest: Manifest) -> int:
     if manifest.store == EXPORT:
         with (folder / EXPORT).open("rb") as file:
-            await bring_in(tenantry, file, dry_run=False)
+            await import_export_file(tenantry, file, dry_run=False)
     await tenantry.note(SYSTEM, "store.restore", folder.name, made_at=manifest.made_at)
     return 0

@@ -27,15 +27,22 @@ import msgspec
 
 from engine.protocol import frames
 from engine.protocol.types import Residency
-from gateway.catalogue.catalogue import entries
+from gateway.catalogue.catalogue import model_entries
 from gateway.commands.machine import machine_command
 from gateway.commands.output import add_command, fail, read_settings
-from gateway.commands.residencies import MachineSide, at_rest
-from gateway.commands.store_access import tenantry_of
-from gateway.config import Config, ConfigError, ServerConfig
+from gateway.commands.residencies import MachineWatcher, at_rest
+from gateway.commands.store_access import store_access_of
+from gateway.config import Config, ServerConfig, SettingsError
 from gateway.http.tls import open_certificate
 from gateway.privacy.process import scrub_memory
-from gateway.state_dir import Credentials, only_one, open_state, read_credentials, server_secret, write_credentials
+from gateway.state_dir import (
+    Credentials,
+    exclusive_state,
+    open_state,
+    read_credentials,
+    server_secret,
+    write_credentials,
+)
 from tenants.auth.accounts import NotFound, Unauthenticated
 from tenants.open import open_store
 from tenants.store.protocol import StoreUnavailable
@@ -76,10 +83,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         open_state(config)
         open_certificate(config.server)  # what is wrong with it is better said here than in a log
-        with only_one(config):
+        with exclusive_state(config):
             port = _free_port(config)
             credentials = asyncio.run(_credentials(config, port))
-            return Household(config, options.config, port, credentials, sys.stdout).run()
+            return ServeSupervisor(config, options.config, port, credentials, sys.stdout).run()
     except (StoreUnavailable, OSError) as error:
         return fail(str(error))
 
@@ -92,24 +99,26 @@ def _free_port(config: Config) -> int:
         with socket.create_server((host, port), family=family) as probe:
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; --port (PORT=) names another") from error
+        raise SettingsError(
+            f"cannot listen on {host}:{port}: {error.strerror}; --port (PORT=) names another"
+        ) from error
 
 
 def base_url(server: ServerConfig, port: int) -> str:
     """How a client reaches the server: by the first of its names, or by its address on this host."""
     scheme = "https" if server.certificate else "http"
-    name = next((name for name in server.hosts if not name.startswith("*.")), reached(server.host))
+    name = next((name for name in server.hosts if not name.startswith("*.")), reachable_host(server.host))
     return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
 
 
-def reached(host: str) -> str:
+def reachable_host(host: str) -> str:
     """Where a server that listens there is reached from its own host."""
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def answers(server: ServerConfig, port: int, path: str) -> bool:
+def endpoint_answers(server: ServerConfig, port: int, path: str) -> bool:
     """Whether a gateway on this host says 200 there. Its certificate need not name this host's address."""
-    host = reached(server.host)
+    host = reachable_host(server.host)
     connection = http.client.HTTPConnection(host, port, timeout=2)
     if server.certificate:
         trusting = ssl._create_unverified_context()
@@ -129,7 +138,7 @@ async def _credentials(config: Config, port: int) -> Credentials:
     store = open_store(config.store_url)
     try:
         await store.ping()
-        tenantry = tenantry_of(store, server_secret(config))
+        tenantry = store_access_of(store, server_secret(config))
         known = read_credentials(config)
         if known is not None:
             try:
@@ -157,7 +166,7 @@ def first_call(credentials: Credentials, model: str) -> str:
     return shlex.join(parts)
 
 
-class Child:
+class ServeProcess:
     """One of the two processes: started, watched, started again with a back-off."""
 
     def __init__(self, name: str, command: list[str], log: Path, death: signal.Signals) -> None:
@@ -215,7 +224,7 @@ class Child:
             return log.read().decode("utf-8", "replace").strip()
 
 
-class Household:
+class ServeSupervisor:
     """The loop of `hearth serve`."""
 
     def __init__(self, config: Config, config_path: str | None, port: int, first: Credentials, out: TextIO) -> None:
@@ -229,19 +238,19 @@ class Household:
         self._resting_since: dict[str, float] = {}  # by address
         self._said: dict[str, str] = {}  # of each replica that is not callable, by address
         self._progress_at = _PROGRESS_S
-        self._machine_side = MachineSide(config.machine_address)
+        self._machine_side = MachineWatcher(config.machine_address)
         settings = ["--config", str(Path(config_path).resolve())] if config_path is not None else []
         settings += ["--state", config.state_folder, "--host", config.server.host, "--port", str(port)]
         gateway = [sys.executable, "-P", "-m", "gateway.cli", "gateway", *settings]
-        self._gateway = Child("gateway", gateway, config.state / "gateway.log", signal.SIGTERM)
-        self._machine = Child("machine", machine_command(config), config.state / "machine.log", signal.SIGKILL)
+        self._gateway = ServeProcess("gateway", gateway, config.state / "gateway.log", signal.SIGTERM)
+        self._machine = ServeProcess("machine", machine_command(config), config.state / "machine.log", signal.SIGKILL)
 
     def run(self) -> int:
         """Until a signal, or until the gateway cannot even start."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
         began = time.monotonic()
-        if not entries(self._config):
+        if not model_entries(self._config):
             self._say("the catalogue has no model: `hearth pull` brings one, [[models]] in hearth.toml names folders")
         try:
             while not self._stops:
@@ -259,7 +268,7 @@ class Household:
     def _stop(self, *_: object) -> None:
         self._stops += 1
 
-    def _keep(self, child: Child, now: float) -> bool:
+    def _keep(self, child: ServeProcess, now: float) -> bool:
         """False where going on makes no sense: the gateway ended before it ever answered."""
         trim(self._config.state / f"{child.name}.log")
         status = child.ended(now)
@@ -320,7 +329,7 @@ class Household:
         self._say(first_call(self._first, model) + "\n")
 
     def _answers(self, path: str) -> bool:
-        return answers(self._config.server, self._port, path)
+        return endpoint_answers(self._config.server, self._port, path)
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a closed terminal is no reason to stop serving

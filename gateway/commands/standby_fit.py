@@ -5,14 +5,14 @@ arithmetic of `hearth doctor`, from what folders and settings say. Where models 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gateway.commands.hardware import Room
-from gateway.commands.model_size import Sizes
-from gateway.config import ModelConfig
+from gateway.commands.hardware import DeviceBudget
+from gateway.commands.model_size import ModelSizes
+from gateway.config import ModelEntryConfig
 
 
-class Sized(NamedTuple):
-    entry: ModelConfig
-    sizes: Sizes
+class SizedModel(NamedTuple):
+    entry: ModelEntryConfig
+    sizes: ModelSizes
 
     @property
     def standby_bytes(self) -> int:
@@ -20,7 +20,7 @@ class Sized(NamedTuple):
         return self.entry.replicas * (self.sizes.weights_bytes + self.entry.kept_kv_bytes)
 
 
-def placed(rooms: Sequence[Room], models: Sequence[Sized]) -> list[int] | None:
+def fit_on_devices(rooms: Sequence[DeviceBudget], models: Sequence[SizedModel]) -> list[int] | None:
     """What each device has left once all replicas are on one, the largest first, each where most is left; None where
     one finds no room."""
     left = [room.budget_bytes for room in rooms]
@@ -33,7 +33,7 @@ def placed(rooms: Sequence[Room], models: Sequence[Sized]) -> list[int] | None:
     return left
 
 
-def beyond(memory_bytes: int, models: Sequence[Sized]) -> list[str]:
+def exceeding_memory(memory_bytes: int, models: Sequence[SizedModel]) -> list[str]:
     """The names of those for which host memory has no place where all sleep at once; who has priority goes first."""
     names = []
     for model in sorted(models, key=lambda model: (-model.entry.priority, model.standby_bytes)):

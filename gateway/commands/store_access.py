@@ -13,8 +13,8 @@ from gateway.commands.limits import limits_json
 from gateway.commands.output import fail
 from gateway.config import Config
 from gateway.state_dir import server_secret
-from tenants.audit import Audit, fitting
-from tenants.auth.accounts import Account, Accounts, ApiToken, Conflict, NotFound
+from tenants.audit import AuditLog, fit_detail
+from tenants.auth.accounts import Account, AccountService, ApiToken, Conflict, NotFound
 from tenants.open import open_store
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.plans import DEFAULT_PLAN, Plan
@@ -24,19 +24,19 @@ ACTOR = "command line"
 
 
 @dataclass(frozen=True, slots=True)
-class Tenantry:
+class StoreAccess:
     """The tenants' side of one store. `secret` is the server's."""
 
     store: Store
     secret: bytes
-    accounts: Accounts
-    audit: Audit
+    accounts: AccountService
+    audit: AuditLog
 
     async def note(self, account_id: str, action: str, target: str, **detail: Any) -> None:
         """Writes into the audit log what was just done, with the name of this process's user. Call it before you say
         that it is done. Of a detail that is too long, only its digest is kept."""
         who = {"os_user": _os_user()}
-        await self.audit.write(account_id, ACTOR, action, target, **fitting({**who, **detail}, **who))
+        await self.audit.write(account_id, ACTOR, action, target, **fit_detail({**who, **detail}, **who))
 
     async def open_account(
         self, name: str, ceiling: Limits = NO_LIMITS, plan: str = DEFAULT_PLAN.name
@@ -50,18 +50,18 @@ class Tenantry:
         return account, text
 
 
-def tenantry_of(store: Store, secret: bytes) -> Tenantry:
-    return Tenantry(store, secret, Accounts(store, secret), Audit(store, secret))
+def store_access_of(store: Store, secret: bytes) -> StoreAccess:
+    return StoreAccess(store, secret, AccountService(store, secret), AuditLog(store, secret))
 
 
-def ask(config: Config, question: Callable[[Tenantry], Awaitable[int]]) -> int:
+def with_store_access(config: Config, question: Callable[[StoreAccess], Awaitable[int]]) -> int:
     """Runs `question` with the tenants' side of the configured store; says on stderr what it refuses."""
     secret = server_secret(config)
 
     async def asked() -> int:
         store = open_store(config.store_url)
         try:
-            return await question(tenantry_of(store, secret))
+            return await question(store_access_of(store, secret))
         finally:
             await store.close()
 

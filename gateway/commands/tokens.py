@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import UNSET, structs
 
-from gateway.commands.limits import add_limits, changed, in_words, or_none
+from gateway.commands.limits import add_limits, changed_limits, limits_text, or_none
 from gateway.commands.output import (
     add_action,
     add_command,
@@ -17,7 +17,7 @@ from gateway.commands.output import (
     split,
     time_text,
 )
-from gateway.commands.store_access import Tenantry, ask, token_json
+from gateway.commands.store_access import StoreAccess, token_json, with_store_access
 from tenants.auth.accounts import ApiToken, Grant, Permission
 from tenants.records.limits import NO_LIMITS
 
@@ -76,21 +76,21 @@ def _add_grant(action: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     actions = {"mint": _mint, "list": _list, "change": _change, "roll": _roll, "revoke": _revoke}
-    return ask(read_settings(options), lambda tenantry: actions[options.action](tenantry, options))
+    return with_store_access(read_settings(options), lambda tenantry: actions[options.action](tenantry, options))
 
 
-async def _mint(tenantry: Tenantry, options: argparse.Namespace) -> int:
-    grant, limits = _grant(Grant(), options), changed(NO_LIMITS, options)
+async def _mint(tenantry: StoreAccess, options: argparse.Namespace) -> int:
+    grant, limits = _grant(Grant(), options), changed_limits(NO_LIMITS, options)
     expires_at = _expiry(None, options)
     token, secret = await tenantry.accounts.mint(options.account, options.name, expires_at, grant, limits)
     await tenantry.note(token.account_id, "token.create", token.id, **_said(token))
     return _show_secret(token, secret, options)
 
 
-async def _change(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _change(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     token = await tenantry.accounts.token(options.token)
     name = token.name if options.name is None else options.name
-    grant, limits = _grant(token.grant, options), changed(token.limits, options)
+    grant, limits = _grant(token.grant, options), changed_limits(token.limits, options)
     expires_at = _expiry(token.expires_at, options)
     if structs.replace(token, name=name, expires_at=expires_at, grant=grant, limits=limits) != token:
         token = await tenantry.accounts.change(token.id, name, expires_at, grant, limits)
@@ -99,7 +99,7 @@ async def _change(tenantry: Tenantry, options: argparse.Namespace) -> int:
     return 0
 
 
-async def _roll(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _roll(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     token, secret = await tenantry.accounts.roll(options.token, options.grace)
     await tenantry.note(token.account_id, "token.roll", token.id, grace_s=options.grace)
     return _show_secret(token, secret, options)
@@ -113,13 +113,13 @@ def _show_secret(token: ApiToken, secret: str, options: argparse.Namespace) -> i
     return 0
 
 
-async def _list(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _list(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     found = list(await tenantry.accounts.tokens(options.account))
     _print(found, options, [token_json(token) for token in found])
     return 0
 
 
-async def _revoke(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def _revoke(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     token = await tenantry.accounts.token(options.token)
     await tenantry.accounts.revoke(token.id)
     await tenantry.note(token.account_id, "token.revoke", token.id)
@@ -163,7 +163,7 @@ def _print(tokens: list[ApiToken], options: argparse.Namespace, document: Any) -
     rows = [
         (
             token.id, token.name, ",".join(token.grant.permissions), ",".join(token.grant.models),
-            ",".join(token.grant.networks) or "-", in_words(token.limits),
+            ",".join(token.grant.networks) or "-", limits_text(token.limits),
             time_text(token.created_at), time_text(token.expires_at), time_text(token.revoked_at),
         )
         for token in tokens

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from gateway.commands.operator_client import Away, Gateway, Refused, operator_token
+from gateway.commands.operator_client import GatewayUnreachable, OperatorClient, OperatorRefused, operator_token
 from gateway.commands.output import add_command, fail, read_settings
 from tenants.store.protocol import StoreUnavailable
 
 if TYPE_CHECKING:
     from gateway.admin.machines import MachinesItem
-    from gateway.commands.top_view import Frame
+    from gateway.commands.top_view import TopView
 
 _TEACHING = """\
 examples:
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         with operator_token(config, options.url, options.token or os.environ.get("HEARTH_TOKEN")) as token:
-            gateway = Gateway(config, options.url, token)
+            gateway = OperatorClient(config, options.url, token)
             if options.json:
                 print(msgspec.json.format(gateway.ask(_WHAT)).decode())
             elif options.once or not sys.stdout.isatty():
@@ -80,24 +80,24 @@ def run(options: argparse.Namespace) -> int:
                 _watch(gateway, options.interval)
     except KeyboardInterrupt:
         return 0
-    except (Refused, Away, StoreUnavailable, OSError) as error:
+    except (OperatorRefused, GatewayUnreachable, StoreUnavailable, OSError) as error:
         return fail(str(error))
     return 0
 
 
-def _print_once(gateway: Gateway) -> None:
+def _print_once(gateway: OperatorClient) -> None:
     from rich.console import Console  # only here and below: other commands need it not
 
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    Console(width=width, color_system=None).print(Looks().look(gateway))
+    Console(width=width, color_system=None).print(TopPoller().look(gateway))
 
 
-def _watch(gateway: Gateway, interval_s: float) -> None:
+def _watch(gateway: OperatorClient, interval_s: float) -> None:
     """Until q, or Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 
-    looks = Looks()
+    looks = TopPoller()
     with _keys() as pressed, Live(console=Console(), screen=True, auto_refresh=False) as live:
         while True:
             live.update(looks.look_or_wait(gateway), refresh=True)
@@ -105,41 +105,41 @@ def _watch(gateway: Gateway, interval_s: float) -> None:
                 return
 
 
-class Looks:
+class TopPoller:
     """Frames, one after the other."""
 
     def __init__(self) -> None:
-        from gateway.commands.top_view import Moves
+        from gateway.commands.top_view import MoveRates
 
-        self._moves = Moves()
+        self._moves = MoveRates()
         self._last: MachinesItem | None = None
         self._away_since: float | None = None
 
-    def look(self, gateway: Gateway) -> "Frame":
+    def look(self, gateway: OperatorClient) -> "TopView":
         """Raises Away or Refused."""
         from gateway.admin.machines import MachinesItem
-        from gateway.commands.top_view import Frame
+        from gateway.commands.top_view import TopView
 
         try:
             self._last = msgspec.json.decode(gateway.ask(_WHAT), type=MachinesItem)
         except msgspec.MsgspecError as error:
-            raise Refused(f"the gateway at {gateway.url} is of another version: {error}") from error
+            raise OperatorRefused(f"the gateway at {gateway.url} is of another version: {error}") from error
         self._away_since = None
         self._moves.take(time.monotonic(), self._last.machines)
-        return Frame(self._last, self._moves)
+        return TopView(self._last, self._moves)
 
-    def look_or_wait(self, gateway: Gateway) -> "Frame":
+    def look_or_wait(self, gateway: OperatorClient) -> "TopView":
         """While the gateway is away, what it said last, and since when. Raises Refused."""
         from gateway.admin.machines import MachinesItem
-        from gateway.commands.top_view import Frame
+        from gateway.commands.top_view import TopView
 
         try:
             return self.look(gateway)
-        except Away as away:
+        except GatewayUnreachable as away:
             now = time.monotonic()
             self._away_since = now if self._away_since is None else self._away_since
             note = f"{away}; waiting, {now - self._away_since:.0f} s so far"
-            return Frame(self._last or MachinesItem([]), self._moves, note)
+            return TopView(self._last or MachinesItem([]), self._moves, note)
 
 
 @contextlib.contextmanager

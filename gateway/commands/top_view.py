@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.admin.machines import DeviceItem, MachineItem, MachineReplicaItem, MachinesItem
-from gateway.commands.output import in_bytes
+from gateway.commands.output import format_bytes
 
 _MINUTE_S: Final = 60.0
 _BAR_LEAST, _BAR_MOST = 6, 40
@@ -19,7 +19,7 @@ _ORDER: Final = ("DEVICE", "MEMORY", "DISK")
 _COLORS: Final = {"DEVICE": "green", "MEMORY": "yellow", "DISK": "dim"}
 
 
-class Moves:
+class MoveRates:
     """How many moves of each kind every machine made in the last minute, from its counters at each frame."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Moves:
         return ended - began, {kind: count - first.get(kind, 0) for kind, count in last.items()}
 
 
-class Row(NamedTuple):
+class ReplicaRow(NamedTuple):
     """A replica with what it is shown beside."""
 
     machine: MachineItem
@@ -51,19 +51,19 @@ class Row(NamedTuple):
     ascii_only: bool
 
 
-class Column(NamedTuple):
+class ReplicaColumn(NamedTuple):
     """`least` is the width of a terminal from which on it is shown."""
 
     head: str
     least: int
-    cell: Callable[[Row], Text | str]
+    cell: Callable[[ReplicaRow], Text | str]
     right: bool = True
 
 
-class Frame:
+class TopView:
     """One picture of all machines; `note` is a line about the gateway, such as that it is away."""
 
-    def __init__(self, document: MachinesItem, moves: Moves, note: str = "") -> None:
+    def __init__(self, document: MachinesItem, moves: MoveRates, note: str = "") -> None:
         self._machines = document.machines
         self._moves = moves
         self._note = note
@@ -76,7 +76,7 @@ class Frame:
         for machine in self._machines:
             yield Text()
             yield self._machine(machine, width, options.ascii_only)
-        rows = [Row(machine, one, options.ascii_only) for machine in self._machines for one in machine.replicas]
+        rows = [ReplicaRow(machine, one, options.ascii_only) for machine in self._machines for one in machine.replicas]
         if rows:
             yield Text()
             yield _models(sorted(rows, key=_place), width)
@@ -121,7 +121,7 @@ def _devices(held: list[tuple[str, DeviceItem]], width: int, ascii_only: bool) -
     bar = min(_BAR_MOST, width - 50)
     for name, device in held:
         share = device.held_bytes / max(1, device.budget_bytes)
-        told = f"{in_bytes(device.held_bytes)} of {in_bytes(device.budget_bytes)}"
+        told = f"{format_bytes(device.held_bytes)} of {format_bytes(device.budget_bytes)}"
         table.add_row(f"  {_plain(name)}", _bar(share, bar, ascii_only) if bar >= _BAR_LEAST else "", told)
     return table
 
@@ -134,7 +134,7 @@ def _told(seconds: float, counts: Mapping[str, int]) -> Text:
     return _line(f"  moves {when}: {said or 'none'}", "red" if failed else "dim")
 
 
-def _models(rows: Sequence[Row], width: int) -> Table:
+def _models(rows: Sequence[ReplicaRow], width: int) -> Table:
     """What is too long is cut from the models' names alone."""
     columns = [column for column in _COLUMNS if width >= column.least]
     cells = [[Text(column.head, style="bold"), *(_text(column.cell(row)) for row in rows)] for column in columns]
@@ -152,11 +152,11 @@ def _text(said: Text | str) -> Text:
     return said if isinstance(said, Text) else Text(said)
 
 
-def _place(row: Row) -> tuple[int, str, str]:
+def _place(row: ReplicaRow) -> tuple[int, str, str]:
     return _ORDER.index(row.replica.residency), row.replica.model, row.machine.name
 
 
-def _where(row: Row) -> Text:
+def _where(row: ReplicaRow) -> Text:
     replica = row.replica
     where = Text(replica.residency.lower(), style=_COLORS[replica.residency])
     if replica.device is not None and replica.residency == "DEVICE" and len(row.machine.devices) > 1:
@@ -169,14 +169,14 @@ def _where(row: Row) -> Text:
     return where
 
 
-def _ready(row: Row) -> str:
+def _ready(row: ReplicaRow) -> str:
     ready_ms = row.replica.ready_ms
     if ready_ms < 0:
         return "never"
     return f"{ready_ms / 1000:.1f} s" if ready_ms else "now"
 
 
-def _kv_share(row: Row) -> str:
+def _kv_share(row: ReplicaRow) -> str:
     """Of its device's budget."""
     replica = row.replica
     if not replica.kv_bytes or replica.device is None or replica.device >= len(row.machine.devices):
@@ -184,31 +184,33 @@ def _kv_share(row: Row) -> str:
     return f"{replica.kv_bytes / max(1, row.machine.devices[replica.device].budget_bytes):.0%}"
 
 
-def _used(row: Row) -> Text:
+def _used(row: ReplicaRow) -> Text:
     """Of its KV blocks, those that are not free."""
     load = row.replica.load
     return Text() if load is None or not load.blocks else _bar(1 - load.free_blocks / load.blocks, 8, row.ascii_only)
 
 
-def _of_load(tell: Callable[..., str]) -> Callable[[Row], str]:
+def _of_load(tell: Callable[..., str]) -> Callable[[ReplicaRow], str]:
     return lambda row: "" if row.replica.load is None else tell(row.replica.load)
 
 
 _COLUMNS: Final = (
-    Column("MODEL", 0, lambda row: _plain(row.replica.model), right=False),
-    Column("MACHINE", 150, lambda row: _plain(row.machine.name), right=False),
-    Column("WHERE", 0, _where, right=False),
-    Column("READY IN", 110, _ready),
-    Column("RUN", 36, _of_load(lambda load: f"{load.running}")),
-    Column("WAIT", 36, _of_load(lambda load: f"{load.waiting}")),
-    Column("HERE", 70, lambda row: f"{row.replica.waiting_here}"),
-    Column("TOK/S", 36, _of_load(lambda load: f"{load.tokens_per_s:,.0f}")),
-    Column("HIT", 80, _of_load(lambda load: "" if load.hit_ratio is None else f"{load.hit_ratio:.0%}")),
-    Column("KV", 90, lambda row: in_bytes(row.replica.kv_bytes) if row.replica.kv_bytes else ""),
-    Column("SHARE", 100, _kv_share),
-    Column("IN USE", 120, _used),
-    Column("WEIGHTS", 130, lambda row: in_bytes(row.replica.weights_bytes) if row.replica.weights_bytes else ""),
-    Column("QUEUED", 140, _of_load(lambda load: f"{load.background}")),
+    ReplicaColumn("MODEL", 0, lambda row: _plain(row.replica.model), right=False),
+    ReplicaColumn("MACHINE", 150, lambda row: _plain(row.machine.name), right=False),
+    ReplicaColumn("WHERE", 0, _where, right=False),
+    ReplicaColumn("READY IN", 110, _ready),
+    ReplicaColumn("RUN", 36, _of_load(lambda load: f"{load.running}")),
+    ReplicaColumn("WAIT", 36, _of_load(lambda load: f"{load.waiting}")),
+    ReplicaColumn("HERE", 70, lambda row: f"{row.replica.waiting_here}"),
+    ReplicaColumn("TOK/S", 36, _of_load(lambda load: f"{load.tokens_per_s:,.0f}")),
+    ReplicaColumn("HIT", 80, _of_load(lambda load: "" if load.hit_ratio is None else f"{load.hit_ratio:.0%}")),
+    ReplicaColumn("KV", 90, lambda row: format_bytes(row.replica.kv_bytes) if row.replica.kv_bytes else ""),
+    ReplicaColumn("SHARE", 100, _kv_share),
+    ReplicaColumn("IN USE", 120, _used),
+    ReplicaColumn(
+        "WEIGHTS", 130, lambda row: format_bytes(row.replica.weights_bytes) if row.replica.weights_bytes else ""
+    ),
+    ReplicaColumn("QUEUED", 140, _of_load(lambda load: f"{load.background}")),
 )
 
 

@@ -10,10 +10,10 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from gateway.commands.output import add_action, print_json
-from gateway.commands.store_access import Tenantry
+from gateway.commands.store_access import StoreAccess
 from tenants import export as transfer
 from tenants.audit import SYSTEM
-from tenants.export import Imported
+from tenants.export import ImportCounts
 
 
 def add(actions: Any) -> None:
@@ -28,7 +28,7 @@ def add(actions: Any) -> None:
     bring_in.add_argument("--dry-run", action="store_true", help="say what would be added, and change nothing")
 
 
-async def export(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def export(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     found = [await tenantry.accounts.get(account_id) for account_id in dict.fromkeys(options.accounts)]
     whole = not options.accounts
     lines = transfer.export(
@@ -46,27 +46,27 @@ async def export(tenantry: Tenantry, options: argparse.Namespace) -> int:
     return 0
 
 
-async def import_file(tenantry: Tenantry, options: argparse.Namespace) -> int:
+async def import_file(tenantry: StoreAccess, options: argparse.Namespace) -> int:
     with open(options.file, "rb") as file:  # noqa: ASYNC230 nothing else runs on this loop
-        imported = await bring_in(tenantry, file, options.dry_run)
+        imported = await import_export_file(tenantry, file, options.dry_run)
     if options.json:
         print_json({"dry_run": options.dry_run, **asdict(imported)})
     elif imported.nothing:
         print("all of it is there already")
     else:
-        print(f"{'would add' if options.dry_run else 'added'} {in_words(imported)}")
+        print(f"{'would add' if options.dry_run else 'added'} {import_text(imported)}")
     return 0
 
 
-async def bring_in(tenantry: Tenantry, file: BinaryIO, dry_run: bool) -> Imported:
+async def import_export_file(tenantry: StoreAccess, file: BinaryIO, dry_run: bool) -> ImportCounts:
     """The whole file is checked before anything of it is added. Raises BadFile."""
     bytes_read = os.fstat(file.fileno()).st_size * (2 if dry_run else 3)
     silent = not sys.stderr.isatty()
     with tqdm(total=bytes_read, unit="B", unit_scale=True, file=sys.stderr, disable=silent) as bar:
-        found = await transfer.look(file, tenantry.store, tenantry.secret, bar.update)
+        found = await transfer.inspect_export(file, tenantry.store, tenantry.secret, bar.update)
         if dry_run:
             return found
-        imported = await transfer.bring_in(file, tenantry.store, bar.update)
+        imported = await transfer.import_accounts(file, tenantry.store, bar.update)
     for account_id in imported.accounts:
         await tenantry.note(account_id, "account.import", account_id)
     if not imported.nothing:
@@ -74,9 +74,9 @@ async def bring_in(tenantry: Tenantry, file: BinaryIO, dry_run: bool) -> Importe
     return imported
 
 
-def in_words(imported: Imported) -> str:
+def import_text(imported: ImportCounts) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in _counts(imported).items())
 
 
-def _counts(imported: Imported) -> dict[str, int]:
+def _counts(imported: ImportCounts) -> dict[str, int]:
     return {**asdict(imported), "accounts": len(imported.accounts)}

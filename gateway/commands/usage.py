@@ -11,11 +11,11 @@ import msgspec
 from msgspec import structs
 from tqdm import tqdm
 
-from gateway.commands.limits import amount
+from gateway.commands.limits import format_amount
 from gateway.commands.output import add_command, day, day_text, fail, print_json, print_table, read_settings
-from gateway.commands.store_access import Tenantry, ask
+from gateway.commands.store_access import StoreAccess, with_store_access
 from tenants.records.usage import MICRO, Totals, UsageRow
-from tenants.store.protocol import KEPT_DAYS, Store
+from tenants.store.protocol import RETENTION_DAYS, Store
 
 _TEACHING = """\
 examples:
@@ -39,7 +39,7 @@ _KEYS: Final[dict[str, Callable[[UsageRow], list[str]]]] = {
 }
 
 
-class Compared(NamedTuple):
+class BalanceRow(NamedTuple):
     """Counters beside the same sums of records; `subject` is whose limits they count for (tenants/limits/caps.py)."""
 
     account_id: str
@@ -70,21 +70,23 @@ def run(options: argparse.Namespace) -> int:
     first = last - _DAYS if options.first is None else options.first
     if len(accounts) > 1:
         return fail("name one account, or none for all")
-    if not 0 <= last - first < KEPT_DAYS:
-        return fail(f"--from must be a day before --to, and they may span {KEPT_DAYS} days")
+    if not 0 <= last - first < RETENTION_DAYS:
+        return fail(f"--from must be a day before --to, and they may span {RETENTION_DAYS} days")
     if reconcile and options.csv:
         return fail("reconcile prints a table, or --json")
     action = _reconcile if reconcile else _sum_up
-    return ask(read_settings(options), lambda tenantry: action(tenantry, options, accounts, range(first, last + 1)))
+    return with_store_access(
+        read_settings(options), lambda tenantry: action(tenantry, options, accounts, range(first, last + 1))
+    )
 
 
-async def _ids(tenantry: Tenantry, named: Sequence[str]) -> list[str]:
+async def _ids(tenantry: StoreAccess, named: Sequence[str]) -> list[str]:
     return [(await tenantry.accounts.get(one)).id for one in named] or [
         one.id for one in await tenantry.accounts.list()
     ]
 
 
-async def _sum_up(tenantry: Tenantry, options: argparse.Namespace, named: Sequence[str], days: range) -> int:
+async def _sum_up(tenantry: StoreAccess, options: argparse.Namespace, named: Sequence[str], days: range) -> int:
     found: dict[tuple[str, str], list[int]] = {}
     rows: list[UsageRow] = []
     for account_id in _with_progress(await _ids(tenantry, named)):
@@ -127,11 +129,11 @@ def _print_json(found: dict[tuple[str, str], list[int]], total: list[int], by: s
 
 def _print_table(found: dict[tuple[str, str], list[int]], total: list[int], by: str) -> None:
     lines = {**found, ("total", ""): total}
-    rows = [(*key, *map(amount, sums[:-1]), amount(_neurons(sums))) for key, sums in lines.items()]
+    rows = [(*key, *map(format_amount, sums[:-1]), format_amount(_neurons(sums))) for key, sums in lines.items()]
     print_table(("ACCOUNT", by.upper(), "REQUESTS", "PROMPT", "CACHED", "COMPLETION", "NEURONS"), rows)
 
 
-async def _reconcile(tenantry: Tenantry, options: argparse.Namespace, named: Sequence[str], days: range) -> int:
+async def _reconcile(tenantry: StoreAccess, options: argparse.Namespace, named: Sequence[str], days: range) -> int:
     ids = _with_progress(await _ids(tenantry, named))
     compared = [one for account_id in ids async for one in balances(tenantry.store, account_id, days)]
     differ = [one for one in compared if one.counted != one.recorded]
@@ -141,7 +143,14 @@ async def _reconcile(tenantry: Tenantry, options: argparse.Namespace, named: Seq
         print_json(msgspec.to_builtins(document))
     elif differ:
         rows = [
-            (one.account_id, day_text(one.day), one.subject or "-", name, amount(counter), amount(records))
+            (
+                one.account_id,
+                day_text(one.day),
+                one.subject or "-",
+                name,
+                format_amount(counter),
+                format_amount(records),
+            )
             for one in differ
             for name, counter in structs.asdict(one.counted).items()
             if counter != (records := getattr(one.recorded, name))
@@ -152,7 +161,7 @@ async def _reconcile(tenantry: Tenantry, options: argparse.Namespace, named: Seq
     return int(bool(differ))
 
 
-async def balances(store: Store, account_id: str, days: range) -> AsyncIterator[Compared]:
+async def balances(store: Store, account_id: str, days: range) -> AsyncIterator[BalanceRow]:
     """Of each of the days that has any, and of every subject that has a record there, the account itself first."""
     recorded = {row.day for row in await store.usage(account_id, days[0], days[-1])}
     for of_day in days:
@@ -163,7 +172,7 @@ async def balances(store: Store, account_id: str, days: range) -> AsyncIterator[
             balance = await store.reconcile(account_id, of_day, subject)
             if balance.counted != balance.recorded:  # a settlement may have come between its parts: look again
                 balance = await store.reconcile(account_id, of_day, subject)
-            yield Compared(account_id, of_day, subject, balance.counted, balance.recorded)
+            yield BalanceRow(account_id, of_day, subject, balance.counted, balance.recorded)
 
 
 def _with_progress(account_ids: Sequence[str]) -> Iterator[str]:

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from gateway.config import ServerConfig
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Headers = Iterable[tuple[bytes, bytes]]
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+RawHeaders = Iterable[tuple[bytes, bytes]]
 
 _ONCE: Final = (b"host", b"authorization", b"x-api-key", b"content-type")
 _FORWARDING: Final = frozenset((b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"))
@@ -25,7 +25,7 @@ _WITH_PORT: Final = re.compile(r"([0-9.]+):[0-9]{1,5}")
 _BLANKED: Final = bytes.maketrans(b",;", b"  ")
 
 
-def fault(version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+def head_problem(version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
     """What is wrong with a head that some proxy before us could read in another way than we do, in words for people.
 
     `headers` have lower-case names. None where all is well.
@@ -48,7 +48,7 @@ def fault(version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ClientAddress:
     """Where a request comes from. `address` is "" where a proxy's word cannot be read. It is `certain` unless a proxy
     that nobody trusts has sent the request on: then the address is that proxy's, and the caller may be anywhere."""
 
@@ -56,7 +56,7 @@ class Origin:
     certain: bool
 
 
-class Edge:
+class ClientAddressPolicy:
     """What [server] says of proxies, names and metrics, applied to one head after the other."""
 
     def __init__(self, server: ServerConfig) -> None:
@@ -67,24 +67,24 @@ class Edge:
         self._endings = tuple(name.removeprefix("*") for name in server.hosts if name.startswith("*."))
         self._any_name = not server.hosts
 
-    def origin(self, scope: MutableMapping[str, Any]) -> Origin:
+    def origin(self, scope: MutableMapping[str, Any]) -> ClientAddress:
         """Of the request with this ASGI scope."""
         peer: str = (scope.get("client") or ("",))[0]
-        headers: Headers = scope["headers"]
+        headers: RawHeaders = scope["headers"]
         if not self.trusts(peer):
-            return Origin(peer, not any(name in _FORWARDING for name, _ in headers))
-        address: Address | None = parse_address(peer)
+            return ClientAddress(peer, not any(name in _FORWARDING for name, _ in headers))
+        address: IpAddress | None = parse_ip_address(peer)
         for hop in self._hops(headers):
-            address = parse_address(hop.decode("latin-1"))
+            address = parse_ip_address(hop.decode("latin-1"))
             if address is None or not _within(address, self._proxies):
                 break
-        return Origin("" if address is None else str(address), True)
+        return ClientAddress("" if address is None else str(address), True)
 
     def trusts(self, peer: str) -> bool:
         """Whether the peer of a connection is a proxy whose word counts."""
         if not self._proxies:
             return False
-        address = parse_address(peer)
+        address = parse_ip_address(peer)
         return address is not None and _within(address, self._proxies)
 
     def serves(self, host: bytes) -> bool:
@@ -95,12 +95,12 @@ class Edge:
         name = "" if found is None else found[1].decode().lower().rstrip(".")
         return name in self._names or name.endswith(self._endings)
 
-    def shows_metrics(self, origin: Origin) -> bool:
+    def shows_metrics(self, origin: ClientAddress) -> bool:
         """Whether whoever asks from there may read /metrics."""
-        address = parse_address(origin.address)
+        address = parse_ip_address(origin.address)
         return origin.certain and address is not None and _within(address, self._metrics)
 
-    def _hops(self, headers: Headers) -> Iterator[bytes]:
+    def _hops(self, headers: RawHeaders) -> Iterator[bytes]:
         """What the proxies say, the last one's word first."""
         said = b",".join(value for name, value in headers if name == self._header)
         if not said:
@@ -108,7 +108,7 @@ class Edge:
         return reversed(_forwarded(said) if self._header == b"forwarded" else said.split(b","))
 
 
-def parse_address(text: str) -> Address | None:
+def parse_ip_address(text: str) -> IpAddress | None:
     """An address, with or without a port; IPv4 within IPv6 as IPv4. None for anything else."""
     text = text.strip()
     found = _BRACKETED.fullmatch(text) or _WITH_PORT.fullmatch(text)
@@ -140,5 +140,5 @@ def _networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddress.I
     return tuple(map(ipaddress.ip_network, texts))
 
 
-def _within(address: Address, networks: Iterable[ipaddress.IPv4Network | ipaddress.IPv6Network]) -> bool:
+def _within(address: IpAddress, networks: Iterable[ipaddress.IPv4Network | ipaddress.IPv6Network]) -> bool:
     return any(address in network for network in networks)

@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway import errors
-from gateway.errors import Refusal, Shape
+from gateway.errors import ApiError, ErrorFormat
 from gateway.http import sse
-from gateway.http.client_address import Origin
+from gateway.http.client_address import ClientAddress
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
-JSON: Final[Header] = (b"content-type", b"application/json")
+JSON_CONTENT: Final[Header] = (b"content-type", b"application/json")
 DRAIN_GRACE_S: Final = 5.0
 FIRST_BYTE_MARGIN: Final = 0.85  # of first_byte_s: the rest is for the way to the client
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection, or had to be dropped; there is nobody to answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ExchangeTimeouts:
     """How long an exchange waits for its client, in seconds."""
 
     body_s: float
@@ -46,13 +46,13 @@ class Exchange:
 
     def __init__(
         self,
-        scope: Message,
-        receive: Receive,
-        send: Send,
-        patience: Patience,
+        scope: AsgiMessage,
+        receive: AsgiReceive,
+        send: AsgiSend,
+        patience: ExchangeTimeouts,
         request_id: str,
         clock: Callable[[], float],
-        origin: Origin,
+        origin: ClientAddress,
     ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -61,7 +61,7 @@ class Exchange:
         self.origin = origin
         self.request_id = request_id
         self.began = clock()
-        self.shape = Shape.ENVELOPE
+        self.shape = ErrorFormat.ENVELOPE
         self.beside: list[Header] = []  # headers of whatever is answered
         self.status: int | None = None
         self._abort: Callable[[], None] | None = scope.get("hearth.abort")
@@ -77,7 +77,7 @@ class Exchange:
         self._watches: list[asyncio.Task[None]] = []
         self._copy: Callable[[bytes], None] | None = None
         self._left = False
-        self._fail: Callable[[Refusal, str], bytes] | None = None
+        self._fail: Callable[[ApiError, str], bytes] | None = None
 
     async def body(self, limit_bytes: int) -> bytes:
         """The whole body. Raises Refusal when it is too large or too slow, ClientGone when it ends early."""
@@ -91,7 +91,7 @@ class Exchange:
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise ClientDisconnected
                     piece = message.get("body", b"")
                     left -= len(piece)
                     if left < 0:
@@ -130,15 +130,15 @@ class Exchange:
         """Whether the answer is events."""
         return self._fail is not None
 
-    def stream(self, fail: Callable[[Refusal, str], bytes]) -> None:
+    def stream(self, fail: Callable[[ApiError, str], bytes]) -> None:
         """The answer will be events: from now on the head leaves in time and silence is broken by comments. `fail`
         writes their end where they end with a refusal of the request with this id. Raises ClientGone."""
         if self._left:
-            raise ClientGone
+            raise ClientDisconnected
         self._fail = fail
         self._watch(self._break_silence())
 
-    def interrupt(self, refusal: Refusal) -> None:
+    def interrupt(self, refusal: ApiError) -> None:
         """Makes the attended work end with this refusal. Does nothing before and after it is attended."""
 
         async def end() -> None:
@@ -168,7 +168,7 @@ class Exchange:
         self._ended = True
         await self._push({"type": "http.response.body", "body": events, "more_body": False})
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, refusal: ApiError) -> None:
         """Answers with the refusal: a status where nothing was sent yet, else the events that end a stream."""
         if self._ended:
             return
@@ -178,7 +178,7 @@ class Exchange:
                     assert self._fail is not None, "only events are answered in pieces"
                     await self.end(self._fail(refusal, self.request_id))
                     return
-                headers = [JSON, (b"cache-control", b"no-store")]
+                headers = [JSON_CONTENT, (b"cache-control", b"no-store")]
                 if refusal.retry_after_s is not None:
                     headers.append((b"retry-after", b"%d" % refusal.retry_after_s))
                 if refusal.status == 401:
@@ -187,7 +187,7 @@ class Exchange:
                     headers.append((b"allow", refusal.allowed.encode()))
                 if refusal.closes:
                     headers.append((b"connection", b"close"))
-                await self.answer(refusal.status, errors.body(self.shape, refusal, self.request_id), headers)
+                await self.answer(refusal.status, errors.error_body(self.shape, refusal, self.request_id), headers)
         except TimeoutError:
             self.drop()
 
@@ -202,7 +202,7 @@ class Exchange:
         named = [*headers, *self.beside, (b"x-request-id", id_), (b"request-id", id_)]
         await self._push({"type": "http.response.start", "status": status, "headers": named})
 
-    async def _push(self, message: Message) -> None:
+    async def _push(self, message: AsgiMessage) -> None:
         if self._copy is not None:
             self._copy(message.get("body", b""))
         self._blocked_since = self._wrote_at = self._clock()
@@ -218,7 +218,7 @@ class Exchange:
             pass
         self._left = True
         if self._copy is None or self.streams:
-            raise ClientGone
+            raise ClientDisconnected
 
     async def _break_silence(self) -> None:
         """Sends the head in time, comments into silence, and drops a client that does not read."""
@@ -228,7 +228,7 @@ class Exchange:
                 continue
             if self._blocked_since is not None:
                 self.drop()
-                raise ClientGone
+                raise ClientDisconnected
             await self._ping()
 
     async def _ping(self) -> None:
@@ -237,7 +237,7 @@ class Exchange:
                 await self.write(sse.PING)
         except TimeoutError:
             self.drop()
-            raise ClientGone from None
+            raise ClientDisconnected from None
 
     def _quiet_left_s(self) -> float:
         """Seconds until something must happen if nothing is written until then."""

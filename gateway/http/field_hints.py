@@ -11,36 +11,36 @@ from msgspec import inspect
 _STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
 
 
-def words(wanted: Any, place: str) -> list[str]:
+def allowed_words(wanted: Any, place: str) -> list[str]:
     """The words that may stand at a place like `messages[0].role` of this type."""
     kinds = _at(wanted, place)
     return sorted(str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values)
 
 
-def ranges(wanted: Any, place: str) -> str:
+def allowed_ranges(wanted: Any, place: str) -> str:
     """Of the numbers, lengths and sizes that may stand there, like `a number from 0 to 2`; empty where all may."""
     said = [one for kind in _at(wanted, place) if (one := _range(kind))]
     return " or ".join(dict.fromkeys(said))
 
 
-def alternatives(kinds: list[inspect.Type]) -> list[inspect.Type]:
+def union_members(kinds: list[inspect.Type]) -> list[inspect.Type]:
     """The kinds without what is said about them, of a union each."""
     plain: list[inspect.Type] = []
     for kind in kinds:
         match kind:
             case inspect.Metadata(type=inner):
-                plain += alternatives([inner])
+                plain += union_members([inner])
             case inspect.UnionType(types=several):
-                plain += alternatives(list(several))
+                plain += union_members(list(several))
             case _:
                 plain.append(kind)
     return plain
 
 
 def _at(wanted: Any, place: str) -> list[inspect.Type]:
-    kinds = alternatives([inspect.type_info(wanted)])
+    kinds = union_members([inspect.type_info(wanted)])
     for step in _STEP.findall(place):
-        kinds = alternatives([inner for kind in kinds for inner in _inside(kind, step)])
+        kinds = union_members([inner for kind in kinds for inner in _inside(kind, step)])
     return kinds
 
 

@@ -14,22 +14,22 @@ import msgspec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gateway import errors
-from gateway.errors import Refusal
+from gateway.errors import ApiError
 from tenants.store.protocol import Store
 
-KEPT_S: Final = 86_400
-KEY: Final = re.compile(r"[!-~]{1,255}")
+IDEMPOTENCY_TTL_S: Final = 86_400
+IDEMPOTENCY_KEY: Final = re.compile(r"[!-~]{1,255}")
 _NONCE_BYTES: Final = 12
 
 
-class _Kept(msgspec.Struct, frozen=True, array_like=True):
+class _StoredAnswer(msgspec.Struct, frozen=True, array_like=True):
     """`request` is a seal of what was asked; the answer is empty until there is one."""
 
     request: bytes
     answer: bytes = b""
 
 
-class Claim:
+class IdempotencyClaim:
     """A key that this request took: it alone answers. One of `keep` and `free` is called once the answer is known."""
 
     def __init__(self, store: Store, account_id: str, name: str, cipher: AESGCM, request: bytes) -> None:
@@ -42,37 +42,39 @@ class Claim:
     async def keep(self, answer: bytes) -> None:
         """For a day. Raises StoreUnavailable."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        kept = _Kept(self._request, nonce + self._cipher.encrypt(nonce, answer, self._request))
-        await self._store.reclaim(self._account_id, self._name, msgspec.msgpack.encode(kept), KEPT_S)
+        kept = _StoredAnswer(self._request, nonce + self._cipher.encrypt(nonce, answer, self._request))
+        await self._store.reclaim(self._account_id, self._name, msgspec.msgpack.encode(kept), IDEMPOTENCY_TTL_S)
 
     async def free(self) -> None:
         """Lets a later request take the key. Raises StoreUnavailable."""
-        await self._store.reclaim(self._account_id, self._name, None, KEPT_S)
+        await self._store.reclaim(self._account_id, self._name, None, IDEMPOTENCY_TTL_S)
 
 
-class Once:
+class IdempotencyStore:
     """One store's. `secret` is the server's."""
 
     def __init__(self, store: Store, secret: bytes) -> None:
         self._store = store
         self._secret = hmac.digest(secret, b"hearth idempotency", "sha256")
 
-    async def claim(self, account_id: str, asker: str, key: str, asked: bytes, lifetime_s: int) -> Claim | bytes:
+    async def claim(
+        self, account_id: str, asker: str, key: str, asked: bytes, lifetime_s: int
+    ) -> IdempotencyClaim | bytes:
         """The key, taken for so long where nothing else is done with it; or the answer that is kept under it.
 
         A key is one asker's, and `asker` names the path too; `asked` is all that makes requests differ. Raises Refusal
         where the key is no key, is another request's, or one with it is in progress; and StoreUnavailable.
         """
-        if not KEY.fullmatch(key):
+        if not IDEMPOTENCY_KEY.fullmatch(key):
             raise errors.bad_input("the header 'Idempotency-Key' is 1 to 255 visible ASCII characters")
         # One seal names the claim, another one, which is never kept, is the key that the answer is encrypted with.
         named = f"{account_id}\n{asker}\n{key}".encode()
         name, cipher = self._seal(b"name", named).hex(), AESGCM(self._seal(b"cipher", named))
         request = self._seal(b"request", asked)
-        there = await self._store.claim(account_id, name, msgspec.msgpack.encode(_Kept(request)), lifetime_s)
+        there = await self._store.claim(account_id, name, msgspec.msgpack.encode(_StoredAnswer(request)), lifetime_s)
         if there is None:
-            return Claim(self._store, account_id, name, cipher, request)
-        kept = msgspec.msgpack.decode(there, type=_Kept)
+            return IdempotencyClaim(self._store, account_id, name, cipher, request)
+        kept = msgspec.msgpack.decode(there, type=_StoredAnswer)
         if not hmac.compare_digest(request, kept.request):
             raise errors.key_reused()
         if not kept.answer:
@@ -87,12 +89,12 @@ class Once:
         Where it is refused the key is free again. Where it broke off nobody can know whether it had its effect: then
         the key stays taken for a day, so that there is never a second one.
         """
-        claimed = await self.claim(account_id, asker, key, asked, KEPT_S)
+        claimed = await self.claim(account_id, asker, key, asked, IDEMPOTENCY_TTL_S)
         if isinstance(claimed, bytes):
             return claimed
         try:
             answer = await create()
-        except Refusal as refusal:
+        except ApiError as refusal:
             if refusal.status < 500:
                 await claimed.free()
             raise

@@ -12,8 +12,8 @@ from urllib.parse import parse_qs
 import msgspec
 from msgspec import inspect
 
-from gateway.errors import Refusal, bad_input, body_missing
-from gateway.http.field_hints import alternatives, ranges, words
+from gateway.errors import ApiError, bad_input, body_missing
+from gateway.http.field_hints import allowed_ranges, allowed_words, union_members
 
 DEPTH_MAX: Final = 64
 VALUES_MAX: Final = 65_536  # more would stop all streams for as long as their decoding takes
@@ -28,7 +28,7 @@ _WHOLE: Final = re.compile("[0-9]{1,18}")
 T = TypeVar("T")
 
 
-def decode(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+def decode_body(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     """The body as the decoder's type. Raises Refusal. The typed decode is first: it fails at the first wrong value."""
     if not body.strip():
         raise body_missing()
@@ -60,7 +60,7 @@ def _separators(text: bytes) -> int:
     return text.count(b",") + text.count(b"{") + text.count(b"[")
 
 
-def fields(query: bytes) -> dict[str, list[str]]:
+def query_fields(query: bytes) -> dict[str, list[str]]:
     """The query string's fields, each with all that is said of it. Raises Refusal."""
     try:
         return parse_qs(query.decode("latin-1"), keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
@@ -77,14 +77,14 @@ def is_json(text: str) -> bool:
     return True
 
 
-def options(query: bytes) -> dict[str, str]:
+def query_options(query: bytes) -> dict[str, str]:
     """The same; of a repeated field the last counts. Raises Refusal."""
-    return {name: values[-1] for name, values in fields(query).items()}
+    return {name: values[-1] for name, values in query_fields(query).items()}
 
 
-def asked_in(query: bytes, wanted: type[T]) -> T:
+def decode_query(query: bytes, wanted: type[T]) -> T:
     """The query string as a type of texts, words, times and whole numbers. Raises Refusal."""
-    said: dict[str, str | int] = dict(options(query))
+    said: dict[str, str | int] = dict(query_options(query))
     whole = {field.encode_name for field in _fields(wanted) if _is_whole(field.type)}
     for name in whole & said.keys():
         if _WHOLE.fullmatch(str(said[name])):
@@ -102,7 +102,7 @@ def _fields(wanted: Any) -> Sequence[inspect.Field]:
 
 
 def _is_whole(kind: inspect.Type) -> bool:
-    return any(isinstance(one, inspect.IntType) for one in alternatives([kind]))
+    return any(isinstance(one, inspect.IntType) for one in union_members([kind]))
 
 
 def check_depth(value: Any, name: str, left: int) -> None:
@@ -132,7 +132,7 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _invalid(message: str, wanted: Any) -> Refusal:
+def _invalid(message: str, wanted: Any) -> ApiError:
     """msgspec's sentence, turned around so that the field comes first. It quotes types and limits, never values."""
     place = _PLACE.search(message)
     field = place.group(1)[:_NAME_MAX] if place else ""
@@ -144,8 +144,8 @@ def _invalid(message: str, wanted: Any) -> Refusal:
             return bad_input(f"'{field}' is missing; give it", field)
         return bad_input(f"'{field}' is not a field of this request; leave it out", field)
     if _NONE_OF.match(message):
-        return bad_input(f"'{field}': send one of {', '.join(words(wanted, field))}", field)
+        return bad_input(f"'{field}': send one of {', '.join(allowed_words(wanted, field))}", field)
     if not field:
         return bad_input(f"{problem}; send one JSON object")
-    allowed = f"; send {said}" if (said := ranges(wanted, field)) else ""
+    allowed = f"; send {said}" if (said := allowed_ranges(wanted, field)) else ""
     return bad_input(f"'{field}': {problem[0].lower()}{problem[1:]}{allowed}", field)

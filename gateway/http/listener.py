@@ -14,7 +14,7 @@ from itertools import count
 from typing import Final
 
 from gateway.config import ServerConfig
-from gateway.http.client_address import Edge, parse_address
+from gateway.http.client_address import ClientAddressPolicy, parse_ip_address
 from gateway.http.tls import Certificate
 
 ACCEPTS: Final = 16  # connections that are accepted in one turn of the loop
@@ -24,7 +24,7 @@ _PAUSE_S: Final = 0.1  # where the system has no descriptor left
 log = logging.getLogger(__name__)
 
 
-class Door:
+class Listener:
     """One listener. `make` gives the protocol of a new connection, and is given what to call when that one is lost.
 
     uvloop's own server would accept one connection in a turn of the loop, count none that is in its handshake, and
@@ -44,7 +44,7 @@ class Door:
         self._certificate = certificate
         self._too_many = too_many
         self._make = make
-        self._edge = Edge(server)
+        self._edge = ClientAddressPolicy(server)
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
         self._places: dict[int, str] = {}  # where each connection comes from
@@ -141,7 +141,7 @@ def _source(peer: str) -> str:
     """What counts as one address: of IPv6, the 64 bits that a customer is given."""
     if ":" not in peer:
         return peer
-    address = parse_address(peer)
+    address = parse_ip_address(peer)
     if isinstance(address, ipaddress.IPv6Address):
         return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
     return str(address)

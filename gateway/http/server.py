@@ -21,9 +21,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway import errors
 from gateway.app import App, build_app
 from gateway.config import Config, ServerConfig
-from gateway.errors import Refusal
+from gateway.errors import ApiError
 from gateway.http import client_address
-from gateway.http.listener import Door
+from gateway.http.listener import Listener
 from gateway.http.tls import Certificate, open_certificate
 
 SEND_BUFFER_BYTES: Final = 256 << 10  # of the kernel, for each connection: what a client that does not read can hold
@@ -32,12 +32,12 @@ BACKLOG: Final = 4096
 PIPELINED_MAX: Final = 32  # requests that wait for the answer to one before them, on one connection
 DESCRIPTORS: Final = 512  # beside connections: listeners, the store, replicas, files
 KEEP_ALIVE_S: Final = 30
-TOLD_S: Final = 2.0  # for the last error events to be written
+LAST_EVENTS_S: Final = 2.0  # for the last error events to be written
 _TICK_S: Final = 0.05
 _CERTIFICATE_TICKS: Final = 10  # of uvicorn, a tenth of a second each
 
 
-def _answer(refusal: Refusal) -> bytes:
+def _answer(refusal: ApiError) -> bytes:
     """A whole answer, for requests that never reach the App."""
     body = errors.envelope(refusal, "")
     retry = b"" if refusal.retry_after_s is None else b"retry-after: %d\r\n" % refusal.retry_after_s
@@ -51,11 +51,11 @@ _TOO_MANY: Final = _answer(errors.too_many_connections())
 _NO_HTTP: Final = _answer(errors.bad_head("this is no well-formed HTTP/1.1"))
 
 
-class RefusedHead(Exception):
+class HeadRejected(Exception):
     """The parser stops here, and send_400_response answers."""
 
 
-class Protocol(HttpToolsProtocol):
+class HttpProtocol(HttpToolsProtocol):
     """uvicorn's httptools protocol with bounds on heads, and on how long a client may keep it waiting.
 
     One timer runs at a time for what the client has to write: the head (then 408), or what is left of a body that
@@ -113,7 +113,7 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if self._head_bytes > self._limits.header_bytes_max:
             self._refuse(_HEAD_TOO_LARGE)
-        if fault := client_address.fault(self.parser.get_http_version(), self.url, self.headers):
+        if fault := client_address.head_problem(self.parser.get_http_version(), self.url, self.headers):
             self._refuse(_answer(errors.bad_head(fault)))
         if len(self.pipeline) >= PIPELINED_MAX:
             self._refuse(_TOO_MANY)
@@ -158,7 +158,7 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, answer: bytes) -> None:
         self._refusal = answer
-        raise RefusedHead
+        raise HeadRejected
 
     def _must_write(self, seconds: float, otherwise: Callable[..., object], *arguments: bytes) -> None:
         if self._writes is None:
@@ -198,7 +198,7 @@ class Protocol(HttpToolsProtocol):
         self._linger()
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's server around one App, with a drain. `serve` and `run` are uvicorn's own."""
 
     def __init__(self, app: App, limits: ServerConfig, certificate: Certificate | None = None) -> None:
@@ -217,13 +217,13 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(TOLD_S),
+                timeout_graceful_shutdown=math.ceil(LAST_EVENTS_S),
             )
         )
         self._app = app
         self._limits = limits
         self._certificate = certificate
-        self._door: Door | None = None
+        self._door: Listener | None = None
         self._hurry = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -237,13 +237,13 @@ class Server(uvicorn.Server):
         (listener,) = sockets
         await super().startup([])
         make = functools.partial(
-            Protocol,
+            HttpProtocol,
             self._limits,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        self._door = Door(listener, self._limits, self._certificate, _TOO_MANY, make)
+        self._door = Listener(listener, self._limits, self._certificate, _TOO_MANY, make)
         self._door.open()
 
     async def on_tick(self, counter: int) -> bool:
@@ -255,7 +255,7 @@ class Server(uvicorn.Server):
         self._app.drain()
         await self._until_idle(self._limits.drain_s)
         self._app.interrupt()
-        await self._until_idle(TOLD_S)
+        await self._until_idle(LAST_EVENTS_S)
         if self._door is not None:
             self._door.close()
         await super().shutdown(sockets)
@@ -295,7 +295,7 @@ def allow_descriptors(connections: int) -> int:
     return soft
 
 
-def serve(config: Config, secret: bytes) -> int:
+def run_server(config: Config, secret: bytes) -> int:
     """Serves until a signal ends it and all that ran has ended or was told. Call it on the main thread.
 
     Returns 0. Raises OSError where the port cannot be taken, ConfigError, and what `build_app` raises.
@@ -306,5 +306,5 @@ def serve(config: Config, secret: bytes) -> int:
     allow_descriptors(config.server.connections)
     gc.collect()
     gc.freeze()  # what stays for good: going through it again would stop all streams for some 15 ms each time
-    Server(app, config.server, certificate).run([listener])
+    HttpServer(app, config.server, certificate).run([listener])
     return 0

@@ -10,7 +10,7 @@ import os
 import ssl
 from typing import Final
 
-from gateway.config import ConfigError, ServerConfig
+from gateway.config import ServerConfig, SettingsError
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of TLS 1.3 are all sound
 
@@ -33,7 +33,7 @@ class Certificate:
         self._seen = stamps
         try:
             self.context = server_context(*self._paths)
-        except ConfigError as error:
+        except SettingsError as error:
             log.error("the certificate before stays in use: %s", error)
         else:
             log.warning("new connections get the new certificate of %s", self._paths[0])
@@ -51,7 +51,7 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
             with open(path, "rb"):
                 pass
         except OSError as error:
-            raise ConfigError(f"the {what} {path} cannot be read: {error.strerror}") from None
+            raise SettingsError(f"the {what} {path} cannot be read: {error.strerror}") from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
@@ -60,7 +60,7 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
     try:
         context.load_cert_chain(certificate, key, password="")  # a password is not asked for: nobody sits there
     except ssl.SSLError as error:
-        raise ConfigError(_why(error, certificate, key)) from None
+        raise SettingsError(_why(error, certificate, key)) from None
     return context
 
 
@@ -72,7 +72,7 @@ def expiry(certificate: str) -> datetime.datetime:
         with open(certificate, "rb") as file:
             return x509.load_pem_x509_certificates(file.read())[0].not_valid_after_utc
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the certificate {certificate} cannot be read: {error}") from None
+        raise SettingsError(f"the certificate {certificate} cannot be read: {error}") from None
 
 
 def _why(error: ssl.SSLError, certificate: str, key: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from weakref import WeakValueDictionary
 
 
-class Turns:
+class AccountLocks:
     """A lock for each account that has work now; it is forgotten with its last holder."""
 
     def __init__(self) -> None:

@@ -5,11 +5,11 @@ It decides from the caller's account, its token and its own words alone; a calle
 
 import hashlib
 
-from engine.protocol.types import Scope, ScopeKind, Terms
+from engine.protocol.types import SchedulingTerms, Scope, ScopeKind
 from gateway.errors import bad_input
 from gateway.http.exchange import Exchange
 from tenants.auth.accounts import Caller
-from tenants.records.settings import kept_s
+from tenants.records.settings import cache_retention_s
 
 
 def zero_retention(exchange: Exchange, caller: Caller) -> bool:
@@ -38,15 +38,15 @@ def scope_of(caller: Caller, user: str | None, zero: bool) -> Scope:
     return Scope(ScopeKind.TENANT, caller.scope, account.epoch, account=caller.own_scope)
 
 
-def terms_of(caller: Caller, zero: bool, *, background: bool = False) -> Terms:
+def terms_of(caller: Caller, zero: bool, *, background: bool = False) -> SchedulingTerms:
     plan, settings = caller.account.plan, caller.account.settings
-    return Terms(
+    return SchedulingTerms(
         weight=plan.weight,
         sequences=plan.sequences,
         blocks=plan.kv_blocks,
         floor_blocks=plan.floor_blocks,
         cap_blocks=plan.cap_blocks,
-        keep_s=kept_s(settings),
+        keep_s=cache_retention_s(settings),
         erase=zero,
         background=background,
     )

@@ -9,14 +9,22 @@ from typing import Final
 from engine.protocol.frames import TokenLogprobs
 from engine.protocol.types import FinishReason
 from gateway.catalogue.catalogue import Model
-from gateway.cluster.client import Step
+from gateway.cluster.client import OutputDelta
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Chosen, Completion, Reply, ToolUse
-from gateway.text.detokenizer import Decoder
-from gateway.text.tokenizer import Text
-from gateway.tool_parsers.parts import CallArguments, CallBegan, CallEnded, Parser, Part, Plain, Thought
-from gateway.tool_parsers.parts import Text as Said
-from gateway.tool_parsers.reasoning import MARKERS, Thinking
+from gateway.inference.reply import Completion, Reply, ScoredToken, ToolUse
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.tokenizer import ModelTokenizer
+from gateway.tool_parsers.parts import (
+    OutputParser,
+    OutputPart,
+    PlainTextParser,
+    ReasoningPart,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from gateway.tool_parsers.parts import TextPart as Said
+from gateway.tool_parsers.reasoning import MARKERS, ReasoningParser
 
 LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
 
@@ -43,7 +51,7 @@ class _Call:
         return ToolUse(self.id, self.name, "".join(self._fragments))
 
 
-class Choice:
+class CompletionBuilder:
     """One choice of a request. `finish` says why once `last`, its last step, came: as in Reply.finish.
 
     `thought_tokens` are those up to the last piece of thought: a step that ends one may hold some of the text."""
@@ -57,16 +65,16 @@ class Choice:
         """`opened`: the prompt ends within a thought."""
         self._text = model.text
         self._parser, shown = _parser(model, prompt, opened)
-        self._decoder: Decoder = model.text.decoder(prompt.stop, shown)
+        self._decoder: Detokenizer = model.text.decoder(prompt.stop, shown)
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[_Call] = []
         self._several = prompt.parallel_calls
         self._shown = -1  # the number of the call that was rendered last
         self._scores = prompt.sampling.logprobs is not None
-        self._scored: list[Chosen] = []
+        self._scored: list[ScoredToken] = []
         self.finish: str | None = None
-        self.last: Step | None = None
+        self.last: OutputDelta | None = None
         self._tokens = 0
         self.thought_tokens = 0
 
@@ -80,7 +88,7 @@ class Choice:
         """All that is neither thought nor calls, so far."""
         return "".join(self._pieces)
 
-    def take(self, step: Step) -> list[Part]:
+    def take(self, step: OutputDelta) -> list[OutputPart]:
         """What may be shown now that these tokens came. Sets `finish` when they were the last."""
         text = self._decoder.push(self._visible(step))
         if self._decoder.stopped_by is not None:
@@ -97,7 +105,7 @@ class Choice:
             return [Said(text)]
         return self._parse(text, step)
 
-    def score(self, step: Step) -> list[Chosen]:
+    def score(self, step: OutputDelta) -> list[ScoredToken]:
         """The step's log probabilities, without that of a stop token."""
         pairs = zip(self._visible(step), step.logprobs, strict=False)
         scored = [_scored(self._text, token, scored) for token, scored in pairs]
@@ -105,13 +113,13 @@ class Choice:
             self._scored += scored
         return scored
 
-    def render(self, reply: Reply, index: int, parts: list[Part], scored: list[Chosen]) -> bytes:
+    def render(self, reply: Reply, index: int, parts: list[OutputPart], scored: list[ScoredToken]) -> bytes:
         """The parts as a dialect's events. Log probabilities go with the first text, or with an empty one."""
         if len(parts) == 1:  # as nearly always
             part = parts[0]
             if type(part) is Said:
                 return reply.text(index, part.text, scored)
-            if type(part) is CallArguments and not scored:
+            if type(part) is ToolCallDelta and not scored:
                 return reply.arguments(index, self._shown, part.fragment)
         if scored and not any(type(part) is Said for part in parts):
             parts = [Said(""), *parts]
@@ -120,11 +128,11 @@ class Choice:
             if type(part) is Said:
                 events.append(reply.text(index, part.text, scored))
                 scored = []
-            elif type(part) is CallArguments:
+            elif type(part) is ToolCallDelta:
                 events.append(reply.arguments(index, self._shown, part.fragment))
-            elif type(part) is Thought:
+            elif type(part) is ReasoningPart:
                 events.append(reply.thought(index, part.text))
-            elif type(part) is CallBegan:
+            elif type(part) is ToolCallStart:
                 self._shown += 1
                 events.append(reply.call(index, self._shown, self._calls[self._shown].begun))
             else:
@@ -142,7 +150,7 @@ class Choice:
             stopped_by=self.stopped_by,
         )
 
-    def _parse(self, text: str, step: Step) -> list[Part]:
+    def _parse(self, text: str, step: OutputDelta) -> list[OutputPart]:
         assert self._parser is not None
         parts = self._parser.push(text)
         self._tokens += len(step.tokens)
@@ -153,7 +161,7 @@ class Choice:
             if type(part) is Said:
                 self._pieces.append(part.text)
                 return parts
-            if type(part) is CallArguments:
+            if type(part) is ToolCallDelta:
                 self._calls[-1].add(part.fragment)
                 return parts
         if not self._several:
@@ -161,52 +169,52 @@ class Choice:
         for part in parts:
             if type(part) is Said:
                 self._pieces.append(part.text)
-            elif type(part) is CallArguments:
+            elif type(part) is ToolCallDelta:
                 self._calls[-1].add(part.fragment)
-            elif type(part) is Thought:
+            elif type(part) is ReasoningPart:
                 self._thoughts.append(part.text)
                 self.thought_tokens = self._tokens
-            elif type(part) is CallBegan:
+            elif type(part) is ToolCallStart:
                 self._calls.append(_Call(part.name))
         if self._calls and self.finish == "stop":
             self.finish = "tool_calls"
         return parts
 
-    def _first_call(self, parts: list[Part], step: Step) -> list[Part]:
+    def _first_call(self, parts: list[OutputPart], step: OutputDelta) -> list[OutputPart]:
         """The parts up to the end of a call, which ends the answer where it may hold one alone."""
-        end = next((i for i, part in enumerate(parts) if type(part) is CallEnded), None)
+        end = next((i for i, part in enumerate(parts) if type(part) is ToolCallEnd), None)
         if end is None:
             return parts
         self.finish, self.last = "tool_calls", step
         return parts[: end + 1]
 
-    def _visible(self, step: Step) -> list[int]:
+    def _visible(self, step: OutputDelta) -> list[int]:
         """The step's tokens without the stop token that ended it."""
         tokens = step.tokens
         stopped = step.finish is not None and step.finish.reason is FinishReason.STOP
         return tokens[:-1] if stopped and tokens and tokens[-1] in self._text.stop_ids else tokens
 
 
-def thinks(model: Model, prompt: Prompt) -> bool:
+def reasoning_enabled(model: Model, prompt: Prompt) -> bool:
     """Whether the answer may begin with a thought: not where it goes on with a raw text."""
     return model.thinks and prompt.ids is None and not prompt.raw
 
 
-def _parser(model: Model, prompt: Prompt, opened: bool) -> tuple[Parser | None, frozenset[str]]:
+def _parser(model: Model, prompt: Prompt, opened: bool) -> tuple[OutputParser | None, frozenset[str]]:
     """What finds the parts, and the control tokens that it must see; None where all is text."""
     parser, shown = None, frozenset[str]()
     if prompt.tools and model.calls is not None:
         parser, shown = model.calls.parser(prompt.tools, prompt.tool_choice), model.calls.markers
-    if thinks(model, prompt):
-        return Thinking(parser or Plain(), opened), shown | MARKERS
+    if reasoning_enabled(model, prompt):
+        return ReasoningParser(parser or PlainTextParser(), opened), shown | MARKERS
     return parser, shown
 
 
-def _scored(text: Text, token: int, scored: TokenLogprobs) -> Chosen:
+def _scored(text: ModelTokenizer, token: int, scored: TokenLogprobs) -> ScoredToken:
     top = zip(scored.top_ids, scored.top_logprobs, strict=True)
     return _chosen(text, token, scored.logprob, [_chosen(text, id, logprob, []) for id, logprob in top])
 
 
-def _chosen(text: Text, token: int, logprob: float, top: list[Chosen]) -> Chosen:
+def _chosen(text: ModelTokenizer, token: int, logprob: float, top: list[ScoredToken]) -> ScoredToken:
     raw = text.token_bytes(token)
-    return Chosen(raw.decode("utf-8", "replace"), raw, max(logprob, LOGPROB_MIN), top)
+    return ScoredToken(raw.decode("utf-8", "replace"), raw, max(logprob, LOGPROB_MIN), top)

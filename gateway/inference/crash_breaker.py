@@ -9,16 +9,16 @@ from collections.abc import Callable
 from typing import Final
 
 CRASHES_MAX: Final = 2
-REMEMBERED_S: Final = 600.0
-SUSPECTS_MAX: Final = 4096
+CRASH_MEMORY_S: Final = 600.0
+FINGERPRINTS_MAX: Final = 4096
 
 
-def fingerprint(model: str, scope_id: bytes, tokens: bytes) -> bytes:
+def request_fingerprint(model: str, scope_id: bytes, tokens: bytes) -> bytes:
     """The same for a retry of the same prompt by the same account, whatever its sampling."""
     return hashlib.blake2b(tokens, digest_size=16, key=scope_id, person=model.encode()[-16:]).digest()
 
 
-class Suspects:
+class CrashBreaker:
     """Counts crashes per fingerprint; each is remembered for REMEMBERED_S, the latest SUSPECTS_MAX of them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -30,13 +30,13 @@ class Suspects:
         crashes = self.crashes(suspect) + 1
         self._crashes[suspect] = (crashes, self._clock())
         self._crashes.move_to_end(suspect)
-        while len(self._crashes) > SUSPECTS_MAX:
+        while len(self._crashes) > FINGERPRINTS_MAX:
             self._crashes.popitem(last=False)
 
     def crashes(self, suspect: bytes) -> int:
         """How many of them are remembered."""
         crashes, at = self._crashes.get(suspect, (0, 0.0))
-        if crashes and self._clock() - at > REMEMBERED_S:
+        if crashes and self._clock() - at > CRASH_MEMORY_S:
             del self._crashes[suspect]
             return 0
         return crashes

@@ -12,39 +12,55 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from engine.protocol.types import FinishReason, Pooling, RejectReason, Sampling
+from engine.protocol.types import FinishReason, Pooling, RejectReason, SamplingParams
 from gateway import errors
 from gateway.catalogue.catalogue import Model
-from gateway.catalogue.tasks import Vectors
-from gateway.cluster.client import Asleep, Rejected, ReplicaLost, Stream, pack
-from gateway.http.exchange import JSON, Exchange
+from gateway.catalogue.tasks import EmbeddingSpec
+from gateway.cluster.client import ReplicaAsleep, ReplicaLost, ReplicaRejected, ReplicaStream, pack_token_ids
+from gateway.http.exchange import JSON_CONTENT, Exchange
 from gateway.inference import rate_limit_headers
 from gateway.inference.cache_scope import scope_of, terms_of
-from gateway.inference.crash_breaker import REMEMBERED_S, fingerprint
-from gateway.inference.embedding_types import Answer, AskedVectors, Floats, Item, Kind, Score, Texts
-from gateway.inference.lifecycle import LONG_TEXT_CHARS, TRIES_MAX, link, link_deadline, rejection, reserve, wait_ms
+from gateway.inference.crash_breaker import CRASH_MEMORY_S, request_fingerprint
+from gateway.inference.embedding_types import (
+    EmbeddingInput,
+    EmbeddingInputs,
+    EmbeddingRequest,
+    EmbeddingResult,
+    Floats,
+    InputKind,
+    RankScore,
+)
+from gateway.inference.lifecycle import (
+    LONG_TEXT_CHARS,
+    TRIES_MAX,
+    acquire_replica,
+    error_of_rejection,
+    replica_deadline,
+    replica_wait_ms,
+    reserve,
+)
 from gateway.inference.reply import Usage
-from gateway.inference.request import CHECKPOINT_S, Gateway, conclude
+from gateway.inference.request import CHECKPOINT_S, InferenceContext, end_call
 from gateway.inference.run_options import RunOptions
-from gateway.observability.tracing import Span
-from gateway.text.tokenizer import TextError
+from gateway.observability.tracing import RequestSpan
+from gateway.text.tokenizer import TokenizationError
 from tenants.auth.accounts import Caller
-from tenants.limits.quota import Demand, Reservation, Spent
+from tenants.limits.quota import CallUsage, QuotaRequest, Reservation
 
 AT_ONCE_MAX: Final = 256  # texts of one request that are at replicas: others' have places there too
 _WRITTEN: Final = 16  # vectors that are written before other requests have their turn: a millisecond or two
 
 
-class Embedding:
+class EmbeddingCall:
     """What one request holds and has received so far. `close` ends it, once."""
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: InferenceContext,
         exchange: Exchange,
         caller: Caller,
         model: Model,
-        asked: AskedVectors,
+        asked: EmbeddingRequest,
         options: RunOptions,
     ) -> None:
         assert model.vectors is not None, "the model writes text"
@@ -55,10 +71,10 @@ class Embedding:
         self.asked = asked
         self.texts = asked.texts
         self.options = options
-        self.vectors: Vectors = model.vectors
-        self.span: Span = gateway.traces.begin(model.name, exchange.headers, "embeddings")
+        self.vectors: EmbeddingSpec = model.vectors
+        self.span: RequestSpan = gateway.traces.begin(model.name, exchange.headers, "embeddings")
         self.reservation: Reservation | None = None
-        self.streams: dict[int, Stream] = {}  # by the index of the sequence that is at a replica,
+        self.streams: dict[int, ReplicaStream] = {}  # by the index of the sequence that is at a replica,
         self.submitted: dict[int, int] = {}  # and after how many lost replicas it was sent there
         self.losses = 0
         self.sequences: list[list[int]] = []
@@ -70,11 +86,11 @@ class Embedding:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.sequences))
 
-    def spent(self, now: float) -> Spent:
+    def spent(self, now: float) -> CallUsage:
         """What replicas have begun with counts."""
         begun = {index: stream.started for index, stream in self.streams.items()}
         cached = self.cached | {index: each.cached_tokens for index, each in begun.items() if each is not None}
-        return Spent(
+        return CallUsage(
             prompt_tokens=sum(len(self.sequences[index]) for index in cached),
             cached_tokens=sum(cached.values()),
             outcome=self.outcome,
@@ -110,20 +126,22 @@ class Embedding:
     def close(self) -> None:
         """Whatever happened: the replicas stop, the reservation is settled, the request is counted. Awaits nothing."""
         self.stop()
-        conclude(self, self.spent(self.gateway.clock()), None)
+        end_call(self, self.spent(self.gateway.clock()), None)
 
 
-async def embed(request: Embedding, zero: bool) -> None:
+async def serve_embedding(request: EmbeddingCall, zero: bool) -> None:
     """Everything between the checked texts and the last byte of the answer. Raises Refusal and ClientGone."""
     gateway, model = request.gateway, request.model
-    pooling = check(model, request.vectors, request.texts)
-    request.sequences = await encode(request, zero)
-    suspect = fingerprint(model.name, request.caller.own_scope, b"".join(map(pack, request.sequences)))
+    pooling = check_inputs(model, request.vectors, request.texts)
+    request.sequences = await encode_inputs(request, zero)
+    suspect = request_fingerprint(
+        model.name, request.caller.own_scope, b"".join(map(pack_token_ids, request.sequences))
+    )
     if gateway.suspects.refused(suspect):
-        raise errors.crashes(int(REMEMBERED_S / 60))
+        raise errors.crashes(int(CRASH_MEMORY_S / 60))
     request.reservation = await reserve(
         request,
-        Demand(
+        QuotaRequest(
             model=model.name,
             price=model.batch_price if request.options.background else model.price,
             prompt_tokens=request.prompt_tokens,
@@ -134,14 +152,14 @@ async def embed(request: Embedding, zero: bool) -> None:
         ),
     )
     request.exchange.beside = rate_limit_headers.headers(request.reservation.left)
-    vectors_NH = await follow(request, pooling, suspect, zero)
+    vectors_NH = await run_on_replicas(request, pooling, suspect, zero)
     answer = await _answer(request, vectors_NH, pooling)
     neurons = (b"cf-ai-neurons", f"{answer.usage.neurons:.6f}".encode())
-    headers = [JSON, neurons, (b"cache-control", b"no-store")]
+    headers = [JSON_CONTENT, neurons, (b"cache-control", b"no-store")]
     await request.exchange.answer(200, request.asked.render(answer), headers)
 
 
-def check(model: Model, vectors: Vectors, texts: Texts) -> Pooling:
+def check_inputs(model: Model, vectors: EmbeddingSpec, texts: EmbeddingInputs) -> Pooling:
     """How the texts are pooled. Raises Refusal for what this model does not do."""
     if texts.pooling is not None and texts.pooling not in vectors.poolings:
         known = " or ".join(f"'{pooling}'" for pooling in vectors.poolings)
@@ -155,7 +173,7 @@ def check(model: Model, vectors: Vectors, texts: Texts) -> Pooling:
     return texts.pooling or vectors.poolings[0]
 
 
-async def encode(request: Embedding, zero: bool) -> list[list[int]]:
+async def encode_inputs(request: EmbeddingCall, zero: bool) -> list[list[int]]:
     """The token ids of each sequence: of each item, or of pairs of the query and each other one. Raises Refusal.
 
     Long texts are encoded in a thread, one request at a time for each account; those of which nothing may be kept in a
@@ -179,7 +197,7 @@ async def encode(request: Embedding, zero: bool) -> list[list[int]]:
             thread.shutdown(wait=False)
 
 
-def _encode(model: Model, vectors: Vectors, texts: Texts, most: int) -> list[list[int]]:
+def _encode(model: Model, vectors: EmbeddingSpec, texts: EmbeddingInputs, most: int) -> list[list[int]]:
     frame, items = model.text.frame, texts.items
     if Pooling.SCORE in vectors.poolings:
         query, *others = [_ids(model, item, "", most, texts) for item in items]
@@ -188,7 +206,11 @@ def _encode(model: Model, vectors: Vectors, texts: Texts, most: int) -> list[lis
             raise errors.text_too_long("query", len(query) + frame.pair_tokens, most, cut=False)
         cut = [_fitting(item, ids, room, most, texts) for item, ids in zip(items[1:], others, strict=True)]
         return [frame.pair(query, ids) for ids in cut]
-    before = {Kind.TEXT: "", Kind.QUERY: vectors.prompt(texts.instruction), Kind.DOCUMENT: vectors.document}
+    before = {
+        InputKind.TEXT: "",
+        InputKind.QUERY: vectors.prompt(texts.instruction),
+        InputKind.DOCUMENT: vectors.document,
+    }
     sequences = []
     for item in items:
         if isinstance(item.content, str):
@@ -201,7 +223,7 @@ def _encode(model: Model, vectors: Vectors, texts: Texts, most: int) -> list[lis
     return sequences
 
 
-def _ids(model: Model, item: Item, before: str, most: int, texts: Texts) -> list[int]:
+def _ids(model: Model, item: EmbeddingInput, before: str, most: int, texts: EmbeddingInputs) -> list[int]:
     """What cannot fit, and may not be cut, is not encoded at all."""
     assert isinstance(item.content, str)
     longest = model.text.token_bytes_max
@@ -209,11 +231,11 @@ def _ids(model: Model, item: Item, before: str, most: int, texts: Texts) -> list
         raise errors.text_too_long(item.place, len(item.content) // longest, most, cut=True)
     try:
         return model.text.encode_text(before + item.content)
-    except TextError as error:
+    except TokenizationError as error:
         raise errors.bad_input(f"'{item.place}': {error}", item.place) from None
 
 
-def _known(model: Model, item: Item, ids: list[int]) -> list[int]:
+def _known(model: Model, item: EmbeddingInput, ids: list[int]) -> list[int]:
     """Token ids of a caller's. Raises Refusal where the model has no such ones."""
     over = [id for id in ids if id >= model.vocabulary]
     if over:
@@ -222,7 +244,7 @@ def _known(model: Model, item: Item, ids: list[int]) -> list[int]:
     return ids
 
 
-def _fitting(item: Item, ids: list[int], room: int, most: int, texts: Texts) -> list[int]:
+def _fitting(item: EmbeddingInput, ids: list[int], room: int, most: int, texts: EmbeddingInputs) -> list[int]:
     """Its ids, or the first of them where there is no room for all and they may be cut: what is not theirs of `most`
     is taken. Raises Refusal."""
     if len(ids) <= room:
@@ -232,7 +254,7 @@ def _fitting(item: Item, ids: list[int], room: int, most: int, texts: Texts) -> 
     return ids[:room]
 
 
-async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: bool) -> Floats:
+async def run_on_replicas(request: EmbeddingCall, pooling: Pooling, suspect: bytes, zero: bool) -> Floats:
     """A row for each sequence: so many of them at once are at replicas, and one whose replica goes away is sent once
     more to another one."""
     rows: list[bytes] = []
@@ -249,7 +271,7 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
                     await submit(request, index, pooling, zero)
                 rows.append(await _row(request, index))
                 break
-            except Asleep:
+            except ReplicaAsleep:
                 request.streams = {one: stream for one, stream in request.streams.items() if not stream.asleep}
                 submitted = index
                 continue
@@ -259,9 +281,9 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
                     request.gateway.suspects.note(suspect)
                 if tries == TRIES_MAX:
                     raise errors.replica_lost() from None
-            except Rejected as rejected:
+            except ReplicaRejected as rejected:
                 if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
-                    raise rejection(request, rejected) from None
+                    raise error_of_rejection(request, rejected) from None
             if (stream := request.streams.pop(index, None)) is not None:
                 stream.cancel()  # nothing of what it did reaches the client, or is charged
             tries += 1
@@ -269,25 +291,25 @@ async def follow(request: Embedding, pooling: Pooling, suspect: bytes, zero: boo
     return np.frombuffer(b"".join(rows), "<f4").reshape(len(rows), -1)
 
 
-async def submit(request: Embedding, index: int, pooling: Pooling, zero: bool) -> None:
+async def submit(request: EmbeddingCall, index: int, pooling: Pooling, zero: bool) -> None:
     """Waits for a replica that can serve, and sends it a sequence. Raises Refusal, Rejected, ReplicaLost."""
-    caller, tokens = request.caller, pack(request.sequences[index])
+    caller, tokens = request.caller, pack_token_ids(request.sequences[index])
     scope = scope_of(caller, request.texts.user, zero)
-    chosen = await link(request, scope, tokens, link_deadline(request))
+    chosen = await acquire_replica(request, scope, tokens, replica_deadline(request))
     request.submitted[index] = request.losses
     request.streams[index] = chosen.submit(
         tokens=tokens,
         scope=scope,
-        sampling=Sampling(),
+        sampling=SamplingParams(),
         max_tokens=1,
         pooling=pooling,
         traceparent=request.span.traceparent,
         terms=terms_of(caller, zero, background=request.options.background),
-        deadline_ms=wait_ms(request, chosen.held_s),
+        deadline_ms=replica_wait_ms(request, chosen.held_s),
     )
 
 
-async def _row(request: Embedding, index: int) -> bytes:
+async def _row(request: EmbeddingCall, index: int) -> bytes:
     """The sequence's vector. Raises Refusal where it failed, ReplicaLost and Rejected."""
     vector, stream = None, request.streams[index]
     async for step in stream:
@@ -301,9 +323,9 @@ async def _row(request: Embedding, index: int) -> bytes:
     return vector
 
 
-async def _answer(request: Embedding, vectors_NH: Floats, pooling: Pooling) -> Answer:
+async def _answer(request: EmbeddingCall, vectors_NH: Floats, pooling: Pooling) -> EmbeddingResult:
     texts, vectors = request.texts, request.vectors
-    scores: list[Score] = []
+    scores: list[RankScore] = []
     if pooling is Pooling.SCORE:
         scores = _ordered([_sigmoid(value) for value in vectors_NH[:, 0].tolist()], texts.best)
     elif texts.scored:
@@ -316,10 +338,10 @@ async def _answer(request: Embedding, vectors_NH: Floats, pooling: Pooling) -> A
     rows = [] if scores else await _rows(request.asked, vectors_NH)
     shape = (len(vectors_NH), vectors_NH.shape[1])
     name, request_id = request.asked.model, request.exchange.request_id
-    return Answer(name, request_id, shape, rows, scores, pooling, request.usage())
+    return EmbeddingResult(name, request_id, shape, rows, scores, pooling, request.usage())
 
 
-async def _rows(asked: AskedVectors, vectors_NH: Floats) -> list[msgspec.Raw]:
+async def _rows(asked: EmbeddingRequest, vectors_NH: Floats) -> list[msgspec.Raw]:
     """Each vector as the answer has it, while other requests go on."""
     rows = []
     for index, row_H in enumerate(vectors_NH):
@@ -329,9 +351,9 @@ async def _rows(asked: AskedVectors, vectors_NH: Floats) -> list[msgspec.Raw]:
     return rows
 
 
-def _ordered(values: Sequence[float], best: int | None) -> list[Score]:
+def _ordered(values: Sequence[float], best: int | None) -> list[RankScore]:
     """The best first, or all as they came."""
-    scores = [Score(index, value) for index, value in enumerate(values)]
+    scores = [RankScore(index, value) for index, value in enumerate(values)]
     return scores if best is None else sorted(scores, key=lambda score: -score.value)[:best]
 
 

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from engine.protocol.types import Pooling
 from gateway.inference.reply import Usage
-from gateway.inference.run_options import Within
+from gateway.inference.run_options import RunOptionsBody
 
 Floats = NDArray[np.float32]
 
 
-class Kind(enum.Enum):
+class InputKind(enum.Enum):
     """What a text is to its model, which may want other words before a query than before a document."""
 
     TEXT = enum.auto()
@@ -26,16 +26,16 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class EmbeddingInput:
     """One text, or its token ids, control tokens included. `place` is the field of the body that holds it."""
 
     place: str
     content: str | list[int]
-    kind: Kind = Kind.TEXT
+    kind: InputKind = InputKind.TEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
+class EmbeddingInputs:
     """One request that cannot be wrong, short of what only the model knows.
 
     Each item becomes a vector; with `scored` the first one is a query, and each other one becomes a score: how well it
@@ -43,7 +43,7 @@ class Texts:
     and refused else. `dimensions` are those that vectors are cut to.
     """
 
-    items: Sequence[Item]
+    items: Sequence[EmbeddingInput]
     scored: bool = False
     best: int | None = None
     pooling: Pooling | None = None
@@ -51,7 +51,7 @@ class Texts:
     truncate: bool = False
     dimensions: int | None = None
     user: str | None = None
-    options: Within | None = None
+    options: RunOptionsBody | None = None
 
     @property
     def length(self) -> int:
@@ -60,7 +60,7 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class RankScore:
     """Of the item with this index, the query left out: 0 … 1 from models that score, a cosine from vectors."""
 
     index: int
@@ -68,28 +68,28 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EmbeddingResult:
     """What came of it: scores, in the order in which they were asked for, or vectors, each in JSON, and their shape."""
 
     model: str  # as the caller named it
     request_id: str
     shape: tuple[int, int]
     rows: list[msgspec.Raw]
-    scores: Sequence[Score]
+    scores: Sequence[RankScore]
     pooling: Pooling
     usage: Usage
 
 
-def written(row_H: Floats) -> bytes:
+def json_floats(row_H: Floats) -> bytes:
     """A list of numbers, which read as exactly these float32."""
     return msgspec.json.encode(row_H.tolist())
 
 
 @dataclass(frozen=True, slots=True)
-class AskedVectors:
+class EmbeddingRequest:
     """A request's body, read: which model is asked what, what writes the answer's body, and what one vector in it."""
 
     model: str
-    texts: Texts
-    render: Callable[[Answer], bytes]
-    row: Callable[[Floats], bytes] = written
+    texts: EmbeddingInputs
+    render: Callable[[EmbeddingResult], bytes]
+    row: Callable[[Floats], bytes] = json_floats

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from gateway.errors import Refusal, bad_input
+from gateway.errors import ApiError, bad_input
 
 _RULE: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _TOKEN: Final = re.compile(
@@ -27,12 +27,12 @@ _ESCAPED: Final = {"n": "\n", "r": "\r", "t": "\t", **{sign: sign for sign in "\
 _ANY: Final = "/(?s:.)/"
 
 
-def is_ebnf(source: str) -> bool:
+def is_gbnf(source: str) -> bool:
     """Lark writes a rule as `name:`."""
     return _RULE.search(source) is not None
 
 
-def to_lark(source: str) -> str:
+def gbnf_to_lark(source: str) -> str:
     """Raises Refusal, saying where it is no grammar, or which rule is not there."""
     rules: dict[str, list[_Piece]] = {}
     for kind, found, line in _tokens(source):
@@ -138,5 +138,5 @@ def _set(text: str, line: int) -> str:
     return f"/[{'^' if text.startswith('^') else ''}{''.join(written)}]/"
 
 
-def _fault(line: int, problem: str) -> Refusal:
+def _fault(line: int, problem: str) -> ApiError:
     return bad_input(f"'guided_grammar', line {line}: {problem}", "guided_grammar")

@@ -11,36 +11,53 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, Protocol
 
-from engine.protocol.types import Grammar, RejectReason, Scope, Terms
+from engine.protocol.types import Grammar, RejectReason, SchedulingTerms, Scope
 from gateway import errors
-from gateway.api.run_batch import AskedBatch, AskedResults
+from gateway.api.run_batch import BatchRequest, BatchResultsRequest
 from gateway.catalogue.catalogue import Model
-from gateway.catalogue.tasks import Task
-from gateway.cluster.client import Asleep, Rejected, ReplicaLost, Step, Stream, pack
-from gateway.errors import Refusal
-from gateway.http.exchange import JSON, ClientGone, Exchange
+from gateway.catalogue.tasks import ModelTask
+from gateway.cluster.client import (
+    OutputDelta,
+    ReplicaAsleep,
+    ReplicaLost,
+    ReplicaRejected,
+    ReplicaStream,
+    pack_token_ids,
+)
+from gateway.errors import ApiError
+from gateway.http.exchange import JSON_CONTENT, ClientDisconnected, Exchange
 from gateway.inference import rate_limit_headers
 from gateway.inference.cache_scope import scope_of, terms_of, zero_retention
-from gateway.inference.completion import thinks
-from gateway.inference.crash_breaker import REMEMBERED_S, fingerprint
-from gateway.inference.embed import Embedding, embed
-from gateway.inference.embedding_types import AskedVectors
-from gateway.inference.grammar import held, refusal
-from gateway.inference.lifecycle import LONG_TEXT_CHARS, TRIES_MAX, link, link_deadline, rejection, reserve, wait_ms
+from gateway.inference.completion import reasoning_enabled
+from gateway.inference.crash_breaker import CRASH_MEMORY_S, request_fingerprint
+from gateway.inference.embed import EmbeddingCall, serve_embedding
+from gateway.inference.embedding_types import EmbeddingRequest
+from gateway.inference.grammar import answer_grammar, grammar_error
+from gateway.inference.lifecycle import (
+    LONG_TEXT_CHARS,
+    TRIES_MAX,
+    acquire_replica,
+    error_of_rejection,
+    replica_deadline,
+    replica_wait_ms,
+    reserve,
+)
 from gateway.inference.prompt import SEED_BITS, Prompt
-from gateway.inference.reply import Asked, Count, Dialect, Reply
-from gateway.inference.request import Gateway, Request
+from gateway.inference.reply import Dialect, GenerationRequest, Reply, TokenCountRequest
+from gateway.inference.request import GenerationCall, InferenceContext
 from gateway.inference.run_options import refuse_options, run_options
-from gateway.text.tokenizer import TextError
-from gateway.tool_parsers.reasoning import MARKERS, after_thought, opens_thought
+from gateway.text.tokenizer import TokenizationError
+from gateway.tool_parsers.reasoning import MARKERS, grammar_after_reasoning, opens_reasoning
 from tenants.auth.accounts import Caller
-from tenants.limits.quota import Demand
+from tenants.limits.quota import QuotaRequest
 from tenants.store.protocol import StoreUnavailable
 
 THOUGHT_TOKENS_MAX: Final = 16  # of a prompt, in which "<think>" and some line breaks behind it are
 
 
-async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect: Dialect, named: str | None) -> None:
+async def generate(
+    gateway: InferenceContext, exchange: Exchange, caller: Caller, dialect: Dialect, named: str | None
+) -> None:
     """One inference request of an authenticated caller, from its body to its settlement.
 
     Raises Refusal, which may come after a part of the answer was sent, and ClientGone.
@@ -50,7 +67,7 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
         raise errors.bad_input("the header 'Idempotency-Key' asks to keep what may not be kept; leave it out")
     try:
         body = await exchange.body(gateway.limits.body_bytes_max)
-        work = partial(answer, gateway, exchange, caller, dialect, named, body, zero)
+        work = partial(dispatch, gateway, exchange, caller, dialect, named, body, zero)
         await (work() if key is None else gateway.repeats.answer(exchange, caller, key, body, work))
     except StoreUnavailable as problem:
         gateway.outage.begin(problem)
@@ -60,8 +77,14 @@ async def generate(gateway: Gateway, exchange: Exchange, caller: Caller, dialect
             gateway.residue.leave()
 
 
-async def answer(
-    gateway: Gateway, exchange: Exchange, caller: Caller, dialect: Dialect, named: str | None, body: bytes, zero: bool
+async def dispatch(
+    gateway: InferenceContext,
+    exchange: Exchange,
+    caller: Caller,
+    dialect: Dialect,
+    named: str | None,
+    body: bytes,
+    zero: bool,
 ) -> None:
     """The same from its body on; `zero` says that nothing of it may be kept."""
     asked = dialect.read(body, exchange.query, named, secrets.randbits(SEED_BITS))
@@ -69,35 +92,35 @@ async def answer(
     if model is None:
         raise errors.no_such_model(asked.model)
     admit(gateway, caller, model, asked.model)
-    if not fits(model, asked):
+    if not matches_task(model, asked):
         raise errors.wrong_task(model.name, model.task)
-    if isinstance(asked, AskedBatch | AskedResults):
+    if isinstance(asked, BatchRequest | BatchResultsRequest):
         await gateway.desk.answer(exchange, caller, model, asked, zero)
         return
     refuse_options(exchange.query)
     options = run_options(exchange.headers, exchange.query)
-    request: Request | Embedding
-    if isinstance(asked, AskedVectors):
-        request = Embedding(gateway, exchange, caller, model, asked, options.joined(asked.texts.options))
+    request: GenerationCall | EmbeddingCall
+    if isinstance(asked, EmbeddingRequest):
+        request = EmbeddingCall(gateway, exchange, caller, model, asked, options.joined(asked.texts.options))
     else:
-        request = Request(gateway, exchange, caller, model, asked.prompt, options.joined(asked.prompt.options))
+        request = GenerationCall(gateway, exchange, caller, model, asked.prompt, options.joined(asked.prompt.options))
     try:
         async with exchange.attended(), asyncio.timeout(request.left_s()):
-            if isinstance(request, Embedding):
-                await embed(request, zero)
-            elif isinstance(asked, Count):
-                await count(request, asked, zero)
-            elif isinstance(asked, Asked):
+            if isinstance(request, EmbeddingCall):
+                await serve_embedding(request, zero)
+            elif isinstance(asked, TokenCountRequest):
+                await serve_token_count(request, asked, zero)
+            elif isinstance(asked, GenerationRequest):
                 reply = asked.reply(asked.model, exchange.request_id, int(gateway.calendar()))
-                await serve(request, reply, zero)
+                await serve_generation(request, reply, zero)
             request.outcome = "done"
     except TimeoutError:
         request.outcome = "timeout"
         raise errors.timed_out(request.limit_s) from None
-    except Refusal as refusal:
+    except ApiError as refusal:
         request.outcome = refusal.kind
         raise
-    except ClientGone:
+    except ClientDisconnected:
         request.outcome = "client_gone"
         raise
     except Exception:
@@ -107,7 +130,7 @@ async def answer(
         request.close()
 
 
-def admit(gateway: Gateway, caller: Caller, model: Model, named: str) -> None:
+def admit(gateway: InferenceContext, caller: Caller, model: Model, named: str) -> None:
     """Raises Refusal where the caller may not have this model, by this name, served here and now."""
     if not caller.grant.serves(model.name):
         raise errors.model_not_permitted(model.name)
@@ -118,63 +141,67 @@ def admit(gateway: Gateway, caller: Caller, model: Model, named: str) -> None:
         raise errors.wrong_region(gateway.limits.region, regions)
 
 
-def fits(model: Model, asked: Asked | Count | AskedVectors | AskedBatch | AskedResults) -> bool:
+def matches_task(
+    model: Model, asked: GenerationRequest | TokenCountRequest | EmbeddingRequest | BatchRequest | BatchResultsRequest
+) -> bool:
     """Whether the model does what is asked."""
-    if isinstance(asked, AskedBatch | AskedResults):
+    if isinstance(asked, BatchRequest | BatchResultsRequest):
         return True  # each request of a batch is read as the model's own bodies are
-    if not isinstance(asked, AskedVectors):
-        return model.task is Task.GENERATION
-    return model.task is Task.EMBEDDINGS or (model.task is Task.CLASSIFICATION and asked.texts.scored)
+    if not isinstance(asked, EmbeddingRequest):
+        return model.task is ModelTask.GENERATION
+    return model.task is ModelTask.EMBEDDINGS or (model.task is ModelTask.CLASSIFICATION and asked.texts.scored)
 
 
-async def serve(request: Request, reply: Reply, zero: bool) -> None:
+async def serve_generation(request: GenerationCall, reply: Reply, zero: bool) -> None:
     """Everything between the checked prompt and the last byte of the answer."""
     gateway, model, prompt = request.gateway, request.model, request.prompt
-    ids = await encode(request, zero)
-    room = check(gateway, model, prompt, len(ids))
-    opened = thinks(model, prompt) and opens_thought(model.text.decoder(shown=MARKERS).push(ids[-THOUGHT_TOKENS_MAX:]))
-    grammar = hold(model, prompt, opened)
-    tokens = pack(ids)
+    ids = await encode_generation(request, zero)
+    room = check_prompt_fits(gateway, model, prompt, len(ids))
+    opened = reasoning_enabled(model, prompt) and opens_reasoning(
+        model.text.decoder(shown=MARKERS).push(ids[-THOUGHT_TOKENS_MAX:])
+    )
+    grammar = grammar_with_reasoning(model, prompt, opened)
+    tokens = pack_token_ids(ids)
     request.begin(len(ids), opened)
     caller = request.caller
-    suspect = fingerprint(model.name, caller.own_scope, tokens)
+    suspect = request_fingerprint(model.name, caller.own_scope, tokens)
     if gateway.suspects.refused(suspect):
-        raise errors.crashes(int(REMEMBERED_S / 60))
+        raise errors.crashes(int(CRASH_MEMORY_S / 60))
     max_tokens = min(prompt.max_tokens or model.default_tokens, room)
-    request.reservation = reservation = await reserve(request, demand(request, max_tokens, zero))
+    request.reservation = reservation = await reserve(request, quota_request(request, max_tokens, zero))
     request.exchange.beside = rate_limit_headers.headers(reservation.left)
     affordable = reservation.output_tokens // prompt.n
     request.cut = affordable < max_tokens
     if prompt.stream:
         request.exchange.stream(reply.fail)
     scope, terms = scope_of(caller, prompt.user, zero), terms_of(caller, zero, background=request.options.background)
-    order = Order(tokens, scope, terms, min(max_tokens, affordable), grammar, suspect)
-    sink: Sink = Events(request, reply) if prompt.stream else Whole(request, reply)
-    await follow(request, order, sink)
+    order = SubmitParams(tokens, scope, terms, min(max_tokens, affordable), grammar, suspect)
+    sink: OutputSink = EventStreamSink(request, reply) if prompt.stream else SingleBodySink(request, reply)
+    await run_on_replica(request, order, sink)
     await sink.end()
 
 
-async def count(request: Request, asked: Count, zero: bool) -> None:
+async def serve_token_count(request: GenerationCall, asked: TokenCountRequest, zero: bool) -> None:
     """Answers how many tokens the prompt has. It counts as one request for the limits, and costs no tokens."""
-    request.reservation = reservation = await reserve(request, demand(request, 0, zero))
+    request.reservation = reservation = await reserve(request, quota_request(request, 0, zero))
     request.exchange.beside = rate_limit_headers.headers(reservation.left)
-    ids = await encode(request, zero)
-    await request.exchange.answer(200, asked.answer(len(ids)), [JSON, (b"cache-control", b"no-store")])
+    ids = await encode_generation(request, zero)
+    await request.exchange.answer(200, asked.answer(len(ids)), [JSON_CONTENT, (b"cache-control", b"no-store")])
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SubmitParams:
     """What a replica is asked, and asked again where it is lost before its first token."""
 
     tokens: bytes
     scope: Scope
-    terms: Terms
+    terms: SchedulingTerms
     max_tokens: int
     grammar: Grammar | None
     suspect: bytes
 
 
-async def encode(request: Request, zero: bool) -> list[int]:
+async def encode_generation(request: GenerationCall, zero: bool) -> list[int]:
     """The prompt's ids. Raises Refusal where the model's template or tokenizer cannot take it.
 
     A long text is encoded in a thread, one at a time for each account; one that cannot fit is not encoded at all. So is
@@ -215,7 +242,7 @@ def _encode(model: Model, prompt: Prompt, spread: bool = False) -> list[int]:
         if prompt.raw or not text.chats:
             return text.encode_prompt(prompt.text)
         return text.encode_chat([{"role": "user", "content": prompt.text}], options=options)
-    except TextError as error:
+    except TokenizationError as error:
         field = prompt.word("prompt" if prompt.messages is None else "messages")
         raise errors.bad_input(str(error), field) from None
 
@@ -234,7 +261,7 @@ def _template_options(model: Model, prompt: Prompt) -> dict[str, Any]:
     return options
 
 
-def check(gateway: Gateway, model: Model, prompt: Prompt, prompt_tokens: int) -> int:
+def check_prompt_fits(gateway: InferenceContext, model: Model, prompt: Prompt, prompt_tokens: int) -> int:
     """How many tokens there is room for behind the prompt. Raises Refusal for what only the model's sizes forbid."""
     context_tokens = gateway.context_tokens(model)
     hello = gateway.fleet.hello(model.name)
@@ -251,18 +278,18 @@ def check(gateway: Gateway, model: Model, prompt: Prompt, prompt_tokens: int) ->
     return context_tokens - prompt_tokens
 
 
-def hold(model: Model, prompt: Prompt, opened: bool) -> Grammar | None:
+def grammar_with_reasoning(model: Model, prompt: Prompt, opened: bool) -> Grammar | None:
     """What the answer is held to; a thought before it is free. Raises Refusal."""
-    grammar = held(prompt, model.calls, model.name)
-    if grammar is None or not thinks(model, prompt):
+    grammar = answer_grammar(prompt, model.calls, model.name)
+    if grammar is None or not reasoning_enabled(model, prompt):
         return grammar
-    return after_thought(grammar, model.text.added, opened)
+    return grammar_after_reasoning(grammar, model.text.added, opened)
 
 
-def demand(request: Request, max_tokens: int, zero: bool) -> Demand:
+def quota_request(request: GenerationCall, max_tokens: int, zero: bool) -> QuotaRequest:
     """The most that the request can cost. One in the background waits until there is all of it."""
     model, prompt, options = request.model, request.prompt, request.options
-    return Demand(
+    return QuotaRequest(
         model=model.name,
         price=model.batch_price if options.background else model.price,
         prompt_tokens=request.prompt_tokens,
@@ -274,10 +301,10 @@ def demand(request: Request, max_tokens: int, zero: bool) -> Demand:
     )
 
 
-class Sink(Protocol):
+class OutputSink(Protocol):
     """Where steps go: into events, or into one body."""
 
-    def take(self, step: Step) -> None: ...
+    def take(self, step: OutputDelta) -> None: ...
 
     async def flush(self) -> None:
         """Sends what was taken, if it is sent before the end at all."""
@@ -286,7 +313,7 @@ class Sink(Protocol):
     async def end(self) -> None: ...
 
 
-async def follow(request: Request, order: Order, sink: Sink) -> None:
+async def run_on_replica(request: GenerationCall, order: SubmitParams, sink: OutputSink) -> None:
     """Runs the order on a replica, and once more on another one where the first goes away before any token came. One
     whose model goes to sleep before it has begun waits for it again."""
     tries = 1
@@ -300,7 +327,7 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
                 if not request.unfinished:
                     break
             return
-        except Asleep:
+        except ReplicaAsleep:
             continue
         except ReplicaLost:
             request.gateway.suspects.note(order.suspect)
@@ -309,17 +336,20 @@ async def follow(request: Request, order: Order, sink: Sink) -> None:
             request.restart()
             if tries == TRIES_MAX:
                 raise errors.replica_lost() from None
-        except Rejected as rejected:
+        except ReplicaRejected as rejected:
             if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
                 if rejected.reason is RejectReason.GRAMMAR:
-                    raise refusal(request.prompt, order.grammar, rejected.message) from None
-                raise rejection(request, rejected) from None
+                    raise grammar_error(request.prompt, order.grammar, rejected.message) from None
+                raise error_of_rejection(request, rejected) from None
         tries += 1
 
 
-async def submit(request: Request, order: Order) -> Stream:
+async def submit(request: GenerationCall, order: SubmitParams) -> ReplicaStream:
     """Waits for a replica that can serve, and sends it the order. Raises Refusal, Rejected, ReplicaLost."""
-    prompt, chosen = request.prompt, await link(request, order.scope, order.tokens, link_deadline(request))
+    prompt, chosen = (
+        request.prompt,
+        await acquire_replica(request, order.scope, order.tokens, replica_deadline(request)),
+    )
     return chosen.submit(
         tokens=order.tokens,
         scope=order.scope,
@@ -330,20 +360,20 @@ async def submit(request: Request, order: Order) -> Stream:
         n=prompt.n,
         traceparent=request.span.traceparent,
         terms=order.terms,
-        deadline_ms=wait_ms(request, chosen.held_s),
+        deadline_ms=replica_wait_ms(request, chosen.held_s),
     )
 
 
-class Events:
+class EventStreamSink:
     """The streamed answer: all steps that came since the last write leave as events in one write."""
 
-    def __init__(self, request: Request, reply: Reply) -> None:
+    def __init__(self, request: GenerationCall, reply: Reply) -> None:
         self._request = request
         self._reply = reply
         self._begun = False
         self._events: list[bytes] = []
 
-    def take(self, step: Step) -> None:
+    def take(self, step: OutputDelta) -> None:
         choice, index = self._request.choices[step.index_in_n], step.index_in_n
         parts, scored = self._request.receive(choice, step)
         if not self._begun:
@@ -365,14 +395,14 @@ class Events:
         await self._request.exchange.end(events + self._reply.end(self._request.usage()))
 
 
-class Whole:
+class SingleBodySink:
     """The answer in one piece."""
 
-    def __init__(self, request: Request, reply: Reply) -> None:
+    def __init__(self, request: GenerationCall, reply: Reply) -> None:
         self._request = request
         self._reply = reply
 
-    def take(self, step: Step) -> None:
+    def take(self, step: OutputDelta) -> None:
         self._request.receive(self._request.choices[step.index_in_n], step)
 
     async def flush(self) -> None:
@@ -382,4 +412,4 @@ class Whole:
         usage = self._request.usage()
         body = self._reply.whole([choice.completion() for choice in self._request.choices], usage)
         neurons = (b"cf-ai-neurons", f"{usage.neurons:.6f}".encode())
-        await self._request.exchange.answer(200, body, [JSON, neurons, (b"cache-control", b"no-store")])
+        await self._request.exchange.answer(200, body, [JSON_CONTENT, neurons, (b"cache-control", b"no-store")])

@@ -8,17 +8,17 @@ from typing import Any, Final
 import msgspec
 
 from engine.protocol.types import Grammar, GrammarKind
-from gateway.errors import Refusal, bad_grammar, bad_input
+from gateway.errors import ApiError, bad_grammar, bad_input
 from gateway.inference.prompt import AUTO, Prompt
 from gateway.tool_parsers import call_grammar
-from gateway.tool_parsers.registry import Format
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.registry import ToolFormat
+from gateway.tool_parsers.types import ToolSelection
 
 _ANSWER: Final = "start: answer\nanswer: "  # with which grammars of calls begin
-_REQUIRED: Final = ToolChoice("required")
+_REQUIRED: Final = ToolSelection("required")
 
 
-def held(prompt: Prompt, format: Format | None, model: str) -> Grammar | None:
+def answer_grammar(prompt: Prompt, format: ToolFormat | None, model: str) -> Grammar | None:
     """`format` is that of the model's calls. Where a call must be made, nothing else is answered, and what is said of
     the answer's text holds for none. Raises Refusal for what cannot be held to."""
     if not prompt.tools:
@@ -35,7 +35,7 @@ def held(prompt: Prompt, format: Format | None, model: str) -> Grammar | None:
     return format.grammar(prompt.tools, choice, parallel) if prompt.strict_calls else None
 
 
-def _either(tools: list[dict[str, Any]], document: Grammar, prompt: Prompt, format: Format) -> Grammar:
+def _either(tools: list[dict[str, Any]], document: Grammar, prompt: Prompt, format: ToolFormat) -> Grammar:
     """Calls, or a document. Raises Refusal where the text is to be something else, or where calls begin as a document
     may: the library takes the longest piece that it can, and would see no document there."""
     marked = format.grammar(tools, AUTO, prompt.parallel_calls) is not None
@@ -49,7 +49,7 @@ def _either(tools: list[dict[str, Any]], document: Grammar, prompt: Prompt, form
     return msgspec.structs.replace(calls, source=head + calls.source.removeprefix(_ANSWER))
 
 
-def refusal(prompt: Prompt, grammar: Grammar | None, message: str) -> Refusal:
+def grammar_error(prompt: Prompt, grammar: Grammar | None, message: str) -> ApiError:
     """A replica's, in the caller's words: it names the field, and the tool at fault where that is known."""
     if not prompt.tools or grammar is None:
         return bad_grammar(prompt.grammar_field, message)

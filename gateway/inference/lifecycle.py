@@ -11,15 +11,15 @@ from typing import Final, Protocol
 from engine.protocol.types import RejectReason, Scope
 from gateway import errors
 from gateway.catalogue.catalogue import Model
-from gateway.cluster.client import Link, Rejected
-from gateway.cluster.fleet import Unavailable
-from gateway.errors import Refusal
+from gateway.cluster.client import ReplicaClient, ReplicaRejected
+from gateway.cluster.fleet import NoReplicaAvailable
+from gateway.errors import ApiError
 from gateway.http.exchange import Exchange
 from gateway.inference import rate_limit_headers
-from gateway.inference.request import Gateway
+from gateway.inference.request import InferenceContext
 from gateway.inference.run_options import RunOptions
-from tenants.auth.accounts import Caller, Suspended, UnknownToken
-from tenants.limits.quota import Demand, QuotaExceeded, Reservation
+from tenants.auth.accounts import AccountSuspended, Caller, UnknownToken
+from tenants.limits.quota import QuotaExceeded, QuotaRequest, Reservation
 from tenants.records.holds import BUDGETS
 from tenants.store.protocol import StoreUnavailable
 
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
 TRIES_MAX: Final = 2
-AT_ONCE_S: Final = 1.0  # what a call that is not to wait may: others' steps, but nobody's turn
-ANSWER_S: Final = 0.02  # what an answer to a call takes whose time is over
+NO_WAIT_S: Final = 1.0  # what a call that is not to wait may: others' steps, but nobody's turn
+ANSWER_MARGIN_S: Final = 0.02  # what an answer to a call takes whose time is over
 
 
-class Underway(Protocol):
+class OpenCall(Protocol):
     """A request of either kind."""
 
-    gateway: Gateway
+    gateway: InferenceContext
     exchange: Exchange
     caller: Caller
     model: Model
@@ -43,7 +43,7 @@ class Underway(Protocol):
     def left_s(self) -> float: ...
 
 
-async def reserve(request: Underway, demand: Demand) -> Reservation:
+async def reserve(request: OpenCall, demand: QuotaRequest) -> Reservation:
     """Holds the most that the request can cost. Raises Refusal; nothing is held then.
 
     Its id is this exchange's own and new, so that AlreadyRecorded would be a fault of ours: it ends as one.
@@ -63,13 +63,13 @@ async def reserve(request: Underway, demand: Demand) -> Reservation:
         raise errors.store_unavailable() from None
     except UnknownToken:
         raise errors.unauthenticated() from None
-    except Suspended:
+    except AccountSuspended:
         raise errors.suspended() from None
     gateway.outage.end()
     return reservation
 
 
-async def link(request: Underway, scope: Scope, tokens: bytes, deadline: float) -> Link:
+async def acquire_replica(request: OpenCall, scope: Scope, tokens: bytes, deadline: float) -> ReplicaClient:
     """Waits for a replica that can serve these tokens until the loop's clock shows `deadline`. A call that is not to
     wait does not wake its model either. Raises Refusal."""
     gateway, model, options = request.gateway, request.model, request.options
@@ -82,40 +82,40 @@ async def link(request: Underway, scope: Scope, tokens: bytes, deadline: float) 
         return await gateway.fleet.link(
             model.name, whose, tokens, deadline, options.session, weight=weight, background=background
         )
-    except Unavailable as unavailable:
+    except NoReplicaAvailable as unavailable:
         retry_after_s = unavailable.retry_after_s
         if options.reject_if_busy and unavailable.loading:
             raise errors.busy(retry_after_s) from None
         raise errors.no_replica(model.name, retry_after_s, loading=unavailable.loading) from None
 
 
-def link_deadline(request: Underway) -> float:
+def replica_deadline(request: OpenCall) -> float:
     """Until when a request waits for a replica from now on, on the loop's clock: as long as gateway, account and call
     allow. Where its model sleeps, its own time ends a moment earlier, so that it is told when to come back."""
     gateway, options = request.gateway, request.options
     limits_s = [0.0 if options.reject_if_busy else gateway.limits.wait_s, *_limits_s(request)]
     if options.timeout_ms is not None and gateway.fleet.expected_s(request.model.name) is not None:
-        limits_s.append(request.left_s() - ANSWER_S)
+        limits_s.append(request.left_s() - ANSWER_MARGIN_S)
     return asyncio.get_running_loop().time() + min(limits_s)
 
 
-def wait_ms(request: Underway, held_s: float) -> int:
+def replica_wait_ms(request: OpenCall, held_s: float) -> int:
     """For how long it may wait at the replica, once it has waited for it; 0 for ever."""
     limits_s = [limit_s - held_s for limit_s in _limits_s(request)]
     if request.options.reject_if_busy:
-        limits_s.append(AT_ONCE_S)
+        limits_s.append(NO_WAIT_S)
     if request.options.timeout_ms is not None:
-        limits_s.append(request.left_s() - (0.0 if _loads_s(request) is None else ANSWER_S))
+        limits_s.append(request.left_s() - (0.0 if _loads_s(request) is None else ANSWER_MARGIN_S))
     return max(1, int(1000 * min(limits_s))) if limits_s else 0
 
 
-def _limits_s(request: Underway) -> list[float]:
+def _limits_s(request: OpenCall) -> list[float]:
     """What its account's plan says, where it does."""
     wait_s = request.caller.account.plan.wait_s
     return [] if wait_s is None else [wait_s]
 
 
-def rejection(request: Underway, rejected: Rejected) -> Refusal:
+def error_of_rejection(request: OpenCall, rejected: ReplicaRejected) -> ApiError:
     """What the caller is told where a replica did not take the request, or not in time: it may be one that wakes."""
     match rejected.reason:
         case RejectReason.TOO_LONG:
@@ -129,6 +129,6 @@ def rejection(request: Underway, rejected: Rejected) -> Refusal:
             return errors.busy(max(1, math.ceil(rejected.retry_after_ms / 1000)))
 
 
-def _loads_s(request: Underway) -> int | None:
+def _loads_s(request: OpenCall) -> int | None:
     """How long a call that may wait would wait for its model to be loaded; None where that is not what it waits for."""
     return None if request.options.reject_if_busy else request.gateway.fleet.expected_s(request.model.name)

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.protocol.types import Grammar, Sampling
+from engine.protocol.types import Grammar, SamplingParams
 from gateway.errors import bad_input
 from gateway.http.json_body import check_depth
-from gateway.inference.run_options import Within
-from gateway.tool_parsers.types import ToolChoice
+from gateway.inference.run_options import RunOptionsBody
+from gateway.tool_parsers.types import ToolSelection
 
 CHOICES_MAX: Final = 128
 STOPS_MAX: Final = 4
@@ -53,7 +53,7 @@ def only(*served: object) -> Meta:
     return Meta(extra_json_schema={"enum": list(served)})
 
 
-AUTO: Final = ToolChoice()
+AUTO: Final = ToolSelection()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +76,21 @@ class Prompt:
     ids: list[int] | None = None
     raw: bool = False
     tools: list[dict[str, Any]] | None = None
-    tool_choice: ToolChoice = AUTO
+    tool_choice: ToolSelection = AUTO
     parallel_calls: bool = True
     strict_calls: bool = False
     template_options: dict[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
     grammar_field: str = "response_format"
     json: bool = False
-    sampling: Sampling
+    sampling: SamplingParams
     max_tokens: int | None = None
     n: int = 1
     stop: list[str]
     stream: bool = False
     include_usage: bool = False
     padded: bool = True
-    options: Within | None = None
+    options: RunOptionsBody | None = None
     user: str | None = None
     words: Mapping[str, str] = field(default_factory=dict)
 
@@ -177,12 +177,12 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
 Tools = Annotated[list[Tool], Meta(max_length=TOOLS_MAX)]
 
 
-def chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The turns as a chat template reads them. Raises Refusal for content that is not text."""
     return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def toolbox(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+def tool_definitions(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     """The tools in OpenAI's shape, which chat templates read; None where there are none. Raises Refusal."""
     if not tools:
         return None
@@ -233,13 +233,13 @@ def seed_of(asked: int | None, drawn: int) -> int:
     return (drawn if asked is None else asked) & ((1 << SEED_BITS) - 1)
 
 
-def same_model(said: str | None, named: str) -> None:
+def check_same_model(said: str | None, named: str) -> None:
     """Raises Refusal where the body names another model than the path does."""
     if said is not None and said != named:
         raise bad_input("'model' differs from the model in the path; leave it out", "model")
 
 
-def refuse(field: str, asked: object, advice: str) -> None:
+def refuse_field(field: str, asked: object, advice: str) -> None:
     """Raises Refusal where a field of the wider API is used that is not served; it is never silently ignored."""
     if asked is not None:
         raise bad_input(f"'{field}' is not supported here; {advice}", field)

@@ -14,10 +14,10 @@ from typing import Final
 import msgspec
 
 from gateway import errors
-from gateway.errors import Refusal
+from gateway.errors import ApiError
 from gateway.http import sse
-from gateway.http.exchange import JSON, ClientGone, Exchange, Header
-from gateway.http.idempotency import Claim, Once
+from gateway.http.exchange import JSON_CONTENT, ClientDisconnected, Exchange, Header
+from gateway.http.idempotency import IdempotencyClaim, IdempotencyStore
 from tenants.auth.accounts import Caller
 from tenants.store.protocol import StoreUnavailable
 
@@ -25,19 +25,19 @@ log = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX: Final = 256 << 10
 ACCOUNT_BYTES_MAX: Final = 64 << 20  # that one gateway keeps for one account and day, compressed
-REPLAYED: Final[Header] = (b"idempotent-replayed", b"true")
+REPLAYED_HEADER: Final[Header] = (b"idempotent-replayed", b"true")
 _DAY_S: Final = 86_400
 _FREE: Final[Header] = (b"cf-ai-neurons", b"0.000000")
 
 
-class _Answer(msgspec.Struct, frozen=True, array_like=True):
+class _RecordedAnswer(msgspec.Struct, frozen=True, array_like=True):
     """`body` is compressed; None where it was too large to be kept."""
 
     streamed: bool
     body: bytes | None
 
 
-class Copy:
+class AnswerRecorder:
     """What an exchange sends of its answer, without comments; None once it is too large."""
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class Copy:
         return b"".join(self._pieces) if self._left >= 0 else None
 
 
-class Repeats:
+class ReplayCache:
     """One gateway's. `calendar` is seconds since 1970; a call without an end frees its key after `lifetime_s`."""
 
-    def __init__(self, once: Once, calendar: Callable[[], float], lifetime_s: int) -> None:
+    def __init__(self, once: IdempotencyStore, calendar: Callable[[], float], lifetime_s: int) -> None:
         self._once = once
         self._calendar = calendar
         self._lifetime_s = lifetime_s
@@ -75,22 +75,22 @@ class Repeats:
         asked = exchange.query + b"\n" + body
         claimed = await self._once.claim(account_id, asker, key.decode("latin-1"), asked, self._lifetime_s)
         if isinstance(claimed, bytes):
-            await _replay(exchange, msgspec.msgpack.decode(claimed, type=_Answer))
+            await _replay(exchange, msgspec.msgpack.decode(claimed, type=_RecordedAnswer))
             return
-        copy = Copy()
+        copy = AnswerRecorder()
         exchange.copy_to(copy.take)
         try:
             await serve()
-        except (Refusal, ClientGone):
+        except (ApiError, ClientDisconnected):
             await _settled(claimed.free)
             raise
         await self._keep(claimed, account_id, exchange, copy.whole)
 
-    async def _keep(self, claim: Claim, account_id: str, exchange: Exchange, whole: bytes | None) -> None:
+    async def _keep(self, claim: IdempotencyClaim, account_id: str, exchange: Exchange, whole: bytes | None) -> None:
         packed = None if whole is None else zlib.compress(whole, 1)
         if packed is not None and not self._has_room(account_id, len(packed)):
             packed = None
-        answer = msgspec.msgpack.encode(_Answer(exchange.streams, packed))
+        answer = msgspec.msgpack.encode(_RecordedAnswer(exchange.streams, packed))
         await _settled(lambda: claim.keep(answer))
 
     def _has_room(self, account_id: str, answer_bytes: int) -> bool:
@@ -112,12 +112,12 @@ async def _settled(act: Callable[[], Awaitable[None]]) -> None:
         log.warning("answer_not_kept", extra={"fields": {"for": str(problem)}})
 
 
-async def _replay(exchange: Exchange, answer: _Answer) -> None:
+async def _replay(exchange: Exchange, answer: _RecordedAnswer) -> None:
     if answer.body is None:
         raise errors.answer_not_kept()
     body = zlib.decompress(answer.body)
-    exchange.beside = [REPLAYED]
+    exchange.beside = [REPLAYED_HEADER]
     if answer.streamed:
         await exchange.end(body)
     else:
-        await exchange.answer(200, body, [JSON, _FREE, (b"cache-control", b"no-store")])
+        await exchange.answer(200, body, [JSON_CONTENT, _FREE, (b"cache-control", b"no-store")])

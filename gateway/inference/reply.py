@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from gateway.errors import Refusal
+from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 
 if TYPE_CHECKING:
-    from gateway.api.run_batch import AskedBatch, AskedResults
-    from gateway.inference.embedding_types import AskedVectors
+    from gateway.api.run_batch import BatchRequest, BatchResultsRequest
+    from gateway.inference.embedding_types import EmbeddingRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ScoredToken:
     """One token with its log probability (natural) and the alternatives, best first."""
 
     token: str
     raw: bytes
     logprob: float
-    top: "list[Chosen]" = field(default_factory=list)
+    top: "list[ScoredToken]" = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Completion:
     text: str
     finish: str
     tool_uses: list[ToolUse]
-    logprobs: list[Chosen] | None
+    logprobs: list[ScoredToken] | None
     thought: str = ""
     stopped_by: str | None = None
 
@@ -93,7 +93,7 @@ class Reply(Protocol):
         """Before anything else of a stream, once its model has begun with the prompt."""
         ...
 
-    def text(self, choice: int, text: str, logprobs: list[Chosen]) -> bytes: ...
+    def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes: ...
 
     def thought(self, choice: int, text: str) -> bytes:
         """A piece of what the model reasons, which comes before its text."""
@@ -120,7 +120,7 @@ class Reply(Protocol):
         """The last events of a stream that ended well, [DONE] included."""
         ...
 
-    def fail(self, refusal: Refusal, request_id: str) -> bytes:
+    def fail(self, refusal: ApiError, request_id: str) -> bytes:
         """The last events of a stream that failed, before or after it began."""
         ...
 
@@ -135,7 +135,7 @@ def enveloped(result: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationRequest:
     """A request's body, read: which model is asked what, and who writes the answer. `reply` takes the model's name, the
     request's id and the second since 1970 at which it was taken."""
 
@@ -145,7 +145,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class TokenCountRequest:
     """A body that asks only how many tokens the prompt has; `answer` makes the body that says it."""
 
     model: str
@@ -158,6 +158,6 @@ class Dialect(Protocol):
 
     def read(
         self, body: bytes, query: bytes, model: str | None, drawn_seed: int
-    ) -> "Asked | Count | AskedVectors | AskedBatch | AskedResults":
+    ) -> "GenerationRequest | TokenCountRequest | EmbeddingRequest | BatchRequest | BatchResultsRequest":
         """`model` is what the path names, where it does. Raises Refusal."""
         ...

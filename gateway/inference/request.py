@@ -10,29 +10,29 @@ from typing import Any, Final, Protocol
 
 from engine.protocol.types import FinishReason
 from gateway import errors
-from gateway.batch.api import Desk
+from gateway.batch.api import BatchApi
 from gateway.catalogue.catalogue import Catalogue, Model
-from gateway.cluster.client import Step, Stream
-from gateway.cluster.fleet import Fleet
+from gateway.cluster.client import OutputDelta, ReplicaStream
+from gateway.cluster.fleet import ReplicaFleet
 from gateway.config import ServerConfig
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import is_json
 from gateway.inference import rate_limit_headers
-from gateway.inference.account_lock import Turns
-from gateway.inference.completion import Choice
-from gateway.inference.crash_breaker import Suspects
+from gateway.inference.account_lock import AccountLocks
+from gateway.inference.completion import CompletionBuilder
+from gateway.inference.crash_breaker import CrashBreaker
 from gateway.inference.prompt import Prompt
-from gateway.inference.replay import Repeats
-from gateway.inference.reply import Chosen, Usage
+from gateway.inference.replay import ReplayCache
+from gateway.inference.reply import ScoredToken, Usage
 from gateway.inference.run_options import RunOptions
 from gateway.observability.metrics import Metrics
-from gateway.observability.store_health import Outage
-from gateway.observability.tracing import Span, Traces
-from gateway.privacy.interned import Residue
-from gateway.tool_parsers.parts import Part
-from tenants.auth.accounts import Accounts, Caller
-from tenants.limits.quota import Quota, Reservation, Spent
-from tenants.limits.soft_caps import Thresholds
+from gateway.observability.store_health import StoreHealth
+from gateway.observability.tracing import RequestSpan, RequestTracer
+from gateway.privacy.interned import InternedScrubber
+from gateway.tool_parsers.parts import OutputPart
+from tenants.auth.accounts import AccountService, Caller
+from tenants.limits.quota import CallUsage, Quota, Reservation
+from tenants.limits.soft_caps import SoftCaps
 
 log = logging.getLogger(__name__)
 
@@ -40,23 +40,23 @@ CHECKPOINT_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
+class InferenceContext:
     """What the path works with; built once, in app.py."""
 
     limits: ServerConfig
-    accounts: Accounts
+    accounts: AccountService
     quota: Quota
-    thresholds: Thresholds
+    thresholds: SoftCaps
     catalogue: Catalogue
-    fleet: Fleet
-    suspects: Suspects
-    outage: Outage
-    turns: Turns
-    residue: Residue
-    repeats: Repeats
-    desk: Desk
+    fleet: ReplicaFleet
+    suspects: CrashBreaker
+    outage: StoreHealth
+    turns: AccountLocks
+    residue: InternedScrubber
+    repeats: ReplayCache
+    desk: BatchApi
     metrics: Metrics
-    traces: Traces
+    traces: RequestTracer
     clock: Callable[[], float]  # monotonic seconds
     calendar: Callable[[], float]  # seconds since 1970
 
@@ -66,12 +66,12 @@ class Gateway:
         return model.context_tokens if hello is None else hello.context_tokens
 
 
-class Request:
+class GenerationCall:
     """What one request holds and has received so far: the one thing that changes on its way. `close` ends it, once."""
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: InferenceContext,
         exchange: Exchange,
         caller: Caller,
         model: Model,
@@ -84,10 +84,10 @@ class Request:
         self.model = model
         self.prompt = prompt
         self.options = options
-        self.span: Span = gateway.traces.begin(model.name, exchange.headers)
+        self.span: RequestSpan = gateway.traces.begin(model.name, exchange.headers)
         self.reservation: Reservation | None = None
-        self.stream: Stream | None = None
-        self.choices: list[Choice] = []  # from the time on when the prompt is encoded
+        self.stream: ReplicaStream | None = None
+        self.choices: list[CompletionBuilder] = []  # from the time on when the prompt is encoded
         self.unfinished = prompt.n
         self.prompt_tokens = 0
         self.computed = False  # a replica has begun with the prompt
@@ -101,12 +101,12 @@ class Request:
     def begin(self, prompt_tokens: int, opened: bool) -> None:
         """The prompt is encoded; `opened`: it ends within a thought."""
         self.prompt_tokens = prompt_tokens
-        self.choices = [Choice(self.model, self.prompt, opened) for _ in range(self.prompt.n)]
+        self.choices = [CompletionBuilder(self.model, self.prompt, opened) for _ in range(self.prompt.n)]
 
-    def spent(self, now: float) -> Spent:
+    def spent(self, now: float) -> CallUsage:
         began = self.exchange.began
         first = self.first_token_at
-        return Spent(
+        return CallUsage(
             prompt_tokens=self.prompt_tokens if self.computed else 0,
             cached_tokens=self.cached_tokens,
             completion_tokens=self.completion_tokens,
@@ -137,7 +137,7 @@ class Request:
             self._checkpoint_at = now + CHECKPOINT_S
             self.gateway.quota.checkpoint(self.reservation, self.spent(now))
 
-    def receive(self, choice: Choice, step: Step) -> tuple[list[Part], list[Chosen]]:
+    def receive(self, choice: CompletionBuilder, step: OutputDelta) -> tuple[list[OutputPart], list[ScoredToken]]:
         """Counts a step and decodes it: what may be shown of it, and its log probabilities. Raises Refusal when it
         failed, or when it ended before its text was what the prompt's grammar wants."""
         finish = step.finish
@@ -162,7 +162,7 @@ class Request:
             if finish is None and self.stream is not None:
                 self.stream.stop(step.index_in_n)
             if self.prompt.grammar is not None:
-                check_met(choice, self.prompt)
+                check_grammar_met(choice, self.prompt)
         return parts, choice.score(step) if step.logprobs else []
 
     def restart(self) -> None:
@@ -191,29 +191,29 @@ class Request:
     def close(self) -> None:
         """Whatever happened: the replica stops, the reservation is settled, the request is counted. Awaits nothing."""
         self.stop()
-        conclude(self, self.spent(self.gateway.clock()), self.own_s())
+        end_call(self, self.spent(self.gateway.clock()), self.own_s())
 
 
-class Concluded(Protocol):
+class EndedCall(Protocol):
     """What there is of a request of any kind at its end."""
 
-    gateway: Gateway
+    gateway: InferenceContext
     exchange: Exchange
     caller: Caller
     model: Model
-    span: Span
+    span: RequestSpan
     reservation: Reservation | None
 
 
-def conclude(request: Concluded, spent: Spent, own_s: float | None) -> None:
+def end_call(request: EndedCall, spent: CallUsage, own_s: float | None) -> None:
     """Settles what it reserved, and counts it. `own_s` is the gateway's part of the time to its first token."""
     if request.reservation is not None:
         request.gateway.quota.settle(request.reservation, spent)
     request.gateway.metrics.finished(request.model.name, spent, own_s)
-    report(request, spent)
+    report_call(request, spent)
 
 
-def report(request: Concluded, spent: Spent) -> None:
+def report_call(request: EndedCall, spent: CallUsage) -> None:
     """Tells of the end of a request: those whom its account wants to know it, its share, its trace and the journal."""
     gateway, account, reservation = request.gateway, request.caller.account, request.reservation
     neurons = 0.0
@@ -225,7 +225,7 @@ def report(request: Concluded, spent: Spent) -> None:
     log.info("request_ended", extra={"fields": _fields(request, spent)})
 
 
-def _fields(request: Concluded, spent: Spent) -> dict[str, Any]:
+def _fields(request: EndedCall, spent: CallUsage) -> dict[str, Any]:
     """What the journal says of it: ids, counts and times, never text."""
     first_ms = spent.first_token_ms
     return {
@@ -242,7 +242,7 @@ def _fields(request: Concluded, spent: Spent) -> dict[str, Any]:
     }
 
 
-def check_met(choice: Choice, prompt: Prompt) -> None:
+def check_grammar_met(choice: CompletionBuilder, prompt: Prompt) -> None:
     """Raises Refusal where a choice that ended is not what the prompt's grammar wants: a part is never sent as a whole.
 
     The replica holds the answer to the grammar until something cuts it; that a document is one is looked at again here.

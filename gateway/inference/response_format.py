@@ -39,7 +39,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
+class ResponseConstraint:
     """A grammar, whether what it describes is a JSON document, and the field that asked for it. None: any text."""
 
     grammar: Grammar | None
@@ -47,22 +47,22 @@ class Constraint:
     field: str
 
 
-FREE: Final = Constraint(None, False, "response_format")
+UNCONSTRAINED: Final = ResponseConstraint(None, False, "response_format")
 
 
-def constraint(
+def response_constraint(
     response_format: ResponseFormat | None = None,
     guided_json: GuidedJson | None = None,
     guided_regex: str | None = None,
     guided_choice: list[str] | None = None,
     guided_grammar: str | None = None,
-) -> Constraint:
+) -> ResponseConstraint:
     """The one that is asked for, or none. Raises Refusal."""
-    found: list[Constraint] = []
+    found: list[ResponseConstraint] = []
     if response_format is not None and response_format.type != "text":
         found.append(_formatted(response_format))
     if guided_json is not None:
-        found.append(of_schema(_document(guided_json), "guided_json"))
+        found.append(schema_constraint(_document(guided_json), "guided_json"))
     if guided_regex is not None:
         found.append(_sized(GrammarKind.REGEX, guided_regex, "guided_regex"))
     if guided_choice is not None:
@@ -71,22 +71,22 @@ def constraint(
         )
         found.append(_sized(GrammarKind.LARK, source, "guided_choice"))
     if guided_grammar is not None:
-        source = gbnf.to_lark(guided_grammar) if gbnf.is_ebnf(guided_grammar) else guided_grammar
+        source = gbnf.gbnf_to_lark(guided_grammar) if gbnf.is_gbnf(guided_grammar) else guided_grammar
         found.append(_sized(GrammarKind.LARK, source, "guided_grammar"))
     if len(found) > 1:
         raise bad_input(
             f"'{found[0].field}' and '{found[1].field}' both say what the answer is; send one", found[1].field
         )
-    return found[0] if found else FREE
+    return found[0] if found else UNCONSTRAINED
 
 
-def of_schema(schema: Schema, field: str) -> Constraint:
+def schema_constraint(schema: Schema, field: str) -> ResponseConstraint:
     """Any document that the schema describes. Raises Refusal where it is too deep or too large."""
     check_depth(schema, field, DEPTH_MAX)
     return _sized(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode(), field)
 
 
-def wrapped(wrapper: dict[str, Any], field: str) -> Schema:
+def unwrap_json_schema(wrapper: dict[str, Any], field: str) -> Schema:
     """The schema in OpenAI's wrapper: `name`, `description`, `schema`, `strict`. Raises Refusal."""
     schema = wrapper.get("schema")
     if not isinstance(schema, dict | bool):
@@ -96,15 +96,15 @@ def wrapped(wrapper: dict[str, Any], field: str) -> Schema:
     return schema
 
 
-def _formatted(asked: ResponseFormat) -> Constraint:
+def _formatted(asked: ResponseFormat) -> ResponseConstraint:
     schema = asked.json_schema
     if schema is None and asked.type == "json_schema":
         raise bad_input("'response_format.json_schema' is missing; give the schema", "response_format.json_schema")
     if schema is None:
         schema = {"type": "object"}
     elif isinstance(schema, dict) and schema.keys() <= _WRAPPER and ("schema" in schema or "name" in schema):
-        schema = wrapped(schema, "response_format.json_schema")
-    return of_schema(schema, "response_format")
+        schema = unwrap_json_schema(schema, "response_format.json_schema")
+    return schema_constraint(schema, "response_format")
 
 
 def _document(asked: GuidedJson) -> Schema:
@@ -120,7 +120,7 @@ def _document(asked: GuidedJson) -> Schema:
     return found
 
 
-def _sized(kind: GrammarKind, source: str, field: str) -> Constraint:
+def _sized(kind: GrammarKind, source: str, field: str) -> ResponseConstraint:
     if len(source.encode()) > SOURCE_BYTES_MAX:
         raise bad_input(f"'{field}' has more than {SOURCE_BYTES_MAX} bytes; shorten it", field)
-    return Constraint(Grammar(kind, source), kind is GrammarKind.JSON_SCHEMA, field)
+    return ResponseConstraint(Grammar(kind, source), kind is GrammarKind.JSON_SCHEMA, field)

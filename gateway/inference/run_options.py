@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import bad_input
-from gateway.http.json_body import asked_in, fields, options
+from gateway.http.json_body import decode_query, query_fields, query_options
 
 TAGS_MAX: Final = 5
 TIMEOUT_MS_MAX: Final = 3_600_000
@@ -37,7 +37,7 @@ class RunQuery(msgspec.Struct, frozen=True):
     tags: Annotated[str, Meta(extra_json_schema={"pattern": r"^[A-Za-z0-9:\-./@,]*$"})] = ""
 
 
-class Within(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunOptionsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`options` of a native body, where the same may be said."""
 
     rejectIfBusy: bool = False
@@ -62,7 +62,7 @@ class RunOptions:
         """How long the call may take, where none may take more than `most_s`."""
         return most_s if self.timeout_ms is None else min(most_s, self.timeout_ms / 1000)
 
-    def joined(self, within: Within | None) -> "RunOptions":
+    def joined(self, within: RunOptionsBody | None) -> "RunOptions":
         """With what the body says of it. Raises Refusal where tags are then too many."""
         if within is None:
             return self
@@ -80,7 +80,7 @@ class RunOptions:
 
 def run_options(headers: Mapping[bytes, bytes], query: bytes) -> RunOptions:
     """Raises Refusal."""
-    asked = asked_in(query, RunQuery) if query else RunQuery()
+    asked = decode_query(query, RunQuery) if query else RunQuery()
     return RunOptions(
         reject_if_busy=asked.rejectIfBusy in ("true", "1"),
         timeout_ms=_least(asked.requestTimeoutMs, _timeout_ms(headers.get(b"cf-aig-request-timeout"))),
@@ -92,7 +92,7 @@ def run_options(headers: Mapping[bytes, bytes], query: bytes) -> RunOptions:
 
 def refuse_options(query: bytes) -> None:
     """Raises Refusal for run options that a call which is answered at once cannot have."""
-    said = options(query) if query else {}
+    said = query_options(query) if query else {}
     for name in ("queueRequest", "websocket", "returnRawResponse"):
         if said.get(name, "") not in ("false", "0", ""):
             raise bad_input(f"the option '{name}' is not supported here; leave it out", name)
@@ -103,7 +103,7 @@ def _least(one: int | None, other: int | None) -> int | None:
 
 
 def _tags(query: bytes) -> tuple[str, ...]:
-    said = [tag for value in fields(query).get("tags", []) for tag in value.split(",") if tag]
+    said = [tag for value in query_fields(query).get("tags", []) for tag in value.split(",") if tag]
     try:
         return tuple(dict.fromkeys(msgspec.convert(said, Tags)))
     except msgspec.ValidationError:

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from gateway.errors import bad_input
 from gateway.inference.prompt import TOOLS_MAX, ToolName
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.types import ToolSelection
 
 
 class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,40 +44,40 @@ class ChosenTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 ToolChoiceField = Literal["none", "auto", "required"] | ChosenTool
 
 
-def offered(
+def select_tools(
     tools: list[dict[str, Any]] | None, asked: ToolChoiceField | None
-) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
+) -> tuple[list[dict[str, Any]] | None, ToolSelection]:
     """The tools that the model is told of, and whether it calls them. Raises Refusal."""
     if isinstance(asked, ChosenTool):
         return _chosen(tools, asked)
-    choice = ToolChoice(asked or "auto")
+    choice = ToolSelection(asked or "auto")
     if choice.mode == "required" and not tools:
         raise bad_input("'tool_choice' is 'required' and there are no 'tools'; send some", "tool_choice")
     return (None if choice.mode == "none" else tools), choice
 
 
-def named(tools: list[dict[str, Any]] | None, name: str, field: str) -> ToolChoice:
+def named_tool(tools: list[dict[str, Any]] | None, name: str, field: str) -> ToolSelection:
     """Exactly this tool. Raises Refusal where it is none of them."""
     names = [tool["function"]["name"] for tool in tools or []]
     if name not in names:
         raise bad_input(f"'{field}': {name!r} is none of the 'tools'; name one of them", field)
-    return ToolChoice("named", name)
+    return ToolSelection("named", name)
 
 
-def _chosen(tools: list[dict[str, Any]] | None, asked: ChosenTool) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
+def _chosen(tools: list[dict[str, Any]] | None, asked: ChosenTool) -> tuple[list[dict[str, Any]] | None, ToolSelection]:
     if asked.type == "function":
         if asked.allowed_tools is not None:
             raise bad_input("'tool_choice.allowed_tools' goes with the type 'allowed_tools'", "tool_choice")
-        return tools, named(tools, _name_of(asked, "tool_choice"), "tool_choice")
+        return tools, named_tool(tools, _name_of(asked, "tool_choice"), "tool_choice")
     if asked.allowed_tools is None or asked.function is not None or asked.name is not None:
         raise bad_input("'tool_choice' of the type 'allowed_tools' has 'allowed_tools' alone", "tool_choice")
     allowed = {
         _name_of(one, f"tool_choice.allowed_tools.tools[{i}]") for i, one in enumerate(asked.allowed_tools.tools)
     }
     for name in allowed:
-        named(tools, name, "tool_choice")
+        named_tool(tools, name, "tool_choice")
     left = [tool for tool in tools or [] if tool["function"]["name"] in allowed]
-    return left, ToolChoice(asked.allowed_tools.mode)
+    return left, ToolSelection(asked.allowed_tools.mode)
 
 
 def _name_of(one: ChosenTool | AllowedTool, place: str) -> str:

@@ -348,7 +348,7 @@ class AnthropicTokens(Struct, frozen=True, forbid_unknown_fields=True):
     input_tokens: int
 
 
-OF_FAMILY: Final[dict[str, tuple[Any, ...]]] = {
+RESPONSE_TYPES: Final[dict[str, tuple[Any, ...]]] = {
     "native": (Generated,),
     "chat": (ChatCompletion, TextCompletion),
     "embeddings": (Vectors, Scores),

@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from gateway import errors
 from gateway.catalogue.catalogue import Model
-from gateway.http.json_body import asked_in
-from gateway.inference.request import Gateway
+from gateway.http.json_body import decode_query
+from gateway.inference.request import InferenceContext
 from gateway.listing.workers_ai import NoQuery
 
 LIMIT_MAX: Final = 1000
@@ -46,9 +46,9 @@ class ModelsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before_id: str = ""
 
 
-def listed(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
+def listed(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
     """`/v1/models`: each under its name and its aliases. Raises Refusal."""
-    asked = asked_in(query, ModelsQuery)
+    asked = decode_query(query, ModelsQuery)
     today = datetime.fromtimestamp(gateway.calendar(), UTC).date()
     named = {name: model for model in models if not model.ended(today) for name in (model.name, *model.aliases)}
     names = _between(list(named), asked)
@@ -58,9 +58,9 @@ def listed(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
     return msgspec.json.encode(ModelCards(cards, len(shown) < len(names), *ends))
 
 
-def one(gateway: Gateway, models: Sequence[Model], query: bytes, name: str) -> bytes:
+def one(gateway: InferenceContext, models: Sequence[Model], query: bytes, name: str) -> bytes:
     """`/v1/models/{model}`. Raises Refusal."""
-    asked_in(query, NoQuery)
+    decode_query(query, NoQuery)
     found = next((model for model in models if name in (model.name, *model.aliases)), None)
     if found is None:
         raise errors.no_model_of_name(name)

@@ -8,8 +8,8 @@ from typing import Final
 import msgspec
 
 from gateway.catalogue.catalogue import Model
-from gateway.catalogue.tasks import Task
-from gateway.inference.request import Gateway
+from gateway.catalogue.tasks import ModelTask
+from gateway.inference.request import InferenceContext
 
 _SAMPLING: Final = (
     "temperature",
@@ -24,7 +24,7 @@ _SAMPLING: Final = (
     "max_tokens",
     "logit_bias",
 )
-_OUTPUTS: Final = {Task.GENERATION: "text", Task.EMBEDDINGS: "embeddings", Task.CLASSIFICATION: "rerank"}
+_OUTPUTS: Final = {ModelTask.GENERATION: "text", ModelTask.EMBEDDINGS: "embeddings", ModelTask.CLASSIFICATION: "rerank"}
 _QUANTIZATIONS: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -51,11 +51,11 @@ class Offers(msgspec.Struct, frozen=True):
     data: list[Offer]
 
 
-def listed(gateway: Gateway, models: Sequence[Model]) -> bytes:
+def listed(gateway: InferenceContext, models: Sequence[Model]) -> bytes:
     return msgspec.json.encode(Offers([_offer(gateway, model) for model in models]))
 
 
-def _offer(gateway: Gateway, model: Model) -> Offer:
+def _offer(gateway: InferenceContext, model: Model) -> Offer:
     writes, tokens = model.vectors is None, gateway.context_tokens(model)
     return Offer(
         id=model.name,

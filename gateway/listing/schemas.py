@@ -14,9 +14,9 @@ import msgspec
 from gateway import errors
 from gateway.api import embeddings, rerank, run_chat, run_native
 from gateway.catalogue.catalogue import Model
-from gateway.http.json_body import asked_in
-from gateway.inference.request import Gateway
-from gateway.listing.answers import OF_FAMILY
+from gateway.http.json_body import decode_query
+from gateway.inference.request import InferenceContext
+from gateway.listing.answers import RESPONSE_TYPES
 
 Json = dict[str, Any]
 
@@ -26,7 +26,7 @@ _UNSERVED: Final = "Not served here: any other value is refused."
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class BodyForm:
     """One of the forms that a body can have: at least one of `fields`, and none of the other forms'. Those of `never`
     ask for nothing."""
 
@@ -35,19 +35,22 @@ class Form:
     never: tuple[str, ...] = ()
 
 
-_PROMPTED: Final = (Form("Prompt", ("prompt",), never=("tools",)), Form("Messages", ("messages",), never=("raw",)))
-_BODIES: Final[dict[str, tuple[Any, tuple[Form, ...]]]] = {
-    "native": (run_native.Input, _PROMPTED),
-    "chat": (run_chat.Input, _PROMPTED),
+_PROMPTED: Final = (
+    BodyForm("Prompt", ("prompt",), never=("tools",)),
+    BodyForm("Messages", ("messages",), never=("raw",)),
+)
+_BODIES: Final[dict[str, tuple[Any, tuple[BodyForm, ...]]]] = {
+    "native": (run_native.RunNativeBody, _PROMPTED),
+    "chat": (run_chat.RunChatBody, _PROMPTED),
     "embeddings": (
-        embeddings.Input,
+        embeddings.RunEmbeddingsBody,
         (
-            Form("Texts", ("text",), never=("query", "instruction")),
-            Form("Contexts", ("contexts",), never=("instruction",)),
-            Form("Queries and documents", ("queries", "documents"), never=("query",)),
+            BodyForm("Texts", ("text",), never=("query", "instruction")),
+            BodyForm("Contexts", ("contexts",), never=("instruction",)),
+            BodyForm("Queries and documents", ("queries", "documents"), never=("query",)),
         ),
     ),
-    "rerank": (rerank.Input, ()),
+    "rerank": (rerank.RunRerankBody, ()),
 }
 
 
@@ -69,16 +72,16 @@ class SchemaQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
 
 
-def one(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
+def one(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
     """`/ai/models/schema`. Raises Refusal."""
-    name = asked_in(query, SchemaQuery).model
+    name = decode_query(query, SchemaQuery).model
     model = next((model for model in models if name in (model.name, *model.aliases)), None)
     if model is None:
         raise errors.no_such_model(name)
-    return msgspec.json.encode(Schemas(Pair(taken(model.family), given(model.family))))
+    return msgspec.json.encode(Schemas(Pair(input_schema(model.family), output_schema(model.family))))
 
 
-def taken(family: str) -> Json:
+def input_schema(family: str) -> Json:
     """What the bodies of a family of models may be."""
     kind, forms = _BODIES[family]
     schema = _whole(kind)
@@ -87,9 +90,9 @@ def taken(family: str) -> Json:
     return schema
 
 
-def given(family: str) -> Json:
+def output_schema(family: str) -> Json:
     """What models of a family answer, where it is not streamed."""
-    first, *others = map(_whole, OF_FAMILY[family])
+    first, *others = map(_whole, RESPONSE_TYPES[family])
     if not others:
         return first
     definitions = {name: schema for one in (first, *others) for name, schema in one.pop("$defs").items()}
@@ -103,11 +106,11 @@ def _whole(kind: Any) -> Json:
     definitions = said.pop("$defs")
     top = definitions.pop(said["$ref"].rpartition("/")[2])
     for schema in (top, *definitions.values()):
-        told(schema)
+        tidy_schema(schema)
     return {**top, "$defs": definitions}
 
 
-def told(schema: Json) -> None:
+def tidy_schema(schema: Json) -> None:
     """Tidies what is said of a type: its description as text, and fields that any value would do for as unserved, for
     they are there to be refused by name."""
     if "description" in schema:
@@ -120,7 +123,7 @@ def told(schema: Json) -> None:
             schema["properties"][name] = {**_NULL, "description": field.get("description", _UNSERVED)}
 
 
-def _form(form: Form, forms: tuple[Form, ...]) -> Json:
+def _form(form: BodyForm, forms: tuple[BodyForm, ...]) -> Json:
     others = [name for other in forms if other is not form for name in other.fields]
     needed = [{"required": [name], "properties": {name: {"not": _NULL}}} for name in form.fields]
     return {

@@ -5,14 +5,14 @@ from functools import partial
 from typing import Final
 
 from gateway.catalogue.catalogue import Model
-from gateway.inference.request import Gateway
+from gateway.inference.request import InferenceContext
 from gateway.listing import openai, schemas, workers_ai
 
 # Writes what the query asks of the models that the caller may use. Raises Refusal.
-Render = Callable[[Gateway, Sequence[Model], bytes], bytes]
+ListRenderer = Callable[[InferenceContext, Sequence[Model], bytes], bytes]
 
 _ONE: Final = "/v1/models/"
-_LISTS: Final[dict[str, Render]] = {
+_LISTS: Final[dict[str, ListRenderer]] = {
     "/models/search": workers_ai.search,
     "/models/schema": schemas.one,
     "/tasks/search": workers_ai.tasks,
@@ -21,7 +21,7 @@ _LISTS: Final[dict[str, Render]] = {
 }
 
 
-def find(resource: str) -> Render | None:
+def find_list(resource: str) -> ListRenderer | None:
     if resource.startswith(_ONE) and resource != _ONE:
         return partial(openai.one, name=resource.removeprefix(_ONE))
     return _LISTS.get(resource)

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from gateway.catalogue.catalogue import Model
-from gateway.http.json_body import asked_in
-from gateway.inference.request import Gateway
+from gateway.http.json_body import decode_query
+from gateway.inference.request import InferenceContext
 from gateway.listing import openrouter
 from gateway.listing.pages import PAGE_MAX, Listed, PageItem, sliced
 
@@ -101,9 +101,9 @@ _TASKS: Final = (
 )
 
 
-def search(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
+def search(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
     """`/ai/models/search`. Raises Refusal."""
-    asked = asked_in(query, SearchQuery)
+    asked = decode_query(query, SearchQuery)
     today = datetime.fromtimestamp(gateway.calendar(), UTC).date()
     found, page = sliced([model for model in models if _matches(model, asked, today)], asked.page, asked.per_page)
     if asked.format == "openrouter":
@@ -111,15 +111,15 @@ def search(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
     return msgspec.json.encode(Listed([_item(gateway, model) for model in found], page))
 
 
-def tasks(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
+def tasks(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
     """`/ai/tasks/search`: what the models do. Raises Refusal."""
-    asked_in(query, NoQuery)
+    decode_query(query, NoQuery)
     return _all([task for task in _TASKS if task.name in {model.task for model in models}])
 
 
-def authors(gateway: Gateway, models: Sequence[Model], query: bytes) -> bytes:
+def authors(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
     """`/ai/authors/search`. Raises Refusal."""
-    asked_in(query, NoQuery)
+    decode_query(query, NoQuery)
     names = sorted({model.author for model in models})
     return _all([Author(str(uuid.uuid5(_NAMESPACE, name)), name) for name in names])
 
@@ -153,7 +153,7 @@ def _task(model: Model) -> Task:
     return next(task for task in _TASKS if task.name == model.task)
 
 
-def _item(gateway: Gateway, model: Model) -> ModelItem:
+def _item(gateway: InferenceContext, model: Model) -> ModelItem:
     properties = _properties(gateway, model)
     return ModelItem(
         id=model.id,
@@ -167,7 +167,7 @@ def _item(gateway: Gateway, model: Model) -> ModelItem:
     )
 
 
-def _properties(gateway: Gateway, model: Model) -> dict[str, str | list[Price]]:
+def _properties(gateway: InferenceContext, model: Model) -> dict[str, str | list[Price]]:
     """By id; those that are empty are left out."""
     return {
         "context_window": str(gateway.context_tokens(model)),

@@ -8,11 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from tenants.limits.quota import Spent
+from tenants.limits.quota import CallUsage
 
-OTHER: Final = "other"
-ENDINGS: Final = ("done", "left", "limited", "refused", "failed")
-KINDS: Final = ("prompt", "cached", "completion")
+OTHER_ACCOUNTS: Final = "other"
+OUTCOME_GROUPS: Final = ("done", "left", "limited", "refused", "failed")
+TOKEN_KINDS: Final = ("prompt", "cached", "completion")
 
 # The gateway's outcomes by whose doing they are; one that is not here is a failure of ours.
 _ENDING: Final = {
@@ -27,24 +27,24 @@ _ENDING: Final = {
 
 
 @dataclass(slots=True)
-class Share:
+class AccountUsageRow:
     """One account's, or what is left of a plan's. `refused` by the name of the limit."""
 
-    endings: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDINGS, 0))
-    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    endings: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOME_GROUPS, 0))
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOKEN_KINDS, 0))
     refused: Counter[str] = field(default_factory=Counter)
     neurons: float = 0.0
 
 
-class Shares:
+class AccountUsage:
     """Rows by account and plan, only ever growing in count. Adding costs a microsecond or two."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._own = 0
-        self.rows: dict[tuple[str, str], Share] = {}
+        self.rows: dict[tuple[str, str], AccountUsageRow] = {}
 
-    def finished(self, account_id: str, plan: str, spent: Spent, neurons: float) -> None:
+    def finished(self, account_id: str, plan: str, spent: CallUsage, neurons: float) -> None:
         share = self._row(account_id, plan)
         share.endings[_ENDING.get(spent.outcome, "failed")] += 1
         share.tokens["prompt"] += spent.prompt_tokens
@@ -55,12 +55,12 @@ class Shares:
     def refused(self, account_id: str, plan: str, limit: str) -> None:
         self._row(account_id, plan).refused[limit] += 1
 
-    def _row(self, account_id: str, plan: str) -> Share:
+    def _row(self, account_id: str, plan: str) -> AccountUsageRow:
         row = self.rows.get((account_id, plan))
         if row is not None:
             return row
         if self._own < self._most:
             self._own += 1
-            row = self.rows[account_id, plan] = Share()
+            row = self.rows[account_id, plan] = AccountUsageRow()
             return row
-        return self.rows.setdefault((OTHER, plan), Share())
+        return self.rows.setdefault((OTHER_ACCOUNTS, plan), AccountUsageRow())

@@ -10,7 +10,7 @@ import logging
 from typing import Any, TextIO
 
 
-class Lines(logging.Formatter):
+class JsonLineFormatter(logging.Formatter):
     """A record as a JSON line: time, level, event, its `fields`, and a traceback where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -25,11 +25,11 @@ class Lines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def keep_journal(to: TextIO, root: logging.Logger | None = None) -> None:
+def configure_logging(to: TextIO, root: logging.Logger | None = None) -> None:
     """From now on every event of this process is a line there. What httptools finds wrong with a client's bytes is
     the client's business: uvicorn's warnings about it are left out."""
     lines = logging.StreamHandler(to)
-    lines.setFormatter(Lines())
+    lines.setFormatter(JsonLineFormatter())
     root = root or logging.getLogger()
     root.handlers = [lines]
     root.setLevel(logging.INFO)

@@ -15,16 +15,16 @@ from prometheus_client.registry import Collector
 
 from engine.protocol import frames
 from engine.protocol.types import Residency
-from gateway.cluster.fleet import Fleet
-from gateway.cluster.replica_counters import CAUSES, TURNED_AWAY, Tally
-from gateway.config import ConfigError
+from gateway.cluster.fleet import ReplicaFleet
+from gateway.cluster.replica_counters import EVICTION_CAUSES, QUEUE_REJECTIONS, ReplicaCounters
+from gateway.config import SettingsError
 from gateway.http import tls
-from gateway.observability.account_usage import Shares
-from gateway.observability.store_health import Outage
+from gateway.observability.account_usage import AccountUsage
+from gateway.observability.store_health import StoreHealth
 from tenants.limits import outbox
-from tenants.limits.quota import Quota, Spent
+from tenants.limits.quota import CallUsage, Quota
 from tenants.limits.reconciler import Reconciler
-from tenants.records.batches import Waiting
+from tenants.records.batches import QueueDepth
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES_MAX: Final = 64
@@ -45,7 +45,7 @@ class Metrics:
     def __init__(self, accounts: int) -> None:
         self.registry = CollectorRegistry()
         self.operators = CollectorRegistry()
-        self.shares = Shares(accounts)
+        self.shares = AccountUsage(accounts)
         ProcessCollector(registry=self.operators)
         self._requests = self._counter("hearth_requests", "Inference requests by how they ended", ["model", "outcome"])
         self._tokens = self._counter("hearth_tokens", "Model tokens of settled requests", ["model", "kind"])
@@ -64,8 +64,8 @@ class Metrics:
     def watch(
         self,
         models: Sequence[str],
-        fleet: Fleet,
-        outage: Outage,
+        fleet: ReplicaFleet,
+        outage: StoreHealth,
         quota: Quota,
         reconciler: Reconciler,
         outbox_folder: Path,
@@ -77,14 +77,14 @@ class Metrics:
         self.operators.register(_Queues(models, fleet))
         self.operators.register(_Machines(models, fleet))
 
-    def watch_batches(self, queue: "Queued", now: Callable[[], float]) -> None:
+    def watch_batches(self, queue: "BatchQueueGauges", now: Callable[[], float]) -> None:
         self.operators.register(_Batches(queue, now))
 
     def watch_certificate(self, path: str) -> None:
         """The file is read anew for each text, for some 20 µs."""
         self.registry.register(_Certificate(path))
 
-    def finished(self, model: str, spent: Spent, own_s: float | None) -> None:
+    def finished(self, model: str, spent: CallUsage, own_s: float | None) -> None:
         """One request ended; `model` is a name of the catalogue, `own_s` the gateway's part of the first token."""
         self.counted(model, spent)
         self._total.labels(model).observe(spent.total_ms / 1000)
@@ -93,7 +93,7 @@ class Metrics:
         if own_s is not None:
             self._own.labels(model).observe(own_s)
 
-    def counted(self, model: str, spent: Spent) -> None:
+    def counted(self, model: str, spent: CallUsage) -> None:
         """The same of one for which nobody waited: its times say nothing."""
         self._requests.labels(model, self._capped(spent.outcome)).inc()
         self._tokens.labels(model, "prompt").inc(spent.prompt_tokens)
@@ -132,7 +132,7 @@ class Metrics:
 class _Caches(Collector):
     """The prefix caches of all replicas, summed by model."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: ReplicaCounters) -> None:
         self._tally = tally
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
@@ -151,7 +151,7 @@ class _Caches(Collector):
             yield family
         evicted = CounterMetricFamily("hearth_prefix_evicted_blocks", "KV blocks evicted", labels=["model", "cause"])
         for model, counts in sums.items():
-            for cause in CAUSES:
+            for cause in EVICTION_CAUSES:
                 evicted.add_metric([model, cause], counts[f"evicted_{cause}_blocks"])
         yield evicted
         shared = GaugeMetricFamily("hearth_prefix_shared_blocks", "KV blocks two sequences read now", labels=["model"])
@@ -163,7 +163,7 @@ class _Caches(Collector):
 class _Replicas(Collector):
     """How many replicas there are of each model, where, and how many can serve, as this gateway sees them."""
 
-    def __init__(self, models: Sequence[str], fleet: Fleet) -> None:
+    def __init__(self, models: Sequence[str], fleet: ReplicaFleet) -> None:
         self._models = models
         self._fleet = fleet
 
@@ -200,7 +200,7 @@ class _Replicas(Collector):
 class _Store(Collector):
     """Whether the store answers, and what waits to be written to it."""
 
-    def __init__(self, outage: Outage, quota: Quota, reconciler: Reconciler, outbox_folder: Path) -> None:
+    def __init__(self, outage: StoreHealth, quota: Quota, reconciler: Reconciler, outbox_folder: Path) -> None:
         self._outage = outage
         self._quota = quota
         self._reconciler = reconciler
@@ -240,7 +240,7 @@ class _Store(Collector):
 class _Queues(Collector):
     """Sequences at replicas, by model, all gateways' together: what the replicas said last."""
 
-    def __init__(self, models: Sequence[str], fleet: Fleet) -> None:
+    def __init__(self, models: Sequence[str], fleet: ReplicaFleet) -> None:
         self._models = models
         self._fleet = fleet
 
@@ -264,7 +264,7 @@ class _Queues(Collector):
         preempted = CounterMetricFamily("hearth_replica_preemptions", "Sequences that gave way", labels=["model"])
         stale = CounterMetricFamily("hearth_replica_stale_pages", "KV pages found changed, unread", labels=["model"])
         for model, counted in sums.items():
-            for why in TURNED_AWAY:
+            for why in QUEUE_REJECTIONS:
                 away.add_metric([model, why.removesuffix("_requests")], counted[why])
             preempted.add_metric([model], counted["preemptions"])
             stale.add_metric([model], counted["stale_pages"])
@@ -274,7 +274,7 @@ class _Queues(Collector):
 class _Machines(Collector):
     """What machines hold and move, by their addresses, and who waits for that."""
 
-    def __init__(self, models: Sequence[str], fleet: Fleet) -> None:
+    def __init__(self, models: Sequence[str], fleet: ReplicaFleet) -> None:
         self._models = models
         self._fleet = fleet
 
@@ -293,7 +293,7 @@ class _Machines(Collector):
         yield from _memory(said)
 
 
-def _moves(said: Mapping[str, frames.Fleet]) -> CounterMetricFamily:
+def _moves(said: Mapping[str, frames.MachineState]) -> CounterMetricFamily:
     """A machine that starts again counts from zero."""
     counter = CounterMetricFamily("hearth_machine_moves", "Moves of replicas", labels=["machine", "kind", "ending"])
     for machine, fleet in said.items():
@@ -303,7 +303,7 @@ def _moves(said: Mapping[str, frames.Fleet]) -> CounterMetricFamily:
     return counter
 
 
-def _memory(said: Mapping[str, frames.Fleet]) -> Iterator[GaugeMetricFamily]:
+def _memory(said: Mapping[str, frames.MachineState]) -> Iterator[GaugeMetricFamily]:
     """What replicas hold, and what of it they may: of each device, by its index, and of host memory."""
     held = GaugeMetricFamily("hearth_device_held_bytes", "Held of a device's memory", labels=["machine", "device"])
     budget = GaugeMetricFamily("hearth_device_budget_bytes", "Of it, for replicas", labels=["machine", "device"])
@@ -318,17 +318,17 @@ def _memory(said: Mapping[str, frames.Fleet]) -> Iterator[GaugeMetricFamily]:
     yield from (held, budget, host_held, host_budget)
 
 
-class Queued(Protocol):
+class BatchQueueGauges(Protocol):
     """What is known of batches: all that waits, and what this gateway runs, by model."""
 
-    waiting: Mapping[str, Waiting]
+    waiting: Mapping[str, QueueDepth]
     running: Count[str]
 
 
 class _Batches(Collector):
     """Queued requests, by model. What waits is the same at every gateway."""
 
-    def __init__(self, queue: Queued, now: Callable[[], float]) -> None:
+    def __init__(self, queue: BatchQueueGauges, now: Callable[[], float]) -> None:
         self._queue = queue
         self._now = now
 
@@ -357,12 +357,12 @@ class _Certificate(Collector):
         )
         try:
             gauge.add_metric([], tls.expiry(self._path).timestamp())
-        except ConfigError:
+        except SettingsError:
             gauge.add_metric([], 0)
         yield gauge
 
 
-def _accounts_text(shares: Shares) -> bytes:
+def _accounts_text(shares: AccountUsage) -> bytes:
     """The shares of accounts and plans. Written by hand, in a quarter of the library's time: a scrape of hundreds of
     accounts must not hold up streams. Ids, plans and limits have no character that would need an escape.
     """

@@ -7,7 +7,7 @@ from tenants.store.protocol import StoreUnavailable
 log = logging.getLogger(__name__)
 
 
-class Outage:
+class StoreHealth:
     """`away` from the first failed call to the next one that succeeds; `count` of such times.
 
     Callers are told less than the operator is.

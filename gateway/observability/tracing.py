@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gateway.config import TelemetryConfig
-from tenants.limits.quota import Spent
+from tenants.limits.quota import CallUsage
 
 EXPORT_S: Final = 2.0  # for one batch, its retry included
 FLUSH_S: Final = 2.0  # for all that is left at the end
@@ -25,7 +25,7 @@ _TRACEPARENT: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16
 _propagator: Final = TraceContextTextMapPropagator()
 
 
-class Span:
+class RequestSpan:
     """One request's span. `traceparent` goes to the replica; it is the caller's own where tracing is off."""
 
     __slots__ = ("_span", "traceparent")
@@ -34,7 +34,7 @@ class Span:
         self._span = span
         self.traceparent = traceparent
 
-    def end(self, spent: Spent) -> None:
+    def end(self, spent: CallUsage) -> None:
         span = self._span
         if span is None:
             return
@@ -50,7 +50,7 @@ class Span:
         span.end()
 
 
-class Traces:
+class RequestTracer:
     """Spans of one gateway. `exporter` None switches them off."""
 
     def __init__(self, exporter: SpanExporter | None, service: str = "hearth", sample: float = 1.0) -> None:
@@ -62,12 +62,12 @@ class Traces:
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
             self._tracer = self._provider.get_tracer("hearth.gateway")
 
-    def begin(self, model: str, headers: Mapping[bytes, bytes], operation: str = "chat") -> Span:
+    def begin(self, model: str, headers: Mapping[bytes, bytes], operation: str = "chat") -> RequestSpan:
         """A request's span, below the caller's where its headers name one; the operation is a GenAI convention's."""
         given = headers.get(b"traceparent", b"").decode("latin-1")
         parent = given if _TRACEPARENT.fullmatch(given) else ""
         if self._provider is None:
-            return Span(None, parent)
+            return RequestSpan(None, parent)
         span = self._tracer.start_span(
             f"{operation} {model}",
             context=_propagator.extract({"traceparent": parent}),
@@ -81,7 +81,7 @@ class Traces:
         )
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, context=trace.set_span_in_context(span))
-        return Span(span, carrier.get("traceparent", ""))
+        return RequestSpan(span, carrier.get("traceparent", ""))
 
     def close(self) -> None:
         """Sends what is left, for at most FLUSH_S. Blocks; called once everything else has ended."""
@@ -91,9 +91,9 @@ class Traces:
             closing.join(FLUSH_S)
 
 
-def open_traces(config: TelemetryConfig) -> Traces:
+def open_tracer(config: TelemetryConfig) -> RequestTracer:
     """Traces to the configured OTLP endpoint, or none."""
     if config.otlp_url is None:
-        return Traces(None)
+        return RequestTracer(None)
     exporter = OTLPSpanExporter(endpoint=config.otlp_url, timeout=EXPORT_S)
-    return Traces(exporter, config.service, config.sample)
+    return RequestTracer(exporter, config.service, config.sample)

@@ -14,14 +14,14 @@ from typing import Final
 
 import msgspec
 
-EVERY_S: Final = 1.0
+SCRUB_INTERVAL_S: Final = 1.0
 _COLLECTING_PART: Final = 100
 _KEYS: Final = 16_384
 _READ_BYTES: Final = 256_000  # what uvloop reads at once, from all sockets into one place
 _PIPE_BYTES: Final = 1 << 18
 
 
-class Residue:
+class InternedScrubber:
     """`leave` tells that there is some; two rounds of `run` later it is gone. What refers to itself may stay longer
     where there is so much else that looking for it takes long: that gets a hundredth of the time."""
 
@@ -34,11 +34,11 @@ class Residue:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(SCRUB_INTERVAL_S)
             if self._left:
                 self._left, self._uncollected = False, True
-                overwrite_keys()
-                await overwrite_reads()
+                overwrite_interned_keys()
+                await overwrite_read_buffer()
             if self._uncollected and time.monotonic() >= self._collect_at:
                 self._collect()
 
@@ -49,13 +49,13 @@ class Residue:
         self._collect_at = ended + _COLLECTING_PART * (ended - began)
 
 
-def overwrite_keys() -> None:
+def overwrite_interned_keys() -> None:
     """msgspec keeps the last short key of an object for each of 512 hashes of keys; so many others meet all of them."""
     keys = [f'"{random.getrandbits(64):x}":0' for _ in range(_KEYS)]
     msgspec.json.decode("{" + ",".join(keys) + "}")
 
 
-async def overwrite_reads() -> None:
+async def overwrite_read_buffer() -> None:
     """Lets the event loop read as many zeros as it can at once. uvloop takes them where it took what sockets sent."""
     if sys.platform != "linux":
         return

@@ -11,7 +11,7 @@ import secrets
 import sys
 from typing import Final
 
-from gateway.config import ConfigError
+from gateway.config import SettingsError
 
 _TUNABLES: Final = "GLIBC_TUNABLES"
 # glibc then fills what is freed with 0xff, and what is given out with zeros. What its caches of each thread take back
@@ -32,7 +32,7 @@ def scrub_memory() -> None:
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     if not _overwrites():
-        raise ConfigError("server.scrub_memory needs Linux with glibc: leave it out, or serve from such a system")
+        raise SettingsError("server.scrub_memory needs Linux with glibc: leave it out, or serve from such a system")
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     least = _CORE_BYTES if most == resource.RLIM_INFINITY else min(_CORE_BYTES, most)
     resource.setrlimit(resource.RLIMIT_CORE, (least, least))

@@ -141,7 +141,7 @@ class _Concatenations(NodeTransformer):
         return nodes.Call(concatenated, node.nodes, [], None, None).set_lineno(node.lineno)
 
 
-class Template:
+class ChatTemplate:
     """One compiled chat template. `render` may be called from several threads at once."""
 
     def __init__(self, source: str, *, today: Callable[[], datetime] = datetime.now) -> None:

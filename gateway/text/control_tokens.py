@@ -22,7 +22,7 @@ _PRIVATE = range(0xF0000, 0xFFFFE)
 _ANY_PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
 
-class Added:
+class AddedControlToken:
     """One added token of tokenizer.json."""
 
     __slots__ = ("id", "strips_left", "strips_right", "text")
@@ -34,7 +34,7 @@ class Added:
         self.strips_right: bool = entry.get("rstrip", False)
 
 
-class Control:
+class ControlTokens:
     """The tokens that only a template may write: all added ones, but those that are nothing than white space.
 
     `pattern` finds them in rendered text. Of those that are spelled like words, which have no edges to escape, it
@@ -43,7 +43,7 @@ class Control:
 
     def __init__(self, entries: list[dict[str, Any]], sources: str) -> None:
         """`entries` are tokenizer.json's; `sources` the text of all templates."""
-        tokens = [Added(entry) for entry in entries if entry["content"].strip()]
+        tokens = [AddedControlToken(entry) for entry in entries if entry["content"].strip()]
         self.by_text = {token.text: token for token in tokens}
         self.ids = frozenset(token.id for token in tokens)
         written = [text for text in self.by_text if not _is_word(text) or text in sources]
@@ -55,11 +55,11 @@ def _is_word(text: str) -> bool:
     return text[0].isalnum() and text[-1].isalnum()
 
 
-class Edges:
+class EscapeTable:
     """The characters with which control tokens begin and end, and what stands between them. `keys` are those of objects
     that the template looks for, which must find them."""
 
-    def __init__(self, control: Control, keys: frozenset[str]) -> None:
+    def __init__(self, control: ControlTokens, keys: frozenset[str]) -> None:
         texts = list(control.by_text)
         edges = {text[0] for text in texts} | {text[-1] for text in texts}
         self._edges = sorted(edge for edge in edges if not edge.isalnum() and not edge.isspace())
@@ -69,7 +69,7 @@ class Edges:
         self._insides = "\n".join(text[1:-1].lower() for text in texts)
         self._keys = keys
 
-    def escape_for(self, request: JSON) -> "Escape | None":
+    def escape_for(self, request: JSON) -> "ControlTokenEscaper | None":
         """Stand-ins that occur nowhere in the request; None where there are none left."""
         taken = {ord(char) for text in _strings(request) if not text.isascii() for char in _ANY_PRIVATE.findall(text)}
         free = (chr(code) for code in _PRIVATE if code not in taken)
@@ -77,10 +77,10 @@ class Edges:
         if len(stand_ins) <= len(self._edges):
             return None
         pairs = list(zip(self._edges, stand_ins[1:], strict=True))
-        return Escape(pairs, stand_ins[0], self._words, self._insides, self._keys)
+        return ControlTokenEscaper(pairs, stand_ins[0], self._words, self._insides, self._keys)
 
 
-class Escape:
+class ControlTokenEscaper:
     """Replaces what could become part of a control token by stand-ins, and back."""
 
     def __init__(
@@ -148,10 +148,10 @@ def _strings(value: JSON) -> Iterator[str]:
             yield from _strings(inner)
 
 
-class Plain:
+class PlainTokenizer:
     """The same tokenizer without its control tokens: whatever it is given, it gives no control token back."""
 
-    def __init__(self, document: dict[str, Any], control: Control) -> None:
+    def __init__(self, document: dict[str, Any], control: ControlTokens) -> None:
         bare = copy.deepcopy(document)
         bare["added_tokens"] = [entry for entry in bare["added_tokens"] if entry["content"] not in control.by_text]
         bare["post_processor"] = bare["truncation"] = bare["padding"] = None
@@ -161,7 +161,7 @@ class Plain:
 
     def encode(self, text: str, first: bool) -> list[int]:
         """`first`: the text stands at the very beginning, where some tokenizers put a space before it."""
-        return ids_of(self._first if first else self._later, text) if text else []
+        return encode_ids(self._first if first else self._later, text) if text else []
 
     def encode_runs(self, runs: list[str], spread: bool) -> list[list[int]]:
         """Each run's ids; `spread` over the library's threads, which keep words that they met."""
@@ -170,18 +170,18 @@ class Plain:
         if spread:
             encoded = [one.ids for one in self._later.encode_batch_fast(distinct, add_special_tokens=False)]
         else:
-            encoded = [ids_of(self._later, run) for run in distinct]
+            encoded = [encode_ids(self._later, run) for run in distinct]
         ids: dict[str, list[int]] = {"": [], **dict(zip(distinct, encoded, strict=True))}
         return [self.encode(first, True), *(ids[run] for run in later)]
 
 
-def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """By the batch call: it alone lets other threads run meanwhile, and it leaves out offsets, which nobody reads."""
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
-def _forget(model: dict[str, Any], control: Control) -> None:
+def _forget(model: dict[str, Any], control: ControlTokens) -> None:
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         unknown = model.get("unk_token")

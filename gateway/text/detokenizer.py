@@ -20,7 +20,7 @@ _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TokenByteTable:
     """The bytes of every id, and of one that is the first that shows; mostly the same list. Special tokens are
     `skipped`: they show as nothing. `strips`: one space is left out where all the text begins with it."""
 
@@ -34,7 +34,7 @@ class Table:
         """No token stands for more bytes of text; None where text is more than the bytes of its tokens."""
         return max(map(len, self.later)) if self.first is self.later else None
 
-    def showing(self, spelled: Mapping[int, str]) -> "Table":
+    def showing(self, spelled: Mapping[int, str]) -> "TokenByteTable":
         """The same, but of special tokens these show, as they are spelled."""
         spelled = {id: text for id, text in spelled.items() if id in self.skipped}
         if not spelled:
@@ -43,10 +43,10 @@ class Table:
         first = later if self.first is self.later else self.first.copy()
         for id, text in spelled.items():
             later[id] = first[id] = text.encode()
-        return Table(later, first, self.skipped - spelled.keys(), self.strips)
+        return TokenByteTable(later, first, self.skipped - spelled.keys(), self.strips)
 
 
-def table_of(document: dict[str, Any], tokenizer: Tokenizer, size: int) -> Table | None:
+def token_byte_table(document: dict[str, Any], tokenizer: Tokenizer, size: int) -> TokenByteTable | None:
     """Of a tokenizer.json, and the same as a tokenizer. `size` is that of the model's vocabulary, which may be padded.
     None where its decoder is of a kind in which a token's text depends on those around it."""
     spelling = _spelling(document.get("decoder"), tokenizer)
@@ -61,7 +61,7 @@ def table_of(document: dict[str, Any], tokenizer: Tokenizer, size: int) -> Table
             later[id] = spelling.later(text)
             if spelling.first is not None:
                 first[id] = spelling.first(text)
-    return Table(later, first, skipped, spelling.strips)
+    return TokenByteTable(later, first, skipped, spelling.strips)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _byte_or(spell: Callable[[str], bytes]) -> Callable[[str], bytes]:
     return byte_or
 
 
-class Pieces:
+class Utf8Detokenizer:
     """One completion's text without stop strings: a fraction of a microsecond per token.
 
     Bytes that are no UTF-8 become replacement characters, as Python's decoder sets them.
@@ -123,7 +123,7 @@ class Pieces:
 
     __slots__ = ("_fresh", "_pending", "_strip", "_table")
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: TokenByteTable) -> None:
         self._table = table
         self._fresh = table.first is not table.later
         self._strip = table.strips
@@ -157,7 +157,7 @@ class Pieces:
         return text
 
 
-class Decoder:
+class Detokenizer:
     """One completion's text, piece by piece. Whatever the cuts between pushes, the pieces join to the same text.
 
     A stop string ends the text before its first character; where several could, the one that is complete first does,
@@ -166,7 +166,7 @@ class Decoder:
 
     __slots__ = ("_held", "_longest", "_pieces", "_starts", "_stop", "stopped_by")
 
-    def __init__(self, pieces: Pieces, stop: Sequence[str]) -> None:
+    def __init__(self, pieces: Utf8Detokenizer, stop: Sequence[str]) -> None:
         self._pieces = pieces
         self._stop = [text for text in stop if text]
         self._starts = tuple({text[:end] for text in self._stop for end in range(1, len(text))})

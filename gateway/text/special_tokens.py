@@ -13,7 +13,7 @@ _PROBE = "a"
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class SpecialTokens:
     """`lead` and `tail` stand around a text; `pair_lead`, `between` and `pair_tail` around two."""
 
     lead: tuple[int, ...]

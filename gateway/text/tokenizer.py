@@ -18,24 +18,31 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from gateway.text.chat_template import Template, TemplateError
-from gateway.text.control_tokens import JSON, Control, Edges, Escape, Plain, ids_of
-from gateway.text.detokenizer import Decoder, Pieces, Table, table_of
-from gateway.text.special_tokens import Frame
+from gateway.text.chat_template import ChatTemplate, TemplateError
+from gateway.text.control_tokens import (
+    JSON,
+    ControlTokenEscaper,
+    ControlTokens,
+    EscapeTable,
+    PlainTokenizer,
+    encode_ids,
+)
+from gateway.text.detokenizer import Detokenizer, TokenByteTable, Utf8Detokenizer, token_byte_table
+from gateway.text.special_tokens import SpecialTokens
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class TextError(ValueError):
+class TokenizationError(ValueError):
     """This text cannot be encoded for this model; the message says what to change."""
 
 
-class FolderError(ValueError):
+class ModelFolderError(ValueError):
     """The folder holds no usable tokenizer or chat template; the message says what is missing."""
 
 
-class Text:
+class ModelTokenizer:
     """Encodes prompts and decodes completions of one model. Immutable; `encode_*` may be called in any thread."""
 
     def __init__(self, folder: str | Path, *, today: Callable[[], datetime] = datetime.now) -> None:
@@ -44,7 +51,7 @@ class Text:
         folder = Path(folder)
         document = _json(folder / "tokenizer.json")
         if document is None:
-            raise FolderError(f"{folder} has no tokenizer.json")
+            raise ModelFolderError(f"{folder} has no tokenizer.json")
         settings = _json(folder / "tokenizer_config.json") or {}
         self._tokenizer = _tokenizer(folder, document)
         self._tokenizer.no_truncation()
@@ -52,22 +59,26 @@ class Text:
         self._templates = _templates(folder, settings, today)
         self.template = "".join(template.source for template in self._templates.values())
         self.added = {entry["content"]: int(entry["id"]) for entry in document["added_tokens"]}
-        self._control = Control(document["added_tokens"], self.template)
-        self._edges = Edges(self._control, frozenset[str]().union(*(one.keys for one in self._templates.values())))
-        self._plain = Plain(document, self._control)
+        self._control = ControlTokens(document["added_tokens"], self.template)
+        self._edges = EscapeTable(
+            self._control, frozenset[str]().union(*(one.keys for one in self._templates.values()))
+        )
+        self._plain = PlainTokenizer(document, self._control)
         for token in self._control.by_text:
             if not self._control.ids.isdisjoint(self._plain.encode(token, True)):
-                raise FolderError(f"tokenizer.json: plain text would become the control token {token!r}")
+                raise ModelFolderError(f"tokenizer.json: plain text would become the control token {token!r}")
         self._special = {name: text for name in _SPECIAL if (text := _spelled(settings.get(name))) is not None}
         lead = self._tokenizer.encode("a").ids
         self._lead = lead[: lead.index(first)] if (first := self._plain.encode("a", True)[0]) in lead else []
-        self.frame = Frame.of(self._tokenizer)
+        self.frame = SpecialTokens.of(self._tokenizer)
         self.stop_ids = _stop_ids(folder, self._tokenizer, self._special.get("eos_token"))
-        table = table_of(document, self._tokenizer, _vocabulary(folder))
+        table = token_byte_table(document, self._tokenizer, _vocabulary(folder))
         if table is None:
-            raise FolderError("tokenizer.json: its decoder is of a kind whose text cannot be shown token by token")
+            raise ModelFolderError("tokenizer.json: its decoder is of a kind whose text cannot be shown token by token")
         self._table = table
-        self._tables: dict[frozenset[str], Table] = {}  # by what they show: as many as there are kinds of parsers
+        self._tables: dict[
+            frozenset[str], TokenByteTable
+        ] = {}  # by what they show: as many as there are kinds of parsers
         self.token_bytes_max = table.token_bytes_max
 
     @property
@@ -94,20 +105,20 @@ class Text:
     def encode_prompt(self, text: str) -> list[int]:
         """A raw prompt, behind what the tokenizer puts before every text (usually one begin-of-text token)."""
         try:
-            ids = ids_of(self._tokenizer, text)
+            ids = encode_ids(self._tokenizer, text)
             if not self._control.ids.isdisjoint(ids):
                 ids = self._plain.encode(text, True)
         except (UnicodeEncodeError, TypeError) as error:
-            raise TextError("the prompt holds a lone surrogate, which is no text") from error
+            raise TokenizationError("the prompt holds a lone surrogate, which is no text") from error
         return self._lead + ids
 
     def encode_text(self, text: str) -> list[int]:
         """A text without what `frame` puts around it. Raises TextError."""
         try:
-            ids = ids_of(self._tokenizer, text)
+            ids = encode_ids(self._tokenizer, text)
             return ids if self._control.ids.isdisjoint(ids) else self._plain.encode(text, True)
         except (UnicodeEncodeError, TypeError) as error:
-            raise TextError("a lone surrogate is no text") from error
+            raise TokenizationError("a lone surrogate is no text") from error
 
     def encode_chat(
         self,
@@ -128,7 +139,7 @@ class Text:
         plain = [_with_parsed_arguments(message) for message in messages]
         escape = self._edges.escape_for([plain, tools, options])
         if escape is None:
-            raise TextError("the messages use every private-use character of Unicode")
+            raise TokenizationError("the messages use every private-use character of Unicode")
         variables: dict[str, Any] = {
             **(escape.value(dict(options)) if options else {}),
             **self._special,
@@ -141,16 +152,16 @@ class Text:
             rendered = template.render(variables)
             return self._encode_rendered(rendered, escape, spread)
         except TemplateError as error:
-            raise TextError(escape.restore(str(error))) from error
+            raise TokenizationError(escape.restore(str(error))) from error
         except (UnicodeEncodeError, TypeError) as error:
-            raise TextError("a message holds a lone surrogate, which is no text") from error
+            raise TokenizationError("a message holds a lone surrogate, which is no text") from error
 
-    def _template(self, tools: object) -> Template:
+    def _template(self, tools: object) -> ChatTemplate:
         if not self._templates:
-            raise TextError("this model has no chat template: send `prompt` instead of `messages`")
+            raise TokenizationError("this model has no chat template: send `prompt` instead of `messages`")
         return (self._templates.get("tool_use") if tools else None) or self._templates["default"]
 
-    def _encode_rendered(self, rendered: str, escape: Escape, spread: bool) -> list[int]:
+    def _encode_rendered(self, rendered: str, escape: ControlTokenEscaper, spread: bool) -> list[int]:
         """What the template wrote, cut at its control tokens: run, control token, run, …, run."""
         parts = self._control.pattern.split(rendered) if self._control.pattern else [rendered]
         runs = [escape.restore(part) for part in parts[::2]]
@@ -167,13 +178,13 @@ class Text:
             ids += run_ids
         return ids
 
-    def decoder(self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset()) -> "Decoder":
+    def decoder(self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset()) -> "Detokenizer":
         """For one sequence's completion. Of control tokens those in `shown` show their spelling, the others nothing."""
         table = self._tables.get(shown)
         if table is None:
             spelled = {self.added[text]: text for text in shown & self.added.keys()}
             table = self._tables[shown] = self._table.showing(spelled)
-        return Decoder(Pieces(table), stop)
+        return Detokenizer(Utf8Detokenizer(table), stop)
 
     def token_bytes(self, id: int) -> bytes:
         """One token alone, as logprobs report it. Control tokens show their spelling; unknown ids are empty."""
@@ -207,7 +218,7 @@ def _json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        raise FolderError(f"{path} is not readable as JSON: {error}") from error
+        raise ModelFolderError(f"{path} is not readable as JSON: {error}") from error
 
 
 def _tokenizer(folder: Path, document: Any) -> Tokenizer:
@@ -215,7 +226,7 @@ def _tokenizer(folder: Path, document: Any) -> Tokenizer:
         document["added_tokens"]  # which the library does without, and we do not
         return Tokenizer.from_str(json.dumps(document))
     except Exception as error:  # the library raises nothing narrower
-        raise FolderError(f"{folder}/tokenizer.json is no tokenizer: {error!r}") from error
+        raise ModelFolderError(f"{folder}/tokenizer.json is no tokenizer: {error!r}") from error
 
 
 def _spelled(token: JSON) -> str | None:
@@ -224,17 +235,17 @@ def _spelled(token: JSON) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _templates(folder: Path, settings: dict[str, Any], today: Callable[[], datetime]) -> dict[str, Template]:
+def _templates(folder: Path, settings: dict[str, Any], today: Callable[[], datetime]) -> dict[str, ChatTemplate]:
     file = folder / "chat_template.jinja"
     said = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(said, str):
         said = [{"name": "default", "template": said}]
     try:
-        templates = {entry["name"]: Template(entry["template"], today=today) for entry in said or []}
+        templates = {entry["name"]: ChatTemplate(entry["template"], today=today) for entry in said or []}
     except TemplateError as error:
-        raise FolderError(f"{folder}: {error}") from error
+        raise ModelFolderError(f"{folder}: {error}") from error
     if templates and "default" not in templates:
-        raise FolderError(f"{folder}: among its chat templates none is named default")
+        raise ModelFolderError(f"{folder}: among its chat templates none is named default")
     return templates
 
 

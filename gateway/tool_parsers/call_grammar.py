@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from engine.protocol.types import Grammar, GrammarKind
 from gateway.tool_parsers.scanner import CALLS_MAX
-from gateway.tool_parsers.tool_schema import Function, arguments, offered, refusal
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.tool_schema import FunctionSpec, arguments, offered_functions, tool_schema_error
+from gateway.tool_parsers.types import ToolSelection
 
 _BARE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _FAULT: Final = re.compile(r"\bat (\d+)\(\d+\)")
@@ -20,7 +20,7 @@ _PROSE: Final = r"PROSE: /(.|\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CallDelimiters:
     """What stands around calls, as Lark expressions: `mark` is where they begin, `first` goes before the first call,
     `between` between two of them, `last` behind all."""
 
@@ -31,15 +31,15 @@ class Frame:
 
 
 # Writes the rule of this name, and those that it needs, for calls of a function.
-Write = Callable[[str, Function], list[str]]
+RuleWriter = Callable[[str, FunctionSpec], list[str]]
 
 
-def grammar(
-    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool, frame: Frame, write: Write
+def call_grammar(
+    tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool, frame: CallDelimiters, write: RuleWriter
 ) -> Grammar | None:
     """At least one call where the choice requires it. With `auto` text is free up to the mark; None where there is no
     mark, for nobody can tell the beginning of a call from text then. Raises Refusal, naming the tool."""
-    functions = offered(tools, choice)
+    functions = offered_functions(tools, choice)
     free = choice.mode == "auto"
     if not functions or (free and not frame.mark):
         return None
@@ -73,10 +73,10 @@ def schema(document: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(document)
 
 
-def written_as_object(key: str) -> Write:
+def object_rule_writer(key: str) -> RuleWriter:
     """Calls that are JSON objects, with the arguments under this key."""
 
-    def write(rule: str, function: Function) -> list[str]:
+    def write(rule: str, function: FunctionSpec) -> list[str]:
         head = quoted('{"name": ' + quoted(function["name"]) + f', "{key}": ')
         return [f'{rule}: {head} {schema(arguments(function))} "}}"']
 
@@ -100,11 +100,13 @@ def marker(spelling: str, tokens: Mapping[str, int]) -> str:
     return f"<[{tokens[spelling]}]>" if spelling in tokens else quoted(spelling)
 
 
-def bare_name(function: Function) -> str:
+def bare_name(function: FunctionSpec) -> str:
     """A name that is written without quotation marks. Raises Refusal where it would not be read as one."""
     name = str(function["name"])
     if _BARE_NAME.fullmatch(name) is None:
-        raise refusal(function, "its name may have letters, digits, '_', '-' and '.' in this model's format of calls")
+        raise tool_schema_error(
+            function, "its name may have letters, digits, '_', '-' and '.' in this model's format of calls"
+        )
     return name
 
 

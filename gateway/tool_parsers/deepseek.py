@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Final
 
 from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls
-from gateway.tool_parsers.scanner import Reader, Reading, Tape
-from gateway.tool_parsers.tool_schema import Function, arguments, offered
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.scanner import Scan, Scanner, ScanningParser
+from gateway.tool_parsers.tool_schema import FunctionSpec, arguments, offered_functions
+from gateway.tool_parsers.types import ToolSelection
 
 SECTION: Final = "<｜tool▁calls▁begin｜>"
 SECTION_END: Final = "<｜tool▁calls▁end｜>"
@@ -25,54 +25,54 @@ _LINE: Final = re.compile(r"[^\n]*")
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSeek:
+class DeepSeekFormat:
     """…begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…"""
 
     tokens: Mapping[str, int]
     name: ClassVar[str] = "deepseek"
     markers: ClassVar[frozenset[str]] = frozenset({SECTION, SECTION_END, CALL, SEPARATOR, CALL_END})
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
         return _parser(tools, choice)
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
-        return call_grammar.grammar(tools, choice, parallel, _frame(self.tokens, ""), self._write)
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
+        return call_grammar.call_grammar(tools, choice, parallel, _frame(self.tokens, ""), self._write)
 
-    def _write(self, rule: str, function: Function) -> list[str]:
+    def _write(self, rule: str, function: FunctionSpec) -> list[str]:
         name = call_grammar.quoted(call_grammar.bare_name(function))
         separator, end = call_grammar.marker(SEPARATOR, self.tokens), call_grammar.marker(CALL_END, self.tokens)
         return [f"{rule}: {name} {separator} {call_grammar.schema(arguments(function))} {end}"]
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSeekFenced:
+class DeepSeekFencedFormat:
     """…begin｜>function<｜tool▁sep｜>name, a fenced block of JSON, <｜tool▁call▁end｜>…"""
 
     tokens: Mapping[str, int]
     name: ClassVar[str] = "deepseek_fenced"
-    markers: ClassVar[frozenset[str]] = DeepSeek.markers
+    markers: ClassVar[frozenset[str]] = DeepSeekFormat.markers
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
         return _parser(tools, choice)
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
-        return call_grammar.grammar(tools, choice, parallel, _frame(self.tokens, '"\\n"'), self._write)
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
+        return call_grammar.call_grammar(tools, choice, parallel, _frame(self.tokens, '"\\n"'), self._write)
 
-    def _write(self, rule: str, function: Function) -> list[str]:
+    def _write(self, rule: str, function: FunctionSpec) -> list[str]:
         name = call_grammar.quoted(f"{call_grammar.bare_name(function)}\n{FENCE}\n")
         separator, end = call_grammar.marker(SEPARATOR, self.tokens), call_grammar.marker(CALL_END, self.tokens)
         block = f"{call_grammar.schema(arguments(function))} {call_grammar.quoted(chr(10) + FENCE_END)}"
         return [f'{rule}: "function" {separator} {name} {block} {end}']
 
 
-def _parser(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
-    one = functools.partial(_read, names=offered(tools, choice))
-    return Reader(lambda tape: json_calls.sections(tape, SECTION, CALL, SECTION_END, one))
+def _parser(tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
+    one = functools.partial(_read, names=offered_functions(tools, choice))
+    return ScanningParser(lambda tape: json_calls.read_call_sections(tape, SECTION, CALL, SECTION_END, one))
 
 
-def _frame(tokens: Mapping[str, int], between: str) -> call_grammar.Frame:
+def _frame(tokens: Mapping[str, int], between: str) -> call_grammar.CallDelimiters:
     call = call_grammar.marker(CALL, tokens)
-    return call_grammar.Frame(
+    return call_grammar.CallDelimiters(
         mark=call_grammar.marker(SECTION, tokens),
         first=call,
         between=f"{between} {call}",
@@ -80,7 +80,7 @@ def _frame(tokens: Mapping[str, int], between: str) -> call_grammar.Frame:
     )
 
 
-def _read(tape: Tape, names: Collection[str]) -> Reading[bool]:
+def _read(tape: Scanner, names: Collection[str]) -> Scan[bool]:
     """Reads both forms, behind the opening of a call: of which it is, the character behind the separator says."""
     name = yield from tape.word(_HEAD)
     if name is None or not (yield from tape.follows(SEPARATOR)):
@@ -92,7 +92,7 @@ def _read(tape: Tape, names: Collection[str]) -> Reading[bool]:
         yield from tape.blank()
         if name is None or not (yield from tape.follows(FENCE)):
             return False
-    called = yield from json_calls.named(tape, name.strip(), names)
+    called = yield from json_calls.read_named_call(tape, name.strip(), names)
     if called:
         yield from tape.blank()
         if fenced and (yield from tape.follows(FENCE_END)):

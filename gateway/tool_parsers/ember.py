@@ -7,21 +7,25 @@ from typing import Any, ClassVar
 
 from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls
-from gateway.tool_parsers.scanner import Reader
-from gateway.tool_parsers.tool_schema import offered
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.scanner import ScanningParser
+from gateway.tool_parsers.tool_schema import offered_functions
+from gateway.tool_parsers.types import ToolSelection
 
 
 @dataclass(frozen=True, slots=True)
-class Ember:
+class EmberFormat:
     tokens: Mapping[str, int]
     name: ClassVar[str] = "ember"
     markers: ClassVar[frozenset[str]] = frozenset()
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
-        return Reader(functools.partial(json_calls.sequence, names=offered(tools, choice)))
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
+        return ScanningParser(functools.partial(json_calls.read_call_sequence, names=offered_functions(tools, choice)))
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
-        return call_grammar.grammar(
-            tools, choice, parallel, call_grammar.Frame(between='"\\n"'), call_grammar.written_as_object("arguments")
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
+        return call_grammar.call_grammar(
+            tools,
+            choice,
+            parallel,
+            call_grammar.CallDelimiters(between='"\\n"'),
+            call_grammar.object_rule_writer("arguments"),
         )

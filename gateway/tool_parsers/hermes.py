@@ -7,38 +7,38 @@ from typing import Any, ClassVar, Final
 
 from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls
-from gateway.tool_parsers.scanner import Reader, Reading, Tape
-from gateway.tool_parsers.tool_schema import offered
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.scanner import Scan, Scanner, ScanningParser
+from gateway.tool_parsers.tool_schema import offered_functions
+from gateway.tool_parsers.types import ToolSelection
 
 BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
-class Hermes:
+class HermesFormat:
     tokens: Mapping[str, int]
     name: ClassVar[str] = "hermes"
     markers: ClassVar[frozenset[str]] = frozenset({BEGIN, END})
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
-        return Reader(functools.partial(_read, names=offered(tools, choice)))
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
+        return ScanningParser(functools.partial(_read, names=offered_functions(tools, choice)))
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
         begin, end = call_grammar.marker(BEGIN, self.tokens), call_grammar.marker(END, self.tokens)
-        frame = call_grammar.Frame(
+        frame = call_grammar.CallDelimiters(
             mark=begin,
             first='"\\n"',
             between=f'"\\n" {end} "\\n" {begin} "\\n"',
             last=f'"\\n" {end}',
         )
-        return call_grammar.grammar(tools, choice, parallel, frame, call_grammar.written_as_object("arguments"))
+        return call_grammar.call_grammar(tools, choice, parallel, frame, call_grammar.object_rule_writer("arguments"))
 
 
-def _read(tape: Tape, names: Collection[str]) -> Reading[None]:
+def _read(tape: Scanner, names: Collection[str]) -> Scan[None]:
     while (yield from tape.prose(BEGIN)) is not None:
         yield from tape.blank()
-        if (yield from json_calls.call(tape, names)):
+        if (yield from json_calls.read_call(tape, names)):
             yield from tape.blank()
             if (yield from tape.follows(END)):
                 tape.drop()

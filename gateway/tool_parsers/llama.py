@@ -7,27 +7,27 @@ from typing import Any, ClassVar, Final
 
 from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls
-from gateway.tool_parsers.scanner import Reader, Reading, Tape
-from gateway.tool_parsers.tool_schema import offered
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.scanner import Scan, Scanner, ScanningParser
+from gateway.tool_parsers.tool_schema import offered_functions
+from gateway.tool_parsers.types import ToolSelection
 
 # Of Llama 3, and of Llama 4, which puts them around text before its calls.
 TAGS: Final = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaJson:
+class LlamaJsonFormat:
     tokens: Mapping[str, int]
     name: ClassVar[str] = "llama3_json"
     markers: ClassVar[frozenset[str]] = frozenset(TAGS)
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
-        return Reader(functools.partial(_read, names=offered(tools, choice)))
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
+        return ScanningParser(functools.partial(_read, names=offered_functions(tools, choice)))
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
-        frame = call_grammar.Frame(between='"; "')
-        return call_grammar.grammar(tools, choice, parallel, frame, call_grammar.written_as_object("parameters"))
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
+        frame = call_grammar.CallDelimiters(between='"; "')
+        return call_grammar.call_grammar(tools, choice, parallel, frame, call_grammar.object_rule_writer("parameters"))
 
 
-def _read(tape: Tape, names: Collection[str]) -> Reading[None]:
-    return json_calls.sequence(tape, names, *TAGS)
+def _read(tape: Scanner, names: Collection[str]) -> Scan[None]:
+    return json_calls.read_call_sequence(tape, names, *TAGS)

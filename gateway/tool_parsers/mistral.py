@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Final
 
 from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls
-from gateway.tool_parsers.scanner import Reader, Reading, Tape
-from gateway.tool_parsers.tool_schema import Function, arguments, offered
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.scanner import Scan, Scanner, ScanningParser
+from gateway.tool_parsers.tool_schema import FunctionSpec, arguments, offered_functions
+from gateway.tool_parsers.types import ToolSelection
 
 CALLS: Final = "[TOOL_CALLS]"
 CALL_ID: Final = "[CALL_ID]"
@@ -21,39 +21,41 @@ _WORD: Final = re.compile(r"[\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class MistralList:
+class MistralListFormat:
     """[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]"""
 
     tokens: Mapping[str, int]
     name: ClassVar[str] = "mistral"
     markers: ClassVar[frozenset[str]] = frozenset({CALLS, CALL_ID, ARGUMENTS})
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
-        return Reader(functools.partial(_read, names=offered(tools, choice)))
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
+        return ScanningParser(functools.partial(_read, names=offered_functions(tools, choice)))
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
-        frame = call_grammar.Frame(
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
+        frame = call_grammar.CallDelimiters(
             mark=call_grammar.marker(CALLS, self.tokens), first='" "? "["', between='", "', last='"]"'
         )
-        return call_grammar.grammar(tools, choice, parallel, frame, call_grammar.written_as_object("arguments"))
+        return call_grammar.call_grammar(tools, choice, parallel, frame, call_grammar.object_rule_writer("arguments"))
 
 
 @dataclass(frozen=True, slots=True)
-class MistralNamed:
+class MistralNamedFormat:
     """[TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]…"""
 
     tokens: Mapping[str, int]
     name: ClassVar[str] = "mistral_named"
-    markers: ClassVar[frozenset[str]] = MistralList.markers
+    markers: ClassVar[frozenset[str]] = MistralListFormat.markers
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
-        return Reader(functools.partial(_read, names=offered(tools, choice)))
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
+        return ScanningParser(functools.partial(_read, names=offered_functions(tools, choice)))
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
         mark = call_grammar.marker(CALLS, self.tokens)
-        return call_grammar.grammar(tools, choice, parallel, call_grammar.Frame(mark=mark, between=mark), self._write)
+        return call_grammar.call_grammar(
+            tools, choice, parallel, call_grammar.CallDelimiters(mark=mark, between=mark), self._write
+        )
 
-    def _write(self, rule: str, function: Function) -> list[str]:
+    def _write(self, rule: str, function: FunctionSpec) -> list[str]:
         name, separator = (
             call_grammar.quoted(call_grammar.bare_name(function)),
             call_grammar.marker(ARGUMENTS, self.tokens),
@@ -62,7 +64,7 @@ class MistralNamed:
         return [f"{rule}: {name} {id} {separator} {call_grammar.schema(arguments(function))}"]
 
 
-def _read(tape: Tape, names: Collection[str]) -> Reading[None]:
+def _read(tape: Scanner, names: Collection[str]) -> Scan[None]:
     while (yield from tape.prose(CALLS)) is not None:
         yield from tape.blank()
         if (yield from tape.follows("[")):
@@ -71,10 +73,10 @@ def _read(tape: Tape, names: Collection[str]) -> Reading[None]:
             yield from _named(tape, names)
 
 
-def _list(tape: Tape, names: Collection[str]) -> Reading[None]:
+def _list(tape: Scanner, names: Collection[str]) -> Scan[None]:
     while True:
         yield from tape.blank()
-        if not (yield from json_calls.call(tape, names)):
+        if not (yield from json_calls.read_call(tape, names)):
             return
         yield from tape.blank()
         mark = yield from tape.follows(",", "]")
@@ -84,10 +86,10 @@ def _list(tape: Tape, names: Collection[str]) -> Reading[None]:
             return
 
 
-def _named(tape: Tape, names: Collection[str]) -> Reading[None]:
+def _named(tape: Scanner, names: Collection[str]) -> Scan[None]:
     name = yield from tape.word(_WORD)
     if name in names:
         if (yield from tape.follows(CALL_ID)):
             yield from tape.word(_WORD)
         yield from tape.follows(ARGUMENTS)
-        yield from json_calls.named(tape, name, names)
+        yield from json_calls.read_named_call(tape, name, names)

@@ -8,36 +8,36 @@ from typing import Protocol
 import msgspec
 
 
-class Text(msgspec.Struct, frozen=True):
+class TextPart(msgspec.Struct, frozen=True):
     text: str
 
 
-class Thought(msgspec.Struct, frozen=True):
+class ReasoningPart(msgspec.Struct, frozen=True):
     """What the model reasons before it answers."""
 
     text: str
 
 
-class CallBegan(msgspec.Struct, frozen=True):
+class ToolCallStart(msgspec.Struct, frozen=True):
     """A call of an offered tool begins. Calls are numbered in order, and one ends before the next begins."""
 
     name: str
 
 
-class CallArguments(msgspec.Struct, frozen=True):
+class ToolCallDelta(msgspec.Struct, frozen=True):
     """A piece of the JSON text of the current call's arguments."""
 
     fragment: str
 
 
-class CallEnded(msgspec.Struct, frozen=True):
+class ToolCallEnd(msgspec.Struct, frozen=True):
     """The current call is whole: its fragments are the text of one JSON object."""
 
 
-Part = Text | Thought | CallBegan | CallArguments | CallEnded
+OutputPart = TextPart | ReasoningPart | ToolCallStart | ToolCallDelta | ToolCallEnd
 
 
-class Parser(Protocol):
+class OutputParser(Protocol):
     """Finds the parts of one completion's text, which comes in pieces: the same whatever the pieces are.
 
     A call is announced once it cannot be anything else, and only if its name is that of an offered tool. What only
@@ -46,18 +46,18 @@ class Parser(Protocol):
     all the rest of the text went into its fragments.
     """
 
-    def push(self, text: str) -> list[Part]: ...
+    def push(self, text: str) -> list[OutputPart]: ...
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputPart]:
         """The rest, now that no more text comes."""
         ...
 
 
-class Plain:
+class PlainTextParser:
     """A parser for which all is text."""
 
-    def push(self, text: str) -> list[Part]:
-        return [Text(text)] if text else []
+    def push(self, text: str) -> list[OutputPart]:
+        return [TextPart(text)] if text else []
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputPart]:
         return []

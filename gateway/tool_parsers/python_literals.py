@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from gateway.tool_parsers.scanner import Reading, Tape
+from gateway.tool_parsers.scanner import Scan, Scanner
 from gateway.tool_parsers.streaming_json import ATOM_MAX, DEPTH_MAX, SCALAR
 
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
@@ -32,7 +32,7 @@ class _Next(Enum):
     COMMA_OR_END = auto()
 
 
-def value(tape: Tape) -> Reading[bool]:
+def read_literal(tape: Scanner) -> Scan[bool]:
     """Passes over one value, and gives it out as arguments; false where it stops being one. Tuples become arrays."""
     ends: list[str] = []  # what closes the containers that are open
     expected = _Next.VALUE
@@ -84,12 +84,12 @@ def value(tape: Tape) -> Reading[bool]:
         expected = _Next.COMMA_OR_END
 
 
-def escaped(text: str) -> str:
+def escape_json_text(text: str) -> str:
     """The text as it stands between the quotation marks of a JSON string."""
     return msgspec.json.encode(text)[1:-1].decode()
 
 
-def _string(tape: Tape) -> Reading[bool]:
+def _string(tape: Scanner) -> Scan[bool]:
     quote = tape.text[tape.at]
     tape.at += 1
     tape.give('"')
@@ -97,7 +97,7 @@ def _string(tape: Tape) -> Reading[bool]:
         end = _PLAIN[quote].match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
         run = tape.text[tape.at : end]
         tape.at = end
-        tape.give(escaped(run))
+        tape.give(escape_json_text(run))
         char = yield from tape.next()
         if char == quote:
             tape.at += 1
@@ -109,7 +109,7 @@ def _string(tape: Tape) -> Reading[bool]:
             yield from _escape(tape)
 
 
-def _escape(tape: Tape) -> Reading[None]:
+def _escape(tape: Scanner) -> Scan[None]:
     """As Python has it: a backslash that escapes nothing stands for itself. Surrogates are taken as JSON's pairs."""
     yield from _reach(tape, 2)
     kind = tape.text[tape.at + 1 : tape.at + 2]
@@ -127,7 +127,7 @@ def _escape(tape: Tape) -> Reading[None]:
     else:
         said = chr(code)
     tape.at += size
-    tape.give(escaped(said))
+    tape.give(escape_json_text(said))
 
 
 def _code(digits: str) -> int | None:
@@ -138,14 +138,14 @@ def _code(digits: str) -> int | None:
     return code if code <= 0x10FFFF else None
 
 
-def _reach(tape: Tape, size: int) -> Reading[None]:
+def _reach(tape: Scanner, size: int) -> Scan[None]:
     """Waits until so many characters are there, or no more come."""
     while len(tape.text) - tape.at < size:
         if not (yield from tape.more()):
             return
 
 
-def _atom(tape: Tape) -> Reading[bool]:
+def _atom(tape: Scanner) -> Scan[bool]:
     """A number, or a constant as Python or JSON has it."""
     while True:
         end = _ATOM.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always

@@ -10,20 +10,20 @@ from typing import Any, ClassVar, Final, NoReturn
 
 from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls, python_literals
-from gateway.tool_parsers.scanner import Reader, Reading, Tape, overlap
+from gateway.tool_parsers.scanner import Scan, Scanner, ScanningParser, partial_marker_start
 from gateway.tool_parsers.tool_schema import (
     ANNOTATIONS,
     TYPES,
-    Function,
-    Property,
-    offered,
+    FunctionSpec,
+    ToolParameter,
+    json_type_of,
+    offered_functions,
     properties,
-    refusal,
-    type_of,
-    types,
+    schema_types,
+    tool_schema_error,
     types_by_name,
 )
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.types import ToolSelection
 
 BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"
@@ -39,21 +39,21 @@ _STRING: Final = frozenset({"string"})
 
 
 @dataclass(frozen=True, slots=True)
-class QwenCoder:
+class QwenCoderFormat:
     tokens: Mapping[str, int]
     name: ClassVar[str] = "qwen_coder"
     markers: ClassVar[frozenset[str]] = frozenset({BEGIN, END})
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Reader:
-        return Reader(functools.partial(_read, functions=offered(tools, choice)))
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
+        return ScanningParser(functools.partial(_read, functions=offered_functions(tools, choice)))
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
         begin, end = call_grammar.marker(BEGIN, self.tokens), call_grammar.marker(END, self.tokens)
-        frame = call_grammar.Frame(mark=begin, between=f'"\\n" {begin}')
-        return call_grammar.grammar(tools, choice, parallel, frame, functools.partial(_write, end=end))
+        frame = call_grammar.CallDelimiters(mark=begin, between=f'"\\n" {begin}')
+        return call_grammar.call_grammar(tools, choice, parallel, frame, functools.partial(_write, end=end))
 
 
-def _read(tape: Tape, functions: Mapping[str, Function]) -> Reading[None]:
+def _read(tape: Scanner, functions: Mapping[str, FunctionSpec]) -> Scan[None]:
     """Some models forget the tag around a function: it is not asked for."""
     while (mark := (yield from tape.prose(BEGIN, FUNCTION))) is not None:
         if mark == BEGIN:
@@ -66,7 +66,7 @@ def _read(tape: Tape, functions: Mapping[str, Function]) -> Reading[None]:
         assert name is not None
         tape.begin(name)
         if not (yield from _parameters(tape, types_by_name(functions[name]))):
-            yield from json_calls.lose(tape)
+            yield from json_calls.read_broken_arguments(tape)
             continue
         tape.end()
         yield from tape.blank()
@@ -74,7 +74,7 @@ def _read(tape: Tape, functions: Mapping[str, Function]) -> Reading[None]:
             tape.drop()
 
 
-def _parameters(tape: Tape, kinds: Mapping[str, frozenset[str]]) -> Reading[bool]:
+def _parameters(tape: Scanner, kinds: Mapping[str, frozenset[str]]) -> Scan[bool]:
     """Gives out the arguments, up to the end of the function; false where something else comes."""
     before = "{"
     while True:
@@ -94,18 +94,18 @@ def _parameters(tape: Tape, kinds: Mapping[str, frozenset[str]]) -> Reading[bool
             return False
 
 
-def _value(tape: Tape, kinds: frozenset[str]) -> Reading[bool]:
+def _value(tape: Scanner, kinds: frozenset[str]) -> Scan[bool]:
     """Text is given out as it comes, and so is what can only be an array or an object."""
     if kinds == _STRING:
         tape.give('"')
-        whole = yield from _raw(tape, lambda piece: tape.give(python_literals.escaped(piece)), sys.maxsize)
+        whole = yield from _raw(tape, lambda piece: tape.give(python_literals.escape_json_text(piece)), sys.maxsize)
         tape.give('"' if whole else "")
         return whole
     if "string" not in kinds:
         yield from tape.blank()
         tape.drop()
         if (yield from tape.next()) in ("[", "{"):
-            if not (yield from python_literals.value(tape)):
+            if not (yield from python_literals.read_literal(tape)):
                 return False
             yield from tape.blank()
             return (yield from tape.follows(PARAMETER_END)) is not None
@@ -116,12 +116,12 @@ def _value(tape: Tape, kinds: frozenset[str]) -> Reading[bool]:
     return whole
 
 
-def _raw(tape: Tape, give: Callable[[str], None], characters_max: int) -> Reading[bool]:
+def _raw(tape: Scanner, give: Callable[[str], None], characters_max: int) -> Scan[bool]:
     """Gives a value's text in pieces, without the line break before its end; false: it has no end, or is longer."""
     left = characters_max
     while True:
         end = tape.text.find(PARAMETER_END, tape.at)
-        stop = end if end >= 0 else overlap(tape.text, tape.at, ("\n" + PARAMETER_END, PARAMETER_END))
+        stop = end if end >= 0 else partial_marker_start(tape.text, tape.at, ("\n" + PARAMETER_END, PARAMETER_END))
         piece = tape.text[tape.at : stop]
         left -= len(piece)
         if left < 0:
@@ -147,7 +147,7 @@ def _json(text: str, kinds: frozenset[str]) -> str:
     said = text.strip()
     said = _CONSTANTS.get(said, said)
     try:
-        known = type_of(json.loads(said, parse_constant=_no_json)) in kinds
+        known = json_type_of(json.loads(said, parse_constant=_no_json)) in kinds
     except (ValueError, RecursionError):
         known = False
     return said if known else json.dumps(text, ensure_ascii=False)
@@ -157,7 +157,7 @@ def _no_json(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
-def _write(rule: str, function: Function, end: str) -> list[str]:
+def _write(rule: str, function: FunctionSpec, end: str) -> list[str]:
     head = call_grammar.quoted(f"\n{FUNCTION}{call_grammar.bare_name(function)}>\n")
     said = properties(function)
     members = call_grammar.members(f"{rule}_a", [inner.required for inner in said], "")
@@ -167,12 +167,14 @@ def _write(rule: str, function: Function, end: str) -> list[str]:
     return lines
 
 
-def _write_member(rule: str, said: Property, function: Function) -> list[str]:
+def _write_member(rule: str, said: ToolParameter, function: FunctionSpec) -> list[str]:
     if not said.name or _NAME.fullmatch(said.name) is None:
-        raise refusal(function, f"{said.name!r} cannot be written as a parameter in this model's format of calls")
+        raise tool_schema_error(
+            function, f"{said.name!r} cannot be written as a parameter in this model's format of calls"
+        )
     head = call_grammar.quoted(f"{PARAMETER}{said.name}>\n")
     close = call_grammar.quoted(f"\n{PARAMETER_END}\n")
-    kinds = types(said.schema)
+    kinds = schema_types(said.schema)
     if "string" not in kinds:
         return [f"{rule}: {head} {call_grammar.schema(said.schema)} {close}"]
     beyond = said.schema.keys() - ANNOTATIONS - {"type", "format"}
@@ -180,6 +182,8 @@ def _write_member(rule: str, said: Property, function: Function) -> list[str]:
     if beyond in ({"enum"}, {"const"}) and all(isinstance(v, str) and PARAMETER_END not in v for v in values):
         return [f"{rule}: {head} ({' | '.join(map(call_grammar.quoted, values))}) {close}"]
     if beyond:
-        raise refusal(function, f"{min(beyond)!r} of {said.name!r} cannot be kept in this model's format of calls")
+        raise tool_schema_error(
+            function, f"{min(beyond)!r} of {said.name!r} cannot be kept in this model's format of calls"
+        )
     text = f"{rule}_text"
     return [f'{rule}: {head} {text} "\\n"', f"{text}[lazy]: /(.|\\n)*/ {call_grammar.quoted(PARAMETER_END)}"]

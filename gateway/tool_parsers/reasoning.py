@@ -9,8 +9,8 @@ from typing import Final
 
 from engine.protocol.types import Grammar, GrammarKind
 from gateway.tool_parsers import call_grammar
-from gateway.tool_parsers.parts import Parser, Part, Thought
-from gateway.tool_parsers.scanner import Reading, Tape, overlap
+from gateway.tool_parsers.parts import OutputParser, OutputPart, ReasoningPart
+from gateway.tool_parsers.scanner import Scan, Scanner, partial_marker_start
 
 BEGIN: Final = "<think>"
 END: Final = "</think>"
@@ -26,17 +26,17 @@ _SPELLED: Final = {
 _START: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?P<name>\bstart\b)')
 
 
-def thinks(template: str) -> bool:
+def template_has_reasoning(template: str) -> bool:
     """Whether a model with this chat template (its source) may reason."""
     return BEGIN in template or END in template
 
 
-def opens_thought(prompt: str) -> bool:
+def opens_reasoning(prompt: str) -> bool:
     """Whether the prompt (its last characters are enough) ends within a thought, with which the model goes on."""
     return prompt.rstrip().endswith(BEGIN)
 
 
-class Thinking:
+class ReasoningParser:
     """A parser that gives thought as Thought, and the answer behind it to another parser.
 
     `opened`: the text begins within a thought. Else there is one only if <think> comes first. The blank around a
@@ -45,36 +45,36 @@ class Thinking:
 
     __slots__ = ("_answering", "_inner", "_reading", "_tape")
 
-    def __init__(self, inner: Parser, opened: bool) -> None:
+    def __init__(self, inner: OutputParser, opened: bool) -> None:
         self._inner = inner
-        self._tape = Tape()
+        self._tape = Scanner()
         self._reading = _read(self._tape, opened)
         self._answering = False
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputPart]:
         if self._answering or not text:
             return self._inner.push(text)
         idle = self._tape.idle
         if idle is not None and idle.isdisjoint(text):
-            return [Thought(text)]
+            return [ReasoningPart(text)]
         self._tape.append(text)
         return self._advance()
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputPart]:
         """The rest. A thought that has no end is thought all the same."""
-        parts: list[Part] = []
+        parts: list[OutputPart] = []
         if not self._answering:
             self._tape.ended = True
             parts = self._advance()
         return parts + self._inner.finish()
 
-    def _advance(self) -> list[Part]:
+    def _advance(self) -> list[OutputPart]:
         self._answering = next(self._reading, True) is True
         parts = self._tape.take()
         return parts + self._inner.push(self._tape.text[self._tape.kept :]) if self._answering else parts
 
 
-def _read(tape: Tape, opened: bool) -> Reading[None]:
+def _read(tape: Scanner, opened: bool) -> Scan[None]:
     """Ends where the answer begins: what is not given out then belongs to it."""
     yield from tape.blank()
     if not tape.overflow() and (yield from tape.follows(BEGIN)):
@@ -85,11 +85,11 @@ def _read(tape: Tape, opened: bool) -> Reading[None]:
         yield from _blank(tape)
 
 
-def _thought(tape: Tape) -> Reading[None]:
+def _thought(tape: Scanner) -> Scan[None]:
     """Gives out the thought up to its end, without the line break before that."""
     while True:
         end = tape.text.find(END, tape.at)
-        stop = end if end >= 0 else overlap(tape.text, tape.at, ("\n" + END, END))
+        stop = end if end >= 0 else partial_marker_start(tape.text, tape.at, ("\n" + END, END))
         if end > tape.at and tape.text[end - 1] == "\n":
             stop -= 1
         tape.at = stop
@@ -106,14 +106,14 @@ def _thought(tape: Tape) -> Reading[None]:
             return
 
 
-def _blank(tape: Tape) -> Reading[None]:
+def _blank(tape: Scanner) -> Scan[None]:
     tape.drop()
     yield from tape.blank()
     tape.overflow()
     tape.drop()
 
 
-def after_thought(grammar: Grammar, tokens: Mapping[str, int], opened: bool) -> Grammar:
+def grammar_after_reasoning(grammar: Grammar, tokens: Mapping[str, int], opened: bool) -> Grammar:
     """The grammar of an answer that may come behind a thought, which is free. `opened`: the thought has begun.
 
     `tokens` are the added tokens of the model's tokenizer, their ids by their spellings.

@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from engine.protocol.types import Grammar
-from gateway.tool_parsers.deepseek import DeepSeek, DeepSeekFenced
-from gateway.tool_parsers.ember import Ember
-from gateway.tool_parsers.hermes import Hermes
-from gateway.tool_parsers.kimi import Kimi
-from gateway.tool_parsers.llama import LlamaJson
-from gateway.tool_parsers.mistral import MistralList, MistralNamed
-from gateway.tool_parsers.parts import Parser
-from gateway.tool_parsers.pythonic import Pythonic
-from gateway.tool_parsers.qwen_coder import QwenCoder
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.deepseek import DeepSeekFencedFormat, DeepSeekFormat
+from gateway.tool_parsers.ember import EmberFormat
+from gateway.tool_parsers.hermes import HermesFormat
+from gateway.tool_parsers.kimi import KimiFormat
+from gateway.tool_parsers.llama import LlamaJsonFormat
+from gateway.tool_parsers.mistral import MistralListFormat, MistralNamedFormat
+from gateway.tool_parsers.parts import OutputParser
+from gateway.tool_parsers.pythonic import PythonicFormat
+from gateway.tool_parsers.qwen_coder import QwenCoderFormat
+from gateway.tool_parsers.types import ToolSelection
 
 
-class Format(Protocol):
+class ToolFormat(Protocol):
     """How a family of models writes calls of tools.
 
     `markers` are the spellings that its parser looks for: a decoder must show them even where they are control tokens.
@@ -33,9 +33,9 @@ class Format(Protocol):
     @property
     def markers(self) -> frozenset[str]: ...
 
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Parser: ...
+    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> OutputParser: ...
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> Grammar | None:
+    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
         """What the answer must be, so that the calls in it are valid by their tools' schemas: nothing but one call
         (several if `parallel`) where they are required; with `auto`, text until they begin. None: nothing is to be held
         to, or it cannot be: the format's calls begin like text. Raises Refusal for a tool that it cannot hold to."""
@@ -43,38 +43,38 @@ class Format(Protocol):
 
 
 # By name; each is made from the added tokens of a model's tokenizer, their ids by their spellings.
-FORMATS: Final[Mapping[str, Callable[[Mapping[str, int]], Format]]] = {
+TOOL_FORMATS: Final[Mapping[str, Callable[[Mapping[str, int]], ToolFormat]]] = {
     format.name: format
     for format in (
-        *(DeepSeek, DeepSeekFenced, Ember, Hermes, Kimi),
-        *(LlamaJson, MistralList, MistralNamed, Pythonic, QwenCoder),
+        *(DeepSeekFormat, DeepSeekFencedFormat, EmberFormat, HermesFormat, KimiFormat),
+        *(LlamaJsonFormat, MistralListFormat, MistralNamedFormat, PythonicFormat, QwenCoderFormat),
     )
 }
 
 
-def format_of(template: str, tokens: Mapping[str, int]) -> Format | None:
+def tool_format_of(template: str, tokens: Mapping[str, int]) -> ToolFormat | None:
     """The format of the model with this chat template (its source) and these added tokens; None: none that is known."""
     name = _name(template, tokens)
-    return None if name is None else FORMATS[name](tokens)
+    return None if name is None else TOOL_FORMATS[name](tokens)
 
 
 def _name(template: str, tokens: Mapping[str, int]) -> str | None:
     # The first template of Kimi K2 had no place for calls, though the model writes them.
     if "<|tool_call_argument_begin|>" in template or "<|tool_call_argument_begin|>" in tokens:
-        return Kimi.name
+        return KimiFormat.name
     if "<｜tool▁calls▁begin｜>" in template:
-        return (DeepSeekFenced if "```json" in template else DeepSeek).name
+        return (DeepSeekFencedFormat if "```json" in template else DeepSeekFormat).name
     if "[TOOL_CALLS]" in template:
-        return (MistralNamed if "[ARGS]" in template else MistralList).name
+        return (MistralNamedFormat if "[ARGS]" in template else MistralListFormat).name
     if "<function=" in template and "<parameter=" in template:
-        return QwenCoder.name
+        return QwenCoderFormat.name
     if "<tool_call>" in template:
-        return None if "<arg_key>" in template else Hermes.name  # GLM puts something else between the same tags
+        return None if "<arg_key>" in template else HermesFormat.name  # GLM puts something else between the same tags
     if re.search(r"\[\w*func\w*\(", template):
-        return Pythonic.name
+        return PythonicFormat.name
     llama = "<|start_header_id|>" in template or "<|header_start|>" in template
     if llama and re.search(r"""["']parameters\\?["']: """, template):
-        return LlamaJson.name
+        return LlamaJsonFormat.name
     if re.search(r"""\{\\?["']name\\?["']: """, template) and re.search(r"""["']arguments\\?["']: """, template):
-        return Ember.name
+        return EmberFormat.name
     return None

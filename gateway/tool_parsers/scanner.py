@@ -8,19 +8,19 @@ import re
 from collections.abc import Callable, Generator
 from typing import Final, TypeVar
 
-from gateway.tool_parsers.parts import CallArguments, CallBegan, CallEnded, Part, Text, Thought
+from gateway.tool_parsers.parts import OutputPart, ReasoningPart, TextPart, ToolCallDelta, ToolCallEnd, ToolCallStart
 
 CALLS_MAX: Final = 16  # of one completion; what looks like a further one stays text
-HELD_MAX: Final = 4096  # characters that may wait for the decision whether they begin a call
+BUFFERED_CHARS_MAX: Final = 4096  # characters that may wait for the decision whether they begin a call
 
 _BLANKS: Final = " \t\r\n"
 _BLANK: Final = re.compile(f"[{_BLANKS}]*")
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]
+Scan = Generator[None, None, T]
 
 
-class Tape:
+class Scanner:
     """`text[kept:at]` was read but is not given out yet: it may be text, or the beginning of a call.
 
     While `idle` is set, nothing is held, and what comes without one of these characters goes on what came before.
@@ -35,7 +35,7 @@ class Tape:
         self.ended = False
         self.idle: frozenset[str] | None = None
         self.arguing = False  # while idle: what came before were arguments
-        self._parts: list[Part] = []
+        self._parts: list[OutputPart] = []
         self._calls = 0
         self._fresh = True  # nothing but blank came since the beginning or since the last call
 
@@ -44,19 +44,19 @@ class Tape:
         self.at -= self.kept
         self.kept = 0
 
-    def take(self) -> list[Part]:
+    def take(self) -> list[OutputPart]:
         """What was given out since the last time."""
         parts, self._parts = self._parts, []
         return parts
 
-    def more(self) -> Reading[bool]:
+    def more(self) -> Scan[bool]:
         """Waits for text; false where no more will come."""
         if self.ended:
             return False
         yield
         return True
 
-    def more_held(self) -> Reading[bool]:
+    def more_held(self) -> Scan[bool]:
         """The same, where all that was read is held back: false too where that is too much."""
         return not self._full and (yield from self.more())
 
@@ -67,12 +67,12 @@ class Tape:
     def overflow(self) -> bool:
         """Whether more was read than may be held back. What is too much is put back: it can begin no call any more."""
         full = self._full
-        self.at = min(self.at, self.kept + HELD_MAX)
+        self.at = min(self.at, self.kept + BUFFERED_CHARS_MAX)
         return full
 
     @property
     def _full(self) -> bool:
-        return self.at - self.kept > HELD_MAX
+        return self.at - self.kept > BUFFERED_CHARS_MAX
 
     @property
     def callable(self) -> bool:
@@ -84,14 +84,14 @@ class Tape:
     def say(self) -> None:
         """What is held is text."""
         if self.kept < self.at:
-            self._parts.append(Text(self.held))
+            self._parts.append(TextPart(self.held))
             self.kept = self.at
             self._fresh = False
 
     def think(self) -> None:
         """What is held is thought."""
         if self.kept < self.at:
-            self._parts.append(Thought(self.held))
+            self._parts.append(ReasoningPart(self.held))
             self.kept = self.at
 
     def drop(self) -> None:
@@ -103,29 +103,29 @@ class Tape:
         assert self.callable
         self.drop()
         self._calls += 1
-        self._parts.append(CallBegan(name))
+        self._parts.append(ToolCallStart(name))
 
     def argue(self) -> None:
         """What is held belongs to the arguments."""
         if self.kept < self.at:
-            self._parts.append(CallArguments(self.held))
+            self._parts.append(ToolCallDelta(self.held))
             self.kept = self.at
 
     def give(self, fragment: str) -> None:
         """What is held belongs to the arguments, spelled like this."""
         self.drop()
         if fragment:
-            self._parts.append(CallArguments(fragment))
+            self._parts.append(ToolCallDelta(fragment))
 
     def end(self) -> None:
         """The call is whole."""
         self.drop()
-        self._parts.append(CallEnded())
+        self._parts.append(ToolCallEnd())
         self._fresh = True
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
-    def prose(self, *markers: str) -> Reading[str | None]:
+    def prose(self, *markers: str) -> Scan[str | None]:
         """Gives text out up to the first of the markers, and passes over that; None: the text ended before one.
 
         Blank between a call and the next, or before the first, is no text.
@@ -146,7 +146,7 @@ class Tape:
                     self.say()
                 self.at = found[0] + len(found[1])
                 return found[1]
-            whole = overlap(self.text, self.at, markers)
+            whole = partial_marker_start(self.text, self.at, markers)
             if whole > self.at:
                 self.at = whole
                 self.say()
@@ -160,14 +160,14 @@ class Tape:
                 self.say()
                 return None
 
-    def blank(self) -> Reading[None]:
+    def blank(self) -> Scan[None]:
         """Passes over white space, as far as it may be held back."""
         while True:
             self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches always
             if self.at < len(self.text) or not (yield from self.more_held()):
                 return
 
-    def follows(self, *spellings: str) -> Reading[str | None]:
+    def follows(self, *spellings: str) -> Scan[str | None]:
         """Passes over one of these, where one comes next."""
         while True:
             for spelling in spellings:
@@ -178,14 +178,14 @@ class Tape:
             if not any(spelling.startswith(rest) for spelling in spellings) or not (yield from self.more()):
                 return None
 
-    def next(self) -> Reading[str]:
+    def next(self) -> Scan[str]:
         """The next character, not passed over; empty at the end."""
         while self.at == len(self.text):
             if not (yield from self.more()):
                 return ""
         return self.text[self.at]
 
-    def word(self, pattern: re.Pattern[str]) -> Reading[str | None]:
+    def word(self, pattern: re.Pattern[str]) -> Scan[str | None]:
         """Passes over the longest match of a pattern that would also match any beginning of it, and gives it back. None
         where the text ends with it, or it is too long."""
         start = self.at - self.kept
@@ -197,24 +197,24 @@ class Tape:
                 return None
 
 
-class Reader:
+class ScanningParser:
     """A parser from a generator over a tape."""
 
     __slots__ = ("_reading", "_tape")
 
-    def __init__(self, read: Callable[[Tape], Reading[None]]) -> None:
-        self._tape = Tape()
+    def __init__(self, read: Callable[[Scanner], Scan[None]]) -> None:
+        self._tape = Scanner()
         self._reading = read(self._tape)
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputPart]:
         tape = self._tape
         if tape.idle is not None and tape.idle.isdisjoint(text):
-            return [CallArguments(text) if tape.arguing else Text(text)] if text else []
+            return [ToolCallDelta(text) if tape.arguing else TextPart(text)] if text else []
         tape.append(text)
         next(self._reading)
         return tape.take()
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputPart]:
         """What was held back as text. A call that is not whole gets the rest of its arguments, and no end."""
         self._tape.ended = True
         next(self._reading, None)
@@ -222,7 +222,7 @@ class Reader:
         return self._tape.take()
 
 
-def overlap(text: str, start: int, markers: tuple[str, ...]) -> int:
+def partial_marker_start(text: str, start: int, markers: tuple[str, ...]) -> int:
     """Where in text[start:] what may be the beginning of a marker begins, that the text ends with; else its end."""
     first = len(text)
     for marker in markers:

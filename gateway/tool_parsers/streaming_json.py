@@ -5,7 +5,7 @@ import re
 from enum import Enum, auto
 from typing import Final
 
-from gateway.tool_parsers.scanner import Reading, Tape
+from gateway.tool_parsers.scanner import Scan, Scanner
 
 DEPTH_MAX: Final = 64
 ATOM_MAX: Final = 256  # characters of a number
@@ -34,7 +34,7 @@ class _Next(Enum):
     COMMA_OR_END = auto()
 
 
-def value(tape: Tape, streamed: bool) -> Reading[bool]:
+def read_json_value(tape: Scanner, streamed: bool) -> Scan[bool]:
     """Passes over one JSON value; false where there is none, at the character where it stops being one.
 
     `streamed`: what is read is given out as arguments whenever more must come; else it is held. At the end of the text
@@ -84,7 +84,7 @@ def value(tape: Tape, streamed: bool) -> Reading[bool]:
         expected = _Next.COMMA_OR_END
 
 
-def text(tape: Tape) -> Reading[str | None]:
+def read_json_string(tape: Scanner) -> Scan[str | None]:
     """Passes over a JSON string, holding it, and gives what it says; None where none comes."""
     start = tape.at - tape.kept
     if (yield from tape.next()) != '"' or not (yield from _string(tape, False)):
@@ -93,7 +93,7 @@ def text(tape: Tape) -> Reading[str | None]:
     return said
 
 
-def _wait(tape: Tape, streamed: bool) -> Reading[bool]:
+def _wait(tape: Scanner, streamed: bool) -> Scan[bool]:
     if not streamed:
         return (yield from tape.more_held())
     tape.argue()
@@ -103,7 +103,7 @@ def _wait(tape: Tape, streamed: bool) -> Reading[bool]:
     return True
 
 
-def _string(tape: Tape, streamed: bool) -> Reading[bool]:
+def _string(tape: Scanner, streamed: bool) -> Scan[bool]:
     """Passes over a string. Control characters, which models write and JSON forbids, are escaped if it is streamed."""
     tape.at += 1
     while True:
@@ -132,7 +132,7 @@ def _string(tape: Tape, streamed: bool) -> Reading[bool]:
             return False
 
 
-def _atom(tape: Tape, streamed: bool) -> Reading[bool]:
+def _atom(tape: Scanner, streamed: bool) -> Scan[bool]:
     """Passes over a number, true, false or null."""
     while True:
         end = _ATOM.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.errors import Refusal, bad_input
-from gateway.tool_parsers.types import ToolChoice
+from gateway.errors import ApiError, bad_input
+from gateway.tool_parsers.types import ToolSelection
 
-Function = Mapping[str, Any]  # `function` of a tool in OpenAI's shape: name, description, parameters
+FunctionSpec = Mapping[str, Any]  # `function` of a tool in OpenAI's shape: name, description, parameters
 Schema = Mapping[str, Any]
 
 TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -23,7 +23,7 @@ _REFERENCES_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Property:
+class ToolParameter:
     """One parameter. `schema` stands alone: it has the definitions that it may refer to."""
 
     name: str
@@ -31,7 +31,7 @@ class Property:
     required: bool
 
 
-def offered(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> dict[str, Function]:
+def offered_functions(tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> dict[str, FunctionSpec]:
     """The tools that may be called, by name."""
     functions = [tool["function"] for tool in tools]
     if choice.mode == "none":
@@ -39,7 +39,7 @@ def offered(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> dict[str,
     return {f["name"]: f for f in functions if choice.mode != "named" or f["name"] == choice.name}
 
 
-def arguments(function: Function) -> Schema:
+def arguments(function: FunctionSpec) -> Schema:
     """The schema of all arguments, as a grammar has it. Raises Refusal where they could be no object.
 
     Where only named properties are described, only these may be written: an answer would be as valid with others, but a
@@ -47,33 +47,37 @@ def arguments(function: Function) -> Schema:
     """
     schema: Schema = function.get("parameters") or {}
     if "object" not in _types_of(schema.get("type"), "object"):
-        raise refusal(function, "'type' must be 'object'")
+        raise tool_schema_error(function, "'type' must be 'object'")
     schema = {**schema, "type": "object"}
     said, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(said, dict) or not all(isinstance(inner, dict | bool) for inner in said.values()):
-        raise refusal(function, "'properties' must be schemas by name")
+        raise tool_schema_error(function, "'properties' must be schemas by name")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise refusal(function, "'required' must be a list of names")
+        raise tool_schema_error(function, "'required' must be a list of names")
     if "properties" in schema and schema.keys() <= _PLAIN and set(required) <= said.keys():
         schema = {"additionalProperties": False, **schema}
     return schema
 
 
-def properties(function: Function) -> list[Property]:
+def properties(function: FunctionSpec) -> list[ToolParameter]:
     """The parameters one by one, for formats that write them so. Raises Refusal where a schema says more of them than
     that, which such a format cannot hold to."""
     schema = arguments(function)
     unknown = sorted(schema.keys() - _PLAIN)
     if unknown:
-        raise refusal(function, f"{unknown[0]!r} beside 'properties' cannot be kept in this model's format of calls")
+        raise tool_schema_error(
+            function, f"{unknown[0]!r} beside 'properties' cannot be kept in this model's format of calls"
+        )
     required = set(schema.get("required", ()))
     said = {name: inner for name, inner in schema.get("properties", {}).items() if inner is not False}
     if not required <= set(said):
-        raise refusal(function, f"'required' names {min(required - set(said))!r}, which is not in 'properties'")
-    return [Property(name, _alone(inner, schema), name in required) for name, inner in said.items()]
+        raise tool_schema_error(
+            function, f"'required' names {min(required - set(said))!r}, which is not in 'properties'"
+        )
+    return [ToolParameter(name, _alone(inner, schema), name in required) for name, inner in said.items()]
 
 
-def types(schema: Schema) -> frozenset[str]:
+def schema_types(schema: Schema) -> frozenset[str]:
     """The JSON types that a value may have, as far as the schema says it at once; all of them where it does not."""
     root = schema
     for _ in range(_REFERENCES_MAX):
@@ -81,7 +85,7 @@ def types(schema: Schema) -> frozenset[str]:
             return _types_of(schema["type"])
         if "const" in schema or isinstance(schema.get("enum"), list):
             values = [schema["const"]] if "const" in schema else schema["enum"]
-            return _types_of([type_of(value) for value in values])
+            return _types_of([json_type_of(value) for value in values])
         branches = schema.get("anyOf", schema.get("oneOf"))
         if isinstance(branches, list):
             return _union(branches)
@@ -92,7 +96,7 @@ def types(schema: Schema) -> frozenset[str]:
     return TYPES
 
 
-def type_of(value: Any) -> str:
+def json_type_of(value: Any) -> str:
     """The JSON type of a value that was JSON."""
     match value:
         case None:
@@ -111,16 +115,16 @@ def type_of(value: Any) -> str:
             return "object"
 
 
-def types_by_name(function: Function) -> dict[str, frozenset[str]]:
+def types_by_name(function: FunctionSpec) -> dict[str, frozenset[str]]:
     """The types of the parameters that the schema names. It refuses nothing."""
     schema: Schema = function.get("parameters") or {}
     said = schema.get("properties")
     if not isinstance(said, dict):
         return {}
-    return {name: types(_alone(one, schema)) for name, one in said.items()}
+    return {name: schema_types(_alone(one, schema)) for name, one in said.items()}
 
 
-def refusal(function: Function, problem: str) -> Refusal:
+def tool_schema_error(function: FunctionSpec, problem: str) -> ApiError:
     name = str(function["name"])
     return bad_input(f"'tools': the parameters of {name!r} are not supported here: {problem}", "tools")
 

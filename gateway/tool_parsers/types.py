@@ -5,7 +5,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class ToolChoice:
+class ToolSelection:
     """Whether the model calls tools: as it likes (auto), not at all (none), at least once (required), or this one."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"

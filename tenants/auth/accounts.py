@@ -17,18 +17,19 @@ from typing import Final
 
 from msgspec import structs
 
-from tenants.auth.issuers import Issuers
-from tenants.auth.jwt import JwtRefused, is_jwt
+from tenants.auth.issuers import JwtVerifier
+from tenants.auth.jwt import InvalidJwt, is_jwt
 from tenants.records.accounts import Account
 from tenants.records.grants import Grant, Permission
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.plans import DEFAULT_PLAN, Plan
-from tenants.records.tokens import ApiToken, Seal
+from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.store.protocol import Clock, Store, StoreUnavailable
 
 __all__ = [
     "Account",
-    "Accounts",
+    "AccountService",
+    "AccountSuspended",
     "ApiToken",
     "Caller",
     "Conflict",
@@ -38,7 +39,6 @@ __all__ = [
     "NotFound",
     "Permission",
     "Plan",
-    "Suspended",
     "Unauthenticated",
     "UnknownToken",
 ]
@@ -68,7 +68,7 @@ class UnknownToken(Unauthenticated):
     """A well-formed ApiToken that was never issued here, is revoked, or has expired; or a JWT that is not believed."""
 
 
-class Suspended(Exception):
+class AccountSuspended(Exception):
     """The credential is good, and its account is suspended by the operator."""
 
 
@@ -107,7 +107,7 @@ class _Verified:
     at: float
 
 
-class Accounts:
+class AccountService:
     """Accounts and ApiTokens in one store. `secret` is the server's, 32 bytes or more; another opens no old token.
     Without `issuers` a JWT is no credential."""
 
@@ -117,7 +117,7 @@ class Accounts:
         secret: bytes,
         clock: Clock = time.time,
         entropy: Callable[[int], bytes] = secrets.token_bytes,
-        issuers: Issuers | None = None,
+        issuers: JwtVerifier | None = None,
     ) -> None:
         if len(secret) < SECRET_BYTES_MIN:
             raise ValueError(f"the server's secret has {len(secret)} bytes; it needs {SECRET_BYTES_MIN} random ones")
@@ -151,7 +151,7 @@ class Accounts:
         if seen.until is not None and now >= seen.until:
             raise UnknownToken(f"this secret of ApiToken {token_id} was rolled")
         if seen.caller.account.suspended_at is not None:
-            raise Suspended(f"account {seen.caller.account.id} is suspended")
+            raise AccountSuspended(f"account {seen.caller.account.id} is suspended")
         return seen.caller
 
     async def absent(self, account_id: str, token_id: str) -> Caller:
@@ -161,7 +161,7 @@ class Accounts:
         if account is None:
             raise UnknownToken(f"there is no account {account_id}")
         if account.suspended_at is not None:
-            raise Suspended(f"account {account.id} is suspended")
+            raise AccountSuspended(f"account {account.id} is suspended")
         if found is None:
             return await self._caller(account, ApiToken(token_id, account.id, token_id, account.created_at))
         token = found[0]
@@ -186,10 +186,10 @@ class Accounts:
             raise UnknownToken(f"ApiToken {token_id} has another secret")
         return _Verified(await self._caller(account, token), token, opened[0].until, asked_at)
 
-    async def _look_up_jwt(self, issuers: Issuers, credential: str) -> _Verified:
+    async def _look_up_jwt(self, issuers: JwtVerifier, credential: str) -> _Verified:
         try:
             proof = await issuers.verify(credential)
-        except JwtRefused as refused:
+        except InvalidJwt as refused:
             raise UnknownToken(f"the JWT is refused: {refused}") from None
         asked_at = self._clock()
         account = await self._store.account(proof.account_id)
@@ -234,7 +234,7 @@ class Accounts:
         """A new account. Names are for people and need not differ. Raises NotFound where there is no such plan."""
         account = Account(
             id=self._entropy(16).hex(),
-            name=named(name),
+            name=checked_name(name),
             ceiling=ceiling or NO_LIMITS,
             created_at=int(self._clock()),
             plan=await self.plan(plan),
@@ -336,8 +336,10 @@ class Accounts:
         text = _token_text(_base62(int.from_bytes(self._entropy(8), "big"), _ID_LENGTH), self._entropy)
         expiry = None if expires_at is None else int(expires_at)
         now = int(self._clock())
-        token = ApiToken(parse_token(text), account_id, named(name), now, expiry, grant=grant or Grant(), limits=limits)
-        if not await self._store.add_token(token, Seal(self._digest(text), PEPPER)):
+        token = ApiToken(
+            parse_token(text), account_id, checked_name(name), now, expiry, grant=grant or Grant(), limits=limits
+        )
+        if not await self._store.add_token(token, TokenDigest(self._digest(text), PEPPER)):
             raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
         return token, text
 
@@ -348,7 +350,7 @@ class Accounts:
         text = _token_text(token_id, self._entropy)
         now = int(self._clock())
         before = [structs.replace(seals[0], until=now + int(grace_s))] if grace_s > 0 else []
-        await self._store.change_token(token, [Seal(self._digest(text), PEPPER), *before])
+        await self._store.change_token(token, [TokenDigest(self._digest(text), PEPPER), *before])
         return token, text
 
     async def change(
@@ -357,7 +359,7 @@ class Accounts:
         """The token said anew, in force on every gateway within 1 s. Raises NotFound."""
         token, seals = await self._kept(token_id)
         expiry = None if expires_at is None else int(expires_at)
-        changed = structs.replace(token, name=named(name), expires_at=expiry, grant=grant, limits=limits)
+        changed = structs.replace(token, name=checked_name(name), expires_at=expiry, grant=grant, limits=limits)
         await self._store.change_token(changed, seals)
         return changed
 
@@ -368,7 +370,7 @@ class Accounts:
             raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
         return found[0]
 
-    async def _kept(self, token_id: str) -> tuple[ApiToken, Sequence[Seal]]:
+    async def _kept(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest]]:
         found = await self._store.token(token_id)
         if found is None or found[0].revoked_at is not None:
             raise NotFound(f"no live ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
@@ -426,7 +428,7 @@ def _base62(number: int, length: int) -> str:
     return "".join(reversed(digits))
 
 
-def named(name: str) -> str:
+def checked_name(name: str) -> str:
     """The name as it is kept, or ValueError."""
     name = name.strip()
     if not name or len(name) > NAME_MAX or not name.isprintable():

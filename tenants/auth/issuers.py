@@ -19,17 +19,17 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from tenants.auth.jwt import JwtRefused, read_jwt
+from tenants.auth.jwt import InvalidJwt, read_jwt
 from tenants.records.grants import Grant, Permission
 from tenants.store.protocol import Clock, StoreUnavailable
 
 if TYPE_CHECKING:
-    from tenants.auth.jwks import Key, Keys
+    from tenants.auth.jwks import JwksCache, PublicKey
 
 log = logging.getLogger(__name__)
 
 PROVEN_MAX: Final = 10_000  # JWTs whose signatures are remembered
-TOLD_MAX: Final = 100  # reasons that are told to the operator
+LOGGED_MAX: Final = 100  # reasons that are told to the operator
 REASON_MAX: Final = 200
 NAME_MAX: Final = 255  # of `sub` and `jti`
 _URL: Final = re.compile(r"https?://[!-~]+")
@@ -110,7 +110,7 @@ class _Claims(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class JwtIdentity:
     """What a JWT that is believed opens. `token_id` is the same for all of one issuer and subject."""
 
     account_id: str
@@ -122,13 +122,13 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class _Proven:
-    proof: Proof
-    keys: "Keys"
+    proof: JwtIdentity
+    keys: "JwksCache"
     kid: str
-    key: "Key"
+    key: "PublicKey"
 
 
-class Issuers:
+class JwtVerifier:
     """All of one gateway. `run` keeps their keys fresh; without it every JWT is met by IssuerUnavailable."""
 
     def __init__(self, issuers: Sequence[Issuer], clock: Clock = time.time) -> None:
@@ -143,14 +143,14 @@ class Issuers:
             for _, keys in self._by_iss.values():
                 group.create_task(keys.run())
 
-    async def verify(self, text: str) -> Proof:
+    async def verify(self, text: str) -> JwtIdentity:
         """Raises JwtRefused or IssuerUnavailable. Costs one hash for a text that was believed before."""
         digest = hashlib.sha256(text.encode()).digest()
         proven = self._proven.get(digest)
         if proven is None or (proven.keys.known or {}).get(proven.kid) is not proven.key:
             proven = await self._prove(text)
         if self._clock() >= proven.proof.expires_at:
-            raise JwtRefused("it has expired")
+            raise InvalidJwt("it has expired")
         self._remember(digest, proven)
         return proven.proof
 
@@ -165,54 +165,54 @@ class Issuers:
         iss = jwt.claims.get("iss")
         issuer, keys = self._by_iss.get(iss, (None, None)) if isinstance(iss, str) else (None, None)
         if issuer is None or keys is None:
-            raise JwtRefused("its 'iss' is no issuer's of this server")
+            raise InvalidJwt("its 'iss' is no issuer's of this server")
         if jwt.algorithm != issuer.algorithm:
-            raise JwtRefused("its 'alg' is not its issuer's")
+            raise InvalidJwt("its 'alg' is not its issuer's")
         key = await keys.key(jwt.kid)
         if keys.known is None:
             raise IssuerUnavailable(f"the keys of issuer {issuer.name} could not be fetched yet: {keys.problem}")
         if key is None:
-            raise JwtRefused("its 'kid' is none of its issuer's keys")
+            raise InvalidJwt("its 'kid' is none of its issuer's keys")
         if not keys.signed(text, key):
-            raise JwtRefused("its signature is not that key's")
+            raise InvalidJwt("its signature is not that key's")
         try:
-            return _Proven(prove(issuer, jwt.claims, self._clock()), keys, jwt.kid, key)
-        except JwtRefused as refused:
+            return _Proven(identity_of(issuer, jwt.claims, self._clock()), keys, jwt.kid, key)
+        except InvalidJwt as refused:
             self._tell(issuer.name, str(refused)[:REASON_MAX])
             raise
 
     def _tell(self, issuer: str, reason: str) -> None:
         """Each reason once: what an issuer signed and is refused all the same points at its settings, here or there."""
-        if (issuer, reason) not in self._told and len(self._told) < TOLD_MAX:
+        if (issuer, reason) not in self._told and len(self._told) < LOGGED_MAX:
             self._told.add((issuer, reason))
             log.warning("jwt_refused", extra={"fields": {"issuer": issuer, "reason": reason}})
 
 
-def keys_of(issuer: Issuer) -> "Keys":
+def keys_of(issuer: Issuer) -> "JwksCache":
     """Not fetched yet. Cryptography takes a tenth of a second to import: only those who have issuers wait for it."""
-    from tenants.auth.jwks import Keys
+    from tenants.auth.jwks import JwksCache
 
     place = issuer.jwks_url or issuer.jwks_file
     assert place is not None, "an issuer has a place of its keys"
-    return Keys(place, issuer.algorithm, issuer.ca_file)
+    return JwksCache(place, issuer.algorithm, issuer.ca_file)
 
 
-def prove(issuer: Issuer, claims: dict[str, Any], now: float) -> Proof:
+def identity_of(issuer: Issuer, claims: dict[str, Any], now: float) -> JwtIdentity:
     """What claims open that this issuer signed, until they expire. Raises JwtRefused."""
     try:
         given = msgspec.convert(claims, _Claims)
     except msgspec.ValidationError as error:
-        raise JwtRefused(f"its claims are wrong: {error}") from None
+        raise InvalidJwt(f"its claims are wrong: {error}") from None
     if issuer.audience not in ([given.aud] if isinstance(given.aud, str) else given.aud):
-        raise JwtRefused("its 'aud' is not this server")
+        raise InvalidJwt("its 'aud' is not this server")
     if given.iat > now + issuer.leeway_s:
-        raise JwtRefused("its 'iat' lies in the future")
+        raise InvalidJwt("its 'iat' lies in the future")
     if given.nbf > now + issuer.leeway_s:
-        raise JwtRefused("its 'nbf' lies in the future")
+        raise InvalidJwt("its 'nbf' lies in the future")
     if given.exp - given.iat > issuer.token_s_max:
-        raise JwtRefused(f"it lives for {given.exp - given.iat:.0f} s; the most is {issuer.token_s_max}")
+        raise InvalidJwt(f"it lives for {given.exp - given.iat:.0f} s; the most is {issuer.token_s_max}")
     token_id = _token_id(issuer.name, given.sub)
-    return Proof(_account(issuer, claims), token_id, _grant(issuer, claims), int(given.iat), int(given.exp))
+    return JwtIdentity(_account(issuer, claims), token_id, _grant(issuer, claims), int(given.iat), int(given.exp))
 
 
 def _account(issuer: Issuer, claims: dict[str, Any]) -> str:
@@ -221,7 +221,7 @@ def _account(issuer: Issuer, claims: dict[str, Any]) -> str:
         account_id = issuer.accounts.get(value, "") if issuer.accounts else value
         if _ACCOUNT_ID.fullmatch(account_id):
             return account_id
-    raise JwtRefused(f"its '{issuer.account_claim}' names no account")
+    raise InvalidJwt(f"its '{issuer.account_claim}' names no account")
 
 
 def _grant(issuer: Issuer, claims: dict[str, Any]) -> Grant:
@@ -229,11 +229,11 @@ def _grant(issuer: Issuer, claims: dict[str, Any]) -> Grant:
     given = _words(claims, issuer.permissions_claim, issuer.permissions)
     permissions = tuple(one for one in Permission if one in given and one in issuer.permissions_max)
     if not permissions:
-        raise JwtRefused(f"its '{issuer.permissions_claim}' gives no permission")
+        raise InvalidJwt(f"its '{issuer.permissions_claim}' gives no permission")
     try:
         return Grant(permissions, _words(claims, issuer.models_claim, issuer.models))
     except ValueError as error:
-        raise JwtRefused(f"its '{issuer.models_claim}': {error}") from None
+        raise InvalidJwt(f"its '{issuer.models_claim}': {error}") from None
 
 
 def _words(claims: dict[str, Any], name: str, default: tuple[str, ...]) -> tuple[str, ...]:
@@ -243,7 +243,7 @@ def _words(claims: dict[str, Any], name: str, default: tuple[str, ...]) -> tuple
     value = claims[name]
     words = [word for word in value.split(" ") if word] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise JwtRefused(f"its '{name}' is no list of words")
+        raise InvalidJwt(f"its '{name}' is no list of words")
     return tuple(words)
 
 

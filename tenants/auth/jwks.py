@@ -31,12 +31,12 @@ REFETCH_S: Final = 30.0  # strangers with made-up key ids cause no more than one
 # The key type and the curve that belong to an algorithm.
 _KINDS: Final = {"EdDSA": ("OKP", "Ed25519"), "ES256": ("EC", "P-256"), "RS256": ("RSA", None)}
 
-Key = Ed25519PublicKey | EllipticCurvePublicKey | RSAPublicKey
+PublicKey = Ed25519PublicKey | EllipticCurvePublicKey | RSAPublicKey
 
 log = logging.getLogger(__name__)
 
 
-class Keys:
+class JwksCache:
     """The keys at an https url, or in a file, for one algorithm. `run` fetches; everybody else only waits for it."""
 
     def __init__(self, place: str, algorithm: str, ca_file: str | None) -> None:
@@ -44,7 +44,7 @@ class Keys:
         self._algorithm = algorithm
         self._ca_file = ca_file
         self._signatures = jwt.PyJWS(algorithms=[algorithm])
-        self._keys: dict[str, Key] | None = None
+        self._keys: dict[str, PublicKey] | None = None
         self._problem: str | None = None
         self._wanted = asyncio.Event()
         self._landed = asyncio.Event()  # not set: a fetch is wanted or in the air
@@ -56,11 +56,11 @@ class Keys:
         return self._problem
 
     @property
-    def known(self) -> dict[str, Key] | None:
+    def known(self) -> dict[str, PublicKey] | None:
         """By key id, as of the last fetch that succeeded; None before the first."""
         return self._keys
 
-    async def key(self, kid: str) -> Key | None:
+    async def key(self, kid: str) -> PublicKey | None:
         """None: the issuer has no such key, as far as can be known within FETCH_S. One fetch serves all who wait."""
         if self._keys is None or kid not in self._keys:
             self._ask()
@@ -76,7 +76,7 @@ class Keys:
             self._landed.clear()
             self._wanted.set()
 
-    def signed(self, text: str, key: Key) -> bool:
+    def signed(self, text: str, key: PublicKey) -> bool:
         """Whether this JWT's signature is this key's, by the one algorithm that is allowed."""
         options: Any = {"enforce_minimum_key_length": True}
         try:
@@ -103,7 +103,7 @@ class Keys:
         try:
             async with asyncio.timeout(FETCH_S):
                 text = await self._read()
-            self._keys = parse_keys(text, self._algorithm)
+            self._keys = parse_jwks(text, self._algorithm)
             self._problem = None
         except (OSError, ValueError) as error:
             self._problem = str(error) or f"no whole answer within {FETCH_S:g} s"
@@ -116,13 +116,13 @@ class Keys:
 
     async def _read(self) -> bytes:
         if self._place.startswith("https:"):
-            return await fetch(self._place, await asyncio.to_thread(_trust, self._ca_file))
+            return await fetch_jwks(self._place, await asyncio.to_thread(_trust, self._ca_file))
         if self._place.startswith("http:"):
-            return await fetch(self._place, None)
+            return await fetch_jwks(self._place, None)
         return await asyncio.to_thread(_read_file, Path(self._place))
 
 
-def parse_keys(text: bytes, algorithm: str) -> dict[str, Key]:
+def parse_jwks(text: bytes, algorithm: str) -> dict[str, PublicKey]:
     """The keys of a JWKS that can check this algorithm, by key id. Raises ValueError.
 
     Issuers publish keys for other uses beside them, so what is of another kind, too weak or without an id is left
@@ -131,7 +131,7 @@ def parse_keys(text: bytes, algorithm: str) -> dict[str, Key]:
     entries = parse_object(text).get("keys")
     if not isinstance(entries, list):
         raise ValueError("it is no JWKS: it has no list of keys")
-    found: dict[str, Key] = {}
+    found: dict[str, PublicKey] = {}
     for entry in entries:
         key = _key(entry, algorithm)
         if key is not None:
@@ -141,7 +141,7 @@ def parse_keys(text: bytes, algorithm: str) -> dict[str, Key]:
     return found
 
 
-def _key(entry: Any, algorithm: str) -> Key | None:
+def _key(entry: Any, algorithm: str) -> PublicKey | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("kid"), str):
         return None
     if (entry.get("kty"), entry.get("crv")) != _KINDS[algorithm] or "d" in entry:
@@ -152,13 +152,13 @@ def _key(entry: Any, algorithm: str) -> Key | None:
     if not isinstance(uses, list) or "verify" not in uses:
         return None
     try:
-        key: Key = jwt.PyJWK(entry, algorithm).key
+        key: PublicKey = jwt.PyJWK(entry, algorithm).key
     except (jwt.PyJWTError, UnsupportedAlgorithm, ValueError, TypeError):
         return None
     return None if isinstance(key, RSAPublicKey) and key.key_size not in RSA_BITS else key
 
 
-async def fetch(url: str, tls: ssl.SSLContext | None) -> bytes:
+async def fetch_jwks(url: str, tls: ssl.SSLContext | None) -> bytes:
     """The body of a 200; no redirect is followed. Raises OSError or ValueError. The caller limits the time.
 
     It is asynchronous to the bottom: a thread that waits for a slow issuer could not be ended.

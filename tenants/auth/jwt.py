@@ -16,7 +16,7 @@ _TYPES: Final = ("jwt", "at+jwt", "application/jwt", "application/at+jwt")
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class JwtRefused(Exception):
+class InvalidJwt(Exception):
     """A JWT that opens nothing here. The message is for tests and operators; callers are not told it."""
 
 
@@ -36,25 +36,25 @@ def is_jwt(text: str) -> bool:
 def read_jwt(text: str) -> Jwt:
     """Raises JwtRefused. Costs are bounded by JWT_BYTES_MAX."""
     if len(text) > JWT_BYTES_MAX:
-        raise JwtRefused(f"it has {len(text)} characters; the most is {JWT_BYTES_MAX}")
+        raise InvalidJwt(f"it has {len(text)} characters; the most is {JWT_BYTES_MAX}")
     if not is_jwt(text):
-        raise JwtRefused("it is not three parts of base64url")
+        raise InvalidJwt("it is not three parts of base64url")
     try:
         first, second, signature = (_decoded(part) for part in text.split("."))
         header, claims = parse_object(first), parse_object(second)
     except ValueError as error:
-        raise JwtRefused(str(error)) from None
+        raise InvalidJwt(str(error)) from None
     if not signature:
-        raise JwtRefused("it has no signature")
+        raise InvalidJwt("it has no signature")
     for name in _DANGEROUS:
         if name in header:
-            raise JwtRefused(f"its header has '{name}'")
+            raise InvalidJwt(f"its header has '{name}'")
     typ = header.get("typ", "JWT")
     if not isinstance(typ, str) or typ.lower() not in _TYPES:
-        raise JwtRefused("its header's 'typ' is another kind of token's")
+        raise InvalidJwt("its header's 'typ' is another kind of token's")
     kid = header.get("kid")
     if not isinstance(kid, str):
-        raise JwtRefused("its header names no key by 'kid'")
+        raise InvalidJwt("its header names no key by 'kid'")
     return Jwt(header.get("alg"), kid, claims)
 
 

@@ -7,12 +7,12 @@ a token's calls of a class ("token:ID class:NAME"). What a subject used is count
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tenants.records.holds import BUDGETS, RATES, Cap, Refusal
+from tenants.records.holds import BUDGETS, RATES, Cap, DenialReason
 from tenants.records.limits import MINUTE_US, Limits
 from tenants.records.usage import MICRO, month_us_left, us_left
 
 
-class Size(NamedTuple):
+class RequestSize(NamedTuple):
     """The most that a request can use. `least` micro-neurons are what it would be content with."""
 
     micro_neurons: int = 0
@@ -21,17 +21,17 @@ class Size(NamedTuple):
     output_tokens: int = 0
 
 
-class Left(NamedTuple):
+class LimitStatus(NamedTuple):
     """What a cap has left, in the unit of its limit, and in how many seconds it is whole again."""
 
     subject: str
-    measure: Refusal
+    measure: DenialReason
     allowed: float
     left: float
     reset_s: int
 
 
-def limited(account: Limits, token_id: str, token: Limits, model_class: str) -> list[tuple[str, Limits]]:
+def limited_subjects(account: Limits, token_id: str, token: Limits, model_class: str) -> list[tuple[str, Limits]]:
     """The subjects that this call is counted for, the account first, and the limits of each."""
     of_token = f"token:{token_id}"
     found = [("", account)]
@@ -43,12 +43,12 @@ def limited(account: Limits, token_id: str, token: Limits, model_class: str) -> 
     return found + [(subject, limits) for subject, limits in candidates if limits is not None and not limits.empty]
 
 
-def caps(subjects: Sequence[tuple[str, Limits]], size: Size) -> tuple[Cap, ...]:
+def caps_of(subjects: Sequence[tuple[str, Limits]], size: RequestSize) -> tuple[Cap, ...]:
     """In the order in which they are looked at: what lasts longest is told first."""
     return tuple(cap for subject, limits in subjects for cap in _caps(subject, limits, size))
 
 
-def _caps(subject: str, limits: Limits, size: Size) -> Iterator[Cap]:
+def _caps(subject: str, limits: Limits, size: RequestSize) -> Iterator[Cap]:
     for measure, neurons in zip(BUDGETS, (limits.neurons_per_month, limits.neurons_per_day), strict=True):
         if neurons is not None:
             yield Cap(subject, measure, size.micro_neurons, round(neurons * MICRO), size.least)
@@ -58,29 +58,29 @@ def _caps(subject: str, limits: Limits, size: Size) -> Iterator[Cap]:
         at_once = limits.at_once or 1
         yield Cap(
             subject,
-            Refusal.REQUESTS_PER_MINUTE,
+            DenialReason.REQUESTS_PER_MINUTE,
             1,
             limits.requests_per_minute,
             cost_us=interval_us,
             room_us=at_once * interval_us,
         )
     for measure, tokens, allowed in (
-        (Refusal.INPUT_TOKENS_PER_MINUTE, size.input_tokens, limits.input_tokens_per_minute),
-        (Refusal.OUTPUT_TOKENS_PER_MINUTE, size.output_tokens, limits.output_tokens_per_minute),
+        (DenialReason.INPUT_TOKENS_PER_MINUTE, size.input_tokens, limits.input_tokens_per_minute),
+        (DenialReason.OUTPUT_TOKENS_PER_MINUTE, size.output_tokens, limits.output_tokens_per_minute),
     ):
         if allowed is not None:
             yield Cap(subject, measure, tokens, allowed, cost_us=-(-tokens * MINUTE_US // allowed), room_us=MINUTE_US)
     if limits.concurrent_requests is not None:
-        yield Cap(subject, Refusal.CONCURRENT_REQUESTS, 1, limits.concurrent_requests)
+        yield Cap(subject, DenialReason.CONCURRENT_REQUESTS, 1, limits.concurrent_requests)
 
 
-def left_of(cap: Cap, left: int, now_us: int) -> Left:
+def limit_status(cap: Cap, left: int, now_us: int) -> LimitStatus:
     """`left` is what a store says of the cap."""
     if cap.measure in RATES:
         behind_us = max(cap.room_us - left, 0)
         one_us = MINUTE_US / cap.allowed
-        return Left(cap.subject, cap.measure, cap.allowed, max(0, int(left / one_us)), -(-behind_us // MICRO))
-    if cap.measure is Refusal.CONCURRENT_REQUESTS:
-        return Left(cap.subject, cap.measure, cap.allowed, max(0, left), 0)
-    until_us = us_left(now_us) if cap.measure is Refusal.NEURONS_PER_DAY else month_us_left(now_us)
-    return Left(cap.subject, cap.measure, cap.allowed / MICRO, max(0, left) / MICRO, -(-until_us // MICRO))
+        return LimitStatus(cap.subject, cap.measure, cap.allowed, max(0, int(left / one_us)), -(-behind_us // MICRO))
+    if cap.measure is DenialReason.CONCURRENT_REQUESTS:
+        return LimitStatus(cap.subject, cap.measure, cap.allowed, max(0, left), 0)
+    until_us = us_left(now_us) if cap.measure is DenialReason.NEURONS_PER_DAY else month_us_left(now_us)
+    return LimitStatus(cap.subject, cap.measure, cap.allowed / MICRO, max(0, left) / MICRO, -(-until_us // MICRO))

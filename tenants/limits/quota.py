@@ -21,11 +21,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from tenants.auth.accounts import Caller, Suspended, UnknownToken
-from tenants.limits.caps import Left, Size, caps, left_of, limited
+from tenants.auth.accounts import AccountSuspended, Caller, UnknownToken
+from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limit_status, limited_subjects
 from tenants.limits.outbox import Outbox
 from tenants.records.accounts import Account
-from tenants.records.holds import BUDGETS, Cap, Hold, Refusal, Refused
+from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Hold
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord, day_of
 from tenants.store.protocol import Clock, Store, StoreUnavailable
@@ -34,13 +34,13 @@ HOLD_S: Final = 60.0
 CHECKPOINT_S: Final = 5.0
 SWEEP_S: Final = 10.0
 REPLAY_S: Final = 1.0
-BATCH: Final = 256  # settlements or checkpoints in one call of the store
+SETTLE_BATCH: Final = 256  # settlements or checkpoints in one call of the store
 UNSETTLED_MAX: Final = 100_000  # open reservations and settlements not yet written
 
 log = logging.getLogger(__name__)
 
 
-class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NeuronPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Neurons per million tokens, which is micro-neurons per token."""
 
     input: float = 0.0
@@ -51,8 +51,8 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 <= self.cached_input <= self.input <= 1e9 or not 0 <= self.output <= 1e9:
             raise ValueError(f"{self}: prices are 0 to 1e9, and a cached token costs at most what a fresh one does")
 
-    def times(self, factor: float) -> "Price":
-        return Price(self.input * factor, self.cached_input * factor, self.output * factor)
+    def times(self, factor: float) -> "NeuronPrice":
+        return NeuronPrice(self.input * factor, self.cached_input * factor, self.output * factor)
 
     def micro_neurons(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
         """Rounded up; never falls when a count rises and `cached_tokens` does not."""
@@ -61,12 +61,12 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.ceil(cost)
 
 
-class Demand(NamedTuple):
+class QuotaRequest(NamedTuple):
     """What a request asks for: at most `output_tokens`, over all its choices, behind its prompt. Where its budget has
     less it is content with `least_tokens`. `tags` and `metadata`, a JSON object, go into its record."""
 
     model: str
-    price: Price
+    price: NeuronPrice
     prompt_tokens: int
     output_tokens: int
     least_tokens: int | None = None
@@ -74,10 +74,10 @@ class Demand(NamedTuple):
     tags: tuple[str, ...] = ()
     metadata: str = ""
 
-    def size(self) -> Size:
+    def size(self) -> RequestSize:
         most, price = self.output_tokens, self.price
         least = most if self.least_tokens is None else min(self.least_tokens, most)
-        return Size(
+        return RequestSize(
             micro_neurons=price.micro_neurons(self.prompt_tokens, 0, most),
             least=price.micro_neurons(self.prompt_tokens, 0, least),
             input_tokens=self.prompt_tokens,
@@ -94,7 +94,7 @@ class Demand(NamedTuple):
         return tokens
 
 
-class Spent(msgspec.Struct, frozen=True):
+class CallUsage(msgspec.Struct, frozen=True):
     """What a request has used, so far or in the end. `outcome` is the gateway's word for how it ended."""
 
     prompt_tokens: int = 0
@@ -118,25 +118,25 @@ class Reservation(msgspec.Struct, frozen=True):
     held: int
     token_id: str
     model: str
-    price: Price
+    price: NeuronPrice
     started_us: int
     output_tokens: int
     subjects: str = ""
     tags: str = ""
     metadata: str = ""
-    left: tuple[Left, ...] = ()
+    left: tuple[LimitStatus, ...] = ()
 
-    def after(self, spent: Spent) -> tuple[Left, ...]:
+    def after(self, spent: CallUsage) -> tuple[LimitStatus, ...]:
         """What its neuron limits have left once it is settled, if nobody else used them meanwhile."""
         back = (self.held - self._micro_neurons(spent)) / MICRO
         budgets = (left for left in self.left if left.measure in BUDGETS)
         return tuple(left._replace(left=max(0.0, min(left.allowed, left.left + back))) for left in budgets)
 
-    def neurons(self, spent: Spent) -> float:
+    def neurons(self, spent: CallUsage) -> float:
         """What `spent` costs; the same number that the ledger keeps."""
         return self._micro_neurons(spent) / MICRO
 
-    def record(self, spent: Spent, outcome: str) -> UsageRecord:
+    def record(self, spent: CallUsage, outcome: str) -> UsageRecord:
         return UsageRecord(
             account_id=self.account_id,
             request_id=self.request_id,
@@ -156,7 +156,7 @@ class Reservation(msgspec.Struct, frozen=True):
             metadata=self.metadata,
         )
 
-    def _micro_neurons(self, spent: Spent) -> int:
+    def _micro_neurons(self, spent: CallUsage) -> int:
         return self.price.micro_neurons(spent.prompt_tokens, spent.cached_tokens, spent.completion_tokens)
 
 
@@ -166,7 +166,7 @@ class QuotaExceeded(Exception):
     `limit` is the name of the limit as in Limits, `left` what there is of it. `lasting`: no waiting makes it enough.
     """
 
-    def __init__(self, left: Left, retry_after_s: int, message: str, *, lasting: bool) -> None:
+    def __init__(self, left: LimitStatus, retry_after_s: int, message: str, *, lasting: bool) -> None:
         super().__init__(message)
         self.limit = left.measure.value
         self.left = left
@@ -180,9 +180,9 @@ class AlreadyRecorded(Exception):
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenReservation:
     reservation: Reservation
-    spent: Spent
+    spent: CallUsage
     written_s: float  # when the store last heard of it
 
 
@@ -193,7 +193,7 @@ class Quota:
         self._store = store
         self._outbox = Outbox(outbox)
         self._clock = clock
-        self._open: dict[tuple[str, str], _Open] = {}  # oldest written first
+        self._open: dict[tuple[str, str], _OpenReservation] = {}  # oldest written first
         self._settled: deque[UsageRecord] = deque()  # not yet in the store or the outbox
         self._woken = asyncio.Event()
         self._draining = asyncio.Lock()
@@ -208,7 +208,7 @@ class Quota:
         """Settlements that are neither in the store nor in the outbox yet."""
         return len(self._settled)
 
-    async def reserve(self, caller: Caller, request_id: str, demand: Demand) -> Reservation:
+    async def reserve(self, caller: Caller, request_id: str, demand: QuotaRequest) -> Reservation:
         """Holds the most that this request can cost. One call of the store: about 30 µs on SQLite, 150 µs on Redis.
 
         `request_id` is new for every request and at most 64 characters; a repeated call with the same one is granted
@@ -219,7 +219,7 @@ class Quota:
         if len(self._open) + len(self._settled) >= UNSETTLED_MAX:
             raise StoreUnavailable(f"{UNSETTLED_MAX:,} requests are open or wait to be written; try again later")
         started_us = int(self._clock() * MICRO)
-        subjects = limited(caller.limits, caller.token_id, caller.token_limits, demand.model_class)
+        subjects = limited_subjects(caller.limits, caller.token_id, caller.token_limits, demand.model_class)
         size = demand.size()
         asked = Reservation(
             account_id=caller.account.id,
@@ -235,45 +235,47 @@ class Quota:
             tags="\n".join(demand.tags),
             metadata=demand.metadata,
         )
-        measured = caps(subjects, size)
+        measured = caps_of(subjects, size)
         hold = Hold(
-            asked.record(Spent(), EXPIRED), size.micro_neurons, int(HOLD_S * MICRO), measured, demand.output_tokens
+            asked.record(CallUsage(), EXPIRED), size.micro_neurons, int(HOLD_S * MICRO), measured, demand.output_tokens
         )
         try:
             decision = await self._store.reserve(hold)
         except asyncio.CancelledError:
-            self._write_later(asked.record(Spent(), "cancelled"))  # the store may have granted it
+            self._write_later(asked.record(CallUsage(), "cancelled"))  # the store may have granted it
             raise
         except StoreUnavailable as outage:
             if outage.unsure:
-                self._write_later(asked.record(Spent(), "store_unavailable"))
+                self._write_later(asked.record(CallUsage(), "store_unavailable"))
             raise
-        if isinstance(decision, Refused):
-            raise _refusal(decision, caller, hold)
+        if isinstance(decision, Denied):
+            raise _denial_error(decision, caller, hold)
         granted = msgspec.structs.replace(
             asked,
             day=decision.day,
             held=decision.held,
             output_tokens=demand.affordable(decision.held),
-            left=left_now(measured, decision.left, started_us),
+            left=limits_status(measured, decision.left, started_us),
         )
-        opened = self._open.setdefault((asked.account_id, request_id), _Open(granted, Spent(), self._clock()))
+        opened = self._open.setdefault(
+            (asked.account_id, request_id), _OpenReservation(granted, CallUsage(), self._clock())
+        )
         return opened.reservation
 
-    async def left(self, account: Account, token_id: str = "", token: Limits = NO_LIMITS) -> Sequence[Left]:
+    async def left(self, account: Account, token_id: str = "", token: Limits = NO_LIMITS) -> Sequence[LimitStatus]:
         """What the account's limits have left now, and those of one of its tokens; of all classes that have any."""
         classes = sorted(account.limits.classes.keys() | token.classes.keys())
-        pairs = [pair for name in ("", *classes) for pair in limited(account.limits, token_id, token, name)]
-        measured = caps(list(dict(pairs).items()), Size())
-        return left_now(measured, await self._store.left(account.id, measured), int(self._clock() * MICRO))
+        pairs = [pair for name in ("", *classes) for pair in limited_subjects(account.limits, token_id, token, name)]
+        measured = caps_of(list(dict(pairs).items()), RequestSize())
+        return limits_status(measured, await self._store.left(account.id, measured), int(self._clock() * MICRO))
 
-    def checkpoint(self, reservation: Reservation, spent: Spent) -> None:
+    def checkpoint(self, reservation: Reservation, spent: CallUsage) -> None:
         """Remembers what the request has used so far; run() tells the store. Ignored once it is settled."""
         opened = self._open.get((reservation.account_id, reservation.request_id))
         if opened is not None:
             opened.spent = spent
 
-    def settle(self, reservation: Reservation, spent: Spent) -> None:
+    def settle(self, reservation: Reservation, spent: CallUsage) -> None:
         """The end of a request: what it really used. Never blocks, never raises; only the first call counts."""
         if self._open.pop((reservation.account_id, reservation.request_id), None) is not None:
             self._write_later(reservation.record(spent, spent.outcome))
@@ -321,7 +323,7 @@ class Quota:
         where both fail, and the next call tries again."""
         async with self._draining:
             while self._settled:
-                batch = list(islice(self._settled, BATCH))
+                batch = list(islice(self._settled, SETTLE_BATCH))
                 try:
                     await self._store.settle(batch)
                 except StoreUnavailable as outage:
@@ -341,7 +343,7 @@ class Quota:
 
     async def renew(self) -> None:
         """Tells the store what open requests have used, each every CHECKPOINT_S, so that their holds last."""
-        while due := list(islice(self._due(), BATCH)):
+        while due := list(islice(self._due(), SETTLE_BATCH)):
             now_s = self._clock()
             records = []
             for key in due:
@@ -377,8 +379,8 @@ class Quota:
 
     async def _replay(self, path: Path) -> None:
         records, damaged = self._outbox.read(path)
-        for start in range(0, len(records), BATCH):
-            await self._store.settle(records[start : start + BATCH])
+        for start in range(0, len(records), SETTLE_BATCH):
+            await self._store.settle(records[start : start + SETTLE_BATCH])
         self._outbox.remove(path, damaged)
         log.warning("replayed %d settlements from %s; %d damaged lines", len(records), path.name, damaged)
 
@@ -403,45 +405,47 @@ class Quota:
         assert len(self._open) + len(waiting) <= UNSETTLED_MAX
 
 
-def left_now(measured: Sequence[Cap], left: Sequence[int], now_us: int) -> tuple[Left, ...]:
-    return tuple(left_of(cap, one, now_us) for cap, one in zip(measured, left, strict=True))
+def limits_status(measured: Sequence[Cap], left: Sequence[int], now_us: int) -> tuple[LimitStatus, ...]:
+    return tuple(limit_status(cap, one, now_us) for cap, one in zip(measured, left, strict=True))
 
 
-def _refusal(refused: Refused, caller: Caller, hold: Hold) -> Exception:
+def _denial_error(refused: Denied, caller: Caller, hold: Hold) -> Exception:
     """What reserve() raises for it, in words that say what to change."""
     reason = refused.reason
-    if reason in (Refusal.REVOKED, Refusal.NO_ACCOUNT):
+    if reason in (DenialReason.REVOKED, DenialReason.NO_ACCOUNT):
         return UnknownToken(f"ApiToken {caller.token_id} was revoked or its account is gone")
-    if reason is Refusal.SUSPENDED:
-        return Suspended(f"account {caller.account.id} is suspended")
-    if reason is Refusal.RECORDED:
+    if reason is DenialReason.SUSPENDED:
+        return AccountSuspended(f"account {caller.account.id} is suspended")
+    if reason is DenialReason.RECORDED:
         return AlreadyRecorded("this request id was used before; send the request under a new one")
     retry_after_s = max(1, -(-refused.retry_after_us // MICRO))
     (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (refused.subject, reason)]
-    message = _explained(refused, cap, _whose(refused.subject, caller), retry_after_s)
+    message = _explained(refused, cap, _subject_text(refused.subject, caller), retry_after_s)
     allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
     lasting = cap.least > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
-    return QuotaExceeded(Left(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message, lasting=lasting)
+    return QuotaExceeded(
+        LimitStatus(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message, lasting=lasting
+    )
 
 
-def _whose(subject: str, caller: Caller) -> str:
+def _subject_text(subject: str, caller: Caller) -> str:
     """`account acme`, `this token for models of class large`, …"""
     of_class = subject.partition("class:")[2]
     whose = "this token" if subject.startswith("token:") else f"account {caller.account.name}"
     return f"{whose} for models of class {of_class}" if of_class else whose
 
 
-def _explained(refused: Refused, cap: Cap, whose: str, retry_after_s: int) -> str:
+def _explained(refused: Denied, cap: Cap, whose: str, retry_after_s: int) -> str:
     allowed = refused.allowed
     match refused.reason:
-        case Refusal.NEURONS_PER_DAY | Refusal.NEURONS_PER_MONTH:
+        case DenialReason.NEURONS_PER_DAY | DenialReason.NEURONS_PER_MONTH:
             return _over_budget(refused, cap, whose)
-        case Refusal.REQUESTS_PER_MINUTE:
+        case DenialReason.REQUESTS_PER_MINUTE:
             return f"{whose} may start {allowed:,} requests per minute; wait {retry_after_s} s"
-        case Refusal.CONCURRENT_REQUESTS:
+        case DenialReason.CONCURRENT_REQUESTS:
             return f"{whose} may run {allowed:,} requests at once; wait for one to end"
         case _:
-            kind = "input" if refused.reason is Refusal.INPUT_TOKENS_PER_MINUTE else "output"
+            kind = "input" if refused.reason is DenialReason.INPUT_TOKENS_PER_MINUTE else "output"
             if cap.cost_us > cap.room_us:
                 return (
                     f"this request may need {cap.amount:,} {kind} tokens, and {whose} has {allowed:,} a minute: it can "
@@ -450,9 +454,9 @@ def _explained(refused: Refused, cap: Cap, whose: str, retry_after_s: int) -> st
             return f"{whose} may use {allowed:,} {kind} tokens per minute; wait {retry_after_s} s"
 
 
-def _over_budget(refused: Refused, cap: Cap, whose: str) -> str:
+def _over_budget(refused: Denied, cap: Cap, whose: str) -> str:
     needed, used, allowed = cap.least / MICRO, refused.used / MICRO, refused.allowed / MICRO
-    day = refused.reason is Refusal.NEURONS_PER_DAY
+    day = refused.reason is DenialReason.NEURONS_PER_DAY
     if needed > allowed:
         return (
             f"this request may need {needed:,.1f} neurons, and {whose} has {allowed:,.1f} for a whole "

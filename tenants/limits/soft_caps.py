@@ -12,21 +12,21 @@ from typing import Final
 
 import msgspec
 
-from tenants.limits.caps import Left
+from tenants.limits.caps import LimitStatus
 from tenants.records.accounts import Account
-from tenants.records.holds import BUDGETS, Refusal
+from tenants.records.holds import BUDGETS, DenialReason
 from tenants.records.notices import Notice
 from tenants.records.usage import MICRO, day_of, first_of_month
 from tenants.store.protocol import Clock, Store, StoreUnavailable
 
-TOLD_MAX: Final = 50_000  # thresholds remembered, so that the store is asked once for each
+PASSED_MAX: Final = 50_000  # thresholds remembered, so that the store is asked once for each
 PENDING_MAX: Final = 1_000  # notices that wait for the store; more are told by the next request that passes them
 WRITE_S: Final = 1.0
 
 log = logging.getLogger(__name__)
 
 
-class Thresholds:
+class SoftCaps:
     """What one gateway saw passed. Everything here is called from one event loop."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
@@ -35,7 +35,7 @@ class Thresholds:
         self._told: OrderedDict[str, None] = OrderedDict()
         self._pending: dict[str, Notice] = {}
 
-    def consider(self, account: Account, found: Iterable[Left]) -> None:
+    def consider(self, account: Account, found: Iterable[LimitStatus]) -> None:
         """What its neuron limits have left now. A few microseconds where nobody wants to know; never raises."""
         notices = account.settings.notices
         if notices is None:
@@ -48,10 +48,10 @@ class Thresholds:
                 if used >= part - 1e-9:
                     self._pass(account, notices.url, left, part)
 
-    def _pass(self, account: Account, url: str, left: Left, part: float) -> None:
+    def _pass(self, account: Account, url: str, left: LimitStatus, part: float) -> None:
         now = self._clock()
         day = day_of(int(now * MICRO))
-        first = day if left.measure is Refusal.NEURONS_PER_DAY else first_of_month(day)
+        first = day if left.measure is DenialReason.NEURONS_PER_DAY else first_of_month(day)
         window = datetime.fromtimestamp(first * 86_400, UTC).strftime("%Y-%m-%d")
         which = f"{account.id} {left.subject} {left.measure} {window} {part} {left.allowed}"
         id = f"notice_{sha256(which.encode()).hexdigest()[:32]}"
@@ -87,17 +87,17 @@ class Thresholds:
             await self._store.add_notice(notice)
             del self._pending[id]
             self._told[id] = None
-            if len(self._told) > TOLD_MAX:
+            if len(self._told) > PASSED_MAX:
                 self._told.popitem(last=False)
 
 
-def signer(secret: bytes) -> Callable[[str], bytes]:
+def notice_signer(secret: bytes) -> Callable[[str], bytes]:
     """From an account's id to the key that signs what it is told; `secret` is the server's."""
     root = hmac.digest(secret, b"hearth notices", "sha256")
     return lambda account_id: hmac.digest(root, account_id.encode(), "sha256")
 
 
-def shown(key: bytes) -> str:
+def webhook_secret(key: bytes) -> str:
     """The key in the form of the Standard Webhooks specification, for whoever checks the signatures."""
     return f"whsec_{b64encode(key).decode()}"
 

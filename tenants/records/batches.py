@@ -35,7 +35,7 @@ class BatchStatus(enum.StrEnum):
         return self in (BatchStatus.QUEUED, BatchStatus.RUNNING)
 
 
-class Batch(msgspec.Struct, frozen=True):
+class BatchJob(msgspec.Struct, frozen=True):
     """Times are seconds since 1970. `succeeded` and `failed` are of its `items`; the others wait, run, or never will.
     At `expires_at` nothing is left of it: while it is open that is far away, then `keep_s` after its end."""
 
@@ -55,7 +55,7 @@ class Batch(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
 
 
-class BatchItem(msgspec.Struct, frozen=True):
+class BatchJobItem(msgspec.Struct, frozen=True):
     """One that was claimed, for the `tries`th time."""
 
     account_id: str
@@ -72,23 +72,23 @@ class BatchItem(msgspec.Struct, frozen=True):
         return f"{self.batch_id}-{self.place}"
 
 
-class ItemResult(NamedTuple):
+class BatchItemResult(NamedTuple):
     place: int
     succeeded: bool
     result: bytes
 
 
-class Waiting(NamedTuple):
+class QueueDepth(NamedTuple):
     """What one model's open batches have left, and when the oldest of them was submitted."""
 
     items: int
     oldest_at: float
 
 
-class Batches(Protocol):
+class BatchStore(Protocol):
     """The part of a store that keeps them. Like all of it, it raises StoreUnavailable, and calls may be repeated."""
 
-    async def begin(self, batch: Batch) -> bool:
+    async def begin(self, batch: BatchJob) -> bool:
         """A place for one that is ARRIVING. False: the account has as many open as it may."""
         ...
 
@@ -100,30 +100,30 @@ class Batches(Protocol):
         """All of it is there: it is QUEUED."""
         ...
 
-    async def get(self, account_id: str, batch_id: str) -> Batch | None: ...
+    async def get(self, account_id: str, batch_id: str) -> BatchJob | None: ...
 
-    async def of_account(self, account_id: str) -> Sequence[Batch]:
+    async def of_account(self, account_id: str) -> Sequence[BatchJob]:
         """The newest LISTED_MAX, the newest first."""
         ...
 
-    async def results(self, account_id: str, batch_id: str, first: int, most: int) -> Sequence[ItemResult]:
+    async def results(self, account_id: str, batch_id: str, first: int, most: int) -> Sequence[BatchItemResult]:
         """Of those from place `first` to `first + most − 1` that ended, in their order."""
         ...
 
-    async def claim(self, model: str, lease_s: float, most: int) -> Sequence[BatchItem]:
+    async def claim(self, model: str, lease_s: float, most: int) -> Sequence[BatchJobItem]:
         """Items of one account, which comes after the others then; the oldest first. Nobody else gets them before the
         lease is over."""
         ...
 
-    async def renew(self, items: Sequence[BatchItem], lease_s: float) -> Sequence[BatchItem]:
+    async def renew(self, items: Sequence[BatchJobItem], lease_s: float) -> Sequence[BatchJobItem]:
         """A lease from now on for each. Returns those that must not run any more."""
         ...
 
-    async def put_back(self, items: Sequence[BatchItem], delay_s: float) -> None:
+    async def put_back(self, items: Sequence[BatchJobItem], delay_s: float) -> None:
         """They were not tried. Their accounts have their next turns for these models after so long."""
         ...
 
-    async def end(self, item: BatchItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:
+    async def end(self, item: BatchJobItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:
         """Its result, and in the same moment what it used, which settles its hold. False: it had ended, or its batch,
         and the result is thrown away; what it used is charged all the same, once."""
         ...
@@ -140,6 +140,6 @@ class Batches(Protocol):
         """Deletes what has expired."""
         ...
 
-    async def waiting(self, models: Sequence[str]) -> Mapping[str, Waiting]:
+    async def waiting(self, models: Sequence[str]) -> Mapping[str, QueueDepth]:
         """Of the models that have any."""
         ...

@@ -8,7 +8,7 @@ import msgspec
 from tenants.records.usage import UsageRecord
 
 
-class Refusal(enum.StrEnum):
+class DenialReason(enum.StrEnum):
     """Why a request may not start. The first ones are limits, each measured by a Cap."""
 
     REQUESTS_PER_MINUTE = "requests_per_minute"
@@ -33,7 +33,7 @@ class Cap(msgspec.Struct, frozen=True, array_like=True):
     """
 
     subject: str
-    measure: Refusal
+    measure: DenialReason
     amount: int
     allowed: int
     least: int = 0
@@ -64,15 +64,19 @@ class Granted(msgspec.Struct, frozen=True):
     left: tuple[int, ...] = ()
 
 
-class Refused(msgspec.Struct, frozen=True):
+class Denied(msgspec.Struct, frozen=True):
     """Nothing was kept or counted. `allowed` and `used` are in the unit of the limit of `subject`."""
 
-    reason: Refusal
+    reason: DenialReason
     retry_after_us: int = 0
     allowed: int = 0
     used: int = 0
     subject: str = ""
 
 
-BUDGETS: Final = (Refusal.NEURONS_PER_MONTH, Refusal.NEURONS_PER_DAY)
-RATES: Final = (Refusal.REQUESTS_PER_MINUTE, Refusal.INPUT_TOKENS_PER_MINUTE, Refusal.OUTPUT_TOKENS_PER_MINUTE)
+BUDGETS: Final = (DenialReason.NEURONS_PER_MONTH, DenialReason.NEURONS_PER_DAY)
+RATES: Final = (
+    DenialReason.REQUESTS_PER_MINUTE,
+    DenialReason.INPUT_TOKENS_PER_MINUTE,
+    DenialReason.OUTPUT_TOKENS_PER_MINUTE,
+)

@@ -56,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("sharing has account ids: 32 hex characters each")
 
 
-def kept_s(settings: Settings) -> float | None:
+def cache_retention_s(settings: Settings) -> float | None:
     """How long its cached prefixes are found after their last use; under zero retention at most 5 minutes."""
     if not settings.zero_retention:
         return settings.cache_keep_s

@@ -19,7 +19,7 @@ class ApiToken(msgspec.Struct, frozen=True):
     limits: Limits = NO_LIMITS
 
 
-class Seal(msgspec.Struct, frozen=True):
+class TokenDigest(msgspec.Struct, frozen=True):
     """What is kept of a secret: its HMAC-SHA256, which pepper made it, and until when it opens if it was rolled."""
 
     digest: bytes

@@ -6,12 +6,12 @@ The Lua of store_redis_scripts.py takes the same steps in the same order.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tenants.records.holds import BUDGETS, Cap, Granted, Hold, Refusal, Refused
+from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.limits import MINUTE_US
 from tenants.records.usage import MICRO, day_of, month_us_left, us_left
 
 
-class Used(NamedTuple):
+class SubjectUsage(NamedTuple):
     """What one subject has used. The times are when it is in step with its rate again, of what was settled; `output`
     tokens are held beside that. The neurons are micro-neurons, held ones among them."""
 
@@ -24,7 +24,7 @@ class Used(NamedTuple):
     month: int = 0
 
 
-def decide(hold: Hold, used: Mapping[str, Used], now_us: int) -> Granted | Refused:
+def decide(hold: Hold, used: Mapping[str, SubjectUsage], now_us: int) -> Granted | Denied:
     """Compares everything, adds nothing. `used` has all subjects of the hold's caps."""
     held = hold.held
     for cap in hold.caps:
@@ -32,25 +32,25 @@ def decide(hold: Hold, used: Mapping[str, Used], now_us: int) -> Granted | Refus
         if refused is not None:
             return refused
         if cap.measure in BUDGETS:
-            held = min(held, left(cap, used[cap.subject], now_us))
-    after = tuple(left(cap, used[cap.subject], now_us) - _taken(cap, held) for cap in hold.caps)
+            held = min(held, remaining(cap, used[cap.subject], now_us))
+    after = tuple(remaining(cap, used[cap.subject], now_us) - _taken(cap, held) for cap in hold.caps)
     return Granted(day_of(now_us), held, after)
 
 
-def left(cap: Cap, used: Used, now_us: int) -> int:
+def remaining(cap: Cap, used: SubjectUsage, now_us: int) -> int:
     """What there is before the request: micro-neurons, requests, or microseconds of a rate."""
     match cap.measure:
-        case Refusal.NEURONS_PER_DAY:
+        case DenialReason.NEURONS_PER_DAY:
             return cap.allowed - used.day
-        case Refusal.NEURONS_PER_MONTH:
+        case DenialReason.NEURONS_PER_MONTH:
             return cap.allowed - used.month
-        case Refusal.REQUESTS_PER_MINUTE:
+        case DenialReason.REQUESTS_PER_MINUTE:
             return cap.room_us - max(used.requests_us - now_us, 0)
-        case Refusal.INPUT_TOKENS_PER_MINUTE:
+        case DenialReason.INPUT_TOKENS_PER_MINUTE:
             return cap.room_us - max(used.input_us - now_us, 0)
-        case Refusal.OUTPUT_TOKENS_PER_MINUTE:
+        case DenialReason.OUTPUT_TOKENS_PER_MINUTE:
             return cap.room_us - max(used.output_us - now_us, 0) - lasts_us(used.output, cap.allowed)
-        case Refusal.CONCURRENT_REQUESTS:
+        case DenialReason.CONCURRENT_REQUESTS:
             return cap.allowed - used.open
         case _:
             raise AssertionError(f"{cap.measure} is no limit")
@@ -61,23 +61,23 @@ def lasts_us(tokens: int, per_minute: int) -> int:
     return -(-tokens * MINUTE_US // per_minute)
 
 
-def _refused(cap: Cap, used: Used, now_us: int) -> Refused | None:
-    room = left(cap, used, now_us)
+def _refused(cap: Cap, used: SubjectUsage, now_us: int) -> Denied | None:
+    room = remaining(cap, used, now_us)
     match cap.measure:
-        case Refusal.NEURONS_PER_DAY | Refusal.NEURONS_PER_MONTH:
+        case DenialReason.NEURONS_PER_DAY | DenialReason.NEURONS_PER_MONTH:
             if room >= cap.least:
                 return None
-            return Refused(cap.measure, _until_us(cap, now_us), cap.allowed, cap.allowed - room, cap.subject)
-        case Refusal.CONCURRENT_REQUESTS:
-            return None if room > 0 else Refused(cap.measure, MICRO, cap.allowed, used.open, cap.subject)
+            return Denied(cap.measure, _until_us(cap, now_us), cap.allowed, cap.allowed - room, cap.subject)
+        case DenialReason.CONCURRENT_REQUESTS:
+            return None if room > 0 else Denied(cap.measure, MICRO, cap.allowed, used.open, cap.subject)
         case _:
             wait_us = cap.cost_us - room
-            return None if wait_us <= 0 else Refused(cap.measure, wait_us, cap.allowed, 0, cap.subject)
+            return None if wait_us <= 0 else Denied(cap.measure, wait_us, cap.allowed, 0, cap.subject)
 
 
 def _until_us(cap: Cap, now_us: int) -> int:
     """Until its window ends."""
-    if cap.measure is Refusal.NEURONS_PER_DAY:
+    if cap.measure is DenialReason.NEURONS_PER_DAY:
         return us_left(now_us)
     return month_us_left(now_us)
 
@@ -85,4 +85,4 @@ def _until_us(cap: Cap, now_us: int) -> int:
 def _taken(cap: Cap, held: int) -> int:
     if cap.measure in BUDGETS:
         return held
-    return 1 if cap.measure is Refusal.CONCURRENT_REQUESTS else cap.cost_us
+    return 1 if cap.measure is DenialReason.CONCURRENT_REQUESTS else cap.cost_us

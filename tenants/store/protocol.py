@@ -5,17 +5,17 @@ from typing import Final, Protocol
 
 from tenants.records.accounts import Account
 from tenants.records.audit_entry import AuditEntry
-from tenants.records.batches import Batches
-from tenants.records.holds import Cap, Granted, Hold, Refused
+from tenants.records.batches import BatchStore
+from tenants.records.holds import Cap, Denied, Granted, Hold
 from tenants.records.notices import Notice
 from tenants.records.plans import Plan
-from tenants.records.tokens import ApiToken, Seal
+from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import Balance, Totals, UsageRecord, UsageRow
 
 Clock = Callable[[], float]  # seconds since 1970
 
 
-KEPT_DAYS: Final = 400  # records and sums of older days are removed by sweep()
+RETENTION_DAYS: Final = 400  # records and sums of older days are removed by sweep()
 TAGGED_MAX: Final = 10_000  # rows of one account's day from which on no more sets of tags are told apart
 OTHER_TAGS: Final = "*"
 
@@ -40,7 +40,7 @@ class Store(Protocol):
     test: tests/tenants/store/test_contract.py.
     """
 
-    batches: Batches
+    batches: BatchStore
 
     async def ping(self) -> None:
         """Returns when the store can take a write."""
@@ -76,15 +76,15 @@ class Store(Protocol):
         """False: there is none. Accounts that still name it have the default one."""
         ...
 
-    async def add_token(self, token: ApiToken, seal: Seal) -> bool:
+    async def add_token(self, token: ApiToken, seal: TokenDigest) -> bool:
         """False: there is no such account."""
         ...
 
-    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[Seal], Account] | None:
+    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest], Account] | None:
         """With the seals of its live secrets, the newest first."""
         ...
 
-    async def change_token(self, token: ApiToken, seals: Sequence[Seal]) -> bool:
+    async def change_token(self, token: ApiToken, seals: Sequence[TokenDigest]) -> bool:
         """Its name, expiry, grant, limits and seals from now on; a revocation stays. False: there is no such token."""
         ...
 
@@ -96,7 +96,7 @@ class Store(Protocol):
         """For good; a second call keeps the first time. False: there is no such token."""
         ...
 
-    async def reserve(self, hold: Hold) -> Granted | Refused:
+    async def reserve(self, hold: Hold) -> Granted | Denied:
         """One decision: everything is compared before anything is added, by the store's own clock.
 
         Expired holds of the account are charged first, at their checkpoints. A request id that is held already is

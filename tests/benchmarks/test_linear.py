@@ -23,20 +23,20 @@ from benchmarks.engine.linear.shapes import (
     works_of,
 )
 from benchmarks.engine.linear.table import Found, numbers_of
-from engine.bf12.codec import Bf12, Index
+from engine.bf12.codec import Bf12Weight, EscapeIndex
 from engine.kernels import bf12_linear, bf12_linear_hopper, tuning
 from engine.kernels.bf12_expand import expand
-from engine.kernels.bf12_linear import CodedTiling
-from engine.kernels.bf12_linear_hopper import Tile
-from engine.kernels.linear import Tiling
-from engine.kernels.tuning import CODED_BUCKETS, choose, choose_coded
+from engine.kernels.bf12_linear import Bf12Tiling
+from engine.kernels.bf12_linear_hopper import HopperTiling
+from engine.kernels.linear import LinearTiling
+from engine.kernels.tuning import BF12_ROW_BUCKETS, select_bf12_tiling, select_tiling
 
 CPU = torch.device("cpu")
-TILING, TILE = CodedTiling(64, 1, 2, 3, 4, 4), Tile(128, 4)
+TILING, TILE = Bf12Tiling(64, 1, 2, 3, 4, 4), HopperTiling(128, 4)
 ALL = sorted({shape for model in MODELS.values() for shape in model.shapes})
 
 
-def launched(shape: Shape, rows: int, tiling: CodedTiling, monkeypatch: pytest.MonkeyPatch) -> bool:
+def launched(shape: Shape, rows: int, tiling: Bf12Tiling, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the kernel takes the tiling, up to its launch."""
     outputs, inputs, gated = shape
     kernels = []
@@ -48,8 +48,8 @@ def launched(shape: Shape, rows: int, tiling: CodedTiling, monkeypatch: pytest.M
     for name in ("_multiply_row", "_multiply_rows"):
         monkeypatch.setattr(bf12_linear, name, Kernel())
     none = torch.zeros(0)
-    weight = Bf12(
-        torch.empty(outputs, inputs // 8 * 3, dtype=torch.int32, device="meta"), Index(none, none, none, none)
+    weight = Bf12Weight(
+        torch.empty(outputs, inputs // 8 * 3, dtype=torch.int32, device="meta"), EscapeIndex(none, none, none, none)
     )
     x_TK = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
     (bf12_linear.multiply_gated if gated else bf12_linear.multiply)(x_TK, weight, tiling)
@@ -61,7 +61,7 @@ def test_the_few_candidates_for_few_rows_are_taken_by_their_kernel(
     shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs, inputs, gated = shape
-    for rows in CODED_BUCKETS:
+    for rows in BF12_ROW_BUCKETS:
         found = coded_candidates(outputs, inputs, rows, gated)
         assert len(found) == len(set(found)) <= CODED_CANDIDATES_MOST
         assert bool(found) == (rows <= 64)
@@ -70,21 +70,21 @@ def test_the_few_candidates_for_few_rows_are_taken_by_their_kernel(
 
 def test_tiles_are_tried_where_they_run_and_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work((4096, 4096, False), 128, True)
-    assert not any(isinstance(tiling, Tile) for tiling in tilings_of(work, CPU))
+    assert not any(isinstance(tiling, HopperTiling) for tiling in tilings_of(work, CPU))
     monkeypatch.setattr(bf12_linear_hopper, "serves", lambda outputs, gated, device: True)
     monkeypatch.setattr(bf12_linear_hopper, "multiprocessors_of", lambda device: 132)
     assert tilings_of(work, CPU) == [
-        *coded_candidates(4096, 4096, 128, False), *bf12_linear_hopper.candidates(4096, 4096, 128, False, 132)
+        *coded_candidates(4096, 4096, 128, False), *bf12_linear_hopper.candidate_tilings(4096, 4096, 128, False, 132)
     ]  # fmt: skip
     few = Work((4096, 4096, False), 64, True)
     assert tilings_of(few, CPU) == coded_candidates(4096, 4096, 64, False) != []
-    assert all(isinstance(tiling, Tile) for tiling in tilings_of(Work((4096, 4096, False), 2048, True), CPU))
-    assert all(isinstance(tiling, Tiling) for tiling in tilings_of(Work((4096, 4096, False), 64, False), CPU))
+    assert all(isinstance(tiling, HopperTiling) for tiling in tilings_of(Work((4096, 4096, False), 2048, True), CPU))
+    assert all(isinstance(tiling, LinearTiling) for tiling in tilings_of(Work((4096, 4096, False), 64, False), CPU))
 
 
 def test_every_bucket_of_a_model_is_measured_but_a_heads_of_prompts() -> None:
     works = works_of(["llama-3.1-8b"], None, "bf12")
-    assert len(works) == 4 * len(CODED_BUCKETS) + 8
+    assert len(works) == 4 * len(BF12_ROW_BUCKETS) + 8
     assert {work.rows for work in works if work.shape[0] == 128256} == {1, 8, 16, 32, 64, 128, 256, 512}
     assert works_of(["llama-3.1-8b"], [1], None)[::5] == [
         Work((6144, 4096, False), 1, False), Work((6144, 4096, False), 1, True)
@@ -98,8 +98,8 @@ def test_few_rows_are_bound_by_memory_and_many_by_arithmetic() -> None:
 
 
 def test_the_fastest_of_each_kernel_and_the_library_are_in_the_final() -> None:
-    tiles = [Tile(rows, parts) for rows, parts in product((128, 256), (1, 2, 3))]
-    slow = [CodedTiling(64, 1, parts, 3, 4, 4) for parts in (1, 2)]
+    tiles = [HopperTiling(rows, parts) for rows, parts in product((128, 256), (1, 2, 3))]
+    slow = [Bf12Tiling(64, 1, parts, 3, 4, 4) for parts in (1, 2)]
     first: dict[AnyTiling | None, float] = {tile: 1.0 + place for place, tile in enumerate(tiles)} | {
         slow[1]: 20.0,
         slow[0]: 21.0,
@@ -124,24 +124,24 @@ def put(table: Path, shape: Shape, rows: int, is_coded: bool, *found: tuple[floa
 
 
 @pytest.mark.parametrize("wins", [TILING, TILE])
-def test_what_is_fastest_is_what_the_engine_takes(wins: CodedTiling | Tile, table: Path) -> None:
+def test_what_is_fastest_is_what_the_engine_takes(wins: Bf12Tiling | HopperTiling, table: Path) -> None:
     put(table, (96, 256, False), 64, True, (8.0, wins), (9.0, None))
     put(table, (96, 256, False), 8192, True, (7.99, TILE), (8.0, None))
-    assert choose_coded(96, 256, 40, False, CPU) == wins
-    assert choose_coded(96, 256, 8000, False, CPU) is None, "too little is won"
+    assert select_bf12_tiling(96, 256, 40, False, CPU) == wins
+    assert select_bf12_tiling(96, 256, 8000, False, CPU) is None, "too little is won"
     assert json.loads(table.read_text())["96x256 bf12 / bf16"] == {"64": 0.8, "8192": 0.8}
 
 
 def test_where_nothing_beats_the_library_a_gated_matrix_is_expanded(table: Path) -> None:
     put(table, (96, 256, True), 8, True, (8.0, None), (9.0, TILE))
-    assert choose_coded(96, 256, 8, True, CPU) is None
-    assert choose_coded(96, 256, 8, False, CPU) is None, "the product that is gated after it"
+    assert select_bf12_tiling(96, 256, 8, True, CPU) is None
+    assert select_bf12_tiling(96, 256, 8, False, CPU) is None, "the product that is gated after it"
 
 
 def test_the_table_of_bf16_has_numbers_alone(table: Path) -> None:
-    put(table, (96, 256, False), 16, False, (8.0, Tiling(32, 16, 2, 2, 4)), (9.0, None))
+    put(table, (96, 256, False), 16, False, (8.0, LinearTiling(32, 16, 2, 2, 4)), (9.0, None))
     assert json.loads(table.read_text()) == {"96x256": {"16": [32, 16, 2, 2, 4]}}
-    assert choose(96, 256, 9, False, CPU) == Tiling(32, 16, 2, 2, 4)
+    assert select_tiling(96, 256, 9, False, CPU) == LinearTiling(32, 16, 2, 2, 4)
 
 
 def test_numbers_are_those_of_the_kernel_before_them() -> None:
@@ -173,7 +173,7 @@ def test_what_is_stuck_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 QKV, DOWN = (6144, 4096, False), (4096, 14336, False)
-A, B, C = (CodedTiling(64, 1, 1, stages, 4, 4) for stages in (2, 3, 4))
+A, B, C = (Bf12Tiling(64, 1, 1, stages, 4, 4) for stages in (2, 3, 4))
 
 
 def test_the_descent_finds_what_is_fastest_together() -> None:

@@ -11,7 +11,7 @@ from benchmarks import record
 from benchmarks.bf12 import lossless
 from benchmarks.bf12.lossless import SMALL, Turns, main, pairs, step_ms
 from benchmarks.engine import standby
-from engine.bench.geometries import Bound
+from engine.bench.geometries import RooflineBound
 from gateway.admin.machines import MachineReplicaItem
 
 
@@ -80,7 +80,7 @@ def test_an_engine_that_ends_is_told_of(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_step_of_few_rows_is_bound_by_stored_bytes_and_one_of_many_by_flop() -> None:
-    bound = Bound(weights_bytes=15 * 10**9, head_bytes=10**9, kv_token_bytes=131072, attention_flop=0)
+    bound = RooflineBound(weights_bytes=15 * 10**9, head_bytes=10**9, kv_token_bytes=131072, attention_flop=0)
     assert step_ms(bound, 0.75, 1, 0) == pytest.approx(0.75 * step_ms(bound, 1.0, 1, 0))
     assert step_ms(bound, 0.75, 512, 0) == step_ms(bound, 1.0, 512, 0)
     assert step_ms(bound, 1.0, 64, 1000) == pytest.approx(bound.step_ms(64, 1000))

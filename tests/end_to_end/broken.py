@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.cli import main
-from tenants.limits.quota import Quota, Reservation, Spent
+from tenants.limits.quota import CallUsage, Quota, Reservation
 from tenants.records.holds import Granted
 from tenants.records.usage import UsageRecord
 from tenants.store.redis import store
@@ -20,7 +20,7 @@ def leaving_keeps_its_hold() -> None:
     """A client that leaves is forgotten."""
     settle = Quota.settle
 
-    def forgetful(self: Quota, reservation: Reservation, spent: Spent) -> None:
+    def forgetful(self: Quota, reservation: Reservation, spent: CallUsage) -> None:
         if spent.outcome != "client_gone":
             settle(self, reservation, spent)
 
@@ -31,8 +31,8 @@ def leaving_is_free() -> None:
     """Whoever leaves before the end is not charged for what came until then."""
     settle = Quota.settle
 
-    def generous(self: Quota, reservation: Reservation, spent: Spent) -> None:
-        settle(self, reservation, spent if spent.outcome == "done" else Spent(outcome=spent.outcome))
+    def generous(self: Quota, reservation: Reservation, spent: CallUsage) -> None:
+        settle(self, reservation, spent if spent.outcome == "done" else CallUsage(outcome=spent.outcome))
 
     Quota.settle = generous  # type: ignore[method-assign]
 

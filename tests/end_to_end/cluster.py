@@ -19,8 +19,8 @@ import httpx
 
 from gateway.config import load_config
 from gateway.state_dir import server_secret
-from tenants.auth.accounts import Accounts
-from tenants.limits.caps import limited
+from tenants.auth.accounts import AccountService
+from tenants.limits.caps import limited_subjects
 from tenants.open import open_store
 from tenants.records.limits import Limits
 from tenants.store.protocol import Store
@@ -46,7 +46,7 @@ class Tenant:
     @property
     def subjects(self) -> list[tuple[str, Limits]]:
         """Whose limits its calls are measured against."""
-        return limited(self.limits, self.token_id, self.token_limits, "")
+        return limited_subjects(self.limits, self.token_id, self.token_limits, "")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Cluster:
     async def tenants(self, limits: Sequence[tuple[Limits, Limits]]) -> list[Tenant]:
         """New accounts, of such limits and such of their token."""
         store = self.store()
-        accounts = Accounts(store, server_secret(load_config(self.folder / "hearth.toml")))
+        accounts = AccountService(store, server_secret(load_config(self.folder / "hearth.toml")))
         made = []
         for number, (of_account, of_token) in enumerate(limits):
             account = await accounts.create(f"tenant-{number}", of_account)

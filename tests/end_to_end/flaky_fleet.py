@@ -24,13 +24,15 @@ CUTTING: Final = 5  # of 10,000 take the gateway's connection along, and all tha
 class FlakyConnection(StubConnection):
     """Which sequences fail, and at which token, depends on what was asked, and when."""
 
-    def _next(self, running: Running, behaviour: Behaviour) -> tuple[list[int], frames.Finish | None]:
+    def _next(self, running: Running, behaviour: Behaviour) -> tuple[list[int], frames.SequenceFinished | None]:
         draw = zlib.crc32(b"%d %d" % (running.seed, running.id)) % 10_000
         if running.emitted >= running.submit.max_tokens // 2:
             if draw < CUTTING:
                 self.close()
             elif draw < CUTTING + FAILING:
-                return [], frames.Finish(running.id, FinishReason.ERROR, running.emitted, "it was drawn to fail")
+                return [], frames.SequenceFinished(
+                    running.id, FinishReason.ERROR, running.emitted, "it was drawn to fail"
+                )
         return super()._next(running, behaviour)
 
 

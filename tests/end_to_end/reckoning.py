@@ -13,8 +13,8 @@ from typing import Final
 
 from gateway.catalogue.catalogue import open_catalogue
 from gateway.config import load_config
-from tenants.limits.caps import Size, caps
-from tenants.limits.quota import HOLD_S, Price
+from tenants.limits.caps import RequestSize, caps_of
+from tenants.limits.quota import HOLD_S, NeuronPrice
 from tenants.records.limits import Limits
 from tenants.records.usage import MICRO, UsageRecord, day_of, first_of_month
 from tenants.store.protocol import Store, StoreUnavailable
@@ -22,7 +22,7 @@ from tests.end_to_end.cluster import INPUT_PRICE, OUTPUT_PRICE, Cluster, Tenant
 from tests.end_to_end.crowd import End, Visit
 from tests.support.stub_replica import MODEL
 
-PRICE: Final = Price(input=INPUT_PRICE, cached_input=INPUT_PRICE / 5, output=OUTPUT_PRICE)
+PRICE: Final = NeuronPrice(input=INPUT_PRICE, cached_input=INPUT_PRICE / 5, output=OUTPUT_PRICE)
 STATUSES: Final = (0, 200, 422, 429, 500, 503)  # 0: nothing came; 422: it was in two crashes
 UNWRITTEN_S: Final = 2.0  # a settlement is written, or in the outbox, so long after its request's end
 
@@ -81,7 +81,7 @@ class Watch:
             await store.close()
 
     async def _look_at(self, store: Store, tenant: Tenant) -> None:
-        measured = caps(tenant.subjects, Size())
+        measured = caps_of(tenant.subjects, RequestSize())
         found = await store.left(tenant.account_id, measured)
         self.looks += 1
         over = [(cap.measure, left) for cap, left in zip(measured, found, strict=True) if left < 0]
@@ -124,7 +124,7 @@ async def _month_differs(store: Store, tenant: Tenant, subject: str, limits: Lim
     """Whether what a limit of the month has left is not what its days' records leave."""
     if limits.neurons_per_month is None:
         return False
-    (cap,) = caps([(subject, Limits(neurons_per_month=limits.neurons_per_month))], Size())
+    (cap,) = caps_of([(subject, Limits(neurons_per_month=limits.neurons_per_month))], RequestSize())
     (left,) = await store.left(tenant.account_id, [cap])
     today = day_of(int(time.time() * MICRO))
     days = range(first_of_month(today), today + 1)

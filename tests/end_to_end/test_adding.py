@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gateway.commands.residencies import fleets, replicas_of
+from gateway.commands.residencies import machine_reports, replicas_of
 from gateway.config import load_config
 from tests.end_to_end.conftest import EMBER, ONE_THREAD, Hearth, run_hearth, wait_for
 from tests.support.tiny_model import write_tiny
@@ -27,7 +27,7 @@ def test_an_added_folder_runs_and_one_that_was_changed_since_is_named_by_its_rep
 
         def told() -> bool:
             assert machine.poll() is None, (tmp_path / "log").read_text()
-            said = fleets(config)
+            said = machine_reports(config)
             whole = [replica.residency.name for replica in replicas_of(WHOLE, said)]
             problems = " ".join(replica.problem for replica in replicas_of(CHANGED, said))
             return whole == ["DEVICE"] and str(weights) in problems and "cut short" in problems

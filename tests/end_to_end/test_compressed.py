@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import engine.builtin_model
-from engine.compression.expand import expand
+from engine.compression.expand import expand_folder
 from tests.end_to_end.conftest import EMBER, Hearth, run_hearth, serving, wait_for
 
 WEIGHTS = Path(engine.builtin_model.__file__).parent
@@ -30,7 +30,7 @@ def test_a_compressed_model_answers_token_for_token_as_its_original(tmp_path: Pa
         told = {model: [completed(hearth, model, prompt) for prompt in PROMPTS] for model in (EMBER, PACKED)}
     assert all(told[EMBER])
     assert told[PACKED] == told[EMBER]
-    expand(tmp_path / "packed", tmp_path / "back", torch.device("cpu"))
+    expand_folder(tmp_path / "packed", tmp_path / "back", torch.device("cpu"))
     names = [name for name in os.listdir(WEIGHTS) if name != ".hearth"]
     assert filecmp.cmpfiles(WEIGHTS, tmp_path / "back", names, shallow=False) == (names, [], [])
 

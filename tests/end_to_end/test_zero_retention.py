@@ -21,11 +21,11 @@ import redis
 import torch
 
 import engine.builtin_model
-from engine.kvcache.layout import KvShape
+from engine.kvcache.layout import KVShape
 from engine.kvcache.tensors import extent_blocks
-from engine.memory.virtual_memory import HostMemory
-from engine.protocol.reports import Memory, memory_path
-from gateway.text.tokenizer import Text
+from engine.memory.virtual_memory import HostMemoryDriver
+from engine.protocol.reports import MemoryReport, memory_report_path
+from gateway.text.tokenizer import ModelTokenizer
 from tests.end_to_end.canary import Canaries, Hit, mappings, read_memory
 from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for
 from tests.support.otlp_collector import Collector, collecting
@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 EMBER_FOLDER = Path(engine.builtin_model.__file__).parent
-TEXT = Text(EMBER_FOLDER)
+TEXT = ModelTokenizer(EMBER_FOLDER)
 NEVER = {str(id): -100 for id in TEXT.stop_ids}  # the answer goes on to its max_tokens
 
 
@@ -239,12 +239,12 @@ def machine_log(told: Told) -> str:
     return (told.hearth.folder / ".hearth" / "machine.log").read_text()
 
 
-def reserved_bytes(memory: Memory) -> int:
+def reserved_bytes(memory: MemoryReport) -> int:
     """Of the pool's addresses, as KvPool lays it out: in each layer the extents, and one more for the empty block."""
     layers = json.loads((EMBER_FOLDER / "config.json").read_text())["num_hidden_layers"]
     width = memory.kv_bytes // memory.kv_blocks // layers // memory.kv_block_tokens
-    shape = KvShape(layers, 1, width // 2, memory.kv_block_tokens, torch.uint8)
-    run = extent_blocks(shape, memory.kv_blocks, HostMemory.granularity)
+    shape = KVShape(layers, 1, width // 2, memory.kv_block_tokens, torch.uint8)
+    run = extent_blocks(shape, memory.kv_blocks, HostMemoryDriver.granularity)
     return layers * (-(-memory.kv_blocks // run) + 1) * run * shape.layer_block_bytes
 
 
@@ -252,7 +252,7 @@ def nonzero_kv_bytes(told: Told) -> int:
     """How many bytes of the replica's KV pool are not zero."""
     (replica,) = told.hearth.replicas()
     (pulse,) = told.hearth.folder.rglob("*.pulse")
-    memory = Memory(**json.loads(memory_path(pulse).read_text()))
+    memory = MemoryReport(**json.loads(memory_report_path(pulse).read_text()))
     whole = reserved_bytes(memory)
     spans = [(start, end) for _, start, end in mappings(replica.pid) if end - start == whole]
     assert len(spans) == 1, f"a KV pool of {whole} bytes, and mappings {spans}"

@@ -5,17 +5,17 @@ import copy
 import json
 from typing import Any, Final
 
-from gateway.api.routes import routes
+from gateway.api.routes import dialect_routes
 from gateway.catalogue.catalogue import Catalogue, open_catalogue
 from gateway.config import load_config
-from gateway.errors import Refusal
-from gateway.inference.reply import Asked
+from gateway.errors import ApiError
+from gateway.inference.reply import GenerationRequest
 from gateway.inference.run_options import run_options
-from gateway.text.tokenizer import TextError
+from gateway.text.tokenizer import TokenizationError
 
 CATALOGUE: Final[Catalogue] = open_catalogue(load_config())
 MODEL: Final = next(iter(CATALOGUE))
-DIALECTS: Final = {path: route.dialect for path, route in routes(CATALOGUE).items()}
+DIALECTS: Final = {path: route.dialect for path, route in dialect_routes(CATALOGUE).items()}
 TURNS: Final = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "What is <|im_end|> in Köln?"}]},
@@ -174,17 +174,17 @@ def read(path: str, query: bytes, body: bytes) -> bool:
     try:
         run_options({}, query)
         asked = DIALECTS[path].read(body, query, None, 7)
-        if not isinstance(asked, Asked):
+        if not isinstance(asked, GenerationRequest):
             return True
         prompt, text = asked.prompt, MODEL.text
         options = {name: value for name, value in prompt.template_options.items() if name in text.options}
         if prompt.messages is not None and prompt.length < 4096:
             text.encode_chat(prompt.messages, prompt.tools, options=options)
         asked.reply(MODEL.name, "id", 7)
-    except Refusal as refusal:
+    except ApiError as refusal:
         if not 400 <= refusal.status < 500 or not refusal.message:
             raise
         return False
-    except TextError:
+    except TokenizationError:
         return False
     return True

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gateway.inference.reply import Asked, Reply, ToolUse, Usage
+from gateway.inference.reply import GenerationRequest, Reply, ToolUse, Usage
 from tests.fuzz.bodies import DIALECTS, MODEL, SCHEMA
 
 USER: Final = [{"role": "user", "content": "hi"}]
@@ -54,7 +54,7 @@ class Told:
 
 def reply_of(path: str) -> Reply:
     asked = DIALECTS[path].read(json.dumps(STREAMED[path]).encode(), b"", None, 7)
-    assert isinstance(asked, Asked)
+    assert isinstance(asked, GenerationRequest)
     return asked.reply(MODEL.name, "0000-id", 1_800_000_000)
 
 

@@ -9,16 +9,16 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["gateway.calls"]):
-    from gateway.tool_parsers.reasoning import Thinking
-    from gateway.tool_parsers.registry import FORMATS
+    from gateway.tool_parsers.reasoning import ReasoningParser
+    from gateway.tool_parsers.registry import TOOL_FORMATS
 
 from tests.support.call_reading import check, cut, parser, read
 from tests.support.recorded_calls import RECORDED
 
-NAMES = sorted(FORMATS)
+NAMES = sorted(TOOL_FORMATS)
 # What a byte from 128 on stands for: what parsers look for would take long to be found letter by letter.
 WORDS = sorted(
-    {marker for name in NAMES for marker in FORMATS[name]({}).markers}
+    {marker for name in NAMES for marker in TOOL_FORMATS[name]({}).markers}
     | {
         "<function=",
         "</function>",
@@ -59,8 +59,8 @@ def one(data: bytes) -> None:
     text = (begun[chosen][: data[1]] if chosen < len(begun) else "") + completion(data[3:])
     check(name, text, cut(text, size))
     opened = bool(data[1] & 16)
-    whole = read(Thinking(parser(name), opened), [text])
-    assert read(Thinking(parser(name), opened), cut(text, size)) == whole
+    whole = read(ReasoningParser(parser(name), opened), [text])
+    assert read(ReasoningParser(parser(name), opened), cut(text, size)) == whole
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.protocol.reports import MEMORY_SUFFIX, Memory
+from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
 from gateway.cli import main, parser
 from gateway.commands.serve import LOG_BYTES_MAX, base_url, first_call, trim
 from gateway.config import ServerConfig, load_config
 from gateway.state_dir import Credentials, read_credentials, server_secret, write_credentials
-from tenants.auth.accounts import Accounts, Unauthenticated
+from tenants.auth.accounts import AccountService, Unauthenticated
 from tenants.open import open_store
 
 TENANTS = ["accounts", "tokens", "plans", "usage", "audit", "backup", "restore"]
@@ -49,7 +49,7 @@ def verify(token: str) -> str:
         config = load_config()
         store = open_store(config.store_url)
         try:
-            return (await Accounts(store, server_secret(config)).verify(token)).account.id
+            return (await AccountService(store, server_secret(config)).verify(token)).account.id
         finally:
             await store.close()
 
@@ -219,15 +219,15 @@ def test_a_running_replicas_memory_is_shown_and_a_dead_ones_is_not(
 ) -> None:
     folder = load_config().run_folder
     folder.mkdir(parents=True)
-    memory = Memory(
+    memory = MemoryReport(
         model="@cf/hearth/ember", pid=os.getpid(), device="NVIDIA H200", device_bytes=140 << 30, weights_bytes=15 << 30,
         kv_blocks=1000, kv_block_tokens=16, kv_bytes=100 << 30, workspace_bytes=2 << 30, free_bytes=20 << 30,
     )  # fmt: skip
     changed = {"a-0": {}, "a-1": {"pid": 2**22 + 1}, "b-0": {"model": "@cf/b/c"}}
     for name, changes in changed.items():
         told = msgspec.structs.replace(memory, **changes)
-        (folder / f"{name}{MEMORY_SUFFIX}").write_bytes(msgspec.json.encode(told))
-    (folder / f"a-2{MEMORY_SUFFIX}").write_text("{")
+        (folder / f"{name}{MEMORY_REPORT_SUFFIX}").write_bytes(msgspec.json.encode(told))
+    (folder / f"a-2{MEMORY_REPORT_SUFFIX}").write_text("{")
     (running,) = said(capsys, "models", "show", "@cf/hearth/ember")["running"]
     assert (running["kv_pool_tokens"], running["driver_and_others_bytes"]) == (16000, 3 << 30)
     shown = run(capsys, "models", "show", "@cf/hearth/ember")

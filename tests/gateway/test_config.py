@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import SOCKET_PATH_BYTES_MAX, Config, ConfigError, describe, load_config, settings
+from gateway.config import SOCKET_PATH_BYTES_MAX, Config, SettingsError, describe, load_config, settings
 
 ISSUER = """
 [[issuers]]
@@ -55,12 +55,12 @@ def test_options_lie_over_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused_and_the_message_says_where(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(SettingsError, match=said):
         load_config(_write(tmp_path, text))
 
 
 def test_a_named_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"other\.toml"):
+    with pytest.raises(SettingsError, match=r"other\.toml"):
         load_config(tmp_path / "other.toml")
 
 
@@ -105,7 +105,7 @@ def test_every_setting_has_a_line_of_documentation_and_shows_in_describe() -> No
 def test_a_cap_below_the_floor_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "hearth.toml"
     path.write_text('[[models]]\nname = "@cf/a/b"\nscope_floor_blocks = 9\nscope_cap_blocks = 8\n')
-    with pytest.raises(ConfigError, match="scope_cap_blocks of @cf/a/b"):
+    with pytest.raises(SettingsError, match="scope_cap_blocks of @cf/a/b"):
         load_config(path)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway import errors
 from gateway.admin.openapi import CODES
-from gateway.errors import Refusal, anthropic_envelope, envelope, openai_envelope
+from gateway.errors import ApiError, anthropic_envelope, envelope, openai_envelope
 
 ID = "00000000-0000-4000-8000-000000000000"
 
@@ -30,7 +30,7 @@ def test_a_routers_error_has_a_null_result() -> None:
 
 
 @pytest.mark.parametrize("refusal", [errors.bad_input("'n': wrong", "n"), errors.unauthenticated(), errors.busy()])
-def test_openai_paths_carry_both_shapes(refusal: Refusal) -> None:
+def test_openai_paths_carry_both_shapes(refusal: ApiError) -> None:
     body = json.loads(openai_envelope(refusal, ID))
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["param"] == refusal.param
@@ -72,9 +72,9 @@ def test_anthropics_paths_have_its_types_and_say_more_in_the_details() -> None:
 
 def test_every_429_and_503_says_when_to_come_back() -> None:
     with pytest.raises(AssertionError):
-        Refusal(429, 3040, "x", kind="x")
+        ApiError(429, 3040, "x", kind="x")
     with pytest.raises(AssertionError):
-        Refusal(400, 5006, "x", kind="x", retry_after_s=1)
+        ApiError(400, 5006, "x", kind="x", retry_after_s=1)
     for refusal in (errors.busy(), errors.draining(), errors.store_unavailable(), errors.too_many_requests("x", 3)):
         assert isinstance(refusal.retry_after_s, int)
         assert refusal.retry_after_s >= 1

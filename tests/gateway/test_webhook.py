@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from gateway.webhook import TRIES_MAX, Webhook, _public
-from tenants.auth.accounts import Accounts
-from tenants.limits.caps import Left
-from tenants.limits.soft_caps import Thresholds, shown, signer
+from gateway.webhook import TRIES_MAX, WebhookSender, _public
+from tenants.auth.accounts import AccountService
+from tenants.limits.caps import LimitStatus
+from tenants.limits.soft_caps import SoftCaps, notice_signer, webhook_secret
 from tenants.open import open_store
-from tenants.records.holds import Refusal
+from tenants.records.holds import DenialReason
 from tenants.records.limits import Limits
 from tenants.records.notices import Notice
 from tenants.records.settings import Notices, Settings
@@ -82,7 +82,7 @@ async def test_a_part_of_a_budget_that_is_used_is_told_once_and_signed(
         assert body["data"]["account_id"] == gateway.account_id
         assert body["data"]["limit"] == "neurons_per_day"
         assert 0.1 <= body["data"]["used_or_reserved"] <= 0.2
-        secret = base64.b64decode(shown(signer(SECRET)(gateway.account_id)).removeprefix("whsec_"))
+        secret = base64.b64decode(webhook_secret(notice_signer(SECRET)(gateway.account_id)).removeprefix("whsec_"))
         signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.{headers['body']}".encode()
         expected = base64.b64encode(hmac.digest(secret, signed, "sha256")).decode()
         assert headers["webhook-signature"] == f"v1,{expected}"
@@ -95,9 +95,9 @@ class Clock:
         return self.now
 
 
-def webhook(folder: Path, clock: Clock, private: bool = True) -> tuple[Any, Webhook]:
+def webhook(folder: Path, clock: Clock, private: bool = True) -> tuple[Any, WebhookSender]:
     store = open_store(f"sqlite:{folder / 'hearth.db'}", clock)
-    return store, Webhook(store, signer(SECRET), clock, private=private)
+    return store, WebhookSender(store, notice_signer(SECRET), clock, private=private)
 
 
 @looped
@@ -178,13 +178,13 @@ def test_addresses_that_are_not_public(address: str) -> None:
 async def test_a_store_that_is_away_keeps_what_is_to_be_told(tmp_path: Path) -> None:
     clock = Clock()
     store, _ = webhook(tmp_path, clock)
-    accounts = Accounts(store, SECRET, clock)
+    accounts = AccountService(store, SECRET, clock)
     account = await accounts.create("ann")
     settings = Settings(notices=Notices("https://ann.example/"))
     account = await accounts.amend(account.id, lambda one: structs.replace(one, settings=settings))
-    thresholds = Thresholds(store, clock)
-    day = Left("", Refusal.NEURONS_PER_DAY, 10.0, 1.0, 5)
-    thresholds.consider(account, [day, Left("", Refusal.REQUESTS_PER_MINUTE, 9, 0, 1)])
+    thresholds = SoftCaps(store, clock)
+    day = LimitStatus("", DenialReason.NEURONS_PER_DAY, 10.0, 1.0, 5)
+    thresholds.consider(account, [day, LimitStatus("", DenialReason.REQUESTS_PER_MINUTE, 9, 0, 1)])
     store._connection.execute("PRAGMA query_only = 1")
     with pytest.raises(StoreUnavailable):
         await thresholds.flush()

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from engine.scheduling.block_pool import Blocks
+from engine.scheduling.block_pool import BlockPool
 from prefixcache import tree as unbroken
-from prefixcache.namespace import Keep, Namespace, ScopeName, Share
+from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy, ScopeKey
 from prefixcache.tree import Lease
 
 SIZE = 4
@@ -74,15 +74,15 @@ class History:
         self.text = [self.pick.randrange(self.vocabulary) for _ in range(64)]  # what everybody says again and again
         self.scopes = SCOPES[: self.pick.randrange(1, len(SCOPES) + 1)] + SCOPES[-1:]
         self.tree = module.Tree(self.total, SIZE, lambda: self.seconds)
-        self.account = Blocks(self.total)
+        self.account = BlockPool(self.total)
         self.roots: list[Root] = []  # of all lives that hold blocks or leases
         self.runs: list[Run] = []
         self.epochs = dict.fromkeys(SCOPES, 0)
         self.newest = dict.fromkeys(SCOPES, 0)  # epochs that the tree has heard of
-        self.shares = dict.fromkeys(set(ACCOUNTS.values()), Share())  # what lookups say
-        self.keeps_s: dict[ScopeName, float | None] = {scope: self.pick.choice(KEEPS_S) for scope in SCOPES}
-        self.granted: dict[bytes, Share] = {}  # what the tree was told last
-        self.told_s: dict[ScopeName, float | None] = {}
+        self.shares = dict.fromkeys(set(ACCOUNTS.values()), CacheShare())  # what lookups say
+        self.keeps_s: dict[ScopeKey, float | None] = {scope: self.pick.choice(KEEPS_S) for scope in SCOPES}
+        self.granted: dict[bytes, CacheShare] = {}  # what the tree was told last
+        self.told_s: dict[ScopeKey, float | None] = {}
         self.counters: Counter[str] = Counter()
         self.seconds = 0
         self.releases = 0
@@ -118,7 +118,7 @@ class History:
             self.pick.choice("rrrs"), "", "", "kv", SIZE, kind, id, epoch, self.pick.choice([0, 0, 0, 0, 0, 7])
         )
         account = ACCOUNTS[scope]
-        keep = Keep(account, self.shares[account], self.keeps_s[scope])
+        keep = RetentionPolicy(account, self.shares[account], self.keeps_s[scope])
         root = self.root_of(space, keep)
         ids = self.ids(0, self.pick.randrange(40))
         if (findable := root.findable()) and self.pick.random() < 0.4:
@@ -227,7 +227,7 @@ class History:
     def set_share(self) -> None:
         """The account's next lookup says so."""
         account = self.pick.choice(sorted(self.shares))
-        self.shares[account] = Share(self.pick.choice([0, 2, 5, self.total]), self.pick.choice([None, 6, 8, 20]))
+        self.shares[account] = CacheShare(self.pick.choice([0, 2, 5, self.total]), self.pick.choice([None, 6, 8, 20]))
 
     def set_keep(self) -> None:
         """The scope's next lookup says so."""
@@ -285,7 +285,7 @@ class History:
         known = known[: self.pick.randrange(len(known) + 1)] if self.pick.random() < 0.5 else known
         return array("I", known + [self.pick.randrange(self.vocabulary) for _ in range(count - len(known))])
 
-    def root_of(self, space: Namespace, keep: Keep) -> Root:
+    def root_of(self, space: Namespace, keep: RetentionPolicy) -> Root:
         late = space.epoch < self.newest[space.scope]
         self.newest[space.scope] = max(space.epoch, self.newest[space.scope])
         for root in self.scope_of(space.scope):
@@ -296,7 +296,7 @@ class History:
             alive = {ACCOUNTS[root.space.scope] for root in self.roots if not root.wiped}
             others = sum(self.granted[account].floor for account in alive - {keep.account})
             cap = self.total if keep.share.cap is None else keep.share.cap
-            self.granted[keep.account] = Share(min(keep.share.floor, cap, self.total - others), keep.share.cap)
+            self.granted[keep.account] = CacheShare(min(keep.share.floor, cap, self.total - others), keep.share.cap)
             for root in self.scope_of(space.scope):
                 if root.space == space:
                     return root
@@ -320,7 +320,7 @@ class History:
         ]
         return [block for _, _, block in sorted(order)]
 
-    def scope_of(self, scope: ScopeName) -> list[Root]:
+    def scope_of(self, scope: ScopeKey) -> list[Root]:
         return [root for root in self.roots if root.space.scope == scope and not root.wiped]
 
     def account_of(self, account: bytes) -> list[Root]:
@@ -339,7 +339,7 @@ class History:
             idle = self.idle(self.account_of(account))
             lost = len(gone.intersection(idle))
             assert gone.issuperset(idle[:lost]), "not the least recently used, from their ends"
-            after = self.cached(account) - self.granted.get(account, Share()).floor - lost
+            after = self.cached(account) - self.granted.get(account, CacheShare()).floor - lost
             floors.append((after, lost, len(idle) - lost))
         if cause == "space":
             level = max((after for after, _, left in floors if left), default=-self.total)

@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling.block_pool import Blocks
+from engine.scheduling.block_pool import BlockPool
 from prefixcache import tree as module
-from prefixcache.namespace import Keep, Namespace, Share
+from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
 from prefixcache.tree import Lease
 
 SIZE = 4
-OPEN = Share()
+OPEN = CacheShare()
 
 
-class Tree(module.Tree):
+class Tree(module.PrefixTree):
     """Every scope is an account of its own where a test does not say otherwise. Its clock is `seconds`."""
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
         super().__init__(blocks, block_tokens, lambda: self.seconds)
         self.seconds = 0.0
-        self.shares: dict[bytes, Share] = {}
+        self.shares: dict[bytes, CacheShare] = {}
         self.keep_s: float | None = None
 
-    def match(self, namespace: Namespace, tokens: "array[int]", keep: Keep | None = None) -> Lease:
+    def match(self, namespace: Namespace, tokens: "array[int]", keep: RetentionPolicy | None = None) -> Lease:
         name = namespace.scope_id
-        return super().match(namespace, tokens, keep or Keep(name, self.shares.get(name, OPEN), self.keep_s))
+        return super().match(namespace, tokens, keep or RetentionPolicy(name, self.shares.get(name, OPEN), self.keep_s))
 
 
 def tokens(*ids: int) -> "array[int]":
@@ -43,7 +43,7 @@ def namespace(scope: bytes = b"a" * 16, epoch: int = 0, revision: str = "r1") ->
     return Namespace(revision, "", revision, "kv", SIZE, 2, scope, epoch)
 
 
-def fill(tree: Tree, account: Blocks, space: Namespace, ids: "array[int]") -> Lease:
+def fill(tree: Tree, account: BlockPool, space: Namespace, ids: "array[int]") -> Lease:
     """What a sequence does with a prompt: match, compute the rest, insert its whole blocks."""
     lease = tree.match(space, ids)
     rest = ids[lease.tokens : len(ids) // SIZE * SIZE]
@@ -59,11 +59,11 @@ def tree() -> Tree:
 
 
 @pytest.fixture
-def account() -> Blocks:
-    return Blocks(64)
+def account() -> BlockPool:
+    return BlockPool(64)
 
 
-def test_a_prefix_is_found_in_whole_blocks(tree: Tree, account: Blocks) -> None:
+def test_a_prefix_is_found_in_whole_blocks(tree: Tree, account: BlockPool) -> None:
     fill(tree, account, namespace(), run(0, 18))
     assert tree.match(namespace(), run(0, 18)).tokens == 16
     assert tree.match(namespace(), run(0, 15)).tokens == 12
@@ -87,7 +87,7 @@ def test_a_prefix_is_found_in_whole_blocks(tree: Tree, account: Blocks) -> None:
     ids=str,
 )
 def test_another_namespace_finds_nothing_and_holds_other_blocks(
-    change: dict[str, Any], tree: Tree, account: Blocks
+    change: dict[str, Any], tree: Tree, account: BlockPool
 ) -> None:
     other = namespace()._replace(**change)
     mine = fill(tree, account, namespace(), run(0, 16))
@@ -106,13 +106,13 @@ def test_a_namespace_of_another_block_size_is_refused(tree: Tree) -> None:
         tree.match(namespace()._replace(block_tokens=SIZE * 2), run(0, 16))
 
 
-def test_tokens_are_compared_not_their_text(tree: Tree, account: Blocks) -> None:
+def test_tokens_are_compared_not_their_text(tree: Tree, account: BlockPool) -> None:
     fill(tree, account, namespace(), tokens(0x01020304, 5, 6, 7))
     assert tree.match(namespace(), tokens(0x04030201, 5, 6, 7)).tokens == 0
     assert tree.match(namespace(), tokens(0x01020304, 5, 6, 7)).tokens == 4
 
 
-def test_a_duplicate_gives_way_to_the_trees_block(tree: Tree, account: Blocks) -> None:
+def test_a_duplicate_gives_way_to_the_trees_block(tree: Tree, account: BlockPool) -> None:
     first, second = tree.match(namespace(), run(0, 12)), tree.match(namespace(), run(0, 12))
     mine, theirs = account.take(3), account.take(3)
     tree.insert(first, run(0, 12), mine)
@@ -123,7 +123,7 @@ def test_a_duplicate_gives_way_to_the_trees_block(tree: Tree, account: Blocks) -
     tree.check()
 
 
-def test_a_lease_grows_block_by_block_on_its_own_edge(tree: Tree, account: Blocks) -> None:
+def test_a_lease_grows_block_by_block_on_its_own_edge(tree: Tree, account: BlockPool) -> None:
     lease = fill(tree, account, namespace(), run(0, 8))
     for at in range(8, 40, SIZE):
         lease, spare = tree.insert(lease, run(at, SIZE), account.take(1))
@@ -132,7 +132,7 @@ def test_a_lease_grows_block_by_block_on_its_own_edge(tree: Tree, account: Block
     assert tree.match(namespace(), run(0, 40)).blocks == lease.blocks
 
 
-def test_what_two_leases_share_is_not_lengthened_under_either(tree: Tree, account: Blocks) -> None:
+def test_what_two_leases_share_is_not_lengthened_under_either(tree: Tree, account: BlockPool) -> None:
     one = fill(tree, account, namespace(), run(0, 8))
     two = tree.match(namespace(), run(0, 8))
     tree.insert(one, run(100, 4), account.take(1))
@@ -143,7 +143,7 @@ def test_what_two_leases_share_is_not_lengthened_under_either(tree: Tree, accoun
     tree.check()
 
 
-def test_a_leased_block_is_never_evicted(tree: Tree, account: Blocks) -> None:
+def test_a_leased_block_is_never_evicted(tree: Tree, account: BlockPool) -> None:
     kept = fill(tree, account, namespace(), run(0, 32))
     gone = fill(tree, account, namespace(), run(0, 16) + run(500, 16))
     assert tree.release(gone) == []
@@ -155,7 +155,7 @@ def test_a_leased_block_is_never_evicted(tree: Tree, account: Blocks) -> None:
     tree.check()
 
 
-def test_the_least_recently_used_leaf_goes_first_from_its_end(tree: Tree, account: Blocks) -> None:
+def test_the_least_recently_used_leaf_goes_first_from_its_end(tree: Tree, account: BlockPool) -> None:
     for first in (0, 1000, 2000):
         tree.release(fill(tree, account, namespace(), run(first, 8)))
     tree.release(tree.match(namespace(), run(0, 8)))
@@ -163,9 +163,9 @@ def test_the_least_recently_used_leaf_goes_first_from_its_end(tree: Tree, accoun
     assert [tree.match(namespace(), run(first, 8)).tokens for first in (0, 1000, 2000)] == [8, 4, 8]
 
 
-def test_the_scope_furthest_above_its_floor_is_evicted_first(tree: Tree, account: Blocks) -> None:
+def test_the_scope_furthest_above_its_floor_is_evicted_first(tree: Tree, account: BlockPool) -> None:
     small, large, guarded = (namespace(name * 16) for name in (b"s", b"l", b"g"))
-    tree.shares[guarded.scope_id] = Share(floor=20)
+    tree.shares[guarded.scope_id] = CacheShare(floor=20)
     for space, blocks in ((guarded, 18), (small, 6), (large, 12)):
         tree.release(fill(tree, account, space, run(0, blocks * SIZE)))
     tree.evict(10)
@@ -175,9 +175,9 @@ def test_the_scope_furthest_above_its_floor_is_evicted_first(tree: Tree, account
     tree.check()
 
 
-def test_a_scope_above_its_cap_keeps_only_what_it_uses(tree: Tree, account: Blocks) -> None:
+def test_a_scope_above_its_cap_keeps_only_what_it_uses(tree: Tree, account: BlockPool) -> None:
     space = namespace()
-    tree.shares[space.scope_id] = Share(cap=4)
+    tree.shares[space.scope_id] = CacheShare(cap=4)
     used = fill(tree, account, space, run(0, 24))
     assert tree.cached_of(space.scope_id) == 6
     account.give(tree.release(used))
@@ -189,7 +189,7 @@ def test_a_scope_above_its_cap_keeps_only_what_it_uses(tree: Tree, account: Bloc
     tree.check()
 
 
-def test_a_newer_epoch_wipes_the_scope_and_an_older_one_finds_nothing(tree: Tree, account: Blocks) -> None:
+def test_a_newer_epoch_wipes_the_scope_and_an_older_one_finds_nothing(tree: Tree, account: BlockPool) -> None:
     running = fill(tree, account, namespace(), run(0, 16))
     tree.release(fill(tree, account, namespace(), run(100, 16)))
     assert tree.match(namespace(epoch=1), run(0, 16)).tokens == 0
@@ -206,7 +206,7 @@ def test_a_newer_epoch_wipes_the_scope_and_an_older_one_finds_nothing(tree: Tree
     tree.check()
 
 
-def test_what_a_late_caller_of_an_old_epoch_inserts_is_never_found(tree: Tree, account: Blocks) -> None:
+def test_what_a_late_caller_of_an_old_epoch_inserts_is_never_found(tree: Tree, account: BlockPool) -> None:
     fill(tree, account, namespace(epoch=1), run(0, 4))
     late = fill(tree, account, namespace(epoch=0), run(0, 16))
     assert tree.match(namespace(epoch=0), run(0, 16)).tokens == 0
@@ -215,7 +215,7 @@ def test_what_a_late_caller_of_an_old_epoch_inserts_is_never_found(tree: Tree, a
     assert set(tree.sweep(8)) == set(late.blocks)
 
 
-def test_an_epoch_is_remembered_when_the_scope_has_nothing_left(tree: Tree, account: Blocks) -> None:
+def test_an_epoch_is_remembered_when_the_scope_has_nothing_left(tree: Tree, account: BlockPool) -> None:
     tree.release(tree.match(namespace(epoch=7), run(0, 4)))
     assert not tree._scopes
     tree.release(fill(tree, account, namespace(epoch=6), run(0, 16)))
@@ -233,9 +233,9 @@ def test_the_epochs_that_are_remembered_are_bounded(tree: Tree, monkeypatch: pyt
     tree.check()
 
 
-def test_a_share_is_kept_over_all_scopes_of_an_account(tree: Tree, account: Blocks) -> None:
+def test_a_share_is_kept_over_all_scopes_of_an_account(tree: Tree, account: BlockPool) -> None:
     for number in range(10):  # an account's users
-        keep = Keep(b"one", Share(cap=6))
+        keep = RetentionPolicy(b"one", CacheShare(cap=6))
         lease = tree.match(namespace(bytes([number]) * 16), run(0, 12), keep)
         lease, spare = tree.insert(lease, run(0, 12), account.take(3))
         account.give(spare + tree.release(lease))
@@ -244,11 +244,11 @@ def test_a_share_is_kept_over_all_scopes_of_an_account(tree: Tree, account: Bloc
     assert [tree.match(namespace(bytes([number]) * 16), run(0, 12)).tokens for number in (7, 8, 9)] == [0, 12, 12]
 
 
-def test_a_flood_over_many_scopes_leaves_an_account_what_its_floor_covers(tree: Tree, account: Blocks) -> None:
-    tree.shares[b"q" * 16] = Share(floor=8)
+def test_a_flood_over_many_scopes_leaves_an_account_what_its_floor_covers(tree: Tree, account: BlockPool) -> None:
+    tree.shares[b"q" * 16] = CacheShare(floor=8)
     tree.release(fill(tree, account, namespace(b"q" * 16), run(0, 32)))
     for number in range(640 // 4):
-        keep = Keep(b"flood", Share(floor=2))
+        keep = RetentionPolicy(b"flood", CacheShare(floor=2))
         lease = tree.match(namespace(number.to_bytes(16, "big")), run(0, 16), keep)
         if account.free < 4:
             account.give(tree.evict(4 - account.free))
@@ -257,17 +257,19 @@ def test_a_flood_over_many_scopes_leaves_an_account_what_its_floor_covers(tree: 
     assert tree.match(namespace(b"q" * 16), run(0, 32)).tokens == 32
 
 
-def test_floors_are_granted_as_far_as_the_pool_goes_and_are_free_again_afterwards(tree: Tree, account: Blocks) -> None:
+def test_floors_are_granted_as_far_as_the_pool_goes_and_are_free_again_afterwards(
+    tree: Tree, account: BlockPool
+) -> None:
     def floor(name: bytes) -> int:
         found = tree._accounts.find(name * 16)
         return found.floor if found else 0
 
     leases = []
     for name in (b"a", b"b", b"c"):
-        tree.shares[name * 16] = Share(floor=40)
+        tree.shares[name * 16] = CacheShare(floor=40)
         leases.append(fill(tree, account, namespace(name * 16), run(0, 4)))
     assert [floor(name) for name in (b"a", b"b", b"c")] == [40, 24, 0]
-    tree.shares[b"a" * 16] = Share(floor=30, cap=10)  # a cap bounds the floor too
+    tree.shares[b"a" * 16] = CacheShare(floor=30, cap=10)  # a cap bounds the floor too
     leases.append(tree.match(namespace(b"a" * 16), run(0, 4)))
     leases.append(tree.match(namespace(b"c" * 16), run(0, 4)))
     assert [floor(name) for name in (b"a", b"b", b"c")] == [10, 24, 30]
@@ -278,7 +280,7 @@ def test_floors_are_granted_as_far_as_the_pool_goes_and_are_free_again_afterward
     tree.check()
 
 
-def test_what_is_over_is_found_no_more_at_once_and_swept(tree: Tree, account: Blocks) -> None:
+def test_what_is_over_is_found_no_more_at_once_and_swept(tree: Tree, account: BlockPool) -> None:
     tree.keep_s = 5.0
     tree.release(fill(tree, account, namespace(), run(0, 16)))
     tree.release(fill(tree, account, namespace(b"b" * 16), run(0, 16)))
@@ -303,7 +305,7 @@ def test_what_is_over_is_found_no_more_at_once_and_swept(tree: Tree, account: Bl
     assert not tree.cached
 
 
-def test_what_is_over_does_not_come_back_as_a_duplicate(tree: Tree, account: Blocks) -> None:
+def test_what_is_over_does_not_come_back_as_a_duplicate(tree: Tree, account: BlockPool) -> None:
     tree.keep_s = 5.0
     lease = tree.match(namespace(), run(0, 4))
     old = fill(tree, account, namespace(), run(0, 16))
@@ -315,7 +317,7 @@ def test_what_is_over_does_not_come_back_as_a_duplicate(tree: Tree, account: Blo
     tree.check()
 
 
-def test_a_time_to_live_that_is_set_later_holds_for_what_is_there(tree: Tree, account: Blocks) -> None:
+def test_a_time_to_live_that_is_set_later_holds_for_what_is_there(tree: Tree, account: BlockPool) -> None:
     tree.release(fill(tree, account, namespace(), run(0, 16)))
     tree.keep_s = 5.0
     tree.seconds = 4.0
@@ -325,7 +327,7 @@ def test_a_time_to_live_that_is_set_later_holds_for_what_is_there(tree: Tree, ac
     tree.check()
 
 
-def test_age_counts_across_the_namespaces_of_a_scope(tree: Tree, account: Blocks) -> None:
+def test_age_counts_across_the_namespaces_of_a_scope(tree: Tree, account: BlockPool) -> None:
     for revision in ("r1", "r2", "r3"):
         tree.release(fill(tree, account, namespace(revision=revision), run(0, 8)))
     tree.release(tree.match(namespace(revision="r1"), run(0, 8)))
@@ -333,7 +335,7 @@ def test_age_counts_across_the_namespaces_of_a_scope(tree: Tree, account: Blocks
     assert [tree.match(namespace(revision=revision), run(0, 8)).tokens for revision in ("r1", "r2", "r3")] == [8, 0, 8]
 
 
-def test_what_is_forgotten_is_found_no_more_and_stays_valid_for_its_readers(tree: Tree, account: Blocks) -> None:
+def test_what_is_forgotten_is_found_no_more_and_stays_valid_for_its_readers(tree: Tree, account: BlockPool) -> None:
     lease = fill(tree, account, namespace(), run(0, 16))
     reader = tree.match(namespace(), run(0, 16))
     beside = fill(tree, account, namespace(), tokens(*run(0, 8), 50, 51, 52, 53))
@@ -355,7 +357,7 @@ def test_what_is_forgotten_is_found_no_more_and_stays_valid_for_its_readers(tree
     assert not any(root._hidden for root in tree._roots.values())
 
 
-def test_forgetting_behind_the_end_or_twice_changes_nothing(tree: Tree, account: Blocks) -> None:
+def test_forgetting_behind_the_end_or_twice_changes_nothing(tree: Tree, account: BlockPool) -> None:
     lease = fill(tree, account, namespace(), run(0, 16))
     tree.forget(lease, 4)
     assert tree.match(namespace(), run(0, 16)).tokens == 16
@@ -366,7 +368,7 @@ def test_forgetting_behind_the_end_or_twice_changes_nothing(tree: Tree, account:
     tree.check()
 
 
-def test_a_scope_without_blocks_and_leases_is_forgotten(tree: Tree, account: Blocks) -> None:
+def test_a_scope_without_blocks_and_leases_is_forgotten(tree: Tree, account: BlockPool) -> None:
     lease = fill(tree, account, namespace(), run(0, 16))
     tree.release(lease)
     tree.release(tree.match(namespace(b"b" * 16), run(0, 4)))
@@ -376,7 +378,7 @@ def test_a_scope_without_blocks_and_leases_is_forgotten(tree: Tree, account: Blo
     assert not tree._accounts._known
 
 
-def test_counters_are_exact(tree: Tree, account: Blocks) -> None:
+def test_counters_are_exact(tree: Tree, account: BlockPool) -> None:
     fill(tree, account, namespace(), run(0, 18))
     fill(tree, account, namespace(), run(0, 22))
     assert dict(tree.counters) == {
@@ -388,7 +390,7 @@ def test_counters_are_exact(tree: Tree, account: Blocks) -> None:
     }
 
 
-def test_a_lease_ends_once(tree: Tree, account: Blocks) -> None:
+def test_a_lease_ends_once(tree: Tree, account: BlockPool) -> None:
     lease = fill(tree, account, namespace(), run(0, 8))
     tree.release(lease)
     with pytest.raises(AssertionError, match="released twice"):
@@ -398,7 +400,7 @@ def test_a_lease_ends_once(tree: Tree, account: Blocks) -> None:
     tree.check()
 
 
-def test_a_hot_prompt_leaves_nothing_behind(tree: Tree, account: Blocks) -> None:
+def test_a_hot_prompt_leaves_nothing_behind(tree: Tree, account: BlockPool) -> None:
     tree.release(fill(tree, account, namespace(), run(0, 16)))
     for _ in range(1000):
         tree.release(tree.match(namespace(), run(0, 16)))
@@ -406,10 +408,10 @@ def test_a_hot_prompt_leaves_nothing_behind(tree: Tree, account: Blocks) -> None
     assert len(tree._accounts._ranks._heap) == 1
 
 
-def test_shares_that_change_leave_nothing_behind(tree: Tree, account: Blocks) -> None:
+def test_shares_that_change_leave_nothing_behind(tree: Tree, account: BlockPool) -> None:
     tree.release(fill(tree, account, namespace(), run(0, 16)))
     for number in range(1000):
-        tree.shares[namespace().scope_id] = Share(floor=60 - number % 60)
+        tree.shares[namespace().scope_id] = CacheShare(floor=60 - number % 60)
         tree.release(tree.match(namespace(), run(0, 16)))
     assert len(tree._accounts._ranks._heap) <= 64 + 2
     tree.check()
@@ -421,13 +423,13 @@ def test_making_room_costs_the_same_however_much_is_cached(gone: str, users: boo
     """With thousands of accounts, and with one that has thousands of scopes."""
 
     def cost(scopes: int) -> int:
-        account, tree = Blocks(4 * scopes), Tree(4 * scopes, SIZE)
+        account, tree = BlockPool(4 * scopes), Tree(4 * scopes, SIZE)
         tree.keep_s = 9.0 if gone == "age" else None
         for epoch in range(2 if gone == "epoch" else 1):
             for number in range(scopes):
                 space, name = namespace(number.to_bytes(16, "big"), epoch), number.to_bytes(16, "big")
                 for ids in (run(0, 8), run(0, 4) + run(100, 4)) if not epoch else ():
-                    keep = Keep(b"" if users else name, OPEN, tree.keep_s)
+                    keep = RetentionPolicy(b"" if users else name, OPEN, tree.keep_s)
                     lease = tree.match(space, ids, keep)
                     rest = ids[lease.tokens :]
                     tree.release(tree.insert(lease, rest, account.take(len(rest) // SIZE))[0])
@@ -465,7 +467,7 @@ def opcodes(act: Callable[[], object]) -> int:
 # What is kept, and what moves
 
 
-def read(tree: Tree, account: Blocks, space: Namespace, ids: "array[int]") -> None:
+def read(tree: Tree, account: BlockPool, space: Namespace, ids: "array[int]") -> None:
     """A request from its start to its end."""
     lease = tree.match(space, ids)
     tree.read(lease)
@@ -474,7 +476,7 @@ def read(tree: Tree, account: Blocks, space: Namespace, ids: "array[int]") -> No
     account.give([*spare, *tree.release(lease)])
 
 
-def test_what_most_requests_began_with_is_kept_and_then_what_was_used_last(tree: Tree, account: Blocks) -> None:
+def test_what_most_requests_began_with_is_kept_and_then_what_was_used_last(tree: Tree, account: BlockPool) -> None:
     system, turns = run(0, 8), [run(100 * turn, 8) for turn in range(1, 4)]
     for turn in turns:
         read(tree, account, namespace(), system + turn)
@@ -488,7 +490,7 @@ def test_what_most_requests_began_with_is_kept_and_then_what_was_used_last(tree:
     assert tree.match(namespace(), system + turns[2]).tokens == 12, "the start of what comes next"
 
 
-def test_choices_of_one_request_and_its_own_return_make_nothing_hot(tree: Tree, account: Blocks) -> None:
+def test_choices_of_one_request_and_its_own_return_make_nothing_hot(tree: Tree, account: BlockPool) -> None:
     read(tree, account, namespace(b"a" * 16), run(0, 8))
     for _ in range(5):
         account.give(tree.release(tree.match(namespace(b"a" * 16), run(0, 8))))
@@ -499,7 +501,7 @@ def test_choices_of_one_request_and_its_own_return_make_nothing_hot(tree: Tree, 
     assert tree.match(namespace(b"b" * 16), run(0, 8)).tokens == 8
 
 
-def test_what_one_request_adds_to_a_hot_prefix_is_not_hot(tree: Tree, account: Blocks) -> None:
+def test_what_one_request_adds_to_a_hot_prefix_is_not_hot(tree: Tree, account: BlockPool) -> None:
     for turn in range(4):
         read(tree, account, namespace(b"a" * 16), run(0, 8 + 40 * (turn == 3)))
     read(tree, account, namespace(b"b" * 16), run(0, 8))
@@ -509,7 +511,7 @@ def test_what_one_request_adds_to_a_hot_prefix_is_not_hot(tree: Tree, account: B
     assert tree.match(namespace(b"b" * 16), run(0, 8)).tokens == 8
 
 
-def test_the_upper_part_of_a_prefix_was_read_by_all_who_read_the_whole(tree: Tree, account: Blocks) -> None:
+def test_the_upper_part_of_a_prefix_was_read_by_all_who_read_the_whole(tree: Tree, account: BlockPool) -> None:
     for ids in (run(0, 16), run(0, 16), run(0, 8) + run(100, 8)):
         read(tree, account, namespace(b"a" * 16), ids)
     for _ in range(2):
@@ -518,7 +520,7 @@ def test_the_upper_part_of_a_prefix_was_read_by_all_who_read_the_whole(tree: Tre
     assert tree.match(namespace(b"a" * 16), run(0, 8)).tokens == 8
 
 
-def test_popularity_fades_with_every_time_that_it_was_asked_for(tree: Tree, account: Blocks) -> None:
+def test_popularity_fades_with_every_time_that_it_was_asked_for(tree: Tree, account: BlockPool) -> None:
     for _ in range(4):
         read(tree, account, namespace(b"a" * 16), run(0, 8))
     for _ in range(3):
@@ -528,7 +530,7 @@ def test_popularity_fades_with_every_time_that_it_was_asked_for(tree: Tree, acco
     assert tree.match(namespace(b"a" * 16), run(0, 8)).tokens == 0
 
 
-def test_nothing_is_kept_from_a_barred_block_on(tree: Tree, account: Blocks) -> None:
+def test_nothing_is_kept_from_a_barred_block_on(tree: Tree, account: BlockPool) -> None:
     read(tree, account, namespace(), run(0, 24))
     lease = tree.match(namespace(), run(0, 24))
     barred = lease.blocks[2]
@@ -539,7 +541,7 @@ def test_nothing_is_kept_from_a_barred_block_on(tree: Tree, account: Blocks) -> 
     tree.check()
 
 
-def test_what_is_leased_is_kept_beside_and_what_is_forgotten_is_not(tree: Tree, account: Blocks) -> None:
+def test_what_is_leased_is_kept_beside_and_what_is_forgotten_is_not(tree: Tree, account: BlockPool) -> None:
     lease = fill(tree, account, namespace(b"a" * 16), run(0, 16))
     read(tree, account, namespace(b"b" * 16), run(0, 16))
     other = tree.match(namespace(b"b" * 16), run(0, 16))
@@ -551,7 +553,7 @@ def test_what_is_leased_is_kept_beside_and_what_is_forgotten_is_not(tree: Tree, 
     tree.check()
 
 
-def test_what_is_kept_is_over_and_evicted_and_capped_as_before(tree: Tree, account: Blocks) -> None:
+def test_what_is_kept_is_over_and_evicted_and_capped_as_before(tree: Tree, account: BlockPool) -> None:
     tree.keep_s = 10.0
     read(tree, account, namespace(b"a" * 16), run(0, 16))
     tree.seconds = 5.0
@@ -563,7 +565,7 @@ def test_what_is_kept_is_over_and_evicted_and_capped_as_before(tree: Tree, accou
     assert tree.check() == set()
 
 
-def test_blocks_whose_contents_moved_are_found_under_their_new_ids(tree: Tree, account: Blocks) -> None:
+def test_blocks_whose_contents_moved_are_found_under_their_new_ids(tree: Tree, account: BlockPool) -> None:
     lease = fill(tree, account, namespace(), run(0, 16))
     renamed = {old: 1000 + number for number, old in enumerate(lease.blocks[1:3])}
     expected = [lease.blocks[0], 1000, 1001, lease.blocks[3]]

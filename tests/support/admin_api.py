@@ -13,7 +13,7 @@ from typing import Any, Final
 from jsonschema import Draft202012Validator, FormatChecker
 
 from tenants.auth.accounts import Grant, Permission
-from tenants.records.batches import Batch
+from tenants.records.batches import BatchJob
 from tests.support.served_gateway import Answer, Served, served
 from tests.support.stub_replica import MODEL
 
@@ -35,14 +35,14 @@ BODIES: Final[dict[str, Any]] = {
     "TokenGiven": {"name": "made by the matrix", "policies": POLICIES},
     "Documents": {"model": VECTORS, "query": "hello", "documents": ["hello"]},
     "OpenAIInput": {"model": VECTORS, "input": "hello"},
-    "gateway.api.run_native.Input": {"prompt": "hello", "max_tokens": 1},
-    "gateway.api.chat.Input": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
-    "gateway.api.completions.Input": {"model": MODEL, "prompt": "hello", "max_tokens": 1},
-    "gateway.api.responses_request.Input": {"model": MODEL, "input": "hello", "max_output_tokens": 1},
+    "gateway.api.run_native.RunNativeBody": {"prompt": "hello", "max_tokens": 1},
+    "gateway.api.chat.ChatBody": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
+    "gateway.api.completions.CompletionsBody": {"model": MODEL, "prompt": "hello", "max_tokens": 1},
+    "gateway.api.responses_request.ResponsesBody": {"model": MODEL, "input": "hello", "max_output_tokens": 1},
     "CountInput": {"model": MODEL, "input": "hello"},
-    "gateway.api.messages_request.Input": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
+    "gateway.api.messages_request.MessagesBody": {"model": MODEL, "messages": HELLO, "max_tokens": 1},
     "Asking": {"model": MODEL, "messages": HELLO},
-    "gateway.api.run.Input": {"model": MODEL, "input": {"prompt": "hello", "max_tokens": 1}},
+    "gateway.api.run.RunBody": {"model": MODEL, "input": {"prompt": "hello", "max_tokens": 1}},
 }
 
 
@@ -164,7 +164,7 @@ async def kept(folder: Path, **options: Any) -> AsyncIterator[House]:
             )
         ]
         batches, now = gateway.app._store.batches, int(time.time())
-        await batches.begin(Batch(BATCH, gateway.account_id, "key", MODEL, 1, 600, now, now + 600))
+        await batches.begin(BatchJob(BATCH, gateway.account_id, "key", MODEL, 1, 600, now, now + 600))
         await batches.open(gateway.account_id, BATCH)
         yield House(gateway, Document(told.json), landlord.id, texts[0], bob.id, texts[1], texts[2])
 

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.bf12 import metadata as notes
 from engine.bf12.codec import choose_bases, encode, fits
-from engine.bf12.metadata import ALIGNED_BYTES, Level, Notes, Original, piece_rows
-from engine.bf12.zstd_plane import pack
+from engine.bf12.metadata import ALIGNED_BYTES, Bf12Metadata, CompressionLevel, OriginalFile, piece_rows
+from engine.bf12.zstd_plane import pack_plane
 
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.int64: "I64",
@@ -38,7 +38,7 @@ def sums_of(content: bytes, piece_bytes: int) -> list[int]:
 
 
 def write_coded(
-    path: Path, tensors: dict[str, Tensor], level: Level = Level.DEVICE,
+    path: Path, tensors: dict[str, Tensor], level: CompressionLevel = CompressionLevel.DEVICE,
     coded: Callable[[str, Tensor], bool] = codable, bases: Callable[[Tensor], Tensor] = choose_bases,
 ) -> None:  # fmt: skip
     planes: dict[str, Tensor] = {}
@@ -54,8 +54,8 @@ def write_coded(
         rows = piece_rows(tensor.shape[1])
         sums[name] = sums_of(raw(found.words_NW), rows * found.words_NW[0].nbytes)
         planes[name] = found.words_NW
-        if level is Level.DISTRIBUTION:
-            packed = [pack(part.contiguous()) for part in found.words_NW.split(rows)]
+        if level is CompressionLevel.DISTRIBUTION:
+            packed = [pack_plane(part.contiguous()) for part in found.words_NW.split(rows)]
             frames = b"".join(frame for frame, _ in packed)
             planes[name] = torch.cat([low_NV for _, low_NV in packed])
             planes[name + ".high_ends"] = torch.tensor([len(frame) for frame, _ in packed]).cumsum(0)
@@ -66,8 +66,8 @@ def write_coded(
             planes[f"{name}.{plane}"] = values
             sums[f"{name}.{plane}"] = sums_of(raw(values), notes.PIECE_BYTES)
     header, content = header_and_content(tensors)
-    original = Original(header=header.decode(), bytes=8 + len(header) + len(content), xxh3_128="")
-    write_file(path, planes, notes.written(Notes(notes.VERSION, level, original, codes, sums)))
+    original = OriginalFile(header=header.decode(), bytes=8 + len(header) + len(content), xxh3_128="")
+    write_file(path, planes, notes.encode_metadata(Bf12Metadata(notes.VERSION, level, original, codes, sums)))
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -90,7 +90,7 @@ def header_and_content(tensors: dict[str, Tensor], header: dict[str, Any] | None
     return encoded, content
 
 
-def compressed(source: Path, target: Path, level: Level, **options: Any) -> Path:
+def compressed(source: Path, target: Path, level: CompressionLevel, **options: Any) -> Path:
     """The folder again, its safetensors files compressed."""
     target.mkdir(exist_ok=True)
     for file in source.iterdir():

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import Bf12, choose_bases, encode, stack
+from engine.bf12.codec import Bf12Weight, choose_bases, encode, stack_matrices
 from engine.bf12.layout import CODES
 from tests.support.steps import DEVICE, random
 
@@ -13,11 +13,11 @@ def weights(outputs: int, inputs: int, sigma: float = 0.02, seed: int = 0) -> Te
     return (random(outputs, inputs, seed=seed) * sigma).bfloat16().cpu()
 
 
-def coded(*weights_NK: Tensor, base: int | None = None) -> Bf12:
+def coded(*weights_NK: Tensor, base: int | None = None) -> Bf12Weight:
     """Below each other, each row with this base or the one that suits it, on the device."""
-    weight = stack([encode(weight_NK, _bases(weight_NK, base)) for weight_NK in weights_NK])
+    weight = stack_matrices([encode(weight_NK, _bases(weight_NK, base)) for weight_NK in weights_NK])
     index = weight.index
-    return Bf12(
+    return Bf12Weight(
         weight.words_NW.to(DEVICE),
         type(index)(*(getattr(index, name).to(DEVICE) for name in ("scales_N", "firsts_G", "places_E", "values_E"))),
     )

@@ -6,10 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.inference.prompt import AUTO
-from gateway.tool_parsers.parts import CallArguments, CallBegan, CallEnded, Parser, Part, Text, Thought
-from gateway.tool_parsers.registry import FORMATS
+from gateway.tool_parsers.parts import (
+    OutputParser,
+    OutputPart,
+    ReasoningPart,
+    TextPart,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from gateway.tool_parsers.registry import TOOL_FORMATS
 from gateway.tool_parsers.scanner import CALLS_MAX
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.types import ToolSelection
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -47,40 +55,40 @@ class Read:
         return [(name, json.loads(arguments)) for name, arguments, _ in self.calls]
 
 
-def parser(format: str, tools: Sequence[dict[str, Any]] = TOOLS, choice: ToolChoice = AUTO) -> Parser:
-    return FORMATS[format]({}).parser(tools, choice)
+def parser(format: str, tools: Sequence[dict[str, Any]] = TOOLS, choice: ToolSelection = AUTO) -> OutputParser:
+    return TOOL_FORMATS[format]({}).parser(tools, choice)
 
 
-def read(parser: Parser, pieces: Iterable[str]) -> Read:
+def read(parser: OutputParser, pieces: Iterable[str]) -> Read:
     parts = [part for piece in pieces for part in parser.push(piece)]
     return gathered([*parts, *parser.finish()])
 
 
-def gathered(parts: Sequence[Part]) -> Read:
+def gathered(parts: Sequence[OutputPart]) -> Read:
     """Checks the order of parts too: arguments and an end belong to a call that has begun and not ended."""
     found = Read()
     is_open = False
     for part in parts:
         match part:
-            case Text(text):
+            case TextPart(text):
                 assert text
                 assert not is_open
                 found.text += text
-            case Thought(text):
+            case ReasoningPart(text):
                 assert text
                 assert not found.calls
                 assert not found.text
                 found.thought += text
-            case CallBegan(name):
+            case ToolCallStart(name):
                 assert not is_open
                 is_open = True
                 found.calls.append((name, "", False))
-            case CallArguments(fragment):
+            case ToolCallDelta(fragment):
                 assert fragment
                 assert is_open
                 name, arguments, _ = found.calls[-1]
                 found.calls[-1] = (name, arguments + fragment, False)
-            case CallEnded():
+            case ToolCallEnd():
                 assert is_open
                 is_open = False
                 found.calls[-1] = (*found.calls[-1][:2], True)

@@ -19,10 +19,10 @@ from typing import Final
 import msgspec
 
 from engine.log import log
-from engine.process.heartbeat import Phase, Pulse
+from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol import frames
 from engine.protocol.address import parse_address
-from engine.protocol.reports import Memory, memory_path
+from engine.protocol.reports import MemoryReport, memory_report_path
 from engine.protocol.specs import ReplicaSpec
 from engine.protocol.types import Residency
 
@@ -80,7 +80,10 @@ class Fake:
         self.peers[peer] = frames.FrameReader()
         self.selector.register(peer, selectors.EVENT_READ)
         self.tell(
-            peer, frames.Hello(frames.PROTOCOL, self.spec.model.name, "", str(self.spec.boot), os.getpid(), 1, 1, 1, 1)
+            peer,
+            frames.Hello(
+                frames.PROTOCOL_VERSION, self.spec.model.name, "", str(self.spec.boot), os.getpid(), 1, 1, 1, 1
+            ),
         )
         self.tell(peer, self.load())
 
@@ -94,10 +97,10 @@ class Fake:
             peer.close()
             return
         for frame in self.peers[peer].feed(received):
-            assert isinstance(frame, frames.Place)
+            assert isinstance(frame, frames.SetPlacement)
             self.move(peer, frame)
 
-    def move(self, peer: socket.socket, place: frames.Place) -> None:
+    def move(self, peer: socket.socket, place: frames.SetPlacement) -> None:
         with Path(self.folder, "places").open("a") as file:
             file.write(json.dumps([place.residency.name, place.device_bytes, os.getpid()]) + "\n")
         how = Path(self.folder, "moves").read_text() if place.residency is not self.residency else "ok"
@@ -117,9 +120,9 @@ class Fake:
             self.held = self.fitting(place.device_bytes)
         self.tell(peer, self.placed(""))
 
-    def placed(self, problem: str) -> frames.Placed:
+    def placed(self, problem: str) -> frames.PlacementStatus:
         weights = self.spec.model.weights_bytes
-        return frames.Placed(
+        return frames.PlacementStatus(
             self.residency,
             device_bytes=self.held,
             asleep_bytes=ASLEEP_BYTES,
@@ -132,30 +135,30 @@ class Fake:
             problem=problem,
         )
 
-    def load(self) -> frames.Load:
+    def load(self) -> frames.ReplicaLoad:
         told = json.loads(Path(self.folder, "load").read_text() or "{}")
         base = {"running": 0, "waiting": 0, "waiting_tokens": 0, "free_blocks": 10, "cached_blocks": 0, "steps": 0}
         self.short += bool(told.get("waiting")) and told.get("free_blocks") == 0
-        return frames.Load(**{**base, "blocks": 10, "counters": {"short_of_blocks": self.short}, **told})
+        return frames.ReplicaLoad(**{**base, "blocks": 10, "counters": {"short_of_blocks": self.short}, **told})
 
     def tell(self, peer: socket.socket, frame: frames.Frame) -> None:
         with contextlib.suppress(OSError):
-            peer.sendall(frames.encode(frame))
+            peer.sendall(frames.encode_frame(frame))
 
 
 def replica(spec: ReplicaSpec) -> None:
     """Behaviours: serve, busy, crash, slow-load, hang, stubborn, chatty, silent-load, half-loaded, deaf."""
     folder = Path(spec.model.folder)
     behaviour = Path(folder, "behaviour").read_text()
-    pulse = Pulse.open(spec.pulse)
+    pulse = Heartbeat.open(spec.pulse)
     Path(folder, f"pid-{spec.boot}").write_text(str(os.getpid()))
     Path(folder, f"spec-{spec.boot}").write_bytes(msgspec.json.encode(spec))
     shown = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR")}
     Path(folder, "environment").write_text(json.dumps({**shown, "device": spec.device}))
-    memory = Memory(model=spec.model.name, pid=os.getpid(), device="fake", device_bytes=GPU_BYTES,
+    memory = MemoryReport(model=spec.model.name, pid=os.getpid(), device="fake", device_bytes=GPU_BYTES,
                          weights_bytes=0, kv_blocks=0, kv_block_tokens=0, kv_bytes=0, free_bytes=0)  # fmt: skip
-    memory_path(spec.pulse).write_bytes(msgspec.json.encode(memory))
-    pulse.enter(Phase.LOADING)
+    memory_report_path(spec.pulse).write_bytes(msgspec.json.encode(memory))
+    pulse.enter(ReplicaPhase.LOADING)
     if behaviour == "crash":
         print("no such weights: shard 7", file=sys.stderr, flush=True)
         sys.exit(3)
@@ -180,20 +183,20 @@ def replica(spec: ReplicaSpec) -> None:
         time.sleep(0.2)
         os.write(2, b"ne\nx" + b"y" * 100_000 + b"\n")
     while behaviour == "busy":
-        pulse.enter(Phase.STEP)
+        pulse.enter(ReplicaPhase.STEP)
         time.sleep(0.05)
     fake = Fake(spec, listener)
-    pulse.enter(Phase.IDLE)
+    pulse.enter(ReplicaPhase.IDLE)
     while True:
         behaviour = Path(folder, "behaviour").read_text()
         if behaviour == "deaf":
             time.sleep(0.05)
         else:
             fake.serve(0.05)
-        pulse.enter(Phase.STEP)
+        pulse.enter(ReplicaPhase.STEP)
         if behaviour == "hang":
             time.sleep(3600)
-        pulse.enter(Phase.IDLE)
+        pulse.enter(ReplicaPhase.IDLE)
 
 
 if __name__ == "__main__":
@@ -201,7 +204,7 @@ if __name__ == "__main__":
         replica(msgspec.json.decode(sys.argv[2], type=ReplicaSpec))
     else:
         from engine.host import agent  # only here: replicas start quicker without
-        from engine.host.supervisor import Patience
+        from engine.host.supervisor import SupervisionTimeouts
 
-        patience = Patience(**msgspec.json.decode(sys.argv[3]))
+        patience = SupervisionTimeouts(**msgspec.json.decode(sys.argv[3]))
         sys.exit(agent.main(sys.argv[2:3], command, patience))

@@ -5,22 +5,22 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from engine.protocol.types import Sampling, Scope, ScopeKind
-from gateway.cluster.client import Link, Step, Stream, pack
-from gateway.cluster.fleet import Fleet
+from engine.protocol.types import SamplingParams, Scope, ScopeKind
+from gateway.cluster.client import OutputDelta, ReplicaClient, ReplicaStream, pack_token_ids
+from gateway.cluster.fleet import ReplicaFleet
 from tests.support.served_gateway import until
 from tests.support.stub_replica import MODEL, StubFleet
 
-PROMPT = pack(range(40))
+PROMPT = pack_token_ids(range(40))
 SCOPE = b"s" * 16
 
 
 @contextlib.asynccontextmanager
-async def connected(folder: Path, replicas: int = 1) -> AsyncIterator[tuple[StubFleet, Fleet]]:
+async def connected(folder: Path, replicas: int = 1) -> AsyncIterator[tuple[StubFleet, ReplicaFleet]]:
     """A stub machine with its replicas, and a fleet that knows them."""
     stub = StubFleet(folder, replicas)
     async with stub.serving():
-        fleet = Fleet([stub.address])
+        fleet = ReplicaFleet([stub.address])
         task = asyncio.create_task(fleet.run())
         try:
             await until(lambda: sum(seen.ready for seen in fleet.replicas()) == replicas)
@@ -31,18 +31,18 @@ async def connected(folder: Path, replicas: int = 1) -> AsyncIterator[tuple[Stub
                 await task
 
 
-async def link(fleet: Fleet, wait_s: float = 5.0, model: str = MODEL) -> Link:
+async def link(fleet: ReplicaFleet, wait_s: float = 5.0, model: str = MODEL) -> ReplicaClient:
     return await fleet.link(model, SCOPE, PROMPT, asyncio.get_running_loop().time() + wait_s)
 
 
-async def submit(fleet: Fleet, max_tokens: int = 8, n: int = 1, logprobs: int | None = None) -> Stream:
-    sampling = Sampling(logprobs=logprobs)
+async def submit(fleet: ReplicaFleet, max_tokens: int = 8, n: int = 1, logprobs: int | None = None) -> ReplicaStream:
+    sampling = SamplingParams(logprobs=logprobs)
     chosen = await link(fleet)
     return chosen.submit(
         tokens=PROMPT, scope=Scope(ScopeKind.TENANT, SCOPE), sampling=sampling, max_tokens=max_tokens, n=n
     )
 
 
-async def collect(stream: Stream) -> list[Step]:
+async def collect(stream: ReplicaStream) -> list[OutputDelta]:
     async with asyncio.timeout(30):
         return [step async for step in stream]

@@ -60,7 +60,7 @@ class Host:
         self.machine = self.start()
         self._frames = frames.FrameReader()
         self._socket: socket.socket | None = None
-        self.seen: list[frames.Fleet] = []
+        self.seen: list[frames.MachineState] = []
 
     def start(self) -> "subprocess.Popen[bytes]":
         spec, patience = msgspec.json.encode(self.spec).decode(), json.dumps(self.patience)
@@ -116,20 +116,20 @@ class Host:
         wait_for(lambda: opened.connect_ex(f"{self.folder}/m.sock") == 0)
         return opened
 
-    def say(self, *wants: frames.Wake) -> None:
+    def say(self, *wants: frames.ModelDemand) -> None:
         """On the connection that `fleet` reads."""
         self.fleet()
         assert self._socket is not None
-        self._socket.sendall(b"".join(map(frames.encode, wants)))
+        self._socket.sendall(b"".join(map(frames.encode_frame, wants)))
 
-    def whole(self) -> frames.Fleet | None:
+    def whole(self) -> frames.MachineState | None:
         """What the machine said last."""
         if self._socket is None:
             self._socket = self.gateway()
             self._socket.settimeout(0.02)
         with contextlib.suppress(TimeoutError, BlockingIOError):
             for frame in self._frames.feed(self._socket.recv(1 << 16)):
-                assert isinstance(frame, frames.Fleet)
+                assert isinstance(frame, frames.MachineState)
                 assert frame.machine == "host"
                 self.seen.append(frame)
         return self.seen[-1] if self.seen else None

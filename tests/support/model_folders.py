@@ -9,9 +9,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gateway.catalogue.catalogue import BUILT_IN, folder_of
-from gateway.config import ModelConfig, load_config
+from gateway.config import ModelEntryConfig, load_config
 
-EMBER = folder_of(load_config(), ModelConfig(name=BUILT_IN))
+EMBER = folder_of(load_config(), ModelEntryConfig(name=BUILT_IN))
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. You are a helpful assistant, aren't you?",
     "im start end system user assistant tool INST call <b> [x] | function get_weather location",

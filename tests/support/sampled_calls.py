@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.protocol.types import Grammar
-from engine.structured_output.lark_source import lark_of
+from engine.structured_output.lark_source import to_lark
 from engine.structured_output.llguidance_backend import open_matcher
 
 EMBER = Path(__file__).parents[2] / "engine" / "builtin_model" / "tokenizer.json"
@@ -38,7 +38,7 @@ class Vocabulary:
 
     def fits(self, grammar: Grammar, text: str) -> bool:
         """Whether the text may be a whole completion."""
-        matcher = open_matcher(self.library, lark_of(grammar))
+        matcher = open_matcher(self.library, to_lark(grammar))
         assert not matcher.is_error(), matcher.get_error()
         ids = list(self._parts(text))
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -46,7 +46,7 @@ class Vocabulary:
     def draw(self, grammar: Grammar, draw: random.Random, begun: str = "", tokens_max: int = 600) -> str | None:
         """A completion that begins with `begun`; None where it got too long. What closes something is drawn more often
         than chance would have it, or few would ever end."""
-        matcher = open_matcher(self.library, lark_of(grammar))
+        matcher = open_matcher(self.library, to_lark(grammar))
         ids = list(self._parts(begun))
         assert not matcher.is_error(), matcher.get_error()
         assert matcher.consume_tokens(ids), matcher.get_error()

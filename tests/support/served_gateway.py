@@ -17,11 +17,11 @@ import uvloop
 
 from gateway.app import App, build_app
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.config import Config, MachineConfig, ModelConfig, PriceConfig, ServerConfig, StoreConfig
-from gateway.http.server import Server, listen
+from gateway.config import Config, MachineConfig, ModelEntryConfig, PriceConfig, ServerConfig, StoreConfig
+from gateway.http.server import HttpServer, listen
 from gateway.http.tls import open_certificate
-from gateway.observability.tracing import Traces
-from tenants.auth.accounts import Accounts
+from gateway.observability.tracing import RequestTracer
+from tenants.auth.accounts import AccountService
 from tenants.auth.issuers import Issuer
 from tenants.records.limits import Limits
 from tenants.records.usage import day_of
@@ -46,10 +46,10 @@ class Served:
     """What a test sees of it."""
 
     app: App
-    server: Server
+    server: HttpServer
     port: int
     fleet: StubFleet
-    accounts: Accounts
+    accounts: AccountService
     account_id: str
     token: str
 
@@ -149,10 +149,10 @@ async def served(
     *,
     replicas: int = 1,
     limits: Limits | None = None,
-    traces: Traces | None = None,
+    traces: RequestTracer | None = None,
     issuers: Sequence[Issuer] = (),
     store_url: str | None = None,
-    models: Sequence[ModelConfig] = (),
+    models: Sequence[ModelEntryConfig] = (),
     stubs: Sequence[str] = (),
     **server: Any,
 ) -> AsyncIterator[Served]:
@@ -171,7 +171,7 @@ async def served(
     _, token = await accounts.mint(account.id, "test")
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    running = Server(app, config.server, open_certificate(config.server))
+    running = HttpServer(app, config.server, open_certificate(config.server))
     async with fleet.serving():
         task = asyncio.create_task(running._serve([listener]))
         try:
@@ -189,7 +189,10 @@ def config_for(folder: Path, fleet: StubFleet, server: dict[str, Any]) -> Config
         server=ServerConfig(**{"drain_s": 0.5, "port": 0, **server}),
         store=StoreConfig(url=f"sqlite:{folder / 'hearth.db'}"),
         machine=MachineConfig(address=fleet.address),
-        models=[ModelConfig(name=MODEL, folder=str(ember), price=PRICE), ModelConfig(name=BUILT_IN, price=PRICE)],
+        models=[
+            ModelEntryConfig(name=MODEL, folder=str(ember), price=PRICE),
+            ModelEntryConfig(name=BUILT_IN, price=PRICE),
+        ],
     )
 
 

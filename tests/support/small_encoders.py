@@ -20,7 +20,7 @@ from transformers import (
 from engine.execution.encoder_runner import EncoderRunner
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
-from engine.step.encoder_layout import pack
+from engine.step.encoder_layout import pack_texts
 
 VOCABULARY = 160
 POSITIONS = 300
@@ -81,7 +81,7 @@ def vectors(
 ) -> NDArray[Any]:
     """All of them in one step."""
     poolings = [pooling] * len(texts) if isinstance(pooling, Pooling) else pooling
-    found = runner.launch(pack(texts, poolings)).wait().vectors_RH
+    found = runner.launch(pack_texts(texts, poolings)).wait().vectors_RH
     assert found is not None
     return found
 

@@ -17,10 +17,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.execution.open import Runner
+from engine.execution.open import DecoderRunner
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import Sampling
-from engine.step.layout import Slice, pack, unpack
+from engine.protocol.types import SamplingParams
+from engine.step.layout import SequenceSlice, pack_step, unpack_step
 
 BLOCK_TOKENS = 16
 CONTEXT_TOKENS = 2048
@@ -87,8 +87,8 @@ def spec(folder: Path, **changes: Any) -> ModelSpec:
     return ModelSpec(**({"name": "small", "folder": str(folder), "dtype": "float32", "kv_bytes": 8 << 20} | changes))
 
 
-def open_small(folder: Path, **changes: Any) -> Runner:
-    return Runner.open(spec(folder, **changes), "cpu", 1, lambda: None)
+def open_small(folder: Path, **changes: Any) -> DecoderRunner:
+    return DecoderRunner.open(spec(folder, **changes), "cpu", 1, lambda: None)
 
 
 @dataclass
@@ -99,19 +99,19 @@ class Text:
     blocks: list[int]
     computed: int = 0
 
-    def slice(self, tokens: int, sampling: Sampling | None = None) -> Slice:
+    def slice(self, tokens: int, sampling: SamplingParams | None = None) -> SequenceSlice:
         first, self.computed = self.computed, self.computed + tokens
-        return Slice(self.ids[first : self.computed], first, self.blocks, sampling)
+        return SequenceSlice(self.ids[first : self.computed], first, self.blocks, sampling)
 
 
-def logits(runner: Runner, slices: Iterable[Slice]) -> Tensor:
+def logits(runner: DecoderRunner, slices: Iterable[SequenceSlice]) -> Tensor:
     """What the runner's model says for the slices that have a sampling."""
-    batch = unpack(pack(list(slices), BLOCK_TOKENS))
+    batch = unpack_step(pack_step(list(slices), BLOCK_TOKENS))
     with torch.inference_mode():
         return runner.place.logits(batch).clone()
 
 
-def shuffled_tables(runner: Runner, lengths: list[int], seed: int) -> list[list[int]]:
+def shuffled_tables(runner: DecoderRunner, lengths: list[int], seed: int) -> list[list[int]]:
     """Disjoint block tables for sequences of these lengths, in no order, from all over the pool."""
     rng = np.random.default_rng(seed)
     blocks = rng.permutation(runner.blocks).tolist()
@@ -124,7 +124,7 @@ def shuffled_tables(runner: Runner, lengths: list[int], seed: int) -> list[list[
 
 
 @torch.inference_mode()
-def poison(runner: Runner) -> None:
+def poison(runner: DecoderRunner) -> None:
     """NaN in every slot that tables can name: whatever is read before it is written shows."""
     for rows in runner.place.pool.layers:
         rows[: runner.blocks * runner.block_tokens] = float("nan")

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from engine.log import log
 from engine.protocol.specs import ReplicaSpec
-from engine.protocol.types import Pooling, Sampling
-from engine.step.executor import Flight, Sampled, Sizes
-from engine.step.layout import Batch, Int32s, unpack
+from engine.protocol.types import Pooling, SamplingParams
+from engine.step.executor import InflightStep, MemoryUsage, RunnerOutput
+from engine.step.layout import Int32s, StepBatch, unpack_step
 
 PUBLIC = -7  # the scope of what is published
 NOT_FINITE = -(1 << 40)  # as a token that is read
@@ -59,18 +59,20 @@ class IllegalRead(AssertionError):
 class StampFlight:
     """`lacking` is what it samples from, while it has no masks."""
 
-    def __init__(self, sampled: Sampled | None, lacking: "tuple[Batch, list[NDArray[np.int64] | None]] | None") -> None:
+    def __init__(
+        self, sampled: RunnerOutput | None, lacking: "tuple[StepBatch, list[NDArray[np.int64] | None]] | None"
+    ) -> None:
         self.sampled = sampled
         self.lacking = lacking
 
-    def wait(self) -> Sampled:
+    def wait(self) -> RunnerOutput:
         assert self.sampled is not None, "masked rows without their masks"
         return self.sampled
 
 
 class Stamps:
-    """A runner (engine.replica.server.Served). Set `claims` before a launch, one per slice, to have ownership checked
-    too.
+    """A runner (engine.replica.server.ModelRunner). Set `claims` before a launch, one per slice, to have ownership
+    checked too.
 
     Blocks have memory by extents, and asleep none has any: what is read, written, copied or kept without it is found
     out, and so is a secret that loses its memory before it is erased, or is kept.
@@ -127,7 +129,7 @@ class Stamps:
         return False
 
     def launch(self, packed: Int32s) -> StampFlight:
-        batch = unpack(packed.copy())
+        batch = unpack_step(packed.copy())
         for tokens in (batch.tokens_T, batch.history_H):
             unknown = tokens < 0
             tokens[unknown] = self.sampled_R[-1 - tokens[unknown]]
@@ -148,7 +150,7 @@ class Stamps:
         self.sampled_R = sampled.tokens_R
         return StampFlight(sampled, None)
 
-    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
         assert isinstance(flight, StampFlight)
         assert flight.lacking is not None, "masks for nobody, or for the second time"
         flight.sampled, flight.lacking = self._sample(*flight.lacking, masks_MW), None
@@ -216,13 +218,13 @@ class Stamps:
     def arrived(self) -> bool:
         return True
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MemoryUsage:
         extent_bytes = self.extent_blocks * self.block_tokens * _SLOT_BYTES
         context_blocks = -(-self.context_tokens // self.block_tokens)
         least = min(-(-context_blocks // self.extent_blocks), self.extents)
         kv_bytes = int(self.there_E.sum()) * extent_bytes
         kept_bytes = len(self.kept[0]) * self.block_tokens * _SLOT_BYTES if self.kept is not None else 0
-        return Sizes(
+        return MemoryUsage(
             device_bytes=kv_bytes,
             asleep_bytes=0,
             least_bytes=least * extent_bytes,
@@ -264,9 +266,9 @@ class Stamps:
 
     def lose(self, packed: Int32s) -> None:
         """What is launched next follows a step that is never done."""
-        self.sampled_R = np.zeros_like(unpack(packed).rows_R)
+        self.sampled_R = np.zeros_like(unpack_step(packed).rows_R)
 
-    def _assert_writes_are_alone(self, batch: Batch) -> None:
+    def _assert_writes_are_alone(self, batch: StepBatch) -> None:
         """No slot is written twice, and no block that one slice writes is another's to read."""
         writers: dict[int, int] = {}
         for index, (start, end) in enumerate(_spans(batch)):
@@ -278,7 +280,7 @@ class Stamps:
                 if writers.get(block, index) != index:
                     raise IllegalRead(f"slice {index} reads block {block} that slice {writers[block]} writes")
 
-    def _write(self, batch: Batch, index: int, claim: Claim | None) -> None:
+    def _write(self, batch: StepBatch, index: int, claim: Claim | None) -> None:
         start, end = batch.query_starts_S1[index : index + 2].tolist()
         slots = batch.slots_T[start:end]
         self._assert_there(slots // self.block_tokens)
@@ -300,7 +302,7 @@ class Stamps:
         if not same.all():
             raise IllegalRead("a block was given on before it was erased")
 
-    def _read(self, batch: Batch, index: int, claim: Claim | None) -> NDArray[np.int64] | None:
+    def _read(self, batch: StepBatch, index: int, claim: Claim | None) -> NDArray[np.int64] | None:
         """The tokens that the slice's last row attends to, or None where it is lost; raises IllegalRead."""
         if claim is not None and claim.lost:
             return None
@@ -325,7 +327,7 @@ class Stamps:
                 raise IllegalRead(f"slice {index} shares nothing and reads another sequence")
         return np.where(self.finite_K[slots], self.token_K[slots], NOT_FINITE)
 
-    def _read_table(self, batch: Batch, index: int) -> Int32s:
+    def _read_table(self, batch: StepBatch, index: int) -> Int32s:
         """The blocks that attention reads for the slice, segment by segment, then its own; raises IllegalRead."""
         own, size = batch.tables_SW[index], self.block_tokens
         table: Int32s = np.full_like(own, -1)
@@ -347,7 +349,7 @@ class Stamps:
             raise IllegalRead(f"slice {index} has other blocks than its group: {table.tolist()}, {own.tolist()}")
         return table
 
-    def _sample(self, batch: Batch, read: list[NDArray[np.int64] | None], masks_MW: Int32s | None) -> Sampled:
+    def _sample(self, batch: StepBatch, read: list[NDArray[np.int64] | None], masks_MW: Int32s | None) -> RunnerOutput:
         ends = {end - 1: index for index, (_, end) in enumerate(_spans(batch))}
         tokens, logprobs = [], {}
         for row, last in enumerate(batch.rows_R.tolist()):
@@ -370,17 +372,17 @@ class Stamps:
             tokens.append(token)
             if batch.logprobs_R[row] >= 0:
                 logprobs[row] = logprobs_of(token, int(batch.logprobs_R[row]))
-        return Sampled(np.array(tokens, np.int32), logprobs)
+        return RunnerOutput(np.array(tokens, np.int32), logprobs)
 
 
-def _segments(batch: Batch) -> list[list[int]]:
+def _segments(batch: StepBatch) -> list[list[int]]:
     """(slice whose table has the keys, first key, last key, first member, end of the members), by the first key."""
     rows = batch.segments_G4.tolist()
     starts = [0, *(row[3] for row in rows)]
     return sorted(([*row[:3], start, row[3]] for row, start in zip(rows, starts, strict=False)), key=lambda row: row[1])
 
 
-def _spans(batch: Batch) -> list[tuple[int, int]]:
+def _spans(batch: StepBatch) -> list[tuple[int, int]]:
     starts = batch.query_starts_S1.tolist()
     return list(pairwise(starts))
 
@@ -418,7 +420,7 @@ def logprobs_of(token: int, top: int) -> tuple[float, list[int], list[float]]:
 
 
 def solo(
-    prompt: Items[int], sampling: Sampling, tokens_max: int, stop_ids: Items[int], vocabulary: int,
+    prompt: Items[int], sampling: SamplingParams, tokens_max: int, stop_ids: Items[int], vocabulary: int,
     rule: Rule | None = None,
 ) -> tuple[list[int], str]:  # fmt: skip
     """What this prompt gives when it runs alone: the output tokens and how it finishes."""
@@ -492,7 +494,9 @@ def main(argv: list[str]) -> int:
     def open_stamps(spec: ReplicaSpec, beat: Callable[[], None]) -> TemperedStamps:
         return TemperedStamps(temper, spec, beat)
 
-    bounds = server.Bounds(drain_s=temper.drain_s, unsent_bytes=temper.unsent_bytes, connections=temper.connections)
+    bounds = server.ReplicaLimits(
+        drain_s=temper.drain_s, unsent_bytes=temper.unsent_bytes, connections=temper.connections
+    )
     return server.run(server.parse_spec(argv[0]), open_stamps, bounds)
 
 

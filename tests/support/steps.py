@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.protocol.types import Sampling
-from engine.step.layout import Slice, pack
+from engine.protocol.types import SamplingParams
+from engine.step.layout import SequenceSlice, pack_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -20,9 +20,9 @@ def step_of(
     slices, first = [], 0
     for chunk, start, count in zip(chunks, starts, blocks, strict=True):
         table = order[first : first + count].astype(np.int32)
-        slices.append(Slice(rng.integers(0, vocabulary, chunk).tolist(), start, table, Sampling()))
+        slices.append(SequenceSlice(rng.integers(0, vocabulary, chunk).tolist(), start, table, SamplingParams()))
         first += count
-    return torch.from_numpy(pack(slices, block_tokens)).to(DEVICE)
+    return torch.from_numpy(pack_step(slices, block_tokens)).to(DEVICE)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -99,7 +99,7 @@ class StubConnection(asyncio.Protocol):
 
     def send(self, frame: frames.Frame) -> None:
         if self._transport is not None:
-            self._transport.write(frames.encode(frame))
+            self._transport.write(frames.encode_frame(frame))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -130,7 +130,9 @@ class StubConnection(asyncio.Protocol):
             running = Running(submit.id + choice, submit, seed + choice, due, waiting=not behaviour.announce)
             self._running[running.id] = running
             if behaviour.announce:
-                self.send(frames.Progress([], [], b"", [frames.Started(running.id, behaviour.cached_tokens, 0.0)]))
+                self.send(
+                    frames.StepOutputs([], [], b"", [frames.SequenceStarted(running.id, behaviour.cached_tokens, 0.0)])
+                )
         self._step_soon()
 
     def _step_soon(self, after_s: float = 0.0) -> None:
@@ -150,10 +152,10 @@ class StubConnection(asyncio.Protocol):
         ids: list[int] = []
         counts: list[int] = []
         tokens: list[int] = []
-        started: list[frames.Started] = []
-        finished: list[frames.Finish] = []
+        started: list[frames.SequenceStarted] = []
+        finished: list[frames.SequenceFinished] = []
         logprobs: list[frames.TokenLogprobs] = []
-        vectors: list[frames.Vector] = []
+        vectors: list[frames.PoolingOutput] = []
         for running in list(self._running.values()):
             if running.due > now + 0.0005:
                 continue
@@ -162,11 +164,11 @@ class StubConnection(asyncio.Protocol):
                 return
             if running.waiting:
                 running.waiting = False
-                started.append(frames.Started(running.id, behaviour.cached_tokens, 0.0))
+                started.append(frames.SequenceStarted(running.id, behaviour.cached_tokens, 0.0))
             if running.submit.pooling is not None and behaviour.fail_at is None:
                 numbers = behaviour.numbers(array("I", running.submit.tokens).tolist())
-                vectors.append(frames.Vector(running.id, array("f", numbers).tobytes()))
-                finished.append(frames.Finish(running.id, FinishReason.STOP, 0))
+                vectors.append(frames.PoolingOutput(running.id, array("f", numbers).tobytes()))
+                finished.append(frames.SequenceFinished(running.id, FinishReason.STOP, 0))
                 del self._running[running.id]
                 continue
             new, finish = self._next(running, behaviour)
@@ -180,11 +182,13 @@ class StubConnection(asyncio.Protocol):
                 finished.append(finish)
                 del self._running[running.id]
         if ids or finished:
-            self.send(frames.Progress(ids, counts, array("I", tokens).tobytes(), started, finished, logprobs, vectors))
+            self.send(
+                frames.StepOutputs(ids, counts, array("I", tokens).tobytes(), started, finished, logprobs, vectors)
+            )
         if self._running:
             self._step_soon(max(0.0, min(running.due for running in self._running.values()) - self._loop.time()))
 
-    def _next(self, running: Running, behaviour: Behaviour) -> tuple[list[int], frames.Finish | None]:
+    def _next(self, running: Running, behaviour: Behaviour) -> tuple[list[int], frames.SequenceFinished | None]:
         submit = running.submit
         count = min(behaviour.step_tokens, submit.max_tokens - running.emitted)
         if behaviour.script is not None:
@@ -195,15 +199,15 @@ class StubConnection(asyncio.Protocol):
         running.emitted += len(new)
         done = running.emitted
         if behaviour.fail_at is not None and done >= behaviour.fail_at:
-            return new, frames.Finish(running.id, FinishReason.ERROR, done, "the stub was told to fail")
+            return new, frames.SequenceFinished(running.id, FinishReason.ERROR, done, "the stub was told to fail")
         ended = behaviour.stop_at is not None and done >= behaviour.stop_at
         if behaviour.script is not None and done >= len(behaviour.script):
             ended = True
         if ended and done < submit.max_tokens:
             new = [*new, submit.stop_ids[0]]
-            return new, frames.Finish(running.id, FinishReason.STOP, done + 1)
+            return new, frames.SequenceFinished(running.id, FinishReason.STOP, done + 1)
         if done >= submit.max_tokens:
-            return new, frames.Finish(running.id, FinishReason.LENGTH, done)
+            return new, frames.SequenceFinished(running.id, FinishReason.LENGTH, done)
         return new, None
 
 
@@ -245,7 +249,7 @@ class StubReplica:
     def hello(self) -> frames.Hello:
         behaviour = self.behaviour
         return frames.Hello(
-            protocol=frames.PROTOCOL,
+            protocol=frames.PROTOCOL_VERSION,
             model=self.model,
             revision="stub",
             boot="1",
@@ -268,7 +272,9 @@ class StubReplica:
         """Tells every gateway how full it is."""
         for connection in list(self.connections):
             running = connection.running
-            load = frames.Load(running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks, blocks=blocks)
+            load = frames.ReplicaLoad(
+                running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks, blocks=blocks
+            )
             connection.send(load)
 
     def die(self) -> None:
@@ -301,13 +307,13 @@ class StubMachine(asyncio.Protocol):
 
     def data_received(self, received: bytes) -> None:
         for frame in self._frames.feed(received):
-            assert isinstance(frame, frames.Wake), frame
+            assert isinstance(frame, frames.ModelDemand), frame
             self._fleet.wakes.append(frame)
             self._fleet.woken(frame)
 
     def tell(self) -> None:
         if self._transport is not None:
-            self._transport.write(frames.encode(self._fleet.said()))
+            self._transport.write(frames.encode_frame(self._fleet.said()))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -324,13 +330,13 @@ class StubFleet:
         self.replicas = [StubReplica(folder / f"replica-{i}.sock", self.behaviour, model) for i in range(replicas)]
         self.hidden: set[int] = set()  # replicas that the machine does not tell of
         self.machines: set[StubMachine] = set()
-        self.wakes: list[frames.Wake] = []
-        self.woken: Callable[[frames.Wake], None] = lambda wake: None
+        self.wakes: list[frames.ModelDemand] = []
+        self.woken: Callable[[frames.ModelDemand], None] = lambda wake: None
         self.moves = {"wake": 3, "sleep": 2, "wake_failed": 1}
 
-    def said(self) -> frames.Fleet:
+    def said(self) -> frames.MachineState:
         states = [replica.state for i, replica in enumerate(self.replicas) if i not in self.hidden]
-        return frames.Fleet("stub", states, [frames.DeviceState("cpu", 800, 600, 500)], 70, 90, self.moves)
+        return frames.MachineState("stub", states, [frames.DeviceState("cpu", 800, 600, 500)], 70, 90, self.moves)
 
     def tell(self) -> None:
         """The machine says again what it has."""

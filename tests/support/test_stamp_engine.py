@@ -5,12 +5,12 @@ from collections.abc import Sequence as Items
 import numpy as np
 import pytest
 
-from engine.protocol.types import Sampling
-from engine.step.executor import Sampled
-from engine.step.layout import OFFSET_WORD, Section, Segment, Slice, pack
+from engine.protocol.types import SamplingParams
+from engine.step.executor import RunnerOutput
+from engine.step.layout import OFFSET_WORD, PrefixSegment, Section, SequenceSlice, pack_step
 from tests.support.stamp_engine import Claim, IllegalRead, Stamps, logprobs_of, next_token, solo
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 ONE, TWO = Claim(scope=1, sequence=1, shares=True), Claim(scope=1, sequence=2, shares=True)
 FOREIGN = Claim(scope=2, sequence=3, shares=True)
 
@@ -19,13 +19,15 @@ FOREIGN = Claim(scope=2, sequence=3, shares=True)
 def stamps() -> Stamps:
     """Block 3, then 1, hold the first five tokens of sequence one."""
     stamps = Stamps(blocks=8, block_tokens=4, vocabulary=100)
-    fly(stamps, [Slice([10, 11, 12, 13, 14], 0, [3, 1])], [ONE])
+    fly(stamps, [SequenceSlice([10, 11, 12, 13, 14], 0, [3, 1])], [ONE])
     return stamps
 
 
-def fly(stamps: Stamps, slices: list[Slice], claims: list[Claim], segments: Items[Segment] = ()) -> Sampled:
+def fly(
+    stamps: Stamps, slices: list[SequenceSlice], claims: list[Claim], segments: Items[PrefixSegment] = ()
+) -> RunnerOutput:
     stamps.claims = claims
-    return stamps.launch(pack(slices, stamps.block_tokens, segments)).wait()
+    return stamps.launch(pack_step(slices, stamps.block_tokens, segments)).wait()
 
 
 def test_text_of_a_legal_run_is_that_of_the_tokens_alone(stamps: Stamps) -> None:
@@ -33,64 +35,64 @@ def test_text_of_a_legal_run_is_that_of_the_tokens_alone(stamps: Stamps) -> None
     table = [3, 1, 0]
     for position in range(5, 12):
         fed = [tokens[-1]] if position > 5 else []
-        step = fly(stamps, [Slice(fed or [14], position - 1, table, GREEDY)], [ONE])
+        step = fly(stamps, [SequenceSlice(fed or [14], position - 1, table, GREEDY)], [ONE])
         tokens.append(int(step.tokens_R[0]))
         output.append(tokens[-1])
     assert output == solo([10, 11, 12, 13, 14], GREEDY, 12, [], 100)[0]
 
 
 def test_prefix_of_the_same_scope_may_be_read(stamps: Stamps) -> None:
-    step = fly(stamps, [Slice([20], 4, [3, 2], GREEDY)], [TWO])
+    step = fly(stamps, [SequenceSlice([20], 4, [3, 2], GREEDY)], [TWO])
     assert step.tokens_R.tolist() == [next_token(np.array([10, 11, 12, 13, 20]), None, 100, {})]
 
 
 @pytest.mark.parametrize(
     ("item", "claim"),
     [
-        (Slice([20], 4, [3, 2], GREEDY), FOREIGN),  # a prefix of another scope
-        (Slice([20], 4, [3, 2], GREEDY), Claim(1, 2, shares=False)),  # of another sequence, without sharing
-        (Slice([20], 4, [5, 2], GREEDY), ONE),  # never written
-        (Slice([20], 4, [1, 2], GREEDY), ONE),  # written for other positions
-        (Slice([20], 8, [3, 1, 2], GREEDY), ONE),  # half of it never written
+        (SequenceSlice([20], 4, [3, 2], GREEDY), FOREIGN),  # a prefix of another scope
+        (SequenceSlice([20], 4, [3, 2], GREEDY), Claim(1, 2, shares=False)),  # of another sequence, without sharing
+        (SequenceSlice([20], 4, [5, 2], GREEDY), ONE),  # never written
+        (SequenceSlice([20], 4, [1, 2], GREEDY), ONE),  # written for other positions
+        (SequenceSlice([20], 8, [3, 1, 2], GREEDY), ONE),  # half of it never written
     ],
     ids=["scope", "sequence", "empty", "position", "partial"],
 )
-def test_illegal_read_is_caught(stamps: Stamps, item: Slice, claim: Claim) -> None:
+def test_illegal_read_is_caught(stamps: Stamps, item: SequenceSlice, claim: Claim) -> None:
     with pytest.raises(IllegalRead):
         fly(stamps, [item], [claim])
 
 
 def test_overwritten_block_is_caught_by_its_reader(stamps: Stamps) -> None:
-    fly(stamps, [Slice([30, 31], 0, [3])], [FOREIGN])
+    fly(stamps, [SequenceSlice([30, 31], 0, [3])], [FOREIGN])
     with pytest.raises(IllegalRead):
-        fly(stamps, [Slice([15], 5, [3, 1], GREEDY)], [ONE])
+        fly(stamps, [SequenceSlice([15], 5, [3, 1], GREEDY)], [ONE])
 
 
 def test_other_tokens_in_the_cache_give_another_text(stamps: Stamps) -> None:
-    honest = fly(stamps, [Slice([15], 5, [3, 1], GREEDY)], [ONE]).tokens_R.tolist()
+    honest = fly(stamps, [SequenceSlice([15], 5, [3, 1], GREEDY)], [ONE]).tokens_R.tolist()
     stamps.token_K[3 * 4 + 2] = 99
-    assert fly(stamps, [Slice([15], 5, [3, 1], GREEDY)], [ONE]).tokens_R.tolist() != honest
+    assert fly(stamps, [SequenceSlice([15], 5, [3, 1], GREEDY)], [ONE]).tokens_R.tolist() != honest
 
 
 def test_two_writers_of_a_block_and_a_reader_of_a_written_one_are_caught(stamps: Stamps) -> None:
     with pytest.raises(IllegalRead):
-        fly(stamps, [Slice([1], 0, [5]), Slice([2], 0, [5])], [ONE, TWO])
+        fly(stamps, [SequenceSlice([1], 0, [5]), SequenceSlice([2], 0, [5])], [ONE, TWO])
     with pytest.raises(IllegalRead):
-        fly(stamps, [Slice([15], 5, [3, 1]), Slice([16], 6, [3, 1])], [ONE, TWO])
+        fly(stamps, [SequenceSlice([15], 5, [3, 1]), SequenceSlice([16], 6, [3, 1])], [ONE, TWO])
 
 
 def test_history_must_be_what_the_cache_holds(stamps: Stamps) -> None:
-    penalized = Sampling(presence_penalty=1.0)
+    penalized = SamplingParams(presence_penalty=1.0)
     tokens = [10, 11, 12, 13, 14, 15]
-    fly(stamps, [Slice([15], 5, [3, 1], penalized, (tokens, 5))], [ONE])
+    fly(stamps, [SequenceSlice([15], 5, [3, 1], penalized, (tokens, 5))], [ONE])
     with pytest.raises(IllegalRead):
-        fly(stamps, [Slice([15], 5, [3, 1], penalized, (tokens[:-1], 5))], [ONE])
+        fly(stamps, [SequenceSlice([15], 5, [3, 1], penalized, (tokens[:-1], 5))], [ONE])
 
 
 def test_a_token_that_is_not_known_yet_is_the_one_that_its_row_sampled(stamps: Stamps) -> None:
-    penalized = Sampling(presence_penalty=1.0)
-    first = fly(stamps, [Slice([1], 0, [5], GREEDY), Slice([15], 5, [3, 1], GREEDY)], [TWO, ONE])
-    coming = Slice([-2], 6, [3, 1], penalized, ([10, 11, 12, 13, 14, 15], 5))
+    penalized = SamplingParams(presence_penalty=1.0)
+    first = fly(stamps, [SequenceSlice([1], 0, [5], GREEDY), SequenceSlice([15], 5, [3, 1], GREEDY)], [TWO, ONE])
+    coming = SequenceSlice([-2], 6, [3, 1], penalized, ([10, 11, 12, 13, 14, 15], 5))
     token = int(first.tokens_R[1])
     second = fly(stamps, [coming], [ONE])
     assert second.tokens_R.tolist() == [next_token(np.array([10, 11, 12, 13, 14, 15, token]), None, 100, {})]
@@ -98,38 +100,48 @@ def test_a_token_that_is_not_known_yet_is_the_one_that_its_row_sampled(stamps: S
 
 def test_who_reads_what_is_not_finite_samples_none_until_it_is_written_again(stamps: Stamps) -> None:
     stamps.glitch = 0
-    slices = [Slice([15], 5, [3, 1], GREEDY), Slice([1], 0, [5], GREEDY)]
+    slices = [SequenceSlice([15], 5, [3, 1], GREEDY), SequenceSlice([1], 0, [5], GREEDY)]
     assert [token < 0 for token in fly(stamps, slices, [ONE, TWO]).tokens_R.tolist()] == [True, False]
-    assert fly(stamps, [Slice([16], 6, [3, 1], GREEDY)], [ONE]).tokens_R.tolist() == [-1]
+    assert fly(stamps, [SequenceSlice([16], 6, [3, 1], GREEDY)], [ONE]).tokens_R.tolist() == [-1]
     assert fly(stamps, slices, [ONE, TWO]).tokens_R.min() >= 0
 
 
 def test_a_lost_slice_leaves_rubbish_that_nobody_may_read(stamps: Stamps) -> None:
-    fly(stamps, [Slice([15], 5, [3, 1], GREEDY)], [Claim(1, 1, shares=True, lost=True)])
+    fly(stamps, [SequenceSlice([15], 5, [3, 1], GREEDY)], [Claim(1, 1, shares=True, lost=True)])
     with pytest.raises(IllegalRead):
-        fly(stamps, [Slice([16], 6, [3, 1], GREEDY)], [ONE])
+        fly(stamps, [SequenceSlice([16], 6, [3, 1], GREEDY)], [ONE])
 
 
 def test_members_read_a_segment_where_the_first_of_them_has_it(stamps: Stamps) -> None:
-    fly(stamps, [Slice([20], 4, [3, 2])], [TWO])
-    slices = [Slice([15], 5, [3, 1], GREEDY), Slice([21], 5, [3, 2], GREEDY)]
+    fly(stamps, [SequenceSlice([20], 4, [3, 2])], [TWO])
+    slices = [SequenceSlice([15], 5, [3, 1], GREEDY), SequenceSlice([21], 5, [3, 2], GREEDY)]
     alone = fly(stamps, slices, [ONE, TWO]).tokens_R.tolist()
-    assert fly(stamps, slices, [ONE, TWO], [Segment([0, 1], 0, 4)]).tokens_R.tolist() == alone
+    assert fly(stamps, slices, [ONE, TWO], [PrefixSegment([0, 1], 0, 4)]).tokens_R.tolist() == alone
 
 
 def test_a_group_of_different_blocks_is_caught(stamps: Stamps) -> None:
-    fly(stamps, [Slice([10, 11, 12, 13, 14], 0, [5, 2])], [TWO])
+    fly(stamps, [SequenceSlice([10, 11, 12, 13, 14], 0, [5, 2])], [TWO])
     with pytest.raises(IllegalRead, match="other blocks than its group"):
-        fly(stamps, [Slice([15], 5, [3, 1]), Slice([15], 5, [5, 2])], [ONE, TWO], [Segment([0, 1], 0, 4)])
+        fly(
+            stamps,
+            [SequenceSlice([15], 5, [3, 1]), SequenceSlice([15], 5, [5, 2])],
+            [ONE, TWO],
+            [PrefixSegment([0, 1], 0, 4)],
+        )
 
 
 def test_a_group_of_prompts_is_caught(stamps: Stamps) -> None:
     with pytest.raises(IllegalRead, match="several rows"):
-        fly(stamps, [Slice([15], 5, [3, 1]), Slice([20, 21], 4, [3, 2])], [ONE, TWO], [Segment([0, 1], 0, 4)])
+        fly(
+            stamps,
+            [SequenceSlice([15], 5, [3, 1]), SequenceSlice([20, 21], 4, [3, 2])],
+            [ONE, TWO],
+            [PrefixSegment([0, 1], 0, 4)],
+        )
 
 
 def test_keys_that_lie_in_no_segment_and_are_not_read_as_own_are_caught(stamps: Stamps) -> None:
-    packed = pack([Slice([15], 5, [3, 1])], stamps.block_tokens)
+    packed = pack_step([SequenceSlice([15], 5, [3, 1])], stamps.block_tokens)
     packed[packed[OFFSET_WORD + Section.OWN_STARTS]] = 4
     with pytest.raises(IllegalRead, match="own keys from 4, segments to 0"):
         stamps.launch(packed)
@@ -137,13 +149,13 @@ def test_keys_that_lie_in_no_segment_and_are_not_read_as_own_are_caught(stamps: 
 
 def test_seed_matters_only_above_temperature_zero(stamps: Stamps) -> None:
     def text(temperature: float, seed: int) -> list[int]:
-        return solo([1, 2], Sampling(temperature=temperature, seed=seed), 12, [], 1000)[0]
+        return solo([1, 2], SamplingParams(temperature=temperature, seed=seed), 12, [], 1000)[0]
 
     assert text(0.0, 1) == text(0.0, 2)
     assert text(1.0, 1) != text(1.0, 2)
 
 
 def test_logprobs_are_reported_for_the_rows_that_ask(stamps: Stamps) -> None:
-    slices = [Slice([15], 5, [3, 1], GREEDY), Slice([1], 0, [5], Sampling(logprobs=2))]
+    slices = [SequenceSlice([15], 5, [3, 1], GREEDY), SequenceSlice([1], 0, [5], SamplingParams(logprobs=2))]
     step = fly(stamps, slices, [ONE, TWO])
     assert step.logprobs == {1: logprobs_of(int(step.tokens_R[1]), 2)}

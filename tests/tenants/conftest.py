@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tenants.auth.accounts import Accounts, Caller
+from tenants.auth.accounts import AccountService, Caller
 from tenants.open import open_store
 from tenants.records.limits import Limits
 from tenants.store.protocol import Store
@@ -76,12 +76,12 @@ async def store(store_url: str, clock: StoppedClock) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
-def accounts(store: Store, clock: StoppedClock) -> Accounts:
-    return Accounts(store, SECRET, clock)
+def accounts(store: Store, clock: StoppedClock) -> AccountService:
+    return AccountService(store, SECRET, clock)
 
 
 @pytest.fixture
-def new_caller(accounts: Accounts) -> "Callable[..., object]":
+def new_caller(accounts: AccountService) -> "Callable[..., object]":
     """await new_caller(**limits) → the Caller of a new account with one ApiToken."""
 
     async def make(**limits: float) -> Caller:

@@ -5,7 +5,7 @@ import pytest
 import redis
 from msgspec import structs
 
-from tenants.audit import Audit
+from tenants.audit import AuditLog
 from tenants.records.audit_entry import AuditEntry
 from tenants.store.protocol import Store
 from tenants.store.sqlite.store import SqliteStore
@@ -16,15 +16,15 @@ ANN = "a" * 32
 
 
 @pytest.fixture
-def audit(store: Store, clock: Any) -> Audit:
-    return Audit(store, SECRET, clock)
+def audit(store: Store, clock: Any) -> AuditLog:
+    return AuditLog(store, SECRET, clock)
 
 
-async def written(audit: Audit, count: int = 5) -> list[AuditEntry]:
+async def written(audit: AuditLog, count: int = 5) -> list[AuditEntry]:
     return [await audit.write(ANN, "key", "token.create", f"t{n}", name=f"n{n}") for n in range(count)]
 
 
-async def test_entries_come_back_in_their_order_and_verify(audit: Audit, clock: Any) -> None:
+async def test_entries_come_back_in_their_order_and_verify(audit: AuditLog, clock: Any) -> None:
     entries = await written(audit)
     await audit.write("", "command line", "plan.change", "free")
     assert [entry async for entry in audit.entries(ANN)] == entries
@@ -37,8 +37,8 @@ async def test_entries_come_back_in_their_order_and_verify(audit: Audit, clock: 
     assert (await audit.verify("b" * 32)).entries == 0
 
 
-async def test_writers_at_once_make_one_chain(audit: Audit, store: Store, clock: Any) -> None:
-    others = [audit, Audit(store, SECRET, clock)]
+async def test_writers_at_once_make_one_chain(audit: AuditLog, store: Store, clock: Any) -> None:
+    others = [audit, AuditLog(store, SECRET, clock)]
     await asyncio.gather(*(others[n % 2].write(ANN, "key", "a", str(n)) for n in range(30)))
     verdict = await audit.verify(ANN)
     assert (verdict.entries, verdict.problem) == (30, None)
@@ -66,7 +66,7 @@ def tampered(store: Store, url: str, seq: int, entry: AuditEntry | None) -> None
 
 
 @pytest.mark.parametrize("field", ["at", "actor", "action", "target", "detail", "seal", "account_id", "seq"])
-async def test_a_changed_entry_is_found(audit: Audit, store: Store, store_url: str, field: str) -> None:
+async def test_a_changed_entry_is_found(audit: AuditLog, store: Store, store_url: str, field: str) -> None:
     entries = await written(audit)
     other: Any = {"at": 1, "seq": 9, "account_id": ANN}.get(field, "other")
     changed = structs.replace(entries[2], **{field: other})
@@ -78,7 +78,7 @@ async def test_a_changed_entry_is_found(audit: Audit, store: Store, store_url: s
     assert verdict.seq in (3, 4)
 
 
-async def test_an_entry_that_is_gone_is_found(audit: Audit, store: Store, store_url: str) -> None:
+async def test_an_entry_that_is_gone_is_found(audit: AuditLog, store: Store, store_url: str) -> None:
     await written(audit)
     tampered(store, store_url, 2, None)
     verdict = await audit.verify(ANN)
@@ -86,7 +86,7 @@ async def test_an_entry_that_is_gone_is_found(audit: Audit, store: Store, store_
 
 
 async def test_an_end_that_was_cut_off_is_found_by_a_head_that_was_told(
-    audit: Audit, store: Store, store_url: str
+    audit: AuditLog, store: Store, store_url: str
 ) -> None:
     entries = await written(audit)
     tampered(store, store_url, 5, None)
@@ -96,14 +96,14 @@ async def test_an_end_that_was_cut_off_is_found_by_a_head_that_was_told(
     assert (await audit.verify(ANN, entries[3].seal)).problem is None
 
 
-async def test_without_the_secret_no_entry_can_be_made(audit: Audit, store: Store, clock: Any) -> None:
+async def test_without_the_secret_no_entry_can_be_made(audit: AuditLog, store: Store, clock: Any) -> None:
     await written(audit, 2)
-    await Audit(store, b"another server's secret, 32 bytes", clock).write(ANN, "key", "token.create", "forged")
+    await AuditLog(store, b"another server's secret, 32 bytes", clock).write(ANN, "key", "token.create", "forged")
     verdict = await audit.verify(ANN)
     assert (verdict.seq, verdict.entries) == (3, 2)
 
 
-async def test_too_much_detail_is_refused_and_nothing_kept(audit: Audit) -> None:
+async def test_too_much_detail_is_refused_and_nothing_kept(audit: AuditLog) -> None:
     with pytest.raises(ValueError, match="longer than 4096 bytes"):
         await audit.write(ANN, "key", "a", "b", text="x" * 5000)
     assert (await audit.verify(ANN)).entries == 0

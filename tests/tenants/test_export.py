@@ -7,9 +7,9 @@ import pytest
 from msgspec import structs
 
 from tenants import export
-from tenants.audit import SYSTEM, Audit
-from tenants.auth.accounts import Accounts, Unauthenticated
-from tenants.export import BadFile, Imported
+from tenants.audit import SYSTEM, AuditLog
+from tenants.auth.accounts import AccountService, Unauthenticated
+from tenants.export import ImportCounts, InvalidExport
 from tenants.open import open_store
 from tenants.records.accounts import Account
 from tenants.records.grants import Grant, Permission
@@ -41,8 +41,8 @@ class Town:
     def __init__(self, store: Store, clock: Any) -> None:
         self.store = store
         self.clock = clock
-        self.accounts = Accounts(store, SECRET, clock)
-        self.audit = Audit(store, SECRET, clock)
+        self.accounts = AccountService(store, SECRET, clock)
+        self.audit = AuditLog(store, SECRET, clock)
         self.texts: dict[str, str] = {}
         self.ids: list[str] = []
 
@@ -107,10 +107,10 @@ def transfer_day(store: Any) -> int:
     return int(store._clock())
 
 
-async def imported(content: bytes, store: Store, secret: bytes = SECRET) -> Imported:
+async def imported(content: bytes, store: Store, secret: bytes = SECRET) -> ImportCounts:
     file, done = io.BytesIO(content), []
-    found = await export.look(file, store, secret, done.append)
-    assert await export.bring_in(file, store, done.append) == found
+    found = await export.inspect_export(file, store, secret, done.append)
+    assert await export.import_accounts(file, store, done.append) == found
     assert sum(done) == 3 * len(content)
     return found
 
@@ -122,7 +122,7 @@ async def without_header(store: Store) -> list[bytes]:
 async def refused(content: bytes, store: Store, says: str, secret: bytes = SECRET) -> None:
     """It is refused in these words, and nothing was changed."""
     before = await without_header(store)
-    with pytest.raises(BadFile, match=says):
+    with pytest.raises(InvalidExport, match=says):
         await imported(content, store, secret)
     assert await without_header(store) == before
 
@@ -148,7 +148,7 @@ async def test_all_of_an_account_comes_over_into_a_store_of_the_other_kind(
     found = await imported(content, target)
     assert (found.accounts, found.plans, found.tokens, found.records, found.entries) == (town.ids, 1, 6, 8, 3)
     assert await without_header(target) == content.splitlines()[1:-1]
-    accounts = Accounts(target, SECRET, clock)
+    accounts = AccountService(target, SECRET, clock)
     for name in ("plain", "rolled", "new"):
         caller = await accounts.verify(town.texts[f"ann {name}"])
         assert (caller.account.id, caller.token_limits) == (town.ids[0], Limits(concurrent_requests=2))
@@ -162,13 +162,13 @@ async def test_all_of_an_account_comes_over_into_a_store_of_the_other_kind(
                 balance.check()
                 assert balance.counted == (await town.store.reconcile(account_id, day, subject)).counted
                 assert balance.counted.micro_neurons == sum_of_neurons
-        assert (await Audit(target, SECRET).verify(account_id)).entries == 1
+        assert (await AuditLog(target, SECRET).verify(account_id)).entries == 1
 
 
 async def test_a_second_import_adds_nothing(town: Town, target: Store) -> None:
     content = await exported(town.store)
     await imported(content, target)
-    await Audit(target, SECRET).write(town.ids[0], "command line", "account.import", town.ids[0])
+    await AuditLog(target, SECRET).write(town.ids[0], "command line", "account.import", town.ids[0])
     assert (await imported(content, target)).nothing
     assert (await imported(content, town.store)).nothing
 
@@ -179,7 +179,7 @@ async def test_an_import_that_was_interrupted_is_completed_by_the_next(town: Tow
     while interrupted < 30:
         failing.left = 1  # each does one write more than the one before it
         try:
-            await export.bring_in(io.BytesIO(content), cast(Any, failing), lambda count: None)
+            await export.import_accounts(io.BytesIO(content), cast(Any, failing), lambda count: None)
         except StoreUnavailable:
             interrupted += 1
         else:
@@ -188,7 +188,7 @@ async def test_an_import_that_was_interrupted_is_completed_by_the_next(town: Tow
     assert (await imported(content, target)).nothing
     assert await without_header(target) == content.splitlines()[1:-1]
     with pytest.raises(Unauthenticated):
-        await Accounts(target, SECRET, town.clock).verify(town.texts["bob revoked"])
+        await AccountService(target, SECRET, town.clock).verify(town.texts["bob revoked"])
 
 
 class _Failing:
@@ -284,7 +284,7 @@ async def test_what_is_something_else_here_is_a_conflict(town: Town, target: Sto
     content = await exported(town.store)
     ann, bob = town.ids
     await imported(content, target)
-    there = Accounts(target, SECRET)
+    there = AccountService(target, SECRET)
     token = next(token for token in await there.tokens(bob) if token.name == "plain")
     await there.keep_plan(structs.replace(await there.plan("team"), weight=9.0))
     await refused(content, target, "the plan team is another one here")
@@ -302,19 +302,19 @@ async def test_a_record_or_an_audit_log_that_differs_is_a_conflict(town: Town, t
     await target.settle([used(town.ids[0], "r2", clock.day, cost=3)])
     await refused(content, target, "usage record r2 of account .* is another one here")
     content = await exported(town.store, usage=False)
-    await Audit(target, SECRET, clock).write(town.ids[0], "command line", "account.import", town.ids[0])
+    await AuditLog(target, SECRET, clock).write(town.ids[0], "command line", "account.import", town.ids[0])
     await refused(content, target, "audit log of .* is another one here, from entry 1 on")
 
 
 async def test_the_default_plan_of_a_store_that_uses_it_is_not_replaced(town: Town, target: Store) -> None:
     await town.accounts.keep_plan(structs.replace(DEFAULT_PLAN, weight=3.0))
     content = await exported(town.store, town.ids[1])
-    carol = await Accounts(target, SECRET).create("carol")
+    carol = await AccountService(target, SECRET).create("carol")
     await refused(content, target, "the plan default is another one here")
     await target.change_account(structs.replace(carol, plan=Plan("other"), revision=2))
     await target.keep_plan(Plan("other", revision=1))
     await imported(content, target)
-    assert (await Accounts(target, SECRET).plan("default")).weight == 3.0
+    assert (await AccountService(target, SECRET).plan("default")).weight == 3.0
 
 
 async def test_expired_records_come_over_as_they_are(town: Town, target: Store, clock: Any) -> None:

@@ -24,7 +24,7 @@ from benchmarks.engine.linear.chain import DeviceLostError, tune
 from benchmarks.engine.linear.shapes import MODELS, storages_of, works_of
 from benchmarks.engine.linear.table import Found
 from engine.kernels.tuning import device_name
-from engine.kernels.tuning_tables import path_of
+from engine.kernels.tuning_tables import table_path
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     processes.set_forkserver_preload([alone.__name__])
     with processes.Pool(options.processes) as pool:
         compile_all(works, pool, options.processes)
-    found, results = Found(path_of(device_name(GPU)), options.write), {}
+    found, results = Found(table_path(device_name(GPU)), options.write), {}
     # A process for each work: where a kernel goes astray, no other is lost.
     with NamedTemporaryFile() as lock, processes.Pool(options.processes, maxtasksperchild=1) as pool:
         for measured in done(pool, partial(measure, lock=Path(lock.name)), works):

@@ -22,16 +22,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.engine.linear.shapes import BYTES_PER_S, AnyTiling, Shape, Work, tilings_of
-from engine.bf12.codec import Bf12, Coded, choose_bases, encode, stack
+from engine.bf12.codec import Bf12Matrix, Bf12Weight, choose_bases, encode, stack_matrices
 from engine.bf12.layout import lanes_of
 from engine.kernels import bf12_linear, bf12_linear_hopper, linear
-from engine.kernels.bf12_linear import CodedTiling
-from engine.kernels.bf12_linear_hopper import Tile
-from engine.kernels.linear import Tiling
+from engine.kernels.bf12_linear import Bf12Tiling
+from engine.kernels.bf12_linear_hopper import HopperTiling
+from engine.kernels.linear import LinearTiling
 from engine.kernels.rms_norm import add_norm
 from engine.kernels.swiglu import silu_and_multiply
 from engine.layers.linear_bf12 import multiply_expanded
-from engine.layers.linear_gpu import Resident
+from engine.layers.linear_gpu import GpuLinear
 
 GPU: Final = torch.device("cuda")
 _COPIES_BYTES: Final = 400 << 20
@@ -44,7 +44,7 @@ _STUCK_S: Final = 120.0  # without any result
 
 # What multiplies rows by a weight, in either storage.
 Call = Callable[[Tensor, Any], Tensor]
-Weight = TypeVar("Weight", Tensor, Bf12)
+Weight = TypeVar("Weight", Tensor, Bf12Weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Measured:
 
 
 def runs(tiling: AnyTiling, gated: bool) -> Call:
-    module: Any = {Tiling: linear, CodedTiling: bf12_linear, Tile: bf12_linear_hopper}[type(tiling)]
+    module: Any = {LinearTiling: linear, Bf12Tiling: bf12_linear, HopperTiling: bf12_linear_hopper}[type(tiling)]
     multiply = module.multiply_gated if gated else module.multiply
     return lambda x_TK, weight: multiply(x_TK, weight, tiling)
 
@@ -88,7 +88,7 @@ def by_library(gated: bool, is_coded: bool) -> Call:
 
 
 def as_bf16(gated: bool) -> Call:
-    return lambda x_TK, weight_NK: Resident(weight_NK).gated(x_TK) if gated else Resident(weight_NK)(x_TK)
+    return lambda x_TK, weight_NK: GpuLinear(weight_NK).gated(x_TK) if gated else GpuLinear(weight_NK)(x_TK)
 
 
 def in_parts(found: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def random_weights(shape: Shape, is_coded: bool, copies: int | None = None) -> tuple[list[Tensor], list[Bf12]]:
+def random_weights(shape: Shape, is_coded: bool, copies: int | None = None) -> tuple[list[Tensor], list[Bf12Weight]]:
     """Copies of a matrix in bf16, and in 12 bits, or none. Its rows repeat, so that it is soon made."""
     outputs, inputs, _ = shape
     piece_NK = torch.randn(math.gcd(outputs, 256), inputs).mul_(_SIGMA).bfloat16()
@@ -127,10 +127,10 @@ def _copied(weight: Weight, copies: int) -> list[Weight]:
     return copied
 
 
-def repeated(piece_NK: Tensor, outputs: int) -> Bf12:
+def repeated(piece_NK: Tensor, outputs: int) -> Bf12Weight:
     """Coded, and below itself as often as it takes, on the GPU."""
     piece = encode(piece_NK, choose_bases(piece_NK))
-    return stack([Coded(piece.words_NW.to(GPU), piece.escapes.to(GPU))] * (outputs // len(piece_NK)))
+    return stack_matrices([Bf12Matrix(piece.words_NW.to(GPU), piece.escapes.to(GPU))] * (outputs // len(piece_NK)))
 
 
 def _copies(weight_bytes: int) -> int:
@@ -259,7 +259,7 @@ def compile_all(works: list[Work], pool: Pool, processes: int) -> None:
     for work in works:
         fresh = []
         for tiling in tilings_of(work, GPU):
-            width = 0 if isinstance(tiling, Tile) else 1 if work.rows == 1 else max(16, work.rows)
+            width = 0 if isinstance(tiling, HopperTiling) else 1 if work.rows == 1 else max(16, work.rows)
             kernel = (replace(tiling, parts=min(2, tiling.parts)), work.shape[2], width, lanes_of(work.shape[1]))
             if kernel not in seen:
                 seen.add(kernel)

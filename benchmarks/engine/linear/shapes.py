@@ -9,11 +9,11 @@ import torch
 
 from engine.bf12.layout import lanes_of
 from engine.kernels import bf12_linear_hopper
-from engine.kernels.bf12_linear import CodedTiling
-from engine.kernels.bf12_linear_hopper import Tile
-from engine.kernels.linear import Tiling
-from engine.kernels.tuning import BUCKETS, CODED_BUCKETS
-from engine.kernels.tuning_tables import key_of
+from engine.kernels.bf12_linear import Bf12Tiling
+from engine.kernels.bf12_linear_hopper import HopperTiling
+from engine.kernels.linear import LinearTiling
+from engine.kernels.tuning import BF12_ROW_BUCKETS, ROW_BUCKETS
+from engine.kernels.tuning_tables import tiling_key
 
 CODED_CANDIDATES_MOST: Final = 16
 BYTES_PER_S: Final = 4.3e12
@@ -24,7 +24,7 @@ _WORDS_LEAST: Final = 2  # of a thread at once: coded.py takes no fewer
 _HEAD_ROWS_MOST: Final = 512  # a head multiplies a row of each sequence, not of each token
 
 Shape = tuple[int, int, bool]  # outputs, inputs, gated
-AnyTiling = Tiling | CodedTiling | Tile
+AnyTiling = LinearTiling | Bf12Tiling | HopperTiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Work:
     @property
     def key(self) -> str:
         outputs, inputs, gated = self.shape
-        return key_of(outputs, inputs, gated, self.is_coded)
+        return tiling_key(outputs, inputs, gated, self.is_coded)
 
     @property
     def weight_bytes(self) -> float:
@@ -85,7 +85,7 @@ class Work:
 
 
 def buckets_of(is_coded: bool) -> tuple[int, ...]:
-    return CODED_BUCKETS if is_coded else BUCKETS
+    return BF12_ROW_BUCKETS if is_coded else ROW_BUCKETS
 
 
 def works_of(models: Sequence[str], rows: Sequence[int] | None, only: str | None) -> list[Work]:
@@ -105,7 +105,7 @@ def storages_of(only: str | None) -> list[bool]:
     return [is_coded for is_coded in (False, True) if only is None or is_coded == (only == "bf12")]
 
 
-def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Tiling]:
+def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[LinearTiling]:
     """Tilings whose tiles fit the shape and the shared memory, with enough programs to keep the GPU reading."""
     if bucket == 1:
         grid = product((4, 8, 16, 32), (256, 512, 1024), (1, 2, 4), (2, 3, 4), (2, 4))
@@ -124,11 +124,11 @@ def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Tili
             continue
         if bucket > 1 and (warps == 8) != (block_n * weights * max(64, bucket) > 64 * 128):
             continue
-        found.append(Tiling(block_n, block_k, parts, stages, warps))
+        found.append(LinearTiling(block_n, block_k, parts, stages, warps))
     return found
 
 
-def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[CodedTiling]:
+def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Bf12Tiling]:
     """As `candidates`, for 12 bits a number: what was fast on an H200, and its neighbours."""
     lanes, inner, weights = lanes_of(inputs), outputs // 2 if gated else outputs, 2 if gated else 1
     grid: list[tuple[int, int, int, int, int, int]] = []
@@ -151,7 +151,7 @@ def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> lis
         read = 8 * lanes * blocks * (1.5 * block_n * weights + (2 * max(16, bucket) if joined else 2))
         if (stages - 1) * read > _SHARED_BYTES:
             continue
-        found.append(CodedTiling(block_n, blocks, parts, stages, warps, joined))
+        found.append(Bf12Tiling(block_n, blocks, parts, stages, warps, joined))
     return found
 
 
@@ -163,4 +163,4 @@ def tilings_of(work: Work, device: torch.device) -> list[AnyTiling]:
     if work.rows <= _FEW_ROWS or not bf12_linear_hopper.serves(outputs, gated, device):
         return [*few]
     multiprocessors = bf12_linear_hopper.multiprocessors_of(device)
-    return [*few, *bf12_linear_hopper.candidates(outputs, inputs, work.rows, gated, multiprocessors)]
+    return [*few, *bf12_linear_hopper.candidate_tilings(outputs, inputs, work.rows, gated, multiprocessors)]

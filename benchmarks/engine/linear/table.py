@@ -9,20 +9,20 @@ from typing import Any
 from benchmarks.engine.linear.alone import Measured
 from benchmarks.engine.linear.shapes import AnyTiling
 from benchmarks.record import record
-from engine.kernels.bf12_linear import CodedTiling
-from engine.kernels.bf12_linear_hopper import Tile
-from engine.kernels.linear import Tiling
-from engine.kernels.tuning import CODED_KERNELS
-from engine.kernels.tuning_tables import key_of, ratio_key_of
+from engine.kernels.bf12_linear import Bf12Tiling
+from engine.kernels.bf12_linear_hopper import HopperTiling
+from engine.kernels.linear import LinearTiling
+from engine.kernels.tuning import BF12_KERNELS
+from engine.kernels.tuning_tables import ratio_key, tiling_key
 
 
 def numbers_of(tiling: AnyTiling | None) -> list[Any] | None:
     """As the table has it."""
     if tiling is None:
         return None
-    if isinstance(tiling, Tiling):
+    if isinstance(tiling, LinearTiling):
         return [*astuple(tiling)]
-    kernel = next(name for name, made in CODED_KERNELS.items() if isinstance(tiling, made))
+    kernel = next(name for name, made in BF12_KERNELS.items() if isinstance(tiling, made))
     return [kernel, *astuple(tiling)]
 
 
@@ -43,7 +43,7 @@ class Found:
         work, best, library_us = measured.work, measured.best, measured.library_us
         tiles, few = (
             next((f"{timed.us:8.2f}" for timed in measured.found if isinstance(timed.tiling, kind)), f"{'':8}")
-            for kind in (Tile, Tiling | CodedTiling)
+            for kind in (HopperTiling, LinearTiling | Bf12Tiling)
         )
         print(
             f"{work.key:26} {work.rows:4} {best.us:8.2f} {work.bound_us:8.2f} {best.us / work.bound_us:6.2f} "
@@ -61,9 +61,9 @@ class Found:
         self._put(work.key, work.rows, numbers_of(tiling))
         if work.is_coded:
             us = next(timed.us for timed in (*measured.found, *measured.others) if timed.tiling == tiling)
-            self._put(ratio_key_of(outputs, inputs, gated), work.rows, round(us / measured.bf16_us, 3))
+            self._put(ratio_key(outputs, inputs, gated), work.rows, round(us / measured.bf16_us, 3))
             if gated and tiling is None:
-                self._put(key_of(outputs, inputs, False, True), work.rows, None)
+                self._put(tiling_key(outputs, inputs, False, True), work.rows, None)
         if self._keeps:
             self._write()
 

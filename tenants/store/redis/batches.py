@@ -26,14 +26,14 @@ from tenants.records.batches import (
     OPEN_BATCHES_MAX,
     OPEN_ITEMS_MAX,
     WAITING_S,
-    Batch,
-    BatchItem,
+    BatchItemResult,
+    BatchJob,
+    BatchJobItem,
     BatchStatus,
-    ItemResult,
-    Waiting,
+    QueueDepth,
 )
 from tenants.records.usage import MICRO, UsageRecord
-from tenants.store.redis.scripts import Script
+from tenants.store.redis.scripts import LuaScript
 
 _COUNTS: Final = ("succeeded", "failed", "prompt_tokens", "completion_tokens")
 _FIELDS: Final = ("document", "status", "ended_at", "expires_at", *_COUNTS)
@@ -42,7 +42,7 @@ _TURNS: Final = 4  # accounts with nothing to claim that one call passes over,
 _PASSED_MAX: Final = 2_000  # and items of batches that have ended
 
 _pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder(Batch).decode
+_unpack = msgspec.msgpack.Decoder(BatchJob).decode
 
 # What the scripts below have in common. Times in these keys are seconds.
 _BATCHES: Final = """
@@ -76,7 +76,7 @@ end
 """
 
 # ARGV: now, batch, document, items, keep_s, model, created_at, expires_at.
-_BEGIN: Final = Script(
+_BEGIN: Final = LuaScript(
     _BATCHES
     + f"""
 local id, key, open_ones = ARGV[2], batch_key(ARGV[2]), account .. ':batches:open'
@@ -103,7 +103,7 @@ return 1
 )
 
 # ARGV: now, batch, first, bodies …
-_ADD: Final = Script(
+_ADD: Final = LuaScript(
     _BATCHES
     + f"""
 local key = batch_key(ARGV[2])
@@ -115,7 +115,7 @@ return 1
 )
 
 # ARGV: now, batch, expires_at.
-_OPEN: Final = Script(
+_OPEN: Final = LuaScript(
     _BATCHES
     + """
 local key = batch_key(ARGV[2])
@@ -131,7 +131,7 @@ return 1
 )
 
 # KEYS: hearth:lines:MODEL. ARGV: now. The account whose turn it is, which goes behind the others.
-_TURN: Final = Script(
+_TURN: Final = LuaScript(
     """
 local found = redis.call('ZRANGEBYSCORE', account, '-inf', now / 1e6, 'LIMIT', 0, 1)[1]
 if found then redis.call('ZADD', account, now / 1e6, found) end
@@ -141,7 +141,7 @@ return found
 
 # ARGV: now, model, lease, most. Returns the end of the first lease where all that is left is leased, '' where nothing
 # is left at all; then batch, place, body, tries, document of each.
-_CLAIM: Final = Script(
+_CLAIM: Final = LuaScript(
     _BATCHES
     + f"local looks = {_PASSED_MAX}\n"
     + """
@@ -176,7 +176,7 @@ return found
 )
 
 # ARGV: now, model, lease, then batch, place of each. Returns a 1 for each that may run on.
-_RENEW: Final = Script(
+_RENEW: Final = LuaScript(
     _BATCHES
     + """
 local leases, alive = account .. ':leases:' .. ARGV[2], {}
@@ -191,7 +191,7 @@ return alive
 )
 
 # ARGV: now, model, then batch, place of each.
-_PUT_BACK: Final = Script(
+_PUT_BACK: Final = LuaScript(
     _BATCHES
     + """
 for i = #ARGV - 1, 3, -2 do
@@ -205,7 +205,7 @@ end
 )
 
 # ARGV: now, model, batch, place, succeeded, result, then request, day, record and the two tokens of what was used.
-_END: Final = Script(
+_END: Final = LuaScript(
     _BATCHES
     + """
 local id, place, key = ARGV[3], ARGV[4], batch_key(ARGV[3])
@@ -228,7 +228,7 @@ return 1
 )
 
 # ARGV: now, batch, status.
-_CLOSE: Final = Script(
+_CLOSE: Final = LuaScript(
     _BATCHES
     + """
 if not is_open(batch_key(ARGV[2])) then return 0 end
@@ -238,28 +238,28 @@ return 1
 )
 
 
-class Database(NamedTuple):
+class RedisCalls(NamedTuple):
     """What a store lends: scripts, commands in one flight, one look at what may be much, microseconds or 0 for Redis'
     own, and an account's keys."""
 
-    call: Callable[[Script, Sequence[tuple[str, Sequence[Any]]]], Awaitable[list[Any]]]
+    call: Callable[[LuaScript, Sequence[tuple[str, Sequence[Any]]]], Awaitable[list[Any]]]
     asked: Callable[..., Awaitable[list[Any]]]
     read: Callable[..., Awaitable[list[Any]]]
     now_us: Callable[[], int]
     key: Callable[..., str]
 
 
-class RedisBatches:
+class RedisBatchStore:
     """See Batches."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: RedisCalls) -> None:
         self._call = database.call
         self._asked = database.asked
         self._read = database.read
         self._now_us = database.now_us
         self._key = database.key
 
-    async def begin(self, batch: Batch) -> bool:
+    async def begin(self, batch: BatchJob) -> bool:
         fixed = (batch.items, batch.keep_s, batch.model, batch.created_at, batch.expires_at)
         return bool(await self._run(_BEGIN, batch.account_id, batch.id, _pack(batch), *fixed))
 
@@ -273,21 +273,21 @@ class RedisBatches:
             await self._run(_OPEN, account_id, batch_id, batch.created_at + WAITING_S)
             await self._asked(("ZADD", _lines(batch.model), "NX", 0, account_id))
 
-    async def get(self, account_id: str, batch_id: str) -> Batch | None:
+    async def get(self, account_id: str, batch_id: str) -> BatchJob | None:
         (columns,) = await self._asked(("HMGET", self._batch(account_id, batch_id), *_FIELDS))
         return _batch(columns)
 
-    async def of_account(self, account_id: str) -> Sequence[Batch]:
+    async def of_account(self, account_id: str) -> Sequence[BatchJob]:
         (ids,) = await self._read(("ZREVRANGE", self._key(account_id, "batches"), 0, LISTED_MAX - 1))
         return await self._batches([(account_id, id) for id in ids])
 
-    async def results(self, account_id: str, batch_id: str, first: int, most: int) -> Sequence[ItemResult]:
+    async def results(self, account_id: str, batch_id: str, first: int, most: int) -> Sequence[BatchItemResult]:
         places = range(first, first + most)
         (found,) = await self._read(("HMGET", f"{self._batch(account_id, batch_id)}:results", *places))
         pairs = zip(places, found, strict=True)
-        return [ItemResult(place, one[:1] == b"1", one[1:]) for place, one in pairs if one is not None]
+        return [BatchItemResult(place, one[:1] == b"1", one[1:]) for place, one in pairs if one is not None]
 
-    async def claim(self, model: str, lease_s: float, most: int) -> Sequence[BatchItem]:
+    async def claim(self, model: str, lease_s: float, most: int) -> Sequence[BatchJobItem]:
         """A claim that Redis did not answer in time is made again, and what the first one got waits for its lease."""
         for _ in range(_TURNS):
             (turn,) = await self._call(_TURN, [(_lines(model), (self._now_us(),))])
@@ -309,7 +309,7 @@ class RedisBatches:
         if (await self._asked(("EXISTS", self._key(account_id, f"line:{model}"))))[0]:
             await self._asked(("ZADD", _lines(model), 0, account_id))
 
-    async def renew(self, items: Sequence[BatchItem], lease_s: float) -> Sequence[BatchItem]:
+    async def renew(self, items: Sequence[BatchJobItem], lease_s: float) -> Sequence[BatchJobItem]:
         groups = list(_groups(items).items())
         calls = [
             (self._key(account_id), (self._now_us(), model, lease_s, *_names(group)))
@@ -319,13 +319,13 @@ class RedisBatches:
         pairs = zip(groups, answers, strict=True)
         return [item for (_, group), alive in pairs for item, one in zip(group, alive, strict=True) if not one]
 
-    async def put_back(self, items: Sequence[BatchItem], delay_s: float) -> None:
+    async def put_back(self, items: Sequence[BatchJobItem], delay_s: float) -> None:
         for (account_id, model), group in _groups(items).items():
             await self._run(_PUT_BACK, account_id, model, *_names(group))
             now = self._now_us() / MICRO or time.time()
             await self._asked(("ZADD", _lines(model), now + delay_s, account_id))
 
-    async def end(self, item: BatchItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:
+    async def end(self, item: BatchJobItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:
         used: tuple[Any, ...] = ()
         if record is not None:
             tokens = (record.prompt_tokens, record.completion_tokens)
@@ -347,27 +347,27 @@ class RedisBatches:
     async def sweep(self) -> None:
         """Redis deletes what has expired."""
 
-    async def waiting(self, models: Sequence[str]) -> Mapping[str, Waiting]:
+    async def waiting(self, models: Sequence[str]) -> Mapping[str, QueueDepth]:
         lines = await self._read(*(("ZRANGE", _lines(model), 0, -1) for model in models))
         accounts = sorted({one.decode() for line in lines for one in line})
         if not accounts:
             return {}
         ids = await self._read(*(("HKEYS", self._key(account_id, "batches:open")) for account_id in accounts))
-        found: dict[str, Waiting] = {}
+        found: dict[str, QueueDepth] = {}
         for batch in await self._batches([(one, id) for one, mine in zip(accounts, ids, strict=True) for id in mine]):
             if batch.status.open:
-                before = found.get(batch.model, Waiting(0, batch.created_at))
+                before = found.get(batch.model, QueueDepth(0, batch.created_at))
                 left = before.items + batch.items - batch.succeeded - batch.failed
-                found[batch.model] = Waiting(left, min(before.oldest_at, batch.created_at))
+                found[batch.model] = QueueDepth(left, min(before.oldest_at, batch.created_at))
         return {model: waiting for model, waiting in found.items() if model in models}
 
-    async def _batches(self, named: Sequence[tuple[str, bytes]]) -> list[Batch]:
+    async def _batches(self, named: Sequence[tuple[str, bytes]]) -> list[BatchJob]:
         """Those of these accounts and ids that there are."""
         questions = [("HMGET", self._batch(account_id, id.decode()), *_FIELDS) for account_id, id in named]
         found = await self._read(*questions) if questions else []
         return [batch for columns in found if (batch := _batch(columns)) is not None]
 
-    async def _run(self, script: Script, account_id: str, *arguments: Any) -> Any:
+    async def _run(self, script: LuaScript, account_id: str, *arguments: Any) -> Any:
         (answer,) = await self._call(script, [(self._key(account_id), (self._now_us(), *arguments))])
         return answer
 
@@ -379,7 +379,7 @@ def _lines(model: str) -> str:
     return f"hearth:lines:{model}"
 
 
-def _batch(columns: Sequence[bytes | None]) -> Batch | None:
+def _batch(columns: Sequence[bytes | None]) -> BatchJob | None:
     """None where there is none, or where it has not arrived."""
     document, status, ended_at, expires_at, *counts = columns
     if document is None or status is None or status == b"arriving":
@@ -393,17 +393,17 @@ def _batch(columns: Sequence[bytes | None]) -> Batch | None:
     )
 
 
-def _item(account_id: str, batch_id: bytes, place: bytes, body: bytes, tries: int, document: bytes) -> BatchItem:
+def _item(account_id: str, batch_id: bytes, place: bytes, body: bytes, tries: int, document: bytes) -> BatchJobItem:
     batch = _unpack(document)
-    return BatchItem(account_id, batch_id.decode(), int(place), batch.token_id, batch.model, body, tries)
+    return BatchJobItem(account_id, batch_id.decode(), int(place), batch.token_id, batch.model, body, tries)
 
 
-def _groups(items: Sequence[BatchItem]) -> dict[tuple[str, str], list[BatchItem]]:
-    groups: dict[tuple[str, str], list[BatchItem]] = {}
+def _groups(items: Sequence[BatchJobItem]) -> dict[tuple[str, str], list[BatchJobItem]]:
+    groups: dict[tuple[str, str], list[BatchJobItem]] = {}
     for item in items:
         groups.setdefault((item.account_id, item.model), []).append(item)
     return groups
 
 
-def _names(items: Sequence[BatchItem]) -> list[Any]:
+def _names(items: Sequence[BatchJobItem]) -> list[Any]:
     return [part for item in items for part in (item.batch_id, item.place)]

@@ -21,10 +21,14 @@ from redis.exceptions import TimeoutError as NoAnswer
 from tenants.store.protocol import StoreUnavailable
 
 ANSWER_S: Final = 0.05  # for a flight, a new connection included; after the second one a caller is told
-PROBE: Final = 4  # commands that see whether Redis is back: few, so that one that is hardly back can answer them
+PROBE_COMMANDS: Final = (
+    4  # commands that see whether Redis is back: few, so that one that is hardly back can answer them
+)
 LATE_S: Final = 0.01  # a timer that is so late tells of this process and not of Redis
 LOOK_S: Final = 0.005  # for answers that came meanwhile to be read
-FLIGHT: Final = 64  # commands sent at once; more would save little, and their answers take part of the deadline
+PIPELINE_COMMANDS: Final = (
+    64  # commands sent at once; more would save little, and their answers take part of the deadline
+)
 
 Command = Sequence[Any]
 
@@ -38,7 +42,7 @@ def connect(url: str) -> Any:
     return ConnectionPool.from_url(url, socket_timeout=None, retry=Retry(NoBackoff(), 0), protocol=2)
 
 
-class _Question:
+class _PendingCommand:
     __slots__ = ("answer", "answered", "command", "sent")
 
     def __init__(self, command: Command) -> None:
@@ -48,19 +52,19 @@ class _Question:
         self.sent = False  # Redis may have got it
 
 
-class Line:
+class CommandPipeline:
     """Every caller is answered or raises within 2 · ANSWER_S of the start of the flight that it is on, and within
     ANSWER_S where Redis did not answer the flight before either."""
 
     def __init__(self, url: str) -> None:
         self._connection = connect(url).make_connection()
-        self._waiting: dict[_Question, None] = {}  # in the order of asking
+        self._waiting: dict[_PendingCommand, None] = {}  # in the order of asking
         self._turn = asyncio.Lock()
         self._away = False  # since the last flight
 
     async def ask(self, *commands: Command) -> list[Any]:
         """The answers, an error of Redis itself among them. Raises StoreUnavailable when there are none."""
-        questions = [_Question(command) for command in commands]
+        questions = [_PendingCommand(command) for command in commands]
         self._waiting.update(dict.fromkeys(questions))
         try:
             async with self._turn:
@@ -80,7 +84,7 @@ class Line:
 
     async def _fly(self) -> None:
         """Answers the first FLIGHT questions; all that wait, with the error, where Redis is not there."""
-        batch = list(islice(self._waiting, PROBE if self._away else FLIGHT))
+        batch = list(islice(self._waiting, PROBE_COMMANDS if self._away else PIPELINE_COMMANDS))
         try:
             answers = await (self._send(batch) if self._away else self._send_twice(batch))
             self._away = False
@@ -92,13 +96,13 @@ class Line:
             question.answer, question.answered = answer, True
             self._waiting.pop(question, None)
 
-    async def _send_twice(self, batch: list[_Question]) -> list[Any]:
+    async def _send_twice(self, batch: list[_PendingCommand]) -> list[Any]:
         try:
             return await self._send(batch)
         except (NoConnection, NoAnswer, OSError):
             return await self._send(batch)
 
-    async def _send(self, batch: list[_Question]) -> list[Any]:
+    async def _send(self, batch: list[_PendingCommand]) -> list[Any]:
         """One answer per question, errors of Redis among them. However it fails, the connection is dropped, so that no
         late answer is taken for another question's.
 
@@ -108,7 +112,7 @@ class Line:
         connection = self._connection
         commands = connection.pack_commands([question.command for question in batch])
         try:
-            async with patience(ANSWER_S):
+            async with lag_tolerant_timeout(ANSWER_S):
                 await connection.connect()
                 for question in batch:
                     question.sent = True
@@ -128,7 +132,7 @@ class Line:
 
 
 @asynccontextmanager
-async def patience(seconds: float) -> AsyncIterator[None]:
+async def lag_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
     """Raises TimeoutError where the block takes longer. A process that is late itself looks first at what has come."""
     loop = asyncio.get_running_loop()
     due = loop.time() + seconds
@@ -146,7 +150,7 @@ async def patience(seconds: float) -> AsyncIterator[None]:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def redis_errors() -> Iterator[None]:
     """What Redis raises inside becomes StoreUnavailable with advice."""
     try:
         yield

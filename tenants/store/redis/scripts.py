@@ -7,12 +7,12 @@ and ARGV[1] the time in microseconds, 0 for Redis' own.
 import hashlib
 from typing import Final
 
-from tenants.records.holds import RATES, Refusal
+from tenants.records.holds import RATES, DenialReason
 from tenants.records.limits import MINUTE_US
 from tenants.records.usage import DAY_US, EXPIRED, MICRO
-from tenants.store.protocol import KEPT_DAYS, OTHER_TAGS, TAGGED_MAX
+from tenants.store.protocol import OTHER_TAGS, RETENTION_DAYS, TAGGED_MAX
 
-BETWEEN: Final = "\x1f"  # the parts of a field of usage
+FIELD_SEPARATOR: Final = "\x1f"  # the parts of a field of usage
 GAUGE_S: Final = 86_400  # a token's or class's gauge is kept so long after its last request began
 SWEEP_MAX: Final = 500  # holds that one call expires
 
@@ -69,7 +69,7 @@ local function add(key, names, changes, day)
         written[2 * i - 1], written[2 * i] = name, string.format('%.0f', tonumber(found[i] or 0) + changes[i])
     end
     redis.call('HSET', key, unpack(written))
-    if day and not found[1] then redis.call('EXPIREAT', key, (day + {KEPT_DAYS}) * 86400) end
+    if day and not found[1] then redis.call('EXPIREAT', key, (day + {RETENTION_DAYS}) * 86400) end
 end
 
 local function take(request)
@@ -100,11 +100,11 @@ end
 
 -- The field of usage that a record is summed in.
 local function kind_of(usage, record)
-    local field = record[9] .. '{BETWEEN}' .. record[10]
+    local field = record[9] .. '{FIELD_SEPARATOR}' .. record[10]
     if (record[15] or '') == '' then return field end
-    local tagged = field .. '{BETWEEN}' .. record[15]
+    local tagged = field .. '{FIELD_SEPARATOR}' .. record[15]
     if redis.call('HEXISTS', usage, tagged) == 1 or redis.call('HLEN', usage) < {TAGGED_MAX} then return tagged end
-    return field .. '{BETWEEN}{OTHER_TAGS}'
+    return field .. '{FIELD_SEPARATOR}{OTHER_TAGS}'
 end
 
 local function write(request, day, hold, bytes)
@@ -126,8 +126,8 @@ local function write(request, day, hold, bytes)
         end
         redis.call('HSET', usage, field, table.concat(written, ':'))
         if not sum then  -- the day's first of its kind
-            redis.call('EXPIREAT', usage, (day + {KEPT_DAYS}) * 86400)
-            redis.call('EXPIREAT', ledger, (day + {KEPT_DAYS}) * 86400)
+            redis.call('EXPIREAT', usage, (day + {RETENTION_DAYS}) * 86400)
+            redis.call('EXPIREAT', ledger, (day + {RETENTION_DAYS}) * 86400)
         end
     end
     local subjects = counted(record[14])
@@ -177,7 +177,7 @@ end
 local function keep_month(subject, sum)
     local key = month_key(today, subject)
     if redis.call('SETNX', key, string.format('%.0f', sum)) == 1 then
-        redis.call('EXPIREAT', key, (today + {KEPT_DAYS}) * 86400)
+        redis.call('EXPIREAT', key, (today + {RETENTION_DAYS}) * 86400)
     end
 end
 
@@ -194,17 +194,17 @@ end
 
 local function left(cap)
     local measure, read = cap.measure, used(cap.subject)
-    if measure == '{Refusal.NEURONS_PER_DAY}' then return cap.allowed - spent(today, cap.subject) end
-    if measure == '{Refusal.NEURONS_PER_MONTH}' then return cap.allowed - spent_this_month(cap.subject) end
-    if measure == '{Refusal.CONCURRENT_REQUESTS}' then return cap.allowed - read.open end
-    if measure == '{Refusal.REQUESTS_PER_MINUTE}' then return cap.room - math.max(read.requests_us - now, 0) end
-    if measure == '{Refusal.INPUT_TOKENS_PER_MINUTE}' then return cap.room - math.max(read.input_us - now, 0) end
+    if measure == '{DenialReason.NEURONS_PER_DAY}' then return cap.allowed - spent(today, cap.subject) end
+    if measure == '{DenialReason.NEURONS_PER_MONTH}' then return cap.allowed - spent_this_month(cap.subject) end
+    if measure == '{DenialReason.CONCURRENT_REQUESTS}' then return cap.allowed - read.open end
+    if measure == '{DenialReason.REQUESTS_PER_MINUTE}' then return cap.room - math.max(read.requests_us - now, 0) end
+    if measure == '{DenialReason.INPUT_TOKENS_PER_MINUTE}' then return cap.room - math.max(read.input_us - now, 0) end
     return cap.room - math.max(read.output_us - now, 0) - math.ceil(read.output * {MINUTE_US} / cap.allowed)
 end
 """
 
 
-class Script:
+class LuaScript:
     """Its text, and the name that Redis knows it by."""
 
     def __init__(self, body: str) -> None:
@@ -212,22 +212,22 @@ class Script:
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-REFUSALS: Final = list(Refusal)
-CODE: Final = {refusal: number for number, refusal in enumerate(REFUSALS, 1)}
-_RATE_CODES: Final = ", ".join(f"{rate} = {CODE[rate]}" for rate in RATES)
+DENIAL_REASONS: Final = list(DenialReason)
+DENIAL_CODES: Final = {refusal: number for number, refusal in enumerate(DENIAL_REASONS, 1)}
+_RATE_CODES: Final = ", ".join(f"{rate} = {DENIAL_CODES[rate]}" for rate in RATES)
 
 # ARGV: now, request, token, held, lifetime, record, output, subjects, then the caps. The steps are those of reserve()
 # in store_sqlite.py and of decide() in decision.py.
-RESERVE: Final = Script(
+RESERVE: Final = LuaScript(
     _MEASURE
     + f"""
 local request, token, held, lifetime, record = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local output, subjects, caps = tonumber(ARGV[7]), counted(ARGV[8]), read_caps(ARGV[9])
 local known = redis.call('HMGET', account, 'created_at', 'suspended_at')
 expire()
-if not known[1] then return {{{CODE[Refusal.NO_ACCOUNT]}}} end
-if redis.call('HEXISTS', account .. ':revoked', token) == 1 then return {{{CODE[Refusal.REVOKED]}}} end
-if known[2] then return {{{CODE[Refusal.SUSPENDED]}}} end
+if not known[1] then return {{{DENIAL_CODES[DenialReason.NO_ACCOUNT]}}} end
+if redis.call('HEXISTS', account .. ':revoked', token) == 1 then return {{{DENIAL_CODES[DenialReason.REVOKED]}}} end
+if known[2] then return {{{DENIAL_CODES[DenialReason.SUSPENDED]}}} end
 local hold = redis.call('HGET', holds, request)
 if hold then
     local day, kept = string.match(hold, '^(%d+):(%d+):')
@@ -236,24 +236,25 @@ if hold then
     return granted
 end
 local recorded = redis.call('HGET', account .. ':ledger:' .. today, request)
-if recorded and cmsgpack.unpack(recorded)[8] ~= '{EXPIRED}' then return {{{CODE[Refusal.RECORDED]}}} end
+if recorded and cmsgpack.unpack(recorded)[8] ~= '{EXPIRED}' then return {{{DENIAL_CODES[DenialReason.RECORDED]}}} end
 
 local granted, after = held, {{}}
 for i, cap in ipairs(caps) do
     local room, measure = left(cap), cap.measure
     after[i] = room
-    if measure == '{Refusal.NEURONS_PER_DAY}' or measure == '{Refusal.NEURONS_PER_MONTH}' then
+    if measure == '{DenialReason.NEURONS_PER_DAY}' or measure == '{DenialReason.NEURONS_PER_MONTH}' then
         if room < cap.least then
-            local code, ends = {CODE[Refusal.NEURONS_PER_DAY]}, today + 1
-            if measure == '{Refusal.NEURONS_PER_MONTH}' then
-                code, ends = {CODE[Refusal.NEURONS_PER_MONTH]}, first_of_month(first_of_month(today) + 31)
+            local code, ends = {DENIAL_CODES[DenialReason.NEURONS_PER_DAY]}, today + 1
+            if measure == '{DenialReason.NEURONS_PER_MONTH}' then
+                code, ends = {DENIAL_CODES[DenialReason.NEURONS_PER_MONTH]}, first_of_month(first_of_month(today) + 31)
             end
             return {{code, ends * {DAY_US} - now, cap.allowed, cap.allowed - room, cap.subject}}
         end
         granted = math.min(granted, room)
-    elseif measure == '{Refusal.CONCURRENT_REQUESTS}' then
+    elseif measure == '{DenialReason.CONCURRENT_REQUESTS}' then
         if room <= 0 then
-            return {{{CODE[Refusal.CONCURRENT_REQUESTS]}, {MICRO}, cap.allowed, used(cap.subject).open, cap.subject}}
+            return {{{DENIAL_CODES[DenialReason.CONCURRENT_REQUESTS]}, {MICRO}, cap.allowed,
+                used(cap.subject).open, cap.subject}}
         end
     elseif cap.cost > room then
         local codes = {{{_RATE_CODES}}}
@@ -268,13 +269,13 @@ for i, subject in ipairs(subjects) do
     rates[i] = 0
     for j, cap in ipairs(caps) do
         if cap.subject == subject then
-            if cap.measure == '{Refusal.REQUESTS_PER_MINUTE}' then
+            if cap.measure == '{DenialReason.REQUESTS_PER_MINUTE}' then
                 written[#written + 1], written[#written + 2] = 'requests_us', math.max(read.requests_us, now) + cap.cost
-            elseif cap.measure == '{Refusal.INPUT_TOKENS_PER_MINUTE}' then
+            elseif cap.measure == '{DenialReason.INPUT_TOKENS_PER_MINUTE}' then
                 written[#written + 1], written[#written + 2] = 'input_us', math.max(read.input_us, now) + cap.cost
-            elseif cap.measure == '{Refusal.OUTPUT_TOKENS_PER_MINUTE}' then
+            elseif cap.measure == '{DenialReason.OUTPUT_TOKENS_PER_MINUTE}' then
                 rates[i] = cap.allowed
-            elseif cap.measure == '{Refusal.NEURONS_PER_MONTH}' then
+            elseif cap.measure == '{DenialReason.NEURONS_PER_MONTH}' then
                 keep_month(subject, cap.allowed - after[j])
             end
         end
@@ -290,9 +291,9 @@ redis.call('ZADD', expiries, now + lifetime, request)
 local answer = {{0, today, granted}}
 for i, cap in ipairs(caps) do
     local taken = cap.cost
-    if cap.measure == '{Refusal.NEURONS_PER_DAY}' or cap.measure == '{Refusal.NEURONS_PER_MONTH}' then
+    if cap.measure == '{DenialReason.NEURONS_PER_DAY}' or cap.measure == '{DenialReason.NEURONS_PER_MONTH}' then
         taken = granted
-    elseif cap.measure == '{Refusal.CONCURRENT_REQUESTS}' then
+    elseif cap.measure == '{DenialReason.CONCURRENT_REQUESTS}' then
         taken = 1
     end
     answer[i + 3] = after[i] - taken
@@ -302,7 +303,7 @@ return answer
 )
 
 # ARGV: now, then the caps.
-LEFT: Final = Script(
+LEFT: Final = LuaScript(
     _MEASURE
     + """
 local found = {}
@@ -312,7 +313,7 @@ return found
 )
 
 # ARGV: now, lifetime, then request, record of each.
-CHECKPOINT: Final = Script(
+CHECKPOINT: Final = LuaScript(
     """
 for i = 3, #ARGV, 2 do
     local hold = redis.call('HGET', holds, ARGV[i])
@@ -326,7 +327,7 @@ end
 )
 
 # ARGV: now, whether an account that is not there may be charged, then request, day, record of each.
-SETTLE: Final = Script(
+SETTLE: Final = LuaScript(
     """
 if ARGV[2] == '0' and redis.call('EXISTS', account) == 0 then return 0 end
 for i = 3, #ARGV, 3 do
@@ -337,10 +338,10 @@ return 1
 """
 )
 
-SWEEP: Final = Script("return expire()")
+SWEEP: Final = LuaScript("return expire()")
 
 # ARGV: now, revision, suspended_at, plan, document.
-CHANGE_ACCOUNT: Final = Script(
+CHANGE_ACCOUNT: Final = LuaScript(
     """
 if redis.call('EXISTS', account) == 0 then return 0 end
 if tonumber(redis.call('HGET', account, 'revision') or 1) ~= tonumber(ARGV[2]) - 1 then return 0 end
@@ -353,7 +354,7 @@ return 1
 )
 
 # KEYS: hearth:plans. ARGV: now, name, revision, document.
-KEEP_PLAN: Final = Script(
+KEEP_PLAN: Final = LuaScript(
     """
 if tonumber(redis.call('HGET', account .. ':revisions', ARGV[2]) or 0) ~= tonumber(ARGV[3]) - 1 then return 0 end
 redis.call('HSET', account .. ':revisions', ARGV[2], ARGV[3])
@@ -363,7 +364,7 @@ return 1
 )
 
 # ARGV: now, seq, entry.
-APPEND_AUDIT: Final = Script(
+APPEND_AUDIT: Final = LuaScript(
     """
 if redis.call('LLEN', account .. ':audit') ~= tonumber(ARGV[2]) - 1 then return 0 end
 redis.call('RPUSH', account .. ':audit', ARGV[3])
@@ -372,7 +373,7 @@ return 1
 )
 
 # KEYS: hearth:notices. ARGV: now, due before, due again at, most.
-TAKE_NOTICES: Final = Script(
+TAKE_NOTICES: Final = LuaScript(
     """
 local taken = {}
 for i, id in ipairs(redis.call('ZRANGEBYSCORE', account, '-inf', ARGV[2], 'LIMIT', 0, ARGV[4])) do

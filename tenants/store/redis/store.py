@@ -39,18 +39,18 @@ from redis.exceptions import NoScriptError, RedisError
 
 from tenants.records.accounts import Account
 from tenants.records.audit_entry import AuditEntry
-from tenants.records.batches import Batches
-from tenants.records.holds import Cap, Granted, Hold, Refusal, Refused
+from tenants.records.batches import BatchStore
+from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.limits import Limits
 from tenants.records.notices import Notice
 from tenants.records.plans import DEFAULT_PLAN, Plan
-from tenants.records.tokens import ApiToken, Seal
+from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import DAY_US, MICRO, Balance, Totals, UsageRecord, UsageRow
 from tenants.store.codec import account_document, plan_document, read_account, read_plan
-from tenants.store.protocol import KEPT_DAYS, Clock, StoreUnavailable
+from tenants.store.protocol import RETENTION_DAYS, Clock, StoreUnavailable
 from tenants.store.redis import scripts as scripts
-from tenants.store.redis.batches import Database, RedisBatches
-from tenants.store.redis.pipeline import FLIGHT, Line, connect, explained, unavailable
+from tenants.store.redis.batches import RedisBatchStore, RedisCalls
+from tenants.store.redis.pipeline import PIPELINE_COMMANDS, CommandPipeline, connect, redis_errors, unavailable
 
 # What an earlier version kept is read as it is: 1, which had no version, kept accounts in columns.
 VERSION: Final = 2
@@ -66,7 +66,9 @@ _SUMS: Final = Totals.__struct_fields__
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_record = msgspec.msgpack.Decoder(UsageRecord).decode
-_unpack_token = msgspec.msgpack.Decoder(tuple[ApiToken, Seal | list[Seal]]).decode  # one, before they were rolled
+_unpack_token = msgspec.msgpack.Decoder(
+    tuple[ApiToken, TokenDigest | list[TokenDigest]]
+).decode  # one, before they were rolled
 _unpack_entry = msgspec.msgpack.Decoder(AuditEntry).decode
 _unpack_notice = msgspec.msgpack.Decoder(Notice).decode
 
@@ -75,10 +77,10 @@ class RedisStore:
     """See Store. Connections are made when needed, so opening one never fails."""
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
-        self._line = Line(url)
+        self._line = CommandPipeline(url)
         self._reads: Any = Redis.from_pool(connect(url))
         self._clock = clock
-        self.batches: Batches = RedisBatches(Database(self._call, self._asked, self._read, self._now_us, _key))
+        self.batches: BatchStore = RedisBatchStore(RedisCalls(self._call, self._asked, self._read, self._now_us, _key))
 
     async def ping(self) -> None:
         """Writes, because a full Redis and a replica answer a PING. Also raises where a newer Hearth has written."""
@@ -141,14 +143,14 @@ class RedisStore:
         await self._ask("HDEL", f"{_PLANS}:revisions", name)
         return bool(await self._ask("HDEL", _PLANS, name))
 
-    async def add_token(self, token: ApiToken, seal: Seal) -> bool:
+    async def add_token(self, token: ApiToken, seal: TokenDigest) -> bool:
         if not await self._ask("EXISTS", _key(token.account_id)):
             return False
         await self._ask("SETNX", f"hearth:token:{token.id}", token.account_id)
         await self._ask("HSETNX", _key(token.account_id, "tokens"), token.id, _pack((token, [seal])))
         return True
 
-    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[Seal], Account] | None:
+    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest], Account] | None:
         owner = await self._ask("GET", f"hearth:token:{token_id}")
         if owner is None:
             await self._remembers()
@@ -165,9 +167,9 @@ class RedisStore:
             await self._remembers()
             return None
         token, seals = _unpack_token(packed)
-        return _with_revocation(token, revoked_at), [seals] if isinstance(seals, Seal) else seals, account
+        return _with_revocation(token, revoked_at), [seals] if isinstance(seals, TokenDigest) else seals, account
 
-    async def change_token(self, token: ApiToken, seals: Sequence[Seal]) -> bool:
+    async def change_token(self, token: ApiToken, seals: Sequence[TokenDigest]) -> bool:
         tokens = _key(token.account_id, "tokens")
         if not await self._ask("HEXISTS", tokens, token.id):
             return False
@@ -189,7 +191,7 @@ class RedisStore:
         await self._ask("HSETNX", _key(owner.decode(), "revoked"), token_id, revoked_at)
         return True
 
-    async def reserve(self, hold: Hold) -> Granted | Refused:
+    async def reserve(self, hold: Hold) -> Granted | Denied:
         record = hold.record
         key, now = _key(record.account_id), self._now_us()
         ask = (record.request_id, record.token_id, hold.held, hold.lifetime_us, _pack(record), hold.output)
@@ -198,10 +200,10 @@ class RedisStore:
         if not code:
             day, held, *after = answer
             return Granted(day, held, tuple(after))
-        if code == scripts.CODE[Refusal.NO_ACCOUNT]:
+        if code == scripts.DENIAL_CODES[DenialReason.NO_ACCOUNT]:
             await self._remembers()
         *numbers, subject = answer or (b"",)
-        return structs.replace(Refused(scripts.REFUSALS[code - 1], *numbers), subject=subject.decode())
+        return structs.replace(Denied(scripts.DENIAL_REASONS[code - 1], *numbers), subject=subject.decode())
 
     async def left(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
         (found,) = await self._call(scripts.LEFT, [(_key(account_id), (self._now_us(), _pack(caps)))])
@@ -231,9 +233,9 @@ class RedisStore:
         now, swept = self._now_us(), 0
         calls = [(_key(account_id), (now,)) for account_id in await self._ids()]
         while calls:
-            counts = await self._call(scripts.SWEEP, calls[:FLIGHT])
+            counts = await self._call(scripts.SWEEP, calls[:PIPELINE_COMMANDS])
             again = [call for call, count in zip(calls, counts, strict=False) if count == scripts.SWEEP_MAX]
-            calls = again + calls[FLIGHT:]
+            calls = again + calls[PIPELINE_COMMANDS:]
             swept += sum(counts)
         return swept
 
@@ -251,7 +253,7 @@ class RedisStore:
         sums: dict[tuple[int, str, str, str], Any] = {}
         for day, fields in zip(days, found, strict=True):
             for field, value in fields.items():
-                token_id, model, *tags = field.decode().split(scripts.BETWEEN)
+                token_id, model, *tags = field.decode().split(scripts.FIELD_SEPARATOR)
                 sums[day, token_id, model, "".join(tags)] = [int(number) for number in value.split(b":")]
         return [UsageRow(*(*kind[:3], *numbers, kind[3])) for kind, numbers in sorted(sums.items())]
 
@@ -269,7 +271,7 @@ class RedisStore:
         return Balance(_totals(counted), _recorded(packed, held, day, subject))
 
     async def _values(self, key: str) -> AsyncIterator[bytes]:
-        with explained():
+        with redis_errors():
             async with asyncio.timeout(READ_S * 12):
                 async for _, value in self._reads.hscan_iter(key, count=scripts.SWEEP_MAX):
                     yield value
@@ -301,7 +303,7 @@ class RedisStore:
 
     async def add_notice(self, notice: Notice) -> None:
         await self._ask("HSETNX", f"{_NOTICES}:bodies", notice.id, _pack(notice))
-        if await self._ask("SET", f"hearth:notice:{notice.id}", "", "NX", "EX", KEPT_DAYS * 86_400):
+        if await self._ask("SET", f"hearth:notice:{notice.id}", "", "NX", "EX", RETENTION_DAYS * 86_400):
             await self._ask("ZADD", _NOTICES, notice.due_at, notice.id)
         elif not await self._ask("ZSCORE", _NOTICES, notice.id):
             await self._ask("HDEL", f"{_NOTICES}:bodies", notice.id)  # it was closed
@@ -334,7 +336,7 @@ class RedisStore:
         (ids,) = await self._read(("SMEMBERS", "hearth:accounts"))
         return [one.decode() for one in ids]
 
-    async def _call(self, script: scripts.Script, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+    async def _call(self, script: scripts.LuaScript, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """One script per account. Scripts are idempotent, so all run again where Redis had forgotten the text."""
         commands = [("EVALSHA", script.sha, 1, key, *arguments) for key, arguments in calls]
         answers = await self._line.ask(*commands)
@@ -351,7 +353,7 @@ class RedisStore:
 
     async def _read(self, *commands: Sequence[Any]) -> list[Any]:
         """One consistent look at what may be much; not on the request path."""
-        with explained():
+        with redis_errors():
             async with asyncio.timeout(READ_S), self._reads.pipeline(transaction=True) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)

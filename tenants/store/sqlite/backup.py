@@ -12,10 +12,10 @@ from tenants.store.sqlite.schema import SCHEMA_VERSION
 PAGES_AT_ONCE: Final = 500
 BUSY_S: Final = 5.0
 
-Progress = Callable[[int, int], object]  # pages that are left, and all
+BackupProgress = Callable[[int, int], object]  # pages that are left, and all
 
 
-def copy(path: Path, target: Path, progress: Progress) -> None:
+def copy(path: Path, target: Path, progress: BackupProgress) -> None:
     """The file as it is at this moment, for this user alone. Writers go on meanwhile: the copy is made from one
     snapshot, which holds back the shortening of the write-ahead log and nothing else. Raises StoreUnavailable."""
     target.touch(mode=0o600)

@@ -15,11 +15,11 @@ from tenants.records.batches import (
     OPEN_BATCHES_MAX,
     OPEN_ITEMS_MAX,
     WAITING_S,
-    Batch,
-    BatchItem,
+    BatchItemResult,
+    BatchJob,
+    BatchJobItem,
     BatchStatus,
-    ItemResult,
-    Waiting,
+    QueueDepth,
 )
 from tenants.records.usage import UsageRecord
 from tenants.store.protocol import Clock
@@ -34,7 +34,7 @@ class _State(enum.IntEnum):
     FAILED = 3
 
 
-_BATCH: Final = ", ".join(Batch.__struct_fields__)
+_BATCH: Final = ", ".join(BatchJob.__struct_fields__)
 _OPEN: Final = "status IN ('queued', 'running')"
 _LEFT: Final = "items - succeeded - failed"
 _LAPSED: Final = f"""
@@ -66,7 +66,7 @@ _STOP_ITEMS: Final = f"DELETE FROM batch_items WHERE batch_id = ? AND state IN (
 _WAITING: Final = f"SELECT model, sum({_LEFT}), min(created_at) FROM batches WHERE {_OPEN} GROUP BY model"
 
 
-class File(NamedTuple):
+class SqliteCalls(NamedTuple):
     """What a store lends: statements, reads, a transaction around several; how a request is settled inside one."""
 
     run: Callable[..., Any]
@@ -76,17 +76,17 @@ class File(NamedTuple):
     clock: Clock
 
 
-class SqliteBatches:
+class SqliteBatchStore:
     """See Batches."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: SqliteCalls) -> None:
         self._run = file.run
         self._read = file.rows
         self._transaction = file.transaction
         self._settle = file.settle
         self._clock = file.clock
 
-    async def begin(self, batch: Batch) -> bool:
+    async def begin(self, batch: BatchJob) -> bool:
         open_ones = "SELECT count(*), coalesce(sum(items), 0) FROM batches WHERE account_id = ? AND ended_at IS NULL"
         insert = f"INSERT INTO batches ({_BATCH}) VALUES ({', '.join('?' * len(structs.astuple(batch)))})"
         with self._transaction():
@@ -116,21 +116,21 @@ class SqliteBatches:
     def _line_up(self, model: str, account_id: str) -> None:
         self._run("INSERT INTO batch_lines VALUES (?, ?, 0) ON CONFLICT DO NOTHING", (model, account_id))
 
-    async def get(self, account_id: str, batch_id: str) -> Batch | None:
+    async def get(self, account_id: str, batch_id: str) -> BatchJob | None:
         rows = self._read(f"SELECT {_BATCH} FROM batches WHERE id = ? AND account_id = ?", batch_id, account_id)
         return next(iter(_batches(rows)), None)
 
-    async def of_account(self, account_id: str) -> Sequence[Batch]:
+    async def of_account(self, account_id: str) -> Sequence[BatchJob]:
         select = f"SELECT {_BATCH} FROM batches WHERE account_id = ? ORDER BY created_at DESC, id LIMIT {LISTED_MAX}"
         return _batches(self._read(select, account_id))
 
-    async def results(self, account_id: str, batch_id: str, first: int, most: int) -> Sequence[ItemResult]:
+    async def results(self, account_id: str, batch_id: str, first: int, most: int) -> Sequence[BatchItemResult]:
         select = f"""SELECT place, state = {_State.SUCCEEDED}, result FROM batch_items
             WHERE batch_id = ? AND account_id = ? AND place BETWEEN ? AND ? AND result IS NOT NULL ORDER BY place"""
         rows = self._read(select, batch_id, account_id, first, first + most - 1)
-        return [ItemResult(place, bool(succeeded), result) for place, succeeded, result in rows]
+        return [BatchItemResult(place, bool(succeeded), result) for place, succeeded, result in rows]
 
-    async def claim(self, model: str, lease_s: float, most: int) -> Sequence[BatchItem]:
+    async def claim(self, model: str, lease_s: float, most: int) -> Sequence[BatchJobItem]:
         now, claimed = self._clock(), list[Any]()
         with self._transaction():
             for of_model, account_id in set(self._run(_LAPSED, (now,)).fetchall()):
@@ -149,21 +149,21 @@ class SqliteBatches:
             for batch_id in {row[1] for row in claimed}:
                 self._run("UPDATE batches SET status = 'running' WHERE id = ? AND status = 'queued'", (batch_id,))
         (account_id,) = found
-        return [BatchItem(account_id, id, place, token, model, *rest) for _, id, place, *rest, token in claimed]
+        return [BatchJobItem(account_id, id, place, token, model, *rest) for _, id, place, *rest, token in claimed]
 
-    async def renew(self, items: Sequence[BatchItem], lease_s: float) -> Sequence[BatchItem]:
+    async def renew(self, items: Sequence[BatchJobItem], lease_s: float) -> Sequence[BatchJobItem]:
         until = self._clock() + lease_s
         with self._transaction():
             return [item for item in items if not self._run(_RENEW, (until, item.batch_id, item.place)).rowcount]
 
-    async def put_back(self, items: Sequence[BatchItem], delay_s: float) -> None:
+    async def put_back(self, items: Sequence[BatchJobItem], delay_s: float) -> None:
         turn = self._clock() + delay_s
         with self._transaction():
             for item in items:
                 self._run(_PUT_BACK, (item.batch_id, item.place))
                 self._run("REPLACE INTO batch_lines VALUES (?, ?, ?)", (item.model, item.account_id, turn))
 
-    async def end(self, item: BatchItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:
+    async def end(self, item: BatchJobItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:
         state = _State.SUCCEEDED if succeeded else _State.FAILED
         tokens = (0, 0) if record is None else (record.prompt_tokens, record.completion_tokens)
         with self._transaction():
@@ -199,12 +199,12 @@ class SqliteBatches:
                 self._run("DELETE FROM batch_items WHERE batch_id = ?", (batch_id,))
                 self._run("DELETE FROM batches WHERE id = ?", (batch_id,))
 
-    async def waiting(self, models: Sequence[str]) -> Mapping[str, Waiting]:
-        return {model: Waiting(items, at) for model, items, at in self._read(_WAITING) if model in models}
+    async def waiting(self, models: Sequence[str]) -> Mapping[str, QueueDepth]:
+        return {model: QueueDepth(items, at) for model, items, at in self._read(_WAITING) if model in models}
 
 
-def _batches(rows: list[Any]) -> "list[Batch]":
+def _batches(rows: list[Any]) -> "list[BatchJob]":
     """Those that have arrived."""
-    found = [Batch(*row) for row in rows]
+    found = [BatchJob(*row) for row in rows]
     found = [structs.replace(batch, status=BatchStatus(batch.status)) for batch in found]
     return [batch for batch in found if batch.status is not BatchStatus.ARRIVING]

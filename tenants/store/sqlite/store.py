@@ -17,13 +17,13 @@ from msgspec import structs
 
 from tenants.records.accounts import Account
 from tenants.records.audit_entry import AuditEntry
-from tenants.records.batches import Batches
+from tenants.records.batches import BatchStore
 from tenants.records.grants import Grant
-from tenants.records.holds import Cap, Granted, Hold, Refusal, Refused
+from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.notices import Notice
 from tenants.records.plans import DEFAULT_PLAN, Plan
-from tenants.records.tokens import ApiToken, Seal
+from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import (
     EXPIRED,
     MICRO,
@@ -36,9 +36,9 @@ from tenants.records.usage import (
     first_of_next_month,
 )
 from tenants.store.codec import account_document, plan_document, read_account, read_plan
-from tenants.store.decision import Used, decide, lasts_us, left
-from tenants.store.protocol import KEPT_DAYS, OTHER_TAGS, TAGGED_MAX, Clock, StoreUnavailable
-from tenants.store.sqlite.batches import File, SqliteBatches
+from tenants.store.decision import SubjectUsage, decide, lasts_us, remaining
+from tenants.store.protocol import OTHER_TAGS, RETENTION_DAYS, TAGGED_MAX, Clock, StoreUnavailable
+from tenants.store.sqlite.batches import SqliteBatchStore, SqliteCalls
 from tenants.store.sqlite.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 
 BUSY_MS: Final = 1_000  # how long to wait for another process's write
@@ -125,7 +125,7 @@ SELECT held, output, rates, {_RECORD.replace("outcome", f"'{EXPIRED}'")} FROM ho
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_grant = msgspec.msgpack.Decoder(Grant).decode
 _unpack_limits = msgspec.msgpack.Decoder(Limits).decode
-_unpack_seals = msgspec.msgpack.Decoder(list[Seal]).decode
+_unpack_seals = msgspec.msgpack.Decoder(list[TokenDigest]).decode
 
 
 class _Found(NamedTuple):
@@ -169,7 +169,9 @@ class SqliteStore:
         except (sqlite3.Error, OSError) as error:
             raise self._unavailable(error) from error
         self._prepare()
-        self.batches: Batches = SqliteBatches(File(self._run, self._rows, self._transaction, self._settle, self._clock))
+        self.batches: BatchStore = SqliteBatchStore(
+            SqliteCalls(self._run, self._rows, self._transaction, self._settle, self._clock)
+        )
 
     def _prepare(self) -> None:
         with self._transaction():
@@ -227,7 +229,7 @@ class SqliteStore:
         with self._transaction():
             return self._run("DELETE FROM plans WHERE name = ?", (name,)).rowcount == 1
 
-    async def add_token(self, token: ApiToken, seal: Seal) -> bool:
+    async def add_token(self, token: ApiToken, seal: TokenDigest) -> bool:
         times = (token.created_at, token.expires_at, token.revoked_at)
         given = (_pack(token.grant), _pack(token.limits))
         row = (token.id, token.account_id, token.name, *times, *given, seal.digest, seal.pepper, None)
@@ -237,17 +239,17 @@ class SqliteStore:
             self._run(_ADD_TOKEN, row)
         return True
 
-    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[Seal], Account] | None:
+    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest], Account] | None:
         rows = self._rows(f"SELECT {_TOKEN} FROM tokens WHERE id = ?", token_id)
         if not rows:
             return None
         *_, digest, pepper, rolled = rows[0]
         token = _token(rows[0])
         account = await self.account(token.account_id)
-        seals = [Seal(digest, pepper), *(_unpack_seals(rolled) if rolled else ())]
+        seals = [TokenDigest(digest, pepper), *(_unpack_seals(rolled) if rolled else ())]
         return (token, seals, account) if account else None
 
-    async def change_token(self, token: ApiToken, seals: Sequence[Seal]) -> bool:
+    async def change_token(self, token: ApiToken, seals: Sequence[TokenDigest]) -> bool:
         columns = "name = ?, expires_at = ?, permitted = ?, limits = ?, digest = ?, pepper = ?, rolled = ?"
         newest, *rolled = seals
         given = (token.name, token.expires_at, _pack(token.grant), _pack(token.limits))
@@ -264,23 +266,23 @@ class SqliteStore:
             update = "UPDATE tokens SET revoked_at = coalesce(revoked_at, ?) WHERE id = ?"
             return self._run(update, (revoked_at, token_id)).rowcount == 1
 
-    async def reserve(self, hold: Hold) -> Granted | Refused:
+    async def reserve(self, hold: Hold) -> Granted | Denied:
         record, now_us = hold.record, self._now_us()
         day, account_id = day_of(now_us), record.account_id
         asked = {"account": account_id, "token": record.token_id, "request": record.request_id, "day": day}
         with self._transaction():
             row = self._run(_ASK, asked).fetchone()
             if row is None:
-                return Refused(Refusal.NO_ACCOUNT)
+                return Denied(DenialReason.NO_ACCOUNT)
             found = _Found(*row)
             if found.sweep_us <= now_us:
                 self._expire(account_id, now_us)
                 found = _Found(*self._run(_ASK, asked).fetchone())
             if (refusal := _forbidden(found)) is not None:
-                return Refused(refusal)
+                return Denied(refusal)
             used = {subject: self._used(account_id, subject, now_us, hold.caps) for subject in record.counted}
             if found.held_day is not None:
-                after = tuple(left(cap, used[cap.subject], now_us) for cap in hold.caps)
+                after = tuple(remaining(cap, used[cap.subject], now_us) for cap in hold.caps)
                 return Granted(found.held_day, found.held or 0, after)
             decision = decide(hold, used, now_us)
             if isinstance(decision, Granted):
@@ -294,23 +296,26 @@ class SqliteStore:
         now_us = self._now_us()
         with self._transaction():
             used = {cap.subject: self._used(account_id, cap.subject, now_us, caps) for cap in caps}
-        return [left(cap, used[cap.subject], now_us) for cap in caps]
+        return [remaining(cap, used[cap.subject], now_us) for cap in caps]
 
-    def _used(self, account_id: str, subject: str, now_us: int, caps: Sequence[Cap]) -> Used:
+    def _used(self, account_id: str, subject: str, now_us: int, caps: Sequence[Cap]) -> SubjectUsage:
         day = day_of(now_us)
-        used = Used(*self._run(_USED, {"account": account_id, "subject": subject, "day": day}).fetchone())
-        if not any(cap.subject == subject and cap.measure is Refusal.NEURONS_PER_MONTH for cap in caps):
+        used = SubjectUsage(*self._run(_USED, {"account": account_id, "subject": subject, "day": day}).fetchone())
+        if not any(cap.subject == subject and cap.measure is DenialReason.NEURONS_PER_MONTH for cap in caps):
             return used
         days = (first_of_month(day), first_of_next_month(day) - 1)
         return used._replace(month=self._run(_MONTH, (account_id, subject, *days)).fetchone()[0])
 
-    def _take(self, hold: Hold, granted: Granted, used: dict[str, Used], now_us: int) -> None:
+    def _take(self, hold: Hold, granted: Granted, used: dict[str, SubjectUsage], now_us: int) -> None:
         record, account_id = hold.record, hold.record.account_id
         rates = []
         for subject in record.counted:
             costs = {cap.measure: cap for cap in hold.caps if cap.subject == subject}
-            requests, input_tokens = costs.get(Refusal.REQUESTS_PER_MINUTE), costs.get(Refusal.INPUT_TOKENS_PER_MINUTE)
-            output = costs.get(Refusal.OUTPUT_TOKENS_PER_MINUTE)
+            requests, input_tokens = (
+                costs.get(DenialReason.REQUESTS_PER_MINUTE),
+                costs.get(DenialReason.INPUT_TOKENS_PER_MINUTE),
+            )
+            output = costs.get(DenialReason.OUTPUT_TOKENS_PER_MINUTE)
             before = used[subject]
             requests_us = max(before.requests_us, now_us) + requests.cost_us if requests else before.requests_us
             input_us = max(before.input_us, now_us) + input_tokens.cost_us if input_tokens else before.input_us
@@ -342,7 +347,7 @@ class SqliteStore:
             with self._transaction():
                 swept += self._expire(account_id, now_us)
         if self._tidied_day != day_of(now_us):
-            self._forget_before(day_of(now_us) - KEPT_DAYS)
+            self._forget_before(day_of(now_us) - RETENTION_DAYS)
             self._tidied_day = day_of(now_us)
         await asyncio.to_thread(self._shorten_log)
         return swept
@@ -529,13 +534,13 @@ class SqliteStore:
         return StoreUnavailable(f"{self._path}: {error}: {_advice(error)}")
 
 
-def _forbidden(found: _Found) -> Refusal | None:
+def _forbidden(found: _Found) -> DenialReason | None:
     """What forbids a request whatever its size is."""
     if found.revoked_at is not None:
-        return Refusal.REVOKED
+        return DenialReason.REVOKED
     if found.suspended_at is not None:
-        return Refusal.SUSPENDED
-    return Refusal.RECORDED if found.recorded and found.held_day is None else None
+        return DenialReason.SUSPENDED
+    return DenialReason.RECORDED if found.recorded and found.held_day is None else None
 
 
 def _token(row: Any) -> ApiToken:

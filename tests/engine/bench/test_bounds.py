@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench.geometries import GEOMETRIES, Bound, write_folder
-from engine.bench.shapes import nano_draw
-from engine.models.config import read_config
+from engine.bench.geometries import GEOMETRIES, RooflineBound, write_folder
+from engine.bench.shapes import nano_vllm_requests
+from engine.models.config import read_decoder_config
 
 
-def _bound(name: str, folder: Path) -> Bound:
-    return Bound.of(read_config(write_folder(name, folder)))
+def _bound(name: str, folder: Path) -> RooflineBound:
+    return RooflineBound.of(read_decoder_config(write_folder(name, folder)))
 
 
 def test_a_geometry_has_the_bytes_that_its_model_has(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_prompt_is_bound_by_arithmetic(tokens: int, prompt_ms: float, tmp_path
 
 
 def test_requests_at_once_are_bound_by_their_steps_and_prompts(tmp_path: Path) -> None:
-    prompts, outputs = nano_draw(256)
+    prompts, outputs = nano_vllm_requests(256)
     requests = list(zip(map(len, prompts), outputs, strict=True))
     bound = _bound("llama-3.1-8b", tmp_path)
     assert bound.throughput(requests) == pytest.approx(13_000, rel=0.05)
@@ -52,4 +52,4 @@ def test_requests_at_once_are_bound_by_their_steps_and_prompts(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_every_geometry_is_a_model_that_the_engine_reads(name: str, tmp_path: Path) -> None:
-    assert read_config(write_folder(name, tmp_path)).layers > 0
+    assert read_decoder_config(write_folder(name, tmp_path)).layers > 0

@@ -7,17 +7,17 @@ import pytest
 
 from engine.bench.__main__ import main
 from engine.bench.geometries import write_folder
-from engine.bench.session import Engine, Session
-from engine.bench.shapes import SHAPES, nano_draw
+from engine.bench.session import BenchEngine, BenchSession
+from engine.bench.shapes import SHAPES, nano_vllm_requests
 from engine.protocol.specs import ModelSpec
 
 TINY = ["--model", "tiny", "--small", "--device", "cpu"]
 FIELDS = {"shape", "value", "unit", "bound", "peer", "hardware", "commit", "command"}
 
 
-def _engine(folder: Path) -> Engine:
+def _engine(folder: Path) -> BenchEngine:
     path = write_folder("tiny", folder / "tiny")
-    return Engine(ModelSpec(name="tiny", folder=str(path), random_weights=True, kv_bytes=8 << 20), "cpu")
+    return BenchEngine(ModelSpec(name="tiny", folder=str(path), random_weights=True, kv_bytes=8 << 20), "cpu")
 
 
 def test_every_shape_gives_rows_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,13 +62,13 @@ def test_an_unknown_shape_is_refused() -> None:
 
 
 def test_the_draw_is_nano_vllms() -> None:
-    prompts, outputs = nano_draw(256)
+    prompts, outputs = nano_vllm_requests(256)
     assert (sum(map(len, prompts)), sum(outputs)) == (142_827, 133_966)
 
 
 def test_steps_are_counted_as_every_sequence_gets_a_token_in_each(tmp_path: Path) -> None:
     engine = _engine(tmp_path)
-    with Session(engine) as session:
+    with BenchSession(engine) as session:
         streams = [session.submit([1, 2, 3 + index], 40) for index in range(4)]
         session.run_until_all_stream()
         before = [len(stream.told_s) for stream in streams]
@@ -80,7 +80,7 @@ def test_steps_are_counted_as_every_sequence_gets_a_token_in_each(tmp_path: Path
 def test_sessions_do_not_see_each_others_cache(tmp_path: Path) -> None:
     engine = _engine(tmp_path)
     for _ in range(2):
-        with Session(engine) as session:
+        with BenchSession(engine) as session:
             stream = session.submit(list(range(100)), 3, scope=1)
             session.run()
             assert len(stream.told_s) == 3

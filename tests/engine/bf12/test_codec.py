@@ -4,8 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import Coded, choose_bases, codes_of, decode, encode, exponents_of, index, stack
-from engine.bf12.layout import BASES, INPUTS_MOST, fits, lanes_of
+from engine.bf12.codec import (
+    Bf12Matrix,
+    choose_bases,
+    count_code_use,
+    decode,
+    encode,
+    exponents_of,
+    index,
+    stack_matrices,
+)
+from engine.bf12.layout import BASES, INPUTS_MAX, is_encodable, lanes_of
 
 SHAPES = [(1, 128), (7, 128), (16, 384), (48, 1024), (33, 256)]
 
@@ -84,7 +93,7 @@ def test_no_other_base_of_a_row_leaves_fewer_escapes() -> None:
 def test_counted_exponents_say_how_many_have_each_code() -> None:
     weight_NK = torch.cat((gaussian(8, 512), torch.zeros(2, 512).bfloat16(), every_value().view(128, 512)[:5]))
     counts_NX, bases_N = exponents_of(weight_NK), choose_bases(weight_NK)
-    codes = codes_of(counts_NX, bases_N)
+    codes = count_code_use(counts_NX, bases_N)
     coded = encode(weight_NK, bases_N)
     assert int(codes.sum()) == weight_NK.numel()
     assert int(codes[-1]) == len(coded.escapes.positions_E)
@@ -158,7 +167,7 @@ def test_the_index_finds_each_escape_in_its_group() -> None:
     assert found.firsts_G[-1] == len(found.places_E) == sum(len(one.escapes.positions_E) for one in coded)
     for group in range(groups):
         for escape in range(int(found.firsts_G[group]), int(found.firsts_G[group + 1])):
-            output, place = divmod(int(found.places_E[escape]), INPUTS_MOST)
+            output, place = divmod(int(found.places_E[escape]), INPUTS_MAX)
             assert output // 16 == group
             assert same_bits(found.values_E[escape : escape + 1], below[output, place : place + 1])
     assert found.scales_N.tolist() == [2.0 ** (base - 128) for one in coded for base in one.escapes.bases_N.tolist()]
@@ -166,17 +175,17 @@ def test_the_index_finds_each_escape_in_its_group() -> None:
 
 def test_matrices_below_each_other_take_three_quarters() -> None:
     parts = [gaussian(256, 1024, seed=seed) for seed in (1, 2)]
-    weight = stack([encode(part, choose_bases(part)) for part in parts])
+    weight = stack_matrices([encode(part, choose_bases(part)) for part in parts])
     assert (weight.outputs, weight.inputs) == (512, 1024)
     assert weight.bytes < 0.755 * sum(part.nbytes for part in parts)
 
 
 def test_shapes_that_have_no_code_are_told() -> None:
-    assert all(fits(*shape) for shape in SHAPES)
-    assert not any(fits(*shape) for shape in ((8, 100), (0, 128), (8, 0), (8, INPUTS_MOST + 128)))
+    assert all(is_encodable(*shape) for shape in SHAPES)
+    assert not any(is_encodable(*shape) for shape in ((8, 100), (0, 128), (8, 0), (8, INPUTS_MAX + 128)))
 
 
 def test_a_part_that_begins_within_a_block_is_refused() -> None:
-    coded: Coded = encode(gaussian(4, 512), based(gaussian(4, 512), 108))
+    coded: Bf12Matrix = encode(gaussian(4, 512), based(gaussian(4, 512), 108))
     with pytest.raises(AssertionError, match="within a block"):
         coded.cut(range(4), range(128, 384))

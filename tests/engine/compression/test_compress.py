@@ -22,15 +22,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.bf12 import metadata as notes
-from engine.bf12.metadata import ALIGNED_BYTES, Level
+from engine.bf12.metadata import ALIGNED_BYTES, CompressionLevel
 from engine.compression import survey
-from engine.compression.checksums import sums_of, with_sums
-from engine.compression.compress import compress, estimate
-from engine.compression.expand import expand
-from engine.compression.report import Report, lines
-from engine.compression.source import look
-from engine.compression.writer import Writing
-from engine.weights.safetensors_header import header_bytes, read_header
+from engine.compression.checksums import parse_sums, replace_sums
+from engine.compression.compress import compress_folder, estimate
+from engine.compression.expand import expand_folder
+from engine.compression.report import CompressionReport, format_report
+from engine.compression.source import scan_folder
+from engine.compression.writer import Bf12Writer
+from engine.weights.safetensors_header import encode_header, read_header
 from engine.weights.tensor_index import CheckpointError
 from gateway.catalogue.checksums import read_sums, require_sums, write_sums
 from tests.engine.bf12.test_codec import gaussian
@@ -38,28 +38,28 @@ from tests.support import bf12_files
 from tests.support.compressed_folders import llama_config, llama_tensors, with_bits, write_file, write_folder
 
 CPU = torch.device("cpu")
-LEVELS = pytest.mark.parametrize("level", Level, ids=lambda level: level.name)
+LEVELS = pytest.mark.parametrize("level", CompressionLevel, ids=lambda level: level.name)
 
 
-def compressed(source: Path, target: Path, level: Level = Level.DEVICE) -> Report:
-    return compress(look(source), target, level, CPU)
+def compressed(source: Path, target: Path, level: CompressionLevel = CompressionLevel.DEVICE) -> CompressionReport:
+    return compress_folder(scan_folder(source), target, level, CPU)
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def require_way_back(source: Path, level: Level) -> Report:
+def require_way_back(source: Path, level: CompressionLevel) -> CompressionReport:
     """The original's files, from a folder beside it, which stays there."""
     made, back = source.with_name(f"{source.name}-12"), source.with_name(f"{source.name}-back")
     report = compressed(source, made, level)
-    expand(made, back, CPU)
+    expand_folder(made, back, CPU)
     assert files(back) == files(source)
     shutil.rmtree(back)
     return report
 
 
-def kinds(report: Report) -> dict[str, str]:
+def kinds(report: CompressionReport) -> dict[str, str]:
     return {tensor.name: tensor.kind for tensor in report.tensors}
 
 
@@ -71,7 +71,7 @@ def kinds(report: Report) -> dict[str, str]:
     any_bits=st.integers(0, 1 << 32),
 )
 def test_every_bit_comes_back(
-    tmp_path: Path, level: Level, shape: tuple[int, int], bits: dict[int, int], any_bits: int
+    tmp_path: Path, level: CompressionLevel, shape: tuple[int, int], bits: dict[int, int], any_bits: int
 ) -> None:
     generator = torch.Generator().manual_seed(any_bits)
     wild = torch.randint(-(1 << 15), 1 << 15, (64, 128), generator=generator).to(torch.int16).view(torch.bfloat16)
@@ -82,7 +82,7 @@ def test_every_bit_comes_back(
 
 
 @LEVELS
-def test_special_numbers_are_escapes_that_come_back(tmp_path: Path, level: Level) -> None:
+def test_special_numbers_are_escapes_that_come_back(tmp_path: Path, level: CompressionLevel) -> None:
     special = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7F81, 0x0001, 0x807F, 0x0080]
     weight_NK = with_bits(gaussian(512, 1024), {37 * place: bits for place, bits in enumerate(special)})
     report = require_way_back(write_folder(tmp_path / "model", {"weight": weight_NK}), level)
@@ -90,7 +90,7 @@ def test_special_numbers_are_escapes_that_come_back(tmp_path: Path, level: Level
     assert tensor.kind == "bf12"
     assert tensor.escapes is not None
     assert len(special) <= tensor.escapes <= 0.0002 * weight_NK.numel()
-    assert tensor.bytes_after < (0.752 if level is Level.DEVICE else 0.68) * tensor.bytes_before
+    assert tensor.bytes_after < (0.752 if level is CompressionLevel.DEVICE else 0.68) * tensor.bytes_before
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_special_numbers_are_escapes_that_come_back(tmp_path: Path, level: Level
 )
 def test_what_has_no_code_is_kept_and_said(tmp_path: Path, made: Callable[[], Tensor], kind: str) -> None:
     tensors = {"odd": made().bfloat16(), "even": gaussian(8, 128)}
-    report = require_way_back(write_folder(tmp_path / "model", tensors), Level.DEVICE)
+    report = require_way_back(write_folder(tmp_path / "model", tensors), CompressionLevel.DEVICE)
     odd = next(tensor for tensor in report.tensors if tensor.name == "odd")
     assert odd.kind == kind
     assert bool(odd.reason) == (kind == "bf16")
@@ -128,7 +128,7 @@ def test_what_has_no_code_is_kept_and_said(tmp_path: Path, made: Callable[[], Te
 
 @LEVELS
 @pytest.mark.parametrize("turned", [False, True])
-def test_headers_and_tensors_of_every_kind_come_back(tmp_path: Path, level: Level, turned: bool) -> None:
+def test_headers_and_tensors_of_every_kind_come_back(tmp_path: Path, level: CompressionLevel, turned: bool) -> None:
     tensors = {
         "a.number": torch.tensor(2.5), "none": torch.empty(0, 128, dtype=torch.bfloat16), "masks": torch.tensor([True]),
         "weight": gaussian(48, 256), "bytes": torch.arange(7, dtype=torch.uint8), "cube": torch.ones(3, 5, 7).half(),
@@ -147,7 +147,7 @@ def test_headers_and_tensors_of_every_kind_come_back(tmp_path: Path, level: Leve
     for name in tensors.keys() - {"weight", "more"}:
         assert torch.equal(loaded[name], tensors[name]), name
     with safe_open(path, "pt") as opened:
-        said = notes.read(opened.metadata())
+        said = notes.parse_metadata(opened.metadata())
         assert opened.metadata()["format"] == "pt"
         assert opened.get_slice("weight").get_dtype() == "I32"
     assert said is not None
@@ -178,7 +178,7 @@ def test_a_folder_of_several_files_keeps_its_index_and_all_else(tmp_path: Path) 
     assert {name for name in made if made[name] != kept[name]} == set(names)
     assert not any(path.is_symlink() for path in (tmp_path / "made").rglob("*"))
     assert all(tensor.kind == "bf12" for tensor in report.tensors if len(tensor.shape) == 2)
-    expand(tmp_path / "made", tmp_path / "back", CPU)
+    expand_folder(tmp_path / "made", tmp_path / "back", CPU)
     assert files(tmp_path / "back") == kept
 
 
@@ -193,7 +193,7 @@ def test_sources_of_one_parameter_are_coded_together_or_not_at_all(tmp_path: Pat
     at = next(place for place, (name, _) in enumerate(half) if name == bad)
     write_file(folder / "a.safetensors", dict(half[: at + 1]))  # k is in another file than q and v
     write_file(folder / "b.safetensors", dict(half[at + 1 :]))
-    report = require_way_back(folder, Level.DEVICE)
+    report = require_way_back(folder, CompressionLevel.DEVICE)
     kept = {tensor.name: tensor.reason for tensor in report.tensors if tensor.kind != "bf12" and len(tensor.shape) == 2}
     beside = f"{bad}, which it lies beside, is kept"
     assert kept == {
@@ -213,22 +213,22 @@ def test_what_is_slower_in_12_bits_is_kept(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(survey, "coded_pays", pays)
     folder = write_folder(tmp_path / "model", llama_tensors())
     (folder / "config.json").write_text(json.dumps(llama_config()))
-    report = require_way_back(folder, Level.DEVICE)
+    report = require_way_back(folder, CompressionLevel.DEVICE)
     assert asked == {(256, 128, False), (512, 128, True), (128, 256, False), (128, 128, False)}
     kept = [tensor.name for tensor in report.tensors if tensor.reason == "in 12 bits it is slower, as measured"]
     assert kept == [f"model.layers.{n}.mlp.{name}_proj.weight" for n in (0, 1) for name in ("gate", "up")]
 
 
 @LEVELS
-def test_gaussian_weights_take_what_was_promised(tmp_path: Path, level: Level) -> None:
+def test_gaussian_weights_take_what_was_promised(tmp_path: Path, level: CompressionLevel) -> None:
     folder = write_folder(tmp_path / "model", {"weight": gaussian(2048, 1024)})
     report = compressed(folder, tmp_path / "made", level)
     assert report.bytes_after == (tmp_path / "made" / "model.safetensors").stat().st_size
-    assert report.bytes_after < (0.755 if level is Level.DEVICE else 0.68) * report.bytes_before
+    assert report.bytes_after < (0.755 if level is CompressionLevel.DEVICE else 0.68) * report.bytes_before
 
 
 @LEVELS
-def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, level: Level) -> None:
+def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, level: CompressionLevel) -> None:
     tensors = {"weight": gaussian(512, 1024), "narrow": gaussian(64, 100), "vector": gaussian(1, 9)[0]}
     tensors |= {
         "none": torch.empty(3, 0).bfloat16(),
@@ -236,7 +236,7 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, level: 
         "one": torch.ones(()).bfloat16(),
     }
     folder = write_folder(tmp_path / "model", tensors)
-    seen, made = estimate(look(folder), level, CPU), compressed(folder, tmp_path / "made", level)
+    seen, made = estimate(scan_folder(folder), level, CPU), compressed(folder, tmp_path / "made", level)
     shutil.rmtree(tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert kinds(seen) == kinds(made)
@@ -244,7 +244,7 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, level: 
     narrow = next(tensor for tensor in seen.tensors if tensor.name == "narrow")
     assert (narrow.reason, narrow.escapes is not None) == ("its shape has no code", True)
     assert next(tensor.escapes for tensor in seen.tensors if tensor.name == "vector") is None
-    shown = "\n".join(lines(seen))
+    shown = "\n".join(format_report(seen))
     assert "512×1024" in shown
     assert "its shape has no code" in shown
     assert "would be in 12 bits" in shown
@@ -253,7 +253,7 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be(tmp_path: Path, level: 
 def test_sums_are_those_of_the_new_files_and_come_back(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", {"weight": gaussian(64, 256)})
     write_sums(folder, {name: hashlib.sha256(content).hexdigest() for name, content in files(folder).items()})
-    require_way_back(folder, Level.DEVICE)
+    require_way_back(folder, CompressionLevel.DEVICE)
     made = tmp_path / "model-12"
     assert read_sums(made).keys() == read_sums(folder).keys()
     require_sums(made, read_sums(made))
@@ -268,20 +268,20 @@ def test_sums_are_those_of_the_new_files_and_come_back(tmp_path: Path) -> None:
 def test_lines_of_sums_keep_their_names_as_they_are_written() -> None:
     old, new = "a" * 64, "b" * 64
     text = f"{old} *w.safetensors\r\n\\{old}  odd\\nname\n{old.upper()}  ./d/x\nnone of them\n"
-    assert sums_of(text) == {"w.safetensors\r": old, "odd\nname": old, "d/x": old}
-    changed = with_sums(text, {"odd\nname": new, "d/x": new})
+    assert parse_sums(text) == {"w.safetensors\r": old, "odd\nname": old, "d/x": old}
+    changed = replace_sums(text, {"odd\nname": new, "d/x": new})
     assert changed == f"{old} *w.safetensors\r\n\\{new}  odd\\nname\n{new}  ./d/x\nnone of them\n"
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path / "model", {"weight": gaussian(64, 256)})
-    finish = Writing.finish
+    finish = Bf12Writer.finish
 
-    def changed(writing: Writing, read: Callable[[int, int], bytearray]) -> None:
+    def changed(writing: Bf12Writer, read: Callable[[int, int], bytearray]) -> None:
         os.utime(folder / "model.safetensors", ns=(1, 1))
         finish(writing, read)
 
-    monkeypatch.setattr(Writing, "finish", changed)
+    monkeypatch.setattr(Bf12Writer, "finish", changed)
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         compressed(folder, tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -342,13 +342,13 @@ def test_what_cannot_be_compressed_is_refused_by_name(
 def test_what_is_not_compressed_cannot_be_expanded(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", {"weight": gaussian(16, 256)})
     with pytest.raises(CheckpointError, match="is not compressed: there is nothing to expand"):
-        expand(folder, tmp_path / "made", CPU)
+        expand_folder(folder, tmp_path / "made", CPU)
     with pytest.raises(CheckpointError, match="there is no folder"):
-        expand(tmp_path / "nowhere", tmp_path / "made", CPU)
+        expand_folder(tmp_path / "nowhere", tmp_path / "made", CPU)
 
 
 @LEVELS
-def test_an_altered_file_is_refused_or_gives_the_original(tmp_path: Path, level: Level) -> None:
+def test_an_altered_file_is_refused_or_gives_the_original(tmp_path: Path, level: CompressionLevel) -> None:
     """Blanks of a header may be altered for other blanks: no more than that goes unnoticed."""
     tensors = {"weight": with_bits(gaussian(64, 1024), {5: 0, 900: 0x7FC0}), "bias": gaussian(1, 77)[0]}
     folder = write_folder(tmp_path / "model", tensors)
@@ -363,7 +363,7 @@ def test_an_altered_file_is_refused_or_gives_the_original(tmp_path: Path, level:
             del altered[dice.randrange(len(good)) :]
         path.write_bytes(altered)
         try:
-            expand(tmp_path / "made", tmp_path / "back", CPU)
+            expand_folder(tmp_path / "made", tmp_path / "back", CPU)
         except CheckpointError:
             refused += 1
             assert not list(tmp_path.glob("back*"))
@@ -376,7 +376,7 @@ def test_an_altered_file_is_refused_or_gives_the_original(tmp_path: Path, level:
 def test_what_was_altered_is_named(tmp_path: Path) -> None:
     tensors = {"weight": gaussian(64, 1024), "bias": gaussian(1, 77)[0]}
     folder, path = write_folder(tmp_path / "model", tensors), tmp_path / "made" / "model.safetensors"
-    compressed(folder, tmp_path / "made", Level.DISTRIBUTION)
+    compressed(folder, tmp_path / "made", CompressionLevel.DISTRIBUTION)
     good = path.read_bytes()
     placed = {tensor.name: tensor for tensor in read_header(path).tensors}
     padding = placed["weight.high"].last - 1
@@ -389,17 +389,17 @@ def test_what_was_altered_is_named(tmp_path: Path) -> None:
     ):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with pytest.raises(CheckpointError, match=said):
-            expand(tmp_path / "made", tmp_path / "back", CPU)
+            expand_folder(tmp_path / "made", tmp_path / "back", CPU)
 
 
 def test_a_frame_is_no_longer_than_a_piece(tmp_path: Path) -> None:
     folder, path = write_folder(tmp_path / "model", {"weight": gaussian(64, 256)}), tmp_path / "made/model.safetensors"
-    compressed(folder, tmp_path / "made", Level.DISTRIBUTION)
+    compressed(folder, tmp_path / "made", CompressionLevel.DISTRIBUTION)
     long = 2 * notes.PIECE_BYTES
     planes = load_file(path) | {"weight.high": torch.zeros(long).byte(), "weight.high_ends": torch.tensor([long])}
     bf12_files.write_file(path, planes, read_header(path).metadata)
     with pytest.raises(CheckpointError, match="weight has frames that end where they cannot"):
-        expand(tmp_path / "made", tmp_path / "back", CPU)
+        expand_folder(tmp_path / "made", tmp_path / "back", CPU)
 
 
 def test_every_sum_that_is_noted_counts(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_every_sum_that_is_noted_counts(tmp_path: Path) -> None:
     path = tmp_path / "made" / "model.safetensors"
     compressed(folder, tmp_path / "made")
     header, good = read_header(path), path.read_bytes()
-    said = notes.read(header.metadata)
+    said = notes.parse_metadata(header.metadata)
     assert said is not None
     zeros = "0" * 32
     for wrong, told in (
@@ -417,10 +417,10 @@ def test_every_sum_that_is_noted_counts(tmp_path: Path) -> None:
         (structs.replace(said, pieces=said.pieces | {"bias": []}), "has 0 sums of bias, which has 1 pieces"),
         (structs.replace(said, codes={}), "weight.bases"),
     ):
-        start = header_bytes(header.tensors, notes.written(wrong), header.first)
+        start = encode_header(header.tensors, notes.encode_metadata(wrong), header.first)
         path.write_bytes(start + good[header.first :])
         with pytest.raises(CheckpointError, match=told):
-            expand(tmp_path / "made", tmp_path / "back", CPU)
+            expand_folder(tmp_path / "made", tmp_path / "back", CPU)
 
 
 @pytest.mark.timeout(300)  # a loaded machine imports torch for half a minute

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.compression.reader import Opened, ordered
+from engine.compression.reader import SourceFiles, map_ordered
 from engine.weights.tensor_index import CheckpointError
 
 
@@ -23,7 +23,7 @@ def test_results_come_in_order_and_no_more_are_made_than_may_wait() -> None:
         return item
 
     with ThreadPoolExecutor(4) as pool:
-        for result in ordered(pool, make, range(60), ahead=5):
+        for result in map_ordered(pool, make, range(60), ahead=5):
             time.sleep(0.003)  # who takes them is the slowest
             assert result == taken
             taken += 1
@@ -35,7 +35,7 @@ def test_who_takes_no_more_has_no_more_made() -> None:
     made = []
     with (
         ThreadPoolExecutor(1) as pool,
-        closing(ordered(pool, lambda item: made.append(item), range(100), 50)) as results,
+        closing(map_ordered(pool, lambda item: made.append(item), range(100), 50)) as results,
     ):
         next(results)
     assert len(made) < 60
@@ -43,7 +43,7 @@ def test_who_takes_no_more_has_no_more_made() -> None:
 
 def test_what_fails_in_a_thread_is_raised_in_its_turn() -> None:
     with ThreadPoolExecutor(2) as pool, pytest.raises(ZeroDivisionError):
-        assert list(ordered(pool, lambda item: 1 // (3 - item), range(9), 4)) == []
+        assert list(map_ordered(pool, lambda item: 1 // (3 - item), range(9), 4)) == []
 
 
 def test_a_file_that_is_cut_written_or_gone_is_told(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_file_that_is_cut_written_or_gone_is_told(tmp_path: Path) -> None:
         (path.unlink, "went away while it was read"),
     ):
         path.write_bytes(b"12345678")
-        with Opened([path]) as files:
+        with SourceFiles([path]) as files:
             assert files.read(path, 2, 4) == b"3456"
             with pytest.raises(CheckpointError, match="ends at byte 8"):
                 files.read(path, 6, 4)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.bf12.metadata import Level
-from engine.compression.compress import compress
-from engine.compression.expand import expand
-from engine.compression.source import look
-from engine.compression.target import SUFFIX, TargetError, appearing, files_of
+from engine.bf12.metadata import CompressionLevel
+from engine.compression.compress import compress_folder
+from engine.compression.expand import expand_folder
+from engine.compression.source import scan_folder
+from engine.compression.target import PARTIAL_SUFFIX, TargetError, atomic_folder, list_files
 from tests.engine.bf12.test_codec import gaussian
 from tests.support.compressed_folders import write_folder
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make(folder: Path) -> Path:
-    compress(look(folder), folder.with_name("made"), Level.DISTRIBUTION, CPU)
+    compress_folder(scan_folder(folder), folder.with_name("made"), CompressionLevel.DISTRIBUTION, CPU)
     return folder.with_name("made")
 
 
@@ -65,7 +65,7 @@ def test_a_disk_that_fills_at_any_moment_leaves_nothing(
     folder: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make(folder)
-    work = (lambda: expand(made, folder.with_name("back"), CPU)) if what == "expand" else lambda: make(folder)
+    work = (lambda: expand_folder(made, folder.with_name("back"), CPU)) if what == "expand" else lambda: make(folder)
     new = folder.with_name("back" if what == "expand" else "made")
     if what == "compress":
         shutil.rmtree(made)
@@ -110,16 +110,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_real_disk_that_is_full_is_said_before_and_left_clean(folder: Path, small_disk: Path) -> None:
     (small_disk / "other").write_bytes(bytes(3 << 20))
     with pytest.raises(TargetError, match=r"needs 2\.\d+ MiB, and .*disk has 1\.00 MiB free"):
-        compress(look(folder), small_disk / "made", Level.DEVICE, CPU)
+        compress_folder(scan_folder(folder), small_disk / "made", CompressionLevel.DEVICE, CPU)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("engine.compression.compress.require_room", lambda *_: None)
         with pytest.raises(TargetError, match="cannot be written: No space left"):
-            compress(look(folder), small_disk / "made", Level.DEVICE, CPU)
+            compress_folder(scan_folder(folder), small_disk / "made", CompressionLevel.DEVICE, CPU)
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
 def test_a_killed_process_leaves_what_no_one_takes_for_a_model_and_the_next_goes_on(folder: Path) -> None:
-    partial, made = folder.with_name(f"made{SUFFIX}"), folder.with_name("made")
+    partial, made = folder.with_name(f"made{PARTIAL_SUFFIX}"), folder.with_name("made")
     dice, left = random.Random(7), 0
     for turn in range(8):
         child = os.fork()
@@ -134,7 +134,7 @@ def test_a_killed_process_leaves_what_no_one_takes_for_a_model_and_the_next_goes
         left += partial.exists()
         assert not (partial / "config.json").exists() or made.exists() or _whole(partial, folder)
         if made.exists():
-            expand(made, folder.with_name("back"), CPU)
+            expand_folder(made, folder.with_name("back"), CPU)
             shutil.rmtree(folder.with_name("back"))
             shutil.rmtree(made)
     assert left > 0
@@ -144,14 +144,14 @@ def test_a_killed_process_leaves_what_no_one_takes_for_a_model_and_the_next_goes
 
 def _whole(partial: Path, folder: Path) -> bool:
     """config.json comes last: all else is there by then."""
-    return files_of(partial) == files_of(folder)
+    return list_files(partial) == list_files(folder)
 
 
 def test_a_process_that_is_told_to_end_takes_back_what_it_began(folder: Path) -> None:
     code = _ENDED.format(folder=str(folder), target=str(folder.with_name("made")))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not folder.with_name(f"made{SUFFIX}").exists() and time.monotonic() < deadline:
+    while not folder.with_name(f"made{PARTIAL_SUFFIX}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.terminate()
     _, said = process.communicate(timeout=60)
@@ -170,9 +170,9 @@ sys.exit(compress.main())
 
 def test_one_writes_a_folder_at_a_time(tmp_path: Path) -> None:
     with (
-        appearing(tmp_path / "made") as partial,
+        atomic_folder(tmp_path / "made") as partial,
         pytest.raises(TargetError, match="another process writes"),
-        appearing(tmp_path / "made"),
+        atomic_folder(tmp_path / "made"),
     ):
         raise AssertionError("both write it")
     assert not partial.exists()
@@ -180,11 +180,11 @@ def test_one_writes_a_folder_at_a_time(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_one_left_is_replaced(tmp_path: Path) -> None:
-    partial = tmp_path / f"made{SUFFIX}"
+    partial = tmp_path / f"made{PARTIAL_SUFFIX}"
     (partial / "below").mkdir(parents=True)
     (partial / "below" / "old").write_text("of yesterday")
     (partial / "config.json").symlink_to(tmp_path)
-    with appearing(tmp_path / "made") as made:
+    with atomic_folder(tmp_path / "made") as made:
         assert list(made.iterdir()) == []
         (made / "new").write_text("of today")
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["new"]
@@ -193,12 +193,12 @@ def test_what_a_killed_one_left_is_replaced(tmp_path: Path) -> None:
 def test_what_exists_is_never_replaced(tmp_path: Path, folder: Path) -> None:
     for exists in (folder, folder / "config.json"):
         with pytest.raises(TargetError, match="exists: name a folder that does not"):
-            compress(look(folder), exists, Level.DEVICE, CPU)
+            compress_folder(scan_folder(folder), exists, CompressionLevel.DEVICE, CPU)
     with pytest.raises(TargetError, match="there is no folder"):
-        compress(look(folder), tmp_path / "no" / "made", Level.DEVICE, CPU)
+        compress_folder(scan_folder(folder), tmp_path / "no" / "made", CompressionLevel.DEVICE, CPU)
     with pytest.raises(TargetError, match="name a folder elsewhere"):
-        compress(look(folder), folder / "made", Level.DEVICE, CPU)
-    with pytest.raises(TargetError, match="exists"), appearing(tmp_path / "late"):
+        compress_folder(scan_folder(folder), folder / "made", CompressionLevel.DEVICE, CPU)
+    with pytest.raises(TargetError, match="exists"), atomic_folder(tmp_path / "late"):
         (tmp_path / "late").mkdir()
     assert around(folder) == ["late", "model"]
 
@@ -206,12 +206,12 @@ def test_what_exists_is_never_replaced(tmp_path: Path, folder: Path) -> None:
 def test_what_makes_a_folder_a_model_comes_last(folder: Path) -> None:
     (folder / "zeal").mkdir()
     (folder / "zeal" / "config.json").write_text("{}")
-    assert files_of(folder) == [Path("model.safetensors"), Path("zeal/config.json"), Path("config.json")]
+    assert list_files(folder) == [Path("model.safetensors"), Path("zeal/config.json"), Path("config.json")]
 
 
 def test_what_is_no_file_and_links_that_lead_back_are_told(folder: Path) -> None:
     for place, said in ((folder, "leads back"), (Path("gone"), "no file"), (Path("/dev/zero"), "no file")):
         (folder / "link").symlink_to(place)
         with pytest.raises(TargetError, match=said):
-            files_of(folder)
+            list_files(folder)
         (folder / "link").unlink()

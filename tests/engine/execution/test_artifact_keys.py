@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from engine.bench.geometries import GEOMETRIES, write_folder
-from engine.execution.artifact_keys import Chosen, Measured, on_device, on_host
-from engine.execution.artifacts import Artefacts
-from engine.models.config import ModelConfig, read_config
+from engine.execution.artifact_keys import CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
+from engine.execution.artifacts import ArtifactFiles
+from engine.models.config import ModelConfig, read_decoder_config
 from engine.protocol.specs import ModelSpec
-from engine.step.cost_model import Costs
+from engine.step.cost_model import CostModel
 
-MEASURED = Measured([7, 8], 9, Costs(((1, 1.5),), 0.1, 0.2, math.inf, 0.3, 0.0, 1.0))
+MEASURED = GpuArtifact([7, 8], 9, CostModel(((1, 1.5),), 0.1, 0.2, math.inf, 0.3, 0.0, 1.0))
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def spec_of(folder: Path) -> ModelSpec:
 def kept(
     folder: Path, dtype: str = "bfloat16", device: str = "H200", tokens: int = 4096, config: ModelConfig | None = None,
     coded: tuple[str, ...] = (), **settings: Any,
-) -> Artefacts[Measured]:  # fmt: skip
+) -> ArtifactFiles[GpuArtifact]:  # fmt: skip
     model = ModelSpec(**{"name": "m", "folder": str(folder), **settings})
-    return on_device(model, config or read_config(folder), tokens, dtype, coded, device)
+    return gpu_artifacts(model, config or read_decoder_config(folder), tokens, dtype, coded, device)
 
 
 def test_a_later_start_finds_what_was_measured(folder: Path) -> None:
@@ -66,13 +66,13 @@ def test_it_is_not_found_for_other_sizes(folder: Path, changes: dict[str, Any]) 
 
 def test_it_is_not_found_for_another_model_in_its_place(folder: Path) -> None:
     kept(folder).write(MEASURED)
-    assert kept(folder, config=replace(read_config(folder), layers=3)).read() is None
+    assert kept(folder, config=replace(read_decoder_config(folder), layers=3)).read() is None
 
 
 def test_a_cpu_has_a_dtype_and_no_other(folder: Path) -> None:
-    chosen = on_host(spec_of(folder), read_config(folder))
-    (file,) = chosen.write(Chosen("bfloat16"))
-    assert chosen.read() == Chosen("bfloat16")
+    chosen = cpu_artifacts(spec_of(folder), read_decoder_config(folder))
+    (file,) = chosen.write(CpuArtifact("bfloat16"))
+    assert chosen.read() == CpuArtifact("bfloat16")
     file.write_text(file.read_text().replace("bfloat16", "int3"))
     assert chosen.read() is None
     document = json.loads(file.read_text())
@@ -83,5 +83,5 @@ def test_the_geometries_differ_in_their_keys(tmp_path: Path) -> None:
     files = set()
     for name in GEOMETRIES:
         folder = write_folder(name, tmp_path / name)
-        files |= {file.name for file in on_host(spec_of(folder), read_config(folder)).files}
+        files |= {file.name for file in cpu_artifacts(spec_of(folder), read_decoder_config(folder)).files}
     assert len(files) == len(GEOMETRIES)

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from engine.execution import gpu_runner
-from engine.execution.open import Runner, artefacts_of
-from engine.protocol.types import Sampling
-from engine.step.layout import pack
+from engine.execution.open import DecoderRunner, model_artifacts
+from engine.protocol.types import SamplingParams
+from engine.step.layout import pack_step
 from tests.support.small_models import BLOCK_TOKENS, Text, reference_model, saved, shuffled_tables, spec
 
 pytestmark = pytest.mark.gpu
 SIZES = {"sequences": 64, "context_tokens": 1024, "dtype": "bfloat16", "kv_bytes": 64 << 20}
 
 
-def opened(folder: Path) -> Runner:
-    return Runner.open(spec(folder, **SIZES), "cuda", None, lambda: None)
+def opened(folder: Path) -> DecoderRunner:
+    return DecoderRunner.open(spec(folder, **SIZES), "cuda", None, lambda: None)
 
 
-def answers(runner: Runner) -> list[list[int]]:
+def answers(runner: DecoderRunner) -> list[list[int]]:
     """Greedy tokens of prompts and of steps that decode, of one sequence and of many."""
     found = []
     for count in (1, 3, 40):
@@ -29,8 +29,8 @@ def answers(runner: Runner) -> list[list[int]]:
             for table in shuffled_tables(runner, [110] * count, seed=count)
         ]
         for tokens in (100, 1, 1):
-            slices = [text.slice(tokens, Sampling()) for text in texts]
-            found.append(runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R.tolist())
+            slices = [text.slice(tokens, SamplingParams()) for text in texts]
+            found.append(runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist())
     return found
 
 
@@ -44,7 +44,7 @@ def test_a_later_start_measures_nothing_and_answers_the_same(folder: Path, monke
     first = opened(folder)
     assert any((folder / ".hearth" / "kernels").iterdir())
     said, workspace_bytes = answers(first), first.memory.workspace_bytes
-    monkeypatch.setattr(gpu_runner.Device, "compile", lambda *_: pytest.fail("it tries all sizes"))
+    monkeypatch.setattr(gpu_runner.GpuRunner, "compile", lambda *_: pytest.fail("it tries all sizes"))
     monkeypatch.setattr(gpu_runner, "measure", lambda *_: pytest.fail("it measures"))
     second = opened(folder)
     assert second.costs == first.costs
@@ -59,7 +59,7 @@ def test_a_later_start_measures_nothing_and_answers_the_same(folder: Path, monke
 
 def test_a_start_without_what_was_measured_measures_again(folder: Path) -> None:
     opened(folder)
-    kept = artefacts_of(spec(folder, **SIZES), "cuda")
+    kept = model_artifacts(spec(folder, **SIZES), "cuda")
     assert kept is not None
     for file in kept.files:
         file.write_text("{")

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from engine.execution.device_select import Unusable, place
+from engine.execution.device_select import DeviceUnusable, select_device
 
 
 def gpus(count: int = 1, capability: tuple[int, int] = (9, 0)) -> Any:
@@ -23,19 +23,19 @@ def gpus(count: int = 1, capability: tuple[int, int] = (9, 0)) -> Any:
 
 
 def test_a_cpu_is_asked_nothing() -> None:
-    assert place("cpu") == torch.device("cpu")
+    assert select_device("cpu") == torch.device("cpu")
 
 
 def test_a_gpu_that_can_be_used_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with gpus(2):
-        assert place("auto") == place("cuda") == torch.device("cuda", 0)
-        assert place("cuda:1") == torch.device("cuda", 1)
+        assert select_device("auto") == select_device("cuda") == torch.device("cuda", 0)
+        assert select_device("cuda:1") == torch.device("cuda", 1)
 
 
 def test_auto_without_a_gpu_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with gpus(0), caplog.at_level(logging.INFO, "engine"):
-        assert place("auto") == torch.device("cpu")
+        assert select_device("auto") == torch.device("cpu")
     assert "finds no GPU" in caplog.text
 
 
@@ -52,13 +52,17 @@ def test_auto_without_a_gpu_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFix
 def test_a_device_that_cannot_be_used_is_refused(
     asked: str, count: int, capability: tuple[int, int], said: str
 ) -> None:
-    with gpus(count, capability), pytest.raises(Unusable, match=said):
-        place(asked)
+    with gpus(count, capability), pytest.raises(DeviceUnusable, match=said):
+        select_device(asked)
 
 
 def test_without_triton_there_is_no_gpu() -> None:
-    with gpus(), patch("importlib.util.find_spec", lambda name: None), pytest.raises(Unusable, match="pip install"):
-        place("cuda")
+    with (
+        gpus(),
+        patch("importlib.util.find_spec", lambda name: None),
+        pytest.raises(DeviceUnusable, match="pip install"),
+    ):
+        select_device("cuda")
 
 
 def test_kernels_that_cannot_be_kept_are_made_anew(
@@ -67,6 +71,6 @@ def test_kernels_that_cannot_be_kept_are_made_anew(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with gpus(), caplog.at_level(logging.INFO, "engine"):
-        place("cuda")
+        select_device("cuda")
     assert "compiles anew" in caplog.text
     assert Path(os.environ["TRITON_CACHE_DIR"]).is_dir()

@@ -10,12 +10,12 @@ import torch
 
 from engine.execution.encoder_runner import EncoderRunner
 from engine.execution.memory_plan import CONTEXT_BYTES
-from engine.execution.step_loop import Loop, open_scheduler
-from engine.protocol.frames import Place
+from engine.execution.step_loop import StepLoop, open_scheduler
+from engine.protocol.frames import SetPlacement
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling, Residency
-from engine.replica.sleep_wake import Standby
-from engine.step.encoder_layout import pack
+from engine.replica.sleep_wake import SleepController
+from engine.step.encoder_layout import pack_texts
 from engine.weights.checkpoint import CheckpointError
 from tests.support.small_encoders import FAMILIES, RERANKERS, VOCABULARY, open_encoder, saved, seeded, vectors
 
@@ -49,10 +49,10 @@ def test_scores_and_made_up_weights_are_the_same_too(tmp_path: Path) -> None:
 def test_a_place_moves_an_encoder_too(tmp_path: Path) -> None:
     runner = open_encoder(saved(seeded(FAMILIES["bert"]), tmp_path))
     scheduler = open_scheduler(runner, ModelSpec(name="small", folder=str(tmp_path)), time.monotonic)
-    standby = Standby(runner, scheduler, Loop(runner, scheduler), 1 << 20, time.monotonic)
+    standby = SleepController(runner, scheduler, StepLoop(runner, scheduler), 1 << 20, time.monotonic)
     weights_bytes = runner.memory.weights_bytes
     for residency, held, moved in ((Residency.MEMORY, 0, 0), (Residency.DEVICE, weights_bytes, weights_bytes)):
-        standby.order(Place(residency, device_bytes=1))
+        standby.order(SetPlacement(residency, device_bytes=1))
         told = [placed for placed in (standby.step(resting=True) for _ in range(3)) if placed is not None]
         assert [(each.residency, each.device_bytes, each.moved_bytes) for each in told] == [(residency, held, moved)]
 
@@ -61,7 +61,7 @@ def test_nothing_runs_asleep(tmp_path: Path) -> None:
     runner = open_encoder(saved(seeded(FAMILIES["bert"]), tmp_path))
     runner.sleep([])
     with pytest.raises(AssertionError, match="asleep"):
-        runner.launch(pack(TEXTS[:1], [Pooling.CLS]))
+        runner.launch(pack_texts(TEXTS[:1], [Pooling.CLS]))
 
 
 def test_a_folder_that_changed_is_not_woken(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from engine.execution.encoder_runner import EncoderRunner
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
-from engine.step.encoder_layout import pack
+from engine.step.encoder_layout import pack_texts
 from tests.support.small_encoders import FAMILIES, RERANKERS, VOCABULARY, open_encoder, saved, seeded, vectors
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def test_company_changes_a_vector_by_rounding_alone(tmp_path: Path) -> None:
 def test_two_steps_may_be_in_the_air(tmp_path: Path) -> None:
     runner = on_gpu(saved(seeded(FAMILIES["bert"]), tmp_path))
     texts = _texts()
-    flights = [runner.launch(pack([text], [Pooling.MEAN])) for text in texts[:2]]
+    flights = [runner.launch(pack_texts([text], [Pooling.MEAN])) for text in texts[:2]]
     for flight, text in zip(flights, texts, strict=False):
         landed = flight.wait().vectors_RH
         assert landed is not None

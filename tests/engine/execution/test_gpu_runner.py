@@ -22,26 +22,26 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.bf12.metadata import Level
-from engine.execution.gpu_runner import Device, _held
-from engine.execution.open import Runner
-from engine.execution.staging import Most
-from engine.kvcache.layout import KvShape
-from engine.kvcache.tensors import KvPool
-from engine.layers.linear_bf12 import Compressed
-from engine.layers.linear_gpu import Resident
+from engine.bf12.metadata import CompressionLevel
+from engine.execution.gpu_runner import GpuRunner, _open_memory
+from engine.execution.open import DecoderRunner
+from engine.execution.staging import StepLimits
+from engine.kvcache.layout import KVShape
+from engine.kvcache.tensors import KVPool
+from engine.layers.linear_bf12 import Bf12Linear
+from engine.layers.linear_gpu import GpuLinear
 from engine.memory import pinned
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.pinned import PIECE_BYTES
-from engine.memory.streams import Mark, Stream
+from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
-from engine.models.config import read_config
-from engine.protocol.types import Sampling
-from engine.step.layout import Segment, Slice, pack, unpack
-from engine.step.sampling import sample
+from engine.models.config import read_decoder_config
+from engine.protocol.types import SamplingParams
+from engine.step.layout import PrefixSegment, SequenceSlice, pack_step, unpack_step
+from engine.step.sampling import sample_batch
 from engine.weights import assembly
-from engine.weights.device_buffer import Weights
-from engine.weights.source import Origin
+from engine.weights.device_buffer import WeightBuffer
+from engine.weights.source import WeightSource
 from tests.support.bf12_files import compressed, small_llama
 from tests.support.small_models import (
     BLOCK_TOKENS,
@@ -54,7 +54,7 @@ from tests.support.small_models import (
     spec,
 )
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 CONTEXT_TOKENS = 256
 BLOCKS = 64
 CPU = torch.device("cpu")
@@ -62,28 +62,28 @@ INTERPRETED = ("llama biases", "mistral window", "qwen3 biases window")
 
 
 @torch.inference_mode()
-def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **changes: Any) -> Device:
+def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **changes: Any) -> GpuRunner:
     """A device whose kernels run in the interpreter. Every slot is NaN until it is written. `coded` are then all of its
     matrices."""
     model = spec(folder, **changes)
-    config = read_config(folder, vectors=model.vectors)
-    origin = Origin.of(folder, config, torch.float32, CPU, model.random_weights)
+    config = read_decoder_config(folder, vectors=model.vectors)
+    origin = WeightSource.of(folder, config, torch.float32, CPU, model.random_weights)
     if coded:
-        on_gpu = Origin.of(folder, config, torch.bfloat16, torch.device("cuda"), random=False)
+        on_gpu = WeightSource.of(folder, config, torch.bfloat16, torch.device("cuda"), random=False)
         origin = replace(origin, forms=on_gpu.forms)
-    weights = Weights(Arena.of(CPU), origin.shapes)
-    with patch.object(assembly, "_stored", Compressed if coded else Resident):
+    weights = WeightBuffer(Arena.of(CPU), origin.shapes)
+    with patch.object(assembly, "_stored", Bf12Linear if coded else GpuLinear):
         parameters = origin.make(lambda: None, dict(weights.tensors))
-    most = Most.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
-    pool = KvPool(KvShape.of(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
+    most = StepLimits.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
+    pool = KVPool(KVShape.of(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
     poison(pool)
-    stream = Stream(CPU)
-    held = _held(model, config, origin.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
-    return Device(config, parameters, held, stream, most, graph_rows=0, standby=True)
+    stream = DeviceStream(CPU)
+    held = _open_memory(model, config, origin.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
+    return GpuRunner(config, parameters, held, stream, most, graph_rows=0, standby=True)
 
 
 @torch.inference_mode()
-def poison(pool: KvPool) -> None:
+def poison(pool: KVPool) -> None:
     """NaN in every slot that has memory."""
     slots = pool.extent_blocks * pool.shape.block_tokens
     for rows in pool.layers:
@@ -95,19 +95,19 @@ def poison(pool: KvPool) -> None:
 
 
 @torch.inference_mode()
-def logits(device: Device, slices: list[Slice], segments: list[Segment] | None = None) -> Tensor:
+def logits(device: GpuRunner, slices: list[SequenceSlice], segments: list[PrefixSegment] | None = None) -> Tensor:
     """What the device says of a step that runs without graphs and samples nothing."""
-    packed = pack(slices, BLOCK_TOKENS, segments or [])
-    batch = unpack(packed)
+    packed = pack_step(slices, BLOCK_TOKENS, segments or [])
+    batch = unpack_step(packed)
     with device._stream.entered():
         device._body(len(batch.tokens_T), device._upload(packed, batch, device._landings[0]))
         return device._decoder.head(device._step(len(batch.rows_R))).float().cpu()
 
 
 @torch.inference_mode()
-def launch(device: Device, slices: list[Slice]) -> Any:
-    packed = pack(slices, BLOCK_TOKENS)
-    return device.launch(packed, unpack(packed))
+def launch(device: GpuRunner, slices: list[SequenceSlice]) -> Any:
+    packed = pack_step(slices, BLOCK_TOKENS)
+    return device.launch(packed, unpack_step(packed))
 
 
 def texts(lengths: list[int], vocabulary: int) -> list[Text]:
@@ -120,10 +120,10 @@ def texts(lengths: list[int], vocabulary: int) -> list[Text]:
 
 
 def test_a_step_is_never_larger_than_all_sequences_together() -> None:
-    assert Most.of(8, None, 256, 16).rows == 8 * 256
-    assert Most.of(None, None, 4096, 16).rows == 8192
-    assert Most.of(512, 100, 4096, 16).rows == 512
-    assert Most.of(4, 64, 4096, 16).words > 64 * 12 + 4 * 4096 // 16
+    assert StepLimits.of(8, None, 256, 16).rows == 8 * 256
+    assert StepLimits.of(None, None, 4096, 16).rows == 8192
+    assert StepLimits.of(512, 100, 4096, 16).rows == 512
+    assert StepLimits.of(4, 64, 4096, 16).words > 64 * 12 + 4 * 4096 // 16
 
 
 @pytest.mark.parametrize("family", INTERPRETED)
@@ -147,13 +147,13 @@ def test_logits_agree_with_the_reference_library(family: str, tmp_path: Path) ->
 def test_weights_in_12_bits_give_what_they_do_as_numbers_also_after_a_sleep(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     plain = small_llama(tmp_path / "plain", tied=True, num_hidden_layers=1, vocab_size=64, **sizes)
-    coded = interpreted(compressed(plain, tmp_path / "coded", Level.DEVICE), coded=True)
+    coded = interpreted(compressed(plain, tmp_path / "coded", CompressionLevel.DEVICE), coded=True)
     runner = open_small(plain)
 
     def step(counts: tuple[int, int]) -> None:
         slices = [text.slice(count, GREEDY) for text, count in zip(told, counts, strict=True)]
-        packed = pack(slices, BLOCK_TOKENS)
-        assert (logits(coded, slices) - runner.place.logits(unpack(packed))).abs().max().item() <= 1e-4
+        packed = pack_step(slices, BLOCK_TOKENS)
+        assert (logits(coded, slices) - runner.place.logits(unpack_step(packed))).abs().max().item() <= 1e-4
 
     told = texts([4, 20], 64)
     with torch.inference_mode():
@@ -174,7 +174,7 @@ def test_segments_change_nothing_but_the_order_of_adding_up(tmp_path: Path) -> N
     logits(device, [second.slice(3, GREEDY), third.slice(3, GREEDY)])
     slices = [text.slice(1, GREEDY) for text in (first, second, third)]
     alone = logits(device, slices)
-    grouped = logits(device, slices, [Segment([0, 1, 2], 0, 16)])
+    grouped = logits(device, slices, [PrefixSegment([0, 1, 2], 0, 16)])
     assert (alone - grouped).abs().max().item() <= 1e-5
     assert not torch.equal(alone, grouped), "the segment was not used"
 
@@ -183,20 +183,23 @@ def test_a_token_of_the_flight_before_is_read_where_it_was_sampled(tmp_path: Pat
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     one, other = texts([5, 9], 160)
     flight = launch(device, [one.slice(5, GREEDY), other.slice(9, GREEDY)])
-    next_one = [Slice([-2], 9, [*other.blocks], GREEDY), Slice([-1], 5, one.blocks, GREEDY)]
+    next_one = [SequenceSlice([-2], 9, [*other.blocks], GREEDY), SequenceSlice([-1], 5, one.blocks, GREEDY)]
     following = launch(device, next_one)
     first = flight.wait().tokens_R
     found = following.wait().tokens_R
-    known = [Slice([int(first[1])], 9, other.blocks, GREEDY), Slice([int(first[0])], 5, one.blocks, GREEDY)]
+    known = [
+        SequenceSlice([int(first[1])], 9, other.blocks, GREEDY),
+        SequenceSlice([int(first[0])], 5, one.blocks, GREEDY),
+    ]
     assert launch(device, known).wait().tokens_R.tolist() == found.tolist()
 
 
 DEMANDS = [
     GREEDY,
-    Sampling(temperature=0.8, seed=5),
-    Sampling(temperature=0.9, top_k=7, top_p=0.8, seed=6, logprobs=3),
-    Sampling(temperature=1.2, min_p=0.1, seed=1 << 40, logit_bias={3: 2.5, 9: -100.0}),
-    Sampling(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2, logprobs=0),
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=0.9, top_k=7, top_p=0.8, seed=6, logprobs=3),
+    SamplingParams(temperature=1.2, min_p=0.1, seed=1 << 40, logit_bias={3: 2.5, 9: -100.0}),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2, logprobs=0),
 ]
 
 
@@ -204,11 +207,11 @@ def test_tokens_and_their_logprobs_are_those_of_the_cpus_sampler(tmp_path: Path)
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     several = texts([2] * len(DEMANDS), 160)
     slices = [
-        Slice(text.ids, 0, text.blocks, sampling, (text.ids, 1) if sampling.repetition_penalty != 1 else None)
+        SequenceSlice(text.ids, 0, text.blocks, sampling, (text.ids, 1) if sampling.repetition_penalty != 1 else None)
         for text, sampling in zip(several, DEMANDS, strict=True)
     ]
     found = launch(device, slices).wait()
-    wanted = sample(logits(device, slices), unpack(pack(slices, BLOCK_TOKENS)))
+    wanted = sample_batch(logits(device, slices), unpack_step(pack_step(slices, BLOCK_TOKENS)))
     assert found.tokens_R.tolist() == wanted.tokens_R.tolist()
     assert found.logprobs.keys() == wanted.logprobs.keys() == {2, 4}
     for row, (chosen, ids, best) in wanted.logprobs.items():
@@ -220,27 +223,30 @@ def test_masked_rows_wait_for_their_masks_and_the_next_step_for_their_tokens(tmp
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     one, other = texts([5, 9], 160)
     before = launch(device, [one.slice(5, GREEDY), other.slice(9, GREEDY)])
-    slices = [Slice([-1], 5, one.blocks, DEMANDS[1], masked=True), Slice([-2], 9, other.blocks, GREEDY)]
+    slices = [SequenceSlice([-1], 5, one.blocks, DEMANDS[1], masked=True), SequenceSlice([-2], 9, other.blocks, GREEDY)]
     flight = launch(device, slices)
     first = before.wait().tokens_R.tolist()
     mask_1W = np.array([[0, 1 << 9, 0, 0, 1 << 3]], np.int32)
     with torch.inference_mode():
         device.sample(flight, mask_1W)
-    following = launch(device, [Slice([-1], 6, one.blocks, GREEDY)])
+    following = launch(device, [SequenceSlice([-1], 6, one.blocks, GREEDY)])
     found = flight.wait().tokens_R.tolist()
-    known = [Slice([first[0]], 5, one.blocks, DEMANDS[1], masked=True), Slice([first[1]], 9, other.blocks, GREEDY)]
-    wanted = sample(logits(device, known), unpack(pack(known, BLOCK_TOKENS)), mask_1W)
+    known = [
+        SequenceSlice([first[0]], 5, one.blocks, DEMANDS[1], masked=True),
+        SequenceSlice([first[1]], 9, other.blocks, GREEDY),
+    ]
+    wanted = sample_batch(logits(device, known), unpack_step(pack_step(known, BLOCK_TOKENS)), mask_1W)
     assert found == wanted.tokens_R.tolist()
     assert found[0] in (41, 131)
-    alone = launch(device, [Slice([found[0]], 6, one.blocks, GREEDY)])
+    alone = launch(device, [SequenceSlice([found[0]], 6, one.blocks, GREEDY)])
     assert following.wait().tokens_R.tolist() == alone.wait().tokens_R.tolist()
 
 
 def test_a_masked_flight_that_nobody_wants_any_more_lands_without_its_masks(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     (one,) = texts([5], 160)
-    launch(device, [Slice(one.ids, 0, one.blocks, GREEDY, masked=True)]).wait()
-    assert len(launch(device, [Slice(one.ids, 0, one.blocks, GREEDY)]).wait().tokens_R) == 1
+    launch(device, [SequenceSlice(one.ids, 0, one.blocks, GREEDY, masked=True)]).wait()
+    assert len(launch(device, [SequenceSlice(one.ids, 0, one.blocks, GREEDY)]).wait().tokens_R) == 1
 
 
 def test_a_row_that_is_not_finite_samples_nothing_and_harms_nobody(tmp_path: Path) -> None:
@@ -250,7 +256,7 @@ def test_a_row_that_is_not_finite_samples_nothing_and_harms_nobody(tmp_path: Pat
     alone = launch(device, slices).wait().tokens_R.tolist()
     with torch.inference_mode():
         device.pool.layers[0][one.blocks[0] * BLOCK_TOKENS] = float("nan")
-    following = [Slice([7], 3, one.blocks, GREEDY), Slice([7], 3, other.blocks, GREEDY)]
+    following = [SequenceSlice([7], 3, one.blocks, GREEDY), SequenceSlice([7], 3, other.blocks, GREEDY)]
     tokens = launch(device, following).wait().tokens_R.tolist()
     assert tokens[0] == -1
     assert min(alone) >= 0
@@ -260,12 +266,12 @@ def test_a_row_that_is_not_finite_samples_nothing_and_harms_nobody(tmp_path: Pat
 def test_a_token_that_no_row_sampled_is_not_taken(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     with pytest.raises(AssertionError, match="did not sample"):
-        launch(device, [Slice([-1], 0, [0], GREEDY)])
+        launch(device, [SequenceSlice([-1], 0, [0], GREEDY)])
 
 
 def test_too_little_memory_for_a_step_is_said_as_the_scheduler_understands_it(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    slices = [Slice([3], 0, [0], GREEDY)]
+    slices = [SequenceSlice([3], 0, [0], GREEDY)]
     small = replace(device._space, words=device._space.words[:40])
     with patch.object(device, "_space", small), pytest.raises(OutOfDeviceMemory, match="room for 40"):
         launch(device, slices)
@@ -278,12 +284,12 @@ def test_too_little_memory_for_a_step_is_said_as_the_scheduler_understands_it(tm
 # Asleep and awake
 
 
-def extents_of(device: Device, blocks: list[int]) -> list[int]:
+def extents_of(device: GpuRunner, blocks: list[int]) -> list[int]:
     return sorted({block // device.pool.extent_blocks for block in blocks})
 
 
 @torch.inference_mode()
-def sleep_and_wake(device: Device, kept: list[int], extents: list[int], restored: list[int]) -> None:
+def sleep_and_wake(device: GpuRunner, kept: list[int], extents: list[int], restored: list[int]) -> None:
     """Between the two there is nothing of it on the device, and something else in what torch holds on to on a CPU."""
     device.sleep(kept)
     assert device._held._weights.arena.mapped_bytes == 0
@@ -296,16 +302,16 @@ def sleep_and_wake(device: Device, kept: list[int], extents: list[int], restored
     device.wake(extents, restored)
 
 
-def contents(device: Device, blocks: list[int]) -> Tensor:
+def contents(device: GpuRunner, blocks: list[int]) -> Tensor:
     return torch.stack([rows.view(device.pool.blocks + 1, -1)[blocks].clone() for rows in device.pool.layers])
 
 
-def weights_of(device: Device) -> dict[str, Tensor]:
+def weights_of(device: GpuRunner) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in device._held._weights.tensors.items()}
 
 
 @torch.inference_mode()
-def filled(device: Device) -> Tensor:
+def filled(device: GpuRunner) -> Tensor:
     """A number of its own in every slot of every block; gives what all blocks hold."""
     for layer, rows in enumerate(device.pool.layers):
         rows[:-BLOCK_TOKENS] = torch.arange(1, 1 + BLOCKS * BLOCK_TOKENS)[:, None] + 10000 * layer
@@ -332,11 +338,11 @@ def test_after_a_sleep_every_bit_is_as_before_and_only_kept_blocks_hold_anything
 def test_steps_go_on_while_weights_are_on_their_way(tmp_path: Path) -> None:
     """Each layer comes behind the mark of its own weights, and the head behind the last."""
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    slices = [Slice([3, 7], 0, [5], GREEDY)]
+    slices = [SequenceSlice([3, 7], 0, [5], GREEDY)]
     wanted = launch(device, slices).wait().tokens_R.tolist()
     assert device._held._weights.held_bytes > 0, "nothing was copied to the host beside a step"
-    followed: list[Mark] = []
-    with patch.object(Mark, "passed", return_value=False):
+    followed: list[StreamEvent] = []
+    with patch.object(StreamEvent, "passed", return_value=False):
         sleep_and_wake(device, [], extents_of(device, [5]), [])
         assert not device.arrived()
         coming = device._held.coming()
@@ -419,8 +425,8 @@ def test_what_is_erased_asleep_does_not_come_back(tmp_path: Path) -> None:
 def test_what_is_done_to_blocks_comes_behind_their_way_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     device.sleep([3, 9])
-    followed: list[Mark] = []
-    with patch.object(Mark, "passed", return_value=False):
+    followed: list[StreamEvent] = []
+    with patch.object(StreamEvent, "passed", return_value=False):
         device.wake([0, 1, 2], [0, 1])
         with patch.object(device._stream, "follow", side_effect=followed.append):
             device.erase([0])
@@ -482,9 +488,9 @@ def test_sizes_say_what_it_holds_awake_and_asleep(tmp_path: Path) -> None:
 # On a GPU
 
 
-def opened(folder: Path, **changes: Any) -> Runner:
+def opened(folder: Path, **changes: Any) -> DecoderRunner:
     """A runner whose slots are NaN until they are written."""
-    runner = Runner.open(spec(folder, **changes), "cuda", None, lambda: None)
+    runner = DecoderRunner.open(spec(folder, **changes), "cuda", None, lambda: None)
     poison(runner.place.pool)
     return runner
 
@@ -537,13 +543,13 @@ def test_every_family_is_as_exact_as_the_reference_library(family: str, dtype: t
     assert relative_error(torch.cat(found), wanted) <= 1.5 * relative_error(lower, wanted) + 1e-5
 
 
-def assert_erased_between(device: Device, block: int, other: int) -> None:
+def assert_erased_between(device: GpuRunner, block: int, other: int) -> None:
     """Two steps, an erasing between them, and nobody waits: the first fills both blocks, the second begins one anew."""
     size = device.pool.shape.block_tokens
-    flights = [launch(device, [Slice([7] * 2 * size, 0, [block, other], GREEDY)])]
+    flights = [launch(device, [SequenceSlice([7] * 2 * size, 0, [block, other], GREEDY)])]
     with torch.inference_mode():
         device.erase([block])
-    flights.append(launch(device, [Slice([8], 0, [block], GREEDY)]))
+    flights.append(launch(device, [SequenceSlice([8], 0, [block], GREEDY)]))
     for flight in flights:
         flight.wait()
     for rows in device.pool.layers:
@@ -580,7 +586,7 @@ def test_graphs_give_what_kernels_launched_one_by_one_give(tmp_path: Path) -> No
         ]
         for take in (lengths, [1] * count, [1 + (index % 3 == 0) for index in range(count)]):
             slices = [text.slice(tokens, GREEDY) for text, tokens in zip(several, take, strict=True)]
-            tokens = runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R
+            tokens = runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R
             assert tokens.tolist() == logits(runner.place, slices).argmax(-1).tolist()
 
 
@@ -641,8 +647,8 @@ def test_prefix_groups_give_the_logits_that_single_sequences_have(kv_dtype: str,
     alone = logits(runner.place, slices)
     everyone, half = list(range(count)), list(range(0, count, 2))
     for segments in (
-        [Segment(everyone, 0, prefix)],
-        [Segment(everyone, 0, 1024), Segment(half, 1024, prefix)],
+        [PrefixSegment(everyone, 0, prefix)],
+        [PrefixSegment(everyone, 0, 1024), PrefixSegment(half, 1024, prefix)],
     ):
         grouped = logits(runner.place, slices, segments)
         assert not torch.equal(alone, grouped), "the segments were not used"
@@ -651,7 +657,7 @@ def test_prefix_groups_give_the_logits_that_single_sequences_have(kv_dtype: str,
 
 
 @pytest.fixture(scope="module")
-def resting(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def resting(tmp_path_factory: pytest.TempPathFactory) -> DecoderRunner:
     """Four layers of Llama-3.1-8B's size, with graphs and the host's copy made, and up to 24 GiB of the device."""
     folder = tmp_path_factory.mktemp("resting")
     LlamaConfig(
@@ -660,24 +666,26 @@ def resting(tmp_path_factory: pytest.TempPathFactory) -> Runner:
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ).save_pretrained(folder)  # fmt: skip
     changes = {"dtype": "bfloat16", "random_weights": True, "kv_bytes": None, "context_tokens": 8192}
-    runner = Runner.open(spec(folder, **changes), "cuda", None, lambda: None, 24 << 30, standby=True)
+    runner = DecoderRunner.open(spec(folder, **changes), "cuda", None, lambda: None, 24 << 30, standby=True)
     while runner.idle():
         pass
     torch.cuda.empty_cache()
     return runner
 
 
-def several_of(runner: Runner, count: int, length: int) -> list[Slice]:
+def several_of(runner: DecoderRunner, count: int, length: int) -> list[SequenceSlice]:
     """Prompts of their own blocks, from the pool's first on."""
     rng, width = np.random.default_rng(count), -(-length // BLOCK_TOKENS) + 1
     return [
-        Slice(rng.integers(0, runner.vocabulary, length).tolist(), 0, list(range(n * width, (n + 1) * width)), GREEDY)
+        SequenceSlice(
+            rng.integers(0, runner.vocabulary, length).tolist(), 0, list(range(n * width, (n + 1) * width)), GREEDY
+        )
         for n in range(count)
     ]
 
 
-def run(runner: Runner, slices: list[Slice]) -> list[int]:
-    return runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
+def run(runner: DecoderRunner, slices: list[SequenceSlice]) -> list[int]:
+    return runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
 
 
 def free_bytes() -> int:
@@ -692,7 +700,7 @@ def wait_for(free: int) -> None:
         assert time.monotonic() < deadline, free_bytes() - free
 
 
-def wait_until_arrived(runner: Runner) -> None:
+def wait_until_arrived(runner: DecoderRunner) -> None:
     while not runner.arrived():
         time.sleep(0.001)
 
@@ -717,21 +725,21 @@ sys.stdin.read()
 
 
 @torch.inference_mode()
-def step_ms(runner: Runner) -> float:
+def step_ms(runner: DecoderRunner) -> float:
     """The median of some rounds, once a GPU's clocks are up."""
-    step, until = pack(several_of(runner, 64, 1), BLOCK_TOKENS), time.monotonic() + 1.5
+    step, until = pack_step(several_of(runner, 64, 1), BLOCK_TOKENS), time.monotonic() + 1.5
     while time.monotonic() < until:
         runner.place.launch_ms(step, 100)
     return statistics.median(runner.place.launch_ms(step, 100) for _ in range(7))
 
 
-def cycle(runner: Runner, extents: list[int], kept: Items[int] = (), restored: Items[int] = ()) -> None:
+def cycle(runner: DecoderRunner, extents: list[int], kept: Items[int] = (), restored: Items[int] = ()) -> None:
     runner.sleep(kept)
     runner.wake(extents, restored)
 
 
 @pytest.mark.gpu
-def test_what_is_given_back_another_process_can_have_and_waking_waits_for_it(resting: Runner) -> None:
+def test_what_is_given_back_another_process_can_have_and_waking_waits_for_it(resting: DecoderRunner) -> None:
     slices, extents = several_of(resting, 8, 100), resting.mapped
     wanted = run(resting, slices)
     cycle(resting, extents)
@@ -754,7 +762,7 @@ def test_what_is_given_back_another_process_can_have_and_waking_waits_for_it(res
 
 
 @pytest.mark.gpu
-def test_after_a_hundred_cycles_graphs_and_memory_are_as_before_and_steps_as_fast(resting: Runner) -> None:
+def test_after_a_hundred_cycles_graphs_and_memory_are_as_before_and_steps_as_fast(resting: DecoderRunner) -> None:
     several = [several_of(resting, count, length) for count, length in ((1, 1), (3, 40), (64, 1), (64, 30), (5, 700))]
     wanted, extents = [run(resting, slices) for slices in several], resting.mapped
     before_ms = step_ms(resting)
@@ -777,24 +785,24 @@ def test_after_a_hundred_cycles_graphs_and_memory_are_as_before_and_steps_as_fas
 
 
 @pytest.mark.gpu
-def test_kept_blocks_come_back_elsewhere_on_a_gpu(resting: Runner) -> None:
+def test_kept_blocks_come_back_elsewhere_on_a_gpu(resting: DecoderRunner) -> None:
     (prompt,) = several_of(resting, 1, 1000)
     run(resting, [prompt])
-    wanted = logits(resting.place, [Slice([5], 1000, prompt.blocks, GREEDY)])
+    wanted = logits(resting.place, [SequenceSlice([5], 1000, prompt.blocks, GREEDY)])
     extents, kept = resting.mapped, prompt.blocks
     for first in (5000, 300):
         moved = list(range(first + len(kept), first, -1))
         assert resting.sleep(kept) == len(kept) * resting.place.pool.shape.block_bytes
         resting.wake(extents, moved)
-        token = run(resting, [Slice([5], 1000, moved, GREEDY)])
+        token = run(resting, [SequenceSlice([5], 1000, moved, GREEDY)])
         assert token == wanted.argmax(-1).tolist()
         wait_until_arrived(resting)
-        assert torch.equal(logits(resting.place, [Slice([5], 1000, moved, GREEDY)]), wanted)
+        assert torch.equal(logits(resting.place, [SequenceSlice([5], 1000, moved, GREEDY)]), wanted)
         kept = moved
 
 
 @pytest.mark.gpu
-def test_nothing_of_what_was_written_is_left_in_memory_that_is_given_back(resting: Runner) -> None:
+def test_nothing_of_what_was_written_is_left_in_memory_that_is_given_back(resting: DecoderRunner) -> None:
     """Extents are zero before their memory goes: seen by what comes to be there again, which the driver does not clear
     within a process."""
     pool = resting.place.pool

@@ -4,23 +4,25 @@ test_device.py."""
 import pytest
 import torch
 
-from engine.execution.gpu_sampler import Reports, Wants
-from engine.protocol.types import Sampling
-from engine.step.layout import Slice, pack, unpack
+from engine.execution.gpu_sampler import LogprobTensors, SamplingFeatures
+from engine.protocol.types import SamplingParams
+from engine.step.layout import SequenceSlice, pack_step, unpack_step
 
 
-def wants(*samplings: Sampling) -> Wants:
-    return Wants.of(unpack(pack([Slice([5], 3, [index], asked) for index, asked in enumerate(samplings)], 16)))
+def wants(*samplings: SamplingParams) -> SamplingFeatures:
+    return SamplingFeatures.of(
+        unpack_step(pack_step([SequenceSlice([5], 3, [index], asked) for index, asked in enumerate(samplings)], 16))
+    )
 
 
 def test_temperatures_alone_are_plain() -> None:
-    assert wants(Sampling(), Sampling(temperature=0.5)).plain
-    assert wants(Sampling(top_k=5, top_p=0.5, min_p=0.5)).plain, "greedy takes the greatest whatever is left"
+    assert wants(SamplingParams(), SamplingParams(temperature=0.5)).plain
+    assert wants(SamplingParams(top_k=5, top_p=0.5, min_p=0.5)).plain, "greedy takes the greatest whatever is left"
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
 def test_one_row_that_filters_is_enough(filters: dict[str, float]) -> None:
-    assert wants(Sampling(), Sampling(temperature=1.0, **filters)).filters
+    assert wants(SamplingParams(), SamplingParams(temperature=1.0, **filters)).filters
 
 
 def test_of_equally_likely_alternatives_the_lowest_ids_are_reported() -> None:
@@ -30,7 +32,7 @@ def test_of_equally_likely_alternatives_the_lowest_ids_are_reported() -> None:
     logits_RV[1, 100:110] = 9.0
     logits_RV[2, 7] = float("-inf")
     tokens_R = torch.arange(6, dtype=torch.int32)
-    reports = Reports.of(logits_RV, tokens_R)
+    reports = LogprobTensors.of(logits_RV, tokens_R)
     exact_RV = logits_RV.double().log_softmax(-1)
     for row in range(6):
         chosen, ids, best = reports.read(row, 12)

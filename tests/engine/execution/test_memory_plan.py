@@ -4,12 +4,19 @@ import msgspec
 import pytest
 import torch
 
-from engine.execution.memory_plan import DoesNotFit, first_extents, kept_bytes, kv_blocks, least_blocks, least_extents
-from engine.kvcache.layout import KvShape
-from engine.kvcache.tensors import KvPool
+from engine.execution.memory_plan import (
+    DoesNotFit,
+    host_tier_bytes,
+    initial_extents,
+    kv_blocks,
+    min_extents,
+    min_kv_blocks,
+)
+from engine.kvcache.layout import KVShape
+from engine.kvcache.tensors import KVPool
 from engine.protocol.specs import ModelSpec
 
-SHAPE = KvShape(layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.bfloat16)
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.bfloat16)
 BLOCK = SHAPE.block_bytes
 
 
@@ -44,10 +51,10 @@ def test_kv_bytes_are_kept_to() -> None:
         kv_blocks(spec(9 * BLOCK), SHAPE, 160, 64, room=BLOCK, free=8 * BLOCK)
 
 
-def pool_of(extents: int) -> KvPool:
+def pool_of(extents: int) -> KVPool:
     """Of extents of four blocks, without memory."""
-    shape = KvShape(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype=torch.float32)  # 4 blocks are a page
-    pool = KvPool(shape, 4 * extents, extents=0)
+    shape = KVShape(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype=torch.float32)  # 4 blocks are a page
+    pool = KVPool(shape, 4 * extents, extents=0)
     assert (pool.extents, pool.extent_blocks) == (extents, 4)
     return pool
 
@@ -56,23 +63,23 @@ def test_no_more_is_kept_than_one_asks_for_or_wakes_with_and_public_prefixes_alw
     pool = pool_of(20)
     block, least = pool.shape.block_bytes, 3 * pool.extent_bytes
     model = ModelSpec(name="m", folder="", kept_kv_bytes=2 * block)
-    assert kept_bytes(model, pool, 160) == 2 * block
-    assert kept_bytes(msgspec.structs.replace(model, kept_kv_bytes=1 << 40), pool, 160) == least
-    assert kept_bytes(msgspec.structs.replace(model, public_prefixes=[[1] * 90]), pool, 160) == 5 * block
+    assert host_tier_bytes(model, pool, 160) == 2 * block
+    assert host_tier_bytes(msgspec.structs.replace(model, kept_kv_bytes=1 << 40), pool, 160) == least
+    assert host_tier_bytes(msgspec.structs.replace(model, public_prefixes=[[1] * 90]), pool, 160) == 5 * block
 
 
 def test_a_pool_opens_with_the_extents_that_there_is_room_for() -> None:
     pool = pool_of(20)
     size = pool.extent_bytes
-    assert first_extents(spec(), pool, 160, room=7 * size + 5, free=9 * size) == 7
-    assert first_extents(spec(), pool, 160, room=99 * size, free=99 * size) == 20
-    assert first_extents(spec(), pool, 160, room=-5, free=9 * size) == 3, "of one context's ten blocks"
+    assert initial_extents(spec(), pool, 160, room=7 * size + 5, free=9 * size) == 7
+    assert initial_extents(spec(), pool, 160, room=99 * size, free=99 * size) == 20
+    assert initial_extents(spec(), pool, 160, room=-5, free=9 * size) == 3, "of one context's ten blocks"
     with pytest.raises(DoesNotFit, match="one context of 160 tokens"):
-        first_extents(spec(), pool, 160, room=0, free=3 * size - 1)
+        initial_extents(spec(), pool, 160, room=0, free=3 * size - 1)
 
 
 def test_the_least_is_one_context_beside_what_is_published() -> None:
     model = ModelSpec(name="m", folder="", public_prefixes=[[1] * 95, [2] * 33])
-    assert least_blocks(model, 160) == 5 + 2 + 10
-    assert least_extents(model, pool_of(20), 160) == 5
-    assert least_extents(model, pool_of(2), 160) == 2, "no more than there are"
+    assert min_kv_blocks(model, 160) == 5 + 2 + 10
+    assert min_extents(model, pool_of(20), 160) == 5
+    assert min_extents(model, pool_of(2), 160) == 2, "no more than there are"

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.execution import cpu_runner
-from engine.execution.open import DoesNotFit, Runner
+from engine.execution.open import DecoderRunner, DoesNotFit
 from engine.layers import linear_cpu
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import Sampling
-from engine.step.layout import Slice, pack
+from engine.protocol.types import SamplingParams
+from engine.step.layout import SequenceSlice, pack_step
 from engine.weights.checkpoint import CheckpointError
 from tests.support.small_models import (
     BLOCK_TOKENS,
@@ -36,7 +36,7 @@ from tests.support.small_models import (
     spec,
 )
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 EMBER = Path(__file__).parents[3] / "engine" / "builtin_model"
 
 
@@ -66,7 +66,7 @@ def test_logits_are_equal_to_the_bit_whatever_the_chunks_the_company_and_the_blo
     runner.place.pool.check()
 
 
-def compute(runner: Runner, ids: list[int], cuts: list[int], company: int, seed: int) -> dict[int, Tensor]:
+def compute(runner: DecoderRunner, ids: list[int], cuts: list[int], company: int, seed: int) -> dict[int, Tensor]:
     """Logits after each cut, the text computed in runs that end there, in other blocks for each seed, among others."""
     rng = np.random.default_rng(seed)
     lengths = [len(ids), *rng.integers(1, 60, company).tolist()]
@@ -74,7 +74,7 @@ def compute(runner: Runner, ids: list[int], cuts: list[int], company: int, seed:
     text, found = Text(ids, tables[0]), {}
     for cut in cuts:
         others = [
-            Slice(rng.integers(0, runner.vocabulary, length).tolist(), 0, table, GREEDY)
+            SequenceSlice(rng.integers(0, runner.vocabulary, length).tolist(), 0, table, GREEDY)
             for length, table in zip(lengths[1:], tables[1:], strict=True)
         ]
         mine = text.slice(cut - text.computed, GREEDY)
@@ -83,9 +83,9 @@ def compute(runner: Runner, ids: list[int], cuts: list[int], company: int, seed:
     return found
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, top_p=0.95, seed=4)])
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.9, top_p=0.95, seed=4)])
 def test_text_is_the_same_with_cache_hits_chunks_preemption_and_company(
-    folders: dict[str, Path], sampling: Sampling
+    folders: dict[str, Path], sampling: SamplingParams
 ) -> None:
     runner = open_small(folders["ember"], dtype="auto", kv_bytes=24 << 20)
     rng = np.random.default_rng(6)
@@ -106,22 +106,22 @@ def test_text_is_the_same_with_cache_hits_chunks_preemption_and_company(
     # Company: all three at once, a token each per step.
     texts, written = prompts, [[token[0]] for token in plain]
     for prompt, table in zip(texts, tables, strict=True):
-        runner.launch(pack([Slice(prompt, 0, table)], BLOCK_TOKENS)).wait()
+        runner.launch(pack_step([SequenceSlice(prompt, 0, table)], BLOCK_TOKENS)).wait()
     for step in range(39):
         slices = [
-            Slice([done[-1]], len(prompt) + step, table, sampling)
+            SequenceSlice([done[-1]], len(prompt) + step, table, sampling)
             for done, prompt, table in zip(written, texts, tables, strict=True)
         ]
-        for done, token in zip(written, runner.launch(pack(slices, BLOCK_TOKENS)).wait().tokens_R, strict=True):
+        for done, token in zip(written, runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R, strict=True):
             done.append(int(token))
     assert written == plain
 
 
 def write(
-    runner: Runner,
+    runner: DecoderRunner,
     prompt: list[int],
     table: list[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     count: int,
     computed: int = 0,
     chunk: int = 512,
@@ -131,7 +131,9 @@ def write(
     while len(written) < count:
         end = min(computed + chunk, len(ids))
         wanted = sampling if end == len(ids) else None
-        done = runner.launch(pack([Slice(ids[computed:end], computed, table, wanted)], BLOCK_TOKENS)).wait()
+        done = runner.launch(
+            pack_step([SequenceSlice(ids[computed:end], computed, table, wanted)], BLOCK_TOKENS)
+        ).wait()
         computed = end
         if wanted:
             written.append(int(done.tokens_R[0]))
@@ -141,7 +143,7 @@ def write(
 
 def test_opening_says_what_the_replica_must_know(folders: dict[str, Path]) -> None:
     beats: list[int] = []
-    runner = Runner.open(spec(folders["qwen3"]), "cpu", 1, lambda: beats.append(1))
+    runner = DecoderRunner.open(spec(folders["qwen3"]), "cpu", 1, lambda: beats.append(1))
     assert beats
     assert (runner.context_tokens, runner.vocabulary, runner.stop_ids) == (CONTEXT_TOKENS, 160, [1])
     assert runner.block_tokens == BLOCK_TOKENS
@@ -151,13 +153,13 @@ def test_opening_says_what_the_replica_must_know(folders: dict[str, Path]) -> No
     assert runner.memory.weights_bytes > 0
     assert len(runner.revision) == 32
     loading = len(beats)
-    runner.launch(pack([Slice([1, 2, 3], 0, [0], GREEDY)], BLOCK_TOKENS)).wait()
+    runner.launch(pack_step([SequenceSlice([1, 2, 3], 0, [0], GREEDY)], BLOCK_TOKENS)).wait()
     assert len(beats) == loading + 3, "one beat for each layer"
 
 
 def test_a_step_without_rows_to_sample_gives_no_tokens(folders: dict[str, Path]) -> None:
     runner = open_small(folders["qwen3"])
-    assert len(runner.launch(pack([Slice([1, 2], 0, [0])], BLOCK_TOKENS)).wait().tokens_R) == 0
+    assert len(runner.launch(pack_step([SequenceSlice([1, 2], 0, [0])], BLOCK_TOKENS)).wait().tokens_R) == 0
 
 
 def test_auto_measures_both_dtypes_and_says_so(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -174,16 +176,16 @@ def test_a_dtype_in_which_rows_depend_on_their_company_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found on a processor whose bfloat16 adds up in another order for each count of rows."""
-    least = linear_cpu.rows_least
+    least = linear_cpu.min_invariant_rows
 
     def of_such_a_processor(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int:
         if dtype is torch.bfloat16 and inputs > 1000:
-            raise linear_cpu.RowsDiffer("no row count")
+            raise linear_cpu.NotBatchInvariant("no row count")
         return least(inputs, outputs, dtype, threads)
 
-    monkeypatch.setattr(linear_cpu, "rows_least", of_such_a_processor)
+    monkeypatch.setattr(linear_cpu, "min_invariant_rows", of_such_a_processor)
     with caplog.at_level("INFO"):
-        runner = Runner.open(ModelSpec(name="m", folder=str(EMBER), kv_bytes=10_000_000), "cpu", 1, lambda: None)
+        runner = DecoderRunner.open(ModelSpec(name="m", folder=str(EMBER), kv_bytes=10_000_000), "cpu", 1, lambda: None)
     assert runner.kv_layout.startswith("kv-float32")
     assert "torch.bfloat16" not in caplog.text
 
@@ -212,15 +214,17 @@ def test_sizes_that_cannot_be_are_refused(folders: dict[str, Path], changes: dic
 @pytest.mark.parametrize(
     "item",
     [
-        Slice([1], CONTEXT_TOKENS, list(range(129)), GREEDY),
-        Slice([160], 0, [0], GREEDY),
-        Slice([1], 0, [10**6], GREEDY),
+        SequenceSlice([1], CONTEXT_TOKENS, list(range(129)), GREEDY),
+        SequenceSlice([160], 0, [0], GREEDY),
+        SequenceSlice([1], 0, [10**6], GREEDY),
     ],
 )
-def test_launch_asserts_that_the_step_is_within_the_model_and_the_pool(folders: dict[str, Path], item: Slice) -> None:
+def test_launch_asserts_that_the_step_is_within_the_model_and_the_pool(
+    folders: dict[str, Path], item: SequenceSlice
+) -> None:
     runner = open_small(folders["qwen3"])
     with pytest.raises(AssertionError, match="past the"):
-        runner.launch(pack([item], BLOCK_TOKENS))
+        runner.launch(pack_step([item], BLOCK_TOKENS))
 
 
 # Asleep and awake again
@@ -271,7 +275,9 @@ def test_blocks_that_moved_are_read_where_they_are(folders: dict[str, Path]) -> 
 
 
 def test_sizes_say_what_is_held_awake_and_asleep(folders: dict[str, Path]) -> None:
-    runner = Runner.open(spec(folders["qwen3"], sequences=4, kv_bytes=None), "cpu", 1, lambda: None, device_bytes=0)
+    runner = DecoderRunner.open(
+        spec(folders["qwen3"], sequences=4, kv_bytes=None), "cpu", 1, lambda: None, device_bytes=0
+    )
     held = runner.sizes()
     assert len(runner.mapped) == held.extents_least < len(range(0, runner.blocks, runner.extent_blocks))
     assert held.extents_least * runner.extent_blocks >= CONTEXT_TOKENS // BLOCK_TOKENS
@@ -294,7 +300,7 @@ def test_random_weights_are_made_again_as_they_were(folders: dict[str, Path]) ->
 
 def test_the_built_in_model_wakes_within_three_tenths_of_a_second() -> None:
     """Of this process's own time, the least of some: who else computes here meanwhile is not its fault."""
-    runner = Runner.open(ModelSpec(name="m", folder=str(EMBER), kv_bytes=24 << 20), "cpu", 1, lambda: None)
+    runner = DecoderRunner.open(ModelSpec(name="m", folder=str(EMBER), kv_bytes=24 << 20), "cpu", 1, lambda: None)
     took = []
     for _ in range(5):
         runner.sleep([])

@@ -7,15 +7,15 @@ from statistics import median
 import numpy as np
 import pytest
 
-from engine.execution.profiling import Room, measure
-from engine.scheduling.prefix_groups import Groups
-from engine.step.cost_model import Costs
-from engine.step.layout import Int32s, unpack
+from engine.execution.profiling import ProfilingLimits, profile_costs
+from engine.scheduling.prefix_groups import PrefixGroups
+from engine.step.cost_model import CostModel
+from engine.step.layout import Int32s, unpack_step
 from tests.engine.scheduling.test_prefix_groups import _behind_one_prefix
 
 ROWS = (1, 16, 64, 128, 256, 512)
-LARGE = Room(blocks=40_000, block_tokens=16, context_tokens=131_072, sequences=512)
-TRUE = Costs(
+LARGE = ProfilingLimits(blocks=40_000, block_tokens=16, context_tokens=131_072, sequences=512)
+TRUE = CostModel(
     rows=((1, 3800.0), (16, 3900.0), (64, 4200.0), (128, 5000.0), (256, 7000.0), (512, 12_000.0)),
     key_us=0.031,
     shared_key_us=0.035,
@@ -29,7 +29,7 @@ TRUE = Costs(
 class Clockwork:
     """A device that takes exactly what its costs say, and noise."""
 
-    def __init__(self, costs: Costs, room: Room, noise_us: float = 0.0) -> None:
+    def __init__(self, costs: CostModel, room: ProfilingLimits, noise_us: float = 0.0) -> None:
         self.costs = costs
         self.room = room
         self.noise_us = noise_us
@@ -41,7 +41,7 @@ class Clockwork:
         return median(self._us(packed) + self.random.gauss(0, self.noise_us) for _ in range(launches)) / 1e3
 
     def _us(self, packed: Int32s) -> float:
-        batch, costs, room = unpack(packed), self.costs, self.room
+        batch, costs, room = unpack_step(packed), self.costs, self.room
         assert batch.tables_SW.max() < room.blocks
         assert batch.positions_T.max() < room.context_tokens
         assert len(batch.contexts_S) <= room.sequences
@@ -61,7 +61,7 @@ class Clockwork:
 @pytest.mark.parametrize("noise_us", [0.0, 3.0])
 def test_known_costs_are_found_again(noise_us: float) -> None:
     clockwork = Clockwork(TRUE, LARGE, noise_us)
-    found = measure(clockwork.launch_ms, ROWS, LARGE)
+    found = profile_costs(clockwork.launch_ms, ROWS, LARGE)
     for name in ("key_us", "shared_key_us", "pair_us", "prompt_pair_us", "segment_us", "groups_us"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
     for rows in (1, 16, 100, 256, 512, 2000):
@@ -71,23 +71,23 @@ def test_known_costs_are_found_again(noise_us: float) -> None:
 
 def test_what_is_found_groups_alike() -> None:
     sequences = [*_behind_one_prefix(64, 256), *_behind_one_prefix(2, 4, 1)]
-    found = measure(Clockwork(TRUE, LARGE, 3.0).launch_ms, ROWS, LARGE)
-    (segment,) = Groups(found, 16).segments([*sequences])
+    found = profile_costs(Clockwork(TRUE, LARGE, 3.0).launch_ms, ROWS, LARGE)
+    (segment,) = PrefixGroups(found, 16).segments([*sequences])
     assert (len(segment.members), segment.first, segment.last) == (64, 0, 4096)
 
 
 @pytest.mark.parametrize("blocks", [1, 16, 64, 5000])
 @pytest.mark.parametrize("sequences", [1, 2, 64])
 def test_small_pools_and_few_sequences_give_costs_too(blocks: int, sequences: int) -> None:
-    room = Room(blocks, block_tokens=16, context_tokens=min(256, blocks * 16), sequences=sequences)
-    found = measure(Clockwork(TRUE, room).launch_ms, (1, 16, 64), room)
+    room = ProfilingLimits(blocks, block_tokens=16, context_tokens=min(256, blocks * 16), sequences=sequences)
+    found = profile_costs(Clockwork(TRUE, room).launch_ms, (1, 16, 64), room)
     assert found.rows_us(16) == pytest.approx(3900.0, rel=0.05)
     assert min(found.key_us, found.shared_key_us, found.pair_us, found.prompt_pair_us) > 0
     assert (found.pair_us < float("inf")) == (sequences == 64 and blocks == 5000)  # else there is no room for groups
 
 
 def test_a_device_without_any_order_still_gives_positive_ascending_costs() -> None:
-    found = measure(Clockwork(TRUE, LARGE, 3000.0).launch_ms, ROWS, LARGE)
+    found = profile_costs(Clockwork(TRUE, LARGE, 3000.0).launch_ms, ROWS, LARGE)
     took = [us for _, us in found.rows]
     assert took == sorted(took)
     assert took[0] > 0
@@ -98,14 +98,14 @@ def test_a_device_without_any_order_still_gives_positive_ascending_costs() -> No
 def test_blocks_that_are_not_used_change_no_measurement(sequences: int, block_tokens: int) -> None:
     large = replace(LARGE, sequences=sequences, block_tokens=block_tokens)
 
-    def steps(room: Room) -> list[bytes]:
+    def steps(room: ProfilingLimits) -> list[bytes]:
         seen: list[bytes] = []
 
         def launch_ms(packed: Int32s, launches: int) -> float:
             seen.append(packed.tobytes())
             return 1.0
 
-        measure(launch_ms, ROWS, room)
+        profile_costs(launch_ms, ROWS, room)
         return seen
 
     assert large.used_blocks < large.blocks

@@ -10,10 +10,10 @@ import pytest
 
 from engine.bench.geometries import write_folder
 from engine.execution import open
-from engine.execution.artifact_keys import Chosen, on_host
-from engine.execution.warmup import main, warm
-from engine.models.config import read_config
-from engine.protocol.reports import Warmed
+from engine.execution.artifact_keys import CpuArtifact, cpu_artifacts
+from engine.execution.warmup import main, warm_up
+from engine.models.config import read_decoder_config
+from engine.protocol.reports import WarmupReport
 from engine.protocol.specs import ModelSpec
 
 
@@ -26,33 +26,35 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
 
 def test_what_is_prepared_is_found(model: ModelSpec, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([msgspec.json.encode(model).decode(), "cpu"]) == 0
-    warmed = msgspec.json.decode(capsys.readouterr().out, type=Warmed)
+    warmed = msgspec.json.decode(capsys.readouterr().out, type=WarmupReport)
     assert (warmed.needed, warmed.found, len(warmed.files)) == (True, False, 1)
     assert Path(warmed.files[0]).parent == Path(model.folder) / ".hearth"
-    assert warm(model, "cpu", opening=False).found
+    assert warm_up(model, "cpu", opening=False).found
 
 
 def test_looking_opens_nothing(model: ModelSpec) -> None:
-    warmed = warm(model, "cpu", opening=False)
+    warmed = warm_up(model, "cpu", opening=False)
     assert (warmed.needed, warmed.found, warmed.files) == (True, False, [])
     assert not (Path(model.folder) / ".hearth").exists()
 
 
 def test_a_dtype_that_is_said_leaves_nothing_to_find_out(model: ModelSpec) -> None:
-    assert not warm(msgspec.structs.replace(model, dtype="float32"), "cpu", opening=True).needed
+    assert not warm_up(msgspec.structs.replace(model, dtype="float32"), "cpu", opening=True).needed
 
 
 def test_a_start_takes_over_what_was_found(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    warm(model, "cpu", opening=True)
+    warm_up(model, "cpu", opening=True)
     monkeypatch.setattr(open, "fastest_dtype", lambda config: pytest.fail("it measures again"))
     open.open_model(model, "cpu", None, lambda: None)
 
 
 def test_a_dtype_that_another_start_chose_is_taken(model: ModelSpec) -> None:
-    (file,) = open.artefacts_of(model, "cpu").files  # type: ignore[union-attr]
+    (file,) = open.model_artifacts(model, "cpu").files  # type: ignore[union-attr]
     for chosen in ("bfloat16", "float32"):
         shutil.rmtree(file.parent, ignore_errors=True)
-        on_host(model, read_config(Path(model.folder))).write(msgspec.convert({"dtype": chosen}, Chosen))
+        cpu_artifacts(model, read_decoder_config(Path(model.folder))).write(
+            msgspec.convert({"dtype": chosen}, CpuArtifact)
+        )
         opened = open.open_model(model, "cpu", None, lambda: None)
         assert chosen in opened.kv_layout
 
@@ -75,7 +77,7 @@ def test_what_another_model_of_its_sizes_has_left_comes_to_lie_beside_it(
     model: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "shared"))
-    warm(model, "cpu", opening=True)
+    warm_up(model, "cpu", opening=True)
     another = msgspec.structs.replace(model, folder=str(write_folder("tiny", tmp_path / "another")))
-    assert warm(another, "cpu", opening=False).found
-    assert str(tmp_path / "another" / ".hearth") in warm(another, "cpu", opening=True).files[0]
+    assert warm_up(another, "cpu", opening=False).found
+    assert str(tmp_path / "another" / ".hearth") in warm_up(another, "cpu", opening=True).files[0]

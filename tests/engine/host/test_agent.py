@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.host.supervisor import Patience
-from engine.process.heartbeat import Phase
-from engine.protocol.reports import MEMORY_SUFFIX
+from engine.host.supervisor import SupervisionTimeouts
+from engine.process.heartbeat import ReplicaPhase
+from engine.protocol.reports import MEMORY_REPORT_SUFFIX
 from engine.protocol.types import Residency
 from tests.support.machine import Host, gone, hosting, short_folder, wait_for
 
@@ -290,7 +290,7 @@ def test_how_far_a_load_is_reaches_the_gateways(short: Path) -> None:
 def test_what_a_replica_said_of_its_memory_goes_with_it(short: Path) -> None:
     with hosting(short, {"a": "serve"}) as host:
         host.until_serving("a")
-        (told,) = (short / "run").glob(f"*{MEMORY_SUFFIX}")
+        (told,) = (short / "run").glob(f"*{MEMORY_REPORT_SUFFIX}")
         host.behave("a", "no-program")
         os.kill(host.pid("a", 1), signal.SIGKILL)
         wait_for(lambda: not told.exists())
@@ -305,6 +305,6 @@ def test_a_wrong_spec_is_refused_in_words() -> None:
 
 
 def test_every_phase_has_a_limit() -> None:
-    patience = Patience()
-    assert all(0 < patience.for_phase(phase) <= 300 for phase in Phase)
-    assert patience.for_phase(Phase.STEP) + patience.look_s < 5.0
+    patience = SupervisionTimeouts()
+    assert all(0 < patience.for_phase(phase) <= 300 for phase in ReplicaPhase)
+    assert patience.for_phase(ReplicaPhase.STEP) + patience.look_s < 5.0

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.host.forkserver import Forks
-from engine.host.supervisor import Process, Programs
-from engine.process.heartbeat import Phase, Pulse
+from engine.host.forkserver import ForkserverLauncher
+from engine.host.supervisor import ReplicaProcess, SubprocessLauncher
+from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol.frames import FrameReader, Hello
 from engine.protocol.specs import ModelSpec, ReplicaSpec
 
@@ -35,14 +35,16 @@ def spec_of(name: str, folder: Path) -> ReplicaSpec:
 
 
 @contextlib.contextmanager
-def open_forks(*modules: str) -> Iterator[Forks]:
+def open_forks(*modules: str) -> Iterator[ForkserverLauncher]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        with contextlib.closing(Forks(modules, Programs(lambda spec: PROGRAM), time.monotonic)) as forks:
+        with contextlib.closing(
+            ForkserverLauncher(modules, SubprocessLauncher(lambda spec: PROGRAM), time.monotonic)
+        ) as forks:
             yield forks
 
 
-def warm(forks: Forks) -> None:
+def warm(forks: ForkserverLauncher) -> None:
     until = time.monotonic() + 30.0
     while not forks.ready(time.monotonic()):
         assert time.monotonic() < until
@@ -50,13 +52,13 @@ def warm(forks: Forks) -> None:
 
 
 @pytest.fixture(scope="module")
-def spied() -> Iterator[Forks]:
+def spied() -> Iterator[ForkserverLauncher]:
     with open_forks("tests.support.zygote_spy") as forks:
         warm(forks)
         yield forks
 
 
-def read_line(process: Process) -> str:
+def read_line(process: ReplicaProcess) -> str:
     line = b""
     while not line.endswith(b"\n"):
         got = os.read(process.output, 1)
@@ -65,13 +67,13 @@ def read_line(process: Process) -> str:
     return line.decode()
 
 
-def told(process: Process) -> dict[str, Any]:
+def told(process: ReplicaProcess) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(read_line(process))
     return found
 
 
 @contextlib.contextmanager
-def started(forks: Forks, name: str, folder: Path, **environment: str) -> Iterator[Process]:
+def started(forks: ForkserverLauncher, name: str, folder: Path, **environment: str) -> Iterator[ReplicaProcess]:
     process = forks.start(spec_of(name, folder), environment)
     try:
         yield process
@@ -81,7 +83,7 @@ def started(forks: Forks, name: str, folder: Path, **environment: str) -> Iterat
         process.close()
 
 
-def test_a_fork_is_a_child_of_ours_with_everything_imported(spied: Forks, tmp_path: Path) -> None:
+def test_a_fork_is_a_child_of_ours_with_everything_imported(spied: ForkserverLauncher, tmp_path: Path) -> None:
     assert spied.parent is not None
     with started(spied, "stays", tmp_path) as process:
         found = told(process)
@@ -90,7 +92,7 @@ def test_a_fork_is_a_child_of_ours_with_everything_imported(spied: Forks, tmp_pa
         assert psutil.Process(process.pid).cmdline()[:2] == ["engine.replica.server", "stays"]
 
 
-def test_a_fork_has_an_environment_and_descriptors_of_its_own(spied: Forks, tmp_path: Path) -> None:
+def test_a_fork_has_an_environment_and_descriptors_of_its_own(spied: ForkserverLauncher, tmp_path: Path) -> None:
     with started(spied, "ends", tmp_path, GIVEN_BY_THE_TEST="to this one") as process:
         found = told(process)
         assert found["environment"] == "to this one"
@@ -101,14 +103,14 @@ def test_a_fork_has_an_environment_and_descriptors_of_its_own(spied: Forks, tmp_
         assert told(process)["environment"] is None
 
 
-def test_who_reads_a_fork_s_output_hears_that_it_has_ended(spied: Forks, tmp_path: Path) -> None:
+def test_who_reads_a_fork_s_output_hears_that_it_has_ended(spied: ForkserverLauncher, tmp_path: Path) -> None:
     with started(spied, "ends", tmp_path) as process:
         told(process)
         assert os.read(process.output, 1) == b""
         assert process.wait() == 3
 
 
-def test_a_fork_that_is_killed_says_so(spied: Forks, tmp_path: Path) -> None:
+def test_a_fork_that_is_killed_says_so(spied: ForkserverLauncher, tmp_path: Path) -> None:
     with started(spied, "stays", tmp_path) as process:
         told(process)
         assert process.poll() is None
@@ -118,14 +120,14 @@ def test_a_fork_that_is_killed_says_so(spied: Forks, tmp_path: Path) -> None:
         assert process.poll() == -signal.SIGTERM
 
 
-def test_a_fork_that_is_told_to_end_at_once_ends(spied: Forks, tmp_path: Path) -> None:
+def test_a_fork_that_is_told_to_end_at_once_ends(spied: ForkserverLauncher, tmp_path: Path) -> None:
     for _ in range(5):
         with started(spied, "stays", tmp_path) as process:
             process.terminate()
             assert process.wait() == -signal.SIGTERM
 
 
-def test_the_warm_parent_leaves_signals_to_the_machine(spied: Forks, tmp_path: Path) -> None:
+def test_the_warm_parent_leaves_signals_to_the_machine(spied: ForkserverLauncher, tmp_path: Path) -> None:
     assert spied.parent is not None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(spied.parent, number)
@@ -133,7 +135,7 @@ def test_the_warm_parent_leaves_signals_to_the_machine(spied: Forks, tmp_path: P
         assert told(process)["imported_by"] == spied.parent
 
 
-def test_descendants_that_lose_their_parent_are_collected(spied: Forks, tmp_path: Path) -> None:
+def test_descendants_that_lose_their_parent_are_collected(spied: ForkserverLauncher, tmp_path: Path) -> None:
     before = psutil.Process().children()
     with started(spied, "leaves an orphan", tmp_path) as process:
         told(process)
@@ -162,7 +164,7 @@ def test_forks_outlive_the_warm_parent_and_programs_stand_in_for_it(tmp_path: Pa
             assert told_in_the_end(forks, tmp_path)["imported_by"] != first
 
 
-def told_in_the_end(forks: Forks, folder: Path) -> dict[str, Any]:
+def told_in_the_end(forks: ForkserverLauncher, folder: Path) -> dict[str, Any]:
     """What a fork tells, when there are forks again; programs meanwhile."""
     until = time.monotonic() + 30.0
     while True:
@@ -230,8 +232,11 @@ def test_a_forked_replica_serves(tmp_path: Path) -> None:
     with open_forks("engine.execution.open") as forks:
         warm(forks)
         spec = spec_of("@cf/hearth/ember", tmp_path)
-        with contextlib.closing(Pulse.create(tmp_path / "pulse")) as pulse, started(forks, "ends", tmp_path) as process:
-            while pulse.read()[0] is not Phase.IDLE:
+        with (
+            contextlib.closing(Heartbeat.create(tmp_path / "pulse")) as pulse,
+            started(forks, "ends", tmp_path) as process,
+        ):
+            while pulse.read()[0] is not ReplicaPhase.IDLE:
                 assert process.poll() is None
                 time.sleep(0.01)
             with socket.socket(socket.AF_UNIX) as gateway:

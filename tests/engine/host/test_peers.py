@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from engine.host.peers import Channel, Link
-from engine.protocol.frames import PROTOCOL, Frame, FrameReader, Hello, Load, Place, Placed, Wake, encode
+from engine.host.peers import PeerChannel, ReplicaPeer
+from engine.protocol.frames import (
+    PROTOCOL_VERSION,
+    Frame,
+    FrameReader,
+    Hello,
+    ModelDemand,
+    PlacementStatus,
+    ReplicaLoad,
+    SetPlacement,
+    encode_frame,
+)
 from engine.protocol.types import Residency
 from tests.support.machine import short_folder
 
-STAY = Place(Residency.DEVICE)
+STAY = SetPlacement(Residency.DEVICE)
 
 
 class Loop:
@@ -22,7 +32,7 @@ class Loop:
         self.now = 0.0
         self.path = str(folder / "r.sock")
         self.selector = selectors.DefaultSelector()
-        self.link = Link(self.selector, f"unix:{self.path}", connect_s=2.0)
+        self.link = ReplicaPeer(self.selector, f"unix:{self.path}", connect_s=2.0)
 
     def listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX)
@@ -31,7 +41,7 @@ class Loop:
         listener.settimeout(5)
         return listener
 
-    def turn(self, first: Place = STAY) -> None:
+    def turn(self, first: SetPlacement = STAY) -> None:
         self.link.keep(first, self.now)
         for key, _ in self.selector.select(0.05):
             key.data()
@@ -48,7 +58,7 @@ def frames(peer: socket.socket) -> list[Frame]:
     return list(FrameReader().feed(peer.recv(1 << 16)))
 
 
-def hello(protocol: int = PROTOCOL) -> Hello:
+def hello(protocol: int = PROTOCOL_VERSION) -> Hello:
     return Hello(protocol, "m", "", "1", 1, 1, 1, 1, 1)
 
 
@@ -58,17 +68,17 @@ def test_a_link_says_where_to_be_first_and_keeps_what_it_is_told(loop: Loop) -> 
         peer, _ = listener.accept()
         with peer:
             assert frames(peer) == [STAY]
-            load = Load(1, 2, 3, 4, 5, 6)
-            answer = Placed(Residency.DEVICE, device_bytes=7)
-            peer.sendall(encode(hello()) + encode(load))
+            load = ReplicaLoad(1, 2, 3, 4, 5, 6)
+            answer = PlacementStatus(Residency.DEVICE, device_bytes=7)
+            peer.sendall(encode_frame(hello()) + encode_frame(load))
             loop.turn()
             assert (loop.link.load, loop.link.placed) == (load, None)
-            peer.sendall(encode(answer))
+            peer.sendall(encode_frame(answer))
             loop.turn()
             assert loop.link.placed == answer
             assert (loop.link.taken(), loop.link.taken()) == ([answer], [])
-            loop.link.send(Place(Residency.MEMORY))
-            assert frames(peer) == [Place(Residency.MEMORY)]
+            loop.link.send(SetPlacement(Residency.MEMORY))
+            assert frames(peer) == [SetPlacement(Residency.MEMORY)]
     loop.link.close()
 
 
@@ -76,7 +86,7 @@ def test_a_lost_link_forgets_what_it_knew_and_is_opened_again_after_growing_paus
     with loop.listen() as listener:
         loop.turn()
         peer, _ = listener.accept()
-        peer.sendall(encode(hello()) + encode(Placed(Residency.DEVICE)))
+        peer.sendall(encode_frame(hello()) + encode_frame(PlacementStatus(Residency.DEVICE)))
         loop.turn()
         assert loop.link.placed is not None
         peer.close()
@@ -90,9 +100,9 @@ def test_a_lost_link_forgets_what_it_knew_and_is_opened_again_after_growing_paus
         with pytest.raises(TimeoutError):
             listener.accept()
         loop.now = 0.06
-        loop.turn(Place(Residency.MEMORY))
+        loop.turn(SetPlacement(Residency.MEMORY))
         again, _ = listener.accept()
-        assert frames(again) == [Place(Residency.MEMORY)]
+        assert frames(again) == [SetPlacement(Residency.MEMORY)]
         again.close()
     loop.link.close()
 
@@ -106,7 +116,9 @@ def test_nobody_who_listens_is_tried_again(loop: Loop) -> None:
     loop.link.close()
 
 
-@pytest.mark.parametrize("rubbish", [b"\xff" * 64, encode(hello(PROTOCOL + 1)), encode(Wake("m", 1))])
+@pytest.mark.parametrize(
+    "rubbish", [b"\xff" * 64, encode_frame(hello(PROTOCOL_VERSION + 1)), encode_frame(ModelDemand("m", 1))]
+)
 def test_what_a_replica_does_not_say_loses_the_link(loop: Loop, rubbish: bytes) -> None:
     with loop.listen() as listener:
         loop.turn()
@@ -136,7 +148,7 @@ def test_a_peer_that_does_not_read_is_lost_once_too_much_is_kept_for_it() -> Non
     ours.setblocking(False)
     lost: list[str] = []
     selector = selectors.DefaultSelector()
-    channel = Channel(selector, ours, lambda frame: None, lost.append)
+    channel = PeerChannel(selector, ours, lambda frame: None, lost.append)
     sent = 0
     while not channel.closed and sent < 64 << 20:
         channel.pass_on(bytes(1 << 20))

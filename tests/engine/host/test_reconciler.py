@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import frames
-from engine.protocol.frames import Wake
+from engine.protocol.frames import ModelDemand
 from engine.protocol.types import Residency
 from tests.support.fake_replica import BESIDE_BYTES, KEPT_BYTES, MIB
 from tests.support.machine import Host, gone, hosting, short_folder, wait_for
@@ -40,7 +40,7 @@ def settled(host: Host, awake: str = "ab") -> str:
     started(host)
     call(host, *awake)
     host.until_at(**dict.fromkeys(awake, "DEVICE"))
-    host.say(*(Wake(name, 0) for name in awake))
+    host.say(*(ModelDemand(name, 0) for name in awake))
     started(host)
     return next(state.model for state in host.fleet().values() if state.residency is Residency.MEMORY)
 
@@ -57,7 +57,7 @@ def started(host: Host) -> None:
 
 def call(host: Host, *names: str) -> None:
     """Has a gateway that wants these."""
-    host.say(*(Wake(name, 1) for name in names))
+    host.say(*(ModelDemand(name, 1) for name in names))
 
 
 def within_budget(host: Host) -> bool:
@@ -201,7 +201,7 @@ def test_what_is_kept_asleep_is_within_the_budget_of_host_memory_from_the_first_
         for name in "abab":
             call(host, name)
             host.until_serving(name)
-            host.say(Wake(name, 0))
+            host.say(ModelDemand(name, 0))
         assert all(fleet.memory_bytes <= budget_bytes for fleet in host.seen)
         assert host.moves()["end"] >= 1
 
@@ -230,7 +230,7 @@ def test_a_gateway_that_vanishes_wants_nothing_any_more(short: Path) -> None:
         time.sleep(1.5)  # their Load is here
         before = host.moves()["wake"]
         gateway = host.gateway()
-        gateway.sendall(frames.encode(Wake(sleeper, 1)))
+        gateway.sendall(frames.encode_frame(ModelDemand(sleeper, 1)))
         time.sleep(0.1)  # and is heard, while nobody may leave for it
         gateway.close()
         for other in set("abc") - {sleeper}:

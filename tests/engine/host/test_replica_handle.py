@@ -10,19 +10,28 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.host.demand import Wanted
-from engine.host.peers import Link
-from engine.host.replica_handle import Lodger
-from engine.host.supervisor import Child, Patience, Programs
-from engine.placement.snapshot import Resident
-from engine.process.heartbeat import Phase, Pulse
-from engine.protocol.frames import PROTOCOL, Frame, FrameReader, Hello, Load, Place, Placed, encode
+from engine.host.demand import PendingDemand
+from engine.host.peers import ReplicaPeer
+from engine.host.replica_handle import ReplicaHandle
+from engine.host.supervisor import ReplicaSupervisor, SubprocessLauncher, SupervisionTimeouts
+from engine.placement.snapshot import ReplicaSnapshot
+from engine.process.heartbeat import Heartbeat, ReplicaPhase
+from engine.protocol.frames import (
+    PROTOCOL_VERSION,
+    Frame,
+    FrameReader,
+    Hello,
+    PlacementStatus,
+    ReplicaLoad,
+    SetPlacement,
+    encode_frame,
+)
 from engine.protocol.specs import ModelSpec, ReplicaSpec
 from engine.protocol.types import Residency
 from tests.support.machine import short_folder
 
 MIB = 1 << 20
-HERE = Placed(
+HERE = PlacementStatus(
     Residency.DEVICE, device_bytes=300, asleep_bytes=10, least_bytes=200, most_bytes=900, memory_bytes=150,
     weights_bytes=150, standby_bytes=190,
 )  # fmt: skip
@@ -37,12 +46,12 @@ class Kept:
         path = folder / "r.sock"
         self.listener = socket.socket(socket.AF_UNIX)
         self.selector = selectors.DefaultSelector()
-        programs = Programs(lambda spec: ["sleep", "60"])
+        programs = SubprocessLauncher(lambda spec: ["sleep", "60"])
         self.pulse = folder / "r.pulse"
-        self.child = Child("m", f"unix:{path}", self.pulse, Patience(), programs, self.selector)
-        link = Link(self.selector, f"unix:{path}", 2.0)
+        self.child = ReplicaSupervisor("m", f"unix:{path}", self.pulse, SupervisionTimeouts(), programs, self.selector)
+        link = ReplicaPeer(self.selector, f"unix:{path}", 2.0)
         model = ModelSpec(name="m", folder="/m", weights_bytes=800 * MIB)
-        self.lodger = Lodger("m-0", model, self.child, link, Patience(), on_cpu=False)
+        self.lodger = ReplicaHandle("m-0", model, self.child, link, SupervisionTimeouts(), on_cpu=False)
         self.path = path
         self.model = model
 
@@ -50,20 +59,20 @@ class Kept:
         spec = ReplicaSpec(model=self.model, address=self.child.address, pulse=str(self.pulse), boot=1)
         assert self.child.start(spec, {}, self.now)
         self.lodger.device = 0
-        self.lodger.begin("start", Place(to, 500), "", self.now)
+        self.lodger.begin("start", SetPlacement(to, 500), "", self.now)
 
     def serve(self) -> None:
         self.listener.bind(str(self.path))
         self.listener.listen()
         self.listener.settimeout(5)
-        Pulse.open(self.pulse).enter(Phase.IDLE)
+        Heartbeat.open(self.pulse).enter(ReplicaPhase.IDLE)
         self.lodger.look(self.now)
         self.peer, _ = self.listener.accept()
         self.peer.settimeout(5)
-        self.say(Hello(PROTOCOL, "m", "", "1", 1, 1, 1, 1, 1))
+        self.say(Hello(PROTOCOL_VERSION, "m", "", "1", 1, 1, 1, 1, 1))
 
     def say(self, *frames: Frame) -> None:
-        self.peer.sendall(b"".join(map(encode, frames)))
+        self.peer.sendall(b"".join(map(encode_frame, frames)))
         for key, _ in self.selector.select(0.2):
             key.data()
         self.lodger.look(self.now)
@@ -73,8 +82,8 @@ class Kept:
     def heard(self) -> list[Frame]:
         return list(FrameReader().feed(self.peer.recv(1 << 16)))
 
-    def resident(self, wanted: Wanted | None = None, alone: bool = False) -> Resident:
-        return self.lodger.resident(self.now, wanted or Wanted(), alone, 8000 * MIB, ready=True)
+    def resident(self, wanted: PendingDemand | None = None, alone: bool = False) -> ReplicaSnapshot:
+        return self.lodger.resident(self.now, wanted or PendingDemand(), alone, 8000 * MIB, ready=True)
 
     def close(self) -> None:
         self.lodger.link.close()
@@ -93,11 +102,11 @@ def kept() -> Iterator[Kept]:
         kept.close()
 
 
-LOAD = Load(running=0, waiting=0, waiting_tokens=0, free_blocks=50, cached_blocks=0, steps=0, blocks=100)
+LOAD = ReplicaLoad(running=0, waiting=0, waiting_tokens=0, free_blocks=50, cached_blocks=0, steps=0, blocks=100)
 
 
-def load(**fields: object) -> Load:
-    changed: Load = msgspec.structs.replace(LOAD, **fields)
+def load(**fields: object) -> ReplicaLoad:
+    changed: ReplicaLoad = msgspec.structs.replace(LOAD, **fields)
     return changed
 
 
@@ -111,7 +120,7 @@ def test_it_starts_until_it_has_said_how_large_it_is(kept: Kept) -> None:
     seen = kept.resident()
     assert (seen.residency, seen.rests, seen.granted_bytes) == (Residency.DEVICE, True, 500)
     assert (seen.device_bytes, seen.least_bytes, seen.most_bytes, seen.standby_bytes) == (300, 200, 900, 190)
-    assert kept.heard() == [Place(Residency.DEVICE)]
+    assert kept.heard() == [SetPlacement(Residency.DEVICE)]
 
 
 def test_one_that_never_says_it_counts_as_arrived_after_a_while_and_cannot_be_moved(kept: Kept) -> None:
@@ -126,7 +135,7 @@ def test_host_memory_is_planned_with_for_all_that_it_may_keep_and_asleep_for_wha
     kept.serve()
     kept.say(HERE)
     assert (kept.resident().memory_bytes, kept.resident().standby_bytes) == (150, 190)
-    kept.lodger.begin("sleep", Place(Residency.MEMORY), "", kept.now)
+    kept.lodger.begin("sleep", SetPlacement(Residency.MEMORY), "", kept.now)
     assert kept.resident().host_bytes == 190
     kept.say(ASLEEP)
     assert (kept.resident().standby_bytes, kept.resident().host_bytes) == (150, 150)
@@ -195,7 +204,7 @@ def test_who_waits_first_is_the_one_in_a_gateway_or_in_the_replica(kept: Kept) -
     kept.serve()
     kept.say(HERE, load(waiting=2, running=1, free_blocks=25))
     kept.now += 3.0
-    seen = kept.resident(Wanted(5, 2.0, since=102.0))
+    seen = kept.resident(PendingDemand(5, 2.0, since=102.0))
     assert (seen.waiting, seen.weight, seen.waited_s, seen.running, seen.kv_used) == (7, 2.0, 3.0, 1, 0.75)
 
 
@@ -203,13 +212,13 @@ def test_an_order_ends_with_the_answer_that_says_so_and_no_other(kept: Kept) -> 
     kept.start()
     kept.serve()
     kept.say(HERE)
-    kept.lodger.begin("sleep", Place(Residency.MEMORY), "", kept.now)
+    kept.lodger.begin("sleep", SetPlacement(Residency.MEMORY), "", kept.now)
     kept.say(HERE)
     assert kept.lodger.order is not None
     kept.say(ASLEEP)
     assert kept.lodger.order is None
     assert (kept.resident().granted_bytes, kept.resident().memory_bytes, kept.lodger.said) == (0, 150, "")
-    kept.lodger.begin("wake", Place(Residency.DEVICE, 400), "", kept.now)
+    kept.lodger.begin("wake", SetPlacement(Residency.DEVICE, 400), "", kept.now)
     kept.say(msgspec.structs.replace(ASLEEP, problem="no memory"))
     assert kept.lodger.order is None
     kept.lodger.failed("wake failed: no memory", kept.now)
@@ -226,7 +235,7 @@ def test_a_new_connection_is_told_the_order_that_was_under_way(kept: Kept) -> No
     kept.start()
     kept.serve()
     kept.say(HERE)
-    kept.lodger.begin("sleep", Place(Residency.MEMORY), "", kept.now)
+    kept.lodger.begin("sleep", SetPlacement(Residency.MEMORY), "", kept.now)
     kept.heard()
     kept.peer.close()
     for key, _ in kept.selector.select(0.2):
@@ -235,7 +244,7 @@ def test_a_new_connection_is_told_the_order_that_was_under_way(kept: Kept) -> No
     kept.lodger.look(kept.now)
     kept.peer, _ = kept.listener.accept()
     kept.peer.settimeout(5)
-    assert kept.heard() == [Place(Residency.MEMORY)]
+    assert kept.heard() == [SetPlacement(Residency.MEMORY)]
 
 
 def test_one_that_is_alone_is_left_as_large_as_it_is(kept: Kept) -> None:
@@ -263,10 +272,10 @@ def test_an_order_has_as_much_time_more_as_the_machine_itself_was_stopped(kept: 
     kept.start()
     kept.serve()
     kept.say(HERE)
-    kept.lodger.begin("sleep", Place(Residency.MEMORY, drain_ms=1000), "", kept.now)
+    kept.lodger.begin("sleep", SetPlacement(Residency.MEMORY, drain_ms=1000), "", kept.now)
     assert kept.lodger.order is not None
     until = kept.lodger.order.until
-    assert until == pytest.approx(kept.now + Patience().order_s + 1.0)
+    assert until == pytest.approx(kept.now + SupervisionTimeouts().order_s + 1.0)
     kept.lodger.forgive(500.0, kept.now)
     assert kept.lodger.order.until == until + 500.0
 
@@ -278,10 +287,10 @@ def test_a_start_ends_with_an_answer_or_so_long_after_it_serves_however_long_it_
     assert kept.lodger.order is not None
     assert kept.lodger.order.until == math.inf
     kept.serve()
-    assert kept.lodger.order.until == kept.now + Patience().order_s
+    assert kept.lodger.order.until == kept.now + SupervisionTimeouts().order_s
     kept.now += 5.0
     kept.lodger.look(kept.now)
-    assert kept.lodger.order.until == kept.now - 5.0 + Patience().order_s
+    assert kept.lodger.order.until == kept.now - 5.0 + SupervisionTimeouts().order_s
 
 
 def test_one_that_is_to_end_has_that_time_more_too(kept: Kept, capfd: pytest.CaptureFixture[str]) -> None:
@@ -291,6 +300,6 @@ def test_one_that_is_to_end_has_that_time_more_too(kept: Kept, capfd: pytest.Cap
     kept.lodger.forgive(500.0, kept.now)
     kept.lodger.look(kept.now)
     assert "replica_not_ended" not in capfd.readouterr().err
-    kept.now += Patience().drain_s
+    kept.now += SupervisionTimeouts().drain_s
     kept.lodger.look(kept.now)
     assert "replica_not_ended" in capfd.readouterr().err

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.hostinfo.gpus import sizes, visible, wake
+from engine.hostinfo.gpus import gpu_memory, prewarm_driver, visible_gpus
 
 
 @pytest.fixture
@@ -16,11 +16,11 @@ def devices(tmp_path: Path) -> Path:
 
 
 def test_every_device_file_is_a_gpu(devices: Path) -> None:
-    assert visible({}, devices) == ["0", "1", "2"]
+    assert visible_gpus({}, devices) == ["0", "1", "2"]
 
 
 def test_a_host_without_a_driver_has_none(tmp_path: Path) -> None:
-    assert visible({}, tmp_path) == []
+    assert visible_gpus({}, tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_host_without_a_driver_has_none(tmp_path: Path) -> None:
     [("2", ["2"]), ("1, 0", ["1", "0"]), ("GPU-8f3,MIG-2a", ["GPU-8f3", "MIG-2a"]), ("0,-1,1", ["0"]), ("", [])],
 )
 def test_what_the_environment_says_is_kept(devices: Path, said: str, meant: list[str]) -> None:
-    assert visible({"CUDA_VISIBLE_DEVICES": said}, devices) == meant
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": said}, devices) == meant
 
 
 def asked(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -42,7 +42,7 @@ def asked(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 def test_nvidia_smi_says_how_large_gpus_are_by_index_or_by_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "0, GPU-8f31, NVIDIA H200, 143771\n1, GPU-aa02, NVIDIA L4, 23034\n2, GPU-bb03, ?, [N/A]\nnonsense"
     asked(tmp_path, monkeypatch, f"printf '{said}'")
-    assert sizes(["1", "GPU-8f", "2", "7", "MIG-1"]) == {
+    assert gpu_memory(["1", "GPU-8f", "2", "7", "MIG-1"]) == {
         "1": ("NVIDIA L4", 23034 << 20),
         "GPU-8f": ("NVIDIA H200", 143771 << 20),
     }
@@ -51,12 +51,12 @@ def test_nvidia_smi_says_how_large_gpus_are_by_index_or_by_id(tmp_path: Path, mo
 @pytest.mark.parametrize("script", ["exit 9", "echo no driver", "exit 127"])
 def test_a_broken_nvidia_smi_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     asked(tmp_path, monkeypatch, script)
-    assert sizes(["0"]) == {}
+    assert gpu_memory(["0"]) == {}
 
 
 def test_without_nvidia_smi_no_size_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert sizes(["0"]) == {}
+    assert gpu_memory(["0"]) == {}
 
 
 def test_the_driver_and_a_context_are_woken_beside_what_else_is_done() -> None:
@@ -69,7 +69,7 @@ def test_the_driver_and_a_context_are_woken_beside_what_else_is_done() -> None:
             cuDevicePrimaryCtxRetain=lambda context, device: called.append(("retain", device)),
         )
 
-    wake(load).join(5)
+    prewarm_driver(load).join(5)
     assert called == [("init", 0), ("retain", 0)]
 
 
@@ -77,6 +77,6 @@ def test_without_a_driver_nothing_is_woken(capfd: pytest.CaptureFixture[str]) ->
     def missing(name: str) -> object:
         raise OSError(name)
 
-    wake(missing).join(5)
-    wake(lambda name: SimpleNamespace(cuInit=lambda flags: 100)).join(5)
+    prewarm_driver(missing).join(5)
+    prewarm_driver(lambda name: SimpleNamespace(cuInit=lambda flags: 100)).join(5)
     assert capfd.readouterr() == ("", "")

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from engine.hostinfo import memory
-from engine.hostinfo.memory import Budget, Device
+from engine.hostinfo.memory import ByteBudget, HostDevice
 from engine.protocol.frames import DeviceState
-from engine.protocol.reports import Memory
-from engine.protocol.specs import DRIVER_BYTES, MachineSpec
+from engine.protocol.reports import MemoryReport
+from engine.protocol.specs import DRIVER_RESERVE_BYTES, MachineSpec
 
 GIB = 1 << 30
 
@@ -19,7 +19,7 @@ def spec(device_bytes: int | None = None, memory_bytes: int | None = None) -> Ma
 
 
 def test_what_is_withheld_is_given_back_after_its_time() -> None:
-    budget = Budget(100)
+    budget = ByteBudget(100)
     budget.withhold(60, until=5.0)
     assert [budget.at(now) for now in (4.9, 5.0)] == [60, 100]
     budget.withhold(200, until=9.0)
@@ -27,32 +27,36 @@ def test_what_is_withheld_is_given_back_after_its_time() -> None:
 
 
 def test_an_operators_bound_holds_and_the_driver_keeps_its_own() -> None:
-    for asked, room in ((None, 80 * GIB - DRIVER_BYTES), (50 * GIB, 50 * GIB), (200 * GIB, 80 * GIB - DRIVER_BYTES)):
-        device = Device("0", "H", {}, asked)
-        device.measured(80 * GIB, 80 * GIB - DRIVER_BYTES)
+    for asked, room in (
+        (None, 80 * GIB - DRIVER_RESERVE_BYTES),
+        (50 * GIB, 50 * GIB),
+        (200 * GIB, 80 * GIB - DRIVER_RESERVE_BYTES),
+    ):
+        device = HostDevice("0", "H", {}, asked)
+        device.measured(80 * GIB, 80 * GIB - DRIVER_RESERVE_BYTES)
         assert device.state(7, 0.0) == DeviceState("H", 80 * GIB, room, 7)
 
 
 def test_a_device_that_nobody_measured_is_as_large_as_the_first_replica_on_it_says(tmp_path: Path) -> None:
     path = tmp_path / "memory"
-    device = Device("0", "H", {}, None)
+    device = HostDevice("0", "H", {}, None)
     device.read(path)
     path.write_text("{}")
     device.read(path)
     assert device.total_bytes == 0
     path.write_bytes(
         msgspec.json.encode(
-            Memory(model="a", pid=1, device="H", device_bytes=80 * GIB, weights_bytes=0, kv_blocks=0,
+            MemoryReport(model="a", pid=1, device="H", device_bytes=80 * GIB, weights_bytes=0, kv_blocks=0,
                    kv_block_tokens=0, kv_bytes=0, free_bytes=0)
         )
     )  # fmt: skip
     device.read(path)
-    assert (device.total_bytes, device.budget.at(0.0)) == (80 * GIB, 80 * GIB - DRIVER_BYTES)
+    assert (device.total_bytes, device.budget.at(0.0)) == (80 * GIB, 80 * GIB - DRIVER_RESERVE_BYTES)
 
 
 def test_each_gpu_is_alone_in_its_processs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    devices = memory.graphics(spec(), ["3", "5"], {"X": "y"})
+    devices = memory.gpu_devices(spec(), ["3", "5"], {"X": "y"})
     assert [device.environment for device in devices] == [
         {"X": "y", "CUDA_VISIBLE_DEVICES": "3"},
         {"X": "y", "CUDA_VISIBLE_DEVICES": "5"},
@@ -61,14 +65,14 @@ def test_each_gpu_is_alone_in_its_processs_environment(tmp_path: Path, monkeypat
 
 
 def test_a_cpus_memory_is_one_device_and_bounded_by_what_is_free() -> None:
-    device = memory.processor(spec(device_bytes=1 << 20), {})
+    device = memory.cpu_device(spec(device_bytes=1 << 20), {})
     assert (device.name, device.label, device.budget.at(0.0)) == ("", "cpu", 1 << 20)
-    assert 0 < memory.processor(spec(), {}).budget.at(0.0) <= device.total_bytes
+    assert 0 < memory.cpu_device(spec(), {}).budget.at(0.0) <= device.total_bytes
 
 
 def test_host_memory_is_a_share_of_what_is_free_or_what_an_operator_says() -> None:
-    assert memory.host_memory(spec(memory_bytes=5)).at(0.0) == 5
-    assert 0 < memory.host_memory(spec()).at(0.0) < memory.available_bytes()
+    assert memory.host_memory_budget(spec(memory_bytes=5)).at(0.0) == 5
+    assert 0 < memory.host_memory_budget(spec()).at(0.0) < memory.available_memory_bytes()
 
 
 def test_the_page_cache_of_a_control_group_is_free_and_all_else_that_it_uses_is_not(
@@ -79,6 +83,6 @@ def test_the_page_cache_of_a_control_group_is_free_and_all_else_that_it_uses_is_
     files["memory.stat"] = "anon 300\nfile 600\nshmem 100\ninactive_file 400\nactive_file 100\n"
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    assert memory.available_bytes() == 1000 - 900 + 500
+    assert memory.available_memory_bytes() == 1000 - 900 + 500
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_bytes() > 1000
+    assert memory.available_memory_bytes() > 1000

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels import attention, reference
-from engine.protocol.types import Sampling
+from engine.protocol.types import SamplingParams
 from engine.step import attention_plan
-from engine.step.layout import Segment, Slice, pack, unpack
+from engine.step.layout import PrefixSegment, SequenceSlice, pack_step, unpack_step
 from tests.support.steps import DEVICE, error, poisoned, random
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -23,7 +23,7 @@ class Case:
 
     chunks: list[int]
     starts: list[int]
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[PrefixSegment] = field(default_factory=list)
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
@@ -52,17 +52,17 @@ def check(case: Case, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     tables = tables_of(case, rng)
     slices = [
-        Slice([1] * chunk, start, table, Sampling())
+        SequenceSlice([1] * chunk, start, table, SamplingParams())
         for chunk, start, table in zip(case.chunks, case.starts, tables, strict=True)
     ]
-    packed = pack(slices, case.block_tokens, case.segments)
-    batch = unpack(packed)
+    packed = pack_step(slices, case.block_tokens, case.segments)
+    batch = unpack_step(packed)
     layout = replace(
-        attention.layout_for(case.windows, case.heads, case.kv_heads, 512, DEVICE), slots=case.slots,
+        attention.attention_layout(case.windows, case.heads, case.kv_heads, 512, DEVICE), slots=case.slots,
     )  # fmt: skip
     if DEVICE.type == "cpu":
         layout = replace(layout, narrow_programs=case.programs, few_programs=case.programs, wide_programs=case.programs)
-    work = attention_plan.build(packed, batch, layout)
+    work = attention_plan.plan_attention(packed, batch, layout)
     step = torch.from_numpy(np.concatenate((packed, work.words))).to(DEVICE)
     rows = len(batch.tokens_T)
     slices_T = np.repeat(np.arange(len(slices)), np.diff(batch.query_starts_S1))
@@ -78,7 +78,7 @@ def check(case: Case, seed: int = 0) -> None:
     kv_SW[slots] = random(len(slots), kv_SW.shape[1], seed=seed + 1).to(case.dtype)
     kv_SW = kv_SW.to(case.kv_dtype or case.dtype)
     q_THD = random(rows + 2, case.heads, case.head_dim, dtype=case.dtype, seed=seed + 2)
-    scratch = attention.Scratch.make(layout, case.heads, case.head_dim, rows + 2, DEVICE)
+    scratch = attention.AttentionScratch.make(layout, case.heads, case.head_dim, rows + 2, DEVICE)
     for window in case.windows:
         out_THD = poisoned(rows + 2, case.heads, case.head_dim, dtype=case.dtype)
         attention.attend(
@@ -99,7 +99,7 @@ def oracle(
     )
 
 
-SEGMENTS = [Segment([0, 1, 2, 4], 0, 64), Segment([1, 4], 64, 96), Segment([3, 5], 0, 32)]
+SEGMENTS = [PrefixSegment([0, 1, 2, 4], 0, 64), PrefixSegment([1, 4], 64, 96), PrefixSegment([3, 5], 0, 32)]
 SIX = Case([1] * 6, [70, 100, 64, 40, 130, 33])
 
 CASES = {
@@ -136,12 +136,12 @@ def test_random_mixtures(seed: int) -> None:
     chunks = [1 if rng.random() < 0.6 else int(rng.integers(2, 50)) for _ in range(count)]
     starts = rng.integers(0, 200, count).tolist()
     singles = [index for index in range(count) if chunks[index] == 1 and starts[index] >= 32]
-    segments = [Segment(singles, 0, 32)] if len(singles) > 1 else []
+    segments = [PrefixSegment(singles, 0, 32)] if len(singles) > 1 else []
     check(Case(chunks, starts, segments, heads=int(rng.choice([2, 4, 6])), programs=int(rng.integers(1, 60))), seed)
 
 
 TRUE = Case([1], [640], heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, slots=4096)
-SHARED = [Segment(list(range(64)), 0, 4096), Segment(list(range(0, 64, 2)), 4096, 4608)]
+SHARED = [PrefixSegment(list(range(64)), 0, 4096), PrefixSegment(list(range(0, 64, 2)), 4096, 4608)]
 TRUE_CASES = {
     "batch 1": TRUE,
     "batch 64": replace(TRUE, chunks=[1] * 64, starts=list(range(500, 564))),

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
+from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import lanes_of
 from engine.kernels import bf12_linear as kernels
 from engine.kernels import linear
-from engine.kernels.bf12_linear import CodedTiling, multiply, multiply_gated
-from engine.kernels.linear import Tiling
-from engine.kernels.tuning import choose_coded
+from engine.kernels.bf12_linear import Bf12Tiling, multiply, multiply_gated
+from engine.kernels.linear import LinearTiling
+from engine.kernels.tuning import select_bf12_tiling
 from tests.support.bf12_weights import coded, every_value, weights, without_escapes
 from tests.support.steps import DEVICE, error, random
 
-WHOLE, PARTED = CodedTiling(16, 1, 1, 2, 4, 4), CodedTiling(32, 1, 3, 2, 4, 8)
-ALONE, APART = CodedTiling(64, 1, 1, 2, 4, 1), CodedTiling(64, 1, 1, 2, 4, 2)
-ONE_ROW = CodedTiling(16, 1, 1, 2, 4, 0)
+WHOLE, PARTED = Bf12Tiling(16, 1, 1, 2, 4, 4), Bf12Tiling(32, 1, 3, 2, 4, 8)
+ALONE, APART = Bf12Tiling(64, 1, 1, 2, 4, 1), Bf12Tiling(64, 1, 1, 2, 4, 2)
+ONE_ROW = Bf12Tiling(16, 1, 1, 2, 4, 0)
 SHAPES = [(1, 48, 256), (1, 50, 384), (2, 33, 128), (3, 20, 1024), (17, 40, 640), (100, 16, 128)]
 BF16 = torch.bfloat16
 TRUE = [(6144, 4096), (4096, 14336), (128256, 4096)]
@@ -44,7 +44,7 @@ def silu_and_multiply(y: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def fitting(tiling: CodedTiling, rows: int, inputs: int) -> CodedTiling:
+def fitting(tiling: Bf12Tiling, rows: int, inputs: int) -> Bf12Tiling:
     turns = inputs // (8 * lanes_of(inputs))
     return tiling if rows > 1 else replace(tiling, joined=0, parts=min(tiling.parts, turns))
 
@@ -66,7 +66,7 @@ def pieces(outputs: int, inputs: int, sigmas: tuple[float, ...] = (0.02, 0.9, 30
 
 @pytest.mark.parametrize("tiling", [ALONE, PARTED], ids=str)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
-def test_few_rows(rows: int, outputs: int, inputs: int, tiling: CodedTiling) -> None:
+def test_few_rows(rows: int, outputs: int, inputs: int, tiling: Bf12Tiling) -> None:
     parts, x_TK = pieces(outputs, inputs), random(rows, inputs, seed=1)
     tiling = fitting(tiling, rows, inputs)
     found_PTN = multiply(x_TK, coded(*parts), tiling)
@@ -82,7 +82,7 @@ def test_few_rows(rows: int, outputs: int, inputs: int, tiling: CodedTiling) -> 
 @pytest.mark.parametrize("joined", [1, 2, 4, 8])
 def test_any_number_joined(joined: int) -> None:
     weight_NK, x_TK = torch.cat(pieces(20, 256)), random(5, 256, seed=1)
-    found_PTN = multiply(x_TK, coded(weight_NK), CodedTiling(32, 1, 1, 2, 4, joined))
+    found_PTN = multiply(x_TK, coded(weight_NK), Bf12Tiling(32, 1, 1, 2, 4, joined))
     assert error(found_PTN[0], product(x_TK, weight_NK)) < 1e-6
 
 
@@ -90,7 +90,7 @@ def test_any_number_joined(joined: int) -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_any_number_of_parts(rows: int, parts: int) -> None:
     weight_NK, x_TK = torch.cat(pieces(20, 2048)), random(rows, 2048, seed=1)
-    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4), rows, 2048))
+    found_PTN = multiply(x_TK, coded(weight_NK), fitting(Bf12Tiling(32, 1, parts, 2, 4, 4), rows, 2048))
     assert len(found_PTN) == parts
     assert error(found_PTN.double().sum(0), product(x_TK, weight_NK)) < 1e-6
 
@@ -98,7 +98,7 @@ def test_any_number_of_parts(rows: int, parts: int) -> None:
 @pytest.mark.parametrize(("inputs", "block_n", "blocks"), [(1024, 8, 2), (1024, 8, 4), (384, 16, 1)])
 def test_one_row_takes_several_blocks_at_once(inputs: int, block_n: int, blocks: int) -> None:
     weight_NK, x_TK = torch.cat(pieces(20, inputs)), random(1, inputs, seed=1)
-    found_PTN = multiply(x_TK, coded(weight_NK), CodedTiling(block_n, blocks, 1, 2, 4, 0))
+    found_PTN = multiply(x_TK, coded(weight_NK), Bf12Tiling(block_n, blocks, 1, 2, 4, 0))
     assert error(found_PTN[0], product(x_TK, weight_NK)) < 1e-6
 
 
@@ -106,7 +106,7 @@ def test_one_row_takes_several_blocks_at_once(inputs: int, block_n: int, blocks:
 def test_a_tiling_that_leaves_a_thread_one_word_is_refused(rows: int, joined: int) -> None:
     weight, x_TK = coded(weights(16, 384)), random(rows, 384)
     with pytest.raises(AssertionError):
-        multiply(x_TK, weight, CodedTiling(8, 1, 1, 2, 4, joined))
+        multiply(x_TK, weight, Bf12Tiling(8, 1, 1, 2, 4, joined))
 
 
 def test_a_part_of_one_row_without_a_turn_is_refused() -> None:
@@ -116,7 +116,7 @@ def test_a_part_of_one_row_without_a_turn_is_refused() -> None:
 
 @pytest.mark.parametrize("tiling", [WHOLE, ALONE], ids=str)
 @pytest.mark.parametrize(("rows", "inner", "inputs"), [(1, 32, 256), (1, 24, 384), (5, 36, 128), (17, 40, 256)])
-def test_gating_in_the_epilogue(rows: int, inner: int, inputs: int, tiling: CodedTiling) -> None:
+def test_gating_in_the_epilogue(rows: int, inner: int, inputs: int, tiling: Bf12Tiling) -> None:
     gate_NK, up_NK = (torch.cat(pieces(inner, inputs, sigmas)) for sigmas in ((0.01, 0.1, 0.02), (0.5, 3.0, 0.02)))
     x_TK = random(rows, inputs, seed=1)
     found_TI = multiply_gated(x_TK, coded(gate_NK, up_NK), fitting(tiling, rows, inputs))
@@ -129,7 +129,7 @@ def test_hundreds_of_escapes_in_one_group(rows: int, parts: int) -> None:
     weight_NK, x_TK = weights(48, 512), random(rows, 512, seed=1)
     weight_NK[16:32].view(-1)[torch.randperm(16 * 512, generator=torch.Generator().manual_seed(2))[:700]] = 1e20
     weight_NK[5], weight_NK[6, 100:] = 0.0, 0.0  # of the latter what is left has no code
-    found_PTN = multiply(x_TK, coded(weight_NK), fitting(CodedTiling(32, 1, parts, 2, 4, 4), rows, 512))
+    found_PTN = multiply(x_TK, coded(weight_NK), fitting(Bf12Tiling(32, 1, parts, 2, 4, 4), rows, 512))
     for group in (slice(0, 16), slice(16, 32), slice(32, 48)):
         assert error(found_PTN.double().sum(0)[:, group], product(x_TK, weight_NK[group])) < 1e-6
 
@@ -166,7 +166,7 @@ def with_and_without_codes(base: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("tiling", "base"), [(ALONE, 2), (APART, 112), (ALONE, 239)], ids=str)
-def test_each_number_is_multiplied_as_itself(tiling: CodedTiling, base: int) -> None:
+def test_each_number_is_multiplied_as_itself(tiling: Bf12Tiling, base: int) -> None:
     weight_NK, x_TK = with_and_without_codes(base), torch.eye(128, device=DEVICE)
     weight = coded(weight_NK, base=base)
     assert len(weight.index.places_E) == 16 * 128
@@ -195,22 +195,22 @@ def test_without_escapes_sums_have_the_bits_of_bf16s_in_the_same_order(rows: int
     weight = coded(weight_NK)
     assert not len(weight.index.places_E)
     lanes = lanes_of(inputs)
-    wanted = linear.multiply(x_TK, weight_NK.float(), Tiling(32, lanes if rows == 1 else 8 * lanes, parts, 2, 4))
-    assert torch.equal(multiply(x_TK, weight, fitting(CodedTiling(32, 1, parts, 2, 4, 8), rows, inputs)), wanted)
+    wanted = linear.multiply(x_TK, weight_NK.float(), LinearTiling(32, lanes if rows == 1 else 8 * lanes, parts, 2, 4))
+    assert torch.equal(multiply(x_TK, weight, fitting(Bf12Tiling(32, 1, parts, 2, 4, 8), rows, inputs)), wanted)
 
 
 @lru_cache(1)
-def true_weight(outputs: int, inputs: int) -> tuple[Tensor, Bf12]:
+def true_weight(outputs: int, inputs: int) -> tuple[Tensor, Bf12Weight]:
     weight_NK = torch.randn(outputs, inputs, dtype=BF16, device=DEVICE).mul_(inputs**-0.5)
     return weight_NK, coded(weight_NK)
 
 
-def tilings(outputs: int, inputs: int, rows: int) -> list[CodedTiling]:
-    chosen = choose_coded(outputs, inputs, rows, False, DEVICE)
-    fixed = [CodedTiling(16, 1, 1, 3, 4, 0), CodedTiling(8, 2, 2, 4, 4, 0), CodedTiling(64, 1, 1, 3, 4, 4)]
+def tilings(outputs: int, inputs: int, rows: int) -> list[Bf12Tiling]:
+    chosen = select_bf12_tiling(outputs, inputs, rows, False, DEVICE)
+    fixed = [Bf12Tiling(16, 1, 1, 3, 4, 0), Bf12Tiling(8, 2, 2, 4, 4, 0), Bf12Tiling(64, 1, 1, 3, 4, 4)]
     if rows > 1:
-        fixed = [CodedTiling(64, 1, parts, 3, 4, joined) for joined, parts in ((1, 1), (2, 3), (4, 1), (8, 2))]
-    return [*fixed, chosen] if isinstance(chosen, CodedTiling) else fixed
+        fixed = [Bf12Tiling(64, 1, parts, 3, 4, joined) for joined, parts in ((1, 1), (2, 3), (4, 1), (8, 2))]
+    return [*fixed, chosen] if isinstance(chosen, Bf12Tiling) else fixed
 
 
 @pytest.mark.gpu
@@ -239,7 +239,7 @@ def test_true_shapes_gated(rows: int) -> None:
     weight_NK, weight = true_weight(28672, 4096)
     x_TK = random(rows, 4096, dtype=BF16, seed=1)
     for warps, joined in ((4, 0), (8, 0)) if rows == 1 else ((4, 2), (4, 4)):
-        tiling = CodedTiling(16 if rows == 1 else 64, 1, 1, 3, warps, joined)
+        tiling = Bf12Tiling(16 if rows == 1 else 64, 1, 1, 3, warps, joined)
         found_TI = multiply_gated(x_TK, weight, tiling)
         assert error(found_TI, silu_and_multiply(product(x_TK, weight_NK))) < 8e-3
 
@@ -251,7 +251,7 @@ def test_each_of_all_values_is_multiplied_as_itself_on_a_gpu(rows: int) -> None:
     weight_NK[~(weight_NK.isfinite() & (weight_NK.abs() >= 2.0**-126))] = 0.0  # nothing is promised of subnormal sums
     weight, x_TK = coded(weight_NK, base=112), torch.eye(128, device=DEVICE, dtype=BF16)
     for first in range(0, 128, rows):
-        found_TN = multiply(x_TK[first : first + rows], weight, fitting(CodedTiling(64, 1, 1, 2, 4, 4), rows, 128))[0]
+        found_TN = multiply(x_TK[first : first + rows], weight, fitting(Bf12Tiling(64, 1, 1, 2, 4, 4), rows, 128))[0]
         assert torch.equal(found_TN.T.cpu().float(), weight_NK[:, first : first + rows].float())
 
 
@@ -264,8 +264,8 @@ def test_without_escapes_tensor_cores_give_the_bits_of_bf16(outputs: int, inputs
     weight = coded(weight_NK)
     assert not len(weight.index.places_E)
     for parts in (1, 2):
-        wanted = linear.multiply(x_TK, weight_NK.to(DEVICE), Tiling(64, 8 * lanes_of(inputs), parts, 3, 4))
-        assert torch.equal(multiply(x_TK, weight, CodedTiling(64, 1, parts, 3, 4, joined)), wanted)
+        wanted = linear.multiply(x_TK, weight_NK.to(DEVICE), LinearTiling(64, 8 * lanes_of(inputs), parts, 3, 4))
+        assert torch.equal(multiply(x_TK, weight, Bf12Tiling(64, 1, parts, 3, 4, joined)), wanted)
 
 
 @pytest.mark.gpu

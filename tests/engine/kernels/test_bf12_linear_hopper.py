@@ -19,11 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from engine.bf12.codec import Bf12
+from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import BASES, CODES
 from engine.kernels import bf12_linear_hopper
 from engine.kernels.bf12_expand import expand
-from engine.kernels.bf12_linear_hopper import Tile, multiply, multiply_gated, serves, tile_of
+from engine.kernels.bf12_linear_hopper import HopperTiling, fastest_tiling, multiply, multiply_gated, serves
 from tests.support.bf12_weights import coded, every_value, same_bits, weights, without_escapes
 from tests.support.gluon_in_torch import in_torch
 from tests.support.steps import DEVICE, error, random
@@ -59,9 +59,9 @@ def silu_and_multiply(y: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def simulated(x_TK: Tensor, weight: Bf12, tile: Tile, programs: int, gated: bool = False) -> Tensor:
+def simulated(x_TK: Tensor, weight: Bf12Weight, tile: HopperTiling, programs: int, gated: bool = False) -> Tensor:
     """As by multiply, or multiply_gated."""
-    on_cpu = Bf12(weight.words_NW.cpu(), type(weight.index)(**{
+    on_cpu = Bf12Weight(weight.words_NW.cpu(), type(weight.index)(**{
         name: getattr(weight.index, name).cpu() for name in type(weight.index).__slots__
     }))  # fmt: skip
     with in_torch(bf12_linear_hopper) as kernels:
@@ -74,14 +74,14 @@ def simulated(x_TK: Tensor, weight: Bf12, tile: Tile, programs: int, gated: bool
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "tile", "programs"),
     [
-        (1, 16, 128, Tile(128, 1), 1),  # a tile that is nearly empty, in 16 lanes
-        (129, 144, 256, Tile(128, 1), 3),  # a row and a few outputs more than tiles
-        (257, 128, 384, Tile(256, 1), 1),  # rings go round, in 16 lanes
-        (100, 256, 1280, Tile(128, 3), 2),  # parts of unequal length
-        (70, 40, 512, Tile(256, 2), 2),
+        (1, 16, 128, HopperTiling(128, 1), 1),  # a tile that is nearly empty, in 16 lanes
+        (129, 144, 256, HopperTiling(128, 1), 3),  # a row and a few outputs more than tiles
+        (257, 128, 384, HopperTiling(256, 1), 1),  # rings go round, in 16 lanes
+        (100, 256, 1280, HopperTiling(128, 3), 2),  # parts of unequal length
+        (70, 40, 512, HopperTiling(256, 2), 2),
     ],
 )
-def test_many_rows(rows: int, outputs: int, inputs: int, tile: Tile, programs: int) -> None:
+def test_many_rows(rows: int, outputs: int, inputs: int, tile: HopperTiling, programs: int) -> None:
     below = [with_escapes(weights(outputs, inputs, sigma), 0.002) for sigma in (0.02, 3.0)]
     x_TK = random(rows, inputs, dtype=BF16, seed=1)
     found_PTN = simulated(x_TK, coded(*below), tile, programs)
@@ -93,9 +93,10 @@ def test_many_rows(rows: int, outputs: int, inputs: int, tile: Tile, programs: i
 
 
 @pytest.mark.parametrize(
-    ("inner", "inputs", "tile"), [(32, 256, Tile(128, 1)), (80, 512, Tile(128, 1)), (80, 384, Tile(256, 1))]
+    ("inner", "inputs", "tile"),
+    [(32, 256, HopperTiling(128, 1)), (80, 512, HopperTiling(128, 1)), (80, 384, HopperTiling(256, 1))],
 )
-def test_gating_in_the_epilogue(inner: int, inputs: int, tile: Tile) -> None:
+def test_gating_in_the_epilogue(inner: int, inputs: int, tile: HopperTiling) -> None:
     gate, up = (with_escapes(weights(inner, inputs, sigma, seed=7), 0.002) for sigma in (0.5, 0.02))
     x_TK = random(131, inputs, dtype=BF16, seed=1)
     found_TI = simulated(x_TK, coded(gate, up), tile, 2, gated=True)
@@ -110,7 +111,7 @@ def test_hundreds_of_escapes_of_one_warpgroup_beside_none_of_the_other() -> None
     x_TK = random(66, 512, dtype=BF16, seed=1)
     weight = coded(weight_NK)
     assert len(weight.index.places_E) > 300
-    found_TN, wanted_TN = simulated(x_TK, weight, Tile(128, 2), 1).sum(0), multiplied(x_TK.cpu(), weight_NK)
+    found_TN, wanted_TN = simulated(x_TK, weight, HopperTiling(128, 2), 1).sum(0), multiplied(x_TK.cpu(), weight_NK)
     for output in (3, 17, 70):
         assert error(found_TN[:, output], wanted_TN[:, output]) < SUMMED
     assert (found_TN[:, 5] == 0).all()
@@ -133,14 +134,14 @@ def test_each_number_that_has_a_code_and_some_that_have_none_are_multiplied_as_t
     exponent = every_value().view(torch.int16)[:, 0] >> 7 & 0xFF
     has_code = (exponent >= base) & (exponent < base + CODES)
     weight_NK = finite(torch.cat((every_value()[has_code], every_value()[::16])))
-    found_TN = simulated(ones(range(128), 128), coded(weight_NK, base=base), Tile(128, 1), 1)[0]
+    found_TN = simulated(ones(range(128), 128), coded(weight_NK, base=base), HopperTiling(128, 1), 1)[0]
     assert same_bits(found_TN, weight_NK.T + 0.0)
 
 
 def test_what_is_not_finite_is_only_in_its_own_output() -> None:
     weight_NK = weights(64, 256)
     weight_NK[5, 100], weight_NK[40, 7] = float("nan"), float("inf")
-    found_TN = simulated(random(3, 256, dtype=BF16), coded(weight_NK), Tile(128, 1), 1)[0]
+    found_TN = simulated(random(3, 256, dtype=BF16), coded(weight_NK), HopperTiling(128, 1), 1)[0]
     assert found_TN[:, 5].isnan().all()
     assert not found_TN[:, 40].isfinite().any()
     assert found_TN.isfinite().sum() == 3 * 62
@@ -160,11 +161,11 @@ def test_threads_that_read_words_at_once_read_different_banks(gated: bool) -> No
 
 
 def test_a_tile_is_chosen_that_keeps_multiprocessors_busy() -> None:
-    assert tile_of(4096, 4096, 100, False, MULTIPROCESSORS) == Tile(128, 4)
-    assert tile_of(28672, 4096, 100, True, MULTIPROCESSORS) == Tile(128, 1)
-    assert tile_of(28672, 4096, 256, True, MULTIPROCESSORS) == Tile(256, 1)  # in two waves, not four
-    assert tile_of(28672, 4096, 4096, False, MULTIPROCESSORS) == Tile(256, 1)
-    assert tile_of(128, 128, 100, False, MULTIPROCESSORS).parts == 1  # one block is not divided
+    assert fastest_tiling(4096, 4096, 100, False, MULTIPROCESSORS) == HopperTiling(128, 4)
+    assert fastest_tiling(28672, 4096, 100, True, MULTIPROCESSORS) == HopperTiling(128, 1)
+    assert fastest_tiling(28672, 4096, 256, True, MULTIPROCESSORS) == HopperTiling(256, 1)  # in two waves, not four
+    assert fastest_tiling(28672, 4096, 4096, False, MULTIPROCESSORS) == HopperTiling(256, 1)
+    assert fastest_tiling(128, 128, 100, False, MULTIPROCESSORS).parts == 1  # one block is not divided
 
 
 def test_it_is_not_for_other_devices() -> None:
@@ -222,7 +223,7 @@ def compile_variant(name: str) -> str:
 
 
 @cache
-def true_weight(outputs: int, inputs: int, rate: float = 0.0001) -> tuple[Tensor, Bf12]:
+def true_weight(outputs: int, inputs: int, rate: float = 0.0001) -> tuple[Tensor, Bf12Weight]:
     """On the device."""
     weight_NK = with_escapes(random(outputs, inputs).cpu() * 0.02, rate).bfloat16()
     return weight_NK.to(DEVICE), coded(weight_NK)
@@ -237,9 +238,9 @@ def test_true_shapes(outputs: int, inputs: int, rows: int) -> None:
     wanted = x_TK.float() @ weight_NK.float().T
     for size in (128, 256):
         for parts in {1, min(2, inputs // 256 or 1), min(4, inputs // 256 or 1)}:
-            found_PTN = multiply(x_TK, weight, Tile(size, parts))
+            found_PTN = multiply(x_TK, weight, HopperTiling(size, parts))
             assert error(found_PTN.sum(0), wanted) < (ROUNDED if parts == 1 else SUMMED)
-            assert torch.equal(multiply(x_TK, weight, Tile(size, parts)), found_PTN)
+            assert torch.equal(multiply(x_TK, weight, HopperTiling(size, parts)), found_PTN)
 
 
 @pytest.mark.gpu
@@ -250,7 +251,7 @@ def test_true_shapes_gated(inner: int, inputs: int, rows: int) -> None:
     x_TK = random(rows, inputs, dtype=BF16, seed=1)
     wanted = silu_and_multiply(x_TK.float() @ weight_NK.float().T)
     for size in (128, 256):
-        assert error(multiply_gated(x_TK, weight, Tile(size, 1)), wanted) < ROUNDED
+        assert error(multiply_gated(x_TK, weight, HopperTiling(size, 1)), wanted) < ROUNDED
 
 
 @pytest.mark.gpu
@@ -258,7 +259,7 @@ def test_true_shapes_gated(inner: int, inputs: int, rows: int) -> None:
 @pytest.mark.parametrize("size", [128, 256])
 def test_each_of_all_values_is_multiplied_as_itself_on_a_gpu(size: int, base: int) -> None:
     weight_NK = finite(every_value())
-    found_TN = multiply(ones(range(128), 128), coded(weight_NK, base=base), Tile(size, 1))[0]
+    found_TN = multiply(ones(range(128), 128), coded(weight_NK, base=base), HopperTiling(size, 1))[0]
     assert same_bits(found_TN, weight_NK.T + 0.0)
 
 
@@ -267,7 +268,7 @@ def test_each_of_all_values_is_multiplied_as_itself_on_a_gpu(size: int, base: in
 def test_it_gives_what_the_simulation_gives(rate: float) -> None:
     weight_NK = with_escapes(without_escapes(weights(320, 1280)), rate)
     weight, x_TK = coded(weight_NK), random(300, 1280, dtype=BF16, seed=1)
-    for tile in (Tile(128, 1), Tile(128, 3), Tile(256, 2)):
+    for tile in (HopperTiling(128, 1), HopperTiling(128, 3), HopperTiling(256, 2)):
         wanted = simulated(x_TK, weight, tile, 3).to(DEVICE)
         assert error(multiply(x_TK, weight, tile), wanted) < (ROUNDED if tile.parts == 1 else SUMMED)
 
@@ -279,12 +280,12 @@ def test_weights_are_those_of_bf16_to_the_bit() -> None:
     expanded_NK = torch.empty_like(weight_NK)
     expand(weight, expanded_NK, range(4096))
     x_TK = ones(range(0, 4096, 16), 4096)
-    assert same_bits(multiply(x_TK, weight, Tile(256, 1))[0], x_TK @ expanded_NK.T)
+    assert same_bits(multiply(x_TK, weight, HopperTiling(256, 1))[0], x_TK @ expanded_NK.T)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [Tile(128, 4), Tile(256, 1)], ids=str)
-def test_a_captured_graph_gives_what_was_captured(tile: Tile) -> None:
+@pytest.mark.parametrize("tile", [HopperTiling(128, 4), HopperTiling(256, 1)], ids=str)
+def test_a_captured_graph_gives_what_was_captured(tile: HopperTiling) -> None:
     weight_NK, weight = true_weight(4096, 4096)
     x_TK = random(200, 4096, dtype=BF16, seed=1)
     stream = torch.cuda.Stream()

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 from triton.runtime.cache import CacheManager, get_cache_manager  # noqa: E402
 
 from engine.kernels import compile_cache  # noqa: E402
-from engine.kernels.compile_cache import keep_beside  # noqa: E402
+from engine.kernels.compile_cache import share_kernel_cache  # noqa: E402
 
 KEY = "ab" * 32
 Open = Callable[[str], CacheManager]
@@ -24,7 +24,7 @@ Open = Callable[[str], CacheManager]
 def cache(tmp_path: Path) -> Iterator[Path]:
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(tmp_path / "cache")
-        keep_beside(tmp_path / "beside")
+        share_kernel_cache(tmp_path / "beside")
         yield tmp_path / "cache"
 
 
@@ -59,7 +59,7 @@ def test_what_is_compiled_is_found_beside_the_model_by_a_machine_that_never_comp
 def test_what_another_model_has_compiled_is_kept_beside_each_that_uses_it(cache: Path, tmp_path: Path) -> None:
     compile_one()
     compile_one("cd" * 32)
-    keep_beside(tmp_path / "another")
+    share_kernel_cache(tmp_path / "another")
     found()
     assert len(entries(tmp_path / "another")) == 1
 
@@ -84,19 +84,19 @@ def test_what_is_odd_beside_the_model_is_compiled_again(cache: Path, tmp_path: P
 
 def test_a_folder_that_cannot_be_written_is_done_without(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    keep_beside(tmp_path / "file" / "kernels")
+    share_kernel_cache(tmp_path / "file" / "kernels")
     compile_one()
     assert len(found()) == 2
 
 
 def test_the_oldest_entries_go(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_cache, "_ENTRIES_MOST", 3)
+    monkeypatch.setattr(compile_cache, "_ENTRIES_MAX", 3)
     for number in range(4):
         compile_one(f"{number:02x}" * 32)
         newest = max((tmp_path / "beside").iterdir(), key=lambda entry: entry.stat().st_ctime)
         os.utime(newest, (number, number))
     before = sorted((tmp_path / "beside").iterdir(), key=lambda entry: entry.stat().st_mtime)
-    keep_beside(tmp_path / "beside")
+    share_kernel_cache(tmp_path / "beside")
     assert entries(tmp_path / "beside") == sorted(entry.name for entry in before[1:])
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from engine.kernels.linear import Tiling, multiply, multiply_gated
-from engine.kernels.tuning import BUCKETS, choose
+from engine.kernels.linear import LinearTiling, multiply, multiply_gated
+from engine.kernels.tuning import ROW_BUCKETS, select_tiling
 from tests.support.steps import DEVICE, error, poisoned, random
 
-SMALL = [Tiling(16, 32, 1, 2, 4), Tiling(32, 16, 3, 2, 4)]
+SMALL = [LinearTiling(16, 32, 1, 2, 4), LinearTiling(32, 16, 3, 2, 4)]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -27,7 +27,7 @@ def silu_and_multiply(y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"), [(1, 48, 64), (1, 50, 72), (3, 33, 40), (16, 64, 96), (17, 40, 100)]
 )
-def test_few_rows(rows: int, outputs: int, inputs: int, tiling: Tiling, dtype: torch.dtype) -> None:
+def test_few_rows(rows: int, outputs: int, inputs: int, tiling: LinearTiling, dtype: torch.dtype) -> None:
     x_TK, weight_NK = random(rows, inputs, dtype=dtype, seed=1), random(outputs, inputs, dtype=dtype, seed=2)
     parts_PTN = multiply(x_TK, weight_NK, tiling)
     assert parts_PTN.shape == (tiling.parts, rows, outputs)
@@ -53,14 +53,14 @@ def test_a_row_has_the_same_bits_in_any_company(gated: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bucket", BUCKETS[1:])
+@pytest.mark.parametrize("bucket", ROW_BUCKETS[1:])
 @pytest.mark.parametrize(
     ("outputs", "inputs", "gated"), [(6144, 4096, False), (4096, 14336, False), (28672, 4096, True)]
 )
 def test_the_chosen_kernels_give_a_row_the_same_bits_within_a_bucket(
     outputs: int, inputs: int, gated: bool, bucket: int
 ) -> None:
-    tiling = choose(outputs, inputs, bucket, gated, DEVICE)
+    tiling = select_tiling(outputs, inputs, bucket, gated, DEVICE)
     if tiling is None:
         pytest.skip("cuBLAS")
     x_TK, weight_NK = random(bucket, inputs, dtype=torch.bfloat16), random(outputs, inputs, dtype=torch.bfloat16)
@@ -78,8 +78,12 @@ def test_true_shapes(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -
     x_TK = random(rows, inputs, dtype=dtype, seed=1)
     weight_NK = (random(outputs, inputs, seed=2) * inputs**-0.5).to(dtype)  # results near 1: float16 ends at 65,504
     wanted_TN = x_TK.double() @ weight_NK.double().T
-    for tiling in (Tiling(64, 64, 1, 3, 4), Tiling(64, 128, 3, 3, 4)) if rows > 1 else (Tiling(8, 512, 2, 3, 4),):
+    for tiling in (
+        (LinearTiling(64, 64, 1, 3, 4), LinearTiling(64, 128, 3, 3, 4))
+        if rows > 1
+        else (LinearTiling(8, 512, 2, 3, 4),)
+    ):
         assert error(multiply(x_TK, weight_NK, tiling).double().sum(0), wanted_TN) < TOLERANCE[dtype]
     if rows > 1:
-        gated_TI = multiply_gated(x_TK, weight_NK, Tiling(64, 64, 1, 3, 4))
+        gated_TI = multiply_gated(x_TK, weight_NK, LinearTiling(64, 64, 1, 3, 4))
         assert error(gated_TI, silu_and_multiply(wanted_TN)) < TOLERANCE[dtype]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from engine.kernels import embedding, reference, rms_norm, rope, swiglu
-from engine.models.config import Rope
-from engine.models.decoder_layer import rotary_tables
-from engine.step.layout import unpack
+from engine.models.config import RopeConfig
+from engine.models.decoder_layer import rope_tables
+from engine.step.layout import unpack_step
 from tests.support.bf12_weights import coded, weights
 from tests.support.steps import DEVICE, error, poisoned, random, step_of
 
@@ -17,7 +17,7 @@ TRUE = [pytest.param(torch.bfloat16, marks=pytest.mark.gpu), pytest.param(torch.
 
 def test_embedding_follows_tokens_that_the_flight_before_sampled() -> None:
     step = step_of([3, 1, 1], [0, 5, 9])
-    batch = unpack(step.cpu().numpy())
+    batch = unpack_step(step.cpu().numpy())
     tokens_T = torch.from_numpy(batch.tokens_T.copy()).to(DEVICE)
     start = int(step[8])
     step[start + 3], step[start + 4] = -1 - 1, -1 - 0
@@ -48,7 +48,7 @@ def coded_table(tokens: int, hidden: int) -> torch.Tensor:
 @pytest.mark.parametrize(("tokens", "hidden"), [(50, 128), (50, 2304), (33000, 128)])
 def test_a_coded_embedding_gives_the_same_rows(tokens: int, hidden: int) -> None:
     step, table_VH = step_of([3, 1, 1], [0, 5, 9], tokens), coded_table(tokens, hidden)
-    tokens_T = torch.from_numpy(unpack(step.cpu().numpy()).tokens_T.copy()).to(DEVICE)
+    tokens_T = torch.from_numpy(unpack_step(step.cpu().numpy()).tokens_T.copy()).to(DEVICE)
     start = int(step[8])
     step[start + 1], step[start + 3], step[start + 4] = tokens - 1, -1 - 1, -1 - 0
     sampled_R = torch.tensor([7, 9, -1], dtype=torch.int32, device=DEVICE)
@@ -110,12 +110,12 @@ def check_rotary(
     normed: bool,
 ) -> None:  # fmt: skip
     step = step_of(chunks, starts)
-    batch = unpack(step.cpu().numpy())
+    batch = unpack_step(step.cpu().numpy())
     rows, width = len(batch.tokens_T), (heads + 2 * kv_heads) * head_dim
     part_dtype = torch.float32 if parts > 1 else dtype
     parts_PTW = random(parts, rows + 2, width, dtype=part_dtype, seed=1)
     qk_norm = random(heads + kv_heads, head_dim, seed=2) if normed else None
-    cos_PD, sin_PD = (table.to(DEVICE) for table in rotary_tables(Rope(10000.0), head_dim, 4096))
+    cos_PD, sin_PD = (table.to(DEVICE) for table in rope_tables(RopeConfig(10000.0), head_dim, 4096))
     q_THD = poisoned(rows + 2, heads, head_dim, dtype=dtype)
     kv_SW = poisoned((int(batch.tables_SW.max()) + 1) * 16, 2 * kv_heads * head_dim, dtype=dtype)
     rope.rotate_and_write(step, parts_PTW, qk_norm, 1e-6, cos_PD, sin_PD, q_THD, kv_SW)
@@ -159,10 +159,10 @@ def test_rotation_and_writing_at_true_shapes(chunks: list[int], heads: int, norm
 def test_what_fp8_cannot_hold_saturates() -> None:
     step, kv_SW = step_of([1], [0]), torch.zeros(64, 2 * 2 * 64, device=DEVICE).to(torch.float8_e4m3fn)
     parts = torch.full((1, 1, (4 + 4) * 64), 1e4, device=DEVICE, dtype=torch.bfloat16)
-    cos_PD, sin_PD = (table.to(DEVICE) for table in rotary_tables(Rope(10000.0), 64, 16))
+    cos_PD, sin_PD = (table.to(DEVICE) for table in rope_tables(RopeConfig(10000.0), 64, 16))
     q_THD = poisoned(1, 4, 64, dtype=torch.bfloat16)
     rope.rotate_and_write(step, parts, None, 1e-6, cos_PD, sin_PD, q_THD, kv_SW)
-    slot = int(unpack(step.cpu().numpy()).slots_T[0])
+    slot = int(unpack_step(step.cpu().numpy()).slots_T[0])
     assert (kv_SW[slot].float() == 448).all()
 
 

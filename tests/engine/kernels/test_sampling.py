@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from engine.kernels import sampling
-from engine.protocol.types import Sampling
-from engine.step.layout import Slice, pack, unpack
-from engine.step.sampling import _key, noise, sample
+from engine.protocol.types import SamplingParams
+from engine.step.layout import SequenceSlice, pack_step, unpack_step
+from engine.step.sampling import _key, gumbel_noise, sample_batch
 from tests.support.steps import DEVICE, random
 
 
 def step_of(
-    samplings: list[Sampling], histories: list[tuple[list[int], int] | None], masked: Collection[int] = ()
+    samplings: list[SamplingParams], histories: list[tuple[list[int], int] | None], masked: Collection[int] = ()
 ) -> np.ndarray:
     slices = [
-        Slice([5], 3, [index], settings, history, index in masked)
+        SequenceSlice([5], 3, [index], settings, history, index in masked)
         for index, (settings, history) in enumerate(zip(samplings, histories, strict=True))
     ]
-    return pack(slices, 16)
+    return pack_step(slices, 16)
 
 
 def bits_of(allowed_MV: np.ndarray) -> np.ndarray:
@@ -42,15 +42,15 @@ def on_device(packed: np.ndarray, logits_RV: Tensor, masks_MW: np.ndarray | None
     return tokens_R.tolist()
 
 
-def check(samplings: list[Sampling], logits_RV: Tensor, histories: list[tuple[list[int], int] | None]) -> None:
+def check(samplings: list[SamplingParams], logits_RV: Tensor, histories: list[tuple[list[int], int] | None]) -> None:
     packed = step_of(samplings, histories)
-    wanted = sample(logits_RV.float().clone(), unpack(packed.copy())).tokens_R.tolist()
+    wanted = sample_batch(logits_RV.float().clone(), unpack_step(packed.copy())).tokens_R.tolist()
     found = on_device(packed, logits_RV)
     assert found == wanted, [(s, f, w) for s, f, w in zip(samplings, found, wanted, strict=True) if f != w]
 
 
-def drawn(rng: np.random.Generator, vocabulary: int) -> Sampling:
-    return Sampling(
+def drawn(rng: np.random.Generator, vocabulary: int) -> SamplingParams:
+    return SamplingParams(
         temperature=float(rng.choice([0.0, 0.3, 1.0, 1.7])),
         top_k=int(rng.choice([0, 0, 1, 2, 7, vocabulary, 10 * vocabulary])),
         top_p=float(rng.choice([1.0, 1.0, 0.9, 0.5, 0.01])),
@@ -73,7 +73,7 @@ def test_ties_go_to_the_lower_id(seed: int) -> None:
     logits_RV = torch.from_numpy(rng.integers(0, 4, (12, 60))).float()
     logits_RV[0] = 1.5
     settings = [drawn(rng, 60) for _ in range(12)]
-    settings[0] = Sampling(temperature=1.0, top_k=3, seed=9)
+    settings[0] = SamplingParams(temperature=1.0, top_k=3, seed=9)
     check(settings, logits_RV, [None] * 12)
 
 
@@ -85,7 +85,7 @@ def test_biases_and_penalties() -> None:
         ids = rng.integers(0, 90, 40).tolist()
         histories.append((ids, int(rng.integers(0, 41))) if row % 2 else None)
         settings.append(
-            Sampling(
+            SamplingParams(
                 temperature=float(row % 3),
                 repetition_penalty=1.3,
                 frequency_penalty=0.4,
@@ -100,8 +100,8 @@ def test_biases_and_penalties() -> None:
 def test_a_token_that_the_flight_before_sampled_is_penalised() -> None:
     logits_RV = torch.zeros(1, 40)
     logits_RV[0, 7], logits_RV[0, 9] = 3.0, 2.0
-    settings = Sampling(presence_penalty=2.0)
-    packed = pack([Slice([-1 - 2], 3, [0], settings, ([1, 2], 2))], 16)
+    settings = SamplingParams(presence_penalty=2.0)
+    packed = pack_step([SequenceSlice([-1 - 2], 3, [0], settings, ([1, 2], 2))], 16)
     step, x_RV = torch.from_numpy(packed).to(DEVICE), logits_RV.to(DEVICE)
     sampling.penalise(step, x_RV, torch.tensor([0, 0, 7], dtype=torch.int32, device=DEVICE))
     tokens_R = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -122,10 +122,10 @@ def test_masks_come_before_filters_and_are_of_their_rows_alone(seed: int, vocabu
     logits_RV[masked, :] += torch.from_numpy(~allowed_MV) * 5.0
     settings = [drawn(rng, vocabulary) for _ in range(12)]
     packed, masks_MW = step_of(settings, [None] * 12, masked), bits_of(allowed_MV)
-    wanted = sample(logits_RV.float().clone(), unpack(packed.copy()), masks_MW).tokens_R.tolist()
+    wanted = sample_batch(logits_RV.float().clone(), unpack_step(packed.copy()), masks_MW).tokens_R.tolist()
     assert on_device(packed, logits_RV, masks_MW) == wanted
     assert all(allowed_V[wanted[row]] for row, allowed_V in zip(masked, allowed_MV, strict=True))
-    free = sample(logits_RV.float().clone(), unpack(step_of(settings, [None] * 12))).tokens_R.tolist()
+    free = sample_batch(logits_RV.float().clone(), unpack_step(step_of(settings, [None] * 12))).tokens_R.tolist()
     assert [row for row in range(12) if free[row] != wanted[row]] == [row for row in masked if free[row] != wanted[row]]
     assert free != wanted
 
@@ -135,7 +135,7 @@ def test_rows_that_are_not_finite_give_no_token(temperature: float) -> None:
     logits_RV = random(5, 70)
     logits_RV[0, 30], logits_RV[1, 69], logits_RV[2] = float("nan"), float("inf"), float("-inf")
     logits_RV[3, :69] = float("-inf")
-    step = torch.from_numpy(step_of([Sampling(temperature=temperature, seed=1)] * 5, [None] * 5)).to(DEVICE)
+    step = torch.from_numpy(step_of([SamplingParams(temperature=temperature, seed=1)] * 5, [None] * 5)).to(DEVICE)
     tokens_R = torch.full((6,), 77, dtype=torch.int32, device=DEVICE)
     sampling.draw(step, torch.cat((logits_RV, logits_RV[:1])), tokens_R)
     assert tokens_R.tolist()[:4] == [-1, -1, -1, 69]
@@ -147,9 +147,12 @@ def test_the_only_token_left_is_drawn_whatever_its_noise() -> None:
     unlucky, seed = 49743, 2  # at position 4 its hash is so near 2⁶⁴ that float32 rounds it up
     logits_RV = torch.zeros(2, unlucky + 1)
     logits_RV[:, unlucky] = 20.0
-    settings = [Sampling(temperature=1.0, top_k=1, seed=seed), Sampling(temperature=1.0, top_p=0.5, seed=seed)]
+    settings = [
+        SamplingParams(temperature=1.0, top_k=1, seed=seed),
+        SamplingParams(temperature=1.0, top_p=0.5, seed=seed),
+    ]
     packed = step_of(settings, [None] * 2)
-    assert sample(logits_RV.clone(), unpack(packed.copy())).tokens_R.tolist() == [unlucky] * 2
+    assert sample_batch(logits_RV.clone(), unpack_step(packed.copy())).tokens_R.tolist() == [unlucky] * 2
     assert on_device(packed, logits_RV) == [unlucky] * 2
 
 
@@ -162,7 +165,7 @@ def test_a_cut_is_found_where_few_values_can_be_listed(seed: int, listed: int, m
     logits_RV = random(6, 300, seed=seed).cpu() * 3
     logits_RV[0] = (logits_RV[0] / 2).round()  # more that are equal than can be listed
     logits_RV[1, 5], logits_RV[2, 7], logits_RV[3, :100] = -1e30, 1e4, float("-inf")
-    settings = [Sampling(temperature=0.9, top_k=100, top_p=0.7, seed=seed), *(drawn(rng, 300) for _ in range(5))]
+    settings = [SamplingParams(temperature=0.9, top_k=100, top_p=0.7, seed=seed), *(drawn(rng, 300) for _ in range(5))]
     check(settings, logits_RV, [None] * 6)
 
 
@@ -170,19 +173,19 @@ def test_a_cut_is_found_where_few_values_can_be_listed(seed: int, listed: int, m
 def test_a_temperature_next_to_none_takes_the_greatest(temperature: float) -> None:
     logits_RV = torch.tensor([[0.0, 3.0, 2.9, 2.95, -1.0], [-2.0, -5.0, 0.0, -0.1, -1.0]])
     for settings in (
-        Sampling(temperature=temperature, seed=3),
-        Sampling(temperature=temperature, top_k=3, top_p=0.5, seed=3),
-        Sampling(temperature=temperature, min_p=0.1, seed=3),
+        SamplingParams(temperature=temperature, seed=3),
+        SamplingParams(temperature=temperature, top_k=3, top_p=0.5, seed=3),
+        SamplingParams(temperature=temperature, min_p=0.1, seed=3),
     ):
         packed = step_of([settings] * 2, [None] * 2)
-        assert sample(logits_RV.clone(), unpack(packed.copy())).tokens_R.tolist() == [1, 2]
+        assert sample_batch(logits_RV.clone(), unpack_step(packed.copy())).tokens_R.tolist() == [1, 2]
         assert on_device(packed, logits_RV) == [1, 2]
 
 
 def test_filters_end_on_rows_that_are_not_finite() -> None:
     logits_RV = random(4, 70)
     logits_RV[0, 30], logits_RV[1, 69], logits_RV[2], logits_RV[3] = float("nan"), float("inf"), float("-inf"), 3e38
-    packed = step_of([Sampling(temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, seed=1)] * 4, [None] * 4)
+    packed = step_of([SamplingParams(temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, seed=1)] * 4, [None] * 4)
     assert on_device(packed, logits_RV)[:3] == [-1, -1, -1]
 
 
@@ -198,7 +201,7 @@ def kept_of(step: Tensor, logits_RV: Tensor) -> Tensor:
     return (logits_RV > cuts_R[:, None]) | ((logits_RV == cuts_R[:, None]) & (ids_V <= lasts_R[:, None]))
 
 
-def check_kept(logits_RV: Tensor, settings: list[Sampling]) -> None:
+def check_kept(logits_RV: Tensor, settings: list[SamplingParams]) -> None:
     """Against a float64 sort. What is kept is exact, but that the border of top_p and of min_p may be 2e-6 off."""
     kept_RV = kept_of(torch.from_numpy(step_of(settings, [None] * len(settings))).to(DEVICE), logits_RV)
     for row, asked in enumerate(settings):
@@ -233,11 +236,11 @@ def test_what_a_cut_leaves_at_true_shapes(spread: float, dtype: torch.dtype) -> 
     logits_RV[6, 0], logits_RV[7, 9] = -1e30, 100.0
     settings = [drawn(rng, VOCABULARY) for _ in range(ROWS)]
     settings[3:8] = [
-        Sampling(temperature=1.0, top_k=50, top_p=0.5),
-        Sampling(temperature=0.7, top_p=0.9),
-        Sampling(temperature=1.0, top_k=90_000),
-        Sampling(temperature=1.0, top_k=30_000, top_p=0.99),
-        Sampling(temperature=1.0, top_p=0.9999),
+        SamplingParams(temperature=1.0, top_k=50, top_p=0.5),
+        SamplingParams(temperature=0.7, top_p=0.9),
+        SamplingParams(temperature=1.0, top_k=90_000),
+        SamplingParams(temperature=1.0, top_k=30_000, top_p=0.99),
+        SamplingParams(temperature=1.0, top_p=0.9999),
     ]
     check_kept(logits_RV, settings)
 
@@ -248,7 +251,7 @@ def test_what_a_cut_leaves_at_true_shapes(spread: float, dtype: torch.dtype) -> 
 def test_draws_at_true_shapes(top_k: int, dtype: torch.dtype) -> None:
     """The token's score is the greatest that float64 finds, or less than 2e-5 below it."""
     logits_RV = (random(ROWS, VOCABULARY, seed=6) * 2).to(dtype)
-    settings = [Sampling(temperature=(row % 4) * 0.5, top_k=top_k, seed=row << 33) for row in range(ROWS)]
+    settings = [SamplingParams(temperature=(row % 4) * 0.5, top_k=top_k, seed=row << 33) for row in range(ROWS)]
     packed = step_of(settings, [None] * ROWS)
     step, tokens_R = torch.from_numpy(packed.copy()).to(DEVICE), torch.zeros(ROWS, dtype=torch.int32, device=DEVICE)
     sampling.draw(step, logits_RV, tokens_R, sampling.cut(step, logits_RV) if top_k else None)
@@ -262,7 +265,7 @@ def test_draws_at_true_shapes(top_k: int, dtype: torch.dtype) -> None:
         if asked.temperature == 0:
             assert token == int((x_V == x_V.max()).nonzero()[0])
             continue
-        noise_V = torch.from_numpy(noise(_key(asked.seed, position), ids_V)).to(DEVICE)
+        noise_V = torch.from_numpy(gumbel_noise(_key(asked.seed, position), ids_V)).to(DEVICE)
         score_V = torch.where(kept_RV[row], x_V / asked.temperature + noise_V, float("-inf"))
         assert score_V[token] > score_V.max() - 2e-5, asked
 
@@ -274,7 +277,9 @@ def test_biases_penalties_and_masks_at_true_shapes() -> None:
     settings, histories = [], []
     for row in range(ROWS):
         bias = {int(id_): float(rng.normal()) for id_ in rng.integers(0, VOCABULARY, row % 301)}
-        settings.append(Sampling(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1, logit_bias=bias))
+        settings.append(
+            SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1, logit_bias=bias)
+        )
         ids = rng.integers(0, 200 if row % 3 else VOCABULARY, 1 + 20 * row).tolist()
         histories.append((ids, int(rng.integers(0, len(ids)))) if row % 2 else None)
     step = torch.from_numpy(step_of(settings, histories, range(ROWS))).to(DEVICE)
@@ -310,6 +315,6 @@ def test_true_vocabularies(vocabulary: int, dtype: torch.dtype) -> None:
     logits_RV = (random(24, vocabulary, seed=5).cpu() * 3).to(dtype)
     settings = [drawn(rng, vocabulary) for _ in range(24)]
     packed = step_of(settings, [None] * 24)
-    wanted = np.array(sample(logits_RV.float().clone(), unpack(packed.copy())).tokens_R)
+    wanted = np.array(sample_batch(logits_RV.float().clone(), unpack_step(packed.copy())).tokens_R)
     # At the border of top_p a float32 sum may fall on the other side: then one token more or less takes part.
     assert (wanted != on_device(packed, logits_RV)).sum() <= 1

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import tuning, tuning_tables
-from engine.kernels.tuning_tables import coded_pays
+from engine.kernels.tuning_tables import bf12_pays_off
 
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tuning_tables, "_TABLES", tmp_path)
-    tuning_tables.table_of.cache_clear()
+    tuning_tables.load_table.cache_clear()
     yield tmp_path
-    tuning_tables.table_of.cache_clear()
+    tuning_tables.load_table.cache_clear()
 
 
 def test_what_nobody_measured_pays(tables: Path) -> None:
-    assert coded_pays(4096, 4096, False)
+    assert bf12_pays_off(4096, 4096, False)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def test_a_shape_that_is_slower_in_the_mean_of_few_rows_does_not_pay(
 ) -> None:
     (tables / "a.json").write_text(json.dumps({"4096x4096 bf12 / bf16": {"1": 0.8}}))
     (tables / "b.json").write_text(json.dumps({"4096x4096 bf12 / bf16": ratios, "64x128 gated bf12 / bf16": {"1": 9}}))
-    assert coded_pays(4096, 4096, False) == pays
-    assert coded_pays(4096, 4096, True)
-    assert not coded_pays(64, 128, True)
+    assert bf12_pays_off(4096, 4096, False) == pays
+    assert bf12_pays_off(4096, 4096, True)
+    assert not bf12_pays_off(64, 128, True)
 
 
 def test_it_needs_no_torch() -> None:
@@ -52,11 +52,11 @@ def test_it_needs_no_torch() -> None:
 
 def test_the_tables_here_are_as_they_are_read() -> None:
     for path in tuning_tables._TABLES.glob("*.json"):
-        for key, row in tuning_tables.table_of(path.stem).items():
+        for key, row in tuning_tables.load_table(path.stem).items():
             assert all(int(bucket) > 0 for bucket in row)
             if key.endswith(" / bf16"):
                 assert all(isinstance(ratio, float) and 0 < ratio < 10 for ratio in row.values())
             else:
                 found = [tiling for tiling in row.values() if tiling is not None]
-                assert all(tuning.CODED_KERNELS[tiling[0]](*tiling[1:]) for tiling in found if key.endswith(" bf12"))
+                assert all(tuning.BF12_KERNELS[tiling[0]](*tiling[1:]) for tiling in found if key.endswith(" bf12"))
                 assert {len(tiling) for tiling in found if not key.endswith(" bf12")} <= {5}

@@ -4,15 +4,15 @@ import psutil
 import pytest
 import torch
 
-from engine.kvcache.layout import KvShape
-from engine.kvcache.tensors import EXTENT_BYTES, KvPool, extent_blocks
+from engine.kvcache.layout import KVShape
+from engine.kvcache.tensors import EXTENT_BYTES, KVPool, extent_blocks
 from engine.memory.virtual_memory import Arena
 
-SHAPE = KvShape(layers=2, kv_heads=3, head_dim=8, block_tokens=4, dtype=torch.bfloat16)
+SHAPE = KVShape(layers=2, kv_heads=3, head_dim=8, block_tokens=4, dtype=torch.bfloat16)
 
 
 def test_block_bytes_count_k_and_v_of_all_layers() -> None:
-    pool = KvPool(SHAPE, 5)
+    pool = KVPool(SHAPE, 5)
     held = sum(rows.nbytes for rows in pool.layers)
     assert held == SHAPE.block_bytes * (pool.blocks + 1)
     assert pool.bytes == SHAPE.block_bytes * 5
@@ -20,17 +20,17 @@ def test_block_bytes_count_k_and_v_of_all_layers() -> None:
 
 def test_layout_names_everything_that_gives_the_bytes_their_meaning() -> None:
     others = [
-        KvShape(3, 3, 8, 4, torch.bfloat16),
-        KvShape(2, 1, 8, 4, torch.bfloat16),
-        KvShape(2, 3, 16, 4, torch.bfloat16),
-        KvShape(2, 3, 8, 8, torch.bfloat16),
-        KvShape(2, 3, 8, 4, torch.float32),
+        KVShape(3, 3, 8, 4, torch.bfloat16),
+        KVShape(2, 1, 8, 4, torch.bfloat16),
+        KVShape(2, 3, 16, 4, torch.bfloat16),
+        KVShape(2, 3, 8, 8, torch.bfloat16),
+        KVShape(2, 3, 8, 4, torch.float32),
     ]
     assert len({SHAPE.layout, *(other.layout for other in others)}) == 6
 
 
 def test_reads_what_was_written_block_by_block_and_clears_the_rest() -> None:
-    pool = KvPool(SHAPE, 6)
+    pool = KVPool(SHAPE, 6)
     for rows in pool.layers:
         rows[: 6 * 4] = float("nan")
     written = torch.randn(6, SHAPE.slot_width).bfloat16()
@@ -47,7 +47,7 @@ def test_reads_what_was_written_block_by_block_and_clears_the_rest() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("head_dim", [8, 5])  # with blocks of whole words, and without
 def test_erasing_zeroes_the_blocks_in_all_layers_and_no_others(dtype: torch.dtype, head_dim: int) -> None:
-    pool = KvPool(KvShape(3, 1, head_dim, 1, dtype), 6)
+    pool = KVPool(KVShape(3, 1, head_dim, 1, dtype), 6)
     for rows in pool.layers:
         rows[: pool.blocks].view(torch.uint8).fill_(0xFF)  # a NaN in each of them
     pool.erase(torch.tensor([4, 0, 1]))
@@ -60,7 +60,7 @@ def test_erasing_zeroes_the_blocks_in_all_layers_and_no_others(dtype: torch.dtyp
 
 
 def test_check_notices_a_write_into_the_empty_block() -> None:
-    pool = KvPool(SHAPE, 2)
+    pool = KVPool(SHAPE, 2)
     pool.write(0, torch.tensor([pool.empty * 4]), torch.ones(1, SHAPE.slot_width, dtype=torch.bfloat16))
     with pytest.raises(AssertionError, match="empty block"):
         pool.check()
@@ -68,32 +68,32 @@ def test_check_notices_a_write_into_the_empty_block() -> None:
 
 def test_a_pool_takes_memory_only_as_it_fills() -> None:
     resident = psutil.Process().memory_info().rss
-    pool = KvPool(KvShape(8, 2, 64, 16, torch.bfloat16), 16384)  # 1 GiB
+    pool = KVPool(KVShape(8, 2, 64, 16, torch.bfloat16), 16384)  # 1 GiB
     assert psutil.Process().memory_info().rss - resident < 64 << 20
     pool.check()
 
 
-def extents_pool(blocks: int = 300) -> KvPool:
+def extents_pool(blocks: int = 300) -> KVPool:
     """Several extents, the last one short, with a number of its own in every block and layer."""
-    pool = KvPool(KvShape(2, 1, 8, 16, torch.float32), blocks)
+    pool = KVPool(KVShape(2, 1, 8, 16, torch.float32), blocks)
     for layer, rows in enumerate(pool.layers):
         numbers = torch.arange(blocks).repeat_interleave(16) + 1000 * (layer + 1)
         rows[: blocks * 16] = numbers[:, None].float()
     return pool
 
 
-def numbers(pool: KvPool, layer: int = 0) -> list[int]:
+def numbers(pool: KVPool, layer: int = 0) -> list[int]:
     """The first number of each block."""
     return pool.layers[layer][: pool.blocks * 16 : 16, 0].int().tolist()
 
 
 def test_extents_are_whole_pieces_of_memory_and_neither_too_many_nor_too_large() -> None:
-    shape = KvShape(32, 8, 128, 16, torch.bfloat16)  # 64 KiB in each layer
+    shape = KVShape(32, 8, 128, 16, torch.bfloat16)  # 64 KiB in each layer
     assert extent_blocks(shape, 1 << 20, 2 << 20) * shape.block_bytes == EXTENT_BYTES
     small = extent_blocks(shape, 6400, 2 << 20)
     assert small == 96  # of the 100 that would make 64 extents, whole units of 32
     assert extent_blocks(shape, 1, 2 << 20) == 32
-    odd = KvShape(3, 1, 5, 3, torch.float32)
+    odd = KVShape(3, 1, 5, 3, torch.float32)
     assert extent_blocks(odd, 10**6, 4096) * odd.layer_block_bytes % 4096 == 0
 
 
@@ -133,8 +133,8 @@ def test_blocks_are_copied_in_all_layers() -> None:
 
 @pytest.mark.parametrize("head_dim", [8, 5])  # with blocks of whole words, and without
 def test_what_is_taken_out_of_blocks_comes_back_into_others(head_dim: int) -> None:
-    shape = KvShape(2, 1, head_dim, 1, torch.bfloat16)
-    pool = KvPool(shape, 6)
+    shape = KVShape(2, 1, head_dim, 1, torch.bfloat16)
+    pool = KVPool(shape, 6)
     for rows in pool.layers:
         rows[:6] = torch.randn(6, shape.slot_width).bfloat16()
     taken = torch.empty(3, shape.layer_block_bytes, dtype=torch.uint8)
@@ -149,6 +149,6 @@ def test_what_is_taken_out_of_blocks_comes_back_into_others(head_dim: int) -> No
 
 def test_a_pool_opens_with_as_many_extents_as_it_is_told() -> None:
     arena = Arena.of(torch.device("cpu"))
-    pool = KvPool(KvShape(2, 1, 8, 16, torch.float32), 300, arena, extents=2)
+    pool = KVPool(KVShape(2, 1, 8, 16, torch.float32), 300, arena, extents=2)
     assert pool.mapped == [0, 1]
     assert arena.mapped_bytes == pool.mapped_bytes == 2 * pool.extent_bytes

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import Bf12
+from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import lanes_of
 from engine.kernels import bf12_linear_hopper, tuning
-from engine.kernels.bf12_linear import CodedTiling
-from engine.kernels.bf12_linear_hopper import Tile, tile_of
-from engine.kernels.tuning import CODED_BUCKETS, choose_coded
+from engine.kernels.bf12_linear import Bf12Tiling
+from engine.kernels.bf12_linear_hopper import HopperTiling, fastest_tiling
+from engine.kernels.tuning import BF12_ROW_BUCKETS, select_bf12_tiling
 from engine.layers import linear_bf12
-from engine.layers.linear_bf12 import Compressed, multiply_expanded
-from engine.layers.linear_gpu import Resident
+from engine.layers.linear_bf12 import Bf12Linear, multiply_expanded
+from engine.layers.linear_gpu import GpuLinear
 from tests.support.bf12_weights import coded, weights
 from tests.support.gluon_in_torch import in_torch
 from tests.support.steps import DEVICE, error, random
@@ -33,8 +33,8 @@ def test_many_rows_have_the_bits_of_bf16_in_whatever_chunks(biased: bool, monkey
     weight_NK, x_TK = weights(72, 128).to(DEVICE), random(150, 128, dtype=BF16, seed=1)
     weight_NK[::7, 3] = 0.0
     bias_N = random(72, dtype=BF16, seed=2) if biased else None
-    linear = Compressed(coded(weight_NK.cpu()), bias_N)
-    wanted_PTN = Resident(weight_NK, bias_N)(x_TK)
+    linear = Bf12Linear(coded(weight_NK.cpu()), bias_N)
+    wanted_PTN = GpuLinear(weight_NK, bias_N)(x_TK)
     assert torch.equal(linear(x_TK), wanted_PTN)
     monkeypatch.setattr(linear_bf12, "CHUNK_BYTES", 33 * 128 * 2)
     assert error(linear(x_TK), wanted_PTN) < 8e-3
@@ -45,13 +45,13 @@ def test_it_takes_what_words_escapes_and_bias_take() -> None:
     weight_NK[0, :5] = 0.0
     weight = coded(weight_NK)
     index_bytes = 32 * 4 + 3 * 4 + len(weight.index.places_E) * 6
-    assert Compressed(weight).bytes == 32 * 256 * 3 // 2 + index_bytes
-    assert Compressed(weight, random(32, dtype=BF16)).bytes == 32 * 256 * 3 // 2 + index_bytes + 64
+    assert Bf12Linear(weight).bytes == 32 * 256 * 3 // 2 + index_bytes
+    assert Bf12Linear(weight, random(32, dtype=BF16)).bytes == 32 * 256 * 3 // 2 + index_bytes + 64
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, table: dict[str, dict[str, Any]]) -> None:
     monkeypatch.setattr(tuning, "table_of", lambda gpu: table)
-    monkeypatch.setattr(tuning, "_choose_coded", tuning._choose_coded.__wrapped__)
+    monkeypatch.setattr(tuning, "_select_bf12_tiling", tuning._select_bf12_tiling.__wrapped__)
 
 
 def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,12 +64,12 @@ def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
         "96x128 gated bf12": {"8": None},
     })  # fmt: skip
     for rows, wanted in {
-        2: CodedTiling(32, 1, 2, 2, 4, 8), 9: None, 129: Tile(128, 4), 256: Tile(128, 4), 257: None,
-        4097: Tile(256, 1), 100_000: Tile(256, 1),
+        2: Bf12Tiling(32, 1, 2, 2, 4, 8), 9: None, 129: HopperTiling(128, 4), 256: HopperTiling(128, 4), 257: None,
+        4097: HopperTiling(256, 1), 100_000: HopperTiling(256, 1),
     }.items():  # fmt: skip
-        assert choose_coded(96, 128, rows, False, CPU) == wanted
-    assert choose_coded(96, 128, 8, True, CPU) is None
-    unknown = choose_coded(96, 128, 1, True, CPU)
+        assert select_bf12_tiling(96, 128, rows, False, CPU) == wanted
+    assert select_bf12_tiling(96, 128, 8, True, CPU) is None
+    unknown = select_bf12_tiling(96, 128, 1, True, CPU)
     assert unknown is not None
     assert unknown.parts == 1
 
@@ -78,11 +78,11 @@ def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("inputs", [128, 896, 4096, 28672])
 def test_what_nobody_measured_has_a_tiling_that_fits(outputs: int, inputs: int) -> None:
     for rows, gated in product((*range(1, 65), 4096), (False, True)):
-        tiling = choose_coded(outputs, inputs, rows, gated, CPU)
+        tiling = select_bf12_tiling(outputs, inputs, rows, gated, CPU)
         if tiling is None:
             assert rows > 32
             continue
-        assert isinstance(tiling, CodedTiling)
+        assert isinstance(tiling, Bf12Tiling)
         assert tiling.block_n * tiling.blocks * lanes_of(inputs) >= 64 * tiling.warps
         assert 1 <= tiling.parts <= (1 if gated else max(1, inputs // 256))
         assert inputs % (8 * lanes_of(inputs) * tiling.blocks) == 0
@@ -92,19 +92,19 @@ def test_on_hopper_many_rows_that_nobody_measured_are_multiplied_in_tiles(monkey
     follow(monkeypatch, {"4096x4096 bf12": {"1": ["coded", 16, 2, 1, 4, 4, 0]}})
     monkeypatch.setattr(bf12_linear_hopper, "serves", lambda outputs, gated, device: not gated or outputs == 4096)
     monkeypatch.setattr(bf12_linear_hopper, "multiprocessors_of", lambda device: 132)
-    assert choose_coded(4096, 4096, 1, False, CPU) == CodedTiling(16, 2, 1, 4, 4, 0)
-    assert choose_coded(6144, 4096, 1, False, CPU) == CodedTiling(16, 2, 1, 4, 4, 0)
-    assert choose_coded(4096, 4096, 33, False, CPU) == CodedTiling(64, 1, 4, 4, 4, 4)
-    assert choose_coded(4096, 4096, 64, True, CPU) == CodedTiling(64, 1, 1, 2, 4, 4)
+    assert select_bf12_tiling(4096, 4096, 1, False, CPU) == Bf12Tiling(16, 2, 1, 4, 4, 0)
+    assert select_bf12_tiling(6144, 4096, 1, False, CPU) == Bf12Tiling(16, 2, 1, 4, 4, 0)
+    assert select_bf12_tiling(4096, 4096, 33, False, CPU) == Bf12Tiling(64, 1, 4, 4, 4, 4)
+    assert select_bf12_tiling(4096, 4096, 64, True, CPU) == Bf12Tiling(64, 1, 1, 2, 4, 4)
     for rows, bucket in ((65, 128), (100, 128), (1000, 1024)):
-        assert choose_coded(4096, 4096, rows, False, CPU) == tile_of(4096, 4096, bucket, False, 132)
-        assert choose_coded(4096, 4096, rows, True, CPU) == tile_of(4096, 4096, bucket, True, 132)
-    assert choose_coded(4096, 4096, 1025, False, CPU) is None
-    assert isinstance(choose_coded(4112, 4096, 8, True, CPU), CodedTiling)
-    assert choose_coded(4112, 4096, 64, True, CPU) is None
+        assert select_bf12_tiling(4096, 4096, rows, False, CPU) == fastest_tiling(4096, 4096, bucket, False, 132)
+        assert select_bf12_tiling(4096, 4096, rows, True, CPU) == fastest_tiling(4096, 4096, bucket, True, 132)
+    assert select_bf12_tiling(4096, 4096, 1025, False, CPU) is None
+    assert isinstance(select_bf12_tiling(4112, 4096, 8, True, CPU), Bf12Tiling)
+    assert select_bf12_tiling(4112, 4096, 64, True, CPU) is None
 
 
-TILING = CodedTiling(32, 1, 1, 2, 4, 4)
+TILING = Bf12Tiling(32, 1, 1, 2, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -128,17 +128,17 @@ def test_each_kind_of_choice_is_taken(plain: Any, gated: Any, monkeypatch: pytes
         monkeypatch.setattr(tiles, "multiprocessors_of", lambda _: 2)
         monkeypatch.setattr(linear_bf12, "coded_hopper", tiles)
         monkeypatch.setattr(linear_bf12, "choose_coded", choice)
-        linear = Compressed(coded(weight_NK))
+        linear = Bf12Linear(coded(weight_NK))
         assert error(linear.logits(x_TK).cpu(), wanted_TN) < 8e-3
         assert error(linear.gated(x_TK).cpu(), torch.nn.functional.silu(gate) * up) < 1.2e-2
         assert taken == [plain, gated, *([plain] if gated is None else [])]
 
 
 @pytest.mark.parametrize("tiling", [TILING, replace(TILING, parts=2), None], ids=["whole", "parts", "expanded"])
-def test_a_bias_is_added_once(tiling: CodedTiling | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bias_is_added_once(tiling: Bf12Tiling | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_bf12, "choose_coded", lambda *_: tiling)
     weight_NK, bias_N, x_TK = weights(96, 512), random(96, seed=2) * 10, random(5, 512, seed=1)
-    linear = Compressed(coded(weight_NK), bias_N)
+    linear = Bf12Linear(coded(weight_NK), bias_N)
     wanted_TN = x_TK.double() @ weight_NK.to(DEVICE).double().T + bias_N.double()
     assert error(linear.logits(x_TK), wanted_TN) < 1e-5
     gate, up = wanted_TN.chunk(2, -1)
@@ -149,7 +149,7 @@ def test_of_the_expanded_matrix_there_is_a_chunk_at_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(linear_bf12, "CHUNK_BYTES", 32 * 128 * 2)
     copies = set()
 
-    def expand(weight: Bf12, out_NK: Tensor, outputs: range) -> None:
+    def expand(weight: Bf12Weight, out_NK: Tensor, outputs: range) -> None:
         copies.add(out_NK.untyped_storage().data_ptr())
         assert out_NK.untyped_storage().nbytes() <= linear_bf12.CHUNK_BYTES
 
@@ -164,22 +164,22 @@ def test_of_the_expanded_matrix_there_is_a_chunk_at_once(monkeypatch: pytest.Mon
 def test_true_shapes(rows: int, biased: bool) -> None:
     weight_NK = weights(6144, 4096, 4096**-0.5)
     bias_N = random(6144, dtype=BF16, seed=2) if biased else None
-    linear, plain = Compressed(coded(weight_NK), bias_N), Resident(weight_NK.to(DEVICE), bias_N)
+    linear, plain = Bf12Linear(coded(weight_NK), bias_N), GpuLinear(weight_NK.to(DEVICE), bias_N)
     x_TK = random(rows, 4096, dtype=BF16, seed=1)
     assert error(linear.logits(x_TK), plain.logits(x_TK)) < 8e-3
     assert error(linear.gated(x_TK), plain.gated(x_TK)) < 1.2e-2
 
 
 @cache
-def true_weight(outputs: int, inputs: int) -> Compressed:
-    return Compressed(coded(weights(outputs, inputs, inputs**-0.5)))
+def true_weight(outputs: int, inputs: int) -> Bf12Linear:
+    return Bf12Linear(coded(weights(outputs, inputs, inputs**-0.5)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bucket", CODED_BUCKETS[1:])
+@pytest.mark.parametrize("bucket", BF12_ROW_BUCKETS[1:])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336)])
 def test_what_is_chosen_gives_a_row_the_same_bits_within_a_bucket(outputs: int, inputs: int, bucket: int) -> None:
-    if choose_coded(outputs, inputs, bucket, False, DEVICE) is None:
+    if select_bf12_tiling(outputs, inputs, bucket, False, DEVICE) is None:
         pytest.skip("cuBLAS")
     x_TK, linear = random(bucket, inputs, dtype=BF16), true_weight(outputs, inputs)
     full = linear(x_TK)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.layers.linear_cpu import Dense, RowsDiffer, _least, rows_least
+from engine.layers.linear_cpu import CpuLinear, NotBatchInvariant, _min_rows, min_invariant_rows
 
 SHAPES = [(64, 128), (47, 33), (96, 64), (384, 640), (1024, 384), (1536, 576), (2048, 300)]
 
@@ -16,8 +16,8 @@ def test_agrees_with_a_plain_matmul(inputs: int, outputs: int, dtype: torch.dtyp
     exact = x.to(dtype).double() @ weight.to(dtype).double().T
     tolerance = {"rtol": 1e-2, "atol": 0.3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
     with torch.inference_mode():
-        torch.testing.assert_close(Dense(weight.to(dtype))(x.to(dtype)).double(), exact, **tolerance)
-        biased = Dense(weight.to(dtype), bias.to(dtype))(x.to(dtype)).double()
+        torch.testing.assert_close(CpuLinear(weight.to(dtype))(x.to(dtype)).double(), exact, **tolerance)
+        biased = CpuLinear(weight.to(dtype), bias.to(dtype))(x.to(dtype)).double()
         torch.testing.assert_close(biased, exact + bias.to(dtype).double(), **tolerance)
 
 
@@ -31,7 +31,7 @@ def test_a_row_has_the_same_bits_in_any_company(inputs: int, outputs: int, dtype
     weight = torch.cat((w, -w), 1)[:, order].to(dtype)
     x = torch.cat((u, u), 1)[:, order].to(dtype)
     with torch.inference_mode():
-        linear = Dense(weight)
+        linear = CpuLinear(weight)
         full = linear(x)
         for rows in [*range(1, 40), 63, 64, 65, 100, 128, 129, 200, 256, 299]:
             assert torch.equal(linear(x[:rows]), full[:rows]), rows
@@ -43,17 +43,17 @@ def test_the_probe_notices_a_matmul_that_treats_few_rows_otherwise() -> None:
         return x.sum(-1, keepdim=True) if len(x) > 3 else x.flip(-1).cumsum(-1)[:, -1:]
 
     x = torch.randn(64, 999)
-    assert _least(multiply, x) == 4
+    assert _min_rows(multiply, x) == 4
 
 
 def test_a_library_that_never_agrees_is_refused() -> None:
-    with pytest.raises(RowsDiffer, match="inputs"):
-        _least(lambda x: x * len(x), torch.ones(64, 3))
+    with pytest.raises(NotBatchInvariant, match="inputs"):
+        _min_rows(lambda x: x * len(x), torch.ones(64, 3))
 
 
 def test_probing_a_shape_is_done_once() -> None:
-    before = rows_least.cache_info().hits
+    before = min_invariant_rows.cache_info().hits
     with torch.inference_mode():
-        Dense(torch.randn(40, 24))
-        Dense(torch.randn(40, 24))
-    assert rows_least.cache_info().hits > before
+        CpuLinear(torch.randn(40, 24))
+        CpuLinear(torch.randn(40, 24))
+    assert min_invariant_rows.cache_info().hits > before

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from engine.kernels import tuning
-from engine.kernels.linear import Tiling
-from engine.layers.linear_bf12 import Compressed
-from engine.layers.linear_gpu import Resident
+from engine.kernels.linear import LinearTiling
+from engine.layers.linear_bf12 import Bf12Linear
+from engine.layers.linear_gpu import GpuLinear
 from engine.models.decoder_layer import Linear
 from tests.support.bf12_weights import coded, weights
 from tests.support.steps import DEVICE, error, random
 
 
 def as_it_is(weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
-    return Resident(weight_NK, bias_N)
+    return GpuLinear(weight_NK, bias_N)
 
 
 def in_12_bits(weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
-    return Compressed(coded(weight_NK.bfloat16()), bias_N)
+    return Bf12Linear(coded(weight_NK.bfloat16()), bias_N)
 
 
 @pytest.mark.parametrize("stored", [as_it_is, in_12_bits])
@@ -43,17 +43,17 @@ def test_every_number_of_rows(rows: int, biased: bool, stored: Callable[[Tensor,
 @pytest.mark.parametrize("biased", [False, True])
 def test_its_bytes_are_those_of_its_tensors(biased: bool) -> None:
     bias_N = random(96) if biased else None
-    assert Resident(random(96, 80), bias_N).bytes == 96 * 80 * 4 + (96 * 4 if biased else 0)
+    assert GpuLinear(random(96, 80), bias_N).bytes == 96 * 80 * 4 + (96 * 4 if biased else 0)
 
 
 def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"96x80": {"16": [32, 16, 2, 2, 4], "32": None}}
     monkeypatch.setattr(tuning, "table_of", lambda gpu: table)
-    monkeypatch.setattr(tuning, "_choose", tuning._choose.__wrapped__)
+    monkeypatch.setattr(tuning, "_select_tiling", tuning._select_tiling.__wrapped__)
     device = torch.device("cpu")
-    assert tuning.choose(96, 80, 3, False, device) == Tiling(32, 16, 2, 2, 4)
-    assert tuning.choose(96, 80, 17, False, device) is None
-    assert tuning.choose(96, 80, 129, False, device) is None
-    unknown = tuning.choose(96, 80, 3, True, device)
+    assert tuning.select_tiling(96, 80, 3, False, device) == LinearTiling(32, 16, 2, 2, 4)
+    assert tuning.select_tiling(96, 80, 17, False, device) is None
+    assert tuning.select_tiling(96, 80, 129, False, device) is None
+    unknown = tuning.select_tiling(96, 80, 3, True, device)
     assert unknown is not None
     assert unknown.parts == 1

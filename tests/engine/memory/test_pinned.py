@@ -8,11 +8,11 @@ import pytest
 
 from engine.memory import pinned
 from engine.memory.errors import OutOfHostMemory
-from engine.memory.pinned import PIECE_BYTES, Pinned
-from engine.memory.virtual_memory import HostMemory
+from engine.memory.pinned import PIECE_BYTES, PinnedMemory
+from engine.memory.virtual_memory import HostMemoryDriver
 
 
-class Registering(HostMemory):
+class Registering(HostMemoryDriver):
     """Tells which memory it may copy from, and refuses where it is told to."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Registering(HostMemory):
 
 def test_each_piece_is_registered_as_long_as_it_lives() -> None:
     driver = Registering()
-    memory = Pinned(driver, 2 * PIECE_BYTES + 1)
+    memory = PinnedMemory(driver, 2 * PIECE_BYTES + 1)
     pieces = [memory.grow() for _ in range(3)]
     assert driver.registered == {piece.data_ptr(): PIECE_BYTES for piece in pieces}
     assert memory.bytes == 3 * PIECE_BYTES
@@ -45,7 +45,7 @@ def test_each_piece_is_registered_as_long_as_it_lives() -> None:
 
 def test_where_the_host_is_short_or_the_driver_refuses_nothing_is_added() -> None:
     driver = Registering()
-    memory = Pinned(driver, 2 * PIECE_BYTES)
+    memory = PinnedMemory(driver, 2 * PIECE_BYTES)
     memory.grow().fill_(3)
     with (
         patch.object(pinned, "available_bytes", return_value=PIECE_BYTES + (1 << 30) - 1),
@@ -62,7 +62,7 @@ def test_where_the_host_is_short_or_the_driver_refuses_nothing_is_added() -> Non
 
 
 def test_clearing_zeroes_the_first_pieces() -> None:
-    memory = Pinned(Registering(), 3 * PIECE_BYTES)
+    memory = PinnedMemory(Registering(), 3 * PIECE_BYTES)
     for _ in range(3):
         memory.grow().fill_(5)
     memory.clear(2)

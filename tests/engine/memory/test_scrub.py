@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine.memory.scrub import overwrite
+from engine.memory.scrub import overwrite_freed_objects
 
 
 def freed() -> None:
@@ -20,5 +20,5 @@ def test_small_arrays_that_numpy_keeps_are_overwritten() -> None:
     freed()
     assert given_out() == 21, "the control: it keeps them"
     freed()
-    overwrite()
+    overwrite_freed_objects()
     assert given_out() == 0

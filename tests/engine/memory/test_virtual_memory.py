@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from engine.memory.errors import OutOfDeviceMemory
-from engine.memory.virtual_memory import ADDRESSES_MOST, Arena, HostMemory, Region
+from engine.memory.virtual_memory import ADDRESS_BYTES_MAX, Arena, HostMemoryDriver, Region
 
 CPU = torch.device("cpu")
 UNIT = mmap.PAGESIZE
 
 
-class Refusing(HostMemory):
+class Refusing(HostMemoryDriver):
     """The host's memory with an account of its own, that refuses to map wherever `refuses` says so."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def test_a_failed_map_leaves_everything_as_it_was() -> None:
 
 
 def test_no_more_is_mapped_than_the_arena_may_hold() -> None:
-    arena = Arena(HostMemory(), 3 * UNIT)
+    arena = Arena(HostMemoryDriver(), 3 * UNIT)
     first, second = (arena.reserve(name, 2 * UNIT, UNIT) for name in ("first", "second"))
     first.map_all()
     with pytest.raises(OutOfDeviceMemory, match=f"second: {UNIT} bytes more"):
@@ -119,7 +119,7 @@ def test_no_more_is_mapped_than_the_arena_may_hold() -> None:
 
 def test_addresses_have_a_limit_too() -> None:
     with pytest.raises(OutOfDeviceMemory, match="have addresses"):
-        Arena.of(CPU).reserve("r", ADDRESSES_MOST + 1, UNIT)
+        Arena.of(CPU).reserve("r", ADDRESS_BYTES_MAX + 1, UNIT)
 
 
 def test_a_region_lives_as_long_as_a_tensor_in_it() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.bert import LONG, STEP, padded
+from engine.models.bert import PAD_STEP, PAD_STEP_FROM, padded_length
 from engine.protocol.types import Pooling
-from engine.step.encoder_layout import pack, unpack
+from engine.step.encoder_layout import pack_texts, unpack_texts
 from tests.support.small_encoders import (
     FAMILIES,
     POSITIONS,
@@ -86,7 +86,7 @@ def test_a_vector_that_is_not_finite_is_told(tmp_path: Path) -> None:
     with torch.no_grad():
         model.embeddings.word_embeddings.weight[7] = 3e38
     runner = open_encoder(saved(model, tmp_path))
-    landed = runner.launch(pack([[8, 9], [7, 9]], [Pooling.MEAN] * 2)).wait()
+    landed = runner.launch(pack_texts([[8, 9], [7, 9]], [Pooling.MEAN] * 2)).wait()
     assert landed.tokens_R.tolist() == [0, -1]
 
 
@@ -107,14 +107,16 @@ def test_made_up_weights_need_only_the_config(tmp_path: Path) -> None:
 
 def test_padding_follows_from_the_length_alone() -> None:
     lengths = range(1, 2000)
-    assert all(padded(length) >= length for length in lengths)
-    assert all(padded(length) % (STEP if length <= LONG else LONG) == 0 for length in lengths)
-    assert all(padded(more) >= padded(less) for less, more in pairwise(lengths))
+    assert all(padded_length(length) >= length for length in lengths)
+    assert all(
+        padded_length(length) % (PAD_STEP if length <= PAD_STEP_FROM else PAD_STEP_FROM) == 0 for length in lengths
+    )
+    assert all(padded_length(more) >= padded_length(less) for less, more in pairwise(lengths))
 
 
 def test_a_packed_step_reads_back() -> None:
     texts = [[5], [6, 7, 8], [9, 10]]
-    found = unpack(pack(texts, [Pooling.MEAN, Pooling.CLS, Pooling.SCORE]))
+    found = unpack_texts(pack_texts(texts, [Pooling.MEAN, Pooling.CLS, Pooling.SCORE]))
     assert found.lengths == [1, 3, 2]
     assert [found.tokens_T[a:b].tolist() for a, b in pairwise(found.starts_S1.tolist())] == texts
     assert found.poolings_S.tolist() == [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.config import ConfigError
+from engine.models.config import ModelConfigError
 from engine.models.encoder_config import is_encoder, parse_encoder_config
 from engine.protocol.types import Pooling
 from engine.weights.checkpoint import CheckpointError
@@ -44,7 +44,7 @@ BERT: dict[str, Any] = {
     ],
 )
 def test_what_is_not_run_is_refused_by_its_entry(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ModelConfigError, match=message):
         parse_encoder_config({**BERT, **changes})
 
 
@@ -83,7 +83,7 @@ def test_a_missing_tensor_and_one_without_a_place_are_named(tmp_path: Path) -> N
 def test_another_familys_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = saved(seeded(FAMILIES["bert"]), tmp_path)
     save_file({"model.embed_tokens.weight": torch.zeros(4, 4)}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="word_embeddings"):
+    with pytest.raises(ModelConfigError, match="word_embeddings"):
         open_encoder(folder)
 
 

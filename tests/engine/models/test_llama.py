@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.protocol.types import Sampling
+from engine.protocol.types import SamplingParams
 from tests.support.small_models import (
     FAMILIES,
     Text,
@@ -18,7 +18,7 @@ from tests.support.small_models import (
     shuffled_tables,
 )
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 TOLERANCE = 1e-4
 
 

@@ -13,9 +13,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
-from engine.placement.capacity import MOVES_A_MINUTE, RESIZES_A_MINUTE
-from engine.placement.policy import decide
-from engine.placement.snapshot import Allowance, Move, Resident, Times, View, Wishes
+from engine.placement.capacity import MOVES_PER_MINUTE, RESIZES_PER_MINUTE
+from engine.placement.policy import decide_placement
+from engine.placement.snapshot import (
+    Move,
+    MoveAllowance,
+    PlacementPreferences,
+    PlacementSnapshot,
+    ReplicaSnapshot,
+    TransitionTimes,
+)
 from engine.protocol.types import Residency
 
 DISK, MEMORY, DEVICE = Residency.DISK, Residency.MEMORY, Residency.DEVICE
@@ -38,13 +45,13 @@ class Model:
     name: str
     least_bytes: int = 18 * GB
     most_bytes: int = 26 * GB
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: PlacementPreferences = field(default_factory=PlacementPreferences)
     start_s: float = 4.0
     asleep_bytes: int = GB * 7 // 10
 
     @property
-    def times(self) -> Times:
-        return Times(self.start_s, self.least_bytes / 55e9, 0.1)
+    def times(self) -> TransitionTimes:
+        return TransitionTimes(self.start_s, self.least_bytes / 55e9, 0.1)
 
 
 def zipf(
@@ -161,7 +168,7 @@ class Machine:
     moves: list[tuple[float, Replica, Move]] = field(default_factory=list)
     done: list[Job] = field(default_factory=list)
     replicas: dict[str, Replica] = field(default_factory=dict)
-    allowance: Allowance = field(default_factory=Allowance)
+    allowance: MoveAllowance = field(default_factory=MoveAllowance)
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _count: int = 0
     _minutes: dict[tuple[int, bool], deque[float]] = field(default_factory=dict)
@@ -227,14 +234,16 @@ class Machine:
 
     # Moves
 
-    def view(self) -> View:
-        return View(self.now, tuple(map(self._resident, self.replicas.values())), self.devices, self.memory_bytes)
+    def view(self) -> PlacementSnapshot:
+        return PlacementSnapshot(
+            self.now, tuple(map(self._resident, self.replicas.values())), self.devices, self.memory_bytes
+        )
 
-    def _resident(self, replica: Replica) -> Resident:
+    def _resident(self, replica: Replica) -> ReplicaSnapshot:
         model = replica.model
         while replica.asked and replica.asked[0] < self.now - _RATE_S:
             replica.asked.popleft()
-        return Resident(
+        return ReplicaSnapshot(
             name=model.name, model=model.name, device=replica.device,
             residency=replica.residency, toward=replica.toward, wishes=model.wishes, times=model.times,
             device_bytes=replica.device_bytes, granted_bytes=replica.granted_bytes, asleep_bytes=model.asleep_bytes,
@@ -253,7 +262,7 @@ class Machine:
         )  # fmt: skip
 
     def _decide(self) -> None:
-        decision = decide(self.view(), self.allowance)
+        decision = decide_placement(self.view(), self.allowance)
         self.allowance = decision.allowance
         for move in decision.moves:
             self._begin(self.replicas[move.name], move)
@@ -341,7 +350,7 @@ class Machine:
         minute.append(self.now)
         while minute[0] <= self.now - 60:
             minute.popleft()
-        assert len(minute) <= (MOVES_A_MINUTE + RESIZES_A_MINUTE if resize else MOVES_A_MINUTE), "too many moves"
+        assert len(minute) <= (MOVES_PER_MINUTE + RESIZES_PER_MINUTE if resize else MOVES_PER_MINUTE), "too many moves"
 
     def check(self) -> None:
         for device, budget in enumerate(self.devices):

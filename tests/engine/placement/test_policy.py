@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine.placement.capacity import MOVES_A_MINUTE, RESIZES_A_MINUTE
-from engine.placement.policy import HEAD_START_S, HEAD_STARTS, decide, problem, ready_ms
-from engine.placement.snapshot import Allowance, Move, Resident, Times, View, Wishes
+from engine.placement.capacity import MOVES_PER_MINUTE, RESIZES_PER_MINUTE
+from engine.placement.policy import HEAD_START_S, HEAD_STARTS, decide_placement, estimate_ready_ms, unplaceable_reason
+from engine.placement.snapshot import (
+    Move,
+    MoveAllowance,
+    PlacementPreferences,
+    PlacementSnapshot,
+    ReplicaSnapshot,
+    TransitionTimes,
+)
 from tests.engine.placement.simulation import (
     DEVICE,
     DISK,
@@ -31,13 +38,13 @@ from tests.engine.placement.simulation import (
 
 RECORDED = Path(__file__).parents[3] / "benchmarks" / "results" / "standby_trace.csv"
 NOW = 1000.0
-TIMES = Times(start_s=4.0, wake_s=0.3, sleep_s=0.1)
-WISHES = Wishes(resident_s=1.0, wake_s=2.0)
+TIMES = TransitionTimes(start_s=4.0, wake_s=0.3, sleep_s=0.1)
+WISHES = PlacementPreferences(resident_s=1.0, wake_s=2.0)
 
 
-def awake(name: str, **changes: Any) -> Resident:
+def awake(name: str, **changes: Any) -> ReplicaSnapshot:
     """It has been on the device for long, and has nothing to do."""
-    resident = Resident(
+    resident = ReplicaSnapshot(
         name=name, model=name, device=0, residency=DEVICE, toward=DEVICE, wishes=WISHES, times=TIMES,
         device_bytes=18 * GB, granted_bytes=18 * GB, asleep_bytes=GB, least_bytes=18 * GB, most_bytes=30 * GB,
         memory_bytes=16 * GB, standby_bytes=16 * GB, asked_at=NOW - 100, rate=0.01, arrived_at=NOW - 200,
@@ -45,12 +52,12 @@ def awake(name: str, **changes: Any) -> Resident:
     return replace(resident, **changes)
 
 
-def asleep(name: str, **changes: Any) -> Resident:
+def asleep(name: str, **changes: Any) -> ReplicaSnapshot:
     there = {"residency": MEMORY, "toward": MEMORY, "device_bytes": GB, "granted_bytes": 0, "arrived_at": None}
     return awake(name, **there | {"left_at": NOW - 150} | changes)
 
 
-def on_disk(name: str, **changes: Any) -> Resident:
+def on_disk(name: str, **changes: Any) -> ReplicaSnapshot:
     there = {"residency": DISK, "toward": DISK, "device": -1, "device_bytes": 0, "granted_bytes": 0, "memory_bytes": 0}
     return awake(name, **there | {"arrived_at": None, "asked_at": None, "rate": 0.0} | changes)
 
@@ -59,18 +66,20 @@ def waits(seconds: float = 0.1, **changes: Any) -> dict[str, Any]:
     return {"waiting": 1, "waited_s": seconds} | changes
 
 
-def view(*residents: Resident, devices: Sequence[int] = (39 * GB,), memory_bytes: int = 200 * GB) -> View:
-    return View(NOW, residents, tuple(devices), memory_bytes)
+def view(
+    *residents: ReplicaSnapshot, devices: Sequence[int] = (39 * GB,), memory_bytes: int = 200 * GB
+) -> PlacementSnapshot:
+    return PlacementSnapshot(NOW, residents, tuple(devices), memory_bytes)
 
 
-def moves(seen: View) -> list[tuple[str, int]]:
-    decision = decide(seen, Allowance())
-    assert decision == decide(seen, Allowance())
+def moves(seen: PlacementSnapshot) -> list[tuple[str, int]]:
+    decision = decide_placement(seen, MoveAllowance())
+    assert decision == decide_placement(seen, MoveAllowance())
     return [(move.name, move.to) for move in decision.moves]
 
 
-def only(seen: View) -> Move:
-    (move,) = decide(seen, Allowance()).moves
+def only(seen: PlacementSnapshot) -> Move:
+    (move,) = decide_placement(seen, MoveAllowance()).moves
     return move
 
 
@@ -94,18 +103,20 @@ def test_one_wakes_after_the_other_on_each_device() -> None:
     on_its_way = asleep("a", toward=DEVICE, granted_bytes=18 * GB)
     assert not moves(view(on_its_way, second, devices=devices))
     assert moves(view(awake("a"), second, devices=devices)) == [("b", DEVICE)]
-    assert ready_ms(view(on_its_way, asleep("b"), devices=devices), "b") == 600
+    assert estimate_ready_ms(view(on_its_way, asleep("b"), devices=devices), "b") == 600
 
 
 def test_the_heavier_plan_and_the_higher_priority_wake_first() -> None:
     device = (20 * GB,)
     assert moves(view(asleep("a", **waits()), asleep("b", **waits(weight=4.0)), devices=device)) == [("b", DEVICE)]
-    urgent = asleep("b", wishes=Wishes(priority=4.0), **waits())
+    urgent = asleep("b", wishes=PlacementPreferences(priority=4.0), **waits())
     assert moves(view(asleep("a", **waits()), urgent, devices=device)) == [("b", DEVICE)]
 
 
 def test_nobody_is_passed_by_who_came_much_later() -> None:
-    light = asleep("a", wishes=Wishes(wake_s=100), **waits(2 * HEAD_STARTS * HEAD_START_S + 0.2, weight=1e-6))
+    light = asleep(
+        "a", wishes=PlacementPreferences(wake_s=100), **waits(2 * HEAD_STARTS * HEAD_START_S + 0.2, weight=1e-6)
+    )
     heavy = asleep("b", **waits(0.1, weight=1e6))
     assert moves(view(light, heavy, devices=(20 * GB,))) == [("a", DEVICE)]
 
@@ -123,7 +134,7 @@ def test_the_room_that_one_waits_for_is_not_given_to_another() -> None:
 
 
 def test_a_second_replica_comes_only_when_requests_have_waited_for_long_and_interrupts_nobody() -> None:
-    def seen(waited_s: float, **other: Any) -> View:
+    def seen(waited_s: float, **other: Any) -> PlacementSnapshot:
         return view(awake("a", running=1, waiting=3, waited_s=waited_s), asleep("b", model="a"), awake("c", **other))
 
     assert not moves(seen(1.0))
@@ -147,7 +158,7 @@ def test_a_start_goes_to_the_device_with_the_most_room() -> None:
 
 def test_one_start_at_a_time_on_a_device() -> None:
     seen = view(on_disk("a", **waits()), on_disk("b", **waits()), on_disk("c", **waits()), devices=(100 * GB, 100 * GB))
-    assert {(move.name, move.device) for move in decide(seen, Allowance()).moves} == {("a", 0), ("b", 1)}
+    assert {(move.name, move.device) for move in decide_placement(seen, MoveAllowance()).moves} == {("a", 0), ("b", 1)}
 
 
 # Room
@@ -172,13 +183,19 @@ def test_the_idle_one_of_which_least_is_expected_sleeps() -> None:
     assert moves(view(often, rare, asleep("c", **waits()))) == [("rare", MEMORY)]
     silent = replace(often, name="silent", model="silent", asked_at=NOW - 60)
     assert moves(view(silent, rare, asleep("c", **waits()))) == [("silent", MEMORY)]
-    dear = replace(rare, wishes=Wishes(priority=20.0))
+    dear = replace(rare, wishes=PlacementPreferences(priority=20.0))
     assert moves(view(often, dear, asleep("c", **waits()))) == [("often", MEMORY)]
 
 
 @pytest.mark.parametrize(
     "kept",
-    [{"wishes": Wishes(pinned=True)}, {"arrived_at": NOW - 0.9}, {"running": 1}, {"waiting": 1}, {"resizing": True}],
+    [
+        {"wishes": PlacementPreferences(pinned=True)},
+        {"arrived_at": NOW - 0.9},
+        {"running": 1},
+        {"waiting": 1},
+        {"resizing": True},
+    ],
 )
 def test_who_is_pinned_has_just_come_or_runs_stays(kept: dict[str, Any]) -> None:
     seen = view(awake("a", **kept), asleep("b", **waits(1.9)), devices=(30 * GB,))
@@ -188,7 +205,7 @@ def test_who_is_pinned_has_just_come_or_runs_stays(kept: dict[str, Any]) -> None
 def test_who_runs_is_preempted_for_one_that_has_waited_long_enough() -> None:
     move = only(view(awake("a", running=1), asleep("b", **waits(2.0)), devices=(30 * GB,)))
     assert (move.name, move.to, move.drain_s) == ("a", MEMORY, 0.0)
-    fresh = awake("a", running=1, arrived_at=NOW - 0.5, wishes=Wishes(resident_s=0.1))
+    fresh = awake("a", running=1, arrived_at=NOW - 0.5, wishes=PlacementPreferences(resident_s=0.1))
     assert not moves(view(fresh, asleep("b", **waits(2.0, times=TIMES)), devices=(30 * GB,)))
 
 
@@ -198,7 +215,7 @@ def test_one_that_made_room_does_not_come_back_for_what_had_waited_in_its_queue(
 
 
 def test_what_is_pinned_takes_its_room_from_whoever_runs() -> None:
-    pinned = asleep("b", wishes=Wishes(pinned=True))
+    pinned = asleep("b", wishes=PlacementPreferences(pinned=True))
     assert moves(view(awake("a", running=1), pinned, devices=(30 * GB,))) == [("a", MEMORY)]
 
 
@@ -265,7 +282,7 @@ def test_what_running_sequences_need_is_not_asked_for_again() -> None:
 
 
 def test_while_nobody_waits_what_is_on_disk_is_started_to_sleep_the_most_wanted_first() -> None:
-    seen = view(awake("a"), on_disk("b"), on_disk("c", wishes=Wishes(priority=2.0)), on_disk("d"))
+    seen = view(awake("a"), on_disk("b"), on_disk("c", wishes=PlacementPreferences(priority=2.0)), on_disk("d"))
     move = only(seen)
     assert (move.name, move.to, move.standby) == ("c", MEMORY, True)
     assert not moves(view(awake("a", running=1), on_disk("b"), asleep("c", **waits()), devices=(30 * GB,)))
@@ -301,11 +318,11 @@ def test_a_room_that_is_free_is_filled_in_calm() -> None:
 # Bounds
 
 
-def _begun(seen: View, seconds: int) -> int:
+def _begun(seen: PlacementSnapshot, seconds: int) -> int:
     """How many moves are decided on, where none of them ever changes anything."""
-    allowance, begun = Allowance(), 0
+    allowance, begun = MoveAllowance(), 0
     for look in range(seconds * 5):
-        decision = decide(replace(seen, now=NOW + look / 5), allowance)
+        decision = decide_placement(replace(seen, now=NOW + look / 5), allowance)
         allowance = decision.allowance
         begun += len(decision.moves)
     return begun
@@ -315,33 +332,33 @@ def test_moves_and_resizes_of_a_minute_are_bounded() -> None:
     small = {"least_bytes": 2 * GB, "device_bytes": 2 * GB, "granted_bytes": 2 * GB, "asleep_bytes": 0}
     large = asleep("large", least_bytes=38 * GB, most_bytes=38 * GB, **waits())
     sleeps = view(*(awake(f"m{i}", **small) for i in range(19)), large, memory_bytes=1000 * GB)
-    assert MOVES_A_MINUTE * 0.9 < _begun(sleeps, 60) <= MOVES_A_MINUTE
+    assert MOVES_PER_MINUTE * 0.9 < _begun(sleeps, 60) <= MOVES_PER_MINUTE
     grows = view(awake("a", kv_short=True), devices=(40 * GB,))
-    assert RESIZES_A_MINUTE * 0.9 < _begun(grows, 60) <= RESIZES_A_MINUTE
+    assert RESIZES_PER_MINUTE * 0.9 < _begun(grows, 60) <= RESIZES_PER_MINUTE
 
 
 def test_what_can_never_fit_is_said_in_words() -> None:
     large = on_disk("large", least_bytes=40 * GB, **waits())
-    assert "large needs 40,000,000,000 bytes" in problem(view(large), "large")
-    assert ready_ms(view(large), "large") == -1
+    assert "large needs 40,000,000,000 bytes" in unplaceable_reason(view(large), "large")
+    assert estimate_ready_ms(view(large), "large") == -1
     assert not moves(view(large))
-    beside = view(awake("a", wishes=Wishes(pinned=True)), on_disk("b", least_bytes=30 * GB, **waits()))
-    assert "beside what is pinned" in problem(beside, "b")
+    beside = view(awake("a", wishes=PlacementPreferences(pinned=True)), on_disk("b", least_bytes=30 * GB, **waits()))
+    assert "beside what is pinned" in unplaceable_reason(beside, "b")
     assert not moves(beside)
 
 
 def test_the_time_until_one_could_serve_counts_its_move_the_room_and_who_is_before_it() -> None:
-    assert ready_ms(view(awake("a")), "a") == 0
-    assert ready_ms(view(asleep("a")), "a") == 300
-    assert ready_ms(view(on_disk("a")), "a") == 4000
-    assert ready_ms(view(asleep("a", toward=DEVICE)), "a") == 300
+    assert estimate_ready_ms(view(awake("a")), "a") == 0
+    assert estimate_ready_ms(view(asleep("a")), "a") == 300
+    assert estimate_ready_ms(view(on_disk("a")), "a") == 4000
+    assert estimate_ready_ms(view(asleep("a", toward=DEVICE)), "a") == 300
     full = (awake("a"), awake("b"), asleep("c"))
-    assert ready_ms(view(*full), "c") == 400
+    assert estimate_ready_ms(view(*full), "c") == 400
     busy = (awake("a", running=1), awake("b", running=1), asleep("c"))
-    assert ready_ms(view(*busy), "c") == 2400
+    assert estimate_ready_ms(view(*busy), "c") == 2400
     behind = (awake("a"), awake("b"), asleep("c"), asleep("d", **waits(1.0)))
-    assert ready_ms(view(*behind), "c") == 800
-    assert ready_ms(view(on_disk("a", toward=DEVICE, device=0), on_disk("b")), "b") > 4000
+    assert estimate_ready_ms(view(*behind), "c") == 800
+    assert estimate_ready_ms(view(on_disk("a", toward=DEVICE, device=0), on_disk("b")), "b") > 4000
 
 
 # Over time
@@ -406,7 +423,10 @@ def test_six_models_in_two_rooms_at_two_requests_a_second() -> None:
 
 def test_a_trace_that_was_recorded_costs_little_more_than_it_must() -> None:
     trace = recorded(RECORDED)
-    models = [Model(name, wishes=Wishes(resident_s=0.1, wake_s=1.0)) for name in sorted({one.model for one in trace})]
+    models = [
+        Model(name, wishes=PlacementPreferences(resident_s=0.1, wake_s=1.0))
+        for name in sorted({one.model for one in trace})
+    ]
     assert _ratio(trace, _played(trace, models, 2), 2) <= 1.5
 
 
@@ -419,7 +439,9 @@ def test_machines_of_all_sizes_keep_what_is_promised_and_serve_everybody(seed: i
             f"m{i}",
             least_bytes=(least := dice.randint(5, 30) * GB),
             most_bytes=least + dice.randint(0, 20) * GB,
-            wishes=Wishes(i == 0 and dice.random() < 0.5, dice.choice([1, 1, 8]), dice.random() * 2, dice.random() * 3),
+            wishes=PlacementPreferences(
+                i == 0 and dice.random() < 0.5, dice.choice([1, 1, 8]), dice.random() * 2, dice.random() * 3
+            ),
         )
         for i in range(dice.randint(2, 7))
     ]

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from engine.protocol.connection import Connection, Gone, listen
-from engine.protocol.frames import Cancel, FrameError, encode
+from engine.protocol.connection import FrameConnection, PeerGone, listen
+from engine.protocol.frames import Cancel, FrameError, encode_frame
 
 
 @pytest.fixture
-def ends() -> tuple[Connection, socket.socket]:
+def ends() -> tuple[FrameConnection, socket.socket]:
     """A connection that takes and leaves 64 KiB at most, and its peer."""
     ours, peer = socket.socketpair()
-    return Connection(1, ours, 1 << 16, 1 << 16), peer
+    return FrameConnection(1, ours, 1 << 16, 1 << 16), peer
 
 
-def test_frames_come_whole_whatever_the_pieces(ends: tuple[Connection, socket.socket]) -> None:
+def test_frames_come_whole_whatever_the_pieces(ends: tuple[FrameConnection, socket.socket]) -> None:
     connection, peer = ends
-    sent = encode(Cancel([1, 2])) + encode(Cancel([3]))
+    sent = encode_frame(Cancel([1, 2])) + encode_frame(Cancel([3]))
     peer.sendall(sent[:-1])
     assert list(connection.frames()) == [Cancel([1, 2])]
     assert list(connection.frames()) == []
@@ -30,26 +30,26 @@ def test_frames_come_whole_whatever_the_pieces(ends: tuple[Connection, socket.so
 
 def test_what_is_taken_at_once_is_bounded() -> None:
     ours, peer = socket.socketpair()
-    frame = encode(Cancel([1]))
-    connection = Connection(1, ours, 3 * len(frame), 1 << 16)
+    frame = encode_frame(Cancel([1]))
+    connection = FrameConnection(1, ours, 3 * len(frame), 1 << 16)
     peer.sendall(7 * frame)
     assert [len(list(connection.frames())) for _ in range(3)] == [3, 3, 1]
 
 
-def test_the_end_of_the_stream_and_rubbish_are_told_apart(ends: tuple[Connection, socket.socket]) -> None:
+def test_the_end_of_the_stream_and_rubbish_are_told_apart(ends: tuple[FrameConnection, socket.socket]) -> None:
     connection, peer = ends
     peer.sendall(b"\xff" * 8)
     with pytest.raises(FrameError):
         list(connection.frames())
     peer.close()
-    with pytest.raises(Gone):
+    with pytest.raises(PeerGone):
         list(connection.frames())
 
 
-def test_who_does_not_read_is_gone_when_too_much_is_unread(ends: tuple[Connection, socket.socket]) -> None:
+def test_who_does_not_read_is_gone_when_too_much_is_unread(ends: tuple[FrameConnection, socket.socket]) -> None:
     connection, peer = ends
     sent = b"x" * 1_000_000
-    with pytest.raises(Gone, match="unread"):
+    with pytest.raises(PeerGone, match="unread"):
         connection.send(sent)
     assert connection.unsent > 1 << 16
     peer.setblocking(False)

@@ -7,15 +7,27 @@ import msgspec
 import pytest
 
 from engine.protocol.address import AddressError, parse_address
-from engine.protocol.frames import FRAME_BYTES_MAX, Cancel, Frame, FrameError, FrameReader, Load, Reject, Submit, encode
+from engine.protocol.frames import (
+    FRAME_BYTES_MAX,
+    Cancel,
+    Frame,
+    FrameError,
+    FrameReader,
+    Reject,
+    ReplicaLoad,
+    Submit,
+    encode_frame,
+)
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import RejectReason, Sampling, Scope, ScopeKind
+from engine.protocol.types import RejectReason, SamplingParams, Scope, ScopeKind
 
 FRAMES: list[Frame] = [
     Cancel([1, 2, 3]),
     Reject(7, RejectReason.BUSY, "später", 250),
-    Submit(1, b"\1\0\0\0", Scope(ScopeKind.TENANT, b"a" * 16, 3), Sampling(seed=2**63 - 1, logit_bias={4: -1.5}), 9),
-    Load(1, 2, 3, 4, 5, 6, draining=True, counters={"steps": 2**40}),
+    Submit(
+        1, b"\1\0\0\0", Scope(ScopeKind.TENANT, b"a" * 16, 3), SamplingParams(seed=2**63 - 1, logit_bias={4: -1.5}), 9
+    ),
+    ReplicaLoad(1, 2, 3, 4, 5, 6, draining=True, counters={"steps": 2**40}),
 ]
 
 
@@ -28,7 +40,7 @@ def test_frames_come_back_equal_however_the_bytes_are_cut(seed: int) -> None:
     print("seed", seed)
     pick = random.Random(seed)
     sent = pick.choices(FRAMES, k=30)
-    stream, reader, received = b"".join(map(encode, sent)), FrameReader(), []
+    stream, reader, received = b"".join(map(encode_frame, sent)), FrameReader(), []
     while stream:
         size = pick.choice([1, 2, 5, 50, 500])
         received += reader.feed(stream[:size])
@@ -43,7 +55,7 @@ def test_frames_come_back_equal_however_the_bytes_are_cut(seed: int) -> None:
         b"abc",
         b"\x92\xa6cancel",  # cut short
         b"\x92\xa6\xff\xff\xff\xff\xff\xff\x90",  # a tag that is no text
-        encode(FRAMES[1])[4:].replace("ä".encode(), b"\xff\xfe"),  # a message that is no text
+        encode_frame(FRAMES[1])[4:].replace("ä".encode(), b"\xff\xfe"),  # a message that is no text
         b"\x93\xa6cancel\x90" + b"\x91" * 1_000_000 + b"\xc0",  # an extra field without a bottom
         b"\x92\xa6cancel\xdd\x7f\xff\xff\xff",  # a list of two thousand million
         msgspec.msgpack.encode(["cancel", ["one"]]),
@@ -63,7 +75,7 @@ def test_a_length_over_the_limit_is_refused_before_its_body_comes() -> None:
 
 
 def test_frames_before_a_broken_one_are_still_given() -> None:
-    reader = FrameReader().feed(encode(FRAMES[0]) + framed(b"abc"))
+    reader = FrameReader().feed(encode_frame(FRAMES[0]) + framed(b"abc"))
     assert next(reader) == FRAMES[0]
     with pytest.raises(FrameError):
         next(reader)
@@ -74,7 +86,7 @@ def test_any_change_of_a_frames_bytes_is_a_frame_or_a_frame_error(seed: int) -> 
     print("seed", seed)
     pick = random.Random(seed)
     for _ in range(500):
-        body = bytearray(encode(pick.choice(FRAMES))[4:])
+        body = bytearray(encode_frame(pick.choice(FRAMES))[4:])
         for _ in range(pick.randint(1, 4)):
             body[pick.randrange(len(body))] = pick.randrange(256)
         try:

@@ -6,25 +6,29 @@ from importlib.resources import files
 
 import pytest
 
-from engine.execution.open import Runner
+from engine.execution.open import DecoderRunner
 from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import Sampling, Scope, ScopeKind
-from engine.scheduling.block_pool import Blocks
+from engine.protocol.types import SamplingParams, Scope, ScopeKind
+from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.token_budget import Limits
-from engine.scheduling.validation import Door
-from prefixcache.tree import Tree
+from engine.scheduling.token_budget import SchedulerConfig
+from engine.scheduling.validation import RequestValidator
+from prefixcache.tree import PrefixTree
 
 BLOCK_TOKENS = 16
 SYSTEM = [int(37 * i * i + 11 * i + 300) % 4000 for i in range(70)]
 PROMPTS = [[*SYSTEM[: 70 - 9 * (i % 3)], *[(911 * i + 17 * j) % 4000 for j in range(5 + i)]] for i in range(6)]
-SAMPLINGS = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=7), Sampling(repetition_penalty=1.3)]
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=7),
+    SamplingParams(repetition_penalty=1.3),
+]
 OUTPUT = 40
 
 
 @pytest.fixture(scope="module")
-def runner() -> Runner:
+def runner() -> DecoderRunner:
     spec = ModelSpec(
         name="ember",
         folder=str(files("engine") / "ember" / "model"),
@@ -32,24 +36,26 @@ def runner() -> Runner:
         kv_bytes=64 << 20,
         block_tokens=BLOCK_TOKENS,
     )
-    return Runner.open(spec, "cpu", 1, lambda: None)
+    return DecoderRunner.open(spec, "cpu", 1, lambda: None)
 
 
 class Turns:
     """The replica's loop without sockets."""
 
-    def __init__(self, runner: Runner, blocks: int, step_tokens: int) -> None:
+    def __init__(self, runner: DecoderRunner, blocks: int, step_tokens: int) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
-            Tree(blocks, BLOCK_TOKENS, lambda: 0.0),
-            Blocks(blocks),
-            Limits(step_tokens, step_tokens, 8, 64),
+            PrefixTree(blocks, BLOCK_TOKENS, lambda: 0.0),
+            BlockPool(blocks),
+            SchedulerConfig(step_tokens, step_tokens, 8, 64),
             clock=lambda: 0.0,
         )
-        self.door = Door(runner.revision, runner.kv_layout, BLOCK_TOKENS, 512, runner.vocabulary, frozenset())
+        self.door = RequestValidator(
+            runner.revision, runner.kv_layout, BLOCK_TOKENS, 512, runner.vocabulary, frozenset()
+        )
         self.texts: dict[int, list[int]] = {}
 
-    def submit(self, id: int, tokens: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, id: int, tokens: Sequence[int], sampling: SamplingParams) -> None:
         scope = Scope(ScopeKind.TENANT, b"t" * 16)
         submit = Submit(id, array("I", tokens).tobytes(), scope, sampling, OUTPUT)
         self.scheduler.add(self.door.sequences(submit, 1, 0.0))
@@ -66,7 +72,7 @@ class Turns:
 
 
 @pytest.fixture(scope="module")
-def alone(runner: Runner) -> list[list[int]]:
+def alone(runner: DecoderRunner) -> list[list[int]]:
     """Each text from a scheduler and a cache of its own, its prompt in one piece."""
     texts = []
     for number, prompt in enumerate(PROMPTS):
@@ -78,7 +84,7 @@ def alone(runner: Runner) -> list[list[int]]:
 
 @pytest.mark.parametrize(("blocks", "step_tokens"), [(64, 512), (64, 20), (10, 48)])
 def test_text_is_the_same_in_company_in_pieces_and_after_preemption(
-    runner: Runner, alone: list[list[int]], blocks: int, step_tokens: int
+    runner: DecoderRunner, alone: list[list[int]], blocks: int, step_tokens: int
 ) -> None:
     turns = Turns(runner, blocks, step_tokens)
     for number, prompt in enumerate(PROMPTS):
@@ -90,7 +96,7 @@ def test_text_is_the_same_in_company_in_pieces_and_after_preemption(
     assert (counters.get("preemptions", 0) > 0) == (blocks == 10)
 
 
-def test_text_is_the_same_behind_a_cached_prefix(runner: Runner, alone: list[list[int]]) -> None:
+def test_text_is_the_same_behind_a_cached_prefix(runner: DecoderRunner, alone: list[list[int]]) -> None:
     turns = Turns(runner, blocks=64, step_tokens=512)
     for turn in range(2):
         for number, prompt in enumerate(PROMPTS):

@@ -11,14 +11,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from engine.execution.open import Runner, open_model
-from engine.execution.step_loop import Loop, open_scheduler
-from engine.models.config import ConfigError
+from engine.execution.open import DecoderRunner, open_model
+from engine.execution.step_loop import StepLoop, open_scheduler
+from engine.models.config import ModelConfigError
 from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import FinishReason, Pooling, RejectReason, Sampling, Scope, ScopeKind
-from engine.scheduling.validation import Door, Refused
-from engine.step.layout import Slice, pack, unpack
+from engine.protocol.types import FinishReason, Pooling, RejectReason, SamplingParams, Scope, ScopeKind
+from engine.scheduling.validation import RequestValidator, SubmitRejected
+from engine.step.layout import SequenceSlice, pack_step, unpack_step
 from tests.engine.execution.test_gpu_runner import interpreted
 from tests.support.small_models import BLOCK_TOKENS, FAMILIES, open_small, reference_model, saved, spec
 
@@ -30,11 +30,11 @@ class Served:
 
     def __init__(self, model: ModelSpec, device: str = "cpu") -> None:
         opened = open_model(model, device, 1, lambda: None)
-        assert isinstance(opened, Runner)
+        assert isinstance(opened, DecoderRunner)
         self.runner = opened
         self.scheduler = open_scheduler(opened, model, lambda: 0.0)
-        self.loop = Loop(opened, self.scheduler)
-        self.door = Door(
+        self.loop = StepLoop(opened, self.scheduler)
+        self.door = RequestValidator(
             opened.revision,
             opened.kv_layout,
             opened.block_tokens,
@@ -51,7 +51,7 @@ class Served:
         first = self._next
         for text in texts:
             packed = array("I", text).tobytes()
-            submit = Submit(self._next, packed, scope, Sampling(), max_tokens=1, pooling=Pooling.LAST)
+            submit = Submit(self._next, packed, scope, SamplingParams(), max_tokens=1, pooling=Pooling.LAST)
             self.scheduler.add(self.door.sequences(submit, 1, 0.0))
             self._next += 1
         found, finished = {}, {}
@@ -131,7 +131,7 @@ def test_a_text_may_fill_the_whole_context(tmp_path: Path) -> None:
     served = Served(spec(saved(model, tmp_path), vectors=True, context_tokens=128))
     (text,) = _texts([128])
     assert np.abs(served.vectors([text])[0] - _reference(model, text)).max() < 1e-4
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         served.vectors(_texts([129]))
     assert refused.value.reason is RejectReason.TOO_LONG
 
@@ -140,23 +140,23 @@ def test_models_of_text_give_no_vectors_and_models_of_vectors_no_text(tmp_path: 
     folder = saved(reference_model("qwen3"), tmp_path)
     text, vector = Served(spec(folder)), Served(spec(folder, vectors=True))
     for served, pooling in ((text, Pooling.LAST), (vector, None), (vector, Pooling.MEAN)):
-        submit = Submit(9, array("I", [3]).tobytes(), TENANT, Sampling(), max_tokens=1, pooling=pooling)
-        with pytest.raises(Refused, match="pooling"):
+        submit = Submit(9, array("I", [3]).tobytes(), TENANT, SamplingParams(), max_tokens=1, pooling=pooling)
+        with pytest.raises(SubmitRejected, match="pooling"):
             served.door.sequences(submit, 1, 0.0)
 
 
 def test_n_and_max_tokens_mean_nothing_for_a_vector(tmp_path: Path) -> None:
     served = Served(spec(saved(reference_model("qwen3"), tmp_path), vectors=True))
     for n, max_tokens in ((2, 1), (1, 2)):
-        submit = Submit(9, array("I", [3]).tobytes(), TENANT, Sampling(), max_tokens, n=n, pooling=Pooling.LAST)
-        with pytest.raises(Refused, match="n and max_tokens"):
+        submit = Submit(9, array("I", [3]).tobytes(), TENANT, SamplingParams(), max_tokens, n=n, pooling=Pooling.LAST)
+        with pytest.raises(SubmitRejected, match="n and max_tokens"):
             served.door.sequences(submit, 1, 0.0)
 
 
 def test_a_model_without_head_is_not_asked_for_text(tmp_path: Path) -> None:
     AutoModel.from_config(FAMILIES["qwen3"]()).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="Text Embeddings"):
-        Runner.open(spec(tmp_path), "cpu", 1, lambda: None)
+    with pytest.raises(ModelConfigError, match="Text Embeddings"):
+        DecoderRunner.open(spec(tmp_path), "cpu", 1, lambda: None)
 
 
 def test_a_device_gives_the_vectors_that_a_host_does(tmp_path: Path) -> None:
@@ -165,8 +165,10 @@ def test_a_device_gives_the_vectors_that_a_host_does(tmp_path: Path) -> None:
     device = interpreted(folder, vectors=True)
     texts = _texts([3, 20])
     with torch.inference_mode():
-        packed = pack([Slice(text, 0, [4 * i, 4 * i + 1], Sampling()) for i, text in enumerate(texts)], BLOCK_TOKENS)
-        expected, found = host.launch(packed).wait(), device.launch(packed, unpack(packed)).wait()
+        packed = pack_step(
+            [SequenceSlice(text, 0, [4 * i, 4 * i + 1], SamplingParams()) for i, text in enumerate(texts)], BLOCK_TOKENS
+        )
+        expected, found = host.launch(packed).wait(), device.launch(packed, unpack_step(packed)).wait()
     assert expected.vectors_RH is not None
     assert found.vectors_RH is not None
     assert found.tokens_R.tolist() == [0, 0]
@@ -177,7 +179,7 @@ def test_the_head_is_not_loaded(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["llama 2"]())
     folder = saved(model, tmp_path)
     bytes_of = {
-        vectors: Runner.open(spec(folder, vectors=vectors), "cpu", 1, lambda: None).memory.weights_bytes
+        vectors: DecoderRunner.open(spec(folder, vectors=vectors), "cpu", 1, lambda: None).memory.weights_bytes
         for vectors in (False, True)
     }
     assert bytes_of[False] - bytes_of[True] == model.lm_head.weight.nbytes

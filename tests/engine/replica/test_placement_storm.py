@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.execution.open import Runner
-from engine.process.heartbeat import Pulse
+from engine.execution.open import DecoderRunner
+from engine.process.heartbeat import Heartbeat
 from engine.protocol.connection import listen
 from engine.protocol.specs import ReplicaSpec
-from engine.protocol.types import FinishReason, Residency, Sampling, Scope, Terms
-from engine.replica.server import Bounds, Replica
-from engine.structured_output.manager import Grammars
+from engine.protocol.types import FinishReason, Residency, SamplingParams, SchedulingTerms, Scope
+from engine.replica.server import Replica, ReplicaLimits
+from engine.structured_output.manager import StructuredOutputManager
 from tests.engine.replica.test_server import TENANT_A, TENANT_B, Peer, finished
 from tests.support.small_models import reference_model, saved, spec
 
@@ -28,14 +28,14 @@ PUBLIC = list(range(2, 34))
 class Served:
     """A replica in a thread, so that what it holds can be looked at when it has ended."""
 
-    def __init__(self, folder: Path, grammars: Grammars) -> None:
+    def __init__(self, folder: Path, grammars: StructuredOutputManager) -> None:
         address = f"unix:{folder / 'r'}"
         model = spec(saved(reference_model("qwen3"), folder), context_tokens=256, kv_bytes=4 << 20, sequences=8,
                      public_prefixes=[PUBLIC])  # fmt: skip
-        self.runner = Runner.open(model, "cpu", 1, lambda: None)
+        self.runner = DecoderRunner.open(model, "cpu", 1, lambda: None)
         told = ReplicaSpec(model=model, address=address, pulse=str(folder / "pulse"), boot=1)
         self.replica = Replica(
-            told, self.runner, grammars, Pulse.create(told.pulse), listen(address), Bounds(), lambda: False,
+            told, self.runner, grammars, Heartbeat.create(told.pulse), listen(address), ReplicaLimits(), lambda: False,
             time.monotonic,
         )  # fmt: skip
         self.address = address
@@ -53,7 +53,7 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    with closing(Grammars(tmp_path, 1)) as grammars:
+    with closing(StructuredOutputManager(tmp_path, 1)) as grammars:
         replica = Served(tmp_path, grammars)
         gc.freeze()  # as a replica's process
         yield replica
@@ -67,9 +67,15 @@ def submit(peer: Peer, id: int) -> None:
     scope = (TENANT_A, TENANT_B, Scope())[id % 3]
     prefix = PUBLIC if id % 4 == 0 else [(7 * scope.id[0] if scope.id else 5) % 150 + 2] * 40
     tokens = prefix + [rng.randrange(2, 160) for _ in range(rng.randrange(1, 60))]
-    sampling = Sampling(temperature=rng.choice([0.0, 1.0]), seed=id)
+    sampling = SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=id)
     peer.submit(
-        id, tokens, rng.randrange(1, 40), scope=scope, sampling=sampling, terms=Terms(erase=id % 5 == 0), stop_ids=[]
+        id,
+        tokens,
+        rng.randrange(1, 40),
+        scope=scope,
+        sampling=sampling,
+        terms=SchedulingTerms(erase=id % 5 == 0),
+        stop_ids=[],
     )
 
 

@@ -17,25 +17,33 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.process.heartbeat import Phase, Pulse
+from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol.frames import (
-    PROTOCOL,
+    PROTOCOL_VERSION,
     Cancel,
-    Finish,
     Frame,
     FrameReader,
     Hello,
-    Load,
-    Place,
-    Placed,
-    Progress,
+    PlacementStatus,
     Reject,
-    Started,
+    ReplicaLoad,
+    SequenceFinished,
+    SequenceStarted,
+    SetPlacement,
+    StepOutputs,
     Submit,
-    encode,
+    encode_frame,
 )
 from engine.protocol.specs import ModelSpec, ReplicaSpec
-from engine.protocol.types import FinishReason, RejectReason, Residency, Sampling, Scope, ScopeKind, Terms
+from engine.protocol.types import (
+    FinishReason,
+    RejectReason,
+    Residency,
+    SamplingParams,
+    SchedulingTerms,
+    Scope,
+    ScopeKind,
+)
 from tests.support.stamp_engine import Temper, solo
 
 STAMP = Path(__file__).parents[3] / "support" / "stamp_engine.py"
@@ -53,27 +61,27 @@ class Peer:
         self._reader = FrameReader()
         self.frames: list[Frame] = []
         self.tokens: dict[int, list[int]] = {}
-        self.started: dict[int, Started] = {}
-        self.finished: dict[int, Finish] = {}
+        self.started: dict[int, SequenceStarted] = {}
+        self.finished: dict[int, SequenceFinished] = {}
         self.rejected: dict[int, Reject] = {}
-        self.placed: list[Placed] = []
-        self.loads = [Load(-1, -1, -1, -1, -1, -1)]
+        self.placed: list[PlacementStatus] = []
+        self.loads = [ReplicaLoad(-1, -1, -1, -1, -1, -1)]
         self.closed = False
 
     @property
-    def load(self) -> Load:
+    def load(self) -> ReplicaLoad:
         """The last one; of −1 before the first."""
         return self.loads[-1]
 
     def submit(self, id: int, tokens: Sequence[int] = PROMPT, max_tokens: int = 5, **fields: object) -> None:
-        plain = Submit(id, array("I", tokens).tobytes(), TENANT_A, Sampling(), max_tokens)
-        self.socket.sendall(encode(msgspec.structs.replace(plain, **fields)))
+        plain = Submit(id, array("I", tokens).tobytes(), TENANT_A, SamplingParams(), max_tokens)
+        self.socket.sendall(encode_frame(msgspec.structs.replace(plain, **fields)))
 
     def cancel(self, *ids: int) -> None:
-        self.socket.sendall(encode(Cancel(list(ids))))
+        self.socket.sendall(encode_frame(Cancel(list(ids))))
 
     def place(self, residency: Residency, device_bytes: int | None = None, drain_ms: int = 0) -> None:
-        self.socket.sendall(encode(Place(residency, device_bytes, drain_ms)))
+        self.socket.sendall(encode_frame(SetPlacement(residency, device_bytes, drain_ms)))
 
     def until(self, done: Callable[["Peer"], bool], limit_s: float = LIMIT_S) -> "Peer":
         """Reads until it is done; fails after the limit."""
@@ -100,16 +108,16 @@ class Peer:
 
     def _take(self, frame: Frame) -> None:
         self.frames.append(frame)
-        if isinstance(frame, Progress):
+        if isinstance(frame, StepOutputs):
             self._progress(frame)
         elif isinstance(frame, Reject):
             self.rejected[frame.id] = frame
-        elif isinstance(frame, Placed):
+        elif isinstance(frame, PlacementStatus):
             self.placed.append(frame)
-        elif isinstance(frame, Load):
+        elif isinstance(frame, ReplicaLoad):
             self.loads.append(frame)
 
-    def _progress(self, frame: Progress) -> None:
+    def _progress(self, frame: StepOutputs) -> None:
         tokens, at = array("I", frame.tokens), 0
         for started in frame.started:
             self.started[started.id] = started
@@ -200,8 +208,8 @@ def finished(*ids: int) -> Callable[[Peer], bool]:
     return lambda peer: all(id in peer.finished or id in peer.rejected for id in ids)
 
 
-def expected(tokens: Sequence[int] = PROMPT, max_tokens: int = 5, sampling: Sampling | None = None) -> list[int]:
-    return solo(tokens, sampling or Sampling(), len(tokens) + max_tokens, [], Temper().vocabulary)[0]
+def expected(tokens: Sequence[int] = PROMPT, max_tokens: int = 5, sampling: SamplingParams | None = None) -> list[int]:
+    return solo(tokens, sampling or SamplingParams(), len(tokens) + max_tokens, [], Temper().vocabulary)[0]
 
 
 # What a gateway gets
@@ -224,10 +232,15 @@ def test_hello_is_first_and_says_what_the_model_takes(calm: Stamped) -> None:
     peer = calm.peer().until(lambda peer: len(peer.frames) >= 2)
     hello = peer.frames[0]
     assert isinstance(hello, Hello)
-    assert (hello.protocol, hello.model, hello.revision, hello.boot) == (PROTOCOL, "@cf/test/stamp", "stamp-1", "7")
+    assert (hello.protocol, hello.model, hello.revision, hello.boot) == (
+        PROTOCOL_VERSION,
+        "@cf/test/stamp",
+        "stamp-1",
+        "7",
+    )
     assert (hello.pid, hello.vocabulary, hello.context_tokens) == (calm.process.pid, 1000, 4096)
     assert (hello.block_tokens, hello.blocks) == (16, 1024)
-    assert isinstance(peer.frames[1], Load)
+    assert isinstance(peer.frames[1], ReplicaLoad)
 
 
 def test_a_prompt_is_answered_token_by_token_and_ends_once(calm: Stamped) -> None:
@@ -235,7 +248,7 @@ def test_a_prompt_is_answered_token_by_token_and_ends_once(calm: Stamped) -> Non
     peer.submit(3, [5, 6, 7], max_tokens=4)
     peer.until(finished(3))
     assert peer.tokens == {3: expected([5, 6, 7], 4)}
-    assert peer.finished[3] == Finish(3, FinishReason.LENGTH, 4)
+    assert peer.finished[3] == SequenceFinished(3, FinishReason.LENGTH, 4)
     assert peer.started[3].cached_tokens == 0
     assert peer.started[3].waited_ms >= 0
 
@@ -243,10 +256,10 @@ def test_a_prompt_is_answered_token_by_token_and_ends_once(calm: Stamped) -> Non
 def test_all_sequences_of_a_step_travel_in_one_progress(calm: Stamped) -> None:
     peer = calm.peer()
     peer.socket.sendall(
-        b"".join(encode(Submit(id, array("I", [id]).tobytes(), Scope(), Sampling(), 6)) for id in (1, 2))
+        b"".join(encode_frame(Submit(id, array("I", [id]).tobytes(), Scope(), SamplingParams(), 6)) for id in (1, 2))
     )
     peer.until(finished(1, 2))
-    together = [frame for frame in peer.frames if isinstance(frame, Progress) and frame.ids == [1, 2]]
+    together = [frame for frame in peer.frames if isinstance(frame, StepOutputs) and frame.ids == [1, 2]]
     assert len(together) >= 5
 
 
@@ -287,7 +300,7 @@ def test_a_prefix_that_cannot_be_published_ends_the_start_with_what_to_change(st
 
 def test_what_is_over_is_given_back_while_nothing_runs(start: Callable[..., Stamped]) -> None:
     peer = start(Temper(blocks=4000)).peer()
-    peer.submit(1, list(range(500, 570)), terms=Terms(keep_s=0.6))
+    peer.submit(1, list(range(500, 570)), terms=SchedulingTerms(keep_s=0.6))
     peer.until(finished(1))
     peer.until(lambda peer: peer.load.cached_blocks == 4, 1.0)
     peer.until(lambda peer: peer.load.cached_blocks == 0, 3.0)
@@ -296,19 +309,19 @@ def test_what_is_over_is_given_back_while_nothing_runs(start: Callable[..., Stam
 
 def test_choices_are_sampled_with_seeds_that_count_up(calm: Stamped) -> None:
     peer = calm.peer()
-    sampling = Sampling(temperature=1.0, seed=11)
+    sampling = SamplingParams(temperature=1.0, seed=11)
     peer.submit(10, n=3, sampling=sampling)
     peer.until(finished(10, 11, 12))
     for choice in range(3):
-        assert peer.tokens[10 + choice] == expected(sampling=Sampling(temperature=1.0, seed=11 + choice))
+        assert peer.tokens[10 + choice] == expected(sampling=SamplingParams(temperature=1.0, seed=11 + choice))
 
 
 def test_logprobs_come_one_per_token_of_those_who_asked(calm: Stamped) -> None:
     peer = calm.peer()
-    peer.submit(1, sampling=Sampling(logprobs=2))
+    peer.submit(1, sampling=SamplingParams(logprobs=2))
     peer.submit(2)
     peer.until(finished(1, 2))
-    told = [item for frame in peer.frames if isinstance(frame, Progress) for item in frame.logprobs]
+    told = [item for frame in peer.frames if isinstance(frame, StepOutputs) for item in frame.logprobs]
     assert [item.id for item in told] == [1] * len(peer.tokens[1])
     assert all(len(item.top_ids) == 2 for item in told)
 
@@ -348,7 +361,7 @@ def test_load_comes_twice_a_second_and_when_a_sequence_starts_or_ends(calm: Stam
 
 def test_frames_may_arrive_in_pieces(calm: Stamped) -> None:
     peer = calm.peer()
-    frame = encode(Submit(1, array("I", [1, 2]).tobytes(), Scope(), Sampling(), 2))
+    frame = encode_frame(Submit(1, array("I", [1, 2]).tobytes(), Scope(), SamplingParams(), 2))
     for byte in frame[:-1]:
         peer.socket.send(bytes([byte]))
     time.sleep(0.05)
@@ -363,7 +376,7 @@ def test_frames_may_arrive_in_pieces(calm: Stamped) -> None:
         b"\xff\xff\xff\xff",  # a frame of 4 GiB
         b"\x00\x00\x00\x03abc",  # no msgpack
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10,
-        encode(Load(1, 2, 3, 4, 5, 6)),  # a frame, but not for a replica
+        encode_frame(ReplicaLoad(1, 2, 3, 4, 5, 6)),  # a frame, but not for a replica
         b"\x00\x00\x00\x00",
         b"\x00\x00\x00\x09\x92\xa6\xff\xff\xff\xff\xff\xff\x90",  # text that is none
         b"\x00\x0f\x42\x4a\x93\xa6cancel\x90" + b"\x91" * 1_000_000 + b"\xc0",  # nested without a bottom
@@ -387,7 +400,7 @@ def test_rubbish_closes_its_own_connection_only(calm: Stamped, rubbish: bytes) -
         ({"tokens": [1000]}, RejectReason.INVALID),
         ({"tokens": []}, RejectReason.INVALID),
         ({"n": 129}, RejectReason.INVALID),
-        ({"sampling": Sampling(temperature=-1)}, RejectReason.INVALID),
+        ({"sampling": SamplingParams(temperature=-1)}, RejectReason.INVALID),
         ({"tokens": [1] * 4096}, RejectReason.TOO_LONG),
     ],
 )
@@ -502,9 +515,9 @@ def test_what_a_gateway_sent_before_it_was_gone_does_not_run(start: Callable[...
     leaver.until(lambda peer: len(peer.frames) >= 2)
     watcher.submit(1, max_tokens=3000)
     watcher.until(lambda peer: 1 in peer.tokens)
-    refused = Submit(1, b"", TENANT_A, Sampling(), 5)  # the answer to it finds the connection closed
-    orphan = Submit(2, array("I", PROMPT).tobytes(), TENANT_B, Sampling(), 3000)
-    leaver.socket.sendall(encode(refused) + encode(orphan))  # while the replica computes
+    refused = Submit(1, b"", TENANT_A, SamplingParams(), 5)  # the answer to it finds the connection closed
+    orphan = Submit(2, array("I", PROMPT).tobytes(), TENANT_B, SamplingParams(), 3000)
+    leaver.socket.sendall(encode_frame(refused) + encode_frame(orphan))  # while the replica computes
     leaver.socket.close()
     time.sleep(0.3)
     seen = len(watcher.loads)
@@ -516,7 +529,7 @@ def test_a_gateway_that_does_not_read_is_dropped_and_never_waited_for(start: Cal
     replica = start(Temper(unsent_bytes=1 << 15))
     reader, sleeper = replica.peer(), replica.peer()
     for id in range(8):
-        sleeper.submit(id, [id + 1], max_tokens=4000, sampling=Sampling(logprobs=20))
+        sleeper.submit(id, [id + 1], max_tokens=4000, sampling=SamplingParams(logprobs=20))
     reader.until(lambda peer: any(load.running == 8 for load in peer.loads))
     reader.until(lambda peer: peer.load.running == 0)
     assert reader.load.counters["finished_cancelled"] == 8
@@ -616,7 +629,7 @@ def test_what_comes_while_it_sleeps_waits_and_runs_when_it_is_back(start: Callab
     assert "waited" in gateway.rejected[4].message
     gateway.cancel(3)
     gateway.until(finished(3))
-    pulse = Pulse.open(replica.pulse)
+    pulse = Heartbeat.open(replica.pulse)
     before = pulse.read()[1]
     gateway.until(lambda peer: (peer.load.running, peer.load.waiting, peer.load.blocks) == (0, 2, 0))
     seen = len(gateway.loads)
@@ -783,12 +796,12 @@ def test_socket_is_for_its_user_alone(calm: Stamped) -> None:
 def test_pulse_beats_while_idle_and_in_steps(start: Callable[..., Stamped]) -> None:
     replica = start(Temper(step_ms=30))
     peer = replica.peer().until(lambda peer: len(peer.frames) >= 2)
-    pulse = Pulse.open(replica.pulse)
+    pulse = Heartbeat.open(replica.pulse)
     phase, before = pulse.read()
-    assert phase == Phase.IDLE
+    assert phase == ReplicaPhase.IDLE
     time.sleep(1.2)
     phase, after = pulse.read()
-    assert phase == Phase.IDLE
+    assert phase == ReplicaPhase.IDLE
     assert after > before
     peer.submit(1, max_tokens=30)
     peer.until(lambda peer: 1 in peer.tokens)
@@ -796,7 +809,7 @@ def test_pulse_beats_while_idle_and_in_steps(start: Callable[..., Stamped]) -> N
     while 1 not in peer.finished:
         phases[pulse.read()[0]] += 1
         peer.read(0.01)
-    assert phases.most_common(1)[0][0] == Phase.STEP
+    assert phases.most_common(1)[0][0] == ReplicaPhase.STEP
     assert pulse.read()[1] > after + 30
 
 

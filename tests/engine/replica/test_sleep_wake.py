@@ -8,10 +8,10 @@ from collections.abc import Sequence as Items
 import pytest
 
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
-from engine.protocol.frames import Place, Placed
-from engine.protocol.types import Residency, Scope, ScopeKind, Terms
-from engine.replica.sleep_wake import EXTENTS_AT_ONCE, Standby
-from engine.step.executor import Flight, Sizes
+from engine.protocol.frames import PlacementStatus, SetPlacement
+from engine.protocol.types import Residency, SchedulingTerms, Scope, ScopeKind
+from engine.replica.sleep_wake import EXTENTS_AT_ONCE, SleepController
+from engine.step.executor import InflightStep, MemoryUsage
 from engine.step.layout import Int32s
 from engine.weights.checkpoint import CheckpointError
 from tests.engine.scheduling.simulation.replica import Simulation
@@ -44,10 +44,10 @@ class Moving:
     def mapped(self) -> list[int]:
         return self._stamps.mapped
 
-    def launch(self, packed: Int32s) -> Flight:
+    def launch(self, packed: Int32s) -> InflightStep:
         return self._simulation.launch(packed)
 
-    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
         self._simulation.sample(flight, masks_MW)
 
     def erase(self, blocks: Items[int]) -> None:
@@ -86,7 +86,7 @@ class Moving:
         self.looks -= 1
         return self.looks < 0
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MemoryUsage:
         return self._stamps.sizes()
 
     def _take(self) -> None:
@@ -104,10 +104,10 @@ class House:
             mapped=range(mapped), least=24, **sizes,  # type: ignore[arg-type]
         )  # fmt: skip
         self.runner = Moving(self.simulation)
-        self.standby = Standby(
+        self.standby = SleepController(
             self.runner, self.simulation.scheduler, self.simulation.loop, kept_bytes, lambda: self.simulation.seconds
         )
-        self.told: list[Placed] = []
+        self.told: list[PlacementStatus] = []
 
     def turn(self) -> None:
         """As a replica's."""
@@ -118,9 +118,9 @@ class House:
         self.simulation.loop.sweep()
         self.simulation.listen()
 
-    def place(self, residency: Residency, device_bytes: int | None = None, drain_ms: int = 0) -> Placed:
+    def place(self, residency: Residency, device_bytes: int | None = None, drain_ms: int = 0) -> PlacementStatus:
         """What it comes to."""
-        self.standby.order(Place(residency, device_bytes, drain_ms))
+        self.standby.order(SetPlacement(residency, device_bytes, drain_ms))
         before = len(self.told)
         for _ in range(1000):
             self.turn()
@@ -182,7 +182,7 @@ def test_a_place_on_the_device_ends_a_drain() -> None:
     for id in (1, 2):
         house.simulation.submit(id, PROMPT, max_tokens=20)
     house.turn()
-    house.standby.order(Place(MEMORY, drain_ms=1_000_000))
+    house.standby.order(SetPlacement(MEMORY, drain_ms=1_000_000))
     for _ in range(3):
         house.turn()
     assert not house.told
@@ -215,7 +215,7 @@ def test_what_was_kept_comes_back_within_what_it_may_hold() -> None:
         house.finish()
     house.place(MEMORY)
     house.runner.looks = 5
-    house.standby.order(Place(DEVICE, 3 * EXTENT_BYTES))
+    house.standby.order(SetPlacement(DEVICE, 3 * EXTENT_BYTES))
     house.turn()
     assert house.standby.residency == DEVICE
     assert house.runner.mapped == [0, 1, 2]
@@ -254,7 +254,7 @@ def test_too_little_host_memory_leaves_it_awake_with_all_that_it_had() -> None:
 def test_what_the_host_has_no_copy_of_is_copied_turn_by_turn_before_it_sleeps() -> None:
     house = House()
     house.runner.unprepared = 3
-    house.standby.order(Place(MEMORY))
+    house.standby.order(SetPlacement(MEMORY))
     for _ in range(3):
         house.turn()
         assert house.standby.residency == DEVICE
@@ -282,7 +282,7 @@ def test_it_serves_while_the_rest_is_on_its_way_and_tells_when_that_is_there() -
     house.place(MEMORY)
     (entry,) = house.simulation.submit(1, PROMPT, max_tokens=30)
     house.runner.looks = 4
-    house.standby.order(Place(DEVICE))
+    house.standby.order(SetPlacement(DEVICE))
     house.turn()
     assert (house.standby.residency, house.standby.settled) == (DEVICE, False)
     assert 0 < house.standby.pause_s(0.5) < 0.01
@@ -303,12 +303,12 @@ def test_the_newest_place_wins_and_a_wake_under_way_ends_before_it() -> None:
     house.place(MEMORY)
     house.runner.looks = 3
     for residency in (DEVICE, MEMORY, DEVICE, MEMORY):
-        house.standby.order(Place(residency))
+        house.standby.order(SetPlacement(residency))
     house.turn()
     assert [each.residency for each in house.told] == [MEMORY, MEMORY]
-    house.standby.order(Place(DEVICE))
+    house.standby.order(SetPlacement(DEVICE))
     house.turn()
-    house.standby.order(Place(MEMORY))
+    house.standby.order(SetPlacement(MEMORY))
     house.turn()
     assert house.standby.residency == DEVICE, "its weights are on their way"
     for _ in range(4):
@@ -371,7 +371,7 @@ def test_who_is_to_stay_obeys_nothing_that_is_not_done() -> None:
     for id in (1, 2):
         house.simulation.submit(id, PROMPT, max_tokens=20)
     house.turn()
-    house.standby.order(Place(MEMORY, drain_ms=1_000_000))
+    house.standby.order(SetPlacement(MEMORY, drain_ms=1_000_000))
     house.turn()
     house.standby.stay()
     house.finish()
@@ -414,12 +414,12 @@ def test_any_order_at_any_time_loses_nothing(seed: int) -> None:
                 rng.choice([None, None, OutOfHostMemory("told to")]),
             )
             size = rng.choice([None, rng.randrange(14 * EXTENT_BYTES)])
-            house.standby.order(Place(rng.choice([MEMORY, DEVICE]), size, rng.choice([0, 0, 4_000])))
+            house.standby.order(SetPlacement(rng.choice([MEMORY, DEVICE]), size, rng.choice([0, 0, 4_000])))
         if rng.random() < 0.2 and turn < 220:
             length = rng.randint(1, 70)
             house.simulation.submit(
                 turn, list(range(1, length + 1)), rng.choice([TENANT, None]), rng.randint(1, 20),
-                terms=Terms(erase=rng.random() < 0.2),
+                terms=SchedulingTerms(erase=rng.random() < 0.2),
             )  # fmt: skip
         house.turn()
     house.runner.of_device, house.runner.looks = None, 0

@@ -15,7 +15,7 @@ import pytest
 
 from engine.protocol import frames
 from engine.protocol.specs import MachineSpec, ModelSpec
-from engine.protocol.types import Residency, Sampling, Scope
+from engine.protocol.types import Residency, SamplingParams, Scope
 from tests.support.machine import short_folder, wait_for
 
 EMBER = Path(frames.__file__).parents[1] / "builtin_model"
@@ -45,7 +45,7 @@ class Peer:
         raise AssertionError(f"no {kind.__name__}")
 
     def send(self, frame: frames.Frame) -> None:
-        self.socket.sendall(frames.encode(frame))
+        self.socket.sendall(frames.encode_frame(frame))
 
 
 def answer(address: str) -> bytes:
@@ -54,10 +54,10 @@ def answer(address: str) -> bytes:
     with peer.socket:
         peer.next(frames.Hello)
         prompt = array.array("I", [5, 6, 7, 8]).tobytes()
-        peer.send(frames.Submit(1, prompt, Scope(), Sampling(seed=1), max_tokens=4))
+        peer.send(frames.Submit(1, prompt, Scope(), SamplingParams(seed=1), max_tokens=4))
         tokens = b""
         while True:
-            progress = peer.next(frames.Progress)
+            progress = peer.next(frames.StepOutputs)
             tokens += progress.tokens
             if progress.finished:
                 return tokens
@@ -92,7 +92,7 @@ def machine() -> Iterator[Peer]:
 
 
 def states(machine: Peer) -> dict[str, frames.ReplicaState]:
-    return {state.model: state for state in machine.next(frames.Fleet).replicas}
+    return {state.model: state for state in machine.next(frames.MachineState).replicas}
 
 
 def test_calls_to_sleeping_models_are_answered_in_turn_and_a_broken_one_says_what_is_wrong(machine: Peer) -> None:

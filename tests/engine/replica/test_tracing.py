@@ -17,11 +17,11 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from engine.protocol.frames import Finish, Progress, Started, Submit
-from engine.protocol.specs import Telemetry
-from engine.protocol.types import FinishReason, Sampling, Scope, ScopeKind
+from engine.protocol.frames import SequenceFinished, SequenceStarted, StepOutputs, Submit
+from engine.protocol.specs import TelemetrySpec
+from engine.protocol.types import FinishReason, SamplingParams, Scope, ScopeKind
 from engine.replica import tracing as module
-from engine.replica.tracing import Traces
+from engine.replica.tracing import ReplicaTracer
 from tests.engine.replica.test_server import LIMIT_S, Stamped, finished
 from tests.support.otlp_collector import Collector, collecting
 from tests.support.stamp_engine import Temper
@@ -39,7 +39,7 @@ class Told:
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
         self.now_ns = 0
-        self.traces = Traces(self.exporter, "test-replica", "@cf/test/stamp", 7, self._clock)
+        self.traces = ReplicaTracer(self.exporter, "test-replica", "@cf/test/stamp", 7, self._clock)
 
     def _clock(self) -> int:
         self.now_ns += MS
@@ -47,18 +47,18 @@ class Told:
 
     def submit(self, id: int, traceparent: str = SAMPLED, owner: int = 1, n: int = 1) -> None:
         packed = array("I", PROMPT).tobytes()
-        self.traces.accepted(owner, Submit(id, packed, SCOPE, Sampling(), 9, n=n, traceparent=traceparent))
+        self.traces.accepted(owner, Submit(id, packed, SCOPE, SamplingParams(), 9, n=n, traceparent=traceparent))
 
     def start(self, id: int, waited_ms: float = 0.0, cached_tokens: int = 0) -> None:
-        self.traces.told(1, Progress([], [], b"", started=[Started(id, cached_tokens, waited_ms)]))
+        self.traces.told(1, StepOutputs([], [], b"", started=[SequenceStarted(id, cached_tokens, waited_ms)]))
 
     def tokens(self, *ids: int, finish: FinishReason | None = None) -> None:
-        ended = [] if finish is None else [Finish(id, finish, 1, "said in words") for id in ids]
+        ended = [] if finish is None else [SequenceFinished(id, finish, 1, "said in words") for id in ids]
         packed = array("I", [4_242_429] * len(ids)).tobytes()
-        self.traces.told(1, Progress(list(ids), [1] * len(ids), packed, finished=ended))
+        self.traces.told(1, StepOutputs(list(ids), [1] * len(ids), packed, finished=ended))
 
     def finish(self, id: int, reason: FinishReason) -> None:
-        self.traces.told(1, Progress([], [], b"", finished=[Finish(id, reason, 0, "said in words")]))
+        self.traces.told(1, StepOutputs([], [], b"", finished=[SequenceFinished(id, reason, 0, "said in words")]))
 
     def spans(self) -> Sequence[ReadableSpan]:
         self.traces.close()
@@ -256,7 +256,7 @@ def test_a_stuck_collector_holds_up_neither_the_loop_nor_the_end(monkeypatch: py
     monkeypatch.setattr(module, "FLUSH_S", 0.2)
     monkeypatch.setattr(module, "QUEUE_MAX", 1000)
     stuck, told = Stuck(), Told()
-    told.traces = Traces(stuck, "test-replica", "@cf/test/stamp", 7)
+    told.traces = ReplicaTracer(stuck, "test-replica", "@cf/test/stamp", 7)
     began = time.monotonic()
     for id in range(3000):
         told.submit(id)
@@ -282,7 +282,7 @@ class Traced(Stamped):
         super().__init__(folder, temper)
 
     def command(self, temper: Temper) -> list[str]:
-        self.spec = msgspec.structs.replace(self.spec, telemetry=Telemetry(otlp_url=self.url))
+        self.spec = msgspec.structs.replace(self.spec, telemetry=TelemetrySpec(otlp_url=self.url))
         return super().command(temper)
 
 

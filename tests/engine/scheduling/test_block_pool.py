@@ -6,24 +6,24 @@ import random
 import numpy as np
 import pytest
 
-from engine.scheduling.block_pool import Blocks, Waking, blocks_of
+from engine.scheduling.block_pool import BlockPool, WakeExtents, blocks_of
 
 
 def test_every_block_is_handed_out_once() -> None:
-    account = Blocks(10)
+    account = BlockPool(10)
     assert sorted(blocks_of(account.take(4) + account.take(6))) == list(range(10))
     assert account.free == 0
 
 
 def test_more_than_there_is_cannot_be_taken() -> None:
-    account = Blocks(3)
+    account = BlockPool(3)
     with pytest.raises(AssertionError, match="4 blocks wanted, 3 free"):
         account.take(4)
     assert account.free == 3
 
 
 def test_a_block_freed_twice_is_noticed_and_stays_with_its_new_owner() -> None:
-    account = Blocks(1)
+    account = BlockPool(1)
     (page,) = account.take(1)
     account.give([page])
     (again,) = account.take(1)
@@ -37,7 +37,7 @@ def test_a_block_freed_twice_is_noticed_and_stays_with_its_new_owner() -> None:
 
 
 def test_a_page_is_outdated_from_the_moment_its_block_is_freed() -> None:
-    account = Blocks(4)
+    account = BlockPool(4)
     pages = account.take(3)
     account.give(pages[1:2])
     assert account.outdated(np.array(pages)).tolist() == [False, True, False]
@@ -46,7 +46,7 @@ def test_a_page_is_outdated_from_the_moment_its_block_is_freed() -> None:
 
 
 def test_what_is_secret_has_to_be_erased_once_it_is_freed_and_not_again() -> None:
-    account = Blocks(4)
+    account = BlockPool(4)
     plain, secret, hidden = account.take(1), account.take(1, secret=True), account.take(1)
     account.hide(hidden)
     assert account.unerased() == []
@@ -59,7 +59,7 @@ def test_what_is_secret_has_to_be_erased_once_it_is_freed_and_not_again() -> Non
 @pytest.mark.parametrize("seed", range(10))
 def test_takes_and_gives_in_any_order_lose_nothing(seed: int) -> None:
     draw = random.Random(seed)
-    account, held, secrets, seen = Blocks(50), set[int](), set[int](), set[int]()
+    account, held, secrets, seen = BlockPool(50), set[int](), set[int](), set[int]()
     for _ in range(300):
         if draw.random() < 0.5:
             secret = draw.random() < 0.3
@@ -80,7 +80,7 @@ def test_takes_and_gives_in_any_order_lose_nothing(seed: int) -> None:
 
 
 def test_blocks_are_taken_from_the_first_extents_first_and_only_where_there_is_memory() -> None:
-    account = Blocks(10, extent_blocks=4, mapped=[2, 0], least=3)
+    account = BlockPool(10, extent_blocks=4, mapped=[2, 0], least=3)
     assert (account.mapped, account.free, account.absent) == (6, 6, 4)
     assert blocks_of(account.take(5)) == [0, 1, 2, 3, 8]
     assert account.growing(9) == [1]
@@ -90,7 +90,7 @@ def test_blocks_are_taken_from_the_first_extents_first_and_only_where_there_is_m
 
 
 def test_the_extents_go_in_which_least_is_held_and_the_least_stays() -> None:
-    account = Blocks(10, extent_blocks=4, mapped=[0, 1, 2], least=4)
+    account = BlockPool(10, extent_blocks=4, mapped=[0, 1, 2], least=4)
     pages = account.take(10)
     account.give(pages[:1] + pages[4:7])
     assert account.cheapest(3) == [1, 2], "one held block, two, and three in the last one, which has to stay"
@@ -99,7 +99,7 @@ def test_the_extents_go_in_which_least_is_held_and_the_least_stays() -> None:
 
 
 def test_what_is_held_in_an_extent_that_goes_has_a_new_page_in_another() -> None:
-    account = Blocks(8, extent_blocks=4, mapped=[0, 1], least=4)
+    account = BlockPool(8, extent_blocks=4, mapped=[0, 1], least=4)
     pages = account.take(4)
     held = [*account.take(1, secret=True), *account.take(1)]
     account.give(pages[:2])
@@ -116,7 +116,7 @@ def test_what_is_held_in_an_extent_that_goes_has_a_new_page_in_another() -> None
 
 
 def test_what_is_kept_comes_back_in_the_lowest_blocks_but_for_what_was_freed_asleep() -> None:
-    account = Blocks(12, extent_blocks=4, mapped=[0, 1, 2], least=2)
+    account = BlockPool(12, extent_blocks=4, mapped=[0, 1, 2], least=2)
     pages = account.take(12)
     account.give(pages[:5])
     assert account.sleep() == [5, 6, 7, 8, 9, 10, 11]
@@ -129,7 +129,7 @@ def test_what_is_kept_comes_back_in_the_lowest_blocks_but_for_what_was_freed_asl
         account.waking(1)
     assert account.unerased() == [6], "as it was called when it was kept"
     waking = account.waking(1)
-    assert waking == Waking([0, 1], [0, 1, 2, 3, 4, 5, 6]), "as many extents as it needs"
+    assert waking == WakeExtents([0, 1], [0, 1, 2, 3, 4, 5, 6]), "as many extents as it needs"
     renamed = account.woken(waking)
     assert blocks_of(list(renamed)) == [5, 7, 8, 9, 10, 11]
     assert blocks_of(list(renamed.values())) == [0, 2, 3, 4, 5, 6]
@@ -139,11 +139,11 @@ def test_what_is_kept_comes_back_in_the_lowest_blocks_but_for_what_was_freed_asl
 
 
 def test_a_sleep_is_taken_back_with_the_extents_and_blocks_that_it_had() -> None:
-    account = Blocks(12, extent_blocks=4, mapped=[0, 2], least=2)
+    account = BlockPool(12, extent_blocks=4, mapped=[0, 2], least=2)
     pages = account.take(7)
     account.give(pages[:3])
     kept = account.sleep()
-    renamed = account.woken(Waking([0, 2], kept))
+    renamed = account.woken(WakeExtents([0, 2], kept))
     assert blocks_of(list(renamed)) == blocks_of(list(renamed.values())) == kept
     assert (account.mapped, account.free, account.absent) == (8, 4, 4)
     account.check(renamed.values())
@@ -152,7 +152,7 @@ def test_a_sleep_is_taken_back_with_the_extents_and_blocks_that_it_had() -> None
 @pytest.mark.parametrize("seed", range(10))
 def test_memory_that_comes_and_goes_in_any_order_loses_nothing(seed: int) -> None:
     draw = random.Random(seed)
-    account = Blocks(50, extent_blocks=7, mapped=[0, 1, 2, 3], least=12)
+    account = BlockPool(50, extent_blocks=7, mapped=[0, 1, 2, 3], least=12)
     contents: dict[int, int] = {}  # of each block: the page's number
     held: dict[int, int] = {}  # page → number
     for number in range(400):

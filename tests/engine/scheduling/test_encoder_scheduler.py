@@ -3,9 +3,9 @@
 import pytest
 
 from engine.memory.errors import OutOfDeviceMemory
-from engine.protocol.types import FinishReason, Pooling, RejectReason, Terms
-from engine.scheduling.encoder_scheduler import BACKGROUND_PART
-from engine.scheduling.validation import Refused
+from engine.protocol.types import FinishReason, Pooling, RejectReason, SchedulingTerms
+from engine.scheduling.encoder_scheduler import BEST_EFFORT_DIVISOR
+from engine.scheduling.validation import SubmitRejected
 from tests.engine.scheduling.simulation.encoder import ACCOUNTS, CONTEXT_TOKENS, VOCABULARY, Simulation, live
 
 
@@ -49,7 +49,7 @@ def test_accounts_share_steps_by_their_weight(sequences: int) -> None:
     sim = Simulation(step_tokens=30, sequences=sequences, waiting=1000)
     for id in range(60):
         sim.submit(id, [1] * 10, ACCOUNTS[0])
-        sim.submit(100 + id, [2] * 10, ACCOUNTS[1], terms=Terms(weight=2.0))
+        sim.submit(100 + id, [2] * 10, ACCOUNTS[1], terms=SchedulingTerms(weight=2.0))
     for _ in range(30):
         sim.step()
     served = [text[0] for step in sim.steps for text in step]
@@ -69,7 +69,7 @@ def test_one_accounts_flood_does_not_delay_anothers_text() -> None:
 def test_an_account_runs_no_more_at_once_than_it_may() -> None:
     sim = Simulation()
     for id in range(6):
-        sim.submit(id, [1], terms=Terms(sequences=2))
+        sim.submit(id, [1], terms=SchedulingTerms(sequences=2))
     sim.run()
     assert max(map(len, sim.steps)) == 2
 
@@ -77,14 +77,14 @@ def test_an_account_runs_no_more_at_once_than_it_may() -> None:
 def test_background_texts_run_in_short_steps_while_nothing_else_waits() -> None:
     sim = Simulation(step_tokens=64, sequences=64, waiting=100)
     for id in range(30):
-        sim.submit(id, [1] * 4, terms=Terms(background=True))
+        sim.submit(id, [1] * 4, terms=SchedulingTerms(background=True))
     live_text = sim.submit(100, [2] * 4, ACCOUNTS[1])
     sim.step()
     assert live_text.finish is not None
     assert all(text[0] == 2 for text in sim.steps[0])
     assert sim.scheduler.load(draining=False).background == 30
     sim.run()
-    assert max(sum(map(len, step)) for step in sim.steps) <= 64 // BACKGROUND_PART
+    assert max(sum(map(len, step)) for step in sim.steps) <= 64 // BEST_EFFORT_DIVISOR
     assert all(heard.finish is not None for heard in sim.heard.values())
 
 
@@ -92,7 +92,7 @@ def test_a_full_queue_refuses_who_has_most_in_it() -> None:
     sim = Simulation(waiting=3)
     for id in range(3):
         sim.submit(id, [1], ACCOUNTS[0])
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         sim.submit(3, [1], ACCOUNTS[0])
     assert refused.value.reason is RejectReason.BUSY
     assert refused.value.retry_after_ms > 0
@@ -121,7 +121,7 @@ def test_what_would_wait_for_longer_than_it_may_is_refused_at_once() -> None:
         sim.submit(id, [1] * 8)
     for _ in range(10):
         sim.step()
-    with pytest.raises(Refused, match="would wait for about"):
+    with pytest.raises(SubmitRejected, match="would wait for about"):
         sim.submit(1000, [1] * 8, deadline_ms=2000)
 
 
@@ -170,7 +170,7 @@ def test_a_text_alone_without_memory_ends_with_an_error() -> None:
 def test_the_door_takes_texts_of_the_whole_context_and_no_more() -> None:
     sim = Simulation()
     whole = sim.submit(1, [1] * CONTEXT_TOKENS)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         sim.submit(2, [1] * (CONTEXT_TOKENS + 1))
     assert refused.value.reason is RejectReason.TOO_LONG
     sim.run()
@@ -179,7 +179,7 @@ def test_the_door_takes_texts_of_the_whole_context_and_no_more() -> None:
 
 @pytest.mark.parametrize("pooling", [None, Pooling.LAST, Pooling.SCORE])
 def test_a_pooling_that_the_model_has_not_is_refused(pooling: Pooling | None) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         Simulation().submit(1, [1], pooling=pooling)
     assert refused.value.reason is RejectReason.INVALID
 
@@ -188,7 +188,7 @@ def test_an_id_in_use_and_a_token_past_the_vocabulary_are_refused() -> None:
     sim = Simulation()
     sim.submit(1, [1])
     for id, tokens in ((1, [1]), (2, [VOCABULARY])):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(SubmitRejected) as refused:
             sim.submit(id, tokens)
         assert refused.value.reason is RejectReason.INVALID
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from engine.protocol.types import Terms
-from engine.scheduling.fair_queue import CREDIT, GENERATED_TOKEN, PROMPT_TOKEN, FairQueue, Standing, portions
+from engine.protocol.types import SchedulingTerms
+from engine.scheduling.fair_queue import CREDIT, GENERATED_TOKEN, PROMPT_TOKEN, AccountQueue, FairQueue, fair_shares
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
-def head(standing: Standing[int]) -> int | None:
+def head(standing: AccountQueue[int]) -> int | None:
     return next(iter(standing.resuming or standing.waiting))
 
 
@@ -25,11 +25,11 @@ class Turns:
     def __init__(self) -> None:
         self.queue = FairQueue[int](lambda item: item)
         self.account: dict[int, bytes] = {}
-        self.terms: dict[bytes, Terms] = {}
+        self.terms: dict[bytes, SchedulingTerms] = {}
         self._count = 0
 
-    def standing(self, account: bytes) -> Standing[int]:
-        return self.queue.standing(account, self.terms.get(account, Terms()))
+    def standing(self, account: bytes) -> AccountQueue[int]:
+        return self.queue.standing(account, self.terms.get(account, SchedulingTerms()))
 
     def push(self, account: bytes, count: int = 1, work: float = 0.0) -> list[int]:
         items = list(range(self._count, self._count + count))
@@ -86,7 +86,7 @@ def test_accounts_take_turns_by_tokens_and_not_by_requests() -> None:
 
 def test_an_account_of_twice_the_weight_gets_twice_as_much() -> None:
     turns = Turns()
-    turns.terms = {A: Terms(weight=2.0), B: Terms(weight=1.0), C: Terms(weight=0.5)}
+    turns.terms = {A: SchedulingTerms(weight=2.0), B: SchedulingTerms(weight=1.0), C: SchedulingTerms(weight=0.5)}
     for account in (A, B, C):
         turns.push(account, 100)
     served = [turns.take() for _ in range(70)]
@@ -94,8 +94,8 @@ def test_an_account_of_twice_the_weight_gets_twice_as_much() -> None:
 
 
 def test_a_generated_token_counts_as_much_as_it_says() -> None:
-    assert Standing[int](Terms(weight=4.0)).generated_cost == GENERATED_TOKEN / 4.0
-    assert Standing[int](Terms(weight=4.0)).prompt_cost == PROMPT_TOKEN / 4.0
+    assert AccountQueue[int](SchedulingTerms(weight=4.0)).generated_cost == GENERATED_TOKEN / 4.0
+    assert AccountQueue[int](SchedulingTerms(weight=4.0)).prompt_cost == PROMPT_TOKEN / 4.0
 
 
 def test_what_is_promised_counts_for_the_next_turn_and_not_for_rows() -> None:
@@ -165,7 +165,7 @@ def test_what_an_account_was_served_is_remembered_while_others_wait() -> None:
 
 def test_who_is_at_its_cap_is_passed_over_and_saves_up_nothing() -> None:
     turns = Turns()
-    turns.terms = {A: Terms(sequences=1)}
+    turns.terms = {A: SchedulingTerms(sequences=1)}
     turns.push(A, 30)
     turns.push(B, 200)
     assert {turns.start(), turns.start()} == {A, B}
@@ -190,7 +190,7 @@ def test_an_account_that_is_full_has_its_turn_when_one_of_its_own_lets_blocks_go
 
 
 def test_a_block_that_several_hold_counts_once_until_the_last_lets_it_go() -> None:
-    standing = Standing[int]()
+    standing = AccountQueue[int]()
     standing.hold([1, 2, 3])
     standing.hold([1, 2, 9])
     assert standing.blocks == 4
@@ -206,7 +206,7 @@ def test_changed_terms_hold_from_the_next_turn_on() -> None:
     turns.push(B, 100)
     for _ in range(10):
         turns.take()
-    turns.terms = {A: Terms(weight=4.0)}
+    turns.terms = {A: SchedulingTerms(weight=4.0)}
     turns.push(A)
     assert 38 <= [turns.take() for _ in range(50)].count(A) <= 42
     turns.queue.check()
@@ -229,13 +229,13 @@ def test_what_is_ahead_is_what_others_get_until_the_turn_comes() -> None:
     assert turns.queue.ahead(turns.standing(B), 1.0) == 0.0  # it is the next
     turns.push(B, 3, work=100.0)
     assert turns.queue.ahead(turns.standing(B), 1.0) == 600.0  # its own, and as much of A's
-    turns.terms = {B: Terms(weight=3.0)}
+    turns.terms = {B: SchedulingTerms(weight=3.0)}
     assert turns.queue.ahead(turns.standing(B), 1.0) == pytest.approx(400.0)
 
 
 def test_the_longest_is_who_has_most_for_its_weight() -> None:
     turns = Turns()
-    turns.terms = {A: Terms(weight=10.0)}
+    turns.terms = {A: SchedulingTerms(weight=10.0)}
     turns.push(A, 50)
     turns.push(B, 6)
     assert turns.queue.longest() is turns.standing(B)
@@ -247,7 +247,7 @@ def test_the_next_item_is_that_of_the_lowest_account_where_it_fits(seed: int) ->
     print("seed", seed)
     pick = random.Random(seed)
     turns, caps = Turns(), [None, None, 1, 3]
-    turns.terms = {bytes([key]): Terms(pick.choice([0.3, 1.0, 5.0]), pick.choice(caps)) for key in range(10)}
+    turns.terms = {bytes([key]): SchedulingTerms(pick.choice([0.3, 1.0, 5.0]), pick.choice(caps)) for key in range(10)}
     for _ in range(600):
         standing = turns.standing(account := bytes([pick.randrange(8)]))
         if pick.random() < 0.5:
@@ -283,7 +283,7 @@ def test_accounts_that_come_and_go_leave_no_turns_behind() -> None:
 
 def test_accounts_that_are_gone_are_forgotten() -> None:
     turns = Turns()
-    turns.terms = {A: Terms(sequences=1)}
+    turns.terms = {A: SchedulingTerms(sequences=1)}
     turns.push(A, 2)
     turns.start()
     for number in range(10_000):  # while A waits at its cap
@@ -327,9 +327,9 @@ def test_backlogged_accounts_stay_within_two_largest_charges(seed: int, accounts
 def test_rows_go_to_the_lowest_until_they_are_level(accounts: list[tuple[float, int, float]], rows: int) -> None:
     standings, wanted = [], [count for _, count, _ in accounts]
     for level, _, weight in accounts:
-        standings.append(Standing[int](Terms(weight=weight)))
+        standings.append(AccountQueue[int](SchedulingTerms(weight=weight)))
         standings[-1].level = level
-    shares = portions(standings, wanted, rows)
+    shares = fair_shares(standings, wanted, rows)
     assert sum(shares) == min(rows, sum(wanted))
     assert all(0 <= share <= count for share, count in zip(shares, wanted, strict=True))
     slack = len(accounts) + 1  # what is left over by rounding

@@ -9,17 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.protocol.types import Sampling
-from engine.scheduling.prefix_groups import Groups
+from engine.protocol.types import SamplingParams
+from engine.scheduling.prefix_groups import PrefixGroups
 from engine.scheduling.sequence import Sequence
-from engine.step.cost_model import Costs
-from engine.step.layout import SEGMENTS_MAX, Segment, Slice, pack, unpack
+from engine.step.cost_model import CostModel
+from engine.step.layout import SEGMENTS_MAX, PrefixSegment, SequenceSlice, pack_step, unpack_step
 from prefixcache.tree import Namespace
 
-CHEAP = Costs(
+CHEAP = CostModel(
     ((1, 1.0),), key_us=1.0, shared_key_us=1.0, pair_us=0.1, prompt_pair_us=0.1, segment_us=0.5, groups_us=0.0
 )
-H200 = Costs(
+H200 = CostModel(
     ((1, 4200.0),), key_us=0.0356, shared_key_us=0.1, pair_us=0.0011, prompt_pair_us=0.0018, segment_us=1.0,
     groups_us=550.0,
 )  # fmt: skip
@@ -34,7 +34,8 @@ def _sequence(shared: Items[int], own: Items[int] = (10**6,), namespace: Namespa
     """One that decodes: `shared` blocks of the tree, then blocks of its own."""
     computed = (len(shared) + len(own)) * SIZE - 1
     sequence = Sequence(
-        1, 1, b"", namespace or _namespace(), array("I", bytes(4 * (computed + 1))), 1, 10**6, Sampling(), frozenset(),
+        1, 1, b"", namespace or _namespace(), array("I", bytes(4 * (computed + 1))), 1, 10**6, SamplingParams(),
+        frozenset(),
         0.0, computed=computed, launched=computed,
     )  # fmt: skip
     sequence.grow([*shared, *own])
@@ -42,8 +43,8 @@ def _sequence(shared: Items[int], own: Items[int] = (10**6,), namespace: Namespa
     return sequence
 
 
-def _segments(sequences: Items[Sequence | None], costs: Costs = CHEAP) -> list[tuple[list[int], int, int]]:
-    segments = Groups(costs, SIZE).segments(list(sequences))
+def _segments(sequences: Items[Sequence | None], costs: CostModel = CHEAP) -> list[tuple[list[int], int, int]]:
+    segments = PrefixGroups(costs, SIZE).segments(list(sequences))
     return sorted((list(each.members), each.first // SIZE, each.last // SIZE) for each in segments)
 
 
@@ -119,7 +120,7 @@ def test_a_sequence_is_in_a_few_segments_at_most() -> None:
 
 
 def test_groups_are_computed_again_where_somebody_came_or_was_told_to_have_changed() -> None:
-    groups, sequences = Groups(CHEAP, SIZE), [_sequence(each) for each in ([1, 2], [1, 3], [4])]
+    groups, sequences = PrefixGroups(CHEAP, SIZE), [_sequence(each) for each in ([1, 2], [1, 3], [4])]
     before = groups.segments([*sequences])
     assert groups.segments([*sequences]) is before
     sequences[1].grow([9])
@@ -149,7 +150,7 @@ def _plan(pick: random.Random) -> list[Sequence | None]:
     return sequences
 
 
-def _random_costs(pick: random.Random) -> Costs:
+def _random_costs(pick: random.Random) -> CostModel:
     return replace(
         CHEAP,
         pair_us=pick.choice([0.0, 0.1, 0.5]),
@@ -162,7 +163,7 @@ def _random_costs(pick: random.Random) -> Costs:
 def test_no_group_reads_what_is_not_its_members(seed: int) -> None:
     pick = random.Random(seed)
     sequences = _plan(pick)
-    segments = Groups(_random_costs(pick), SIZE).segments(sequences)
+    segments = PrefixGroups(_random_costs(pick), SIZE).segments(sequences)
     for segment in segments:
         members = [sequences[index] for index in segment.members]
         first, last = segment.first // SIZE, segment.last // SIZE
@@ -172,14 +173,14 @@ def test_no_group_reads_what_is_not_its_members(seed: int) -> None:
         assert len({each.table[first:last].tobytes() for each in reading}) == 1
     taking_part = [each for each in sequences if each is not None]
     numbers = {index: number for number, index in enumerate(i for i, each in enumerate(sequences) if each is not None)}
-    slices = [Slice([0], each.launched, each.table[: each.blocks]) for each in taking_part]
-    renamed = [Segment([numbers[i] for i in each.members], each.first, each.last) for each in segments]
+    slices = [SequenceSlice([0], each.launched, each.table[: each.blocks]) for each in taking_part]
+    renamed = [PrefixSegment([numbers[i] for i in each.members], each.first, each.last) for each in segments]
     if slices:
-        batch = unpack(pack(slices, SIZE, renamed))  # asserts that there is no gap, and a key left for each
+        batch = unpack_step(pack_step(slices, SIZE, renamed))  # asserts that there is no gap, and a key left for each
         assert len(batch.segments_G4) == len(segments)
 
 
-def _saved(segments: Items[Segment], costs: Costs) -> float:
+def _saved(segments: Items[PrefixSegment], costs: CostModel) -> float:
     return sum(
         (each.last - each.first) * (len(each.members) * (costs.key_us - costs.pair_us) - costs.shared_key_us)
         - costs.segment_us
@@ -187,7 +188,7 @@ def _saved(segments: Items[Segment], costs: Costs) -> float:
     )
 
 
-def _best(tables: list[list[int]], above: int, costs: Costs) -> float:
+def _best(tables: list[list[int]], above: int, costs: CostModel) -> float:
     """The most that any choice of segments saves, by trying every node of the radix tree with every beginning."""
     if len(tables) < 2:
         return 0.0
@@ -213,14 +214,14 @@ def test_choices_are_the_best_there_are_but_for_little(monkeypatch: pytest.Monke
         sequences, costs = _plan(pick), _random_costs(pick)
         tables = [each.table[: each.shared].tolist() for each in sequences if each is not None]
         best += (most := _best(tables, 0, costs))
-        groups = Groups(costs, SIZE)
+        groups = PrefixGroups(costs, SIZE)
         saved += (some := _saved(groups.segments(sequences), costs))
         assert groups.saved_us == pytest.approx(some)
         assert 0 <= some <= most + 1e-6
     assert saved > 0.99 * best
 
 
-def _took_ms(groups: Groups, sequences: list[Sequence | None], changed: bool) -> float:
+def _took_ms(groups: PrefixGroups, sequences: list[Sequence | None], changed: bool) -> float:
     """Of this thread's own time, the least of some: what else runs here takes the rest, and the caches."""
     took = []
     for _ in range(9):
@@ -235,7 +236,7 @@ def _took_ms(groups: Groups, sequences: list[Sequence | None], changed: bool) ->
 def test_it_takes_next_to_nothing() -> None:
     one: list[Sequence | None] = [*_behind_one_prefix(256, 256)]
     fifty: list[Sequence | None] = [each for name in range(50) for each in _behind_one_prefix(10, 256, name)]
-    groups = Groups(H200, SIZE)
+    groups = PrefixGroups(H200, SIZE)
     groups.segments(one)
     assert _took_ms(groups, [*one], False) < 0.3
     assert _took_ms(groups, fifty, True) < 5  # 1.1 where this was written

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from engine.memory.errors import OutOfDeviceMemory
-from engine.protocol.types import FinishReason, RejectReason, Sampling, Scope, ScopeKind, Terms
+from engine.protocol.types import FinishReason, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling import admission
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY
-from engine.scheduling.sequence import Sequence, Stage
-from engine.scheduling.step_plan import Plan
-from engine.scheduling.validation import Refused
-from engine.step.executor import Sampled
-from engine.step.layout import unpack
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.validation import SubmitRejected
+from engine.step.executor import RunnerOutput
+from engine.step.layout import unpack_step
 from tests.engine.scheduling.simulation.replica import GROUPING, Fault, Simulation
 from tests.support.stamp_engine import solo
 
@@ -44,7 +44,7 @@ def steps_until_first_token(simulation: Simulation, id: int, most: int = 200) ->
 def test_text_does_not_depend_on_how_the_prompt_is_cut(step_tokens: int, depth: int) -> None:
     simulation = Simulation(step_tokens=step_tokens, depth=depth)
     simulation.submit(1, words(45), max_tokens=20)
-    simulation.submit(2, words(7), max_tokens=20, sampling=Sampling(temperature=1.0, seed=5))
+    simulation.submit(2, words(7), max_tokens=20, sampling=SamplingParams(temperature=1.0, seed=5))
     simulation.run()
     simulation.assert_all_finished()
 
@@ -116,7 +116,7 @@ def test_running_sequences_are_limited() -> None:
 def test_queue_has_a_bound_and_takes_all_choices_or_none() -> None:
     simulation = Simulation(waiting=4)
     simulation.submit(1, words(3), n=3)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         simulation.submit(10, words(3), n=2)
     assert refused.value.reason == RejectReason.BUSY
     assert 250 <= refused.value.retry_after_ms <= 10_000
@@ -128,7 +128,7 @@ def test_queue_has_a_bound_and_takes_all_choices_or_none() -> None:
 
 def test_what_can_never_fit_the_pool_is_refused_at_once() -> None:
     simulation = Simulation(blocks=4, block_tokens=4)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         simulation.submit(1, words(16))
     assert refused.value.reason == RejectReason.TOO_LONG
     simulation.submit(2, words(15), max_tokens=100)
@@ -139,7 +139,7 @@ def test_what_can_never_fit_the_pool_is_refused_at_once() -> None:
 def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
     simulation = Simulation()
     simulation.submit(1, words(3))
-    with pytest.raises(Refused):
+    with pytest.raises(SubmitRejected):
         simulation.submit(0, words(3), n=2)
     simulation.run()
     simulation.submit(0, words(3), n=2)
@@ -261,13 +261,13 @@ def test_who_shares_a_prefix_with_a_running_prompt_waits_for_it_and_blocks_no_ot
 def test_those_who_wait_for_a_prefix_are_compared_with_it_once_and_not_in_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compared, common = [], admission.common_length
+    compared, common = [], admission.common_prefix_length
 
     def counted(*prompts: Any) -> int:
         compared.append(len(prompts[0]))
         return common(*prompts)
 
-    monkeypatch.setattr(admission, "common_length", counted)
+    monkeypatch.setattr(admission, "common_prefix_length", counted)
     simulation = Simulation(blocks=256, step_tokens=16, waiting=100)
     shared = [Scope(ScopeKind.PUBLIC, b"p" * 16, account=bytes([number]) * 16) for number in range(50)]
     for id, scope in enumerate(shared):
@@ -304,7 +304,7 @@ def test_the_youngest_is_preempted_and_nobody_notices(depth: int) -> None:
     oldest_preempted = False
     while not simulation.scheduler.idle:
         assert simulation.step()
-        oldest_preempted |= entries[0].started is not None and entries[0].sequence.stage == Stage.WAITING
+        oldest_preempted |= entries[0].started is not None and entries[0].sequence.stage == SequenceState.WAITING
     assert not oldest_preempted
     assert simulation.scheduler.load(draining=False).counters["preemptions"] >= 3
     simulation.assert_all_finished()
@@ -317,7 +317,7 @@ def test_preempted_sequence_resumes_before_anything_new_starts() -> None:
     (new,) = simulation.submit(2, words(9, 2), max_tokens=20)
     simulation.scheduler.preempt(old.sequence)
     simulation.step()
-    assert old.sequence.stage == Stage.RUNNING
+    assert old.sequence.stage == SequenceState.RUNNING
     assert old.sequence.ticket < new.sequence.ticket
     simulation.run()
     simulation.assert_all_finished()
@@ -412,7 +412,9 @@ def test_who_waits_for_another_ones_prefix_lets_the_next_of_its_account_go_first
 
 def test_an_account_at_its_cap_of_sequences_is_passed_over_and_others_go_on() -> None:
     simulation = Simulation(blocks=128, sequences=4, step_tokens=64)
-    capped = [simulation.submit(id, words(8, id), A, max_tokens=30, terms=Terms(sequences=1))[0] for id in range(3)]
+    capped = [
+        simulation.submit(id, words(8, id), A, max_tokens=30, terms=SchedulingTerms(sequences=1))[0] for id in range(3)
+    ]
     others = [simulation.submit(id, words(8, id), B, max_tokens=10)[0] for id in range(3, 6)]
     simulation.step()
     assert [entry.started is not None for entry in capped] == [True, False, False]
@@ -423,13 +425,13 @@ def test_an_account_at_its_cap_of_sequences_is_passed_over_and_others_go_on() ->
 
 def test_an_account_grows_into_its_cap_of_blocks_and_not_past_it() -> None:
     simulation = Simulation(blocks=64, block_tokens=4, sequences=8)
-    terms = Terms(blocks=8)
+    terms = SchedulingTerms(blocks=8)
     entries = [simulation.submit(id, words(5, id), A, max_tokens=20, terms=terms)[0] for id in range(4)]
     simulation.submit(9, words(5, 9), B, max_tokens=20)
     together = 0
     while not simulation.loop.idle:
         assert simulation.step()
-        together = max(together, sum(entry.sequence.stage == Stage.RUNNING for entry in entries))
+        together = max(together, sum(entry.sequence.stage == SequenceState.RUNNING for entry in entries))
     assert 2 <= together < 4
     assert simulation.scheduler.load(draining=False).counters["preemptions_cap"] >= 1
     simulation.assert_all_finished()
@@ -437,7 +439,7 @@ def test_an_account_grows_into_its_cap_of_blocks_and_not_past_it() -> None:
 
 def test_what_an_account_reads_from_its_cache_together_counts_once_under_its_cap() -> None:
     simulation = Simulation(blocks=64, block_tokens=4, sequences=8)
-    prompt, terms = words(40), Terms(blocks=16)
+    prompt, terms = words(40), SchedulingTerms(blocks=16)
     simulation.submit(1, prompt, A, max_tokens=1, terms=terms)
     simulation.run()
     entries = [simulation.submit(id, [*prompt, id], A, max_tokens=2, terms=terms)[0] for id in range(2, 5)]
@@ -447,11 +449,11 @@ def test_what_an_account_reads_from_its_cache_together_counts_once_under_its_cap
 
 def test_what_can_never_fit_an_accounts_cap_is_refused_at_once_and_says_so() -> None:
     simulation = Simulation(blocks=64, block_tokens=4)
-    with pytest.raises(Refused) as refused:
-        simulation.submit(1, words(9), A, max_tokens=9, terms=Terms(blocks=4))
+    with pytest.raises(SubmitRejected) as refused:
+        simulation.submit(1, words(9), A, max_tokens=9, terms=SchedulingTerms(blocks=4))
     assert refused.value.reason == RejectReason.TOO_LONG
     assert "18 tokens can never fit the 16" in refused.value.message
-    simulation.submit(1, words(9), A, max_tokens=8, terms=Terms(blocks=4))
+    simulation.submit(1, words(9), A, max_tokens=8, terms=SchedulingTerms(blocks=4))
     simulation.run()
     simulation.assert_all_finished()
 
@@ -461,7 +463,7 @@ def test_a_cap_that_is_lowered_stops_nobody_who_runs_alone() -> None:
     for id in range(3):
         simulation.submit(id, words(9, id), A, max_tokens=30)
     simulation.step()
-    simulation.submit(3, words(3, 3), A, max_tokens=2, terms=Terms(sequences=1, blocks=2))
+    simulation.submit(3, words(3, 3), A, max_tokens=2, terms=SchedulingTerms(sequences=1, blocks=2))
     for _ in range(300):
         if simulation.loop.idle:
             break
@@ -481,8 +483,8 @@ def test_blocks_are_taken_from_the_account_with_most_for_its_weight_and_from_its
     gave_way = []
     while not simulation.loop.idle:
         assert simulation.step()
-        gave_way += [each.sequence.id for each in many if each.started and each.sequence.stage == Stage.WAITING]
-        assert all(each.sequence.stage != Stage.WAITING for each in [*few, late] if each.started)
+        gave_way += [each.sequence.id for each in many if each.started and each.sequence.stage == SequenceState.WAITING]
+        assert all(each.sequence.stage != SequenceState.WAITING for each in [*few, late] if each.started)
     assert gave_way[0] == 6
     simulation.assert_all_finished()
 
@@ -512,14 +514,14 @@ def test_the_oldest_always_moves_on_and_so_all_end(seed: int) -> None:
     )
     for id in range(24):
         scope, weight = pick.choice([(A, 1.0), (B, 4.0), (Scope(account=b"c" * 16), 0.5)])
-        simulation.submit(id, words(pick.randint(2, 8), id), scope, pick.randint(1, 14), terms=Terms(weight))
+        simulation.submit(id, words(pick.randint(2, 8), id), scope, pick.randint(1, 14), terms=SchedulingTerms(weight))
     running: list[Sequence] = []
     while not simulation.loop.idle:
         oldest = running[0] if running else None
         was = oldest.launched if oldest is not None else 0
         assert simulation.step()
-        if oldest is not None and oldest.stage != Stage.ENDED:
-            assert oldest.stage == Stage.RUNNING, "the oldest was preempted"
+        if oldest is not None and oldest.stage != SequenceState.ENDED:
+            assert oldest.stage == SequenceState.RUNNING, "the oldest was preempted"
             assert oldest.launched > was or not oldest.launchable or simulation.depth == 2
         running = list(simulation.scheduler._running)
         assert simulation.seconds < 2000
@@ -542,7 +544,7 @@ def overloaded(**sizes: Any) -> Simulation:
 
 def test_what_cannot_start_in_time_is_refused_at_once_with_the_time_that_it_would_take() -> None:
     simulation = overloaded()
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         simulation.submit(50, words(8, 50), A, deadline_ms=5_000)
     assert refused.value.reason == RejectReason.BUSY
     (waits,) = simulation.submit(51, words(8, 51), A, deadline_ms=600_000)
@@ -554,7 +556,7 @@ def test_what_cannot_start_in_time_is_refused_at_once_with_the_time_that_it_woul
 
 def test_the_wait_is_estimated_in_fair_order() -> None:
     simulation = overloaded()
-    with pytest.raises(Refused):
+    with pytest.raises(SubmitRejected):
         simulation.submit(50, words(8, 50), A, deadline_ms=20_000)
     (quick,) = simulation.submit(51, words(8, 51), B, deadline_ms=20_000)
     simulation.run()
@@ -600,10 +602,10 @@ def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
     for id in range(9):
         simulation.submit(id, words(8, id), A, max_tokens=40)
         simulation.step()
-    with pytest.raises(Refused):
+    with pytest.raises(SubmitRejected):
         simulation.submit(20, words(8, 20), A)
     others = [simulation.submit(id, words(8, id), B)[0] for id in range(30, 34)]
-    with pytest.raises(Refused):  # it has half of the queue
+    with pytest.raises(SubmitRejected):  # it has half of the queue
         simulation.submit(40, words(8, 40), B)
     simulation.run()
     assert all(entry.finish for entry in others)
@@ -624,7 +626,7 @@ def test_a_queue_that_is_full_of_preempted_sequences_has_room_for_nobody() -> No
         simulation.step()
     for entry in entries:
         simulation.scheduler.preempt(entry.sequence)
-    with pytest.raises(Refused):
+    with pytest.raises(SubmitRejected):
         simulation.submit(3, words(8, 3), B)
     simulation.run()
     simulation.assert_all_finished()
@@ -634,12 +636,12 @@ def test_what_is_refused_at_once_takes_no_time_however_many_wait() -> None:
     simulation = Simulation(blocks=64, sequences=2, waiting=1000)
     for id in range(980):
         account = (id % 400).to_bytes(16, "big")
-        simulation.submit(id, words(8), Scope(ScopeKind.TENANT, account), terms=Terms(weight=1.0 + id % 3))
+        simulation.submit(id, words(8), Scope(ScopeKind.TENANT, account), terms=SchedulingTerms(weight=1.0 + id % 3))
     for _ in range(6):
         simulation.step()
     began = time.process_time()
     for id in range(1000, 1100):
-        with pytest.raises(Refused):
+        with pytest.raises(SubmitRejected):
             simulation.submit(id, words(8), Scope(ScopeKind.TENANT, bytes(16)), deadline_ms=1)
     assert (time.process_time() - began) / 100 < 0.005
 
@@ -647,7 +649,7 @@ def test_what_is_refused_at_once_takes_no_time_however_many_wait() -> None:
 # While a step is in the air
 
 
-def two_in_the_air(simulation: Simulation) -> tuple[Plan, Sampled, Plan, Sampled]:
+def two_in_the_air(simulation: Simulation) -> tuple[StepPlan, RunnerOutput, StepPlan, RunnerOutput]:
     older = simulation.plan()
     assert older is not None
     first = simulation.fly(older)
@@ -661,7 +663,7 @@ def test_a_token_that_is_being_sampled_is_launched_as_the_row_that_it_will_be_in
     simulation.submit(1, words(20), max_tokens=9)  # more than one step computes: it samples nothing in the first
     simulation.submit(2, words(3, 2), max_tokens=9)
     _, _, younger, _ = two_in_the_air(simulation)
-    batch = unpack(younger.packed)
+    batch = unpack_step(younger.packed)
     assert batch.tokens_T.tolist() == [*words(20)[13:], -1]
     assert batch.positions_T.tolist() == [*range(13, 20), 3]
     assert younger.rows == [0, 1]
@@ -678,7 +680,7 @@ def test_nothing_is_launched_behind_the_token_that_will_be_the_last() -> None:
 
 def test_a_stop_is_found_one_step_late_and_what_was_computed_meanwhile_is_thrown_away() -> None:
     simulation = Simulation(block_tokens=4)
-    third = solo(words(9), Sampling(), 30, [], 1000)[0][2]
+    third = solo(words(9), SamplingParams(), 30, [], 1000)[0][2]
     (entry,) = simulation.submit(1, words(9), A, max_tokens=20, stop_ids=[third])
     plan, sampled, younger, late = two_in_the_air(simulation)
     for _ in range(2):
@@ -805,7 +807,7 @@ def test_who_reads_a_block_that_another_cached_first_has_not_proved_it() -> None
     simulation = Simulation(block_tokens=4, step_tokens=10)
     simulation.submit(1, words(2), A, max_tokens=10)
     simulation.step()
-    text = [*words(2), *solo(words(2), Sampling(), 4, [], 1000)[0], *words(10, 2)]
+    text = [*words(2), *solo(words(2), SamplingParams(), 4, [], 1000)[0], *words(10, 2)]
     faults = iter([Fault(glitch=3)])  # in the other one's first block, which it caches before it samples
     simulation.misfortune = lambda: next(faults, Fault())
     simulation.submit(2, text, A)
@@ -875,7 +877,7 @@ def test_those_who_share_a_prefix_read_it_together_and_those_of_another_scope_ap
 
     def look() -> None:
         for plan in simulation.scheduler._flights:
-            batch = unpack(plan.packed)
+            batch = unpack_step(plan.packed)
             ids = [plan.sequences[member].id for member in batch.members_M.tolist()]
             start = 0
             for _, first, last, end in batch.segments_G4.tolist():
@@ -977,7 +979,7 @@ def test_output_ends_at_the_stop_token_or_at_the_context() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_penalties_see_prompt_and_output_even_after_preemption(depth: int) -> None:
     simulation = Simulation(depth=depth)
-    (entry,) = simulation.submit(1, words(9), A, max_tokens=20, sampling=Sampling(presence_penalty=1.0))
+    (entry,) = simulation.submit(1, words(9), A, max_tokens=20, sampling=SamplingParams(presence_penalty=1.0))
     for step in range(12):
         simulation.step()
         if step in (3, 7):
@@ -989,7 +991,7 @@ def test_penalties_see_prompt_and_output_even_after_preemption(depth: int) -> No
 
 def test_bias_reaches_the_sampler() -> None:
     simulation = Simulation()
-    (entry,) = simulation.submit(1, words(9), max_tokens=3, sampling=Sampling(logit_bias={42: 100.0}))
+    (entry,) = simulation.submit(1, words(9), max_tokens=3, sampling=SamplingParams(logit_bias={42: 100.0}))
     simulation.run()
     assert entry.tokens == [42, 42, 42]
 
@@ -1003,7 +1005,7 @@ def test_waiting_time_is_told_and_makes_the_hint_of_a_full_queue() -> None:
     assert second.started is not None
     assert second.started.waited_ms == 2000.0
     simulation.submit(3, words(3))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         simulation.submit(4, words(3))
     assert 2000 <= refused.value.retry_after_ms <= 4000  # what the third takes, at the pace of the second
 

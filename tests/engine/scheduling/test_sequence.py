@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import RejectReason, Sampling, Scope, ScopeKind, Terms
+from engine.protocol.types import RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.validation import Door, Refused
+from engine.scheduling.validation import RequestValidator, SubmitRejected
 
 TENANT = Scope(ScopeKind.TENANT, b"t" * 16, 3)
-DOOR = Door(
+DOOR = RequestValidator(
     model_revision="r1",
     kv_layout="f32",
     block_tokens=4,
@@ -27,7 +27,7 @@ def packed(*tokens: int) -> bytes:
 
 
 def submit(**changes: object) -> Submit:
-    plain = Submit(id=5, tokens=packed(1, 2, 3), scope=TENANT, sampling=Sampling(), max_tokens=4)
+    plain = Submit(id=5, tokens=packed(1, 2, 3), scope=TENANT, sampling=SamplingParams(), max_tokens=4)
     return msgspec.structs.replace(plain, **changes)
 
 
@@ -35,8 +35,8 @@ def admitted(**changes: object) -> list[Sequence]:
     return DOOR.sequences(submit(**changes), owner=9, now_s=1.5)
 
 
-def refusal(**changes: object) -> Refused:
-    with pytest.raises(Refused) as raised:
+def refusal(**changes: object) -> SubmitRejected:
+    with pytest.raises(SubmitRejected) as raised:
         admitted(**changes)
     return raised.value
 
@@ -49,7 +49,7 @@ def test_submit_becomes_a_waiting_sequence_with_its_prompt() -> None:
 
 
 def test_choices_take_consecutive_ids_and_seeds_and_share_no_state() -> None:
-    sequences = admitted(n=3, sampling=Sampling(seed=2**63 - 2, temperature=1.0, logit_bias={4: 1.0}))
+    sequences = admitted(n=3, sampling=SamplingParams(seed=2**63 - 2, temperature=1.0, logit_bias={4: 1.0}))
     assert [sequence.id for sequence in sequences] == [5, 6, 7]
     assert [sequence.sampling.seed for sequence in sequences] == [2**63 - 2, 2**63 - 1, 0]
     assert all(sequence.sampling.logit_bias == {4: 1.0} for sequence in sequences)
@@ -72,7 +72,7 @@ def test_prompt_that_leaves_no_room_for_a_token_is_too_long() -> None:
 
 
 def test_namespace_tells_everything_apart_that_changes_the_kv() -> None:
-    def namespace(door: Door = DOOR, **changes: object) -> object:
+    def namespace(door: RequestValidator = DOOR, **changes: object) -> object:
         return door.sequences(submit(**changes), 1, 0.0)[0].namespace
 
     different = [
@@ -119,39 +119,39 @@ def test_turns_are_taken_by_account_whatever_the_scope_shares(scope: Scope, acco
         {"tokens": packed(2**32 - 1)},
         {"scope": Scope(ScopeKind.TENANT, b"short", 0)},
         {"scope": Scope(ScopeKind.TENANT, b"t" * 16, account=b"short")},
-        {"terms": Terms(floor_blocks=-1)},
-        {"terms": Terms(cap_blocks=-1)},
-        {"terms": Terms(keep_s=-1.0)},
-        {"terms": Terms(keep_s=float("nan"))},
+        {"terms": SchedulingTerms(floor_blocks=-1)},
+        {"terms": SchedulingTerms(cap_blocks=-1)},
+        {"terms": SchedulingTerms(keep_s=-1.0)},
+        {"terms": SchedulingTerms(keep_s=float("nan"))},
         {"n": 0},
         {"n": 129},
         {"max_tokens": 0},
         {"stop_ids": [1] * 65},
         {"deadline_ms": -1},
-        {"terms": Terms(weight=0.0)},
-        {"terms": Terms(weight=-1.0)},
-        {"terms": Terms(weight=float("nan"))},
-        {"terms": Terms(weight=float("inf"))},
-        {"terms": Terms(sequences=0)},
-        {"terms": Terms(blocks=0)},
-        {"sampling": Sampling(temperature=-0.1)},
-        {"sampling": Sampling(temperature=float("nan"))},
-        {"sampling": Sampling(temperature=float("inf"))},
-        {"sampling": Sampling(top_k=-1)},
-        {"sampling": Sampling(top_k=2**31)},
-        {"sampling": Sampling(top_p=1.5)},
-        {"sampling": Sampling(min_p=-0.5)},
-        {"sampling": Sampling(repetition_penalty=0.0)},
-        {"sampling": Sampling(frequency_penalty=float("nan"))},
-        {"sampling": Sampling(presence_penalty=float("inf"))},
-        {"sampling": Sampling(seed=-1)},
-        {"sampling": Sampling(seed=2**63)},
-        {"sampling": Sampling(logprobs=21)},
-        {"sampling": Sampling(logprobs=-1)},
-        {"sampling": Sampling(logit_bias=dict.fromkeys(range(301), 1.0))},
-        {"sampling": Sampling(logit_bias={100: 1.0})},
-        {"sampling": Sampling(logit_bias={-1: 1.0})},
-        {"sampling": Sampling(logit_bias={1: float("nan")})},
+        {"terms": SchedulingTerms(weight=0.0)},
+        {"terms": SchedulingTerms(weight=-1.0)},
+        {"terms": SchedulingTerms(weight=float("nan"))},
+        {"terms": SchedulingTerms(weight=float("inf"))},
+        {"terms": SchedulingTerms(sequences=0)},
+        {"terms": SchedulingTerms(blocks=0)},
+        {"sampling": SamplingParams(temperature=-0.1)},
+        {"sampling": SamplingParams(temperature=float("nan"))},
+        {"sampling": SamplingParams(temperature=float("inf"))},
+        {"sampling": SamplingParams(top_k=-1)},
+        {"sampling": SamplingParams(top_k=2**31)},
+        {"sampling": SamplingParams(top_p=1.5)},
+        {"sampling": SamplingParams(min_p=-0.5)},
+        {"sampling": SamplingParams(repetition_penalty=0.0)},
+        {"sampling": SamplingParams(frequency_penalty=float("nan"))},
+        {"sampling": SamplingParams(presence_penalty=float("inf"))},
+        {"sampling": SamplingParams(seed=-1)},
+        {"sampling": SamplingParams(seed=2**63)},
+        {"sampling": SamplingParams(logprobs=21)},
+        {"sampling": SamplingParams(logprobs=-1)},
+        {"sampling": SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0))},
+        {"sampling": SamplingParams(logit_bias={100: 1.0})},
+        {"sampling": SamplingParams(logit_bias={-1: 1.0})},
+        {"sampling": SamplingParams(logit_bias={1: float("nan")})},
     ],
 )
 def test_what_a_correct_gateway_does_not_send_is_invalid(changes: dict[str, object]) -> None:
@@ -185,12 +185,12 @@ def test_growing_keeps_the_table_and_makes_room_for_more() -> None:
 @pytest.mark.parametrize(
     ("sampling", "looks_back"),
     [
-        (Sampling(), False),
-        (Sampling(temperature=1.0, top_k=5), False),
-        (Sampling(repetition_penalty=1.1), True),
-        (Sampling(frequency_penalty=0.1), True),
-        (Sampling(presence_penalty=-0.1), True),
+        (SamplingParams(), False),
+        (SamplingParams(temperature=1.0, top_k=5), False),
+        (SamplingParams(repetition_penalty=1.1), True),
+        (SamplingParams(frequency_penalty=0.1), True),
+        (SamplingParams(presence_penalty=-0.1), True),
     ],
 )
-def test_only_penalties_look_at_the_tokens_so_far(sampling: Sampling, looks_back: bool) -> None:
+def test_only_penalties_look_at_the_tokens_so_far(sampling: SamplingParams, looks_back: bool) -> None:
     assert admitted(sampling=sampling)[0].penalized == looks_back

@@ -6,15 +6,15 @@ from array import array
 
 import pytest
 
-from engine.protocol.types import Sampling
-from engine.scheduling.fair_queue import Standing
+from engine.protocol.types import SamplingParams
+from engine.scheduling.fair_queue import AccountQueue
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.token_budget import PROMPT_ROWS_MIN, Budget, Limits
-from engine.step.cost_model import Costs
-from engine.step.layout import unpack
+from engine.scheduling.token_budget import PROMPT_ROWS_MIN, SchedulerConfig, TokenBudget
+from engine.step.cost_model import CostModel
+from engine.step.layout import unpack_step
 from tests.engine.scheduling.simulation.replica import Fault, Simulation
 
-COSTS = Costs(
+COSTS = CostModel(
     rows=((1, 3500.0), (64, 3700.0), (256, 5000.0), (1024, 14000.0), (8192, 112000.0)),
     key_us=0.03,
     shared_key_us=0.03,
@@ -24,13 +24,13 @@ COSTS = Costs(
     groups_us=0.0,
 )
 
-ONE = Standing[Sequence]()
+ONE = AccountQueue[Sequence]()
 
 
-def running(tokens: int, computed: int, standing: Standing[Sequence] = ONE) -> Sequence:
+def running(tokens: int, computed: int, standing: AccountQueue[Sequence] = ONE) -> Sequence:
     """One that lacks tokens − computed tokens."""
     prompt = array("I", [1]) * tokens
-    sequence = Sequence(1, 1, b"", None, prompt, tokens, tokens + 100, Sampling(), frozenset(), 0.0)
+    sequence = Sequence(1, 1, b"", None, prompt, tokens, tokens + 100, SamplingParams(), frozenset(), 0.0)
     sequence.computed = sequence.launched = computed
     sequence.standing = standing
     return sequence
@@ -47,13 +47,13 @@ def predicted_us(sequences: list[Sequence], extra: dict[Sequence, int]) -> float
     return us
 
 
-def limits(**changed: object) -> Limits:
-    return Limits(**{**dict(step_tokens=8192, prompt_step_tokens=8192, sequences=512, waiting=64), **changed})  # type: ignore[arg-type]
+def limits(**changed: object) -> SchedulerConfig:
+    return SchedulerConfig(**{**dict(step_tokens=8192, prompt_step_tokens=8192, sequences=512, waiting=64), **changed})  # type: ignore[arg-type]
 
 
-def exact(**changed: object) -> Budget:
+def exact(**changed: object) -> TokenBudget:
     """A budget that has seen that steps take what their costs say."""
-    budget = Budget(limits(**changed))
+    budget = TokenBudget(limits(**changed))
     budget.slowness = 1.0
     return budget
 
@@ -87,46 +87,46 @@ def test_what_groups_spare_is_left_to_prompts() -> None:
 
 def test_without_decodes_prompts_have_a_budget_of_their_own() -> None:
     prompts = [running(9000, 0), running(9000, 0)]
-    budget = Budget(limits(step_tokens=512, prompt_step_tokens=4096, costs=COSTS, gap_ms=1.0))
+    budget = TokenBudget(limits(step_tokens=512, prompt_step_tokens=4096, costs=COSTS, gap_ms=1.0))
     assert sum(budget.share(prompts).values()) + 2 == 4096
     assert sum(budget.share([*prompts, running(9, 8)]).values()) == PROMPT_ROWS_MIN
 
 
 def test_without_costs_a_step_has_step_tokens() -> None:
-    budget = Budget(limits(step_tokens=512, prompt_step_tokens=512))
+    budget = TokenBudget(limits(step_tokens=512, prompt_step_tokens=512))
     assert sum(budget.share([running(9000, 0), running(9, 8)]).values()) + 2 == 512
 
 
 def test_a_setting_is_never_exceeded_though_the_gap_allows_more() -> None:
-    budget = Budget(limits(step_tokens=100, costs=COSTS, gap_ms=1000.0))
+    budget = TokenBudget(limits(step_tokens=100, costs=COSTS, gap_ms=1000.0))
     assert sum(budget.share([running(9000, 0), running(9, 8)]).values()) + 2 == 100
 
 
 def test_the_oldest_prompt_has_half_and_the_shortest_of_the_others_comes_first() -> None:
     oldest, long, short = running(900, 0), running(800, 0), running(20, 0)
-    extra = Budget(limits(step_tokens=103, prompt_step_tokens=103)).share([oldest, long, short])
+    extra = TokenBudget(limits(step_tokens=103, prompt_step_tokens=103)).share([oldest, long, short])
     assert (extra[oldest], extra[long], extra[short]) == (50, 31, 19)
 
 
 def test_rows_go_to_the_account_that_was_served_least() -> None:
-    served, fresh = Standing[Sequence](), Standing[Sequence]()
+    served, fresh = AccountQueue[Sequence](), AccountQueue[Sequence]()
     served.level = 1000.0
     long, short, more = running(900, 0, served), running(200, 0, fresh), running(20, 0, fresh)
-    extra = Budget(limits(step_tokens=103, prompt_step_tokens=103)).share([long, short, more])
+    extra = TokenBudget(limits(step_tokens=103, prompt_step_tokens=103)).share([long, short, more])
     assert (extra[long], extra[short], extra[more]) == (0, 81, 19)
     fresh.level = 990.0  # ten rows more and they are level
-    extra = Budget(limits(step_tokens=103, prompt_step_tokens=103)).share([long, short, more])
+    extra = TokenBudget(limits(step_tokens=103, prompt_step_tokens=103)).share([long, short, more])
     assert extra[long] == 45
     assert extra[short] + extra[more] == 55
 
 
 def test_no_account_gets_more_rows_than_it_wants() -> None:
-    fresh, long = running(20, 0, Standing[Sequence]()), running(900, 0)
-    assert Budget(limits(step_tokens=100, prompt_step_tokens=100)).share([long, fresh]) == {long: 79, fresh: 19}
+    fresh, long = running(20, 0, AccountQueue[Sequence]()), running(900, 0)
+    assert TokenBudget(limits(step_tokens=100, prompt_step_tokens=100)).share([long, fresh]) == {long: 79, fresh: 19}
 
 
 def test_a_step_that_did_not_fit_halves_the_next_and_each_that_fits_lets_it_grow() -> None:
-    budget = Budget(limits(step_tokens=512, prompt_step_tokens=512))
+    budget = TokenBudget(limits(step_tokens=512, prompt_step_tokens=512))
     budget.halve(400)
     assert budget.rows_max == 200
     budget.halve(7)
@@ -158,7 +158,7 @@ def test_streams_keep_their_gap_while_long_prompts_arrive(depth: int) -> None:
         plan = simulation.scheduler._flights[-1]
         if any(sequence.emitted for sequence in plan.sequences):
             took_us = COSTS.rows_us(sum(plan.chunks))
-            for context, chunk in zip(unpack(plan.packed).contexts_S.tolist(), plan.chunks, strict=True):
+            for context, chunk in zip(unpack_step(plan.packed).contexts_S.tolist(), plan.chunks, strict=True):
                 keys = sum(range(context - chunk + 1, context + 1))
                 took_us += keys * (COSTS.key_us if chunk == 1 else COSTS.prompt_pair_us)
             rows.append(sum(plan.chunks))
@@ -178,7 +178,7 @@ def test_streams_keep_their_gap_while_long_prompts_arrive(depth: int) -> None:
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3, 1.7])
 def test_the_gap_is_kept_where_steps_are_slower_than_their_costs(slower: float) -> None:
     pick = random.Random(7)
-    budget = Budget(limits(costs=COSTS, gap_ms=20.0))
+    budget = TokenBudget(limits(costs=COSTS, gap_ms=20.0))
     sequences = [*(running(700, 699) for _ in range(32)), running(8000, 16)]
     late, rows = 0, []
     for step in range(6000):

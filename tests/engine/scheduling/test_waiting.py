@@ -3,17 +3,17 @@ from array import array
 import pytest
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import Sampling, Scope, ScopeKind
+from engine.protocol.types import SamplingParams, Scope, ScopeKind
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.validation import Door, Refused
-from engine.scheduling.waiting import Waiting
+from engine.scheduling.validation import RequestValidator, SubmitRejected
+from engine.scheduling.waiting import WaitingQueue
 
-DOOR = Door("r", "kv", 16, 100, 50, frozenset())
+DOOR = RequestValidator("r", "kv", 16, 100, 50, frozenset())
 
 
 def test_a_deadline_is_not_that_of_the_next_request_with_its_id() -> None:
     clock = Clock()
-    waiting = Waiting(8, lambda sequence: 1.0, clock)
+    waiting = WaitingQueue(8, lambda sequence: 1.0, clock)
     first, second = asked(1, deadline_ms=1_000), asked(1, deadline_ms=5_000)
     waiting.add([first])
     waiting.leave(first)
@@ -23,12 +23,12 @@ def test_a_deadline_is_not_that_of_the_next_request_with_its_id() -> None:
 
 
 def test_an_id_is_in_use_from_its_arrival_to_its_end() -> None:
-    waiting = Waiting(8, lambda sequence: 1.0, Clock())
+    waiting = WaitingQueue(8, lambda sequence: 1.0, Clock())
     sequence = asked(1)
     waiting.examine(sequence)
     waiting.add([sequence])
     waiting.start(sequence)
-    with pytest.raises(Refused, match="id 1 is still in use"):
+    with pytest.raises(SubmitRejected, match="id 1 is still in use"):
         waiting.examine(asked(1))
     waiting.leave(sequence)
     waiting.examine(asked(1))
@@ -44,12 +44,12 @@ class Clock:
 
 def asked(id: int, deadline_ms: int = 0) -> Sequence:
     scope = Scope(ScopeKind.TENANT, b"a" * 16)
-    submit = Submit(id, array("I", [1, 2]).tobytes(), scope, Sampling(), max_tokens=4, deadline_ms=deadline_ms)
+    submit = Submit(id, array("I", [1, 2]).tobytes(), scope, SamplingParams(), max_tokens=4, deadline_ms=deadline_ms)
     (sequence,) = DOOR.sequences(submit, 1, 0.0)
     return sequence
 
 
-def rejected(waiting: Waiting, clock: Clock, at_s: float) -> list[Sequence]:
+def rejected(waiting: WaitingQueue, clock: Clock, at_s: float) -> list[Sequence]:
     clock.now_s = at_s
     waiting.expire()
     waiting.check()

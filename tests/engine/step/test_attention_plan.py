@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from engine.protocol.types import Sampling
+from engine.protocol.types import SamplingParams
 from engine.step import attention_plan
-from engine.step.attention_plan import ENTRY_WORDS, HEAD_WORDS, Layout
-from engine.step.layout import SPARE_WORD, Batch, Int32s, Segment, Slice, pack, unpack
+from engine.step.attention_plan import ENTRY_WORDS, HEAD_WORDS, AttentionLayout
+from engine.step.layout import SPARE_WORD, Int32s, PrefixSegment, SequenceSlice, StepBatch, pack_step, unpack_step
 
 BLOCK_TOKENS = 16
 
@@ -35,7 +35,7 @@ class Read:
             self.slots[row].append(slot)
 
 
-def read(step: Int32s, batch: Batch, layout: Layout, window: int | None) -> Read:
+def read(step: Int32s, batch: StepBatch, layout: AttentionLayout, window: int | None) -> Read:
     at = int(step[SPARE_WORD + layout.windows.index(window)])
     narrow, wide, merge, narrow_at, wide_at, merge_at = step[at : at + 6].tolist()
     assert narrow_at == at + HEAD_WORDS  # the kernel does not look it up
@@ -67,7 +67,7 @@ def read(step: Int32s, batch: Batch, layout: Layout, window: int | None) -> Read
 
 
 def check(
-    chunks: list[int], starts: list[int], segments: list[Segment] | None = None, *,
+    chunks: list[int], starts: list[int], segments: list[PrefixSegment] | None = None, *,
     windows: tuple[int | None, ...] = (None,), wide_rows: int = 16, programs: int = 12, slots: int = 4096,
 ) -> list[Read]:  # fmt: skip
     counts = [-(-(start + chunk) // BLOCK_TOKENS) for start, chunk in zip(starts, chunks, strict=True)]
@@ -78,13 +78,14 @@ def check(
         for member in segment.members:
             tables[member][span] = tables[segment.members[0]][span]
     slices = [
-        Slice([1] * chunk, start, table, Sampling()) for chunk, start, table in zip(chunks, starts, tables, strict=True)
+        SequenceSlice([1] * chunk, start, table, SamplingParams())
+        for chunk, start, table in zip(chunks, starts, tables, strict=True)
     ]
-    packed = pack(slices, BLOCK_TOKENS, segments or [])
-    batch = unpack(packed)
-    layout = Layout(windows, 2, wide_rows, 2 * programs, 2 * programs, slots)
+    packed = pack_step(slices, BLOCK_TOKENS, segments or [])
+    batch = unpack_step(packed)
+    layout = AttentionLayout(windows, 2, wide_rows, 2 * programs, 2 * programs, slots)
     before = packed.copy()
-    work = attention_plan.build(packed, batch, layout)
+    work = attention_plan.plan_attention(packed, batch, layout)
     assert (packed[:SPARE_WORD] == before[:SPARE_WORD]).all()
     assert (packed[SPARE_WORD + len(windows) :] == before[SPARE_WORD + len(windows) :]).all()
     assert work.words.dtype == np.int32
@@ -98,13 +99,13 @@ def check(
     return reads
 
 
-def check_keys(found: Read, batch: Batch, window: int | None) -> None:
+def check_keys(found: Read, batch: StepBatch, window: int | None) -> None:
     for row, position in enumerate(batch.positions_T.tolist()):
         first = 0 if window is None else max(0, position + 1 - window)
         assert found.keys[row] == Counter(range(first, position + 1)), row
 
 
-def check_slots(found: Read, batch: Batch, slots: int) -> None:
+def check_slots(found: Read, batch: StepBatch, slots: int) -> None:
     """A row has one direct entry, or consecutive slots of its own that exactly one merge takes."""
     taken = [slot for own in found.slots.values() for slot in own]
     assert len(taken) == len(set(taken))
@@ -126,7 +127,7 @@ def check_slots(found: Read, batch: Batch, slots: int) -> None:
             assert by_arrival == {len(own)}  # each of a row's entries waits for the same number
 
 
-SEGMENTS = [Segment([0, 1, 2, 4], 0, 64), Segment([1, 4], 64, 96), Segment([3, 5], 0, 32)]
+SEGMENTS = [PrefixSegment([0, 1, 2, 4], 0, 64), PrefixSegment([1, 4], 64, 96), PrefixSegment([3, 5], 0, 32)]
 STARTS = [70, 100, 64, 40, 130, 33]
 
 
@@ -180,7 +181,7 @@ def test_too_few_slots_for_the_members_of_segments_are_an_error() -> None:
 
 
 def test_the_default_limits_hold_the_most_segments_of_the_most_sequences() -> None:
-    segments = [Segment(list(range(512)), 16 * depth, 16 * depth + 16) for depth in range(4)]
+    segments = [PrefixSegment(list(range(512)), 16 * depth, 16 * depth + 16) for depth in range(4)]
     check([1] * 512, [70] * 512, segments, wide_rows=32, programs=66)
 
 
@@ -191,7 +192,7 @@ def test_random_mixtures(seed: int) -> None:
     chunks = [1 if rng.random() < 0.7 else int(rng.integers(2, 60)) for _ in range(count)]
     starts = rng.integers(0, 900, count).tolist()
     singles = [index for index in range(count) if chunks[index] == 1 and starts[index] >= 64]
-    segments = [Segment(singles, 0, 48), Segment(singles[1:], 48, 64)] if len(singles) > 2 else []
+    segments = [PrefixSegment(singles, 0, 48), PrefixSegment(singles[1:], 48, 64)] if len(singles) > 2 else []
     check(
         chunks, starts, segments, windows=(None, int(rng.integers(1, 300))), wide_rows=int(rng.integers(1, 40)),
         programs=int(rng.integers(1, 80)),

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from engine.protocol.types import Sampling
-from engine.step.layout import HEADER_WORDS, OFFSET_WORD, Batch, Slice, pack, unpack
+from engine.protocol.types import SamplingParams
+from engine.step.layout import HEADER_WORDS, OFFSET_WORD, SequenceSlice, StepBatch, pack_step, unpack_step
 
 BLOCK_TOKENS = 4
-PLAIN = Sampling()
+PLAIN = SamplingParams()
 
 
-def samplings() -> some.SearchStrategy[Sampling]:
+def samplings() -> some.SearchStrategy[SamplingParams]:
     single = some.floats(0, 4, width=32)
     return some.builds(
-        Sampling,
+        SamplingParams,
         temperature=single,
         top_k=some.integers(0, 2**31 - 1),
         top_p=single,
@@ -32,7 +32,7 @@ def samplings() -> some.SearchStrategy[Sampling]:
 
 
 @some.composite
-def slices(draw: some.DrawFn) -> Slice:
+def slices(draw: some.DrawFn) -> SequenceSlice:
     tokens = draw(some.lists(some.integers(0, 2**31 - 1), min_size=1, max_size=9))
     start = draw(some.integers(0, 20))
     needed = -(-(start + len(tokens)) // BLOCK_TOKENS)
@@ -43,7 +43,7 @@ def slices(draw: some.DrawFn) -> Slice:
         ids = draw(some.lists(some.integers(0, 2**31 - 1), min_size=1, max_size=6))
         history = (ids, draw(some.integers(0, len(ids))))
     as_array = draw(some.booleans())
-    return Slice(
+    return SequenceSlice(
         array("I", tokens) if as_array else tokens,
         start,
         np.array(blocks, np.int32) if as_array else blocks,
@@ -54,8 +54,8 @@ def slices(draw: some.DrawFn) -> Slice:
 
 @settings(max_examples=150, deadline=None)
 @given(some.lists(slices(), min_size=1, max_size=6))
-def test_unpack_gives_back_what_was_packed(items: list[Slice]) -> None:
-    batch = unpack(pack(items, BLOCK_TOKENS))
+def test_unpack_gives_back_what_was_packed(items: list[SequenceSlice]) -> None:
+    batch = unpack_step(pack_step(items, BLOCK_TOKENS))
     assert batch.tokens_T.tolist() == [token for item in items for token in item.tokens]
     row = 0
     for index, item in enumerate(items):
@@ -76,7 +76,7 @@ def test_unpack_gives_back_what_was_packed(items: list[Slice]) -> None:
     assert row == len(batch.rows_R)
 
 
-def check_row(batch: Batch, row: int, item: Slice) -> None:
+def check_row(batch: StepBatch, row: int, item: SequenceSlice) -> None:
     assert item.sampling is not None
     wanted = item.sampling
     for column in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "seed"):
@@ -92,7 +92,7 @@ def check_row(batch: Batch, row: int, item: Slice) -> None:
 
 
 def test_step_without_rows_to_sample_has_empty_row_sections() -> None:
-    batch = unpack(pack([Slice([1, 2, 3], 0, [5])], BLOCK_TOKENS))
+    batch = unpack_step(pack_step([SequenceSlice([1, 2, 3], 0, [5])], BLOCK_TOKENS))
     assert batch.rows_R.tolist() == []
     assert batch.sampling_R12.shape == (0, 12)
     assert batch.history_starts_R1.tolist() == [0]
@@ -101,13 +101,13 @@ def test_step_without_rows_to_sample_has_empty_row_sections() -> None:
 
 def test_packed_array_shares_no_memory_with_the_slices() -> None:
     table = np.array([7, 8], np.int32)
-    packed = pack([Slice([1], 4, table, PLAIN)], BLOCK_TOKENS)
+    packed = pack_step([SequenceSlice([1], 4, table, PLAIN)], BLOCK_TOKENS)
     table[:] = 0
-    assert unpack(packed).tables_SW.tolist() == [[7, 8]]
+    assert unpack_step(packed).tables_SW.tolist() == [[7, 8]]
 
 
 def test_packed_array_is_flat_int32_with_its_lengths_in_front() -> None:
-    packed = pack([Slice([1, 2], 0, [0], PLAIN), Slice([3], 6, [4, 9])], BLOCK_TOKENS)
+    packed = pack_step([SequenceSlice([1, 2], 0, [0], PLAIN), SequenceSlice([3], 6, [4, 9])], BLOCK_TOKENS)
     assert packed.dtype == np.int32
     assert packed.flags.c_contiguous
     assert packed[:OFFSET_WORD].tolist() == [3, 2, 2, 1, 0, 0, 0, 0]
@@ -115,12 +115,12 @@ def test_packed_array_is_flat_int32_with_its_lengths_in_front() -> None:
 
 
 def test_truncated_array_is_refused() -> None:
-    packed = pack([Slice([1], 0, [0], PLAIN)], BLOCK_TOKENS)
+    packed = pack_step([SequenceSlice([1], 0, [0], PLAIN)], BLOCK_TOKENS)
     with pytest.raises(AssertionError):
-        unpack(packed[:-1].copy())
+        unpack_step(packed[:-1].copy())
 
 
-@pytest.mark.parametrize("bad", [Slice([], 0, [1]), Slice([1], 4, [1]), Slice([1], -1, [1])])
-def test_slice_that_its_table_cannot_hold_is_refused(bad: Slice) -> None:
+@pytest.mark.parametrize("bad", [SequenceSlice([], 0, [1]), SequenceSlice([1], 4, [1]), SequenceSlice([1], -1, [1])])
+def test_slice_that_its_table_cannot_hold_is_refused(bad: SequenceSlice) -> None:
     with pytest.raises(AssertionError):
-        pack([Slice([1], 0, [0], PLAIN), bad], BLOCK_TOKENS)
+        pack_step([SequenceSlice([1], 0, [0], PLAIN), bad], BLOCK_TOKENS)

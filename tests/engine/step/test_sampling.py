@@ -8,29 +8,29 @@ import numpy as np
 import pytest
 import torch
 
-from engine.protocol.types import Sampling
-from engine.step.executor import Sampled
-from engine.step.layout import Batch, Slice, pack, unpack
-from engine.step.sampling import noise, sample
+from engine.protocol.types import SamplingParams
+from engine.step.executor import RunnerOutput
+from engine.step.layout import SequenceSlice, StepBatch, pack_step, unpack_step
+from engine.step.sampling import gumbel_noise, sample_batch
 
 BLOCK_TOKENS = 16
-Row = tuple[list[float], Sampling, int, tuple[Sequence[int], int] | None]
+Row = tuple[list[float], SamplingParams, int, tuple[Sequence[int], int] | None]
 
 
-def batch_of(rows: list[Row]) -> Batch:
+def batch_of(rows: list[Row]) -> StepBatch:
     """A step whose i-th row samples the token for the position given."""
     slices = [
-        Slice([0], position - 1, list(range(position // BLOCK_TOKENS + 1)), sampling, history)
+        SequenceSlice([0], position - 1, list(range(position // BLOCK_TOKENS + 1)), sampling, history)
         for _, sampling, position, history in rows
     ]
-    return unpack(pack(slices, BLOCK_TOKENS))
+    return unpack_step(pack_step(slices, BLOCK_TOKENS))
 
 
-def run(rows: list[Row]) -> Sampled:
-    return sample(torch.tensor([row[0] for row in rows], dtype=torch.float32), batch_of(rows))
+def run(rows: list[Row]) -> RunnerOutput:
+    return sample_batch(torch.tensor([row[0] for row in rows], dtype=torch.float32), batch_of(rows))
 
 
-def draws(logits: list[float], sampling: Sampling, count: int) -> np.ndarray:
+def draws(logits: list[float], sampling: SamplingParams, count: int) -> np.ndarray:
     """How often each token came in `count` draws at as many positions, run in steps of 64 rows."""
     seen = np.zeros(len(logits), np.int64)
     for first in range(1, count + 1, 64):
@@ -39,7 +39,7 @@ def draws(logits: list[float], sampling: Sampling, count: int) -> np.ndarray:
     return seen
 
 
-def exact(logits: list[float], sampling: Sampling) -> np.ndarray:
+def exact(logits: list[float], sampling: SamplingParams) -> np.ndarray:
     """The probabilities, straight from the definition: temperature, min_p, top_k, top_p."""
     scaled = np.array(logits, np.float64) / sampling.temperature
     shares = np.exp(scaled - scaled.max())
@@ -58,14 +58,14 @@ def exact(logits: list[float], sampling: Sampling) -> np.ndarray:
 
 LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, 1.5, -4.0, 2.5, 0.0, 1.0]
 SETTINGS = {
-    "temperature 1": Sampling(temperature=1.0, seed=11),
-    "temperature 0.6": Sampling(temperature=0.6, seed=12),
-    "temperature 3": Sampling(temperature=3.0, seed=13),
-    "top_k": Sampling(temperature=1.0, top_k=4, seed=14),
-    "top_k cuts a tie": Sampling(temperature=2.0, top_k=7, seed=15),
-    "top_p": Sampling(temperature=1.0, top_p=0.7, seed=16),
-    "min_p": Sampling(temperature=1.5, min_p=0.2, seed=17),
-    "all of them": Sampling(temperature=1.2, top_k=6, top_p=0.9, min_p=0.05, seed=2**63 - 1),
+    "temperature 1": SamplingParams(temperature=1.0, seed=11),
+    "temperature 0.6": SamplingParams(temperature=0.6, seed=12),
+    "temperature 3": SamplingParams(temperature=3.0, seed=13),
+    "top_k": SamplingParams(temperature=1.0, top_k=4, seed=14),
+    "top_k cuts a tie": SamplingParams(temperature=2.0, top_k=7, seed=15),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.7, seed=16),
+    "min_p": SamplingParams(temperature=1.5, min_p=0.2, seed=17),
+    "all of them": SamplingParams(temperature=1.2, top_k=6, top_p=0.9, min_p=0.05, seed=2**63 - 1),
 }
 
 
@@ -83,11 +83,11 @@ def test_draws_follow_the_exact_probabilities(name: str) -> None:
 
 
 def test_noise_is_standard_gumbel_and_unlike_between_ids_and_keys() -> None:
-    values = noise(12345, np.arange(200_000)).astype(np.float64)
+    values = gumbel_noise(12345, np.arange(200_000)).astype(np.float64)
     assert abs(values.mean() - 0.57722) < 0.01
     assert abs(values.std() - math.pi / math.sqrt(6)) < 0.01
     assert np.isfinite(values).all()
-    other = noise(12346, np.arange(200_000)).astype(np.float64)
+    other = gumbel_noise(12346, np.arange(200_000)).astype(np.float64)
     assert abs(np.corrcoef(values, other)[0, 1]) < 0.01
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.01
 
@@ -96,7 +96,7 @@ def test_a_token_depends_on_seed_and_position_and_not_on_its_company() -> None:
     rng = np.random.default_rng(1)
     rows: list[Row] = []
     for index in range(12):
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=float(rng.choice([0.0, 0.6, 1.0, 1.7])),
             top_k=int(rng.choice([0, 5, 40])),
             top_p=float(rng.choice([1.0, 0.8])),
@@ -107,25 +107,28 @@ def test_a_token_depends_on_seed_and_position_and_not_on_its_company() -> None:
     assert together == [int(run([row]).tokens_R[0]) for row in rows]
     assert together[::-1] == run(rows[::-1]).tokens_R.tolist()
     flat: list[Row] = [
-        ([0.0] * 300, Sampling(temperature=1.0, seed=seed), at, None) for seed, at in ((1, 5), (1, 6), (2, 5))
+        ([0.0] * 300, SamplingParams(temperature=1.0, seed=seed), at, None) for seed, at in ((1, 5), (1, 6), (2, 5))
     ]
     assert len(set(run(flat).tokens_R.tolist())) == 3
 
 
 def test_greedy_takes_the_lowest_id_of_equals() -> None:
-    assert run([([1.0, 7.0, 3.0, 7.0], Sampling(), 1, None)]).tokens_R.tolist() == [1]
+    assert run([([1.0, 7.0, 3.0, 7.0], SamplingParams(), 1, None)]).tokens_R.tolist() == [1]
 
 
 def test_top_p_beyond_the_tokens_sorted_first_still_finds_its_set() -> None:
     flat = [0.0] * 5000
     seen = {
-        int(run([(flat, Sampling(temperature=1.0, top_p=0.5, seed=seed), 3, None)]).tokens_R[0]) for seed in range(200)
+        int(run([(flat, SamplingParams(temperature=1.0, top_p=0.5, seed=seed), 3, None)]).tokens_R[0])
+        for seed in range(200)
     }
     assert max(seen) <= 2500, "of equals the lower ids make up top_p's set"
     assert max(seen) > 1500, "more than the tokens sorted first are needed"
 
 
-def oracle_penalties(logits: list[float], sampling: Sampling, history: tuple[Sequence[int], int] | None) -> list[float]:
+def oracle_penalties(
+    logits: list[float], sampling: SamplingParams, history: tuple[Sequence[int], int] | None
+) -> list[float]:
     changed = list(logits)
     for token, bias in sampling.logit_bias.items():
         changed[token] += bias
@@ -146,7 +149,7 @@ def test_biases_and_penalties_agree_with_a_plain_oracle() -> None:
     rows: list[Row] = []
     for _ in range(40):
         ids = rng.integers(0, 30, int(rng.integers(1, 25))).tolist()
-        sampling = Sampling(
+        sampling = SamplingParams(
             repetition_penalty=float(rng.choice([1.0, 1.3, 0.7])),
             frequency_penalty=float(rng.choice([0.0, 0.9, -0.5])),
             presence_penalty=float(rng.choice([0.0, 1.1])),
@@ -160,13 +163,19 @@ def test_biases_and_penalties_agree_with_a_plain_oracle() -> None:
 
 
 def test_a_bias_of_minus_100_bans_a_token_while_sampling() -> None:
-    sampling = Sampling(temperature=1.0, seed=3, logit_bias={4: -100.0})
+    sampling = SamplingParams(temperature=1.0, seed=3, logit_bias={4: -100.0})
     assert draws(LOGITS, sampling, 500)[4] == 0
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    sampling = Sampling(temperature=0.3, top_k=2, seed=5, logit_bias={1: 50.0}, logprobs=3)
-    done = run([(LOGITS, sampling, 9, None), (LOGITS, Sampling(logprobs=0), 9, None), (LOGITS, Sampling(), 9, None)])
+    sampling = SamplingParams(temperature=0.3, top_k=2, seed=5, logit_bias={1: 50.0}, logprobs=3)
+    done = run(
+        [
+            (LOGITS, sampling, 9, None),
+            (LOGITS, SamplingParams(logprobs=0), 9, None),
+            (LOGITS, SamplingParams(), 9, None),
+        ]
+    )
     assert sorted(done.logprobs) == [0, 1]
     whole = torch.log_softmax(torch.tensor(LOGITS, dtype=torch.float64), -1)
     logprob, ids, logprobs = done.logprobs[0]
@@ -178,17 +187,17 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 def test_alternatives_with_equal_logits_come_lowest_id_first() -> None:
-    done = run([([1.0, 2.0, 2.0, 2.0, 0.0], Sampling(logprobs=2), 1, None)])
+    done = run([([1.0, 2.0, 2.0, 2.0, 0.0], SamplingParams(logprobs=2), 1, None)])
     assert done.logprobs[0][1] == [1, 2]
 
 
 def test_a_mask_leaves_only_what_it_allows_and_reported_logprobs_are_of_all() -> None:
-    sampling = Sampling(temperature=1.0, top_p=0.9, seed=5, logprobs=2)
-    slices = [Slice([0], 8, [0], sampling, masked=masked) for masked in (False, True, True)]
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5, logprobs=2)
+    slices = [SequenceSlice([0], 8, [0], sampling, masked=masked) for masked in (False, True, True)]
     allowed_MV = np.zeros((2, len(LOGITS)), np.bool_)
     allowed_MV[0, 6], allowed_MV[1, [1, 6]] = True, True
     masks_MW = np.packbits(np.pad(allowed_MV, ((0, 0), (0, 22))), axis=1, bitorder="little").view(np.int32)
-    done = sample(torch.tensor([LOGITS] * 3), unpack(pack(slices, BLOCK_TOKENS)), masks_MW)
+    done = sample_batch(torch.tensor([LOGITS] * 3), unpack_step(pack_step(slices, BLOCK_TOKENS)), masks_MW)
     assert done.tokens_R[0] == run([(LOGITS, sampling, 9, None)]).tokens_R[0]
     assert done.tokens_R[1:].tolist() == [6, 1]
     whole = torch.log_softmax(torch.tensor(LOGITS, dtype=torch.float64), -1)
@@ -198,12 +207,14 @@ def test_a_mask_leaves_only_what_it_allows_and_reported_logprobs_are_of_all() ->
 
 
 def test_a_mask_comes_behind_a_bias() -> None:
-    packed = pack([Slice([0], 8, [0], Sampling(logit_bias={4: 100.0, 1: 50.0}), masked=True)], BLOCK_TOKENS)
+    packed = pack_step(
+        [SequenceSlice([0], 8, [0], SamplingParams(logit_bias={4: 100.0, 1: 50.0}), masked=True)], BLOCK_TOKENS
+    )
     masks_MW = np.array([[1 << 1 | 1 << 7]], np.int32)
-    assert sample(torch.tensor([LOGITS]), unpack(packed), masks_MW).tokens_R.tolist() == [1]
+    assert sample_batch(torch.tensor([LOGITS]), unpack_step(packed), masks_MW).tokens_R.tolist() == [1]
 
 
 def test_masks_that_are_not_as_many_as_their_rows_are_a_mistake() -> None:
-    packed = pack([Slice([0], 8, [0], Sampling(), masked=True)] * 2, BLOCK_TOKENS)
+    packed = pack_step([SequenceSlice([0], 8, [0], SamplingParams(), masked=True)] * 2, BLOCK_TOKENS)
     with pytest.raises(AssertionError, match="as many masks"):
-        sample(torch.tensor([LOGITS] * 2), unpack(packed), np.ones((1, 1), np.int32))
+        sample_batch(torch.tensor([LOGITS] * 2), unpack_step(packed), np.ones((1, 1), np.int32))

@@ -6,21 +6,21 @@ import json
 import pytest
 
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.validation import Refused
-from engine.structured_output.lark_source import SCHEMA_DEPTH_MAX, SOURCE_BYTES_MAX, lark_of
+from engine.scheduling.validation import SubmitRejected
+from engine.structured_output.lark_source import SCHEMA_DEPTH_MAX, SOURCE_BYTES_MAX, to_lark
 
 
 def schema_of(schema: object) -> dict[str, object]:
     """What the library is given for it."""
-    lark = lark_of(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    lark = to_lark(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     found, _ = json.JSONDecoder().raw_decode(lark, lark.index("{", lark.index("%json")))
     assert isinstance(found, dict)
     return found
 
 
 def refusal(kind: GrammarKind, source: str) -> str:
-    with pytest.raises(Refused) as refused:
-        lark_of(Grammar(kind, source))
+    with pytest.raises(SubmitRejected) as refused:
+        to_lark(Grammar(kind, source))
     assert refused.value.reason == RejectReason.GRAMMAR
     return refused.value.message
 
@@ -37,7 +37,7 @@ def test_a_source_may_have_so_many_bytes_and_no_more(kind: GrammarKind) -> None:
     most = SOURCE_BYTES_MAX[kind]
     long = {GrammarKind.JSON_SCHEMA: f'{{"title":"{"x" * (most - 12)}"}}'}.get(kind, "é" * (most // 2))
     assert len(long.encode()) == most
-    lark_of(Grammar(kind, long))
+    to_lark(Grammar(kind, long))
     assert str(most) in refusal(kind, long + " ")
 
 
@@ -60,7 +60,7 @@ def test_a_schema_cannot_ask_the_library_to_ignore_what_it_cannot_do() -> None:
     lenient = {"type": "object", "x-guidance": {"lenient": True}}
     assert "lenient" not in json.dumps(schema_of(lenient))
     spelled = json.dumps(lenient).replace("-", "\\u002d")
-    lark = lark_of(Grammar(GrammarKind.LARK, f'start: "a" %json {spelled} "b"\n'))
+    lark = to_lark(Grammar(GrammarKind.LARK, f'start: "a" %json {spelled} "b"\n'))
     assert "lenient" not in lark
     assert lark.endswith('"b"\n')
 
@@ -86,7 +86,7 @@ def test_the_order_of_properties_is_kept() -> None:
 
 @pytest.mark.parametrize("literal", ['"%json {\\"a\\": 1}"', "/%json {x}/", "// %json [\n", "# %json [\n"])
 def test_what_only_looks_like_a_schema_is_left_as_it_is(literal: str) -> None:
-    assert literal in lark_of(Grammar(GrammarKind.LARK, f'start: "x" {literal}'))
+    assert literal in to_lark(Grammar(GrammarKind.LARK, f'start: "x" {literal}'))
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_what_only_looks_like_a_schema_is_left_as_it_is(literal: str) -> None:
     ],
 )
 def test_a_regex_is_about_all_of_the_text(regex: str, inner: str) -> None:
-    assert lark_of(Grammar(GrammarKind.REGEX, regex)).endswith(f"start: /{inner}/\n")
+    assert to_lark(Grammar(GrammarKind.REGEX, regex)).endswith(f"start: /{inner}/\n")

@@ -11,10 +11,15 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import Matcher
-from engine.scheduling.validation import Refused
+from engine.scheduling.sequence import GrammarMatcher
+from engine.scheduling.validation import SubmitRejected
 from engine.structured_output import manager as module
-from engine.structured_output.manager import KEPT_ACCOUNT_MAX, PENDING_MAX, Grammars, LarkMatcher
+from engine.structured_output.manager import (
+    CACHED_PER_ACCOUNT_MAX,
+    PENDING_PER_ACCOUNT_MAX,
+    LarkMatcher,
+    StructuredOutputManager,
+)
 from tests.engine.structured_output.test_sandbox import ENDLESS
 from tests.engine.structured_output.texts import ACCOUNT, EMBER, Scribe, compiled
 
@@ -34,17 +39,19 @@ END, TOOL, PAD = 1, 5, 7  # the built-in model's <|end|>, <|tool|> and <|pad|>
 STOPS = frozenset({END})
 
 
-def problem(grammars: Grammars, source: str, kind: GrammarKind = GrammarKind.JSON_SCHEMA) -> tuple[str, str]:
-    with pytest.raises(Refused) as refused:
+def problem(
+    grammars: StructuredOutputManager, source: str, kind: GrammarKind = GrammarKind.JSON_SCHEMA
+) -> tuple[str, str]:
+    with pytest.raises(SubmitRejected) as refused:
         compiled(grammars, source, kind).matcher(STOPS)
     return refused.value.reason, refused.value.message
 
 
-def matcher_of(grammars: Grammars, lark: str, stop_ids: frozenset[int] = STOPS) -> LarkMatcher:
+def matcher_of(grammars: StructuredOutputManager, lark: str, stop_ids: frozenset[int] = STOPS) -> LarkMatcher:
     return compiled(grammars, lark, GrammarKind.LARK).matcher(stop_ids)
 
 
-def allowed(grammars: Grammars, matcher: Matcher) -> set[int]:
+def allowed(grammars: StructuredOutputManager, matcher: GrammarMatcher) -> set[int]:
     mask = np.unpackbits(grammars.masks([matcher]).view(np.uint8), bitorder="little")
     return set(np.flatnonzero(mask).tolist())
 
@@ -69,7 +76,7 @@ def test_random_texts_always_match_their_grammars_whatever_their_company(scribe:
     """A hundred and fifty texts, in batches of mixed rows; a row's text is the same alone and beside others."""
     compilations = [compiled(scribe.grammars, source, kind) for kind, source, _ in CHECKED]
     for seed in range(10):
-        matchers: list[Matcher | None] = [compilations[row % 3].matcher(STOPS) for row in range(15)]
+        matchers: list[GrammarMatcher | None] = [compilations[row % 3].matcher(STOPS) for row in range(15)]
         texts = scribe.write([*matchers, None], seed, temperature=(seed % 2) * 0.8)
         for row, (text, end) in enumerate(texts[:-1]):
             assert end == "stop", (text, end)
@@ -78,7 +85,7 @@ def test_random_texts_always_match_their_grammars_whatever_their_company(scribe:
         assert alone[0] == texts[0]
 
 
-def test_unsupported_parts_are_refused_by_name(grammars: Grammars) -> None:
+def test_unsupported_parts_are_refused_by_name(grammars: StructuredOutputManager) -> None:
     for schema, named in (
         ({"not": {"type": "string"}}, '"not"'),
         ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
@@ -102,7 +109,7 @@ def test_unsupported_parts_are_refused_by_name(grammars: Grammars) -> None:
     assert "0.5 s" in problem(grammars, ENDLESS, GrammarKind.LARK)[1]
 
 
-def test_special_tokens_are_reached_by_name_and_by_no_text(grammars: Grammars) -> None:
+def test_special_tokens_are_reached_by_name_and_by_no_text(grammars: StructuredOutputManager) -> None:
     assert allowed(grammars, matcher_of(grammars, 'start: <|tool|> "a"')) == {TOOL}
     text = allowed(grammars, matcher_of(grammars, r"start: /(.|\n)*/"))
     assert text & set(range(8)) == {END}, "only where it ends"
@@ -112,7 +119,7 @@ def test_special_tokens_are_reached_by_name_and_by_no_text(grammars: Grammars) -
     assert not allowed(grammars, matcher) & set(range(8))
 
 
-def test_a_text_is_over_where_only_its_end_may_follow(grammars: Grammars) -> None:
+def test_a_text_is_over_where_only_its_end_may_follow(grammars: StructuredOutputManager) -> None:
     matcher = matcher_of(grammars, 'start: "a" | "ab"')
     a = next(iter(allowed(grammars, matcher_of(grammars, 'start: "a"'))))
     assert matcher.accept(a) == ""
@@ -123,7 +130,9 @@ def test_a_text_is_over_where_only_its_end_may_follow(grammars: Grammars) -> Non
     assert matcher.over
 
 
-def test_a_requests_own_stop_tokens_come_where_the_text_is_whole_and_nowhere_else(grammars: Grammars) -> None:
+def test_a_requests_own_stop_tokens_come_where_the_text_is_whole_and_nowhere_else(
+    grammars: StructuredOutputManager,
+) -> None:
     a, b = (next(iter(allowed(grammars, matcher_of(grammars, f'start: "{letter}"')))) for letter in "ab")
     matcher = matcher_of(grammars, 'start: ("a" | "b") "b"*', STOPS | {b, PAD})
     assert a in allowed(grammars, matcher)
@@ -139,13 +148,13 @@ def test_a_requests_own_stop_tokens_come_where_the_text_is_whole_and_nowhere_els
     assert (matcher.accept(a), matcher.accept(PAD)) == ("", "")
 
 
-def test_what_does_not_match_is_a_problem_and_stays_one(grammars: Grammars) -> None:
+def test_what_does_not_match_is_a_problem_and_stays_one(grammars: StructuredOutputManager) -> None:
     matcher = matcher_of(grammars, 'start: "a" "c"')
     assert "could not be kept" in matcher.accept(TOOL)
     assert "could not be kept" in matcher.accept(END), "an end behind a failure is no end"
 
 
-def test_a_text_that_passes_a_limit_fails_and_the_next_one_starts_anew(grammars: Grammars) -> None:
+def test_a_text_that_passes_a_limit_fails_and_the_next_one_starts_anew(grammars: StructuredOutputManager) -> None:
     source = r"(\p{L}\w{1,200}\s?){1,200}"
     compilation = compiled(grammars, source, GrammarKind.REGEX)
     matcher = compilation.matcher(STOPS)
@@ -160,7 +169,7 @@ def test_a_text_that_passes_a_limit_fails_and_the_next_one_starts_anew(grammars:
     assert len(allowed(grammars, again.matcher(STOPS))) > 100
 
 
-def test_no_forced_text_is_tokenized_for_each_mask(grammars: Grammars) -> None:
+def test_no_forced_text_is_tokenized_for_each_mask(grammars: StructuredOutputManager) -> None:
     """A constant of 24 KB: the mask of each token takes as long as any other."""
     matcher = compiled(grammars, json.dumps({"const": "abc def " * 3000})).matcher(STOPS)
     took = []
@@ -172,7 +181,7 @@ def test_no_forced_text_is_tokenized_for_each_mask(grammars: Grammars) -> None:
     assert min(took) < 2e-3
 
 
-def test_a_grammar_is_kept_for_its_account_alone(grammars: Grammars) -> None:
+def test_a_grammar_is_kept_for_its_account_alone(grammars: StructuredOutputManager) -> None:
     source = json.dumps({"const": "kept"})
     first = compiled(grammars, source)
     grammar = Grammar(GrammarKind.JSON_SCHEMA, source)
@@ -191,25 +200,25 @@ def test_a_grammar_is_kept_for_its_account_alone(grammars: Grammars) -> None:
 def test_what_was_not_used_for_longest_is_forgotten_of_the_account_that_has_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "KEPT_MAX", KEPT_ACCOUNT_MAX + 2)
-    with closing(Grammars(Path("/nowhere"), 1)) as grammars:
+    monkeypatch.setattr(module, "CACHED_MAX", CACHED_PER_ACCOUNT_MAX + 2)
+    with closing(StructuredOutputManager(Path("/nowhere"), 1)) as grammars:
 
         def ask(account: bytes, number: int) -> int:
             return id(grammars.compile(Grammar(GrammarKind.REGEX, str(number)), account, keep=True))
 
-        first = [ask(b"a", number) for number in range(KEPT_ACCOUNT_MAX)]
-        assert [ask(b"a", number) for number in range(KEPT_ACCOUNT_MAX)] == first
+        first = [ask(b"a", number) for number in range(CACHED_PER_ACCOUNT_MAX)]
+        assert [ask(b"a", number) for number in range(CACHED_PER_ACCOUNT_MAX)] == first
         others = [ask(b"b", number) for number in range(2)]
         assert ask(b"a", 0) == first[0], "used last"
         ask(b"c", 0)
         assert [ask(b"b", number) for number in range(2)] == others
-        assert sum(map(len, grammars._kept.values())) == KEPT_ACCOUNT_MAX + 2
+        assert sum(map(len, grammars._kept.values())) == CACHED_PER_ACCOUNT_MAX + 2
         assert Grammar(GrammarKind.REGEX, "1") not in grammars._kept[b"a"]
         assert Grammar(GrammarKind.REGEX, "0") in grammars._kept[b"a"]
 
 
-def test_worn_grammars_are_compiled_anew(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WORN_TOKENS", 2)
+def test_worn_grammars_are_compiled_anew(grammars: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECOMPILE_TOKENS", 2)
     first = compiled(grammars, 'start: "wwww"', GrammarKind.LARK)
     matcher = first.matcher(STOPS)
     for _ in range(2):
@@ -218,11 +227,11 @@ def test_worn_grammars_are_compiled_anew(grammars: Grammars, monkeypatch: pytest
     assert compiled(grammars, 'start: "wwww"', GrammarKind.LARK) is not first
 
 
-def test_accounts_take_turns_and_none_may_have_many_pending(grammars: Grammars) -> None:
-    slow = [f"{ENDLESS}\n// {number}" for number in range(PENDING_MAX + 2)]
+def test_accounts_take_turns_and_none_may_have_many_pending(grammars: StructuredOutputManager) -> None:
+    slow = [f"{ENDLESS}\n// {number}" for number in range(PENDING_PER_ACCOUNT_MAX + 2)]
     mine = [grammars.compile(Grammar(GrammarKind.LARK, source), b"s" * 16, keep=False) for source in slow]
     assert mine[-1].done
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         mine[-1].matcher(STOPS)
     assert refused.value.reason == RejectReason.BUSY
     began = time.perf_counter()
@@ -234,7 +243,7 @@ def test_accounts_take_turns_and_none_may_have_many_pending(grammars: Grammars) 
 
 
 def test_a_trial_that_ends_is_replaced_and_costs_no_grammar() -> None:
-    with closing(Grammars(EMBER, 1)) as grammars:
+    with closing(StructuredOutputManager(EMBER, 1)) as grammars:
         compiled(grammars, '{"const": 1}')
         for trial in grammars._trials:
             trial._process.kill()
@@ -251,8 +260,8 @@ def test_a_grammar_that_ends_every_trial_is_refused_and_no_other(monkeypatch: py
         return asked(trial, lark)
 
     monkeypatch.setattr(module.Trial, "problem", problem)
-    with closing(Grammars(EMBER, 1)) as grammars:
-        with pytest.raises(Refused) as refused:
+    with closing(StructuredOutputManager(EMBER, 1)) as grammars:
+        with pytest.raises(SubmitRejected) as refused:
             compiled(grammars, '{"const": "deadly"}').matcher(STOPS)
         assert refused.value.reason is RejectReason.BUSY
         compiled(grammars, '{"const": 1}').matcher(STOPS)
@@ -263,12 +272,12 @@ def test_without_a_tokenizer_that_can_be_used_every_grammar_is_refused(tmp_path:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
         (tmp_path / "config.json").write_text((EMBER / "config.json").read_text())
-    with closing(Grammars(tmp_path, None)) as grammars:
+    with closing(StructuredOutputManager(tmp_path, None)) as grammars:
         grammars.wait()
         assert "tokenizer.json" in problem(grammars, "{}")[1]
 
 
-def test_rows_without_a_grammar_may_become_anything(grammars: Grammars) -> None:
+def test_rows_without_a_grammar_may_become_anything(grammars: StructuredOutputManager) -> None:
     matcher = matcher_of(grammars, 'start: "a"')
     masks_MW = grammars.masks([None, matcher, None])
     assert (masks_MW[[0, 2]] == -1).all()

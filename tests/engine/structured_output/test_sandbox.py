@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.structured_output.sandbox import Trial, Unavailable
+from engine.structured_output.sandbox import GrammarSandbox, SandboxGone
 from tests.engine.structured_output.texts import EMBER
 
 ENDLESS = 'start: %json {"type": "integer", "allOf": [{"multipleOf": 97}, {"multipleOf": 101}, {"multipleOf": 103}]}'
@@ -15,32 +15,32 @@ LARGE = "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(60))
 
 
 @pytest.fixture(scope="module")
-def trial() -> Iterator[Trial]:
-    opened = Trial(EMBER, time_s=0.2)
+def trial() -> Iterator[GrammarSandbox]:
+    opened = GrammarSandbox(EMBER, time_s=0.2)
     yield opened
     opened.end()
 
 
-def test_it_says_what_is_wrong_and_goes_on(trial: Trial) -> None:
+def test_it_says_what_is_wrong_and_goes_on(trial: GrammarSandbox) -> None:
     assert trial.problem('start: "a"') == ""
     assert "unknown name" in trial.problem("start: nobody")
     assert "unknown special token" in trial.problem("start: <|nobody|>")
     assert trial.problem('start: <|tool|> "a"') == ""
 
 
-def test_what_takes_too_long_is_ended_by_the_time_of_its_processor(trial: Trial) -> None:
+def test_what_takes_too_long_is_ended_by_the_time_of_its_processor(trial: GrammarSandbox) -> None:
     assert trial.problem(ENDLESS) == "it takes more than 0.2 s to compile"
     assert trial.problem('start: "a"') == ""
 
 
 def test_what_takes_too_much_memory_is_ended() -> None:
-    trial = Trial(EMBER, time_s=5.0, memory_bytes=24 << 20)
+    trial = GrammarSandbox(EMBER, time_s=5.0, memory_bytes=24 << 20)
     assert trial.problem(LARGE) == "it takes more than 24 MB to compile"
     assert trial.problem('start: "a"') == ""
     trial.end()
 
 
-def test_what_is_nested_deeply_harms_nobody(trial: Trial) -> None:
+def test_what_is_nested_deeply_harms_nobody(trial: GrammarSandbox) -> None:
     for opening, closing in (("(", ")"), ("[", "]")):
         assert trial.problem(f'start: {opening * 20_000}"a"{closing * 20_000}')
     assert trial.problem(f"start: /{'(' * 20_000}a{')' * 20_000}/")
@@ -48,11 +48,11 @@ def test_what_is_nested_deeply_harms_nobody(trial: Trial) -> None:
 
 
 def test_who_waits_for_one_that_is_gone_is_told() -> None:
-    trial = Trial(EMBER)
+    trial = GrammarSandbox(EMBER)
     assert trial.problem('start: "a"') == ""
     time.sleep(0.2)  # until it has the next fork
     os.kill(trial._process.pid, signal.SIGKILL)
     trial._process.wait()
-    with pytest.raises(Unavailable):
+    with pytest.raises(SandboxGone):
         trial.problem('start: "a"')
     trial.end()

@@ -4,14 +4,14 @@ all drafts, is counted by benchmarks/scheduling/structured_output.py."""
 import json
 from pathlib import Path
 
-from engine.structured_output.manager import Grammars
+from engine.structured_output.manager import StructuredOutputManager
 from tests.engine.structured_output.texts import Judgement, Scribe, compiled, judge
 
 SAMPLE = json.loads(Path(__file__).with_name("schemas.json").read_text())["cases"]
 
 
 def test_what_is_written_under_a_schema_is_accepted_and_what_is_not_supported_is_named(
-    scribe: Scribe, grammars: Grammars
+    scribe: Scribe, grammars: StructuredOutputManager
 ) -> None:
     judged = {}
     for case in SAMPLE:

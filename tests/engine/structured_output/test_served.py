@@ -13,7 +13,16 @@ from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer
 
 from engine.protocol.specs import ModelSpec, ReplicaSpec
-from engine.protocol.types import FinishReason, Grammar, GrammarKind, RejectReason, Sampling, Scope, ScopeKind, Terms
+from engine.protocol.types import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    RejectReason,
+    SamplingParams,
+    SchedulingTerms,
+    Scope,
+    ScopeKind,
+)
 from tests.engine.replica.test_server import Peer, finished
 from tests.engine.structured_output.test_sandbox import ENDLESS
 from tests.engine.structured_output.texts import EMBER
@@ -87,7 +96,7 @@ def test_constrained_texts_do_not_depend_on_company(peer: Peer, tokenizer: Token
 
 
 def test_sampled_choices_match_their_schema(peer: Peer, tokenizer: Tokenizer) -> None:
-    sampling = Sampling(temperature=0.9, top_p=0.95, seed=7, logprobs=1)
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=7, logprobs=1)
     peer.submit(1, prompt(tokenizer, "Make up a person."), max_tokens=120, grammar=JSON, n=4, sampling=sampling)
     peer.until(finished(1, 2, 3, 4), LIMIT_S)
     ended = [id for id in (1, 2, 3, 4) if peer.finished[id].reason == FinishReason.STOP]
@@ -101,7 +110,7 @@ def test_a_grammar_that_cannot_be_used_is_rejected_before_anything_starts(peer: 
     tokens = prompt(tokenizer, "Hello.")
     peer.submit(1, tokens, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}'), n=2)
     peer.submit(3, tokens, grammar=Grammar(GrammarKind.LARK, ENDLESS))
-    peer.submit(4, tokens, grammar=VOWELS, terms=Terms(erase=True), scope=Scope())
+    peer.submit(4, tokens, grammar=VOWELS, terms=SchedulingTerms(erase=True), scope=Scope())
     peer.until(finished(1, 3, 4), LIMIT_S)
     for id, named in ((1, '"not"'), (3, "0.5 s")):
         assert peer.rejected[id].reason == RejectReason.GRAMMAR

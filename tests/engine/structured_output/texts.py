@@ -15,13 +15,13 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 from numpy.typing import NDArray
 
-from engine.protocol.types import Grammar, GrammarKind, Sampling
-from engine.scheduling.sequence import Compilation, Matcher
-from engine.scheduling.validation import Refused
-from engine.step.layout import Int32s, Slice, pack, unpack
-from engine.step.sampling import sample
+from engine.protocol.types import Grammar, GrammarKind, SamplingParams
+from engine.scheduling.sequence import GrammarCompilation, GrammarMatcher
+from engine.scheduling.validation import SubmitRejected
+from engine.step.layout import Int32s, SequenceSlice, pack_step, unpack_step
+from engine.step.sampling import sample_batch
 from engine.structured_output.llguidance_backend import open_tokenizer
-from engine.structured_output.manager import Grammars, LarkCompilation
+from engine.structured_output.manager import LarkCompilation, StructuredOutputManager
 
 EMBER = Path(__file__).parents[3] / "engine" / "builtin_model"
 ACCOUNT = b"a" * 16
@@ -30,7 +30,8 @@ LONGEST = 400  # tokens
 
 
 def compiled(
-    grammars: Grammars, source: str, kind: GrammarKind = GrammarKind.JSON_SCHEMA, account: bytes = ACCOUNT,
+    grammars: StructuredOutputManager, source: str, kind: GrammarKind = GrammarKind.JSON_SCHEMA,
+    account: bytes = ACCOUNT,
     keep: bool = True, limit_s: float = 30.0,
 ) -> LarkCompilation:  # fmt: skip
     """Its compilation, once it is done."""
@@ -47,7 +48,7 @@ def compiled(
 class Masking(Protocol):
     """What makes masks: ours, or another library's."""
 
-    def masks(self, matchers: Items[Matcher | None]) -> Int32s: ...
+    def masks(self, matchers: Items[GrammarMatcher | None]) -> Int32s: ...
 
 
 class Scribe:
@@ -67,7 +68,9 @@ class Scribe:
         start = int(rng.integers(0, len(self._noise) - self.vocabulary))
         return self._noise[start : start + self.vocabulary] + self._closing_V * min(step, 60) * 0.25
 
-    def write(self, matchers: list[Matcher | None], seed: int, temperature: float = 0.0) -> list[tuple[str, str]]:
+    def write(
+        self, matchers: list[GrammarMatcher | None], seed: int, temperature: float = 0.0
+    ) -> list[tuple[str, str]]:
         """Each row's text and why it ended; they share steps, as in a batch."""
         rng = [np.random.default_rng([seed, row]) for row in range(len(matchers))]
         written: list[list[int]] = [[] for _ in matchers]
@@ -90,15 +93,21 @@ class Scribe:
         return [(text, end or "length") for text, end in zip(texts, ends, strict=True)]
 
     def _step(
-        self, matchers: list[Matcher | None], rngs: list[np.random.Generator], step: int, seed: int, temperature: float
+        self,
+        matchers: list[GrammarMatcher | None],
+        rngs: list[np.random.Generator],
+        step: int,
+        seed: int,
+        temperature: float,
     ) -> list[int]:
         logits_RV = torch.from_numpy(np.stack([self.logits(rng, step) for rng in rngs]))
-        sampling = Sampling(temperature=temperature, seed=seed)
+        sampling = SamplingParams(temperature=temperature, seed=seed)
         slices = [
-            Slice([0], step, [0] * (1 + step // 16), sampling, masked=matcher is not None) for matcher in matchers
+            SequenceSlice([0], step, [0] * (1 + step // 16), sampling, masked=matcher is not None)
+            for matcher in matchers
         ]
         masks_MW = self.grammars.masks([matcher for matcher in matchers if matcher is not None])
-        tokens: list[int] = sample(logits_RV, unpack(pack(slices, 16)), masks_MW).tokens_R.tolist()
+        tokens: list[int] = sample_batch(logits_RV, unpack_step(pack_step(slices, 16)), masks_MW).tokens_R.tolist()
         return tokens
 
 
@@ -117,11 +126,11 @@ class Judged:
     told: str
 
 
-def judge(scribe: Scribe, schema: Any, compilation: Compilation, seeds: int) -> Judged:
+def judge(scribe: Scribe, schema: Any, compilation: GrammarCompilation, seeds: int) -> Judged:
     """What jsonschema says of so many texts under a schema that was compiled."""
     try:
         texts = scribe.write([compilation.matcher(frozenset({scribe.stop_id})) for _ in range(seeds)], seed=1)
-    except Refused as refused:
+    except SubmitRejected as refused:
         return Judged(Judgement.REFUSED, refused.message)
     validator = validator_for(schema, Draft202012Validator)(schema)
     whole = [text for text, end in texts if end == "stop"]

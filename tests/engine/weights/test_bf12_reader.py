@@ -18,17 +18,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.bf12 import metadata as notes
-from engine.bf12.codec import Bf12, Coded, Escapes, Index, choose_bases, decode
-from engine.bf12.metadata import Level, Notes
-from engine.models.weight_names import Cut, Entry, Source
+from engine.bf12.codec import Bf12Matrix, Bf12Weight, EscapeIndex, Escapes, choose_bases, decode
+from engine.bf12.metadata import Bf12Metadata, CompressionLevel
+from engine.models.weight_names import ParameterEntry, ShardAxis, TensorSource
 from engine.weights import streaming
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.formats import FIRSTS, PLACES, SCALES, VALUES, WORDS, forms_of
-from engine.weights.load import fetch
+from engine.weights.formats import FIRSTS, PLACES, SCALES, VALUES, WORDS, select_formats
+from engine.weights.load import load_tensors
 from tests.support.bf12_files import codable, raw, sums_of, write_coded, write_file
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-LEVELS = list(Level)
+LEVELS = list(CompressionLevel)
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +52,10 @@ def originals() -> dict[str, Tensor]:
 
 
 TABLE = [
-    Entry("both", (Source("wide", (40, 256)), Source("low", (9, 256))), Cut.OUTPUTS),
-    Entry("bias", (Source("bias", (49,)),), Cut.OUTPUTS),
-    Entry("norm", (Source("norm", (2000,)),), Cut.WHOLE),
-    Entry("kept", (Source("kept", (3, 50)),), Cut.WHOLE),
+    ParameterEntry("both", (TensorSource("wide", (40, 256)), TensorSource("low", (9, 256))), ShardAxis.OUTPUTS),
+    ParameterEntry("bias", (TensorSource("bias", (49,)),), ShardAxis.OUTPUTS),
+    ParameterEntry("norm", (TensorSource("norm", (2000,)),), ShardAxis.WHOLE),
+    ParameterEntry("kept", (TensorSource("kept", (3, 50)),), ShardAxis.WHOLE),
 ]
 
 
@@ -63,21 +63,21 @@ def read(folder: Path, device: torch.device = GPU) -> dict[str, Tensor]:
     """As a CPU or a GPU has the tensors, in host memory."""
     checkpoint = Checkpoint(folder)
     checkpoint.require((source for entry in TABLE for source in entry.sources), lambda name: False)
-    forms = forms_of(TABLE, checkpoint.tensors, torch.bfloat16, device)
+    forms = select_formats(TABLE, checkpoint.tensors, torch.bfloat16, device)
     with torch.inference_mode():
-        return fetch(checkpoint, TABLE, forms, CPU, lambda: None)
+        return load_tensors(checkpoint, TABLE, forms, CPU, lambda: None)
 
 
 def numbers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Words and their index as kernels take them → numbers; the rest as it is."""
     if "both" in tensors:
         return tensors
-    index = Index(*(tensors["both" + part] for part in (SCALES, FIRSTS, PLACES, VALUES)))
+    index = EscapeIndex(*(tensors["both" + part] for part in (SCALES, FIRSTS, PLACES, VALUES)))
     both = {name: tensor for name, tensor in tensors.items() if not name.startswith("both.")}
-    return both | {"both": expanded(Bf12(tensors["both" + WORDS], index))}
+    return both | {"both": expanded(Bf12Weight(tensors["both" + WORDS], index))}
 
 
-def expanded(weight: Bf12) -> Tensor:
+def expanded(weight: Bf12Weight) -> Tensor:
     """By the index alone, row by row."""
     rows = []
     for output in range(weight.outputs):
@@ -88,7 +88,7 @@ def expanded(weight: Bf12) -> Tensor:
         places, values = weight.index.places_E[first:last], weight.index.values_E[first:last]
         mine = places >> 16 == output
         escapes = Escapes(1, weight.inputs, base_N, (places[mine] & 0xFFFF).long(), values[mine])
-        rows.append(decode(Coded(weight.words_NW[output : output + 1], escapes)))
+        rows.append(decode(Bf12Matrix(weight.words_NW[output : output + 1], escapes)))
     return torch.cat(rows)
 
 
@@ -105,13 +105,13 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=LEVELS, ids=[level.name for level in LEVELS])
-def level(request: pytest.FixtureRequest) -> Level:
-    chosen: Level = request.param
+def level(request: pytest.FixtureRequest) -> CompressionLevel:
+    chosen: CompressionLevel = request.param
     return chosen
 
 
 @pytest.fixture
-def file(tmp_path: Path, level: Level) -> Path:
+def file(tmp_path: Path, level: CompressionLevel) -> Path:
     (tmp_path / "config.json").write_text("{}")
     path = tmp_path / "model.safetensors"
     write_coded(path, originals(), level)
@@ -133,7 +133,7 @@ def test_a_coded_tensor_has_its_own_name_and_shape_and_planes_have_none(file: Pa
     assert Checkpoint(file.parent).bytes == file.stat().st_size - header_bytes
 
 
-def test_the_header_alone_names_the_weights(file: Path, level: Level) -> None:
+def test_the_header_alone_names_the_weights(file: Path, level: CompressionLevel) -> None:
     first = Checkpoint(file.parent).revision()
     assert Checkpoint(file.parent).revision() == first
     changed = originals()
@@ -158,9 +158,9 @@ def rewrite(path: Path, change: Change) -> None:
         first, last = entry["data_offsets"]
         flat = torch.tensor(list(content[8 + length + first : 8 + length + last]), dtype=torch.uint8)
         planes[name] = flat.view(dtypes[entry["dtype"]]).view(entry["shape"])
-    said = json.loads(metadata[notes.KEY])
+    said = json.loads(metadata[notes.METADATA_KEY])
     change(planes, said)
-    write_file(path, planes, notes.written(msgspec.convert(said, Notes)))
+    write_file(path, planes, notes.encode_metadata(msgspec.convert(said, Bf12Metadata)))
 
 
 def test_a_file_that_is_written_again_as_it_was_is_taken(file: Path) -> None:
@@ -230,9 +230,9 @@ def turned(planes: Planes, said: dict[str, Any]) -> None:
     said["level"] = 3 - said["level"]
 
 
-def test_the_other_levels_planes_are_refused(file: Path, level: Level) -> None:
+def test_the_other_levels_planes_are_refused(file: Path, level: CompressionLevel) -> None:
     rewrite(file, turned)
-    problem = r"lacks wide\.high, wide\.high_ends" if level is Level.DEVICE else "no words|no coded tensor"
+    problem = r"lacks wide\.high, wide\.high_ends" if level is CompressionLevel.DEVICE else "no words|no coded tensor"
     with pytest.raises(CheckpointError, match=problem):
         Checkpoint(file.parent)
 
@@ -245,12 +245,12 @@ def test_metadata_that_are_not_understood_are_refused(file: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors: its metadata were altered: get the file again"):
         Checkpoint(file.parent)
     said = msgspec.json.encode({"version": 9}).decode()
-    metadata = {notes.KEY: said, notes.SUM_KEY: xxhash.xxh3_128_hexdigest(said.encode())}
+    metadata = {notes.METADATA_KEY: said, notes.METADATA_SUM_KEY: xxhash.xxh3_128_hexdigest(said.encode())}
     write_file(file, {}, metadata)
     with pytest.raises(CheckpointError, match=r"of version 9 of the format, this Hearth reads version 1"):
         Checkpoint(file.parent)
     said = '{"version":1,"odd":' + "[" * 100_000
-    write_file(file, {}, {notes.KEY: said, notes.SUM_KEY: xxhash.xxh3_128_hexdigest(said.encode())})
+    write_file(file, {}, {notes.METADATA_KEY: said, notes.METADATA_SUM_KEY: xxhash.xxh3_128_hexdigest(said.encode())})
     with pytest.raises(CheckpointError, match=r"its metadata cannot be understood"):
         Checkpoint(file.parent)
 
@@ -291,7 +291,7 @@ def test_bases_that_are_none_are_refused(file: Path, base: int) -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_rows_of_zeros_come_back_with_their_signs(file: Path, level: Level, device: torch.device) -> None:
+def test_rows_of_zeros_come_back_with_their_signs(file: Path, level: CompressionLevel, device: torch.device) -> None:
     changed = originals()
     changed["wide"][3:20] = 0.0
     changed["wide"][4, 5:9] = -0.0
@@ -302,14 +302,16 @@ def test_rows_of_zeros_come_back_with_their_signs(file: Path, level: Level, devi
 
 def test_an_escape_that_is_too_large_for_float16_is_refused(file: Path) -> None:
     checkpoint = Checkpoint(file.parent)
-    forms = forms_of(TABLE, checkpoint.tensors, torch.float16, GPU)
+    forms = select_formats(TABLE, checkpoint.tensors, torch.float16, GPU)
     with pytest.raises(CheckpointError, match=r"wide, stored as BF12, has 1 values .* as torch\.float16"):
-        fetch(checkpoint, TABLE, forms, CPU, lambda: None)
+        load_tensors(checkpoint, TABLE, forms, CPU, lambda: None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_an_escape_that_is_not_finite_is_refused(file: Path, level: Level, value: float, device: torch.device) -> None:
+def test_an_escape_that_is_not_finite_is_refused(
+    file: Path, level: CompressionLevel, value: float, device: torch.device
+) -> None:
     changed = originals()
     changed["wide"][3, 4:6] = value
     write_coded(file, changed, level)
@@ -329,7 +331,7 @@ def test_an_escape_that_is_not_finite_is_refused(file: Path, level: Level, value
 )
 def test_frames_that_do_not_fit_are_refused(tmp_path: Path, change: Any) -> None:
     (tmp_path / "config.json").write_text("{}")
-    write_coded(tmp_path / "model.safetensors", originals(), Level.DISTRIBUTION)
+    write_coded(tmp_path / "model.safetensors", originals(), CompressionLevel.DISTRIBUTION)
     rewrite(tmp_path / "model.safetensors", resummed("wide.high_ends", change))
     with pytest.raises(CheckpointError, match=r"wide has frames that do not fit: get the file again"):
         read(tmp_path)
@@ -338,13 +340,13 @@ def test_frames_that_do_not_fit_are_refused(tmp_path: Path, change: Any) -> None
 def test_frames_that_hold_something_else_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     path = tmp_path / "model.safetensors"
-    write_coded(path, originals(), Level.DISTRIBUTION)
+    write_coded(path, originals(), CompressionLevel.DISTRIBUTION)
     rewrite(path, lambda planes, said: planes["wide.high"].__setitem__(slice(0, 4), 0))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: wide has a frame .*: get the file again"):
         read(tmp_path)
-    write_coded(path, originals(), Level.DISTRIBUTION)
+    write_coded(path, originals(), CompressionLevel.DISTRIBUTION)
     other = originals() | {"wide": originals()["wide"].flip(0)}
-    write_coded(tmp_path / "other", other, Level.DISTRIBUTION)
+    write_coded(tmp_path / "other", other, CompressionLevel.DISTRIBUTION)
     frames: dict[str, Tensor] = {}
     rewrite(tmp_path / "other", lambda planes, said: frames.update(planes))
     rewrite(path, lambda planes, said: planes.update({name: frames[name] for name in ("wide.high", "wide.high_ends")}))
@@ -395,7 +397,11 @@ def test_files_of_a_folder_may_be_of_any_level_or_none(tmp_path: Path, device: t
     index = {name: f"{name}.safetensors" for name in tensors}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (tmp_path / "config.json").write_text("{}")
-    for name, found in (("wide", Level.DEVICE), ("low", Level.DISTRIBUTION), ("bias", Level.DEVICE)):
+    for name, found in (
+        ("wide", CompressionLevel.DEVICE),
+        ("low", CompressionLevel.DISTRIBUTION),
+        ("bias", CompressionLevel.DEVICE),
+    ):
         write_coded(tmp_path / f"{name}.safetensors", {name: tensors[name]}, found)
     for name in ("norm", "kept"):
         save_file({name: tensors[name]}, tmp_path / f"{name}.safetensors")
@@ -405,14 +411,14 @@ def test_files_of_a_folder_may_be_of_any_level_or_none(tmp_path: Path, device: t
     assert Checkpoint(tmp_path).revision() != revision, "a file without sums is digested"
 
 
-def test_tensors_that_were_left_as_they_are_make_their_parameter_plain(file: Path, level: Level) -> None:
+def test_tensors_that_were_left_as_they_are_make_their_parameter_plain(file: Path, level: CompressionLevel) -> None:
     write_coded(file, originals(), level, coded=lambda name, tensor: codable(name, tensor) and name != "low")
     found = read(file.parent)
     assert found["both"].dtype is torch.bfloat16
     assert same(found)
 
 
-def test_sources_with_other_bases_lie_below_each_other(file: Path, level: Level) -> None:
+def test_sources_with_other_bases_lie_below_each_other(file: Path, level: CompressionLevel) -> None:
     bases: list[Tensor] = []
 
     def lower(weight: Tensor) -> Tensor:
@@ -424,7 +430,7 @@ def test_sources_with_other_bases_lie_below_each_other(file: Path, level: Level)
     assert same(read(file.parent))
 
 
-def test_a_tensor_may_be_all_escapes(file: Path, level: Level) -> None:
+def test_a_tensor_may_be_all_escapes(file: Path, level: CompressionLevel) -> None:
     write_coded(file, originals(), level, bases=lambda weight: torch.full((len(weight),), 2, dtype=torch.uint8))
     stored = Checkpoint(file.parent).tensors["wide"]
     assert stored.code is not None

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.config import read_config
-from engine.models.weight_names import entries, ignored
+from engine.models.config import read_decoder_config
+from engine.models.weight_names import decoder_entries, is_unused_tensor
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from tests.support.small_models import reference_model, saved
 
@@ -24,9 +24,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def checked(folder: Path) -> Checkpoint:
-    checkpoint, config = Checkpoint(folder), read_config(folder)
-    sources = (source for entry in entries(config) for source in entry.sources)
-    checkpoint.require(sources, lambda name: ignored(config, name))
+    checkpoint, config = Checkpoint(folder), read_decoder_config(folder)
+    sources = (source for entry in decoder_entries(config) for source in entry.sources)
+    checkpoint.require(sources, lambda name: is_unused_tensor(config, name))
     return checkpoint
 
 

@@ -7,9 +7,9 @@ import torch
 
 from engine.memory.errors import OutOfDeviceMemory
 from engine.memory.pinned import PIECE_BYTES
-from engine.memory.streams import Mark, Stream
-from engine.memory.virtual_memory import Arena, HostMemory
-from engine.weights.device_buffer import Shapes, Weights
+from engine.memory.streams import DeviceStream, StreamEvent
+from engine.memory.virtual_memory import Arena, HostMemoryDriver
+from engine.weights.device_buffer import Shapes, WeightBuffer
 
 CPU = torch.device("cpu")
 SHAPES: Shapes = {
@@ -22,8 +22,8 @@ SHAPES: Shapes = {
 }
 
 
-def made() -> tuple[Weights, dict[str, torch.Tensor]]:
-    weights = Weights(Arena.of(CPU), SHAPES)
+def made() -> tuple[WeightBuffer, dict[str, torch.Tensor]]:
+    weights = WeightBuffer(Arena.of(CPU), SHAPES)
     generator = torch.Generator().manual_seed(5)
     for tensor in weights.tensors.values():
         tensor.normal_(generator=generator)
@@ -40,7 +40,7 @@ def test_tensors_have_their_shapes_and_lie_aligned_one_behind_the_other() -> Non
 
 def test_they_go_and_come_back_bit_by_bit() -> None:
     weights, before = made()
-    copies, queued = Stream(CPU), []
+    copies, queued = DeviceStream(CPU), []
     while count := weights.prepare(copies):
         queued.append(count)
     assert sum(queued) == weights.bytes
@@ -57,24 +57,24 @@ def test_they_go_and_come_back_bit_by_bit() -> None:
 
 def test_weights_without_a_copy_are_not_given_back() -> None:
     weights, _ = made()
-    weights.prepare(Stream(CPU))
+    weights.prepare(DeviceStream(CPU))
     with pytest.raises(AssertionError, match="no copy"):
         weights.unmap()
 
 
 def test_a_stages_mark_comes_behind_its_last_byte() -> None:
     weights, before = made()
-    copies = Stream(CPU)
+    copies = DeviceStream(CPU)
     while weights.prepare(copies):
         pass
     weights.unmap()
     weights.map()
     there: list[list[str]] = []
 
-    def record(mark: Mark) -> None:
+    def record(mark: StreamEvent) -> None:
         there.append([name for name, tensor in weights.tensors.items() if torch.equal(tensor, before[name])])
 
-    with patch.object(Mark, "set", record):
+    with patch.object(StreamEvent, "set", record):
         weights.send(copies)
     for stage, names in zip(("embedding", "layers.0", "layers.1", "norm", "head"), there, strict=True):
         assert {name for name in SHAPES if name.startswith(stage)} <= set(names)
@@ -83,4 +83,4 @@ def test_a_stages_mark_comes_behind_its_last_byte() -> None:
 
 def test_too_little_memory_for_them_is_said() -> None:
     with pytest.raises(OutOfDeviceMemory, match="weights"):
-        Weights(Arena(HostMemory(), 1 << 20), SHAPES)
+        WeightBuffer(Arena(HostMemoryDriver(), 1 << 20), SHAPES)

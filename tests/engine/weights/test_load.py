@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.config import read_config
-from engine.models.decoder_layer import Parameters
+from engine.models.config import read_decoder_config
+from engine.models.decoder_layer import DecoderParameters
 from engine.weights import progress as module
 from engine.weights.assembly import weights_bytes
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.load import Files
-from engine.weights.progress import Progress
-from engine.weights.source import Origin
+from engine.weights.load import ModelFiles
+from engine.weights.progress import ProgressBar
+from engine.weights.source import WeightSource
 from tests.support.small_models import reference_model, saved
 
 FAMILY = "llama 3.2 tied"
@@ -34,8 +34,10 @@ def loaded(folder: Path, beats: list[int] | None = None) -> Any:
     return made(folder, torch.float32, CPU, beat)
 
 
-def made(folder: Path, dtype: torch.dtype, device: torch.device, beat: Callable[[], None] = lambda: None) -> Parameters:
-    return Origin.of(folder, read_config(folder), dtype, device, random=False).make(beat)
+def made(
+    folder: Path, dtype: torch.dtype, device: torch.device, beat: Callable[[], None] = lambda: None
+) -> DecoderParameters:
+    return WeightSource.of(folder, read_decoder_config(folder), dtype, device, random=False).make(beat)
 
 
 def test_beats_for_each_layer_and_counts_bytes(folder: Path) -> None:
@@ -60,7 +62,7 @@ def test_shards_give_the_same_parameters_as_one_file(folder: Path, tmp_path_fact
 
 
 def test_files_that_are_as_they_were_are_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = Files(folder, random=False)
+    files = ModelFiles(folder, random=False)
     assert files.revision == Checkpoint(folder).revision()
     monkeypatch.setattr(Checkpoint, "revision", lambda self: pytest.fail("they were read"))
     files.again(list)
@@ -71,11 +73,11 @@ def test_a_disk_that_vanishes_as_files_are_read_is_told_of(folder: Path) -> None
         raise OSError("no such device")
 
     with pytest.raises(CheckpointError, match="no such device"):
-        Files(folder, random=False).again(read)
+        ModelFiles(folder, random=False).again(read)
 
 
 def test_files_that_were_written_again_may_hold_the_same(folder: Path) -> None:
-    files = Files(folder, random=False)
+    files = ModelFiles(folder, random=False)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     files.again(list)
 
@@ -83,7 +85,7 @@ def test_files_that_were_written_again_may_hold_the_same(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("random", [False, True])
 def test_files_that_hold_something_else_or_are_gone_are_found(folder: Path, name: str, random: bool) -> None:
-    files = Files(folder, random)
+    files = ModelFiles(folder, random)
     if random and name != "config.json":
         (folder / name).unlink()
         files.again(list)
@@ -132,14 +134,14 @@ def test_a_value_that_is_too_large_for_the_dtype_is_refused(folder: Path) -> Non
 def test_it_tells_percents_to_a_log_and_draws_a_bar_on_a_terminal(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_TELL_S", 0.0)
-    with Progress("loading", 200) as progress:
+    monkeypatch.setattr(module, "_LOG_S", 0.0)
+    with ProgressBar("loading", 200) as progress:
         for count in (50, 86, 200):
             progress.reached(count)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["event"], line["percent"]) for line in lines] == [("loading", 25), ("loading", 43), ("loading", 100)]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress("loading", 200) as progress:
+    with ProgressBar("loading", 200) as progress:
         progress.reached(50)
         progress.reached(200)
     assert "100%" in capfd.readouterr().err
@@ -151,7 +153,7 @@ def test_a_gpu_holds_what_a_cpu_does_and_refuses_what_is_not_finite(folder: Path
     with torch.inference_mode():
         here, there = made(folder, torch.bfloat16, CPU), made(folder, torch.bfloat16, gpu)
         assert torch.equal(here.embedding, there.embedding.cpu())
-        planned = Origin.of(folder, read_config(folder), torch.bfloat16, gpu, random=False).bytes
+        planned = WeightSource.of(folder, read_decoder_config(folder), torch.bfloat16, gpu, random=False).bytes
         assert weights_bytes(there) == planned, "a tied head is no copy"
         x = torch.randn(5, 64).bfloat16()
         for left, right in zip(here.layers, there.layers, strict=True):

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.config import ModelConfig, read_config
-from engine.models.decoder_layer import Parameters
-from engine.models.weight_names import entries
-from engine.weights.assembly import assemble
+from engine.models.config import ModelConfig, read_decoder_config
+from engine.models.decoder_layer import DecoderParameters
+from engine.models.weight_names import decoder_entries
+from engine.weights.assembly import assemble_decoder
 from engine.weights.random import random_revision, random_tensors
-from engine.weights.source import Origin
+from engine.weights.source import WeightSource
 from tests.support.small_models import FAMILIES, open_small, spec
 
 CPU = torch.device("cpu")
@@ -23,13 +23,13 @@ def config_of(family: str, folder: Path) -> ModelConfig:
     kinds = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     said["architectures"] = [f"{kinds[said['model_type']]}ForCausalLM"]
     (folder / "config.json").write_text(json.dumps(said))
-    return read_config(folder)
+    return read_decoder_config(folder)
 
 
-def made(config: ModelConfig, seed: int = 0, beats: list[int] | None = None) -> Parameters:
+def made(config: ModelConfig, seed: int = 0, beats: list[int] | None = None) -> DecoderParameters:
     with torch.inference_mode():
         beat = (lambda: None) if beats is None else lambda: beats.append(1)
-        return assemble(config, random_tensors(entries(config), torch.float32, CPU, beat, seed), beat)
+        return assemble_decoder(config, random_tensors(decoder_entries(config), torch.float32, CPU, beat, seed), beat)
 
 
 @pytest.mark.parametrize("family", ["llama 3.1", "llama biases", "qwen2", "qwen3 biases window"])
@@ -80,7 +80,7 @@ def test_sixteen_gigabytes_are_made_within_a_second(tmp_path: Path) -> None:
         num_key_value_heads=8, architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
     gpu = torch.device("cuda", 0)
-    origin = Origin.of(tmp_path, read_config(tmp_path), torch.bfloat16, gpu, random=True)
+    origin = WeightSource.of(tmp_path, read_decoder_config(tmp_path), torch.bfloat16, gpu, random=True)
     torch.zeros(1, device=gpu)
     began = time.monotonic()
     with torch.inference_mode():

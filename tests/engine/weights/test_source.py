@@ -13,31 +13,31 @@ from msgspec.structs import replace as replace_fields
 from torch import Tensor
 from transformers import AutoModel, BertConfig
 
-from engine.bf12.codec import Bf12
-from engine.bf12.metadata import Level
-from engine.execution.cpu_runner import Host
-from engine.execution.gpu_runner import _told
-from engine.execution.open import Runner
-from engine.layers.linear_bf12 import Compressed
-from engine.memory.streams import Mark, Stream
+from engine.bf12.codec import Bf12Weight
+from engine.bf12.metadata import CompressionLevel
+from engine.execution.cpu_runner import CpuRunner
+from engine.execution.gpu_runner import _describe_memory
+from engine.execution.open import DecoderRunner
+from engine.layers.linear_bf12 import Bf12Linear
+from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
-from engine.models.config import read_config
-from engine.protocol.reports import Memory
+from engine.models.config import read_decoder_config
+from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import Pooling, Sampling
+from engine.protocol.types import Pooling, SamplingParams
 from engine.weights.assembly import weights_bytes
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.device_buffer import Weights
-from engine.weights.load import fetch
-from engine.weights.source import Origin
-from engine.weights.validate import inspect
+from engine.weights.device_buffer import WeightBuffer
+from engine.weights.load import load_tensors
+from engine.weights.source import WeightSource
+from engine.weights.validate import inspect_weights
 from tests.engine.execution.test_gpu_runner import logits as device_logits
 from tests.support.bf12_files import compressed, small_llama
 from tests.support.small_encoders import open_encoder, vectors
 from tests.support.small_models import Text, logits, open_small, spec
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-LEVELS = pytest.mark.parametrize("level", list(Level), ids=[level.name for level in Level])
+LEVELS = pytest.mark.parametrize("level", list(CompressionLevel), ids=[level.name for level in CompressionLevel])
 EMBER = Path(__file__).parents[3] / "engine/builtin_model"
 
 
@@ -46,31 +46,33 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return small_llama(tmp_path_factory.mktemp("source"), tied=request.param, shard="500KB")
 
 
-def origin_of(folder: Path, dtype: torch.dtype = torch.bfloat16, device: torch.device = CPU) -> Origin:
-    return Origin.of(folder, read_config(folder), dtype, device, random=False)
+def origin_of(folder: Path, dtype: torch.dtype = torch.bfloat16, device: torch.device = CPU) -> WeightSource:
+    return WeightSource.of(folder, read_decoder_config(folder), dtype, device, random=False)
 
 
-def as_on_a_gpu(folder: Path) -> Origin:
+def as_on_a_gpu(folder: Path) -> WeightSource:
     """In a GPU's forms, in host memory."""
     return replace(origin_of(folder, device=GPU), device=CPU)
 
 
-def answers(runner: Runner) -> list[Tensor]:
+def answers(runner: DecoderRunner) -> list[Tensor]:
     """Logits of prompts, in chunks, and of steps of a few rows."""
-    on_host = isinstance(runner.place, Host)
+    on_host = isinstance(runner.place, CpuRunner)
     generator = np.random.default_rng(5)
     tables = ([1, 0, 2], [4, 3, 5], [7, 8, 6])
     texts = [Text(generator.integers(0, runner.vocabulary, 40).tolist(), table) for table in tables]
     return [
         logits(runner, slices) if on_host else device_logits(runner.place, slices)
         for counts in ((31, 1, 8), (2, 33, 1), (1, 1, 1))
-        for slices in [[text.slice(count, Sampling()) for text, count in zip(texts, counts, strict=True)]]
+        for slices in [[text.slice(count, SamplingParams()) for text, count in zip(texts, counts, strict=True)]]
     ]
 
 
 @LEVELS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_cpu_gives_the_same_logits_to_the_bit(source: Path, level: Level, dtype: str, tmp_path: Path) -> None:
+def test_a_cpu_gives_the_same_logits_to_the_bit(
+    source: Path, level: CompressionLevel, dtype: str, tmp_path: Path
+) -> None:
     plain, coded = (
         open_small(folder, dtype=dtype) for folder in (source, compressed(source, tmp_path / "coded", level))
     )
@@ -82,7 +84,7 @@ def test_a_cpu_gives_the_same_logits_to_the_bit(source: Path, level: Level, dtyp
 
 
 @LEVELS
-def test_the_built_in_model_gives_the_same_logits_to_the_bit(level: Level, tmp_path: Path) -> None:
+def test_the_built_in_model_gives_the_same_logits_to_the_bit(level: CompressionLevel, tmp_path: Path) -> None:
     plain, coded = (
         open_small(folder, dtype="bfloat16") for folder in (EMBER, compressed(EMBER, tmp_path / "ember", level))
     )
@@ -92,7 +94,7 @@ def test_the_built_in_model_gives_the_same_logits_to_the_bit(level: Level, tmp_p
 
 @LEVELS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_encoder_gives_the_same_vectors_to_the_bit(level: Level, dtype: str, tmp_path: Path) -> None:
+def test_an_encoder_gives_the_same_vectors_to_the_bit(level: CompressionLevel, dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     config = BertConfig(
         vocab_size=160, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -109,7 +111,9 @@ def test_an_encoder_gives_the_same_vectors_to_the_bit(level: Level, dtype: str, 
 
 
 @LEVELS
-def test_it_sleeps_and_wakes_and_sees_what_changed_meanwhile(source: Path, level: Level, tmp_path: Path) -> None:
+def test_it_sleeps_and_wakes_and_sees_what_changed_meanwhile(
+    source: Path, level: CompressionLevel, tmp_path: Path
+) -> None:
     folder = compressed(source, tmp_path / "coded", level)
     runner = open_small(folder, dtype="bfloat16")
     wanted = answers(runner)
@@ -131,22 +135,24 @@ def test_it_sleeps_and_wakes_and_sees_what_changed_meanwhile(source: Path, level
 
 
 @LEVELS
-def test_a_gpus_parameters_take_what_was_planned(source: Path, level: Level, tmp_path: Path) -> None:
+def test_a_gpus_parameters_take_what_was_planned(source: Path, level: CompressionLevel, tmp_path: Path) -> None:
     origin = as_on_a_gpu(compressed(source, tmp_path / "coded", level))
     parameters = origin.make(lambda: None)
     assert weights_bytes(parameters) == origin.bytes, "a tied head is no copy"
     assert origin.bf16_bytes == origin_of(source).bytes
     assert origin.coded_bytes < 0.77 * origin.bf16_bytes
     linears = [linear for layer in parameters.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    assert all(isinstance(linear, Compressed) for linear in (*linears, parameters.head))
-    assert isinstance(parameters.embedding, Bf12)
+    assert all(isinstance(linear, Bf12Linear) for linear in (*linears, parameters.head))
+    assert isinstance(parameters.embedding, Bf12Weight)
     assert (parameters.head.bytes == 0) == origin.config.tied_head
 
 
 @LEVELS
-def test_coded_weights_go_and_come_back_with_a_mark_for_each_layer(source: Path, level: Level, tmp_path: Path) -> None:
+def test_coded_weights_go_and_come_back_with_a_mark_for_each_layer(
+    source: Path, level: CompressionLevel, tmp_path: Path
+) -> None:
     origin = as_on_a_gpu(compressed(source, tmp_path / "coded", level))
-    weights, copies = Weights(Arena.of(CPU), origin.shapes), Stream(CPU)
+    weights, copies = WeightBuffer(Arena.of(CPU), origin.shapes), DeviceStream(CPU)
     origin.make(lambda: None, dict(weights.tensors))
     before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
     while weights.prepare(copies):
@@ -155,10 +161,10 @@ def test_coded_weights_go_and_come_back_with_a_mark_for_each_layer(source: Path,
     weights.map()
     there: list[set[str]] = []
 
-    def record(mark: Mark) -> None:
+    def record(mark: StreamEvent) -> None:
         there.append({name for name, tensor in weights.tensors.items() if torch.equal(tensor, before[name])})
 
-    with patch.object(Mark, "set", record):
+    with patch.object(StreamEvent, "set", record):
         marks = weights.send(copies)
     heads = [] if origin.config.tied_head else ["head"]
     stages = ["embedding", "layers.0", "layers.1", "norm", *heads]
@@ -169,7 +175,7 @@ def test_coded_weights_go_and_come_back_with_a_mark_for_each_layer(source: Path,
 
 
 def test_a_load_says_how_much_is_in_12_bits(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = compressed(source, tmp_path / "coded", Level.DISTRIBUTION)
+    folder = compressed(source, tmp_path / "coded", CompressionLevel.DISTRIBUTION)
     caplog.set_level("INFO", logger="engine.weights.load")
     origin = as_on_a_gpu(folder)
     origin.make(lambda: None)
@@ -177,31 +183,31 @@ def test_a_load_says_how_much_is_in_12_bits(source: Path, tmp_path: Path, caplog
     (told,) = caplog.messages
     assert told.startswith(f"loaded {len(Checkpoint(folder).tensors)} tensors, {stored:.1f} MB in ")
     assert told.endswith(f"MB/s): {kept:.1f} MB on cpu, {coded:.1f} of them in 12 bits a number")
-    memory = Memory(
+    memory = MemoryReport(
         model="m", pid=1, device="H200", device_bytes=100 << 30, weights_bytes=12 << 30, coded_bytes=11 << 30,
         bf16_bytes=15 << 30, kv_blocks=0, kv_block_tokens=16, kv_bytes=0, free_bytes=0,
     )  # fmt: skip
-    assert "weights (11.00 of it in 12 bits a number) 12.00, KV" in _told(memory)
-    assert "weights 12.00, KV" in _told(replace_fields(memory, coded_bytes=0))
+    assert "weights (11.00 of it in 12 bits a number) 12.00, KV" in _describe_memory(memory)
+    assert "weights 12.00, KV" in _describe_memory(replace_fields(memory, coded_bytes=0))
 
 
 def test_made_up_parameters_are_as_they_are(source: Path) -> None:
-    origin = Origin.of(source, read_config(source), torch.bfloat16, GPU, random=True)
+    origin = WeightSource.of(source, read_decoder_config(source), torch.bfloat16, GPU, random=True)
     assert origin.coded == []
     assert (origin.coded_bytes, origin.bf16_bytes) == (0, 0)
     assert origin.checkpoint is None
 
 
 def test_a_folder_that_is_not_its_configs_is_refused_before_it_is_read(source: Path, tmp_path: Path) -> None:
-    folder = compressed(source, tmp_path / "coded", Level.DEVICE)
-    config = replace(read_config(folder), layers=1)
+    folder = compressed(source, tmp_path / "coded", CompressionLevel.DEVICE)
+    config = replace(read_decoder_config(folder), layers=1)
     with pytest.raises(CheckpointError, match=r"no place for: model\.layers\.1\."):
-        Origin.of(folder, config, torch.bfloat16, CPU, random=False)
+        WeightSource.of(folder, config, torch.bfloat16, CPU, random=False)
 
 
 def test_headers_looked_at_without_torch_say_the_same(source: Path, tmp_path: Path) -> None:
-    folder = compressed(source, tmp_path / "coded", Level.DISTRIBUTION)
-    seen, origin = inspect(ModelSpec(name="m", folder=str(folder))), origin_of(folder, device=GPU)
+    folder = compressed(source, tmp_path / "coded", CompressionLevel.DISTRIBUTION)
+    seen, origin = inspect_weights(ModelSpec(name="m", folder=str(folder))), origin_of(folder, device=GPU)
     assert seen.coded_bytes == origin.coded_bytes
     assert 2 * seen.coded_numbers - seen.coded_bytes == origin.bf16_bytes - origin.bytes
 
@@ -209,14 +215,16 @@ def test_headers_looked_at_without_torch_say_the_same(source: Path, tmp_path: Pa
 @pytest.mark.gpu
 @LEVELS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_gpu_gets_the_same_bits_as_a_cpu(source: Path, level: Level, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_gpu_gets_the_same_bits_as_a_cpu(
+    source: Path, level: CompressionLevel, dtype: torch.dtype, tmp_path: Path
+) -> None:
     gpu = torch.device("cuda", 0)
     origin = origin_of(compressed(source, tmp_path / "coded", level), dtype, gpu)
     assert (len(origin.coded) > 0) == (dtype is torch.bfloat16)
     assert origin.checkpoint is not None
     with torch.inference_mode():
         here, there = (
-            fetch(origin.checkpoint, origin.table, origin.forms, device, lambda: None) for device in (CPU, gpu)
+            load_tensors(origin.checkpoint, origin.table, origin.forms, device, lambda: None) for device in (CPU, gpu)
         )
     assert here.keys() == there.keys()
     for name, tensor in here.items():
@@ -225,10 +233,10 @@ def test_a_gpu_gets_the_same_bits_as_a_cpu(source: Path, level: Level, dtype: to
 
 @pytest.mark.gpu
 def test_a_model_in_12_bits_is_as_exact_as_in_bf16_also_after_a_sleep(source: Path, tmp_path: Path) -> None:
-    folder = compressed(source, tmp_path / "coded", Level.DEVICE)
+    folder = compressed(source, tmp_path / "coded", CompressionLevel.DEVICE)
     exact = answers(open_small(source))
     plain, coded = (
-        Runner.open(spec(each, dtype="bfloat16", kv_bytes=None, sequences=8), "cuda", None, lambda: None)
+        DecoderRunner.open(spec(each, dtype="bfloat16", kv_bytes=None, sequences=8), "cuda", None, lambda: None)
         for each in (source, folder)
     )
     assert coded.memory.weights_bytes == origin_of(folder, device=GPU).bytes < 0.8 * coded.memory.bf16_bytes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.weights import streaming as module
 from engine.weights.checkpoint import CheckpointError
-from engine.weights.streaming import Piece, Ring, Slab, host_bytes, pieces_of, transfer
+from engine.weights.streaming import FilePiece, RingSize, Slab, host_bytes, split_pieces, stream_pieces
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ SLAB_BYTES = 64
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few bytes make many pieces, and several threads carry them on any host."""
     monkeypatch.setattr(module, "SLAB_BYTES", SLAB_BYTES)
-    monkeypatch.setattr(module, "ring_for", lambda device: Ring(threads=4, slabs=8, sent=3))
+    monkeypatch.setattr(module, "ring_for", lambda device: RingSize(threads=4, slabs=8, sent=3))
 
 
 def written(path: Path, tensors: list[Tensor], gap: int = 0) -> list[int]:
@@ -41,12 +41,12 @@ def written(path: Path, tensors: list[Tensor], gap: int = 0) -> list[int]:
     return firsts
 
 
-def pieces_for(path: Path, tensors: list[Tensor], targets: list[Tensor], gap: int = 0) -> list[Piece]:
+def pieces_for(path: Path, tensors: list[Tensor], targets: list[Tensor], gap: int = 0) -> list[FilePiece]:
     firsts = written(path, tensors, gap)
     return [
         piece
         for first, tensor, target in zip(firsts, tensors, targets, strict=True)
-        for piece in pieces_of("some.weight", path, first, tensor.dtype, target)
+        for piece in split_pieces("some.weight", path, first, tensor.dtype, target)
     ]
 
 
@@ -77,7 +77,7 @@ def test_all_numbers_arrive_whatever_the_shapes_the_places_and_the_dtypes(
         expected += [tensor.to(kept) for tensor in tensors]
         targets += into
     with all_ends():
-        transfer(pieces, CPU, ignore)
+        stream_pieces(pieces, CPU, ignore)
     for target, wanted in zip(targets, expected, strict=True):
         assert torch.equal(target, wanted)
 
@@ -85,7 +85,7 @@ def test_all_numbers_arrive_whatever_the_shapes_the_places_and_the_dtypes(
 def test_parts_of_a_stacked_tensor_land_below_each_other(tmp_path: Path) -> None:
     parts = [torch.randn(rows, 11) for rows in (8, 2, 3)]
     stacked = torch.full((13, 11), float("nan"))
-    transfer(pieces_for(tmp_path / "file", parts, list(stacked.split([8, 2, 3]))), CPU, ignore)
+    stream_pieces(pieces_for(tmp_path / "file", parts, list(stacked.split([8, 2, 3]))), CPU, ignore)
     assert torch.equal(stacked, torch.cat(parts))
 
 
@@ -93,7 +93,7 @@ def test_reads_that_give_less_than_asked_go_on(tmp_path: Path, monkeypatch: pyte
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, views, first: real(file, [views[0][:5]], first))
     tensor, target = torch.randn(501), torch.empty(501)
-    transfer(pieces_for(tmp_path / "file", [tensor], [target]), CPU, ignore)
+    stream_pieces(pieces_for(tmp_path / "file", [tensor], [target]), CPU, ignore)
     assert torch.equal(tensor, target)
 
 
@@ -104,7 +104,7 @@ class LateSlab(Slab):
         super().__init__(memory)
         self._fetching: threading.Thread | None = None
 
-    def send(self, piece: Piece) -> None:
+    def send(self, piece: FilePiece) -> None:
         def fetch() -> None:
             time.sleep(0.002)
             with torch.inference_mode():
@@ -128,17 +128,17 @@ def test_a_slab_is_not_filled_again_before_the_device_has_fetched_it(
         made.extend(LateSlab(memoryview(bytearray(SLAB_BYTES))) for _ in range(count))
         yield made
 
-    monkeypatch.setattr(module, "slabs", slabs)
+    monkeypatch.setattr(module, "allocate_slabs", slabs)
     tensor, target = torch.randn(3000), torch.empty(3000)
     with all_ends():
-        transfer(pieces_for(tmp_path / "file", [tensor], [target]), CPU, ignore)
+        stream_pieces(pieces_for(tmp_path / "file", [tensor], [target]), CPU, ignore)
     assert torch.equal(tensor, target)
     assert sum(len(slab.memory) for slab in made) == host_bytes(CPU) == 8 * SLAB_BYTES, "memory is what it says"
 
 
 def test_what_has_moved_is_told_from_the_callers_thread_and_ends_with_all(tmp_path: Path) -> None:
     tensor, told = torch.randn(3000), []
-    transfer(
+    stream_pieces(
         pieces_for(tmp_path / "file", [tensor], [torch.empty(3000)]),
         CPU,
         lambda moved: told.append((moved, threading.current_thread())),
@@ -167,7 +167,7 @@ def test_a_disk_that_fails_is_named_and_ends_all_threads(tmp_path: Path, monkeyp
     preadv, calls = failing_at(20, OSError(errno.EIO, "Input/output error"))
     monkeypatch.setattr(os, "preadv", preadv)
     with all_ends(), pytest.raises(CheckpointError, match=r"shard-7 cannot be read at \d+: Input/output error"):
-        transfer(pieces, CPU, ignore)
+        stream_pieces(pieces, CPU, ignore)
     assert calls[0] < len(pieces) / 2, "the other threads went on to the end"
 
 
@@ -175,7 +175,7 @@ def test_a_file_that_is_cut_short_meanwhile_is_named(tmp_path: Path) -> None:
     pieces = pieces_for(tmp_path / "file", [torch.randn(1000)], [torch.empty(1000)])
     os.truncate(tmp_path / "file", 1234)
     with all_ends(), pytest.raises(CheckpointError, match=r"file ends at byte 1\d+: it was cut short"):
-        transfer(pieces, CPU, ignore)
+        stream_pieces(pieces, CPU, ignore)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     pieces += pieces_for(tmp_path / "gone", [torch.randn(10)], [torch.empty(10)])
     (tmp_path / "gone").unlink()
     with all_ends(), pytest.raises(CheckpointError, match="gone cannot be opened: No such file"):
-        transfer(pieces, CPU, ignore)
+        stream_pieces(pieces, CPU, ignore)
 
 
 def test_a_caller_that_stops_it_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_a_caller_that_stops_it_leaves_no_thread(tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with all_ends(), pytest.raises(KeyboardInterrupt):
-        transfer(pieces, CPU, interrupt)
+        stream_pieces(pieces, CPU, interrupt)
 
 
 @pytest.mark.gpu
@@ -217,10 +217,10 @@ def test_all_numbers_arrive_on_a_gpu_from_little_pinned_memory(
     pieces = [
         piece
         for first, tensor, target in zip(firsts, tensors, targets, strict=True)
-        for piece in pieces_of("some.weight", path, first, stored, target)
+        for piece in split_pieces("some.weight", path, first, stored, target)
     ]
     for _ in range(3):
-        transfer(pieces, gpu, ignore)
+        stream_pieces(pieces, gpu, ignore)
     for target, tensor in zip(targets, tensors, strict=True):
         assert torch.equal(target.cpu(), tensor.to(kept))
     assert host_bytes(gpu) <= 256 << 20

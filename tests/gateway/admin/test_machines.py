@@ -15,7 +15,7 @@ from tests.support.stub_replica import MODEL
 async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) -> None:
     async with kept(tmp_path, replicas=2) as house:
         stub, fleet = house.gateway.fleet, house.gateway.app._gateway.fleet
-        placed = frames.Placed(
+        placed = frames.PlacementStatus(
             Residency.MEMORY,
             device_bytes=11,
             memory_bytes=12,

@@ -8,7 +8,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 from gateway.admin.inference import ROUTES
 from gateway.admin.table import OPERATIONS
-from gateway.config import ModelConfig
+from gateway.config import ModelEntryConfig
 from tenants.auth.accounts import Permission, Plan
 from tests.support import minilm
 from tests.support.admin_api import EVERYTHING, OPERATOR, VECTORS, House, body_of, filled, kept, same
@@ -92,7 +92,7 @@ def permitted(operation: dict[str, Any], path: str, who: Principal) -> bool:
 @looped
 async def test_every_principal_may_what_the_document_says_and_nothing_else(tmp_path: Path) -> None:
     """Every operation by every principal. What is another's looks like what is not, byte for byte."""
-    vectors = ModelConfig(name=VECTORS, folder=str(minilm.folder()))
+    vectors = ModelEntryConfig(name=VECTORS, folder=str(minilm.folder()))
     async with kept(tmp_path, models=[vectors], stubs=[VECTORS]) as house:
         asked = allowed = 0
         for who in await principals(house):

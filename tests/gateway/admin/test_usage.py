@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.admin import usage as module
-from gateway.admin.usage import UsageItem, table
+from gateway.admin.usage import UsageItem, usage_csv
 from tenants.auth.accounts import Permission
 from tenants.records.usage import MICRO, UsageRecord, day_of
 from tests.support.admin_api import House, kept
@@ -110,7 +110,7 @@ def test_no_text_of_a_csv_is_a_formula(text: str) -> None:
         cached_tokens=0,
         completion_tokens=0,
     )
-    written = table([item], ["day", "model"])
+    written = usage_csv([item], ["day", "model"])
     names, (day, model, requests, neurons, *_) = csv.reader(io.StringIO(written, newline=""))
     assert names[:2] == ["day", "model"]
     assert (day, requests, neurons) == ("2026-01-02", "1", "-0.5")

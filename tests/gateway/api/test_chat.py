@@ -5,30 +5,30 @@ from typing import Any
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from gateway.api.chat import Chat, Input, Reply, chunks_of
-from gateway.errors import Refusal
+from gateway.api.chat import ChatBody, ChatDialect, ChatReply, chunks_of
+from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Chosen, Completion, ToolUse, Usage
+from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)
 HELLO: dict[str, Any] = {"model": "@cf/test/stub", "messages": [{"role": "user", "content": "hello"}]}
 
 
 def parsed(**fields: Any) -> Prompt:
-    asked = Chat().read(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
+    asked = ChatDialect().read(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
     assert asked.model == "@cf/test/stub"
     return asked.prompt
 
 
-def refusal(**fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as raised:
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
         parsed(**fields)
     assert (raised.value.status, raised.value.code) == (400, 5006)
     return raised.value
 
 
-def reply(prompt: Prompt) -> Reply:
-    return Reply(prompt, chunks_of(prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc")))
+def reply(prompt: Prompt) -> ChatReply:
+    return ChatReply(prompt, chunks_of(prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc")))
 
 
 def events(raw: bytes) -> list[Any]:
@@ -38,7 +38,7 @@ def events(raw: bytes) -> list[Any]:
 
 
 def test_every_field_of_the_sdk_is_known() -> None:
-    assert set(CompletionCreateParamsBase.__annotations__) <= set(Input.__struct_fields__)
+    assert set(CompletionCreateParamsBase.__annotations__) <= set(ChatBody.__struct_fields__)
 
 
 def test_defaults_are_those_of_the_api() -> None:
@@ -198,7 +198,7 @@ def test_each_choice_has_its_role_and_index() -> None:
 
 
 def test_logprobs_are_beside_the_text() -> None:
-    scored = Chosen("é", "é".encode(), -0.5, [Chosen("e", b"e", -0.5, [])])
+    scored = ScoredToken("é", "é".encode(), -0.5, [ScoredToken("e", b"e", -0.5, [])])
     shape = {"token": "é", "logprob": -0.5, "bytes": [195, 169]}
     top = [{"token": "e", "logprob": -0.5, "bytes": [101]}]
     chunks = reply(parsed(stream=True, logprobs=True, top_logprobs=1))

@@ -5,31 +5,31 @@ from typing import Any
 import pytest
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from gateway.api.completions import Completions, Input, Reply, chunks_of
-from gateway.errors import Refusal
+from gateway.api.completions import CompletionsBody, CompletionsDialect, CompletionsReply, chunks_of
+from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Chosen, Completion, Usage
+from gateway.inference.reply import Completion, ScoredToken, Usage
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)
 HELLO: dict[str, Any] = {"model": "@cf/test/stub", "prompt": "hello"}
 
 
 def parsed(**fields: Any) -> Prompt:
-    asked = Completions().read(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
+    asked = CompletionsDialect().read(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
     assert asked.model == "@cf/test/stub"
     return asked.prompt
 
 
-def refusal(**fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as raised:
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
         parsed(**fields)
     assert (raised.value.status, raised.value.code) == (400, 5006)
     return raised.value
 
 
-def reply(prompt: Prompt, **options: Any) -> Reply:
+def reply(prompt: Prompt, **options: Any) -> CompletionsReply:
     chunks = chunks_of(prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc"))
-    return Reply(prompt, chunks, **{"shown": prompt.n, "scored": False, **options})
+    return CompletionsReply(prompt, chunks, **{"shown": prompt.n, "scored": False, **options})
 
 
 def events(raw: bytes) -> list[Any]:
@@ -39,7 +39,7 @@ def events(raw: bytes) -> list[Any]:
 
 
 def test_every_field_of_the_sdk_is_known() -> None:
-    assert set(CompletionCreateParamsBase.__annotations__) <= set(Input.__struct_fields__)
+    assert set(CompletionCreateParamsBase.__annotations__) <= set(CompletionsBody.__struct_fields__)
 
 
 def test_defaults_are_those_of_the_api() -> None:
@@ -100,8 +100,8 @@ def test_echo_goes_with_text_alone() -> None:
     assert parsed(echo=True)
 
 
-def scored(token: str, logprob: float, *top: Chosen) -> Chosen:
-    return Chosen(token, token.encode(), logprob, list(top))
+def scored(token: str, logprob: float, *top: ScoredToken) -> ScoredToken:
+    return ScoredToken(token, token.encode(), logprob, list(top))
 
 
 def test_the_best_are_shown_in_order() -> None:

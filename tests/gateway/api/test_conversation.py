@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api.conversation import Conversation
-from gateway.errors import Refusal
+from gateway.api.conversation import ConversationBuilder
+from gateway.errors import ApiError
 
 
 def called(id: str, name: str, **arguments: Any) -> dict[str, Any]:
@@ -12,7 +12,7 @@ def called(id: str, name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def test_thoughts_text_and_calls_of_an_assistant_are_one_turn() -> None:
-    talk = Conversation()
+    talk = ConversationBuilder()
     talk.say("user", "rain?")
     talk.think("I should ")
     talk.think("look.")
@@ -37,7 +37,7 @@ def test_thoughts_text_and_calls_of_an_assistant_are_one_turn() -> None:
 
 
 def test_what_does_not_fit_into_a_turn_begins_the_next() -> None:
-    talk = Conversation()
+    talk = ConversationBuilder()
     talk.say("assistant", "one")
     talk.say("assistant", "two")
     talk.call("a", "f", {}, "here")
@@ -53,7 +53,7 @@ def test_what_does_not_fit_into_a_turn_begins_the_next() -> None:
 
 
 def test_thoughts_that_nothing_follows_are_left_out() -> None:
-    talk = Conversation()
+    talk = ConversationBuilder()
     talk.think("lost")
     talk.say("user", "hi")
     talk.think("lost too")
@@ -64,7 +64,7 @@ def test_thoughts_that_nothing_follows_are_left_out() -> None:
 
 
 def test_results_answer_calls_and_calls_have_their_own_ids() -> None:
-    talk = Conversation()
+    talk = ConversationBuilder()
     talk.call("c", "f", {}, "place")
     wrongs: list[Callable[[], None]] = [
         lambda: talk.result("a", "x", "place"),
@@ -72,6 +72,6 @@ def test_results_answer_calls_and_calls_have_their_own_ids() -> None:
         lambda: talk.call("c", "f", {}, "place"),
     ]
     for wrong in wrongs:
-        with pytest.raises(Refusal, match="'place'") as refused:
+        with pytest.raises(ApiError, match="'place'") as refused:
             wrong()
         assert refused.value.param == "place"

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from engine.protocol.types import Pooling, RejectReason
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.config import ModelConfig
+from gateway.config import ModelEntryConfig
 from gateway.inference.embed import AT_ONCE_MAX
 from tenants.records.limits import Limits
 from tests.support import minilm
@@ -28,7 +28,7 @@ LONG = "word " * 300
 @contextlib.asynccontextmanager
 async def vectors(folder: Path, *, model: dict[str, Any] | None = None, **more: Any) -> AsyncIterator[Served]:
     """A gateway whose stub is MiniLM."""
-    entry = ModelConfig(name=MODEL, folder=str(minilm.folder()), price=PRICE, **(model or {}))
+    entry = ModelEntryConfig(name=MODEL, folder=str(minilm.folder()), price=PRICE, **(model or {}))
     async with served(folder, models=[entry], **more) as gateway:
         yield gateway
 

@@ -19,10 +19,10 @@ from anthropic.types.beta.message_create_params import MessageCreateParamsStream
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
 from engine.protocol.types import GrammarKind
-from gateway.api.messages_request import CountTokens, Messages
-from gateway.errors import Refusal
+from gateway.api.messages_request import CountTokensDialect, MessagesDialect
+from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.types import ToolSelection
 
 MODEL = "@cf/test/stub"
 HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
@@ -38,7 +38,7 @@ HEADERS = {"betas", "user_profile_id", "workspace_id"}
 
 def parsed(**fields: Any) -> Prompt:
     body = {"model": MODEL, "max_tokens": 2000, "messages": [HELLO], **fields}
-    asked = Messages().read(json.dumps(body).encode(), b"", None, 77)
+    asked = MessagesDialect().read(json.dumps(body).encode(), b"", None, 77)
     assert asked.model == MODEL
     return asked.prompt
 
@@ -47,8 +47,8 @@ def text(said: str) -> dict[str, Any]:
     return {"type": "text", "text": said}
 
 
-def refusal(**fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as raised:
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
         parsed(**fields)
     assert (raised.value.status, raised.value.code) == (400, 5006)
     return raised.value
@@ -110,12 +110,12 @@ def test_a_count_takes_what_a_model_reads_and_nothing_else() -> None:
     fields = MessageCountTokensParams.__annotations__.keys() - HEADERS
     known = {**HONOURED, **SERVED_ANYWAY, "tool_choice": {"type": "none"}}
     body = {"model": MODEL, "messages": [HELLO], **{field: known[field] for field in fields}}
-    counted = CountTokens().read(json.dumps(body).encode(), b"", None, 77)
+    counted = CountTokensDialect().read(json.dumps(body).encode(), b"", None, 77)
     assert counted.prompt.messages == parsed(messages=known["messages"], system="be brief").messages
     assert counted.answer(5) == b'{"input_tokens":5}'
     for field in known.keys() - fields:
-        with pytest.raises(Refusal) as raised:
-            CountTokens().read(json.dumps({**body, field: known[field]}).encode(), b"", None, 77)
+        with pytest.raises(ApiError) as raised:
+            CountTokensDialect().read(json.dumps({**body, field: known[field]}).encode(), b"", None, 77)
         assert raised.value.param == field
 
 
@@ -179,7 +179,7 @@ def test_every_field_of_a_part_is_taken_or_refused_by_name(
         }
         try:
             parsed(**bodies[kind])
-        except Refusal as raised:
+        except ApiError as raised:
             told.add(str(raised.param).rpartition(".")[2].partition("[")[0])
     assert told == refused
 
@@ -255,17 +255,17 @@ def test_a_wrong_message_is_refused_by_its_place(messages: list[Any], param: str
 
 
 def test_a_choice_of_tools_is_what_the_model_gets() -> None:
-    def chosen(**choice: Any) -> tuple[list[str] | None, ToolChoice, bool]:
+    def chosen(**choice: Any) -> tuple[list[str] | None, ToolSelection, bool]:
         prompt = parsed(tools=[RAIN, SNOW], tool_choice=choice)
         names = None if prompt.tools is None else [tool["function"]["name"] for tool in prompt.tools]
         return names, prompt.tool_choice, prompt.parallel_calls
 
     both = ["rain", "snow"]
-    assert chosen(type="auto") == (both, ToolChoice("auto"), True)
-    assert chosen(type="auto", disable_parallel_tool_use=True) == (both, ToolChoice("auto"), False)
-    assert chosen(type="none") == (None, ToolChoice("none"), True)
-    assert chosen(type="any") == (both, ToolChoice("required"), True)
-    assert chosen(type="tool", name="snow") == (both, ToolChoice("named", "snow"), True)
+    assert chosen(type="auto") == (both, ToolSelection("auto"), True)
+    assert chosen(type="auto", disable_parallel_tool_use=True) == (both, ToolSelection("auto"), False)
+    assert chosen(type="none") == (None, ToolSelection("none"), True)
+    assert chosen(type="any") == (both, ToolSelection("required"), True)
+    assert chosen(type="tool", name="snow") == (both, ToolSelection("named", "snow"), True)
     for wrong in ({"type": "tool"}, {"type": "any", "name": "rain"}, {"type": "tool", "name": "hail"}, {"type": "x"}):
         assert str(refusal(tools=[RAIN], tool_choice=wrong).param).startswith("tool_choice")
     assert refusal(tool_choice={"type": "any"}).param == "tool_choice"

@@ -8,7 +8,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from gateway import errors
-from gateway.api.messages_response import Reply
+from gateway.api.messages_response import MessagesReply
 from gateway.inference.reply import Completion, ToolUse, Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -17,8 +17,8 @@ RAIN = ToolUse("call_1", "rain", '{"in":"Rome"}')
 END = ("message_delta", "message_stop")
 
 
-def reply(*, shows_thoughts: bool = True) -> Reply:
-    return Reply("@cf/test/stub", "the-id", repeat(b"abc"), shows_thoughts=shows_thoughts)
+def reply(*, shows_thoughts: bool = True) -> MessagesReply:
+    return MessagesReply("@cf/test/stub", "the-id", repeat(b"abc"), shows_thoughts=shows_thoughts)
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def streamed(answer: Reply) -> bytes:
+def streamed(answer: MessagesReply) -> bytes:
     """A thought, a text and a call."""
     raw = answer.begin(7, 4) + answer.thought(0, "Rome") + answer.thought(0, "?")
     raw += answer.text(0, "I'll ", []) + answer.text(0, "look.", [])

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.protocol.types import Pooling
-from gateway.config import ModelConfig
+from gateway.config import ModelEntryConfig
 from tests.support import minilm
 from tests.support.served_gateway import PRICE, Served, looped, served
 from tests.support.stub_replica import MODEL
@@ -37,7 +37,9 @@ def reranker(folder: Path) -> Path:
 @contextlib.asynccontextmanager
 async def scoring(folder: Path) -> AsyncIterator[Served]:
     """A gateway whose stub scores pairs by their length."""
-    async with served(folder, models=[ModelConfig(name=MODEL, folder=str(reranker(folder)), price=PRICE)]) as gateway:
+    async with served(
+        folder, models=[ModelEntryConfig(name=MODEL, folder=str(reranker(folder)), price=PRICE)]
+    ) as gateway:
         gateway.behaviour.numbers = lambda ids: [(len(ids) - 12) / 4]
         yield gateway
 
@@ -118,7 +120,7 @@ async def test_a_reranker_gives_no_vectors(tmp_path: Path) -> None:
 
 @looped
 async def test_a_model_that_gives_vectors_reranks_by_their_cosines(tmp_path: Path) -> None:
-    async with served(tmp_path, models=[ModelConfig(name=MODEL, folder=str(minilm.folder()))]) as gateway:
+    async with served(tmp_path, models=[ModelEntryConfig(name=MODEL, folder=str(minilm.folder()))]) as gateway:
         body = {"model": MODEL, "query": "short", "documents": DOCUMENTS}
         results = (await gateway.call("/v1/rerank", body)).json["results"]
         assert results[0]["index"] == 1

@@ -17,11 +17,11 @@ from openai.types.responses.response_input_param import FunctionCallOutput
 from openai.types.shared_params import Reasoning
 
 from engine.protocol.types import GrammarKind
-from gateway.api.responses_request import InputTokens, Responses
-from gateway.errors import Refusal
+from gateway.api.responses_request import InputTokensDialect, ResponsesDialect
+from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Asked
-from gateway.tool_parsers.types import ToolChoice
+from gateway.inference.reply import GenerationRequest
+from gateway.tool_parsers.types import ToolSelection
 
 MODEL = "@cf/test/stub"
 RAIN: dict[str, Any] = {"type": "function", "name": "rain", "parameters": {"type": "object"}}
@@ -29,9 +29,9 @@ SNOW: dict[str, Any] = {**RAIN, "name": "snow"}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def read(**fields: Any) -> Asked:
+def read(**fields: Any) -> GenerationRequest:
     body = {"model": MODEL, "input": "hello", **fields}
-    asked = Responses().read(json.dumps(body).encode(), b"", None, 77)
+    asked = ResponsesDialect().read(json.dumps(body).encode(), b"", None, 77)
     assert asked.model == MODEL
     return asked
 
@@ -51,8 +51,8 @@ def parts(kind: str, *texts: str) -> list[dict[str, str]]:
     return [{"type": kind, "text": text} for text in texts]
 
 
-def refusal(**fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as raised:
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
         parsed(**fields)
     assert (raised.value.status, raised.value.code) == (400, 5006)
     return raised.value
@@ -126,8 +126,8 @@ def test_every_field_of_a_count_is_honoured_or_refused_by_name() -> None:
     for field in fields:
         body = {"model": MODEL, "input": "hello", "tools": [RAIN], field: known[field]}
         try:
-            InputTokens().read(json.dumps(body).encode(), b"", None, 77)
-        except Refusal as told:
+            InputTokensDialect().read(json.dumps(body).encode(), b"", None, 77)
+        except ApiError as told:
             refused.add(told.param)
     assert refused == {"personality", "truncation", "previous_response_id", "conversation"}
 
@@ -189,7 +189,7 @@ def test_every_field_of_an_item_and_a_tool_is_taken_or_refused_by_name(
             fields = {"input": [call, one, *items] if place == "input[1]" else [one, *items]}
         try:
             parsed(**fields)
-        except Refusal as told:
+        except ApiError as told:
             refused.add(str(told.param).removeprefix(f"{place}.").partition("[")[0])
     never = {"namespace", "async", "name", "encrypted_content", "allowed_callers", "defer_loading", "output_schema"}
     assert refused == (values.keys() & never) - item.keys()
@@ -287,18 +287,18 @@ def test_a_wrong_item_is_refused_by_its_place(items: list[Any], param: str) -> N
 
 
 def test_a_choice_of_tools_is_what_the_model_gets() -> None:
-    def chosen(choice: Any) -> tuple[list[str] | None, ToolChoice]:
+    def chosen(choice: Any) -> tuple[list[str] | None, ToolSelection]:
         prompt = parsed(tools=[RAIN, SNOW], tool_choice=choice)
         names = None if prompt.tools is None else [tool["function"]["name"] for tool in prompt.tools]
         return names, prompt.tool_choice
 
     both = ["rain", "snow"]
-    assert chosen("auto") == (both, ToolChoice("auto"))
-    assert chosen("none") == (None, ToolChoice("none"))
-    assert chosen("required") == (both, ToolChoice("required"))
-    assert chosen({"type": "function", "name": "snow"}) == (both, ToolChoice("named", "snow"))
+    assert chosen("auto") == (both, ToolSelection("auto"))
+    assert chosen("none") == (None, ToolSelection("none"))
+    assert chosen("required") == (both, ToolSelection("required"))
+    assert chosen({"type": "function", "name": "snow"}) == (both, ToolSelection("named", "snow"))
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "snow"}]}
-    assert chosen(allowed) == (["snow"], ToolChoice("required"))
+    assert chosen(allowed) == (["snow"], ToolSelection("required"))
     for wrong in ({"type": "function", "name": "hail"}, {"type": "web_search_preview"}, "always"):
         assert str(refusal(tools=[RAIN], tool_choice=wrong).param).startswith("tool_choice")
     assert refusal(tool_choice="required").param == "tool_choice"

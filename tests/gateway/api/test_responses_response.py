@@ -7,22 +7,22 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine.protocol.types import Sampling
+from engine.protocol.types import SamplingParams
 from gateway import errors
-from gateway.api.responses_request import Input, echoed
-from gateway.api.responses_response import Reply
+from gateway.api.responses_request import ResponsesBody, echo_fields
+from gateway.api.responses_response import ResponsesReply
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Chosen, Completion, ToolUse, Usage
+from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25, left={"day": 2.0}, thought_tokens=1)
 RAIN = ToolUse("call_1", "rain", '{"in":"Rome"}')
 
 
-def reply(*, padded: bool = True, **asked: Any) -> Reply:
-    body = Input(model="@cf/test/stub", input="hello", **asked)
-    prompt = Prompt(text="hello", sampling=Sampling(), stop=[], padded=padded)
-    return Reply(echoed(body), prompt, repeat(b"abc"), "@cf/test/stub", "the-id", 1_700_000_000)
+def reply(*, padded: bool = True, **asked: Any) -> ResponsesReply:
+    body = ResponsesBody(model="@cf/test/stub", input="hello", **asked)
+    prompt = Prompt(text="hello", sampling=SamplingParams(), stop=[], padded=padded)
+    return ResponsesReply(echo_fields(body), prompt, repeat(b"abc"), "@cf/test/stub", "the-id", 1_700_000_000)
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def streamed(answer: Reply) -> bytes:
+def streamed(answer: ResponsesReply) -> bytes:
     """A thought, a text and a call."""
     raw = answer.begin(7, 4) + answer.thought(0, "Rome") + answer.thought(0, "?")
     raw += answer.text(0, "I'll ", []) + answer.text(0, "look.", [])
@@ -131,7 +131,7 @@ def test_a_text_after_a_call_is_an_item_of_its_own() -> None:
 
 
 def test_log_probabilities_go_with_the_text() -> None:
-    scored = [Chosen("é", "é".encode(), -0.5, [Chosen("e", b"e", -0.5)])]
+    scored = [ScoredToken("é", "é".encode(), -0.5, [ScoredToken("e", b"e", -0.5)])]
     shape = {"token": "é", "logprob": -0.5, "bytes": [195, 169]}
     said = [{**shape, "top_logprobs": [{"token": "e", "logprob": -0.5, "bytes": [101]}]}]
     answer = reply()

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from gateway.config import ModelConfig
+from gateway.config import ModelEntryConfig
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 
 EMBER = Path(__file__).parents[3] / "engine" / "builtin_model"
 CHAT = [
-    ModelConfig(name=MODEL, folder=str(EMBER), dialect="chat")
+    ModelEntryConfig(name=MODEL, folder=str(EMBER), dialect="chat")
 ]  # in place of the entry that is of the native family
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -3,26 +3,26 @@ from typing import Any
 
 import pytest
 
-from gateway.api.run_chat import ChatRun
-from gateway.errors import Refusal
+from gateway.api.run_chat import RunChatDialect
+from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Asked, Chosen, Completion, Usage
+from gateway.inference.reply import Completion, GenerationRequest, ScoredToken, Usage
 
 MODEL = "@cf/test/stub"
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def read(query: bytes = b"", **fields: Any) -> Asked:
-    return ChatRun().read(json.dumps(fields).encode(), query, MODEL, 77)
+def read(query: bytes = b"", **fields: Any) -> GenerationRequest:
+    return RunChatDialect().read(json.dumps(fields).encode(), query, MODEL, 77)
 
 
 def parsed(**fields: Any) -> Prompt:
     return read(**fields).prompt
 
 
-def refusal(**fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as raised:
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
         read(**fields)
     return raised.value
 
@@ -70,7 +70,7 @@ def test_an_adapter_is_what_no_model_takes() -> None:
 )
 def test_the_result_is_a_completion_of_what_was_given(given: dict[str, Any], kind: str) -> None:
     asked = read(**given, logprobs=True)
-    chosen = [Chosen("hi", b"hi", -0.5)]
+    chosen = [ScoredToken("hi", b"hi", -0.5)]
     whole = json.loads(asked.reply(MODEL, "the-id", 5).whole([Completion("hi", "stop", [], chosen)], USAGE))
     assert list(whole) == ["result", "success", "errors", "messages"]
     assert (whole["result"]["object"], whole["result"]["usage"]["neurons"]) == (kind, 0.25)

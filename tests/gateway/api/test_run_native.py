@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from engine.protocol.types import Grammar, GrammarKind
-from gateway.api.run_native import Native, Reply
-from gateway.errors import Refusal
+from gateway.api.run_native import NativeReply, RunNativeDialect
+from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ToolUse, Usage
-from gateway.inference.run_options import Within
-from gateway.tool_parsers.types import ToolChoice
+from gateway.inference.run_options import RunOptionsBody
+from gateway.tool_parsers.types import ToolSelection
 
 MODEL = "@cf/test/stub"
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)
@@ -18,13 +18,13 @@ HELLO: dict[str, Any] = {"prompt": "hello"}
 
 
 def parsed(body: dict[str, Any], query: bytes = b"") -> Prompt:
-    asked = Native().read(json.dumps(body).encode(), query, MODEL, 77)
+    asked = RunNativeDialect().read(json.dumps(body).encode(), query, MODEL, 77)
     assert asked.model == MODEL
     return asked.prompt
 
 
-def refusal(body: dict[str, Any], query: bytes = b"") -> Refusal:
-    with pytest.raises(Refusal) as raised:
+def refusal(body: dict[str, Any], query: bytes = b"") -> ApiError:
+    with pytest.raises(ApiError) as raised:
         parsed(body, query)
     assert (raised.value.status, raised.value.code) == ((405, 5005) if "lora" in body else (400, 5006))
     return raised.value
@@ -63,7 +63,7 @@ def test_the_other_fields_are_honoured() -> None:
     assert parsed({**HELLO, "stop": "x"}).stop == ["x"]
     assert parsed({**HELLO, "max_completion_tokens": 3}).max_tokens == 3
     said = parsed({**HELLO, "options": {"rejectIfBusy": True, "tags": ["a"], "requestTimeoutMs": 9}}).options
-    assert said == Within(rejectIfBusy=True, tags=["a"], requestTimeoutMs=9)
+    assert said == RunOptionsBody(rejectIfBusy=True, tags=["a"], requestTimeoutMs=9)
     assert parsed(HELLO, b"queueRequest=false").options is None
 
 
@@ -96,10 +96,10 @@ def test_tools_come_flat_or_as_functions() -> None:
 
 def test_tools_are_chosen_as_in_chat_completions() -> None:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "tools": [{"name": "f"}, {"name": "g"}]}
-    assert parsed(asked).tool_choice == ToolChoice()
-    assert parsed({**asked, "tool_choice": "required"}).tool_choice == ToolChoice("required")
+    assert parsed(asked).tool_choice == ToolSelection()
+    assert parsed({**asked, "tool_choice": "required"}).tool_choice == ToolSelection("required")
     named = parsed({**asked, "tool_choice": {"type": "function", "function": {"name": "g"}}})
-    assert named.tool_choice == ToolChoice("named", "g")
+    assert named.tool_choice == ToolSelection("named", "g")
     assert parsed({**asked, "tool_choice": "none"}).tools is None
     assert parsed(asked).parallel_calls
     assert not parsed({**asked, "parallel_tool_calls": False}).parallel_calls
@@ -219,7 +219,7 @@ def test_raw_goes_with_a_prompt_only() -> None:
 
 def test_the_envelope_is_that_of_the_wire() -> None:
     use = ToolUse("call_1", "rain", '{"in":"Rome"}')
-    body = Reply(repeat(b"abc")).whole([Completion("hi", "stop", [use], None)], USAGE)
+    body = NativeReply(repeat(b"abc")).whole([Completion("hi", "stop", [use], None)], USAGE)
     assert list(json.loads(body)) == ["result", "success", "errors", "messages"]
     assert json.loads(body) == {
         "result": {
@@ -240,7 +240,7 @@ def test_the_envelope_is_that_of_the_wire() -> None:
 
 
 def test_a_document_is_the_object_and_calls_take_its_place() -> None:
-    reply = Reply(repeat(b"abc"), document=True)
+    reply = NativeReply(repeat(b"abc"), document=True)
     whole = json.loads(reply.whole([Completion('{"a": 1.50}', "stop", [], None)], USAGE))
     assert whole["result"]["response"] == {"a": 1.5}
     called = json.loads(reply.whole([Completion("", "tool_calls", [ToolUse("c", "f", "{}")], None)], USAGE))
@@ -248,14 +248,14 @@ def test_a_document_is_the_object_and_calls_take_its_place() -> None:
 
 
 def test_thought_is_beside_the_response() -> None:
-    reply = Reply(repeat(b"abc"))
+    reply = NativeReply(repeat(b"abc"))
     whole = json.loads(reply.whole([Completion("yes", "stop", [], None, thought="hm")], USAGE))
     assert (whole["result"]["response"], whole["result"]["reasoning_content"]) == ("yes", "hm")
     assert json.loads(reply.thought(0, "hm")[6:])["reasoning_content"] == "hm"
 
 
 def test_the_stream_is_responses_with_padding_then_usage_then_done() -> None:
-    reply = Reply(repeat(b"abc"))
+    reply = NativeReply(repeat(b"abc"))
     assert reply.begin(7, 4) == reply.finish(0, "stop", None) == b""
     assert reply.text(0, 'a"\n\u2028', []) == 'data: {"response":"a\\"\\n\u2028","p":"abc"}\n\n'.encode()
     usage, done, rest = reply.end(USAGE).split(b"\n\n")

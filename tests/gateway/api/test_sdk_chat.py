@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from engine.protocol.types import GrammarKind
-from gateway.config import ModelConfig
+from gateway.config import ModelEntryConfig
 from tenants.records.limits import Limits
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
@@ -212,7 +212,7 @@ async def test_a_template_gets_the_variables_that_it_knows(tmp_path: Path) -> No
         "{% if not messages %}{{ raise_exception('x') }}{% endif %}"
         "{% if not enable_thinking %}quiet {% endif %}{{ reasoning_effort }} {{ messages[0].content }}"
     )
-    async with talking(tmp_path, models=[ModelConfig(name=MODEL, folder=str(folder))]) as (gateway, client):
+    async with talking(tmp_path, models=[ModelEntryConfig(name=MODEL, folder=str(folder))]) as (gateway, client):
         model = gateway.app._gateway.catalogue.find(MODEL)
         assert model is not None
         for asked, text in (

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from engine.protocol.types import RejectReason, Residency
 from gateway.batch import worker
-from gateway.config import ModelConfig, PriceConfig
+from gateway.config import ModelEntryConfig, PriceConfig
 from tenants.auth.accounts import Grant
 from tenants.records.batches import BATCH_ITEMS_MAX, OPEN_BATCHES_MAX, BatchStatus
 from tenants.records.limits import Limits
@@ -118,7 +118,7 @@ async def test_each_request_has_one_record_at_the_batch_price_and_the_counters_a
 async def test_a_price_of_its_own_holds_for_the_whole_batch(tmp_path: Path) -> None:
     price = PriceConfig(input=1000.0, cached_input=100.0, output=4000.0, batch=0.0)
     folder = str(Path(__file__).parents[3] / "engine" / "builtin_model")
-    async with served(tmp_path, models=[ModelConfig(name=MODEL, folder=folder, price=price)]) as world:
+    async with served(tmp_path, models=[ModelEntryConfig(name=MODEL, folder=folder, price=price)]) as world:
         await ended(world, await submit(world))
         assert [one.micro_neurons for one in await world.records()] == [0, 0, 0]
 
@@ -498,11 +498,15 @@ async def test_batches_for_a_model_that_sleeps_wake_it_after_a_while_as_lightly_
         await until(lambda: bool(fleet.wakes))
         assert not fleet.submits, "nothing was claimed for it"
         assert (await state(world, request_id))["status"] == "queued"
-        assert (fleet.wakes[0].model, fleet.wakes[0].requests, fleet.wakes[0].weight) == (MODEL, 1, worker.LIGHT)
+        assert (fleet.wakes[0].model, fleet.wakes[0].requests, fleet.wakes[0].weight) == (
+            MODEL,
+            1,
+            worker.SLEEPING_WEIGHT_MIN,
+        )
         live = asyncio.create_task(world.run(prompt="hello", max_tokens=2))
         await until(lambda: fleet.wakes[-1].weight == 1.0)
         live.cancel()
-        await until(lambda: fleet.wakes[-1].weight == worker.LIGHT)
+        await until(lambda: fleet.wakes[-1].weight == worker.SLEEPING_WEIGHT_MIN)
         fleet.move(0, memory, toward=device)
         await until(lambda: fleet.wakes[-1].requests == 0)
         fleet.move(0, device)

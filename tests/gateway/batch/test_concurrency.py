@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.batch.concurrency import MOST, SHARE, Pace
+from gateway.batch.concurrency import CONCURRENCY_MAX, LOOP_SHARE_MAX, ConcurrencyController
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 def test_as_many_are_on_their_way_as_take_their_share(cost_s: float) -> None:
     """Each one on its way takes so much in a turn of 0.1 s."""
     clock, pick = Clock(), random.Random(1)
-    pace = Pace(clock)
+    pace = ConcurrencyController(clock)
     taken_s, turns = 0.0, 400
 
     async def work() -> None:
@@ -39,12 +39,12 @@ def test_as_many_are_on_their_way_as_take_their_share(cost_s: float) -> None:
 
     asyncio.run(run())
     share = taken_s / clock.now_s
-    assert share < 1.5 * max(SHARE, cost_s / 0.1)  # one at least is always on its way
-    assert pace.most == MOST or share > 0.7 * SHARE
+    assert share < 1.5 * max(LOOP_SHARE_MAX, cost_s / 0.1)  # one at least is always on its way
+    assert pace.most == CONCURRENCY_MAX or share > 0.7 * LOOP_SHARE_MAX
 
 
 def test_waiting_is_not_counted_and_results_of_waits_arrive() -> None:
-    pace, seen = Pace(), []
+    pace, seen = ConcurrencyController(), []
 
     async def work() -> None:
         await asyncio.sleep(0.2)
@@ -56,7 +56,7 @@ def test_waiting_is_not_counted_and_results_of_waits_arrive() -> None:
     assert pace._taken_s < 0.1
 
 
-async def _awaited(pace: Pace, work: object) -> None:
+async def _awaited(pace: ConcurrencyController, work: object) -> None:
     await pace.timed(work)  # type: ignore[arg-type]
 
 
@@ -74,7 +74,7 @@ def test_an_error_and_a_cancellation_go_through_and_may_be_caught_inside() -> No
             raise
 
     async def scenario() -> None:
-        pace, done = Pace(), list[str]()
+        pace, done = ConcurrencyController(), list[str]()
         with pytest.raises(LookupError):
             await pace.timed(fails())
         task = asyncio.create_task(_awaited(pace, tidies(done)))

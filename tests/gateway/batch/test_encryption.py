@@ -5,13 +5,13 @@ import json
 import pytest
 from cryptography.exceptions import InvalidTag
 
-from gateway.batch.encryption import Kept, Vault, responses
+from gateway.batch.encryption import BatchEncryption, StoredRequest, join_responses
 
-KEPT = Kept(b'{"prompt":"quokka"}', "reference", ("tag",), "{}")
+KEPT = StoredRequest(b'{"prompt":"quokka"}', "reference", ("tag",), "{}")
 
 
 def test_a_request_and_a_result_come_back_and_are_not_to_be_read_meanwhile() -> None:
-    safe = Vault(b"s" * 32).safe("ann", "one")
+    safe = BatchEncryption(b"s" * 32).safe("ann", "one")
     sealed = safe.seal_request(3, KEPT)
     assert safe.open_request(3, sealed) == KEPT
     assert b"quokka" not in sealed
@@ -24,13 +24,13 @@ def test_a_request_and_a_result_come_back_and_are_not_to_be_read_meanwhile() -> 
     ("secret", "account", "batch"), [(b"t", "ann", "one"), (b"s", "bob", "one"), (b"s", "ann", "two")]
 )
 def test_it_opens_for_no_other_secret_account_or_batch(secret: bytes, account: str, batch: str) -> None:
-    sealed = Vault(b"s" * 32).safe("ann", "one").seal_request(3, KEPT)
+    sealed = BatchEncryption(b"s" * 32).safe("ann", "one").seal_request(3, KEPT)
     with pytest.raises(InvalidTag):
-        Vault(secret * 32).safe(account, batch).open_request(3, sealed)
+        BatchEncryption(secret * 32).safe(account, batch).open_request(3, sealed)
 
 
 def test_it_opens_at_no_other_place_and_for_no_other_purpose() -> None:
-    safe = Vault(b"s" * 32).safe("ann", "one")
+    safe = BatchEncryption(b"s" * 32).safe("ann", "one")
     sealed = safe.seal_request(3, KEPT)
     with pytest.raises(InvalidTag):
         safe.open_request(4, sealed)
@@ -39,6 +39,6 @@ def test_it_opens_at_no_other_place_and_for_no_other_purpose() -> None:
 
 
 def test_results_are_listed_with_their_places() -> None:
-    listed = json.loads(responses([(0, b'{"success":true}'), (7, b'{"success":false}')]))
+    listed = json.loads(join_responses([(0, b'{"success":true}'), (7, b'{"success":false}')]))
     assert listed == [{"id": 0, "success": True}, {"id": 7, "success": False}]
-    assert json.loads(responses([])) == []
+    assert json.loads(join_responses([])) == []

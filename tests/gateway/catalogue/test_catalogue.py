@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.catalogue.catalogue import BUILT_IN, entries, folder_of, open_catalogue, pulled_folder, spec_of
-from gateway.config import Config, ConfigError, ModelConfig, load_config
+from gateway.catalogue.catalogue import BUILT_IN, folder_of, model_entries, open_catalogue, pulled_folder, spec_of
+from gateway.config import Config, ModelEntryConfig, SettingsError, load_config
 
-EMBER = folder_of(Config(), ModelConfig(name=BUILT_IN))
+EMBER = folder_of(Config(), ModelEntryConfig(name=BUILT_IN))
 
 
 def _config(folder: Path, text: str = "") -> Config:
@@ -68,7 +68,7 @@ def test_settings_change_known_models_and_add_others(tmp_path: Path) -> None:
 
 def test_a_model_can_be_left_out(tmp_path: Path) -> None:
     config = _config(tmp_path, f'[[models]]\nname = "{BUILT_IN}"\nserve = false')
-    assert entries(config) == []
+    assert model_entries(config) == []
     assert len(open_catalogue(config)) == 0
 
 
@@ -84,7 +84,7 @@ def test_a_broken_folder_leaves_out_its_model_alone_and_says_why(tmp_path: Path)
 
 def test_a_price_that_punishes_the_cache_is_refused(tmp_path: Path) -> None:
     price = "[models.price]\ninput = 1.0\ncached_input = 2.0"
-    with pytest.raises(ConfigError, match="price"):
+    with pytest.raises(SettingsError, match="price"):
         open_catalogue(_config(tmp_path, f'[[models]]\nname = "{BUILT_IN}"\n{price}'))
 
 
@@ -92,7 +92,7 @@ def test_what_a_machine_is_told_is_what_the_settings_say(tmp_path: Path) -> None
     text = f'[[models]]\nname = "{BUILT_IN}"\nkv_bytes = 1000000\nblock_tokens = 32\nsequences = 5\ndtype = "float32"'
     text += "\nscope_floor_blocks = 3\nscope_cap_blocks = 7"
     config = _config(tmp_path, text)
-    spec = spec_of(config, entries(config)[0])
+    spec = spec_of(config, model_entries(config)[0])
     assert (spec.kv_bytes, spec.block_tokens, spec.sequences, spec.dtype) == (1000000, 32, 5, "float32")
     assert (spec.scope_floor_blocks, spec.scope_cap_blocks) == (3, 7)
     assert json.loads((Path(spec.folder) / "config.json").read_text())["model_type"] == "llama"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.catalogue.catalogue import BUILT_IN, entries, folder_of, spec_of
-from gateway.config import ConfigError, load_config
-from gateway.text.tokenizer import Text
+from gateway.catalogue.catalogue import BUILT_IN, folder_of, model_entries, spec_of
+from gateway.config import SettingsError, load_config
+from gateway.text.tokenizer import ModelTokenizer
 
 SYSTEM = "You are the assistant of a library.  Answer in one sentence, and name the shelf.\n" * 8
 
@@ -18,13 +18,13 @@ def told(folder: Path, *prompts: str, names: tuple[str, ...] = ("prompt.txt",)) 
     listed = ", ".join(f'"{name}"' for name in names)
     (folder / "hearth.toml").write_text(f'[[models]]\nname = "{BUILT_IN}"\npublic_prefixes = [{listed}]\n')
     config = load_config(folder / "hearth.toml")
-    return spec_of(config, entries(config)[0]).public_prefixes
+    return spec_of(config, model_entries(config)[0]).public_prefixes
 
 
 def test_every_conversation_that_opens_with_the_prompt_begins_with_the_prefix(tmp_path: Path) -> None:
     (prefix,) = told(tmp_path, SYSTEM)
     config = load_config(tmp_path / "hearth.toml")
-    text = Text(folder_of(config, entries(config)[0]))
+    text = ModelTokenizer(folder_of(config, model_entries(config)[0]))
     for said in ("Where is Moby-Dick?", "a", "ß", "", " ", "<|end|>", "\n\nalpha", "日本"):
         ids = text.encode_chat([{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}])
         assert ids[: len(prefix)] == prefix, said
@@ -37,13 +37,13 @@ def test_every_conversation_that_opens_with_the_prompt_begins_with_the_prefix(tm
 
 def test_files_that_cannot_be_published_are_named(tmp_path: Path) -> None:
     for prompt, problem in (("", "it is empty"), (" \n", "it is empty"), ("x" * (1 << 20) + "y", "1,048,576 bytes")):
-        with pytest.raises(ConfigError, match=problem) as refused:
+        with pytest.raises(SettingsError, match=problem) as refused:
             told(tmp_path, prompt)
         assert "prompt.txt" in str(refused.value)
-    with pytest.raises(ConfigError, match=r"missing\.txt"):
+    with pytest.raises(SettingsError, match=r"missing\.txt"):
         told(tmp_path, names=("missing.txt",))
     (tmp_path / "prompt.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"prompt\.txt"):
+    with pytest.raises(SettingsError, match=r"prompt\.txt"):
         told(tmp_path)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engine.protocol.types import Pooling
-from gateway.catalogue.tasks import Task, context_of, read_vectors, task_of
-from gateway.config import ModelConfig
-from gateway.text.tokenizer import FolderError
+from gateway.catalogue.tasks import ModelTask, context_of, read_embedding_spec, task_of
+from gateway.config import ModelEntryConfig
+from gateway.text.tokenizer import ModelFolderError
 from tests.support import minilm
 
 BERT = {"architectures": ["BertModel"], "hidden_size": 32, "max_position_embeddings": 512}
@@ -21,8 +21,8 @@ MODULES = [
 ]
 
 
-def entry(**said: Any) -> ModelConfig:
-    return ModelConfig(name="@cf/test/model", **said)
+def entry(**said: Any) -> ModelEntryConfig:
+    return ModelEntryConfig(name="@cf/test/model", **said)
 
 
 def written(folder: Path, **files: Any) -> Path:
@@ -37,48 +37,48 @@ def written(folder: Path, **files: Any) -> Path:
 @pytest.mark.parametrize(
     ("architecture", "task"),
     [
-        ("LlamaForCausalLM", Task.GENERATION),
-        ("Qwen3ForCausalLM", Task.GENERATION),
-        ("Qwen3Model", Task.EMBEDDINGS),
-        ("BertModel", Task.EMBEDDINGS),
-        ("BertForMaskedLM", Task.EMBEDDINGS),
-        ("XLMRobertaModel", Task.EMBEDDINGS),
-        ("RobertaModel", Task.EMBEDDINGS),
-        ("XLMRobertaForSequenceClassification", Task.CLASSIFICATION),
-        ("BertForSequenceClassification", Task.CLASSIFICATION),
+        ("LlamaForCausalLM", ModelTask.GENERATION),
+        ("Qwen3ForCausalLM", ModelTask.GENERATION),
+        ("Qwen3Model", ModelTask.EMBEDDINGS),
+        ("BertModel", ModelTask.EMBEDDINGS),
+        ("BertForMaskedLM", ModelTask.EMBEDDINGS),
+        ("XLMRobertaModel", ModelTask.EMBEDDINGS),
+        ("RobertaModel", ModelTask.EMBEDDINGS),
+        ("XLMRobertaForSequenceClassification", ModelTask.CLASSIFICATION),
+        ("BertForSequenceClassification", ModelTask.CLASSIFICATION),
     ],
 )
-def test_the_architecture_says_what_a_model_does(architecture: str, task: Task, tmp_path: Path) -> None:
+def test_the_architecture_says_what_a_model_does(architecture: str, task: ModelTask, tmp_path: Path) -> None:
     assert task_of(tmp_path, {"architectures": [architecture]}, entry()) is task
 
 
 def test_a_decoder_with_modules_of_sentence_transformers_gives_vectors(tmp_path: Path) -> None:
     written(tmp_path, modules=MODULES, **{"1_Pooling__config": {"pooling_mode_lasttoken": True}})
-    assert task_of(tmp_path, QWEN, entry()) is Task.EMBEDDINGS
-    vectors = read_vectors(tmp_path, QWEN, entry(), Task.EMBEDDINGS)
+    assert task_of(tmp_path, QWEN, entry()) is ModelTask.EMBEDDINGS
+    vectors = read_embedding_spec(tmp_path, QWEN, entry(), ModelTask.EMBEDDINGS)
     assert vectors is not None
     assert vectors.poolings == (Pooling.LAST,)
     assert vectors.normalized
 
 
 def test_the_operators_word_has_precedence(tmp_path: Path) -> None:
-    assert task_of(tmp_path, BERT, entry(task="Text Generation")) is Task.GENERATION
-    vectors = read_vectors(tmp_path, BERT, entry(pooling="cls", context_tokens=100), Task.EMBEDDINGS)
+    assert task_of(tmp_path, BERT, entry(task="Text Generation")) is ModelTask.GENERATION
+    vectors = read_embedding_spec(tmp_path, BERT, entry(pooling="cls", context_tokens=100), ModelTask.EMBEDDINGS)
     assert vectors is not None
     assert vectors.poolings == (Pooling.CLS, Pooling.MEAN)
     assert vectors.tokens_max == 100
 
 
 def test_models_of_text_give_no_vectors_and_encoders_no_text(tmp_path: Path) -> None:
-    assert read_vectors(tmp_path, QWEN, entry(), Task.GENERATION) is None
-    with pytest.raises(FolderError, match="its task is Text Embeddings"):
-        read_vectors(tmp_path, BERT, entry(task="Text Generation"), Task.GENERATION)
+    assert read_embedding_spec(tmp_path, QWEN, entry(), ModelTask.GENERATION) is None
+    with pytest.raises(ModelFolderError, match="its task is Text Embeddings"):
+        read_embedding_spec(tmp_path, BERT, entry(task="Text Generation"), ModelTask.GENERATION)
 
 
 def test_minilm_is_read_as_it_is() -> None:
     folder = minilm.folder()
     document = json.loads((folder / "config.json").read_text())
-    vectors = read_vectors(folder, document, entry(), task_of(folder, document, entry()))
+    vectors = read_embedding_spec(folder, document, entry(), task_of(folder, document, entry()))
     assert vectors is not None
     assert (vectors.poolings[0], vectors.normalized, vectors.dimensions) == (Pooling.MEAN, True, 384)
     assert vectors.tokens_max == 256
@@ -90,7 +90,7 @@ def test_minilm_is_read_as_it_is() -> None:
 )
 def test_both_ways_of_writing_a_pooling_are_read(config: dict[str, Any], tmp_path: Path) -> None:
     written(tmp_path, modules=MODULES[:2], **{"1_Pooling__config": config})
-    vectors = read_vectors(tmp_path, BERT, entry(), Task.EMBEDDINGS)
+    vectors = read_embedding_spec(tmp_path, BERT, entry(), ModelTask.EMBEDDINGS)
     assert vectors is not None
     assert vectors.poolings == (Pooling.CLS, Pooling.MEAN)
     assert not vectors.normalized
@@ -109,31 +109,31 @@ def test_a_pooling_that_is_not_served_leaves_the_model_out(
     document: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     written(tmp_path, modules=MODULES, **{"1_Pooling__config": config})
-    with pytest.raises(FolderError, match=message):
-        read_vectors(tmp_path, document, entry(), Task.EMBEDDINGS)
+    with pytest.raises(ModelFolderError, match=message):
+        read_embedding_spec(tmp_path, document, entry(), ModelTask.EMBEDDINGS)
 
 
 def test_a_module_that_is_not_served_leaves_the_model_out(tmp_path: Path) -> None:
     dense = {"path": "2_Dense", "type": "sentence_transformers.models.Dense"}
     written(tmp_path, modules=[*MODULES[:2], dense], **{"1_Pooling__config": {"pooling_mode": "mean"}})
-    with pytest.raises(FolderError, match="Dense"):
-        read_vectors(tmp_path, BERT, entry(), Task.EMBEDDINGS)
+    with pytest.raises(ModelFolderError, match="Dense"):
+        read_embedding_spec(tmp_path, BERT, entry(), ModelTask.EMBEDDINGS)
 
 
 def test_a_model_without_a_head_that_scores_cannot_be_a_reranker(tmp_path: Path) -> None:
-    with pytest.raises(FolderError, match="ForSequenceClassification"):
-        read_vectors(tmp_path, BERT, entry(), Task.CLASSIFICATION)
+    with pytest.raises(ModelFolderError, match="ForSequenceClassification"):
+        read_embedding_spec(tmp_path, BERT, entry(), ModelTask.CLASSIFICATION)
 
 
 def test_prompts_are_read_and_instructions_known_where_there_is_a_place_for_them(tmp_path: Path) -> None:
     prompts = {"query": "Instruct: Find\nQuery:", "document": "passage: "}
     written(tmp_path, config_sentence_transformers={"prompts": prompts})
-    vectors = read_vectors(tmp_path, QWEN, entry(), Task.EMBEDDINGS)
+    vectors = read_embedding_spec(tmp_path, QWEN, entry(), ModelTask.EMBEDDINGS)
     assert vectors is not None
     assert vectors.prompt(None) == "Instruct: Find\nQuery:"
     assert vectors.prompt("Look") == "Instruct: Look\nQuery:"
     assert vectors.document == "passage: "
-    plain = read_vectors(tmp_path / "none", QWEN, entry(), Task.EMBEDDINGS)
+    plain = read_embedding_spec(tmp_path / "none", QWEN, entry(), ModelTask.EMBEDDINGS)
     assert plain is not None
     assert not plain.instructed
 
@@ -151,7 +151,7 @@ def test_prompts_are_read_and_instructions_known_where_there_is_a_place_for_them
 def test_vectors_may_be_cut_where_config_or_operator_say_so(
     said: dict[str, Any], matryoshka: bool | None, cuts: frozenset[int] | None, tmp_path: Path
 ) -> None:
-    vectors = read_vectors(tmp_path, {**BERT, **said}, entry(matryoshka=matryoshka), Task.EMBEDDINGS)
+    vectors = read_embedding_spec(tmp_path, {**BERT, **said}, entry(matryoshka=matryoshka), ModelTask.EMBEDDINGS)
     assert vectors is not None
     assert vectors.cuts == cuts
 

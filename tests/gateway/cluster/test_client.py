@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from engine.protocol import frames
-from engine.protocol.types import FinishReason, RejectReason, Residency, Sampling, Scope, ScopeKind
-from gateway.cluster.client import STEPS_MAX, Asleep, Rejected, ReplicaLost, Step, pack
-from gateway.cluster.fleet import Fleet
+from engine.protocol.types import FinishReason, RejectReason, Residency, SamplingParams, Scope, ScopeKind
+from gateway.cluster.client import STEPS_MAX, OutputDelta, ReplicaAsleep, ReplicaLost, ReplicaRejected, pack_token_ids
+from gateway.cluster.fleet import ReplicaFleet
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
 from tests.support.served_gateway import looped, until
 from tests.support.stub_replica import StubFleet
@@ -59,7 +59,7 @@ def test_what_begins_or_ends_in_a_step_is_woken_before_what_goes_on(tmp_path: Pa
             streams = [await submit(fleet) for _ in range(3)]
             woken: list[int] = []
 
-            async def follow(index: int) -> Step:
+            async def follow(index: int) -> OutputDelta:
                 step = await anext(streams[index])
                 woken.append(index)
                 return step
@@ -68,10 +68,13 @@ def test_what_begins_or_ends_in_a_step_is_woken_before_what_goes_on(tmp_path: Pa
                 tasks = [group.create_task(follow(index)) for index in range(3)]
                 await until(lambda: len(stub.submits) == 3)
                 goes_on, ends, begins = (submitted.id for submitted in stub.submits)
-                tokens = pack([1, 2, 3, 4])
-                started, finish = [frames.Started(begins, 0, 1.0)], [frames.Finish(ends, FinishReason.LENGTH, 2)]
+                tokens = pack_token_ids([1, 2, 3, 4])
+                started, finish = (
+                    [frames.SequenceStarted(begins, 0, 1.0)],
+                    [frames.SequenceFinished(ends, FinishReason.LENGTH, 2)],
+                )
                 (connection,) = stub.replicas[0].connections
-                connection.send(frames.Progress([goes_on, ends, begins], [1, 2, 1], tokens, started, finish))
+                connection.send(frames.StepOutputs([goes_on, ends, begins], [1, 2, 1], tokens, started, finish))
             assert woken == [2, 1, 0]
             assert [task.result().tokens for task in tasks] == [[1], [2, 3], [4]]
             assert [task.result().finish for task in tasks] == [None, finish[0], None]
@@ -140,7 +143,7 @@ def test_submitting_on_a_link_whose_replica_went_raises(tmp_path: Path) -> None:
             stub.replicas[0].die()
             await until(lambda: not fleet.replicas()[0].ready)
             with pytest.raises(ReplicaLost):
-                chosen.submit(tokens=PROMPT, scope=Scope(), sampling=Sampling(), max_tokens=1)
+                chosen.submit(tokens=PROMPT, scope=Scope(), sampling=SamplingParams(), max_tokens=1)
 
     asyncio.run(scenario())
 
@@ -149,7 +152,7 @@ def test_a_rejection_reaches_the_caller_with_its_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path) as (stub, fleet):
             stub.behaviour.reject = RejectReason.BUSY
-            with pytest.raises(Rejected) as raised:
+            with pytest.raises(ReplicaRejected) as raised:
                 await collect(await submit(fleet, n=2))
             assert (raised.value.reason, raised.value.retry_after_ms) == (RejectReason.BUSY, 1500)
             stub.behaviour.reject = None
@@ -161,12 +164,12 @@ def test_a_rejection_reaches_the_caller_with_its_reason(tmp_path: Path) -> None:
 def test_another_protocol_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         stub = StubFleet(tmp_path)
-        monkeypatch.setattr(frames, "PROTOCOL", 99)
+        monkeypatch.setattr(frames, "PROTOCOL_VERSION", 99)
         hello = stub.replicas[0].hello()
         monkeypatch.undo()
         monkeypatch.setattr(stub.replicas[0], "hello", lambda: hello)
         async with stub.serving():
-            fleet = Fleet([stub.address])
+            fleet = ReplicaFleet([stub.address])
             running = asyncio.create_task(fleet.run())
             await until(lambda: any("protocol 99" in seen.problem for seen in fleet.replicas()))
             running.cancel()
@@ -195,8 +198,8 @@ def test_a_slow_reader_holds_a_bounded_number_of_steps_and_loses_no_token(tmp_pa
 
 
 def test_packed_tokens_are_little_endian_words() -> None:
-    assert pack([1, 70000]) == b"\x01\0\0\0\x70\x11\x01\0"
-    assert array("I", pack([5, 6])).tolist() == [5, 6]
+    assert pack_token_ids([1, 70000]) == b"\x01\0\0\0\x70\x11\x01\0"
+    assert array("I", pack_token_ids([5, 6])).tolist() == [5, 6]
 
 
 @looped
@@ -209,7 +212,7 @@ async def test_what_a_replica_has_not_begun_with_is_taken_back_when_it_leaves_th
         other = await submit(fleet, n=2)
         await until(lambda: len(stub.submits) == 2)
         stub.move(0, DEVICE, toward=MEMORY)
-        with pytest.raises(Asleep):
+        with pytest.raises(ReplicaAsleep):
             await anext(other)
         await until(lambda: len(stub.replicas[0].cancels) == 2)
         stub.move(0, MEMORY, ready_ms=100)

@@ -8,10 +8,10 @@ from msgspec import structs
 
 from engine.protocol import frames
 from engine.protocol.address import AddressError
-from engine.protocol.types import Residency, Sampling, Scope, Terms
+from engine.protocol.types import Residency, SamplingParams, SchedulingTerms, Scope
 from gateway.cluster import wake_queue
-from gateway.cluster.client import Connection, Link, connect, pack
-from gateway.cluster.fleet import Fleet, Unavailable, _Known
+from gateway.cluster.client import FrameProtocol, ReplicaClient, connect, pack_token_ids
+from gateway.cluster.fleet import NoReplicaAvailable, ReplicaFleet, _ReplicaEntry
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
 from tests.support.served_gateway import looped, until
 from tests.support.stub_replica import MODEL, StubFleet
@@ -34,7 +34,7 @@ def test_a_lost_replica_is_connected_to_again(tmp_path: Path) -> None:
 def test_link_waits_for_a_replica_that_comes(tmp_path: Path) -> None:
     async def scenario() -> None:
         stub = StubFleet(tmp_path)
-        fleet = Fleet([stub.address])
+        fleet = ReplicaFleet([stub.address])
         running = asyncio.create_task(fleet.run())
         waiting = asyncio.create_task(link(fleet))
         await asyncio.sleep(0.1)
@@ -52,14 +52,14 @@ def test_link_waits_for_a_replica_that_comes(tmp_path: Path) -> None:
 async def test_who_waits_goes_on_also_where_a_replicas_hello_comes_with_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def behind_the_hello(address: str, make: Callable[[], Connection]) -> Connection:
+    async def behind_the_hello(address: str, make: Callable[[], FrameProtocol]) -> FrameProtocol:
         connection = await connect(address, make)
         await asyncio.sleep(0.05)
         return connection
 
     monkeypatch.setattr("gateway.cluster.fleet.connect", behind_the_hello)
     stub = StubFleet(tmp_path)
-    fleet = Fleet([stub.address])
+    fleet = ReplicaFleet([stub.address])
     async with stub.serving():
         running = asyncio.create_task(fleet.run())
         await link(fleet)
@@ -71,9 +71,9 @@ async def test_who_waits_goes_on_also_where_a_replicas_hello_comes_with_its_conn
 def test_link_gives_up_at_its_deadline_and_says_why(tmp_path: Path) -> None:
     async def scenario() -> None:
         stub = StubFleet(tmp_path)
-        fleet = Fleet([stub.address])
+        fleet = ReplicaFleet([stub.address])
         running = asyncio.create_task(fleet.run())
-        with pytest.raises(Unavailable, match="cannot be reached") as raised:
+        with pytest.raises(NoReplicaAvailable, match="cannot be reached") as raised:
             await link(fleet, wait_s=0.1)
         assert not raised.value.loading
         running.cancel()
@@ -86,7 +86,7 @@ def test_link_gives_up_at_its_deadline_and_says_why(tmp_path: Path) -> None:
 def test_a_model_that_no_machine_has_is_unavailable(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path) as (_, fleet):
-            with pytest.raises(Unavailable, match="@cf/other/model"):
+            with pytest.raises(NoReplicaAvailable, match="@cf/other/model"):
                 await link(fleet, wait_s=0.05, model="@cf/other/model")
 
     asyncio.run(scenario())
@@ -139,14 +139,14 @@ def test_load_counts_what_was_submitted_since_it_came(tmp_path: Path) -> None:
 
 def test_a_wrong_address_is_an_error_at_the_start() -> None:
     with pytest.raises(AddressError, match="outside loopback"):
-        Fleet(["tcp:10.0.0.1:7000"])
+        ReplicaFleet(["tcp:10.0.0.1:7000"])
 
 
 @pytest.mark.parametrize("turns", range(5))
 def test_a_cancellation_beside_a_machines_word_ends_the_watch_of_a_replica(turns: int, tmp_path: Path) -> None:
     async def run() -> None:
-        known = _Known(frames.ReplicaState("m", f"unix:{tmp_path}/nobody", Residency.DEVICE, 1))
-        watch = asyncio.create_task(Fleet([])._keep_replica(known))
+        known = _ReplicaEntry(frames.ReplicaState("m", f"unix:{tmp_path}/nobody", Residency.DEVICE, 1))
+        watch = asyncio.create_task(ReplicaFleet([])._keep_replica(known))
         await asyncio.sleep(0.05)  # it could not connect, and waits
         known.changed.set()
         for _ in range(turns):
@@ -170,9 +170,9 @@ def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_w
                 behind.submit(
                     tokens=PROMPT,
                     scope=Scope(),
-                    sampling=Sampling(),
+                    sampling=SamplingParams(),
                     max_tokens=8,
-                    terms=Terms(background=True),
+                    terms=SchedulingTerms(background=True),
                 )
             assert fleet.spare(MODEL, 10) == 12
             again = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
@@ -184,7 +184,7 @@ def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_w
     asyncio.run(scenario())
 
 
-async def held(fleet: Fleet, count: int = 1, wait_s: float = 5.0) -> list[asyncio.Task[Link]]:
+async def held(fleet: ReplicaFleet, count: int = 1, wait_s: float = 5.0) -> list[asyncio.Task[ReplicaClient]]:
     """So many requests that wait for the model."""
     tasks = [asyncio.create_task(link(fleet, wait_s)) for _ in range(count)]
     await until(lambda: fleet.waiting(MODEL) == count)
@@ -192,7 +192,7 @@ async def held(fleet: Fleet, count: int = 1, wait_s: float = 5.0) -> list[asynci
 
 
 @contextlib.asynccontextmanager
-async def asleep(folder: Path, replicas: int = 1, ready_ms: int = 300) -> AsyncIterator[tuple[StubFleet, Fleet]]:
+async def asleep(folder: Path, replicas: int = 1, ready_ms: int = 300) -> AsyncIterator[tuple[StubFleet, ReplicaFleet]]:
     async with connected(folder, replicas) as (stub, fleet):
         for index in range(replicas):
             stub.move(index, MEMORY, ready_ms=ready_ms)
@@ -208,10 +208,10 @@ async def test_one_wake_serves_all_who_wait_and_what_they_send_waits_in_the_repl
         assert len(stub.wakes) <= 2
         stub.move(0, MEMORY, toward=DEVICE)
         streams = [
-            (await task).submit(tokens=PROMPT, scope=Scope(), sampling=Sampling(), max_tokens=2) for task in tasks
+            (await task).submit(tokens=PROMPT, scope=Scope(), sampling=SamplingParams(), max_tokens=2) for task in tasks
         ]
         await until(lambda: len(stub.submits) == 50)
-        await until(lambda: stub.wakes[-1] == frames.Wake(MODEL, 0))
+        await until(lambda: stub.wakes[-1] == frames.ModelDemand(MODEL, 0))
         assert not any(stream.ready for stream in streams)
         stub.move(0, DEVICE)
         assert [sum(len(step.tokens) for step in await collect(stream)) for stream in streams] == [2] * 50
@@ -224,7 +224,7 @@ async def test_a_replica_on_the_device_is_preferred_and_one_that_leaves_it_is_no
         stub.move(1, DEVICE, toward=MEMORY)
         await until(lambda: fleet._present(MODEL) == [known.connection for known in fleet._of(MODEL)][2:])
         for n in range(20):
-            chosen = await fleet.link(MODEL, SCOPE, pack([n] * 40), asyncio.get_running_loop().time())
+            chosen = await fleet.link(MODEL, SCOPE, pack_token_ids([n] * 40), asyncio.get_running_loop().time())
             assert chosen._replica.address == f"unix:{stub.replicas[2].path}"
 
 
@@ -247,10 +247,10 @@ async def test_the_wait_ends_when_no_machine_can_ever_serve_the_model(tmp_path: 
         await asyncio.sleep(0.05)
         assert not task.done(), "the other replica may come"
         stub.move(1, DISK, ready_ms=-1, problem="it never fits")
-        with pytest.raises(Unavailable, match="it never fits") as raised:
+        with pytest.raises(NoReplicaAvailable, match="it never fits") as raised:
             await task
         assert not raised.value.loading
-        with pytest.raises(Unavailable):
+        with pytest.raises(NoReplicaAvailable):
             await link(fleet)
 
 
@@ -261,13 +261,13 @@ async def test_the_end_of_the_wait_says_when_the_model_may_be_there(tmp_path: Pa
         await until(lambda: fleet.replicas()[0].expected_s == 7.4)
         stub.move(1, DISK, ready_ms=12_000)
         await until(lambda: fleet.expected_s(MODEL) == 8)
-        with pytest.raises(Unavailable, match="asleep") as raised:
+        with pytest.raises(NoReplicaAvailable, match="asleep") as raised:
             await link(fleet, wait_s=0.05)
         assert (raised.value.loading, raised.value.retry_after_s) == (True, 8)
         assert fleet.busy(MODEL) == 8
         await until(lambda: stub.wakes[-1].requests == 0)
         asked = len(stub.wakes)
-        with pytest.raises(Unavailable):
+        with pytest.raises(NoReplicaAvailable):
             await link(fleet, wait_s=0.0)
         await asyncio.sleep(0.05)
         assert len(stub.wakes) == asked, "who does not wait wakes nothing"
@@ -277,7 +277,7 @@ async def test_the_end_of_the_wait_says_when_the_model_may_be_there(tmp_path: Pa
 async def test_a_machine_that_comes_back_is_told_again_who_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wake_queue, "AGAIN_S", 60.0)
+    monkeypatch.setattr(wake_queue, "REPEAT_S", 60.0)
     async with asleep(tmp_path) as (stub, fleet):
         tasks = await held(fleet, 3)
         await until(lambda: stub.wakes[-1].requests == 3)
@@ -293,23 +293,25 @@ async def test_a_machine_that_comes_back_is_told_again_who_waits(
 @looped
 async def test_what_a_machine_said_that_is_lost_refuses_nobody_until_it_says_it_again(tmp_path: Path) -> None:
     stub = StubFleet(tmp_path)
-    fleet = Fleet([stub.address])
+    fleet = ReplicaFleet([stub.address])
     running = asyncio.create_task(fleet.run())
     never = {"residency": DISK, "toward": DISK, "ready_ms": -1, "problem": "it never fits"}
     stub.replicas[0].state = structs.replace(stub.replicas[0].state, **never)
     async with stub.serving():
-        with pytest.raises(Unavailable, match="it never fits"):
+        with pytest.raises(NoReplicaAvailable, match="it never fits"):
             await link(fleet)
     for machine in list(stub.machines):
         machine.close()
     await until(lambda: bool(fleet.problems()))
     (task,) = await held(fleet)
-    with pytest.raises(Unavailable, match=r"is not ready: the machine at .* (was lost|cannot be reached)") as raised:
+    with pytest.raises(
+        NoReplicaAvailable, match=r"is not ready: the machine at .* (was lost|cannot be reached)"
+    ) as raised:
         await link(fleet, wait_s=0.1)
     assert raised.value.loading
     assert not task.done()
     async with stub.serving():
-        with pytest.raises(Unavailable, match="it never fits"):
+        with pytest.raises(NoReplicaAvailable, match="it never fits"):
             await task
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -321,7 +323,7 @@ async def test_one_machine_refuses_nobody_while_another_that_may_serve_was_never
     first, second = (StubFleet(tmp_path / name) for name in "ab")
     for stub in (first, second):
         Path(stub.address.removeprefix("unix:")).parent.mkdir()
-    fleet = Fleet([first.address, second.address])
+    fleet = ReplicaFleet([first.address, second.address])
     running = asyncio.create_task(fleet.run())
     first.replicas[0].state = structs.replace(first.replicas[0].state, residency=DISK, toward=DISK, ready_ms=-1)
     async with first.serving():
@@ -340,14 +342,14 @@ async def test_what_a_connection_asks_for_ends_with_those_who_leave(tmp_path: Pa
         tasks = await held(fleet, 2)
         for task in tasks:
             task.cancel()
-        await until(lambda: stub.wakes[-1] == frames.Wake(MODEL, 0))
+        await until(lambda: stub.wakes[-1] == frames.ModelDemand(MODEL, 0))
         assert fleet.waiting(MODEL) == 0
 
 
 @looped
 async def test_the_background_waits_for_no_model_and_wakes_none(tmp_path: Path) -> None:
     async with asleep(tmp_path) as (stub, fleet):
-        with pytest.raises(Unavailable) as raised:
+        with pytest.raises(NoReplicaAvailable) as raised:
             await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time() + 5, background=True)
         assert raised.value.loading
         assert not stub.wakes
@@ -358,7 +360,7 @@ async def test_the_background_waits_for_no_model_and_wakes_none(tmp_path: Path) 
 async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_did(tmp_path: Path) -> None:
     waited = list[tuple[str, float]]()
     stub = StubFleet(tmp_path)
-    fleet = Fleet([stub.address], waited=lambda model, seconds: waited.append((model, seconds)))
+    fleet = ReplicaFleet([stub.address], waited=lambda model, seconds: waited.append((model, seconds)))
     async with stub.serving():
         running = asyncio.create_task(fleet.run())
         await until(lambda: fleet.serves(MODEL))
@@ -368,7 +370,7 @@ async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_d
         await until(lambda: not fleet.serves(MODEL))
         (task,) = await held(fleet)
         stub.move(0, MEMORY, toward=DEVICE)
-        stream = (await task).submit(tokens=PROMPT, scope=Scope(), sampling=Sampling(), max_tokens=5)
+        stream = (await task).submit(tokens=PROMPT, scope=Scope(), sampling=SamplingParams(), max_tokens=5)
         await asyncio.sleep(0.2)
         stub.move(0, DEVICE)
         await collect(stream)
@@ -376,7 +378,7 @@ async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_d
         assert (model, 0.2 < seconds < 10.0) == (MODEL, True)
         stub.move(0, MEMORY, ready_ms=100)
         await until(lambda: not fleet.serves(MODEL))
-        with pytest.raises(Unavailable):
+        with pytest.raises(NoReplicaAvailable):
             await link(fleet, wait_s=0.1)
         assert len(waited) == 2
         assert waited[1][1] >= 0.09  # clocks differ by a little

@@ -1,21 +1,21 @@
-from engine.protocol.frames import PROTOCOL, Hello, Load
-from gateway.cluster.replica_counters import COUNTED, LATELY_S, Lately, Tally
+from engine.protocol.frames import PROTOCOL_VERSION, Hello, ReplicaLoad
+from gateway.cluster.replica_counters import COUNTER_NAMES, RECENT_S, RecentLoad, ReplicaCounters
 
 
 def hello(boot: int = 1, model: str = "@cf/a/b", pid: int = 5) -> Hello:
-    return Hello(PROTOCOL, model, "r", str(boot), pid, 4096, 1000, 16, 64)
+    return Hello(PROTOCOL_VERSION, model, "r", str(boot), pid, 4096, 1000, 16, 64)
 
 
-def load(hits: int, shared_blocks: int = 0, **counters: int) -> Load:
-    return Load(0, 0, 0, 0, 0, 0, counters={"hit_tokens": hits, **counters}, shared_blocks=shared_blocks)
+def load(hits: int, shared_blocks: int = 0, **counters: int) -> ReplicaLoad:
+    return ReplicaLoad(0, 0, 0, 0, 0, 0, counters={"hit_tokens": hits, **counters}, shared_blocks=shared_blocks)
 
 
-def hits(tally: Tally, model: str = "@cf/a/b") -> int:
+def hits(tally: ReplicaCounters, model: str = "@cf/a/b") -> int:
     return tally.sums()[model]["hit_tokens"]
 
 
 def test_replicas_of_a_model_are_summed_and_models_are_not() -> None:
-    tally = Tally()
+    tally = ReplicaCounters()
     tally.take("unix:1", hello(), load(10, 2))
     tally.take("unix:2", hello(), load(5, 1))
     tally.take("unix:3", hello(model="@cf/c/d"), load(7))
@@ -24,7 +24,7 @@ def test_replicas_of_a_model_are_summed_and_models_are_not() -> None:
 
 
 def test_the_same_word_twice_counts_once_also_on_another_connection() -> None:
-    tally = Tally()
+    tally = ReplicaCounters()
     for count in (10, 10, 12):
         tally.take("unix:1", hello(), load(count))
         tally.lost("unix:1")
@@ -32,7 +32,7 @@ def test_the_same_word_twice_counts_once_also_on_another_connection() -> None:
 
 
 def test_a_replica_that_starts_again_adds_to_what_it_had_counted() -> None:
-    tally = Tally()
+    tally = ReplicaCounters()
     tally.take("unix:1", hello(boot=1), load(10))
     tally.take("unix:1", hello(boot=2), load(3))
     assert hits(tally) == 13
@@ -41,7 +41,7 @@ def test_a_replica_that_starts_again_adds_to_what_it_had_counted() -> None:
 
 
 def test_what_is_gone_keeps_its_count_and_holds_nothing() -> None:
-    tally = Tally()
+    tally = ReplicaCounters()
     tally.take("unix:1", hello(), load(10, 4))
     tally.lost("unix:1")
     assert tally.shared_blocks() == {"@cf/a/b": 0}
@@ -52,13 +52,13 @@ def test_what_is_gone_keeps_its_count_and_holds_nothing() -> None:
 
 
 def test_only_known_counters_are_kept() -> None:
-    tally = Tally()
+    tally = ReplicaCounters()
     tally.take("unix:1", hello(), load(1, **{f"made up {number}": 1 for number in range(100)}))
-    assert set(tally.sums()["@cf/a/b"]) == set(COUNTED)
+    assert set(tally.sums()["@cf/a/b"]) == set(COUNTER_NAMES)
 
 
 def test_a_replica_that_begins_anew_is_counted_and_one_that_is_new_or_only_reconnects_is_not() -> None:
-    tally = Tally()
+    tally = ReplicaCounters()
     for boot, pid in ((1, 5), (1, 5), (2, 6), (2, 7)):
         tally.take("unix:1", hello(boot, pid=pid), load(1))
         tally.lost("unix:1")
@@ -68,7 +68,7 @@ def test_a_replica_that_begins_anew_is_counted_and_one_that_is_new_or_only_recon
 
 
 def test_what_a_replica_did_lately_is_of_its_last_seconds_alone() -> None:
-    lately = Lately()
+    lately = RecentLoad()
     assert (lately.tokens_per_s, lately.hit_ratio) == (0.0, None)
     for second in range(20):
         counters = {"computed_tokens": 100 * second, "lookup_tokens": 40 * second}
@@ -77,4 +77,4 @@ def test_what_a_replica_did_lately_is_of_its_last_seconds_alone() -> None:
     for second in range(20, 27):
         lately.take(1000.0 + second, load(10 * 19, **counters))
     assert (lately.tokens_per_s, lately.hit_ratio) == (0.0, None)
-    assert len(lately._marks) <= LATELY_S + 1
+    assert len(lately._marks) <= RECENT_S + 1

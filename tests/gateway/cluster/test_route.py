@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.cluster.route import BALANCE, LIGHT, Candidate, pick
+from gateway.cluster.route import BALANCE, LIGHT_LOAD, Candidate, pick
 
 
 def _replicas(*loads: int) -> list[Candidate]:
@@ -72,7 +72,7 @@ def test_load_stays_within_its_bound_even_for_one_hot_key(seed: int) -> None:
     for _ in range(3000):
         prompt = hot if rng.random() < 0.7 else rng.choice(others)
         index = pick(_replicas(*loads), b"t", prompt)
-        assert loads[index] + 1 <= max(math.ceil(BALANCE * (sum(loads) + 1) / 5), LIGHT)
+        assert loads[index] + 1 <= max(math.ceil(BALANCE * (sum(loads) + 1) / 5), LIGHT_LOAD)
         loads[index] += 1
         running.append(index)
         if len(running) > rng.randrange(1, 200):
@@ -116,7 +116,7 @@ def test_a_session_stays_at_one_replica_whatever_is_said_in_it(
     assert len(chosen) == 1
     (index,) = chosen
     mean = (sum(loads) + 1) / len(loads)
-    fits = [load for load in loads if load + 1 <= max(math.ceil(BALANCE * mean), LIGHT)]
+    fits = [load for load in loads if load + 1 <= max(math.ceil(BALANCE * mean), LIGHT_LOAD)]
     assert loads[index] in fits or not fits, "a session is no reason to overload a replica"
 
 

@@ -3,13 +3,13 @@ import random
 
 import pytest
 
-from engine.protocol.frames import Wake
+from engine.protocol.frames import ModelDemand
 from gateway.cluster import wake_queue
-from gateway.cluster.wake_queue import QUEUED_PATIENCE_MS, Waiters
+from gateway.cluster.wake_queue import QUEUED_PATIENCE_MS, WakeQueue
 from tests.support.served_gateway import looped, until
 
 
-async def waiting(room: Waiters, told: list[str], name: str, weight: float = 1.0, wait_s: float = 10.0) -> None:
+async def waiting(room: WakeQueue, told: list[str], name: str, weight: float = 1.0, wait_s: float = 10.0) -> None:
     try:
         await room.wait("m", weight, asyncio.get_running_loop().time() + wait_s)
         told.append(name)
@@ -19,7 +19,7 @@ async def waiting(room: Waiters, told: list[str], name: str, weight: float = 1.0
 
 @looped
 async def test_the_heavier_go_on_first_and_equals_as_they_came() -> None:
-    room, order = Waiters(lambda wake: None), list[str]()
+    room, order = WakeQueue(lambda wake: None), list[str]()
     rng = random.Random(5)
     weights = [rng.choice((0.5, 1.0, 4.0)) for _ in range(60)]
     async with asyncio.TaskGroup() as group:
@@ -33,8 +33,8 @@ async def test_the_heavier_go_on_first_and_equals_as_they_came() -> None:
 
 @looped
 async def test_the_first_is_told_at_once_and_a_thousand_more_by_one_frame() -> None:
-    told = list[Wake]()
-    room = Waiters(told.append)
+    told = list[ModelDemand]()
+    room = WakeQueue(told.append)
     async with asyncio.TaskGroup() as group:
         first = group.create_task(waiting(room, [], "first", 1.0, 5.0))
         await asyncio.sleep(0)
@@ -53,20 +53,20 @@ async def test_the_first_is_told_at_once_and_a_thousand_more_by_one_frame() -> N
         told.clear()
         room.release("m")
         await asyncio.sleep(0.05)
-        assert told == [Wake("m", 0)]
+        assert told == [ModelDemand("m", 0)]
     assert first.done()
 
 
 @looped
 async def test_what_waits_is_told_again_until_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wake_queue, "AGAIN_S", 0.03)
-    told, ended = list[Wake](), list[str]()
-    room = Waiters(told.append)
+    monkeypatch.setattr(wake_queue, "REPEAT_S", 0.03)
+    told, ended = list[ModelDemand](), list[str]()
+    room = WakeQueue(told.append)
     again = asyncio.create_task(room.run())
     await asyncio.gather(*(waiting(room, ended, str(n), wait_s=0.2) for n in range(3)))
     assert ended == ["0 late", "1 late", "2 late"]
     assert 5 <= len([wake for wake in told if wake.requests == 3]) <= 8
-    await until(lambda: told[-1] == Wake("m", 0))
+    await until(lambda: told[-1] == ModelDemand("m", 0))
     count = len(told)
     await asyncio.sleep(0.1)
     assert len(told) == count
@@ -75,16 +75,16 @@ async def test_what_waits_is_told_again_until_nobody_waits(monkeypatch: pytest.M
 
 @looped
 async def test_batches_count_while_nobody_waits() -> None:
-    told = list[Wake]()
-    room = Waiters(told.append)
+    told = list[ModelDemand]()
+    room = WakeQueue(told.append)
     room.queue("m", 1, 0.25)
     room.queue("m", 1, 0.25)
-    assert told == [Wake("m", 1, 0.25, QUEUED_PATIENCE_MS)]
+    assert told == [ModelDemand("m", 1, 0.25, QUEUED_PATIENCE_MS)]
     task = asyncio.create_task(waiting(room, [], "live", 2.0))
     await until(lambda: told[-1].weight == 2.0)
     task.cancel()
-    await until(lambda: told[-1] == Wake("m", 1, 0.25, QUEUED_PATIENCE_MS))
+    await until(lambda: told[-1] == ModelDemand("m", 1, 0.25, QUEUED_PATIENCE_MS))
     assert room.models == ["m"]
     room.release("m")
-    await until(lambda: told[-1] == Wake("m", 0))
+    await until(lambda: told[-1] == ModelDemand("m", 0))
     assert room.models == []

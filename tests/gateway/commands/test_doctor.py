@@ -10,12 +10,12 @@ import pytest
 from gateway.catalogue.catalogue import BUILT_IN, folder_of
 from gateway.cli import main
 from gateway.commands import doctor, hardware
-from gateway.config import Config, ModelConfig, settings
+from gateway.config import Config, ModelEntryConfig, settings
 from tests.support import minilm
 from tests.support.certificates import write_certificate
 from tests.support.issuers import jwk
 
-EMBER = folder_of(Config(), ModelConfig(name=BUILT_IN))
+EMBER = folder_of(Config(), ModelEntryConfig(name=BUILT_IN))
 
 
 @pytest.fixture

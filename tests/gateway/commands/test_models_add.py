@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gateway.catalogue.catalogue import entries, open_catalogue
+from gateway.catalogue.catalogue import model_entries, open_catalogue
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
 from gateway.commands import hardware
-from gateway.config import ConfigError, load_config
+from gateway.config import SettingsError, load_config
 from tests.support import minilm
 from tests.support.tiny_model import HIDDEN, tensors, write_tiny
 
@@ -37,7 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["models", "add", *words]) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    assert [entry.name for entry in entries(load_config())] == ["@cf/hearth/ember"]
+    assert [entry.name for entry in model_entries(load_config())] == ["@cf/hearth/ember"]
     assert not list(Path(".hearth").glob("added/**/*.*"))
     return said
 
@@ -46,7 +46,7 @@ def test_a_whole_folder_joins_the_catalogue_with_its_settings(folder: Path, caps
     words = ("--pinned", "--priority", "2.5", "--replicas", "2", "--description", 'It says "hi"\t\x7f')
     assert main(["models", "add", NAME, "assistant", *words]) == 0
     assert "whole; there is no SHA256SUMS to compare with" in capsys.readouterr().out
-    entry = entries(load_config())[-1]
+    entry = model_entries(load_config())[-1]
     assert (entry.name, entry.folder, entry.pinned) == (NAME, str(folder), True)
     assert (entry.priority, entry.replicas, entry.description) == (2.5, 2, 'It says "hi"\t\x7f')
     catalogue = open_catalogue(load_config())
@@ -59,7 +59,7 @@ def test_a_removed_model_is_gone_and_its_folder_stays(folder: Path, capsys: pyte
     assert main(["models", "add", NAME, str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["compared_files"] == 0
     assert main(["models", "remove", NAME]) == 0
-    assert [entry.name for entry in entries(load_config())] == ["@cf/hearth/ember"]
+    assert [entry.name for entry in model_entries(load_config())] == ["@cf/hearth/ember"]
     assert (folder / "model.safetensors").exists()
     for name, said in ((NAME, "has no"), ("@cf/hearth/ember", "serve = false"), ("../../x", "has no")):
         assert main(["models", "remove", name]) == 1
@@ -74,10 +74,10 @@ def test_a_removed_model_is_gone_and_its_folder_stays(folder: Path, capsys: pyte
 def test_hearth_toml_goes_before_what_was_added_and_may_leave_the_folder_out(folder: Path) -> None:
     assert main(["models", "add", NAME, str(folder), "--pinned"]) == 0
     Path("hearth.toml").write_text(f'[[models]]\nname = "{NAME}"\nreplicas = 3\n')
-    entry = entries(load_config())[-1]
+    entry = model_entries(load_config())[-1]
     assert (entry.folder, entry.replicas, entry.pinned) == (str(folder), 3, False)
     Path("hearth.toml").write_text(f'[[models]]\nname = "{NAME}"\nserve = false\n')
-    assert [entry.name for entry in entries(load_config())] == ["@cf/hearth/ember"]
+    assert [entry.name for entry in model_entries(load_config())] == ["@cf/hearth/ember"]
 
 
 def test_settings_of_hearth_toml_may_wait_for_their_folder_and_are_looked_at(
@@ -89,7 +89,7 @@ def test_settings_of_hearth_toml_may_wait_for_their_folder_and_are_looked_at(
     assert "context_tokens 2048 is more than" in capsys.readouterr().err
     Path("hearth.toml").write_text(f"{said}context_tokens = 512\n")
     assert main(["models", "add", NAME, "assistant"]) == 0
-    entry = entries(load_config())[-1]
+    entry = model_entries(load_config())[-1]
     assert (entry.folder, entry.context_tokens) == (str(folder), 512)
 
 
@@ -126,8 +126,8 @@ def test_a_file_that_somebody_broke_is_named(folder: Path, capsys: pytest.Captur
     (kept,) = Path(".hearth/added").glob("**/*.toml")
     for content in ("x =", 'name = "@cf/a/b"\nprot = 1\n'):
         kept.write_text(content)
-        with pytest.raises(ConfigError, match=r"assistant\.toml"):
-            entries(load_config())
+        with pytest.raises(SettingsError, match=r"assistant\.toml"):
+            model_entries(load_config())
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ import msgspec
 import pytest
 import torch
 
-from engine.bf12.metadata import Level
-from engine.compression.compress import compress
-from engine.compression.source import look
-from engine.models.config import read_config
-from engine.models.weight_names import entries as table_of
-from engine.protocol.reports import MEMORY_SUFFIX, Memory
+from engine.bf12.metadata import CompressionLevel
+from engine.compression.compress import compress_folder
+from engine.compression.source import scan_folder
+from engine.models.config import read_decoder_config
+from engine.models.weight_names import decoder_entries as table_of
+from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.formats import bytes_of, coded_bytes_of, forms_of
-from engine.weights.validate import inspect
-from gateway.catalogue.bf12_size import read_compressed
-from gateway.catalogue.catalogue import entries, spec_of
+from engine.weights.formats import bf12_formats_bytes, formats_bytes, select_formats
+from engine.weights.validate import inspect_weights
+from gateway.catalogue.bf12_size import read_bf12_size
+from gateway.catalogue.catalogue import model_entries, spec_of
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
 from gateway.commands import hardware
@@ -52,10 +52,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-@pytest.fixture(params=Level, ids=lambda level: level.name)
+@pytest.fixture(params=CompressionLevel, ids=lambda level: level.name)
 def twelve(folder: Path, request: pytest.FixtureRequest) -> Path:
     """It in 12 bits."""
-    compress(look(folder), folder.with_name("twelve"), request.param, torch.device("cpu"))
+    compress_folder(scan_folder(folder), folder.with_name("twelve"), request.param, torch.device("cpu"))
     return folder.with_name("twelve")
 
 
@@ -126,12 +126,12 @@ def test_memory_is_reckoned_as_each_device_has_the_weights(
 
 
 def test_inspection_reckons_as_loading_does(twelve: Path) -> None:
-    found = inspect(ModelSpec(name=NAME, folder=str(twelve)))
-    config, stored = read_config(twelve), Checkpoint(twelve).tensors
-    forms = forms_of(table_of(config), stored, torch.bfloat16, torch.device("cuda"))
-    assert found.coded_bytes == coded_bytes_of(forms) > 0
+    found = inspect_weights(ModelSpec(name=NAME, folder=str(twelve)))
+    config, stored = read_decoder_config(twelve), Checkpoint(twelve).tensors
+    forms = select_formats(table_of(config), stored, torch.bfloat16, torch.device("cuda"))
+    assert found.coded_bytes == bf12_formats_bytes(forms) > 0
     norms = (2 * config.layers + 1) * config.hidden  # which are in float32
-    assert bytes_of(forms) == found.coded_bytes + 2 * (found.numbers - found.coded_numbers) + 2 * norms
+    assert formats_bytes(forms) == found.coded_bytes + 2 * (found.numbers - found.coded_numbers) + 2 * norms
 
 
 def test_a_machine_guesses_by_what_a_device_has(twelve: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_a_machine_guesses_by_what_a_device_has(twelve: Path, capsys: pytest.Cap
     original = Path("assistant/model.safetensors").stat().st_size
     for device, share in (("cuda", 0.75), ("cpu", 1.0)):
         config = load_config(device=device)
-        entry = next(entry for entry in entries(config) if entry.name == NAME)
+        entry = next(entry for entry in model_entries(config) if entry.name == NAME)
         assert spec_of(config, entry).weights_bytes == pytest.approx(share * original, rel=0.01)
     sizes = sizes_of(config, entry)
     assert sizes is not None
@@ -150,32 +150,32 @@ def test_a_machine_guesses_by_what_a_device_has(twelve: Path, capsys: pytest.Cap
 
 
 def test_a_file_beside_compressed_ones_is_counted_as_it_is(twelve: Path) -> None:
-    alone = read_compressed(twelve)
+    alone = read_bf12_size(twelve)
     shutil.copy("assistant/model.safetensors", twelve / "other.safetensors")
     size = (twelve / "other.safetensors").stat().st_size
-    both = read_compressed(twelve)
+    both = read_bf12_size(twelve)
     assert alone is not None
     assert both == replace(alone, stored_bytes=alone.stored_bytes + size, original_bytes=alone.original_bytes + size)
 
 
 def test_folders_that_are_not_compressed_or_broken_are_not_taken_for_it(twelve: Path) -> None:
-    assert read_compressed(Path("assistant")) is None
+    assert read_bf12_size(Path("assistant")) is None
     path = twelve / "model.safetensors"
     content = path.read_bytes()
-    assert read_compressed(twelve) is not None
+    assert read_bf12_size(twelve) is not None
     for spoilt in (b"", content[:7], content[:200], content.replace(b'\\"level\\"', b'\\"lovel\\"')):
         path.write_bytes(spoilt)
-        assert read_compressed(twelve) is None
+        assert read_bf12_size(twelve) is None
 
 
 def test_a_running_replica_says_what_is_in_12_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_folder = load_config().run_folder
     run_folder.mkdir(parents=True)
-    memory = Memory(
+    memory = MemoryReport(
         model="@cf/hearth/ember", pid=os.getpid(), device="H200", device_bytes=140 << 30, weights_bytes=12 << 30,
         coded_bytes=11 << 30, bf16_bytes=15 << 30, kv_blocks=1, kv_block_tokens=16, kv_bytes=1, free_bytes=0,
     )  # fmt: skip
-    (run_folder / f"a{MEMORY_SUFFIX}").write_bytes(msgspec.json.encode(memory))
+    (run_folder / f"a{MEMORY_REPORT_SUFFIX}").write_bytes(msgspec.json.encode(memory))
     shown = said(capsys, "models", "show", "@cf/hearth/ember")
     assert "weights in 12 bits       11.0 GiB" in shown
     assert "weights as bf16          15.0 GiB" in shown

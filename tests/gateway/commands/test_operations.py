@@ -19,9 +19,9 @@ import redis
 
 from gateway.cli import main, parser
 from gateway.config import load_config
-from gateway.state_dir import only_one, server_secret
-from tenants.audit import Audit
-from tenants.auth.accounts import Accounts, Caller, Unauthenticated
+from gateway.state_dir import exclusive_state, server_secret
+from tenants.audit import AuditLog
+from tenants.auth.accounts import AccountService, Caller, Unauthenticated
 from tenants.open import open_store
 from tenants.records.holds import Hold
 from tenants.records.usage import MICRO, UsageRecord
@@ -80,7 +80,7 @@ def on_store(question: Any) -> Any:
 
 def caller(text: str) -> Caller:
     secret = server_secret(load_config())
-    found: Caller = on_store(lambda store: Accounts(store, secret).verify(text))
+    found: Caller = on_store(lambda store: AccountService(store, secret).verify(text))
     return found
 
 
@@ -157,7 +157,7 @@ def test_what_the_administrators_lowered_stays_lowered(shell: Shell) -> None:
 
     id, secret = shell.account(), server_secret(load_config())
     own = Limits(concurrent_requests=2)
-    on_store(lambda store: Accounts(store, secret).amend(id, lambda account: structs.replace(account, own=own)))
+    on_store(lambda store: AccountService(store, secret).amend(id, lambda account: structs.replace(account, own=own)))
     found = shell.json("accounts", "limits", id, "--concurrent-requests", "50")
     assert (found["limits"]["concurrent_requests"], found["ceiling"]["concurrent_requests"]) == (2, 50)
 
@@ -482,7 +482,7 @@ def test_a_restore_overwrites_nothing_unless_it_is_told_to(shell: Shell) -> None
 def test_a_restore_is_refused_while_a_server_runs(shell: Shell) -> None:
     shell.account()
     shell.out("backup", "kept")
-    with only_one(load_config()):
+    with exclusive_state(load_config()):
         assert "`hearth serve` runs" in shell.refused("restore", "kept", "--force")
 
     async def beside(store: Store) -> None:
@@ -623,7 +623,7 @@ def test_the_audit_of_a_restored_store_verifies_under_its_own_secret(shell: Shel
 
     async def walk() -> int:
         store = open_store(config.store_url)
-        verdict = await Audit(store, server_secret(config)).verify("")
+        verdict = await AuditLog(store, server_secret(config)).verify("")
         await store.close()
         return verdict.entries if verdict.problem is None else -1
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.bf12.metadata import Level
-from engine.compression.compress import compress
-from engine.compression.source import look
+from engine.bf12.metadata import CompressionLevel
+from engine.compression.compress import compress_folder
+from engine.compression.source import scan_folder
 from engine.protocol.types import Pooling
-from gateway.catalogue.bf12_size import read_compressed
+from gateway.catalogue.bf12_size import read_bf12_size
 from gateway.catalogue.catalogue import BUILT_IN, folder_of, open_catalogue
 from gateway.catalogue.checksums import SUMS_NAME, read_sums, require_sums
-from gateway.catalogue.tasks import Task
-from gateway.config import Config, ModelConfig, load_config
+from gateway.catalogue.tasks import ModelTask
+from gateway.config import Config, ModelEntryConfig, load_config
 from tests.support import minilm
 from tests.support.hub import COMMIT, Hub, serving
 
-EMBER = folder_of(Config(), ModelConfig(name=BUILT_IN))
+EMBER = folder_of(Config(), ModelEntryConfig(name=BUILT_IN))
 NAMES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 WEIGHTS = bytes(range(256)) * 40_000  # 10 MB
 
@@ -63,7 +63,7 @@ def test_a_pulled_model_is_in_the_catalogue_with_only_what_it_needs(tmp_path: Pa
 
 
 def test_a_compressed_model_comes_as_it_is(tmp_path: Path, hub: Hub) -> None:
-    compress(look(EMBER), tmp_path / "packed", Level.DISTRIBUTION, torch.device("cpu"))
+    compress_folder(scan_folder(EMBER), tmp_path / "packed", CompressionLevel.DISTRIBUTION, torch.device("cpu"))
     packed = {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()}
     hub.repositories["org/packed"] = packed
     assert pull(tmp_path, hub, "org/packed").returncode == 0
@@ -71,7 +71,7 @@ def test_a_compressed_model_comes_as_it_is(tmp_path: Path, hub: Hub) -> None:
     model = open_catalogue(config).find("@hf/org/packed")
     assert model is not None
     assert (model.folder / "model.safetensors").read_bytes() == packed["model.safetensors"]
-    said = read_compressed(model.folder)
+    said = read_bf12_size(model.folder)
     assert said is not None
     assert said.level == "distribution"
 
@@ -214,7 +214,7 @@ def test_an_encoder_comes_with_what_says_how_it_gives_vectors(tmp_path: Path, hu
     assert done.returncode == 0, done.stderr
     model = open_catalogue(load_config(state_folder=tmp_path / ".hearth")).find("@hf/org/encoder")
     assert model is not None
-    assert model.task is Task.EMBEDDINGS
+    assert model.task is ModelTask.EMBEDDINGS
     assert model.vectors is not None
     assert (model.vectors.poolings[0], model.vectors.normalized, model.vectors.tokens_max) == (Pooling.MEAN, True, 256)
     assert not (model.folder / "onnx").exists()

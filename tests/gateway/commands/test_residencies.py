@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.protocol.frames import DeviceState, Fleet, ReplicaState, encode
+from engine.protocol.frames import DeviceState, MachineState, ReplicaState, encode_frame
 from engine.protocol.types import Residency
 from gateway.cli import main
-from gateway.commands.residencies import at_rest, fleets, in_words
-from gateway.commands.serve import Household
+from gateway.commands.residencies import at_rest, machine_reports, residency_text
+from gateway.commands.serve import ServeSupervisor
 from gateway.config import load_config
 from gateway.state_dir import Credentials, open_state
 
@@ -49,7 +49,9 @@ class Machine:
 
     def _frame(self) -> bytes:
         assert self.said is not None
-        return encode(Fleet("den", self.said, [DeviceState("NVIDIA H200", 140 * GIB, 130 * GIB, 97 * GIB)]))
+        return encode_frame(
+            MachineState("den", self.said, [DeviceState("NVIDIA H200", 140 * GIB, 130 * GIB, 97 * GIB)])
+        )
 
     def _accept(self) -> None:
         while True:
@@ -92,16 +94,16 @@ def test_who_sleeps_and_would_wake_is_at_rest() -> None:
 
 def test_replicas_are_told_in_few_words() -> None:
     two = [replica(Residency.DEVICE)] * 2
-    assert in_words(two) == "2 × device"
+    assert residency_text(two) == "2 × device"
     moving = replica(Residency.MEMORY, toward=Residency.DEVICE)
-    assert in_words([*two, moving]) == "2 × device, memory → device"
-    assert in_words([replica(Residency.DISK, quarantined=True)]) == "disk, quarantined"
-    assert in_words([]) == "-"
+    assert residency_text([*two, moving]) == "2 × device, memory → device"
+    assert residency_text([replica(Residency.DISK, quarantined=True)]) == "disk, quarantined"
+    assert residency_text([]) == "-"
 
 
 def test_a_machine_that_says_nothing_is_not_waited_for_for_long(machine: Machine) -> None:
     machine.said = None
-    assert fleets(load_config()) == []
+    assert machine_reports(load_config()) == []
 
 
 def test_models_and_doctor_say_where_each_is(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +130,7 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
-    household = Household(load_config(), None, 1, Credentials("http://x", "a", "t"), out)
+    household = ServeSupervisor(load_config(), None, 1, Credentials("http://x", "a", "t"), out)
     monkeypatch.setattr(household, "_answers", lambda path: True)
     asleep = replica(Residency.MEMORY, "@cf/a/asleep")
     resting = replica(Residency.DISK, "@cf/a/resting")

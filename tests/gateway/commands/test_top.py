@@ -24,8 +24,8 @@ import pytest
 from gateway.cli import main
 from gateway.config import load_config
 from gateway.state_dir import server_secret
-from tenants.audit import Audit
-from tenants.auth.accounts import Accounts, Permission, Unauthenticated
+from tenants.audit import AuditLog
+from tenants.auth.accounts import AccountService, Permission, Unauthenticated
 from tenants.open import open_store
 from tests.gateway.commands.test_top_view import MACHINE
 
@@ -243,7 +243,7 @@ def test_a_token_is_made_for_the_while_noted_and_never_shown(here: Path, capsys:
     secret, granted = server_secret(load_config()), []
 
     def answer(token: str) -> tuple[int, bytes]:
-        caller = asked(lambda store: Accounts(store, secret).verify(token))
+        caller = asked(lambda store: AccountService(store, secret).verify(token))
         granted.append((caller.account.id, caller.grant.permissions))
         return 200, json.dumps({"result": DOCUMENT}).encode()
 
@@ -255,9 +255,9 @@ def test_a_token_is_made_for_the_while_noted_and_never_shown(here: Path, capsys:
     assert granted == [(ids[1], (Permission.OPERATOR,))], "the first one that is not suspended"
     assert token not in told
     with pytest.raises(Unauthenticated, match="revoked"):
-        asked(lambda store: Accounts(store, secret).verify(token))
+        asked(lambda store: AccountService(store, secret).verify(token))
 
     async def actions(store: Any) -> list[str]:
-        return [entry.action async for entry in Audit(store, secret).entries(ids[1])]
+        return [entry.action async for entry in AuditLog(store, secret).entries(ids[1])]
 
     assert asked(actions)[-2:] == ["token.create", "token.revoke"]

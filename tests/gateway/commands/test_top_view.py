@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gateway.admin.machines import DeviceItem, LoadItem, MachineItem, MachineReplicaItem, MachinesItem
-from gateway.commands.top_view import Frame, Moves
+from gateway.commands.top_view import MoveRates, TopView
 
 GIB = 1 << 30
 LOAD = LoadItem(
@@ -44,14 +44,14 @@ MACHINE = MachineItem(
 
 
 def shown(
-    width: int, *machines: MachineItem, moves: Moves | None = None, note: str = "", encoding: str = "utf-8"
+    width: int, *machines: MachineItem, moves: MoveRates | None = None, note: str = "", encoding: str = "utf-8"
 ) -> str:
     """As plain text; `moves` has seen the machines already."""
     if moves is None:
-        moves = Moves()
+        moves = MoveRates()
         moves.take(0.0, machines)
     written = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    Console(width=width, color_system=None, file=written).print(Frame(MachinesItem(list(machines)), moves, note))
+    Console(width=width, color_system=None, file=written).print(TopView(MachinesItem(list(machines)), moves, note))
     written.seek(0)
     return written.read()
 
@@ -103,7 +103,7 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
 
 
 def test_moves_are_of_the_last_minute_and_a_restart_begins_anew() -> None:
-    moves = Moves()
+    moves = MoveRates()
 
     def take(now: float, **counts: int) -> str:
         machine = msgspec.structs.replace(MACHINE, moves=counts)

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from gateway.config import ServerConfig
-from gateway.http.client_address import Edge, Origin
+from gateway.http.client_address import ClientAddress, ClientAddressPolicy
 from tenants.auth.accounts import Grant, Permission, _checksum
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
@@ -21,9 +21,9 @@ PROXIES = {"proxies": ["10.0.0.0/8", "fd00::/8"]}
 BODY = b'{"prompt":"hello","max_tokens":2}'
 
 
-def origin(peer: str, *headers: tuple[bytes, bytes], **server: Any) -> Origin:
+def origin(peer: str, *headers: tuple[bytes, bytes], **server: Any) -> ClientAddress:
     scope = {"client": (peer, 1) if peer else None, "headers": [(b"host", b"x"), *headers]}
-    return Edge(ServerConfig(**server)).origin(scope)
+    return ClientAddressPolicy(ServerConfig(**server)).origin(scope)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def origin(peer: str, *headers: tuple[bytes, bytes], **server: Any) -> Origin:
 )
 def test_the_caller_is_the_last_hop_that_is_no_proxy(said: list[str], address: str) -> None:
     headers = [(b"x-forwarded-for", value.encode("latin-1")) for value in said]
-    assert origin("10.0.0.1", *headers, **PROXIES) == Origin(address, True)
+    assert origin("10.0.0.1", *headers, **PROXIES) == ClientAddress(address, True)
     assert origin("::ffff:10.0.0.1", *headers, **PROXIES).address == address
 
 
@@ -76,7 +76,7 @@ def test_the_caller_is_the_last_hop_that_is_no_proxy(said: list[str], address: s
 )
 def test_the_caller_of_a_forwarded_header(said: list[str], address: str) -> None:
     headers = [(b"forwarded", value.encode()) for value in said]
-    assert origin("10.0.0.1", *headers, **PROXIES, proxy_header="forwarded") == Origin(address, True)
+    assert origin("10.0.0.1", *headers, **PROXIES, proxy_header="forwarded") == ClientAddress(address, True)
 
 
 def test_only_the_header_that_the_proxies_write_counts() -> None:
@@ -87,10 +87,10 @@ def test_only_the_header_that_the_proxies_write_counts() -> None:
 
 def test_without_a_trusted_proxy_headers_say_nothing() -> None:
     spoofed = (b"x-forwarded-for", b"1.2.3.4")
-    assert origin("5.5.5.5", spoofed, **PROXIES) == Origin("5.5.5.5", False)
-    assert origin("10.0.0.1", spoofed) == Origin("10.0.0.1", False)
-    assert origin("5.5.5.5", **PROXIES) == Origin("5.5.5.5", True)
-    assert origin("", spoofed, **PROXIES) == Origin("", False)
+    assert origin("5.5.5.5", spoofed, **PROXIES) == ClientAddress("5.5.5.5", False)
+    assert origin("10.0.0.1", spoofed) == ClientAddress("10.0.0.1", False)
+    assert origin("5.5.5.5", **PROXIES) == ClientAddress("5.5.5.5", True)
+    assert origin("", spoofed, **PROXIES) == ClientAddress("", False)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,10 @@ def test_without_a_trusted_proxy_headers_say_nothing() -> None:
     ],
 )
 def test_names_are_whole_or_below_a_star(host: bytes, is_served: bool) -> None:
-    assert Edge(ServerConfig(hosts=["ai.example.com", "*.tenants.example.com"])).serves(host) is is_served
-    assert Edge(ServerConfig()).serves(host)
+    assert (
+        ClientAddressPolicy(ServerConfig(hosts=["ai.example.com", "*.tenants.example.com"])).serves(host) is is_served
+    )
+    assert ClientAddressPolicy(ServerConfig()).serves(host)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from gateway.http.field_hints import ranges, words
+from gateway.http.field_hints import allowed_ranges, allowed_words
 
 
 class Inner(msgspec.Struct):
@@ -44,9 +44,9 @@ class Body(msgspec.Struct):
     ],
 )
 def test_ranges_are_said_whole(place: str, said: str) -> None:
-    assert ranges(Body, place) == said
+    assert allowed_ranges(Body, place) == said
 
 
 def test_words_are_found_at_their_place() -> None:
-    assert words(Body, "inner[3].role") == ["system", "user"]
-    assert words(Body, "heat") == []
+    assert allowed_words(Body, "inner[3].role") == ["system", "user"]
+    assert allowed_words(Body, "heat") == []

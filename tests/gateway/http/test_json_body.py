@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import msgspec
 import pytest
 
-from gateway.errors import Refusal
-from gateway.http.json_body import DEPTH_MAX, asked_in, check_depth, decode, options
+from gateway.errors import ApiError
+from gateway.http.json_body import DEPTH_MAX, check_depth, decode_body, decode_query, query_options
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,14 +34,14 @@ class Needs(msgspec.Struct):
 decoder = msgspec.json.Decoder(Body)
 
 
-def refusal(body: bytes) -> Refusal:
-    with pytest.raises(Refusal) as raised:
-        decode(body, decoder)
+def refusal(body: bytes) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        decode_body(body, decoder)
     return raised.value
 
 
 def test_a_good_body_is_decoded() -> None:
-    assert decode(b' {"n": 2, "text": "a\\u00e9", "heat": 1} ', decoder) == Body(n=2, text="aé", heat=1)
+    assert decode_body(b' {"n": 2, "text": "a\\u00e9", "heat": 1} ', decoder) == Body(n=2, text="aé", heat=1)
 
 
 @pytest.mark.parametrize("body", [b"", b"  \n"])
@@ -93,8 +93,8 @@ def test_what_is_wrong_is_named(body: bytes, field: str) -> None:
     ],
 )
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
-    with pytest.raises(Refusal) as raised:
-        check_depth(decode(body, decoder).free, "free", DEPTH_MAX)
+    with pytest.raises(ApiError) as raised:
+        check_depth(decode_body(body, decoder).free, "free", DEPTH_MAX)
     assert (raised.value.status, raised.value.code) == (400, 5006)
 
 
@@ -106,21 +106,21 @@ def test_depth_is_counted_exactly() -> None:
         return value
 
     check_depth(nested(16), "tools", 16)
-    with pytest.raises(Refusal, match="'tools'"):
+    with pytest.raises(ApiError, match="'tools'"):
         check_depth(nested(17), "tools", 16)
 
 
 def test_a_large_body_costs_a_large_body_only() -> None:
     body = msgspec.json.encode({"text": 'a "quoted" word\n' * 500_000})
     began = time.process_time()
-    decode(body, decoder)
+    decode_body(body, decoder)
     assert time.process_time() - began < 0.5
 
 
 def test_query_options_are_bounded() -> None:
-    assert options(b"a=1&b=&a=2") == {"a": "2", "b": ""}
-    with pytest.raises(Refusal):
-        options(b"&".join(b"a%d=1" % i for i in range(100)))
+    assert query_options(b"a=1&b=&a=2") == {"a": "2", "b": ""}
+    with pytest.raises(ApiError):
+        query_options(b"&".join(b"a%d=1" % i for i in range(100)))
 
 
 @pytest.mark.parametrize("dense", [b"{}", b"0", b"[]", b'""', b'{"a":"{"}'])
@@ -135,21 +135,21 @@ def test_a_body_of_very_many_values_is_refused_before_it_costs_anything(dense: b
 
 def test_commas_and_braces_in_a_text_are_no_values() -> None:
     text = 'if (a) { b(c, [d, "e\\"]); },' * 20_000
-    assert decode(msgspec.json.encode({"text": text}), decoder).text == text
+    assert decode_body(msgspec.json.encode({"text": text}), decoder).text == text
 
 
 def test_a_missing_field_is_named_as_the_one_to_give() -> None:
     needs, named = msgspec.json.Decoder(Needs), msgspec.json.Decoder(Named)
     for body, field in ((b"{}", "role"), (b'{"inner": [{}]}', "inner[0].role")):
-        with pytest.raises(Refusal, match="is missing; give it") as raised:
-            decode(body, needs if "inner" in field else named)
+        with pytest.raises(ApiError, match="is missing; give it") as raised:
+            decode_body(body, needs if "inner" in field else named)
         assert raised.value.param == field
 
 
 def test_a_value_that_is_none_of_the_words_is_not_repeated() -> None:
     for body, field in ((b'{"role": "my secret"}', "role"), (b'{"inner": [{"role": "my secret"}]}', "inner[0].role")):
-        with pytest.raises(Refusal, match=re.escape(f"'{field}': send one of system, user")) as raised:
-            decode(body, msgspec.json.Decoder(Named if field == "role" else Needs))
+        with pytest.raises(ApiError, match=re.escape(f"'{field}': send one of system, user")) as raised:
+            decode_body(body, msgspec.json.Decoder(Named if field == "role" else Needs))
         assert "secret" not in raised.value.message
         assert raised.value.param == field
 
@@ -171,15 +171,15 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ],
 )  # fmt: skip
 def test_a_wrong_query_is_refused_by_name(query: bytes, field: str) -> None:
-    with pytest.raises(Refusal, match=f"'{field}'") as refused:
-        asked_in(query, Asked)
+    with pytest.raises(ApiError, match=f"'{field}'") as refused:
+        decode_query(query, Asked)
     assert refused.value.status == 400
 
 
 def test_a_query_is_texts_whole_numbers_words_and_days() -> None:
-    assert asked_in(b"", Asked) == Asked()
-    assert asked_in(b"page=7&name=8&day=2026-01-02&kind=b", Asked) == Asked(7, "8", date(2026, 1, 2), "b")
-    assert asked_in(b"page=1&page=2", Asked).page == 2
+    assert decode_query(b"", Asked) == Asked()
+    assert decode_query(b"page=7&name=8&day=2026-01-02&kind=b", Asked) == Asked(7, "8", date(2026, 1, 2), "b")
+    assert decode_query(b"page=1&page=2", Asked).page == 2
 
 
 class Square(msgspec.Struct, tag_field="kind", tag="square"):
@@ -195,6 +195,6 @@ class Drawing(msgspec.Struct):
 
 
 def test_a_kind_that_is_none_of_the_kinds_is_not_repeated() -> None:
-    with pytest.raises(Refusal, match=re.escape("'shapes[1].kind': send one of circle, square")) as raised:
-        decode(b'{"shapes": [{"kind": "circle"}, {"kind": "my secret"}]}', msgspec.json.Decoder(Drawing))
+    with pytest.raises(ApiError, match=re.escape("'shapes[1].kind': send one of circle, square")) as raised:
+        decode_body(b'{"shapes": [{"kind": "circle"}, {"kind": "my secret"}]}', msgspec.json.Decoder(Drawing))
     assert "secret" not in raised.value.message

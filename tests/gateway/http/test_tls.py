@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.config import ConfigError
+from gateway.config import SettingsError
 from gateway.http.tls import Certificate, expiry, server_context
 from tests.support.certificates import trusting, write_certificate
 from tests.support.served_gateway import Client, Served, looped, served, until
@@ -142,18 +142,18 @@ def test_files_that_cannot_be_used_leave_the_certificate_in_force(
 def test_what_is_wrong_with_the_files_is_said(tmp_path: Path, harm: Any, said: str) -> None:
     paths = write_certificate(tmp_path)
     harm(paths)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(SettingsError, match=said):
         server_context(**paths)
 
 
 def test_a_key_of_another_certificate_or_with_a_password_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     paths, other = write_certificate(tmp_path), write_certificate(tmp_path / "other")
-    with pytest.raises(ConfigError, match="is not that of the certificate"):
+    with pytest.raises(SettingsError, match="is not that of the certificate"):
         server_context(paths["certificate"], other["key"])
-    with pytest.raises(ConfigError, match="unencrypted key"):  # and nobody is asked for the password
+    with pytest.raises(SettingsError, match="unencrypted key"):  # and nobody is asked for the password
         server_context(**write_certificate(tmp_path, password=b"hush"))
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(SettingsError, match="cannot be read"):
         expiry(paths["key"])
 
 

@@ -1,13 +1,13 @@
 import asyncio
 import gc
 
-from gateway.inference.account_lock import Turns
+from gateway.inference.account_lock import AccountLocks
 from tests.support.served_gateway import looped
 
 
 @looped
 async def test_one_account_works_in_order_and_holds_up_no_other() -> None:
-    turns, done = Turns(), []
+    turns, done = AccountLocks(), []
 
     async def work(account: str, name: str) -> None:
         async with turns.take(account):
@@ -23,7 +23,7 @@ async def test_one_account_works_in_order_and_holds_up_no_other() -> None:
 
 @looped
 async def test_work_that_is_cancelled_gives_its_turn_away() -> None:
-    turns = Turns()
+    turns = AccountLocks()
 
     async def work() -> None:
         async with turns.take("a"):

@@ -10,9 +10,9 @@ from msgspec import structs
 from engine.protocol.frames import Submit
 from engine.protocol.types import Scope, ScopeKind
 from gateway.inference.cache_scope import scope_of, terms_of
-from gateway.observability.logging import Lines
-from gateway.text.tokenizer import Text
-from tenants.auth.accounts import Accounts, Caller
+from gateway.observability.logging import JsonLineFormatter
+from gateway.text.tokenizer import ModelTokenizer
+from tenants.auth.accounts import AccountService, Caller
 from tenants.open import open_store
 from tenants.records.limits import Limits
 from tenants.records.plans import Plan
@@ -27,7 +27,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.now = 1_800_000_000.0
-        self.accounts = Accounts(open_store(f"sqlite:{folder / 'hearth.db'}"), SECRET, lambda: self.now)
+        self.accounts = AccountService(open_store(f"sqlite:{folder / 'hearth.db'}"), SECRET, lambda: self.now)
         self.texts: dict[str, str] = {}
 
     async def account(self, name: str, settings: Settings = Settings()) -> str:  # noqa: B008 frozen
@@ -201,13 +201,13 @@ async def test_what_fails_inside_is_told_without_the_words_it_failed_on(
     def fail(text: object, words: str) -> list[int]:
         raise KeyError(words)
 
-    monkeypatch.setattr(Text, "encode_prompt", fail)
+    monkeypatch.setattr(ModelTokenizer, "encode_prompt", fail)
     async with served(tmp_path) as gateway:
         answer = await gateway.run(prompt="a secret", raw=True)
     assert answer.status == 500
     assert "secret" not in answer.message
     (record,) = [record for record in caplog.records if record.getMessage() == "request_failed"]
-    line = Lines().format(record)
+    line = JsonLineFormatter().format(record)
     assert "KeyError" in line
     assert "test_privacy.py" in line
     assert "secret" not in line

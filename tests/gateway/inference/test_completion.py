@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from engine.protocol.frames import Finish
-from engine.protocol.types import FinishReason, Sampling
+from engine.protocol.frames import SequenceFinished
+from engine.protocol.types import FinishReason, SamplingParams
 from gateway.catalogue.catalogue import Model, open_catalogue
-from gateway.cluster.client import Step
-from gateway.config import ConfigError, load_config
-from gateway.inference.completion import Choice, thinks
+from gateway.cluster.client import OutputDelta
+from gateway.config import SettingsError, load_config
+from gateway.inference.completion import CompletionBuilder, reasoning_enabled
 from gateway.inference.prompt import Prompt
-from gateway.tool_parsers.reasoning import MARKERS, opens_thought
-from gateway.tool_parsers.registry import FORMATS
+from gateway.tool_parsers.reasoning import MARKERS, opens_reasoning
+from gateway.tool_parsers.registry import TOOL_FORMATS
 from tests.support.model_folders import CHATML, EMBER, byte_level, special, write
 
 NAME = "@cf/test/thinker"
@@ -34,7 +34,7 @@ def model(folder: Path, settings: str = "", template: str = CHATML + "{# <think>
 
 
 def prompt(**fields: Any) -> Prompt:
-    return Prompt(sampling=Sampling(), stop=[], **{"messages": [], "tools": TOOLS, **fields})
+    return Prompt(sampling=SamplingParams(), stop=[], **{"messages": [], "tools": TOOLS, **fields})
 
 
 def ids(model: Model, *pieces: str) -> list[int]:
@@ -46,11 +46,11 @@ def ids(model: Model, *pieces: str) -> list[int]:
     ]
 
 
-def received(model: Model, asked: Prompt, tokens: list[int], opened: bool = False) -> Choice:
-    choice = Choice(model, asked, opened)
+def received(model: Model, asked: Prompt, tokens: list[int], opened: bool = False) -> CompletionBuilder:
+    choice = CompletionBuilder(model, asked, opened)
     for token in tokens:
-        choice.take(Step(0, [token]))
-    choice.take(Step(0, [], finish=Finish(0, FinishReason.STOP, len(tokens))))
+        choice.take(OutputDelta(0, [token]))
+    choice.take(OutputDelta(0, [], finish=SequenceFinished(0, FinishReason.STOP, len(tokens))))
     return choice
 
 
@@ -71,7 +71,7 @@ def test_a_thought_that_the_prompt_opened_goes_on(tmp_path: Path) -> None:
     assert (found.completion().thought, found.completion().text) == ("Hm.", "Yes.")
     assert 0 < found.thought_tokens < len(ids(thinker, "Hm.\n", "</think>", "\n\nYes."))
     tail = thinker.text.decoder(shown=MARKERS).push(ids(thinker, "<|im_start|>", "assistant\n", "<think>", "\n"))
-    assert opens_thought(tail)
+    assert opens_reasoning(tail)
 
 
 def test_without_tools_the_markers_of_calls_show_nothing(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_without_tools_the_markers_of_calls_show_nothing(tmp_path: Path) -> None
 def test_a_raw_text_has_no_thoughts(tmp_path: Path) -> None:
     thinker = model(tmp_path)
     raw = prompt(messages=None, text="x", raw=True, tools=None)
-    assert not thinks(thinker, raw)
+    assert not reasoning_enabled(thinker, raw)
     assert received(thinker, raw, ids(thinker, "<think>", "Hm.", "</think>", "Yes.")).completion().text == "Hm.Yes."
 
 
@@ -91,11 +91,11 @@ def test_the_format_is_that_of_the_template_or_of_the_settings(tmp_path: Path) -
     found = model(tmp_path)
     assert found.calls is not None
     assert (found.calls.name, found.thinks, found.function_calling) == ("hermes", True, True)
-    for name in FORMATS:
+    for name in TOOL_FORMATS:
         said = model(tmp_path, f'tool_format = "{name}"')
         assert said.calls is not None
         assert said.calls.name == name
-    with pytest.raises(ConfigError):
+    with pytest.raises(SettingsError):
         model(tmp_path, 'tool_format = "telepathy"')
 
 

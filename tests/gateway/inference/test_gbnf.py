@@ -3,8 +3,8 @@
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.errors import Refusal
-from gateway.inference.gbnf import is_ebnf, to_lark
+from gateway.errors import ApiError
+from gateway.inference.gbnf import gbnf_to_lark, is_gbnf
 
 BYTES = LLTokenizer("byte")
 ARITHMETIC = r"""
@@ -19,7 +19,7 @@ ws    ::= [ \t]*
 
 
 def accepts(source: str, text: str) -> bool:
-    matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(to_lark(source)))
+    matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(gbnf_to_lark(source)))
     assert not matcher.is_error(), matcher.get_error()
     ids = BYTES.tokenize_str(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -40,7 +40,7 @@ def accepts(source: str, text: str) -> bool:
     ],
 )
 def test_the_same_texts_match(source: str, good: list[str], bad: list[str]) -> None:
-    assert is_ebnf(source)
+    assert is_gbnf(source)
     assert [text for text in good if not accepts(source, text)] == []
     assert [text for text in bad if accepts(source, text)] == []
 
@@ -59,12 +59,12 @@ def test_the_same_texts_match(source: str, good: list[str], bad: list[str]) -> N
     ],
 )
 def test_what_is_no_grammar_is_refused_with_its_line(source: str, words: str) -> None:
-    with pytest.raises(Refusal) as raised:
-        to_lark(source)
+    with pytest.raises(ApiError) as raised:
+        gbnf_to_lark(source)
     assert raised.value.param == "guided_grammar"
     assert words in raised.value.message
 
 
 def test_lark_is_left_alone() -> None:
     for source in ('start: "a"', 'start: x\nx: "a ::= b"', "%llguidance {}\nstart: /a/"):
-        assert not is_ebnf(source)
+        assert not is_gbnf(source)

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.protocol.types import Grammar, GrammarKind, Sampling
-from gateway.errors import Refusal
-from gateway.inference.grammar import held, refusal
+from engine.protocol.types import Grammar, GrammarKind, SamplingParams
+from gateway.errors import ApiError
+from gateway.inference.grammar import answer_grammar, grammar_error
 from gateway.inference.prompt import Prompt
-from gateway.tool_parsers.ember import Ember
-from gateway.tool_parsers.hermes import Hermes
-from gateway.tool_parsers.registry import Format
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.ember import EmberFormat
+from gateway.tool_parsers.hermes import HermesFormat
+from gateway.tool_parsers.registry import ToolFormat
+from gateway.tool_parsers.types import ToolSelection
 
 BYTES = LLTokenizer("byte")
 RAIN = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -23,7 +23,7 @@ CALL = '{"name": "rain", "arguments": {"city": "Rome"}}'
 
 
 def prompt(**fields: Any) -> Prompt:
-    return Prompt(sampling=Sampling(), stop=[], messages=[], **{"tools": TOOLS, **fields})
+    return Prompt(sampling=SamplingParams(), stop=[], messages=[], **{"tools": TOOLS, **fields})
 
 
 def accepts(grammar: Grammar | None, text: str) -> bool:
@@ -35,18 +35,20 @@ def accepts(grammar: Grammar | None, text: str) -> bool:
 
 
 def test_without_tools_the_callers_own_grammar_holds() -> None:
-    assert held(prompt(tools=None, grammar=PERSON), None, "m") is PERSON
-    assert held(prompt(tools=None), Ember({}), "m") is None
+    assert answer_grammar(prompt(tools=None, grammar=PERSON), None, "m") is PERSON
+    assert answer_grammar(prompt(tools=None), EmberFormat({}), "m") is None
 
 
 def test_a_call_that_must_be_made_is_all_there_is() -> None:
     for own in (None, PERSON):
-        required = held(prompt(tool_choice=ToolChoice("required"), grammar=own), Ember({}), "m")
+        required = answer_grammar(prompt(tool_choice=ToolSelection("required"), grammar=own), EmberFormat({}), "m")
         assert accepts(required, CALL)
         assert accepts(required, f"{CALL}\n{CALL}")
         assert not accepts(required, '{"age": 5}')
         assert not accepts(required, CALL.replace("Rome", "Paris"))
-    named = held(prompt(tool_choice=ToolChoice("named", "sun"), parallel_calls=False), Ember({}), "m")
+    named = answer_grammar(
+        prompt(tool_choice=ToolSelection("named", "sun"), parallel_calls=False), EmberFormat({}), "m"
+    )
     sun = CALL.replace("rain", "sun")
     assert accepts(named, sun)
     assert not accepts(named, CALL)
@@ -54,7 +56,7 @@ def test_a_call_that_must_be_made_is_all_there_is() -> None:
 
 
 def test_a_model_that_may_call_calls_or_answers_with_the_document() -> None:
-    grammar = held(prompt(grammar=PERSON), Hermes({}), "m")
+    grammar = answer_grammar(prompt(grammar=PERSON), HermesFormat({}), "m")
     assert accepts(grammar, f"<tool_call>\n{CALL}\n</tool_call>")
     assert accepts(grammar, '{"age":5}')
     assert not accepts(grammar, "It is dry.")
@@ -62,8 +64,8 @@ def test_a_model_that_may_call_calls_or_answers_with_the_document() -> None:
 
 
 def test_strict_tools_are_held_to_where_text_is_free() -> None:
-    assert held(prompt(), Hermes({}), "m") is None
-    grammar = held(prompt(strict_calls=True), Hermes({}), "m")
+    assert answer_grammar(prompt(), HermesFormat({}), "m") is None
+    grammar = answer_grammar(prompt(strict_calls=True), HermesFormat({}), "m")
     assert accepts(grammar, "It is dry.")
     assert accepts(grammar, f"Let me see. <tool_call>\n{CALL}\n</tool_call>")
     assert not accepts(grammar, f"<tool_call>\n{CALL.replace('Rome', 'Paris')}\n</tool_call>")
@@ -72,32 +74,35 @@ def test_strict_tools_are_held_to_where_text_is_free() -> None:
 @pytest.mark.parametrize(
     ("grammar", "format"),
     [
-        (Grammar(GrammarKind.REGEX, "x"), Hermes({})),
-        (Grammar(GrammarKind.LARK, "start: x"), Hermes({})),
-        (PERSON, Ember({})),
+        (Grammar(GrammarKind.REGEX, "x"), HermesFormat({})),
+        (Grammar(GrammarKind.LARK, "start: x"), HermesFormat({})),
+        (PERSON, EmberFormat({})),
     ],
 )
-def test_what_cannot_be_told_from_a_call_does_not_go_with_tools(grammar: Grammar, format: Format) -> None:
-    with pytest.raises(Refusal) as raised:
-        held(prompt(grammar=grammar, grammar_field="guided_regex"), format, "m")
+def test_what_cannot_be_told_from_a_call_does_not_go_with_tools(grammar: Grammar, format: ToolFormat) -> None:
+    with pytest.raises(ApiError) as raised:
+        answer_grammar(prompt(grammar=grammar, grammar_field="guided_regex"), format, "m")
     assert raised.value.param == "guided_regex"
 
 
 def test_tools_for_a_model_whose_calls_nobody_knows_are_refused() -> None:
-    with pytest.raises(Refusal) as raised:
-        held(prompt(), None, "@cf/test/odd")
+    with pytest.raises(ApiError) as raised:
+        answer_grammar(prompt(), None, "@cf/test/odd")
     assert raised.value.param == "tools"
     assert "@cf/test/odd" in raised.value.message
 
 
 def test_a_refusal_names_the_tool_or_the_field() -> None:
-    asked = prompt(tool_choice=ToolChoice("required"))
-    grammar = held(asked, Ember({}), "m")
+    asked = prompt(tool_choice=ToolSelection("required"))
+    grammar = answer_grammar(asked, EmberFormat({}), "m")
     assert grammar is not None
     line = 1 + next(i for i, text in enumerate(grammar.source.split("\n")) if text.startswith("t1"))
-    said = refusal(asked, grammar, f"at {line}(5): no such thing")
+    said = grammar_error(asked, grammar, f"at {line}(5): no such thing")
     assert (said.param, "the parameters of 'sun'" in said.message) == ("tools", True)
-    assert refusal(asked, grammar, "it is too large").param == "tools"
+    assert grammar_error(asked, grammar, "it is too large").param == "tools"
     either = prompt(grammar=PERSON, grammar_field="guided_json")
-    assert refusal(either, held(either, Hermes({}), "m"), "at 3(5): no such thing").param == "guided_json"
-    assert refusal(prompt(tools=None), PERSON, "at 9(5): no such thing").param == "response_format"
+    assert (
+        grammar_error(either, answer_grammar(either, HermesFormat({}), "m"), "at 3(5): no such thing").param
+        == "guided_json"
+    )
+    assert grammar_error(prompt(tools=None), PERSON, "at 9(5): no such thing").param == "response_format"

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.http.sse import PING
 from gateway.inference import replay
-from gateway.inference.replay import Copy
+from gateway.inference.replay import AnswerRecorder
 from tenants.store.protocol import StoreUnavailable
 from tests.support.served_gateway import Answer, Served, looped, served, until
 from tests.support.stub_replica import MODEL
@@ -205,7 +205,7 @@ async def test_a_store_that_is_away_is_said(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_copy_holds_what_was_sent_without_comments_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "ANSWER_BYTES_MAX", 10)
-    copy = Copy()
+    copy = AnswerRecorder()
     for piece in (b"", b"abc", PING[:0], b"defg"):
         copy.take(piece)
     assert copy.whole == b"abcdefg"
@@ -215,6 +215,6 @@ def test_a_copy_holds_what_was_sent_without_comments_up_to_its_limit(monkeypatch
     assert copy.whole is None
     copy.take(b"")
     assert copy.whole is None
-    with_ping = Copy()
+    with_ping = AnswerRecorder()
     with_ping.take(PING)
     assert with_ping.whole == b""

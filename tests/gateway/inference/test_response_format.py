@@ -7,19 +7,19 @@ import msgspec
 import pytest
 
 from engine.protocol.types import GrammarKind
-from gateway.errors import Refusal
-from gateway.inference.response_format import FREE, SOURCE_BYTES_MAX, ResponseFormat, constraint
+from gateway.errors import ApiError
+from gateway.inference.response_format import SOURCE_BYTES_MAX, UNCONSTRAINED, ResponseFormat, response_constraint
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 
 
 def formatted(**fields: Any) -> Any:
-    return constraint(msgspec.convert(fields, ResponseFormat))
+    return response_constraint(msgspec.convert(fields, ResponseFormat))
 
 
-def refused(**asked: Any) -> Refusal:
-    with pytest.raises(Refusal) as raised:
-        constraint(**asked)
+def refused(**asked: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        response_constraint(**asked)
     return raised.value
 
 
@@ -30,8 +30,8 @@ def schema_of(found: Any) -> Any:
 
 
 def test_nothing_asked_for_is_any_text() -> None:
-    assert constraint() == formatted(type="text") == FREE
-    assert FREE.grammar is None
+    assert response_constraint() == formatted(type="text") == UNCONSTRAINED
+    assert UNCONSTRAINED.grammar is None
 
 
 def test_a_json_object_is_any_object() -> None:
@@ -54,23 +54,25 @@ def test_a_schema_comes_bare_or_wrapped(given: Any) -> None:
 
 def test_a_guided_schema_comes_as_an_object_or_as_its_text() -> None:
     for given in (PERSON, json.dumps(PERSON)):
-        found = constraint(guided_json=given)
+        found = response_constraint(guided_json=given)
         assert schema_of(found) == PERSON
         assert found.field == "guided_json"
 
 
 def test_the_keys_keep_their_order() -> None:
     schema = {"type": "object", "properties": {"z": {}, "a": {}}}
-    assert list(schema_of(constraint(guided_json=schema))["properties"]) == ["z", "a"]
+    assert list(schema_of(response_constraint(guided_json=schema))["properties"]) == ["z", "a"]
 
 
 def test_other_guides_are_no_json() -> None:
-    found = constraint(guided_regex="[a-z]+")
+    found = response_constraint(guided_regex="[a-z]+")
     assert (found.grammar.kind, found.grammar.source, found.json) == (GrammarKind.REGEX, "[a-z]+", False)  # type: ignore[union-attr]
-    found = constraint(guided_choice=["a", 'b"', "c\n|"])
+    found = response_constraint(guided_choice=["a", 'b"', "c\n|"])
     assert found.grammar.source == 'start: answer\nanswer: "a" | "b\\"" | "c\\n|"'  # type: ignore[union-attr]
-    assert constraint(guided_grammar='start: "x"').grammar.source == 'start: "x"'  # type: ignore[union-attr]
-    assert constraint(guided_grammar='root ::= "x"').grammar.source.startswith("start: answer\nanswer: R0_ROOT\n")  # type: ignore[union-attr]
+    assert response_constraint(guided_grammar='start: "x"').grammar.source == 'start: "x"'  # type: ignore[union-attr]
+    assert response_constraint(guided_grammar='root ::= "x"').grammar.source.startswith(
+        "start: answer\nanswer: R0_ROOT\n"
+    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -105,4 +107,4 @@ def test_depth_has_a_limit() -> None:
     for _ in range(48):
         deep = {"items": deep}
     assert refused(guided_json=deep).param == "guided_json"
-    assert constraint(guided_json=deep["items"])
+    assert response_constraint(guided_json=deep["items"])

@@ -5,20 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import Refusal
+from gateway.errors import ApiError
 from gateway.inference.run_options import (
     METADATA_BYTES_MAX,
     SESSION_BYTES_MAX,
     TAGS_MAX,
     TIMEOUT_MS_MAX,
     RunOptions,
-    Within,
+    RunOptionsBody,
     run_options,
 )
 
 
 def test_nothing_said_asks_for_nothing() -> None:
-    assert run_options({}, b"") == RunOptions() == RunOptions().joined(None) == RunOptions().joined(Within())
+    assert run_options({}, b"") == RunOptions() == RunOptions().joined(None) == RunOptions().joined(RunOptionsBody())
 
 
 def test_the_query_and_headers_say_how_a_call_is_run() -> None:
@@ -40,10 +40,10 @@ def test_the_query_and_headers_say_how_a_call_is_run() -> None:
 def test_the_shorter_of_two_deadlines_holds_and_tags_are_joined() -> None:
     said = run_options({b"cf-aig-request-timeout": b"900"}, b"requestTimeoutMs=500&tags=a,b")
     assert said == RunOptions(timeout_ms=500, tags=("a", "b"))
-    joined = said.joined(Within(rejectIfBusy=True, requestTimeoutMs=700, tags=["b", "c"]))
+    joined = said.joined(RunOptionsBody(rejectIfBusy=True, requestTimeoutMs=700, tags=["b", "c"]))
     assert joined == RunOptions(reject_if_busy=True, timeout_ms=500, tags=("a", "b", "c"))
-    with pytest.raises(Refusal, match="tags"):
-        said.joined(Within(tags=["c", "d", "e", "f"]))
+    with pytest.raises(ApiError, match="tags"):
+        said.joined(RunOptionsBody(tags=["c", "d", "e", "f"]))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_shorter_of_two_deadlines_holds_and_tags_are_joined() -> None:
     ],
 )
 def test_a_wrong_query_is_refused_by_name(query: bytes, named: str) -> None:
-    with pytest.raises(Refusal, match=named) as refused:
+    with pytest.raises(ApiError, match=named) as refused:
         run_options({}, query)
     assert (refused.value.status, refused.value.code) == (400, 5006)
 
@@ -96,7 +96,7 @@ def test_a_wrong_query_is_refused_by_name(query: bytes, named: str) -> None:
 )
 def test_a_wrong_header_is_refused_by_name(name: bytes, values: list[bytes]) -> None:
     for value in values:
-        with pytest.raises(Refusal, match=name.decode()) as refused:
+        with pytest.raises(ApiError, match=name.decode()) as refused:
             run_options({name: value}, b"")
         assert refused.value.status == 400, value
 
@@ -114,7 +114,7 @@ def test_metadata_is_kept_as_it_was_sent(sent: dict[str, object]) -> None:
     finite = not any(isinstance(value, float) and not math.isfinite(value) for value in sent.values())
     try:
         kept = run_options({b"cf-aig-metadata": said}, b"").metadata
-    except Refusal:
+    except ApiError:
         surrogate = any("\ud800" <= char <= "\udfff" for char in json.loads(said, parse_constant=str).__repr__())
         assert len(sent) > 5 or not finite or len(said) > METADATA_BYTES_MAX or surrogate or "\\ud" in said.decode()
     else:

@@ -5,24 +5,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.errors import Refusal
+from gateway.errors import ApiError
 from gateway.inference.prompt import AUTO
-from gateway.inference.tool_choice import ToolChoiceField, offered
-from gateway.tool_parsers.types import ToolChoice
+from gateway.inference.tool_choice import ToolChoiceField, select_tools
+from gateway.tool_parsers.types import ToolSelection
 
 RAIN, SUN = [{"type": "function", "function": {"name": name}} for name in ("rain", "sun")]
 TOOLS = [RAIN, SUN]
 
 
 def chosen(asked: Any, tools: Any = TOOLS) -> Any:
-    return offered(tools, msgspec.convert(asked, ToolChoiceField | None))
+    return select_tools(tools, msgspec.convert(asked, ToolChoiceField | None))
 
 
 def test_words_say_whether() -> None:
     assert chosen(None) == chosen("auto") == (TOOLS, AUTO)
-    assert chosen("required") == (TOOLS, ToolChoice("required"))
-    assert chosen("none") == (None, ToolChoice("none"))
-    assert chosen("none", None) == (None, ToolChoice("none"))
+    assert chosen("required") == (TOOLS, ToolSelection("required"))
+    assert chosen("none") == (None, ToolSelection("none"))
+    assert chosen("none", None) == (None, ToolSelection("none"))
     assert chosen(None, None) == chosen("auto", None) == (None, AUTO)
 
 
@@ -35,14 +35,14 @@ def test_words_say_whether() -> None:
     ],
 )
 def test_one_is_named_in_all_spellings(asked: Any) -> None:
-    assert chosen(asked) == (TOOLS, ToolChoice("named", "sun"))
+    assert chosen(asked) == (TOOLS, ToolSelection("named", "sun"))
 
 
 @pytest.mark.parametrize("named", [{"type": "function", "function": {"name": "sun"}}, {"name": "sun"}])
 def test_some_are_allowed(named: Any) -> None:
     for mode in ("auto", "required"):
         asked = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
-        assert chosen(asked) == ([SUN], ToolChoice(mode))
+        assert chosen(asked) == ([SUN], ToolSelection(mode))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_some_are_allowed(named: Any) -> None:
     ],
 )
 def test_a_choice_that_cannot_be_made_is_refused(asked: Any, tools: Any, words: str) -> None:
-    with pytest.raises(Refusal) as raised:
+    with pytest.raises(ApiError) as raised:
         chosen(asked, tools)
     assert raised.value.param == "tool_choice"
     assert words in raised.value.message

@@ -11,7 +11,7 @@ from msgspec import structs
 from engine.protocol import frames
 from engine.protocol.types import RejectReason, Residency
 from gateway.cluster import client as connections
-from gateway.config import ModelConfig
+from gateway.config import ModelEntryConfig
 from tests.support.served_gateway import Served, looped, served, until
 from tests.support.stub_replica import MODEL
 
@@ -27,7 +27,7 @@ async def sleep(gateway: Served, index: int = 0, **told: Any) -> None:
 def wakes_after(gateway: Served, seconds: float, index: int = 0) -> None:
     """The machine moves the replica to the device once it is asked, and takes so long."""
 
-    def woken(wake: frames.Wake) -> None:
+    def woken(wake: frames.ModelDemand) -> None:
         if wake.requests and gateway.fleet.replicas[index].state.toward is not DEVICE:
             gateway.fleet.move(index, MEMORY, toward=DEVICE, ready_ms=int(1000 * seconds))
             asyncio.get_running_loop().call_later(seconds, gateway.fleet.move, index, DEVICE)
@@ -187,7 +187,7 @@ async def test_what_can_never_be_is_503_at_once_and_its_cause_is_the_operators(
 @looped
 async def test_texts_that_no_replica_began_with_wait_for_the_model_to_come_back(tmp_path: Path) -> None:
     folder = Path(__file__).parents[3] / "engine" / "builtin_model"
-    models = [ModelConfig(name=VECTORS, folder=str(folder), task="Text Embeddings")]
+    models = [ModelEntryConfig(name=VECTORS, folder=str(folder), task="Text Embeddings")]
     async with served(tmp_path, models=models, stubs=[VECTORS]) as gateway:
         gateway.behaviour.first_s = 60.0
         call = asyncio.create_task(
@@ -211,7 +211,7 @@ async def test_texts_that_come_back_to_a_replica_that_reads_too_slowly_are_429(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(__file__).parents[3] / "engine" / "builtin_model"
-    models = [ModelConfig(name=VECTORS, folder=str(folder), task="Text Embeddings")]
+    models = [ModelEntryConfig(name=VECTORS, folder=str(folder), task="Text Embeddings")]
     async with served(tmp_path, models=models, stubs=[VECTORS]) as gateway:
         gateway.behaviour.first_s = 60.0
         call = asyncio.create_task(gateway.call("/v1/embeddings", {"model": VECTORS, "input": ["a", "b"]}))

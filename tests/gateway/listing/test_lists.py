@@ -9,7 +9,7 @@ from urllib.parse import quote
 import pytest
 
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.config import ConfigError, ModelConfig, PriceConfig, load_config
+from gateway.config import ModelEntryConfig, PriceConfig, SettingsError, load_config
 from tenants.auth.accounts import Grant, Permission
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
@@ -21,11 +21,11 @@ GONE = "@cf/acme/gone"
 TEXT_GENERATION = "c329a1f9-323d-4e91-b2aa-582dd4188d34"
 
 
-def entry(name: str, **said: Any) -> ModelConfig:
-    return ModelConfig(name=name, folder=FOLDER, **said)
+def entry(name: str, **said: Any) -> ModelEntryConfig:
+    return ModelEntryConfig(name=name, folder=FOLDER, **said)
 
 
-def entries(ended: date = TODAY) -> list[ModelConfig]:
+def entries(ended: date = TODAY) -> list[ModelEntryConfig]:
     """One in beta with all that can be said of a model, and one that is served no more."""
     trial = entry(
         TRIAL,
@@ -232,5 +232,5 @@ async def test_a_model_that_ended_is_gone_and_says_since_when(tmp_path: Path) ->
 def test_models_share_no_names(tmp_path: Path) -> None:
     text = "[[models]]\nname = '@cf/a/b'\n[[models]]\nname = '@cf/a/c'\naliases = ['@cf/a/b']"
     (tmp_path / "hearth.toml").write_text(text)
-    with pytest.raises(ConfigError, match="@cf/a/b"):
+    with pytest.raises(SettingsError, match="@cf/a/b"):
         load_config(tmp_path / "hearth.toml")

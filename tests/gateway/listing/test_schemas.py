@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from gateway.api import embeddings, rerank, run_chat, run_native
-from gateway.errors import Refusal
+from gateway.errors import ApiError
 from gateway.listing import schemas
 from tests.support.served_gateway import looped, served
 from tests.support.stub_replica import MODEL
 
 READERS = {
-    "native": run_native.Native(),
-    "chat": run_chat.ChatRun(),
-    "embeddings": embeddings.Native(),
-    "rerank": rerank.Native(),
+    "native": run_native.RunNativeDialect(),
+    "chat": run_chat.RunChatDialect(),
+    "embeddings": embeddings.RunEmbeddingsDialect(),
+    "rerank": rerank.RunRerankDialect(),
 }
 # What fields together must be, or what is inside their texts, which the schemas do not say. By what refuses it.
 UNSAID = re.compile(
@@ -40,7 +40,7 @@ JUNK = st.sampled_from([None, True, 0, 1, -1, 3, 1.5, "", "x", "é" * 3, [], [1]
 
 def bodies(family: str) -> st.SearchStrategy[dict[str, Any]]:
     """Bodies of some fields: mostly of the right kind, at the ends of their ranges and beyond, some of any kind."""
-    schema = schemas.taken(family)
+    schema = schemas.input_schema(family)
     fields = {name: values(one, schema["$defs"]) for name, one in schema["properties"].items()}
     fields["colour"] = JUNK
     main = st.sampled_from(MAIN[family]) | st.fixed_dictionaries({name: fields[name] for name in MAIN[family][0]})
@@ -107,7 +107,7 @@ def _objects(schema: dict[str, Any], definitions: dict[str, Any], depth: int) ->
 
 @pytest.mark.parametrize("family", sorted(READERS))
 def test_what_the_schema_allows_is_accepted_and_nothing_else(family: str) -> None:
-    schema = schemas.taken(family)
+    schema = schemas.input_schema(family)
     Draft202012Validator.check_schema(schema)
     validator = Draft202012Validator(schema)
     seen = {"both": 0, "neither": 0, "unsaid": 0}
@@ -133,7 +133,7 @@ def test_what_the_schema_allows_is_accepted_and_nothing_else(family: str) -> Non
 def refused(family: str, body: dict[str, Any]) -> str | None:
     try:
         READERS[family].read(json.dumps(body).encode(), b"", MODEL, 0)
-    except Refusal as refusal:
+    except ApiError as refusal:
         return refusal.message
     return None
 
@@ -143,7 +143,7 @@ async def test_a_models_schemas_are_those_of_its_dialect(tmp_path: Path) -> None
     async with served(tmp_path) as gateway:
         for below in ("/ai", f"/client/v4/accounts/{gateway.account_id}/ai"):
             said = (await gateway.call(f"{below}/models/schema?model={MODEL}", b"", "GET")).json["result"]
-            assert said["input"] == json.loads(json.dumps(schemas.taken("native")))
+            assert said["input"] == json.loads(json.dumps(schemas.input_schema("native")))
             answer = await gateway.run(prompt="hello", max_tokens=2)
             Draft202012Validator(said["output"]).validate(answer.json["result"])
         for query, code in (("", 5006), ("?model=nothing", 5007), ("?model=x&more=1", 5006)):
@@ -153,7 +153,7 @@ async def test_a_models_schemas_are_those_of_its_dialect(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", sorted(READERS))
 def test_every_family_says_what_clients_look_for_at_the_top(family: str) -> None:
-    for schema in (schemas.taken(family), schemas.given(family)):
+    for schema in (schemas.input_schema(family), schemas.output_schema(family)):
         assert schema["type"] == "object"
         assert isinstance(schema["additionalProperties"], bool)
         assert schema["description"]

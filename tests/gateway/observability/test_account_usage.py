@@ -2,27 +2,27 @@ import ast
 from pathlib import Path
 
 from gateway.observability import account_usage
-from gateway.observability.account_usage import OTHER, Shares
-from tenants.limits.quota import Spent
+from gateway.observability.account_usage import OTHER_ACCOUNTS, AccountUsage
+from tenants.limits.quota import CallUsage
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
 
 
 def test_accounts_over_the_cap_are_summed_by_plan() -> None:
-    counted = Shares(2)
+    counted = AccountUsage(2)
     for account, plan in ((A, "default"), (B, "default"), (C, "default"), ("d" * 32, "team"), (A, "default")):
-        counted.finished(account, plan, Spent(10, 4, 3, "done"), 1.5)
+        counted.finished(account, plan, CallUsage(10, 4, 3, "done"), 1.5)
     counted.refused("e" * 32, "team", "neurons_per_day")
-    assert set(counted.rows) == {(A, "default"), (B, "default"), (OTHER, "default"), (OTHER, "team")}
+    assert set(counted.rows) == {(A, "default"), (B, "default"), (OTHER_ACCOUNTS, "default"), (OTHER_ACCOUNTS, "team")}
     assert counted.rows[A, "default"].tokens == {"prompt": 20, "cached": 8, "completion": 6}
     assert counted.rows[A, "default"].neurons == 3.0
-    assert counted.rows[OTHER, "team"].refused == {"neurons_per_day": 1}
+    assert counted.rows[OTHER_ACCOUNTS, "team"].refused == {"neurons_per_day": 1}
 
 
 def test_a_thousand_accounts_make_no_more_rows_than_the_cap() -> None:
-    counted = Shares(200)
+    counted = AccountUsage(200)
     for i in range(1000):
-        counted.finished(f"{i:032x}", "default", Spent(outcome="done"), 0.0)
+        counted.finished(f"{i:032x}", "default", CallUsage(outcome="done"), 0.0)
     assert len(counted.rows) == 201
     assert sum(row.endings["done"] for row in counted.rows.values()) == 1000
 
@@ -37,6 +37,6 @@ def test_every_outcome_that_is_named_is_one_that_the_gateway_has() -> None:
         if isinstance(node, ast.Constant)
     }
     assert set(account_usage._ENDING) <= outcomes
-    counted = Shares(1)
-    counted.finished(A, "default", Spent(outcome="made up"), 0.0)
+    counted = AccountUsage(1)
+    counted.finished(A, "default", CallUsage(outcome="made up"), 0.0)
     assert counted.rows[A, "default"].endings["failed"] == 1

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from gateway.observability.logging import keep_journal
+from gateway.observability.logging import configure_logging
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def written() -> io.StringIO:
 
 def test_an_event_is_one_json_line_with_its_fields(written: io.StringIO) -> None:
     root = logging.getLogger("a test's root")
-    keep_journal(written, root)
+    configure_logging(written, root)
     root.info("request_ended", extra={"fields": {"model": "@cf/a/b", "total_ms": 1.5}})
     line = json.loads(written.getvalue())
     assert line.pop("time") > 1.7e9
@@ -23,7 +23,7 @@ def test_an_event_is_one_json_line_with_its_fields(written: io.StringIO) -> None
 
 def test_an_exception_is_in_its_line(written: io.StringIO) -> None:
     root = logging.getLogger("another root")
-    keep_journal(written, root)
+    configure_logging(written, root)
     try:
         raise ValueError("two\nlines")
     except ValueError:

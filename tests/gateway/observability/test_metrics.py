@@ -5,10 +5,10 @@ from typing import cast
 
 from engine.protocol.types import Residency
 from gateway.app import build_app
-from gateway.cluster.fleet import Fleet
+from gateway.cluster.fleet import ReplicaFleet
 from gateway.observability.metrics import OUTCOMES_MAX, Metrics
-from gateway.observability.store_health import Outage
-from tenants.limits.quota import Quota, Spent
+from gateway.observability.store_health import StoreHealth
+from tenants.limits.quota import CallUsage, Quota
 from tenants.limits.reconciler import Reconciler
 from tenants.records.grants import Grant, Permission
 from tenants.records.limits import Limits
@@ -22,7 +22,7 @@ OPERATOR = Grant((Permission.OPERATOR,))
 
 def test_a_request_is_counted_once_with_its_tokens() -> None:
     metrics = Metrics(10)
-    metrics.finished("@cf/a/b", Spent(10, 4, 3, "done", 12.0, 50.0), 0.002)
+    metrics.finished("@cf/a/b", CallUsage(10, 4, 3, "done", 12.0, 50.0), 0.002)
     text = metrics.text().decode()
     assert 'hearth_requests_total{model="@cf/a/b",outcome="done"} 1.0' in text
     for kind, count in (("prompt", 10), ("cached", 4), ("completion", 3)):
@@ -34,7 +34,7 @@ def test_a_request_is_counted_once_with_its_tokens() -> None:
 def test_outcomes_are_capped() -> None:
     metrics = Metrics(10)
     for i in range(OUTCOMES_MAX + 50):
-        metrics.finished("@cf/a/b", Spent(outcome=f"made up {i}"), None)
+        metrics.finished("@cf/a/b", CallUsage(outcome=f"made up {i}"), None)
     lines = [line for line in metrics.text().decode().splitlines() if line.startswith("hearth_requests_total")]
     assert len(lines) == OUTCOMES_MAX + 1
     assert 'outcome="other"} 50.0' in "\n".join(lines)
@@ -135,7 +135,7 @@ async def test_while_the_store_is_away_the_operator_reads_what_everybody_may(tmp
 
 def test_what_waits_in_the_outbox_is_counted_and_what_is_damaged_is_seen(tmp_path: Path) -> None:
     metrics, quota = Metrics(10), Quota(cast(Store, None), tmp_path)
-    metrics.watch(["@cf/a/b"], Fleet([]), Outage(), quota, Reconciler(cast(Store, None)), tmp_path)
+    metrics.watch(["@cf/a/b"], ReplicaFleet([]), StoreHealth(), quota, Reconciler(cast(Store, None)), tmp_path)
     (tmp_path / "one.outbox").write_bytes(b"x" * 300)
     (tmp_path / "two.outbox").write_bytes(b"x" * 30)
     (tmp_path / "three.damaged").write_bytes(b"x")

@@ -9,10 +9,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway.config import ModelConfig
+from gateway.config import ModelEntryConfig
 from gateway.observability import tracing as module
-from gateway.observability.tracing import Traces
-from tenants.limits.quota import Spent
+from gateway.observability.tracing import RequestTracer
+from tenants.limits.quota import CallUsage
 from tests.support import minilm
 from tests.support.served_gateway import looped, served
 from tests.support.stub_replica import MODEL
@@ -26,7 +26,7 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 async def traced(folder: Path, exporter: InMemorySpanExporter, **body: Any) -> tuple[Sequence[ReadableSpan], str]:
     """The spans of one call, and the traceparent that the replica saw."""
-    traces = Traces(exporter)
+    traces = RequestTracer(exporter)
     async with served(folder, traces=traces) as gateway:
         gateway.behaviour.cached_tokens = 2
         await gateway.call(gateway.run_path, {"max_tokens": 3, **body}, traceparent=PARENT)
@@ -53,8 +53,8 @@ async def test_a_request_is_one_span_with_genai_names_and_no_content(tmp_path: P
 @looped
 async def test_a_request_for_vectors_is_one_span_whatever_its_texts(tmp_path: Path) -> None:
     exporter = InMemorySpanExporter()
-    entry = ModelConfig(name=MODEL, folder=str(minilm.folder()))
-    async with served(tmp_path, traces=Traces(exporter), models=[entry]) as gateway:
+    entry = ModelEntryConfig(name=MODEL, folder=str(minilm.folder()))
+    async with served(tmp_path, traces=RequestTracer(exporter), models=[entry]) as gateway:
         await gateway.call(gateway.run_path, {"text": ["one", "two"]}, traceparent=PARENT)
         await gateway.settled()
         seen = {submit.traceparent for submit in gateway.fleet.submits}
@@ -83,7 +83,7 @@ async def test_a_failed_request_is_a_failed_span(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("given", "seen"), [(PARENT, PARENT), ("junk", ""), ("00-" + "0" * 32 + PARENT[35:], "")])
 def test_without_an_exporter_only_a_good_traceparent_is_handed_on(given: str, seen: str) -> None:
-    span = Traces(None).begin(MODEL, {b"traceparent": given.encode()})
+    span = RequestTracer(None).begin(MODEL, {b"traceparent": given.encode()})
     assert span.traceparent == seen
 
 
@@ -101,8 +101,8 @@ class Stuck(SpanExporter):
 def test_a_stuck_collector_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FLUSH_S", 0.2)
     stuck = Stuck()
-    traces = Traces(stuck)
-    traces.begin(MODEL, {}).end(Spent(1, 0, 1, "done", None, 1.0))
+    traces = RequestTracer(stuck)
+    traces.begin(MODEL, {}).end(CallUsage(1, 0, 1, "done", None, 1.0))
     began = time.monotonic()
     traces.close()
     assert time.monotonic() - began < 5.0

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from gateway.privacy.interned import overwrite_keys
+from gateway.privacy.interned import overwrite_interned_keys
 from tests.end_to_end.canary import Canaries
 
 READER = """
@@ -41,7 +41,7 @@ def kept(key: bytes) -> str:
 def test_msgspec_keeps_keys_until_they_are_overwritten() -> None:
     first = kept(b"canary")
     assert kept(b"canary") is first, "the control: it keeps them"
-    overwrite_keys()
+    overwrite_interned_keys()
     assert kept(b"canary") is not first
 
 

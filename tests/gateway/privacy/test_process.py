@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gateway.config import ConfigError
+from gateway.config import SettingsError
 from gateway.privacy import process
 
 PROGRAM = """
@@ -42,6 +42,6 @@ def test_a_system_that_cannot_do_it_is_told_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONMALLOC", "malloc")
     monkeypatch.setenv("GLIBC_TUNABLES", process._OVERWRITING)
     monkeypatch.setattr(process, "_overwrites", lambda: False)
-    with pytest.raises(ConfigError, match="glibc"):
+    with pytest.raises(SettingsError, match="glibc"):
         process.scrub_memory()
     assert resource.getrlimit(resource.RLIMIT_CORE) == before

@@ -5,13 +5,13 @@ import tracemalloc
 
 import pytest
 
-from gateway.text.chat_template import TEXT_CHARS_MAX, Template, TemplateError
+from gateway.text.chat_template import TEXT_CHARS_MAX, ChatTemplate, TemplateError
 
 
 def test_an_endless_template_is_stopped() -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(TemplateError, match="not done after"):
-        Template(loop + "{% endfor %}").render({}, seconds=0.1)
+        ChatTemplate(loop + "{% endfor %}").render({}, seconds=0.1)
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_an_endless_template_is_stopped() -> None:
 )
 def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
     with pytest.raises(TemplateError):
-        Template(source).render({"messages": []})
+        ChatTemplate(source).render({"messages": []})
 
 
 def test_a_request_is_never_a_template() -> None:
-    assert Template("{{ messages[0] }}").render({"messages": ["{{ 7 * 7 }}"]}) == "{{ 7 * 7 }}"
+    assert ChatTemplate("{{ messages[0] }}").render({"messages": ["{{ 7 * 7 }}"]}) == "{{ 7 * 7 }}"
 
 
 def doubled(change: str, begin: str = "'aa'") -> str:
@@ -80,7 +80,7 @@ def test_nothing_huge_is_built(source: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(TemplateError, match="cannot render"):
-            Template(source).render({"messages": [{"a": [1]}], "width": 1_000_000_000})
+            ChatTemplate(source).render({"messages": [{"a": [1]}], "width": 1_000_000_000})
         assert tracemalloc.get_traced_memory()[1] < 8 * TEXT_CHARS_MAX
     finally:
         tracemalloc.stop()
@@ -94,7 +94,7 @@ def test_what_templates_do_is_not_hindered() -> None:
         "{{ [1, 2] + [3] }}|{{ messages|map(attribute='role')|list }}|{{ 'ab'|center(6) }}|{{ 2 * 3 + 1 }}|"
         "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}|{{ {'a': 1}|tojson(indent=2) }}"
     )
-    assert Template(source).render({"messages": [{"role": "user"}, {"role": "tool"}]}) == (
+    assert ChatTemplate(source).render({"messages": [{"role": "user"}, {"role": "tool"}]}) == (
         "a1Noneb|x-00007|   y|123456789|a, b|a, b|a\n    b|[1, 2, 3]|['user', 'tool']|  ab  |7|1|{\n  \"a\": 1\n}"
     )
 
@@ -129,7 +129,7 @@ def test_what_templates_do_is_not_hindered() -> None:
 def test_known_ways_out_of_a_sandbox_lead_nowhere(source: str) -> None:
     messages = [{"role": "user"}]
     try:
-        shown = Template(source).render({"messages": messages})
+        shown = ChatTemplate(source).render({"messages": messages})
     except TemplateError:
         shown = ""
     assert not any(word in shown for word in ("class", "module", "globals", "cell", "Context", "root:", "uid=")), shown

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders
 
-from gateway.text.detokenizer import Decoder, Pieces, Table, table_of
-from gateway.text.tokenizer import FolderError, Text
+from gateway.text.detokenizer import Detokenizer, TokenByteTable, Utf8Detokenizer, token_byte_table
+from gateway.text.tokenizer import ModelFolderError, ModelTokenizer
 from tests.support.model_folders import CORPUS, EMBER, byte_level, sentence_piece, special, unigram, word_piece, write
 
 INST = [special("[INST]"), special("<|im_end|>"), AddedToken("<think>", normalized=False)]
@@ -68,11 +68,11 @@ KINDS = {
 
 
 @functools.cache
-def kind(name: str) -> tuple[Tokenizer, Table]:
+def kind(name: str) -> tuple[Tokenizer, TokenByteTable]:
     tokenizer = KINDS[name]()
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    table = table_of(json.loads(tokenizer.to_str()), tokenizer, 0)
+    table = token_byte_table(json.loads(tokenizer.to_str()), tokenizer, 0)
     assert table is not None
     return tokenizer, table
 
@@ -113,7 +113,7 @@ def test_pieces_of_a_text_join_to_it_and_no_half_character_is_shown(name: str) -
         ids = tokenizer.encode(sample, add_special_tokens=False).ids
         whole = tokenizer.decode(ids)
         for _ in range(8):
-            decoder = Decoder(Pieces(table), [])
+            decoder = Detokenizer(Utf8Detokenizer(table), [])
             pieces = [decoder.push(cut) for cut in _cuts(ids, rng)]
             assert "�" in whole or not any("�" in piece for piece in pieces)
             assert "".join(pieces) + decoder.finish() == whole
@@ -132,7 +132,7 @@ def test_any_ids_in_any_cuts_are_what_all_of_them_are_at_once(name: str) -> None
     for seed in range(300):
         rng = random.Random(seed)
         ids = _drawn(tokenizer, rng)
-        pieces, at_once = Pieces(table), Pieces(table)
+        pieces, at_once = Utf8Detokenizer(table), Utf8Detokenizer(table)
         whole = "".join(pieces.push(cut) for cut in _cuts(ids, rng)) + pieces.finish()
         assert at_once.push(ids) + at_once.finish() == whole, seed
         if _bytes_are_text(tokenizer, ids):
@@ -145,7 +145,7 @@ def test_all_that_is_whole_is_shown_at_once(name: str) -> None:
     tokenizer, table = kind(name)
     for seed in range(100):
         ids = _drawn(tokenizer, random.Random(seed))
-        pieces, shown = Pieces(table), ""
+        pieces, shown = Utf8Detokenizer(table), ""
         for end, id in enumerate(ids, 1):
             shown += pieces.push([id])
             assert tokenizer.decode(ids[:end]) in (shown, shown + "�"), seed
@@ -154,7 +154,7 @@ def test_all_that_is_whole_is_shown_at_once(name: str) -> None:
 def test_bytes_that_are_no_character_hide_no_whole_one() -> None:
     tokenizer, table = kind("llama-2")
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in (*"東".encode(), 0xFF, *"京".encode()[:2])]
-    pieces = Pieces(table)
+    pieces = Utf8Detokenizer(table)
     assert [pieces.push([id]) for id in ids] == ["", "", "東", "�", "", ""]
     assert pieces.finish() == "�"
 
@@ -164,7 +164,7 @@ def test_the_space_before_a_first_word_is_left_out_behind_special_tokens_too() -
         tokenizer, table = kind(name)
         ids = tokenizer.encode(" The" if name == "gemma" else "The", add_special_tokens=False).ids
         hidden = min(table.skipped)
-        pieces = Pieces(table)
+        pieces = Utf8Detokenizer(table)
         text = pieces.push([hidden]) + pieces.push([hidden, *ids]) + pieces.push([hidden])
         assert text + pieces.finish() == shown == tokenizer.decode([hidden, *ids, hidden]), name
 
@@ -172,27 +172,27 @@ def test_the_space_before_a_first_word_is_left_out_behind_special_tokens_too() -
 def test_special_tokens_are_skipped_and_others_shown() -> None:
     tokenizer, table = kind("byte-level")
     think, end = tokenizer.token_to_id("<think>"), tokenizer.token_to_id("<|im_end|>")
-    assert Pieces(table).push([think, *tokenizer.encode("ok").ids, end]) == "<think>ok"
+    assert Utf8Detokenizer(table).push([think, *tokenizer.encode("ok").ids, end]) == "<think>ok"
 
 
 def test_a_decoder_that_shows_no_single_token_is_refused_in_words(tmp_path: Path) -> None:
     for unknown in (decoders.BPEDecoder(), decoders.CTC(), decoders.Sequence([decoders.Fuse(), decoders.Metaspace()])):
         tokenizer = byte_level([])
         tokenizer.decoder = unknown
-        with pytest.raises(FolderError, match="decoder"):
-            Text(write(tmp_path, tokenizer, None))
+        with pytest.raises(ModelFolderError, match="decoder"):
+            ModelTokenizer(write(tmp_path, tokenizer, None))
 
 
 def test_ids_beyond_the_tokenizer_decode_to_nothing(tmp_path: Path) -> None:
     """Models pad their vocabulary: config.json says how far."""
     folder = write(tmp_path, byte_level([]), None)
     (folder / "config.json").write_text('{"vocab_size": 5000}')
-    assert Text(folder).decoder().push([4999]) == ""
-    assert Text(folder).token_bytes(4999) == b""
+    assert ModelTokenizer(folder).decoder().push([4999]) == ""
+    assert ModelTokenizer(folder).token_bytes(4999) == b""
 
 
 def test_token_bytes_join_to_the_text() -> None:
-    text = Text(EMBER)
+    text = ModelTokenizer(EMBER)
     sample = "Größe 東京 😀"
     assert b"".join(text.token_bytes(id) for id in text.encode_prompt(sample)).decode() == sample
 
@@ -220,7 +220,7 @@ def test_stop_strings_do_not_depend_on_the_cuts(name: str, sample: str, stops: l
     tokenizer, table = kind(name)
     rng = random.Random(seed)
     ids = tokenizer.encode(sample, add_special_tokens=False).ids
-    decoder = Decoder(Pieces(table), stops)
+    decoder = Detokenizer(Utf8Detokenizer(table), stops)
     expected, stopped = _batch(tokenizer.decode(ids), stops)
     shown = ""
     for cut in _cuts(ids, rng):
@@ -236,14 +236,14 @@ def test_a_stop_string_is_found_in_the_middle_of_tokens_and_over_many() -> None:
     ids = tokenizer.encode(text).ids
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):
-            decoder = Decoder(Pieces(table), [text[start:end]])
+            decoder = Detokenizer(Utf8Detokenizer(table), [text[start:end]])
             shown = "".join(decoder.push([id]) for id in ids) + decoder.finish()
             assert shown == text[: text.index(text[start:end])]
             assert decoder.stopped_by == text[start:end]
 
 
 def test_only_what_may_be_a_stop_string_is_held_back() -> None:
-    text = Text(EMBER)
+    text = ModelTokenizer(EMBER)
     decoder = text.decoder(["</answer>"])
     assert decoder.push(text.encode_prompt("yes </ans")) == "yes "
     assert decoder.push(text.encode_prompt(" no")) == "</ans no"

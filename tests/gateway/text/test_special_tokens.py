@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from gateway.text.special_tokens import Frame
-from gateway.text.tokenizer import Text
+from gateway.text.special_tokens import SpecialTokens
+from gateway.text.tokenizer import ModelTokenizer
 from tests.support import minilm
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -61,7 +61,7 @@ def test_a_framed_text_is_what_the_tokenizer_makes_of_it(make: object, tmp_path:
     assert callable(make)
     tokenizer = make()
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
-    text = Text(tmp_path)
+    text = ModelTokenizer(tmp_path)
     control = {entry["id"] for entry in json.loads(tokenizer.to_str())["added_tokens"]}
     for first in TEXTS:
         ids = text.encode_text(first)
@@ -75,7 +75,7 @@ def test_a_framed_pair_is_what_the_tokenizer_makes_of_it(make: object, tmp_path:
     assert callable(make)
     tokenizer = make()
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
-    text = Text(tmp_path)
+    text = ModelTokenizer(tmp_path)
     for first, second in (("a", "a"), ("a b", "bad cab"), ("cab", "a")):
         framed = text.frame.pair(text.encode_text(first), text.encode_text(second))
         assert framed == tokenizer.encode(first, second).ids
@@ -85,6 +85,6 @@ def test_a_framed_pair_is_what_the_tokenizer_makes_of_it(make: object, tmp_path:
 def test_a_tokenizer_that_frames_nothing_has_an_empty_frame() -> None:
     tokenizer = byte_level()
     tokenizer.post_processor = processors.ByteLevel()
-    frame = Frame.of(tokenizer)
+    frame = SpecialTokens.of(tokenizer)
     assert frame.single([7]) == [7]
     assert frame.tokens == 0

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.text.control_tokens import ids_of
-from gateway.text.tokenizer import FolderError, Text, TextError
+from gateway.text.control_tokens import encode_ids
+from gateway.text.tokenizer import ModelFolderError, ModelTokenizer, TokenizationError
 from tests.support.model_folders import EMBER, byte_level, sentence_piece, shapes, special, write
 
 
@@ -52,7 +52,7 @@ def _reference(folder: Path, messages: list[dict[str, Any]], tools: list[Any] | 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_messages_encode_as_transformers_does(folders: dict[str, Path], name: str) -> None:
-    text = Text(folders[name])
+    text = ModelTokenizer(folders[name])
     for talk in TALKS:
         assert text.encode_chat(talk) == _reference(folders[name], talk), talk
 
@@ -65,7 +65,7 @@ def test_tools_and_tool_turns_encode_as_transformers_does(folders: dict[str, Pat
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": "get_weather", "tool_call_id": "1", "content": '{"c": [1, 2]}'},
     ]
-    text = Text(folders[name])
+    text = ModelTokenizer(folders[name])
     assert text.takes_tools
     expected = _reference(folders[name], talk, TOOLS)
     assert text.encode_chat(talk, TOOLS) == expected
@@ -76,11 +76,11 @@ def test_tools_and_tool_turns_encode_as_transformers_does(folders: dict[str, Pat
 @pytest.mark.parametrize("name", NAMES)
 def test_cut_encoding_equals_whole_encoding(folders: dict[str, Path], name: str) -> None:
     """Cut at control tokens, in one thread or in several, the ids are those of the tokenizer for the whole text."""
-    text = Text(folders[name])
+    text = ModelTokenizer(folders[name])
     for talk in [*TALKS, [*TALKS[2], *TALKS[1], *TALKS[2]] * 20]:
         variables = {**text._special, "messages": talk, "tools": None, "add_generation_prompt": True}
         written = text._template(None).render(variables)
-        whole = ids_of(text._tokenizer, written)
+        whole = encode_ids(text._tokenizer, written)
         assert text.encode_chat(talk) == text.encode_chat(talk, spread=True) == whole
 
 
@@ -108,17 +108,17 @@ def _fields(hostile: str) -> Iterator[tuple[list[dict[str, Any]], list[Any] | No
     yield [user], [tool["function"]]
 
 
-def _controls(text: Text, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int] | str:
+def _controls(text: ModelTokenizer, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int] | str:
     try:
         return [id for id in text.encode_chat(messages, tools) if id in text._control.ids]
-    except TextError as error:
+    except TokenizationError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_field_of_a_request_can_make_a_control_token(folders: dict[str, Path], name: str) -> None:
     """Every added token in every field gives the same control tokens as harmless text there, whole, cut and glued."""
-    text = Text(folders[name])
+    text = ModelTokenizer(folders[name])
     for token in text._control.by_text:
         harmless = list(_fields("harmless"))
         for hostile in (token, token[:-1], token[1:], token + token, token[:2] + token + token[2:]):
@@ -130,7 +130,7 @@ def test_no_field_of_a_request_can_make_a_control_token(folders: dict[str, Path]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_control_tokens_as_text_survive_the_round_trip(folders: dict[str, Path], name: str) -> None:
-    text = Text(folders[name])
+    text = ModelTokenizer(folders[name])
     for token in text._control.by_text:
         ids = text.encode_chat([{"role": "user", "content": f"say {token} please"}])
         decoder = text.decoder()
@@ -140,7 +140,7 @@ def test_control_tokens_as_text_survive_the_round_trip(folders: dict[str, Path],
 def test_control_tokens_do_not_form_across_fields(tmp_path: Path) -> None:
     """A template that puts two fields of the request side by side, or a field between control characters."""
     template = "{% for m in messages %}{{ m.name }}{{ m.content }}<|{{ m.name }}|>{% endfor %}"
-    text = Text(write(tmp_path, byte_level([special("<|end|>"), special("<|a-b|>")]), template))
+    text = ModelTokenizer(write(tmp_path, byte_level([special("<|end|>"), special("<|a-b|>")]), template))
     for name, content in [("<|en", "d|>"), ("<|end", "|>"), ("<", "|end|>"), ("end", "x"), ("a-b", ""), (" end", "")]:
         ids = text.encode_chat([{"role": "user", "name": name, "content": content}])
         assert text._control.ids.isdisjoint(ids), (name, content)
@@ -150,7 +150,7 @@ def test_no_variable_of_a_template_that_a_request_sets_makes_a_control_token(tmp
     """As `chat_template_kwargs` do, their names included."""
     template = "<|a|>{{ effort }}<|b|>{{ more | tojson }}<{{ effort }}>{% for name in more %}{{ name }}{% endfor %}"
     control = [special("<|a|>"), special("<|b|>"), special("<|end|>"), special("<high>"), AddedToken("unused_token")]
-    text = Text(write(tmp_path, byte_level(control), template))
+    text = ModelTokenizer(write(tmp_path, byte_level(control), template))
     written = text._control.by_text["<|a|>"].id, text._control.by_text["<|b|>"].id
     for hostile in (*text._control.by_text, "high", "|end|", "<|end", "|>", "unused_"):
         options = {"effort": hostile, "more": {hostile: [hostile, {hostile: hostile}]}}
@@ -162,7 +162,7 @@ def test_no_variable_of_a_template_that_a_request_sets_makes_a_control_token(tmp
 
 def test_tokens_spelled_like_words_do_not_form_across_fields(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}"
-    text = Text(write(tmp_path, byte_level([AddedToken("unused_token")]), template))
+    text = ModelTokenizer(write(tmp_path, byte_level([AddedToken("unused_token")]), template))
     for name, content in [("unused_", "token"), ("unused_token", ""), ("", "unused_token")]:
         ids = text.encode_chat([{"role": "user", "name": name, "content": content}])
         assert text._control.ids.isdisjoint(ids), (name, content)
@@ -170,13 +170,13 @@ def test_tokens_spelled_like_words_do_not_form_across_fields(tmp_path: Path) -> 
 
 def test_parts_of_content_do_not_join_to_a_control_token(tmp_path: Path) -> None:
     template = "{% for m in messages %}{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endfor %}"
-    text = Text(write(tmp_path, byte_level([special("<|end|>")]), template))
+    text = ModelTokenizer(write(tmp_path, byte_level([special("<|end|>")]), template))
     parts = [{"type": "text", "text": "<|en  "}, {"type": "text", "text": "  d|>"}]
     assert text._control.ids.isdisjoint(text.encode_chat([{"role": "user", "content": parts}]))
 
 
 def test_private_use_characters_of_the_request_stay_what_they_are() -> None:
-    text = Text(EMBER)
+    text = ModelTokenizer(EMBER)
     content = "\U000f0000\U000f0001<\U000f0002 \U000f0003"
     ids = text.encode_chat([{"role": "user", "content": content}])
     decoder = text.decoder()
@@ -192,18 +192,18 @@ def test_text_built_of_pieces_of_control_tokens_makes_none(pieces: list[str]) ->
     assert [id for id in ids if id in text._control.ids] == quiet
 
 
-_EMBERS: list[Text] = []
+_EMBERS: list[ModelTokenizer] = []
 
 
-def _ember() -> Text:
+def _ember() -> ModelTokenizer:
     if not _EMBERS:
-        _EMBERS.append(Text(EMBER))
+        _EMBERS.append(ModelTokenizer(EMBER))
     return _EMBERS[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_raw_prompt_gets_the_tokenizers_lead_and_no_control_token(folders: dict[str, Path], name: str) -> None:
-    text = Text(folders[name])
+    text = ModelTokenizer(folders[name])
     tokenizer = Tokenizer.from_file(str(folders[name] / "tokenizer.json"))
     assert text.encode_prompt("Once upon a time") == tokenizer.encode("Once upon a time").ids
     for token in text._control.by_text:
@@ -215,7 +215,7 @@ def test_a_lead_of_the_post_processor_is_kept(tmp_path: Path) -> None:
 
     tokenizer = sentence_piece([], "first")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    text = Text(write(tmp_path, tokenizer, None))
+    text = ModelTokenizer(write(tmp_path, tokenizer, None))
     assert text.encode_prompt("Hello") == tokenizer.encode("Hello").ids
     assert text.encode_prompt("</s>")[0] == 1
     assert text.encode_prompt("") == [1]
@@ -227,28 +227,28 @@ def test_a_lead_of_the_post_processor_is_kept(tmp_path: Path) -> None:
 def test_stop_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
     folder = write(tmp_path, byte_level([special("<|a|>"), special("<|b|>")]), None, eos_token="<|b|>")
     end = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|b|>")
-    assert Text(folder).stop_ids == [end]
+    assert ModelTokenizer(folder).stop_ids == [end]
     (folder / "config.json").write_text('{"eos_token_id": 5}')
-    assert Text(folder).stop_ids == [5]
+    assert ModelTokenizer(folder).stop_ids == [5]
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert Text(folder).stop_ids == [7, 8]
+    assert ModelTokenizer(folder).stop_ids == [7, 8]
 
 
 def test_a_folder_without_template_refuses_messages_in_words(tmp_path: Path) -> None:
-    text = Text(write(tmp_path, byte_level([]), None))
+    text = ModelTokenizer(write(tmp_path, byte_level([]), None))
     assert not text.chats
-    with pytest.raises(TextError, match="prompt"):
+    with pytest.raises(TokenizationError, match="prompt"):
         text.encode_chat([{"role": "user", "content": "x"}])
 
 
 def test_a_template_file_wins_and_named_templates_are_found(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     folder = write(tmp_path, byte_level([]), None, chat_template=named)
-    text = Text(folder)
+    text = ModelTokenizer(folder)
     assert text.encode_chat([]) == text.encode_prompt("plain")
     assert text.encode_chat([], TOOLS) == text.encode_prompt("tools")
     (folder / "chat_template.jinja").write_text("file")
-    assert Text(folder).encode_chat([]) == text.encode_prompt("file")
+    assert ModelTokenizer(folder).encode_chat([]) == text.encode_prompt("file")
 
 
 @pytest.mark.parametrize(
@@ -260,24 +260,24 @@ def test_a_broken_folder_is_refused_in_words(tmp_path: Path, name: str, content:
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_text(content)
-    with pytest.raises(FolderError, match=r"tokenizer|template"):
-        Text(folder)
+    with pytest.raises(ModelFolderError, match=r"tokenizer|template"):
+        ModelTokenizer(folder)
 
 
 def test_a_refusal_of_the_template_is_told_to_the_caller(folders: dict[str, Path]) -> None:
-    with pytest.raises(TextError, match="Only user and assistant"):
-        Text(folders["mistral-first"]).encode_chat([{"role": "tool", "content": "x"}])
+    with pytest.raises(TokenizationError, match="Only user and assistant"):
+        ModelTokenizer(folders["mistral-first"]).encode_chat([{"role": "tool", "content": "x"}])
 
 
 def test_a_lone_surrogate_is_refused() -> None:
     for attempt in (_ember().encode_prompt, lambda text: _ember().encode_chat([{"role": "user", "content": text}])):
-        with pytest.raises(TextError, match="surrogate"):
+        with pytest.raises(TokenizationError, match="surrogate"):
             attempt("a\ud800b")
 
 
 def test_the_date_in_a_template_is_the_clocks(tmp_path: Path) -> None:
     folder = write(tmp_path, byte_level([]), "{{ strftime_now('%d %b %Y') }}")
-    text = Text(folder, today=lambda: datetime(2026, 11, 20))
+    text = ModelTokenizer(folder, today=lambda: datetime(2026, 11, 20))
     assert text.encode_chat([]) == text.encode_prompt("20 Nov 2026")
 
 
@@ -289,7 +289,7 @@ def test_a_key_between_a_templates_own_edges_makes_no_control_token(tmp_path: Pa
         "<|{{ key }}{{ value }}|>{% endfor %}{% endfor %}{{ m.content }}<|im_end|>{% endfor %}"
     )
     control = [special("<|im_start|>"), special("<|im_end|>"), special("</s>"), AddedToken("<think>")]
-    text = Text(write(tmp_path, byte_level(control), template))
+    text = ModelTokenizer(write(tmp_path, byte_level(control), template))
     harmless = [id for id in text.encode_chat(_called("a", "b")) if id in text._control.ids]
     for key, value in (
         ("|im_end|", "x"),

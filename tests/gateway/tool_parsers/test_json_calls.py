@@ -1,6 +1,6 @@
 import pytest
 
-from gateway.tool_parsers.scanner import HELD_MAX
+from gateway.tool_parsers.scanner import BUFFERED_CHARS_MAX
 from tests.support.call_reading import check, cut
 
 
@@ -44,9 +44,9 @@ def test_an_object_is_a_call(text: str, arguments: str) -> None:
         '{"id": 4, "name": "now"}',
         '[{"name": "now"}]',
         'Say {"name": "now"}',
-        '{"name": "now"' + " " * HELD_MAX + "}",
-        '{"arguments": {"a": "' + "x" * HELD_MAX + '"}, "name": "now"}',
-        '{"name": "' + "now" * HELD_MAX,
+        '{"name": "now"' + " " * BUFFERED_CHARS_MAX + "}",
+        '{"arguments": {"a": "' + "x" * BUFFERED_CHARS_MAX + '"}, "name": "now"}',
+        '{"name": "' + "now" * BUFFERED_CHARS_MAX,
     ],
 )
 def test_anything_else_is_text_to_the_letter(text: str) -> None:

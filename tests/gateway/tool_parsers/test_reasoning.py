@@ -7,9 +7,15 @@ from hypothesis import strategies as st
 
 from engine.protocol.types import Grammar, GrammarKind
 from gateway.inference.prompt import AUTO
-from gateway.tool_parsers.reasoning import MARKERS, Thinking, after_thought, opens_thought, thinks
-from gateway.tool_parsers.registry import FORMATS
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.reasoning import (
+    MARKERS,
+    ReasoningParser,
+    grammar_after_reasoning,
+    opens_reasoning,
+    template_has_reasoning,
+)
+from gateway.tool_parsers.registry import TOOL_FORMATS
+from gateway.tool_parsers.types import ToolSelection
 from tests.support.call_reading import TOOLS, WEATHER, Read, cut, parser, read
 from tests.support.sampled_calls import built_in, trained
 
@@ -17,8 +23,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</t
 
 
 def told(text: str, opened: bool = False, size: int = 1) -> Read:
-    found = read(Thinking(parser("hermes"), opened), [text])
-    assert read(Thinking(parser("hermes"), opened), cut(text, size)) == found
+    found = read(ReasoningParser(parser("hermes"), opened), [text])
+    assert read(ReasoningParser(parser("hermes"), opened), cut(text, size)) == found
     return found
 
 
@@ -68,19 +74,19 @@ def test_a_long_blank_before_a_thought_is_an_answer_whatever_the_cuts() -> None:
 
 
 def test_a_prompt_may_open_the_thought() -> None:
-    assert opens_thought("<|im_start|>assistant\n<think>\n")
-    assert not opens_thought("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert thinks("{{ '</think>' }}")
-    assert not thinks("{{ content }}")
+    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert template_has_reasoning("{{ '</think>' }}")
+    assert not template_has_reasoning("{{ content }}")
 
 
 @pytest.mark.parametrize("special", [True, False, None])
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_grammar_may_come_behind_a_thought(opened: bool, special: bool | None) -> None:
     vocabulary = built_in() if special is None else trained(MARKERS, special)
-    calls = FORMATS["hermes"](vocabulary.added)
+    calls = TOOL_FORMATS["hermes"](vocabulary.added)
     begun = "Well, <b>\n\n</think>\n\n" if opened else "<think>\nWell, <b>\n\n</think>\n\n"
-    required = calls.grammar(TOOLS, ToolChoice("required"), True)
+    required = calls.grammar(TOOLS, ToolSelection("required"), True)
     assert required is not None
     for grammar, answer, wrong in [
         (required, CALL, "It rains."),
@@ -88,13 +94,13 @@ def test_a_grammar_may_come_behind_a_thought(opened: bool, special: bool | None)
         (Grammar(GrammarKind.LARK, 'start: "start" | "(" start ")"'), "((start))", "(behind_thought)"),
         (Grammar(GrammarKind.REGEX, r"^[ab/]+\/c[\d_]\w$"), "a/b/c1x", "a/c٣x"),
     ]:
-        whole = after_thought(grammar, vocabulary.added, opened)
+        whole = grammar_after_reasoning(grammar, vocabulary.added, opened)
         assert vocabulary.fits(whole, begun + answer)
         assert not vocabulary.fits(whole, begun + wrong)
         assert vocabulary.fits(whole, answer) == (not opened)
-    whole = after_thought(required, vocabulary.added, opened)
+    whole = grammar_after_reasoning(required, vocabulary.added, opened)
     text = next(text for seed in range(20) if (text := vocabulary.draw(whole, random.Random(seed), begun=begun)))
-    found = read(Thinking(calls.parser(TOOLS, AUTO), opened), cut(text, 3))
+    found = read(ReasoningParser(calls.parser(TOOLS, AUTO), opened), cut(text, 3))
     assert found.thought == "Well, <b>\n"
     for name, value in found.values:
         jsonschema.validate(value, WEATHER if name == "get_weather" else {})

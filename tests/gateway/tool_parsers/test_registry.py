@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.tool_parsers.registry import FORMATS, format_of
+from gateway.tool_parsers.registry import TOOL_FORMATS, tool_format_of
 from gateway.tool_parsers.scanner import CALLS_MAX
-from gateway.tool_parsers.types import ToolChoice
+from gateway.tool_parsers.types import ToolSelection
 from tests.support.call_reading import check, cut, parser, read
 from tests.support.recorded_calls import RECORDED, Recorded
 
-FORMAT_NAMES = sorted(FORMATS)
+FORMAT_NAMES = sorted(TOOL_FORMATS)
 PIECES = sorted(
-    {marker for format in FORMATS.values() for marker in format({}).markers}
+    {marker for format in TOOL_FORMATS.values() for marker in format({}).markers}
     | {'{"name": "', '"arguments": ', '"parameters": ', '{"city": "Rome"}', '{"id": "x", ', "}", "{", "[", "]", "("}
     | {"<function=", ">", "<parameter=", "</parameter>", "</function>", "<tool_", "</to", "city=", "days=", "3", ", "}
     | {
@@ -147,7 +147,7 @@ def test_generated_calls_come_back_to_the_letter(
 
 @pytest.mark.parametrize("recorded", [r for r in RECORDED if r.calls], ids=lambda recorded: recorded.format)
 def test_what_calls_no_offered_tool_is_text(recorded: Recorded) -> None:
-    for choice in (ToolChoice("none"), ToolChoice("named", "tomorrow")):
+    for choice in (ToolSelection("none"), ToolSelection("named", "tomorrow")):
         found = read(parser(recorded.format, choice=choice), cut(recorded.completion, 1))
         assert (found.text, found.calls) == (recorded.completion, [])
 
@@ -204,29 +204,29 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", list(TEMPLATES), ids=str)
 def test_a_chat_template_tells_the_format(name: str | None) -> None:
-    found = format_of(TEMPLATES[name], {})
+    found = tool_format_of(TEMPLATES[name], {})
     assert (found and found.name) == name
 
 
 def test_glm_writes_something_else_between_the_tags_of_hermes() -> None:
-    assert format_of("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>", {}) is None
+    assert tool_format_of("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>", {}) is None
 
 
 def test_kimi_is_known_by_its_tokens_where_its_template_has_no_calls() -> None:
-    found = format_of("<|im_system|>tool_declare", {"<|tool_call_argument_begin|>": 7})
+    found = tool_format_of("<|im_system|>tool_declare", {"<|tool_call_argument_begin|>": 7})
     assert found is not None
     assert found.name == "kimi"
 
 
 def test_the_built_in_model_has_its_format() -> None:
-    from gateway.catalogue.catalogue import BUILT_IN, entries, folder_of
+    from gateway.catalogue.catalogue import BUILT_IN, folder_of, model_entries
     from gateway.config import Config
-    from gateway.text.tokenizer import Text
+    from gateway.text.tokenizer import ModelTokenizer
 
-    entry = next(entry for entry in entries(Config()) if entry.name == BUILT_IN)
+    entry = next(entry for entry in model_entries(Config()) if entry.name == BUILT_IN)
     settings = json.loads((folder_of(Config(), entry) / "tokenizer_config.json").read_text())
-    found = format_of(settings["chat_template"], {})
-    assert Text(folder_of(Config(), entry)).takes_tools
+    found = tool_format_of(settings["chat_template"], {})
+    assert ModelTokenizer(folder_of(Config(), entry)).takes_tools
     assert found is not None
     assert found.name == "ember"
 
@@ -234,6 +234,6 @@ def test_the_built_in_model_has_its_format() -> None:
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded.format)
 def test_a_format_names_all_control_tokens_that_it_writes(recorded: Recorded) -> None:
     plain = recorded.completion
-    for marker in FORMATS[recorded.format]({}).markers:
+    for marker in TOOL_FORMATS[recorded.format]({}).markers:
         plain = plain.replace(marker, "")
     assert not any(edge in plain for edge in ("<|", "<｜", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "tool_call>"))

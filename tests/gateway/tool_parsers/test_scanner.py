@@ -1,8 +1,8 @@
 import pytest
 
 from gateway.inference.prompt import AUTO
-from gateway.tool_parsers.registry import FORMATS
-from gateway.tool_parsers.scanner import HELD_MAX, Reader, overlap
+from gateway.tool_parsers.registry import TOOL_FORMATS
+from gateway.tool_parsers.scanner import BUFFERED_CHARS_MAX, ScanningParser, partial_marker_start
 from tests.support.call_reading import TOOLS, check, cut
 
 # What might make a parser hold all of it: each is what comes first, and what comes without an end.
@@ -37,18 +37,18 @@ ENDLESS = [
 ]
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS))
+@pytest.mark.parametrize("format", sorted(TOOL_FORMATS))
 def test_what_is_held_back_has_a_limit(format: str) -> None:
     for begun, endless in ENDLESS:
-        parser = FORMATS[format]({}).parser(TOOLS, AUTO)
-        assert isinstance(parser, Reader)
-        for piece in [begun, *[endless] * (HELD_MAX + 1000)]:
+        parser = TOOL_FORMATS[format]({}).parser(TOOLS, AUTO)
+        assert isinstance(parser, ScanningParser)
+        for piece in [begun, *[endless] * (BUFFERED_CHARS_MAX + 1000)]:
             parser.push(piece)
-            assert len(parser._tape.text) <= HELD_MAX + 100, (begun, endless)
+            assert len(parser._tape.text) <= BUFFERED_CHARS_MAX + 100, (begun, endless)
         parser.finish()
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS))
+@pytest.mark.parametrize("format", sorted(TOOL_FORMATS))
 def test_at_the_limit_too_cuts_change_nothing(format: str) -> None:
     for begun, endless in ENDLESS:
         for rest in (
@@ -58,7 +58,7 @@ def test_at_the_limit_too_cuts_change_nothing(format: str) -> None:
             "\n",
             '<tool_call>{"name": "now", "arguments": {}}',
         ):
-            text = begun + endless * (HELD_MAX // len(endless) + 300) + rest
+            text = begun + endless * (BUFFERED_CHARS_MAX // len(endless) + 300) + rest
             check(format, text, cut(text, 97))
 
 
@@ -78,10 +78,10 @@ def test_at_the_limit_too_cuts_change_nothing(format: str) -> None:
     ],
 )
 def test_what_may_begin_a_marker_is_found(text: str, start: int, markers: tuple[str, ...], at: int) -> None:
-    assert overlap(text, start, markers) == at
+    assert partial_marker_start(text, start, markers) == at
 
 
 def test_a_finished_parser_holds_nothing() -> None:
-    parser = FORMATS["hermes"]({}).parser(TOOLS, AUTO)
+    parser = TOOL_FORMATS["hermes"]({}).parser(TOOLS, AUTO)
     parser.push("It <tool_ca")
     assert len(parser.finish()) == 1

@@ -12,18 +12,18 @@ from msgspec import structs
 
 from tenants.auth import accounts as module
 from tenants.auth.accounts import (
-    Accounts,
+    AccountService,
+    AccountSuspended,
     Grant,
     Limits,
     MalformedToken,
     NotFound,
-    Suspended,
     Unauthenticated,
     UnknownToken,
     parse_token,
 )
 from tenants.open import open_store
-from tenants.records.batches import Batch
+from tenants.records.batches import BatchJob
 from tenants.records.plans import DEFAULT_PLAN
 from tenants.records.settings import Settings
 from tenants.store.protocol import Store, StoreUnavailable
@@ -33,14 +33,14 @@ SECRET = b"the server's secret, 32 bytes up"
 BASE62 = string.digits + string.ascii_letters
 
 
-async def minted(accounts: Accounts, **options: Any) -> tuple[str, str]:
+async def minted(accounts: AccountService, **options: Any) -> tuple[str, str]:
     """Account id and the text of its first ApiToken."""
     account = await accounts.create("ann")
     _, text = await accounts.mint(account.id, "laptop", **options)
     return account.id, text
 
 
-async def test_a_minted_token_opens_its_account(accounts: Accounts) -> None:
+async def test_a_minted_token_opens_its_account(accounts: AccountService) -> None:
     account_id, text = await minted(accounts)
     caller = await accounts.verify(text)
     assert caller.account.id == account_id
@@ -48,7 +48,7 @@ async def test_a_minted_token_opens_its_account(accounts: Accounts) -> None:
     assert caller.token_id == parse_token(text)
 
 
-async def test_ids_and_texts_have_their_documented_form(accounts: Accounts) -> None:
+async def test_ids_and_texts_have_their_documented_form(accounts: AccountService) -> None:
     account_id, text = await minted(accounts)
     assert len(account_id) == 32
     assert int(account_id, 16) >= 0
@@ -64,7 +64,7 @@ async def test_a_secret_carries_256_random_bits(store: Store) -> None:
         asked.append(count)
         return b"\xff" * count
 
-    accounts = Accounts(store, SECRET, entropy=entropy)
+    accounts = AccountService(store, SECRET, entropy=entropy)
     _, text = await minted(accounts)
     assert asked == [16, 8, 32]
     digits = {digit: value for value, digit in enumerate(module._DIGITS)}
@@ -97,7 +97,7 @@ class Deaf:
 )
 async def test_junk_is_refused_before_any_look_up(junk: str) -> None:
     with pytest.raises(MalformedToken):
-        await Accounts(Deaf(), SECRET).verify(junk)  # type: ignore[arg-type]
+        await AccountService(Deaf(), SECRET).verify(junk)  # type: ignore[arg-type]
 
 
 @given(some.text(max_size=80))
@@ -107,9 +107,9 @@ def test_no_text_is_taken_for_a_token_by_chance(text: str) -> None:
             parse_token(candidate)
 
 
-async def test_every_typing_error_is_refused_before_any_look_up(accounts: Accounts) -> None:
+async def test_every_typing_error_is_refused_before_any_look_up(accounts: AccountService) -> None:
     _, text = await minted(accounts)
-    deaf = Accounts(Deaf(), SECRET)  # type: ignore[arg-type]
+    deaf = AccountService(Deaf(), SECRET)  # type: ignore[arg-type]
     dice = random.Random(1)
     for place in range(len(text)):
         wrong = dice.choice([digit for digit in BASE62 if digit != text[place]])
@@ -123,7 +123,7 @@ async def test_every_typing_error_is_refused_before_any_look_up(accounts: Accoun
                 await deaf.verify(typo)
 
 
-async def test_a_forged_secret_with_a_right_checksum_opens_nothing(accounts: Accounts) -> None:
+async def test_a_forged_secret_with_a_right_checksum_opens_nothing(accounts: AccountService) -> None:
     _, text = await minted(accounts)
     forged = text[:-49] + "0" * 43
     forged += module._checksum(forged)
@@ -135,18 +135,18 @@ async def test_a_forged_secret_with_a_right_checksum_opens_nothing(accounts: Acc
         await accounts.verify(forged)
 
 
-async def test_a_token_of_another_server_opens_nothing(store: Store, accounts: Accounts, tmp_path: Path) -> None:
+async def test_a_token_of_another_server_opens_nothing(store: Store, accounts: AccountService, tmp_path: Path) -> None:
     elsewhere = open_store(f"sqlite:{tmp_path / 'elsewhere.db'}")
-    _, foreign = await minted(Accounts(elsewhere, SECRET))
+    _, foreign = await minted(AccountService(elsewhere, SECRET))
     _, text = await minted(accounts)
     with pytest.raises(UnknownToken):
         await accounts.verify(foreign)
     with pytest.raises(UnknownToken):
-        await Accounts(store, SECRET[::-1]).verify(text)
+        await AccountService(store, SECRET[::-1]).verify(text)
     await elsewhere.close()
 
 
-async def test_secrets_are_compared_in_constant_time(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_secrets_are_compared_in_constant_time(accounts: AccountService, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     real = module.hmac.compare_digest
     monkeypatch.setattr(module.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
@@ -155,7 +155,7 @@ async def test_secrets_are_compared_in_constant_time(accounts: Accounts, monkeyp
     assert [len(side) for side in compared[0]] == [32, 32]
 
 
-async def test_a_token_expires(accounts: Accounts, clock: Any) -> None:
+async def test_a_token_expires(accounts: AccountService, clock: Any) -> None:
     _, text = await minted(accounts, expires_at=clock() + 10)
     await accounts.verify(text)
     clock.now_s += 9.9
@@ -165,7 +165,7 @@ async def test_a_token_expires(accounts: Accounts, clock: Any) -> None:
         await accounts.verify(text)
 
 
-async def test_a_verified_token_expires_while_it_is_still_trusted(accounts: Accounts, clock: Any) -> None:
+async def test_a_verified_token_expires_while_it_is_still_trusted(accounts: AccountService, clock: Any) -> None:
     _, text = await minted(accounts, expires_at=int(clock()) + 1)
     clock.now_s += 0.9
     await accounts.verify(text)
@@ -178,7 +178,7 @@ async def test_a_revocation_is_in_force_on_every_gateway_within_a_second(
     store: Store, store_url: str, clock: Any
 ) -> None:
     other_store = open_store(store_url, clock)
-    here, there = Accounts(store, SECRET, clock), Accounts(other_store, SECRET, clock)
+    here, there = AccountService(store, SECRET, clock), AccountService(other_store, SECRET, clock)
     for tenth in range(10):
         _, text = await minted(here)
         await there.verify(text)
@@ -193,7 +193,7 @@ async def test_a_revocation_is_in_force_on_every_gateway_within_a_second(
 
 
 async def test_a_verified_token_is_not_looked_up_again_at_once(
-    accounts: Accounts, store: Store, clock: Any, monkeypatch: pytest.MonkeyPatch
+    accounts: AccountService, store: Store, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, text = await minted(accounts)
     looked_up = []
@@ -212,7 +212,7 @@ async def test_a_verified_token_is_not_looked_up_again_at_once(
     assert len(looked_up) == 2, "a clock that is set back would make the cache last for an hour"
 
 
-async def test_new_limits_reach_the_caller_within_a_second(accounts: Accounts, clock: Any) -> None:
+async def test_new_limits_reach_the_caller_within_a_second(accounts: AccountService, clock: Any) -> None:
     account_id, text = await minted(accounts)
     await accounts.verify(text)
     await accounts.set_ceiling(account_id, Limits(requests_per_minute=5))
@@ -221,7 +221,7 @@ async def test_new_limits_reach_the_caller_within_a_second(accounts: Accounts, c
 
 
 async def test_a_revocation_that_was_seen_stays_in_force_during_an_outage(
-    accounts: Accounts, clock: Any, monkeypatch: pytest.MonkeyPatch, store: Store
+    accounts: AccountService, clock: Any, monkeypatch: pytest.MonkeyPatch, store: Store
 ) -> None:
     _, good = await minted(accounts)
     _, bad = await minted(accounts)
@@ -243,7 +243,7 @@ async def test_a_revocation_that_was_seen_stays_in_force_during_an_outage(
         await accounts.verify(good)
 
 
-async def test_verified_tokens_in_memory_are_limited(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_verified_tokens_in_memory_are_limited(accounts: AccountService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VERIFIED_MAX", 3)
     texts = [(await minted(accounts))[1] for _ in range(5)]
     for text in texts * 2:
@@ -260,7 +260,7 @@ def everything_kept(store_url: str, folder: Path) -> bytes:
 
 
 async def test_neither_secret_nor_token_text_is_kept_or_cached(
-    accounts: Accounts, store: Store, store_url: str, tmp_path: Path
+    accounts: AccountService, store: Store, store_url: str, tmp_path: Path
 ) -> None:
     _, text = await minted(accounts)
     await accounts.verify(text)
@@ -271,7 +271,7 @@ async def test_neither_secret_nor_token_text_is_kept_or_cached(
     assert SECRET not in kept
 
 
-async def test_an_unknown_account_or_token_is_named_in_the_error(accounts: Accounts) -> None:
+async def test_an_unknown_account_or_token_is_named_in_the_error(accounts: AccountService) -> None:
     await accounts.create("somebody else")
     calls: list[Callable[[], Any]] = [
         lambda: accounts.get("f" * 32),
@@ -286,7 +286,7 @@ async def test_an_unknown_account_or_token_is_named_in_the_error(accounts: Accou
         await accounts.revoke("nothing")
 
 
-async def test_accounts_and_tokens_are_listed_oldest_first(accounts: Accounts, clock: Any) -> None:
+async def test_accounts_and_tokens_are_listed_oldest_first(accounts: AccountService, clock: Any) -> None:
     created = []
     for name in ("zoe", "ann", "bob"):
         created.append(await accounts.create(name))
@@ -299,7 +299,7 @@ async def test_accounts_and_tokens_are_listed_oldest_first(accounts: Accounts, c
 
 
 @pytest.mark.parametrize("name", ["", "  ", "x" * 101, "line\nbreak", "nul\x00"])
-async def test_a_name_is_printable_and_short(accounts: Accounts, name: str) -> None:
+async def test_a_name_is_printable_and_short(accounts: AccountService, name: str) -> None:
     with pytest.raises(ValueError, match="printable"):
         await accounts.create(name)
 
@@ -323,11 +323,11 @@ def test_limits_out_of_range_are_refused(limits: dict[str, Any]) -> None:
 
 def test_a_short_server_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="32"):
-        Accounts(Deaf(), b"x" * 31)  # type: ignore[arg-type]
+        AccountService(Deaf(), b"x" * 31)  # type: ignore[arg-type]
 
 
 def test_a_scope_is_16_bytes_of_account_and_secret_alone() -> None:
-    here, again, other = (Accounts(Deaf(), secret) for secret in (SECRET, SECRET, SECRET[::-1]))  # type: ignore[arg-type]
+    here, again, other = (AccountService(Deaf(), secret) for secret in (SECRET, SECRET, SECRET[::-1]))  # type: ignore[arg-type]
     scopes = {here.scope(f"{n:032x}") for n in range(1_000)}
     assert len(scopes) == 1_000
     assert {len(scope) for scope in scopes} == {16}
@@ -342,7 +342,7 @@ def test_both_kinds_of_bad_token_are_unauthenticated() -> None:
 
 async def test_a_rolled_secret_opens_for_its_grace_and_no_longer(store: Store) -> None:
     now = [1_000.0]
-    accounts = Accounts(store, SECRET, clock=lambda: now[0])
+    accounts = AccountService(store, SECRET, clock=lambda: now[0])
     account = await accounts.create("Ann")
     token, first = await accounts.mint(account.id, "ci")
     same, second = await accounts.roll(token.id, grace_s=60)
@@ -360,7 +360,7 @@ async def test_a_rolled_secret_opens_for_its_grace_and_no_longer(store: Store) -
 
 async def test_no_more_than_two_secrets_of_a_token_live(store: Store) -> None:
     now = [1_000.0]
-    accounts = Accounts(store, SECRET, clock=lambda: now[0])
+    accounts = AccountService(store, SECRET, clock=lambda: now[0])
     account = await accounts.create("Ann")
     token, first = await accounts.mint(account.id, "ci")
     _, second = await accounts.roll(token.id, grace_s=600)
@@ -383,7 +383,7 @@ async def test_no_more_than_two_secrets_of_a_token_live(store: Store) -> None:
 
 async def test_a_changed_grant_is_in_force_within_a_second(store: Store) -> None:
     now = [1_000.0]
-    accounts = Accounts(store, SECRET, clock=lambda: now[0])
+    accounts = AccountService(store, SECRET, clock=lambda: now[0])
     account = await accounts.create("Ann")
     token, text = await accounts.mint(account.id, "ci", grant=Grant(models=("@cf/*",)))
     assert (await accounts.verify(text)).grant == Grant(models=("@cf/*",))
@@ -394,12 +394,14 @@ async def test_a_changed_grant_is_in_force_within_a_second(store: Store) -> None
         await accounts.change("nobody", "n", None, Grant())
 
 
-async def test_who_asked_earlier_is_a_caller_until_its_token_or_account_ends(accounts: Accounts, clock: Any) -> None:
+async def test_who_asked_earlier_is_a_caller_until_its_token_or_account_ends(
+    accounts: AccountService, clock: Any
+) -> None:
     account_id, text = await minted(accounts, expires_at=clock.now_s + 60, limits=Limits(requests_per_minute=7))
     token_id = parse_token(text)
     assert await accounts.absent(account_id, token_id) == await accounts.verify(text)
     await accounts.suspend(account_id)
-    with pytest.raises(Suspended):
+    with pytest.raises(AccountSuspended):
         await accounts.absent(account_id, token_id)
     await accounts.resume(account_id)
     clock.now_s += 61
@@ -413,17 +415,17 @@ async def test_who_asked_earlier_is_a_caller_until_its_token_or_account_ends(acc
         await accounts.absent("0" * 32, token_id)
 
 
-async def test_who_came_with_a_jwt_needs_none_any_more(accounts: Accounts) -> None:
+async def test_who_came_with_a_jwt_needs_none_any_more(accounts: AccountService) -> None:
     account_id, _ = await minted(accounts)
     caller = await accounts.absent(account_id, "jwt:acme:robot")
     assert (caller.account.id, caller.token_id) == (account_id, "jwt:acme:robot")
 
 
 async def test_turning_zero_retention_on_deletes_the_accounts_batches(
-    accounts: Accounts, store: Store, clock: Any
+    accounts: AccountService, store: Store, clock: Any
 ) -> None:
     account_id, _ = await minted(accounts)
-    await store.batches.begin(Batch("one", account_id, "key", "@cf/a/b", 1, 60, int(clock()), 1 << 31))
+    await store.batches.begin(BatchJob("one", account_id, "key", "@cf/a/b", 1, 60, int(clock()), 1 << 31))
     await store.batches.open(account_id, "one")
     await accounts.amend(account_id, lambda account: structs.replace(account, settings=Settings(cache_keep_s=5)))
     assert await store.batches.get(account_id, "one") is not None

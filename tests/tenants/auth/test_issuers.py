@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from tenants.auth import issuers as module
-from tenants.auth.accounts import Account, Accounts, Limits, MalformedToken, Suspended, UnknownToken
-from tenants.auth.issuers import Issuer, Issuers, IssuerUnavailable, Proof
-from tenants.auth.jwt import JwtRefused
-from tenants.limits.quota import Demand, Price, Quota, Spent
+from tenants.auth.accounts import Account, AccountService, AccountSuspended, Limits, MalformedToken, UnknownToken
+from tenants.auth.issuers import Issuer, IssuerUnavailable, JwtIdentity, JwtVerifier
+from tenants.auth.jwt import InvalidJwt
+from tenants.limits.quota import CallUsage, NeuronPrice, Quota, QuotaRequest
 from tenants.records.grants import Grant, Permission
 from tenants.store.protocol import Store
 from tests.support.issuers import ACCOUNT, ALGORITHMS, JwksServer, World, documents, jwk, signer
@@ -45,7 +45,7 @@ def filed(issuer: Issuer, folder: Path) -> Issuer:
 
 
 @asynccontextmanager
-async def fetching(issuers: Issuers) -> AsyncIterator[Issuers]:
+async def fetching(issuers: JwtVerifier) -> AsyncIterator[JwtVerifier]:
     running = asyncio.create_task(issuers.run())
     try:
         yield issuers
@@ -54,30 +54,32 @@ async def fetching(issuers: Issuers) -> AsyncIterator[Issuers]:
 
 
 @pytest.fixture
-async def issuers(world: World, clock: StoppedClock) -> AsyncIterator[Issuers]:
-    async with fetching(Issuers(world.settings, clock)) as found:
+async def issuers(world: World, clock: StoppedClock) -> AsyncIterator[JwtVerifier]:
+    async with fetching(JwtVerifier(world.settings, clock)) as found:
         yield found
 
 
 @pytest.fixture
-async def known(store: Store, clock: StoppedClock, issuers: Issuers) -> Accounts:
+async def known(store: Store, clock: StoppedClock, issuers: JwtVerifier) -> AccountService:
     """Accounts that take JWTs; the one that they name is there."""
     await store.add_account(Account(ACCOUNT, "red", Limits(), int(clock())))
-    return Accounts(store, SECRET, clock, issuers=issuers)
+    return AccountService(store, SECRET, clock, issuers=issuers)
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 async def test_an_attack_is_refused_for_its_own_reason(attack: Attack, clock: StoppedClock, tmp_path: Path) -> None:
     """With keys in files: so many tests would spend their time on shaking hands with servers."""
     world = World(clock(), "https://localhost", "")
-    async with fetching(Issuers([filed(issuer, tmp_path) for issuer in world.settings], clock)) as issuers:
-        with pytest.raises(JwtRefused, match=re.escape(attack.reason)):
+    async with fetching(JwtVerifier([filed(issuer, tmp_path) for issuer in world.settings], clock)) as issuers:
+        with pytest.raises(InvalidJwt, match=re.escape(attack.reason)):
             await issuers.verify(attack.make(world))
         for algorithm in ALGORITHMS:
             assert (await issuers.verify(world.jwt(algorithm))).account_id == ACCOUNT, "the table proves nothing"
 
 
-async def test_no_attack_opens_an_account(world: World, known: Accounts, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_attack_opens_an_account(
+    world: World, known: AccountService, capsys: pytest.CaptureFixture[str]
+) -> None:
     accepted = []
     for attack in ATTACKS:
         try:
@@ -91,24 +93,24 @@ async def test_no_attack_opens_an_account(world: World, known: Accounts, capsys:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-async def test_a_jwt_opens_the_account_of_its_claim(algorithm: str, world: World, known: Accounts) -> None:
+async def test_a_jwt_opens_the_account_of_its_claim(algorithm: str, world: World, known: AccountService) -> None:
     caller = await known.verify(world.jwt(algorithm))
     assert (caller.account.id, caller.account.name) == (ACCOUNT, "red")
     assert caller.token_id == f"jwt:{algorithm.lower()}:ann"
     assert (caller.grant, caller.expires_at) == (Grant(), world.now + 600)
 
 
-async def test_an_account_of_nobody_opens_nothing(world: World, known: Accounts) -> None:
+async def test_an_account_of_nobody_opens_nothing(world: World, known: AccountService) -> None:
     with pytest.raises(UnknownToken, match="no account"):
         await known.verify(world.jwt(hearth_account="f" * 32))
 
 
 async def test_without_issuers_a_jwt_is_no_credential(world: World, store: Store) -> None:
     with pytest.raises(MalformedToken):
-        await Accounts(store, SECRET).verify(world.jwt())
+        await AccountService(store, SECRET).verify(world.jwt())
 
 
-async def test_an_api_token_is_taken_beside(known: Accounts) -> None:
+async def test_an_api_token_is_taken_beside(known: AccountService) -> None:
     _, text = await known.mint(ACCOUNT, "laptop")
     assert (await known.verify(text)).account.id == ACCOUNT
 
@@ -126,11 +128,15 @@ async def test_an_api_token_is_taken_beside(known: Accounts) -> None:
     ],
     ids=str,
 )
-async def test_claims_say_what_it_may_do(claims: dict[str, Any], grant: Grant, world: World, issuers: Issuers) -> None:
+async def test_claims_say_what_it_may_do(
+    claims: dict[str, Any], grant: Grant, world: World, issuers: JwtVerifier
+) -> None:
     assert (await issuers.verify(world.jwt(**claims))).grant == grant
 
 
-async def test_only_an_issuer_that_is_told_so_gives_the_operators_permission(world: World, issuers: Issuers) -> None:
+async def test_only_an_issuer_that_is_told_so_gives_the_operators_permission(
+    world: World, issuers: JwtVerifier
+) -> None:
     """The issuer `mapped` may, as its settings say; all others may not, as the attacks show."""
     proof = await issuers.verify(mapped(world, team="red", scope="operator"))
     assert proof.account_id == ACCOUNT
@@ -149,13 +155,15 @@ async def test_only_an_issuer_that_is_told_so_gives_the_operators_permission(wor
     ],
     ids=str,
 )
-async def test_what_issuers_do_differently_is_taken(changes: dict[str, Any], world: World, issuers: Issuers) -> None:
+async def test_what_issuers_do_differently_is_taken(
+    changes: dict[str, Any], world: World, issuers: JwtVerifier
+) -> None:
     times = {name: world.now + changes[name] for name in ("exp", "iat", "nbf") if name in changes}
     assert (await issuers.verify(world.jwt(**{**changes, **times}))).account_id == ACCOUNT
 
 
 @pytest.mark.parametrize("typ", ["JWT", "jwt", "at+jwt", "application/at+JWT"])
-async def test_types_of_access_tokens_are_taken(typ: str, world: World, issuers: Issuers) -> None:
+async def test_types_of_access_tokens_are_taken(typ: str, world: World, issuers: JwtVerifier) -> None:
     assert await issuers.verify(world.jwt(header={"typ": typ, "x5t": "thumb", "custom": 1}))
 
 
@@ -172,7 +180,7 @@ async def test_types_of_access_tokens_are_taken(typ: str, world: World, issuers:
     ],
 )
 async def test_a_token_id_is_short_and_one_subjects_alone(
-    subject: str, shown: str, world: World, issuers: Issuers
+    subject: str, shown: str, world: World, issuers: JwtVerifier
 ) -> None:
     token_id = (await issuers.verify(world.jwt(sub=subject))).token_id
     assert len(token_id) <= 64
@@ -182,7 +190,7 @@ async def test_a_token_id_is_short_and_one_subjects_alone(
     assert token_id != (await issuers.verify(world.jwt(sub=token_id.rpartition(":")[2][:54] + "x"))).token_id
 
 
-async def test_a_jwt_ends_when_it_expires(world: World, known: Accounts, clock: StoppedClock) -> None:
+async def test_a_jwt_ends_when_it_expires(world: World, known: AccountService, clock: StoppedClock) -> None:
     text = world.jwt(exp=world.now + 1.2)
     await known.verify(text)
     clock.now_s += 0.9
@@ -192,16 +200,18 @@ async def test_a_jwt_ends_when_it_expires(world: World, known: Accounts, clock: 
         await known.verify(text)
 
 
-async def test_what_was_proven_once_expires_all_the_same(world: World, issuers: Issuers, clock: StoppedClock) -> None:
+async def test_what_was_proven_once_expires_all_the_same(
+    world: World, issuers: JwtVerifier, clock: StoppedClock
+) -> None:
     text = world.jwt(exp=world.now + 60)
     assert await issuers.verify(text)
     clock.now_s += 60
-    with pytest.raises(JwtRefused, match="expired"):
+    with pytest.raises(InvalidJwt, match="expired"):
         await issuers.verify(text)
 
 
 async def test_a_jwt_costs_one_hash_while_it_is_trusted(
-    world: World, known: Accounts, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
+    world: World, known: AccountService, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = world.jwt()
     caller = await known.verify(text)
@@ -211,7 +221,7 @@ async def test_a_jwt_costs_one_hash_while_it_is_trusted(
 
 
 async def test_a_signature_is_computed_once_as_long_as_its_key_stays(
-    world: World, server: JwksServer, known: Accounts, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
+    world: World, server: JwksServer, known: AccountService, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, proven = world.jwt(), []
     real = module.read_jwt
@@ -229,7 +239,7 @@ async def test_a_signature_is_computed_once_as_long_as_its_key_stays(
 
 
 async def test_no_more_signatures_are_remembered_than_there_is_room_for(
-    world: World, issuers: Issuers, monkeypatch: pytest.MonkeyPatch
+    world: World, issuers: JwtVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PROVEN_MAX", 3)
     for number in range(10):
@@ -238,7 +248,7 @@ async def test_no_more_signatures_are_remembered_than_there_is_room_for(
 
 
 async def test_an_account_is_asked_for_again_within_a_second(
-    world: World, store: Store, known: Accounts, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
+    world: World, store: Store, known: AccountService, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = world.jwt()
     red = (await known.verify(text)).account
@@ -257,8 +267,8 @@ async def test_keys_that_were_never_fetched_are_no_refusal(
     world: World, server: JwksServer, store: Store, clock: StoppedClock
 ) -> None:
     server.status = "500 Sorry"
-    async with fetching(Issuers(world.settings, clock)) as issuers:
-        accounts = Accounts(store, SECRET, clock, issuers=issuers)
+    async with fetching(JwtVerifier(world.settings, clock)) as issuers:
+        accounts = AccountService(store, SECRET, clock, issuers=issuers)
         with pytest.raises(IssuerUnavailable, match=r"eddsa .*500"):
             await accounts.verify(world.jwt())
         with pytest.raises(UnknownToken):
@@ -266,13 +276,13 @@ async def test_keys_that_were_never_fetched_are_no_refusal(
 
 
 async def test_what_a_jwt_runs_is_reserved_and_recorded(
-    world: World, known: Accounts, store: Store, clock: StoppedClock, tmp_path: Path
+    world: World, known: AccountService, store: Store, clock: StoppedClock, tmp_path: Path
 ) -> None:
     """Its token id is in no table of the store."""
     quota = Quota(store, tmp_path / "outbox", clock)
     caller = await known.verify(world.jwt(sub="Ann Lee"))
-    reservation = await quota.reserve(caller, "request", Demand("@cf/a/b", Price(output=1.0), 3, 4))
-    quota.settle(reservation, Spent(prompt_tokens=3, completion_tokens=2))
+    reservation = await quota.reserve(caller, "request", QuotaRequest("@cf/a/b", NeuronPrice(output=1.0), 3, 4))
+    quota.settle(reservation, CallUsage(prompt_tokens=3, completion_tokens=2))
     await quota.flush()
     (record,) = await store.records(ACCOUNT, clock.day)
     assert (record.token_id, record.completion_tokens) == (caller.token_id, 2)
@@ -280,34 +290,34 @@ async def test_what_a_jwt_runs_is_reserved_and_recorded(
 
 
 async def test_a_suspended_account_is_suspended_for_its_jwts(
-    world: World, known: Accounts, clock: StoppedClock
+    world: World, known: AccountService, clock: StoppedClock
 ) -> None:
     await known.verify(world.jwt())
     await known.suspend(ACCOUNT)
     clock.now_s += 1
-    with pytest.raises(Suspended):
+    with pytest.raises(AccountSuspended):
         await known.verify(world.jwt())
 
 
 @pytest.mark.parametrize("claim", ["iat", "nbf"])
-async def test_an_issuers_clock_may_be_a_little_ahead(claim: str, world: World, issuers: Issuers) -> None:
+async def test_an_issuers_clock_may_be_a_little_ahead(claim: str, world: World, issuers: JwtVerifier) -> None:
     assert await issuers.verify(world.jwt(**{claim: world.now + 10}))
-    with pytest.raises(JwtRefused, match="future"):
+    with pytest.raises(InvalidJwt, match="future"):
         await issuers.verify(world.jwt(**{claim: world.now + 10.1}))
 
 
-async def test_the_longest_life_is_taken_and_no_longer(world: World, issuers: Issuers) -> None:
+async def test_the_longest_life_is_taken_and_no_longer(world: World, issuers: JwtVerifier) -> None:
     assert await issuers.verify(world.jwt(iat=world.now, exp=world.now + 3600))
-    with pytest.raises(JwtRefused, match="lives for 3601"):
+    with pytest.raises(InvalidJwt, match="lives for 3601"):
         await issuers.verify(world.jwt(iat=world.now, exp=world.now + 3601))
 
 
 async def test_the_operator_is_told_each_reason_once(
-    world: World, issuers: Issuers, caplog: pytest.LogCaptureFixture
+    world: World, issuers: JwtVerifier, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And nothing of what anybody can make up."""
     for text in [world.jwt(aud="x"), world.jwt(aud="y"), world.jwt(sub=""), world.jwt(sign=signer("EdDSA own"))]:
-        with pytest.raises(JwtRefused):
+        with pytest.raises(InvalidJwt):
             await issuers.verify(text)
     told = [record.fields for record in caplog.records if record.message == "jwt_refused"]  # type: ignore[attr-defined]
     assert [fields["issuer"] for fields in told] == ["eddsa", "eddsa"]
@@ -361,6 +371,6 @@ def test_http_is_for_loopback(url: str) -> None:
 
 
 async def test_keys_may_be_given_in_a_file(world: World, clock: StoppedClock, tmp_path: Path) -> None:
-    async with fetching(Issuers([filed(world.settings[0], tmp_path)], clock)) as issuers:
+    async with fetching(JwtVerifier([filed(world.settings[0], tmp_path)], clock)) as issuers:
         proof = await issuers.verify(world.jwt())
-    assert proof == Proof(ACCOUNT, "jwt:eddsa:ann", Grant(), world.now - 10, world.now + 600)
+    assert proof == JwtIdentity(ACCOUNT, "jwt:eddsa:ann", Grant(), world.now - 10, world.now + 600)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tenants.auth import jwks
-from tenants.auth.jwks import JWKS_BYTES_MAX, Keys, parse_keys
+from tenants.auth.jwks import JWKS_BYTES_MAX, JwksCache, parse_jwks
 from tests.support.issuers import JwksServer, documents, jwk, url64
 
 pytestmark = pytest.mark.anyio
@@ -27,24 +27,24 @@ async def server(tmp_path: Path) -> AsyncIterator[JwksServer]:
 
 
 @pytest.fixture
-def keys(server: JwksServer, tmp_path: Path) -> Keys:
-    return Keys(f"https://localhost:{server.port}/keys", "EdDSA", str(tmp_path / "ca.pem"))
+def keys(server: JwksServer, tmp_path: Path) -> JwksCache:
+    return JwksCache(f"https://localhost:{server.port}/keys", "EdDSA", str(tmp_path / "ca.pem"))
 
 
 @pytest.fixture
-async def running(keys: Keys) -> AsyncIterator[Keys]:
+async def running(keys: JwksCache) -> AsyncIterator[JwksCache]:
     task = asyncio.create_task(keys.run())
     yield keys
     task.cancel()
 
 
-async def failed(keys: Keys) -> str:
+async def failed(keys: JwksCache) -> str:
     await keys.refresh()
     assert keys.problem
     return keys.problem
 
 
-async def test_keys_are_fetched_before_anybody_asks(running: Keys, server: JwksServer) -> None:
+async def test_keys_are_fetched_before_anybody_asks(running: JwksCache, server: JwksServer) -> None:
     async with asyncio.timeout(20):
         while running.known is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -53,7 +53,7 @@ async def test_keys_are_fetched_before_anybody_asks(running: Keys, server: JwksS
     assert server.fetches == ["/keys"]
 
 
-async def test_a_key_that_is_new_is_fetched_when_it_is_first_met(running: Keys, server: JwksServer) -> None:
+async def test_a_key_that_is_new_is_fetched_when_it_is_first_met(running: JwksCache, server: JwksServer) -> None:
     assert await running.key("1")
     server.documents["/keys"] = BOTH
     assert await running.key("2")
@@ -62,7 +62,7 @@ async def test_a_key_that_is_new_is_fetched_when_it_is_first_met(running: Keys, 
 
 
 async def test_a_withdrawn_key_is_gone_after_the_next_fetch(
-    running: Keys, server: JwksServer, monkeypatch: pytest.MonkeyPatch
+    running: JwksCache, server: JwksServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jwks, "REFRESH_S", 0.05)
     assert await running.key("1")
@@ -77,7 +77,7 @@ async def test_a_withdrawn_key_is_gone_after_the_next_fetch(
 
 
 async def test_made_up_ids_cause_one_fetch_in_a_while(
-    running: Keys, server: JwksServer, monkeypatch: pytest.MonkeyPatch
+    running: JwksCache, server: JwksServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await running.key("1")
     for number in range(50):
@@ -88,7 +88,7 @@ async def test_made_up_ids_cause_one_fetch_in_a_while(
     assert len(server.fetches) == 3
 
 
-async def test_a_thundering_herd_makes_one_fetch(running: Keys, server: JwksServer) -> None:
+async def test_a_thundering_herd_makes_one_fetch(running: JwksCache, server: JwksServer) -> None:
     assert await running.key("1")
     server.documents["/keys"] = BOTH
     server.delay_s = 0.1
@@ -97,7 +97,7 @@ async def test_a_thundering_herd_makes_one_fetch(running: Keys, server: JwksServ
     assert len(server.fetches) == 2
 
 
-async def test_those_who_come_before_the_first_fetch_lands_share_it(running: Keys, server: JwksServer) -> None:
+async def test_those_who_come_before_the_first_fetch_lands_share_it(running: JwksCache, server: JwksServer) -> None:
     server.delay_s = 0.1
     assert all(await asyncio.gather(*(running.key("1") for _ in range(100))))
     await asyncio.sleep(0.15)
@@ -105,7 +105,7 @@ async def test_those_who_come_before_the_first_fetch_lands_share_it(running: Key
 
 
 async def test_a_fetch_that_failed_is_tried_again_soon(
-    running: Keys, server: JwksServer, monkeypatch: pytest.MonkeyPatch
+    running: JwksCache, server: JwksServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jwks, "RETRY_S", 0.05)
     server.status = "500 Sorry"
@@ -116,7 +116,7 @@ async def test_a_fetch_that_failed_is_tried_again_soon(
             await asyncio.sleep(0.01)
 
 
-async def test_one_that_waits_and_leaves_spoils_nothing_for_others(running: Keys, server: JwksServer) -> None:
+async def test_one_that_waits_and_leaves_spoils_nothing_for_others(running: JwksCache, server: JwksServer) -> None:
     assert await running.key("1")
     server.documents["/keys"] = BOTH
     server.delay_s = 0.1
@@ -128,7 +128,7 @@ async def test_one_that_waits_and_leaves_spoils_nothing_for_others(running: Keys
 
 
 async def test_the_last_good_keys_stay_while_the_issuer_is_down(
-    running: Keys, server: JwksServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: JwksCache, server: JwksServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jwks, "REFRESH_S", 0.02)
     monkeypatch.setattr(jwks, "RETRY_S", 0.02)
@@ -149,13 +149,15 @@ async def test_the_last_good_keys_stay_while_the_issuer_is_down(
 
 
 async def test_a_server_that_is_not_there_is_a_problem_in_words(tmp_path: Path) -> None:
-    keys = Keys("https://localhost:1/keys", "EdDSA", None)
+    keys = JwksCache("https://localhost:1/keys", "EdDSA", None)
     assert "1" in await failed(keys)
     assert keys.known is None
-    assert "certificates.pem" in await failed(Keys("https://localhost:1/", "EdDSA", str(tmp_path / "certificates.pem")))
+    assert "certificates.pem" in await failed(
+        JwksCache("https://localhost:1/", "EdDSA", str(tmp_path / "certificates.pem"))
+    )
 
 
-async def test_a_redirect_is_not_followed(keys: Keys, server: JwksServer) -> None:
+async def test_a_redirect_is_not_followed(keys: JwksCache, server: JwksServer) -> None:
     server.documents["/other"] = FIRST
     server.status, server.head = "302 Found", "location: /other\r\n"
     assert "302" in await failed(keys)
@@ -165,7 +167,7 @@ async def test_a_redirect_is_not_followed(keys: Keys, server: JwksServer) -> Non
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize(("extra", "taken"), [(0, True), (1, False), (10 << 20, False)])
 async def test_no_more_than_64_kib_are_read(
-    chunked: bool, extra: int, taken: bool, keys: Keys, server: JwksServer
+    chunked: bool, extra: int, taken: bool, keys: JwksCache, server: JwksServer
 ) -> None:
     body = b'{"keys": []}'
     server.documents["/keys"] = body + b" " * (JWKS_BYTES_MAX - len(body) + extra)
@@ -175,12 +177,12 @@ async def test_no_more_than_64_kib_are_read(
     assert (keys.problem is None) is taken
 
 
-async def test_an_endless_head_is_not_read_to_its_end(keys: Keys, server: JwksServer) -> None:
+async def test_an_endless_head_is_not_read_to_its_end(keys: JwksCache, server: JwksServer) -> None:
     server.head = "".join(f"x-{number}: {'x' * 1000}\r\n" for number in range(1000))
     assert await failed(keys)
 
 
-async def test_a_slow_issuer_is_given_up(keys: Keys, server: JwksServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_issuer_is_given_up(keys: JwksCache, server: JwksServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jwks, "FETCH_S", 0.2)
     server.delay_s = 8
     started = asyncio.get_running_loop().time()
@@ -188,18 +190,18 @@ async def test_a_slow_issuer_is_given_up(keys: Keys, server: JwksServer, monkeyp
     assert asyncio.get_running_loop().time() - started < 5
 
 
-async def test_an_answer_that_is_no_http_is_refused(keys: Keys, server: JwksServer) -> None:
+async def test_an_answer_that_is_no_http_is_refused(keys: JwksCache, server: JwksServer) -> None:
     server.status = "200 OK\r\n\x00bad"
     assert "no HTTP" in await failed(keys)
 
 
-async def test_half_an_answer_is_none(keys: Keys, server: JwksServer) -> None:
+async def test_half_an_answer_is_none(keys: JwksCache, server: JwksServer) -> None:
     server.head = "x: y\r\n\r\n"  # the head ends early, and the length is that of the document
     assert await failed(keys)
 
 
-async def test_a_certificate_that_nobody_trusts_is_refused(keys: Keys, server: JwksServer) -> None:
-    stranger = Keys(f"https://localhost:{server.port}/keys", "EdDSA", None)
+async def test_a_certificate_that_nobody_trusts_is_refused(keys: JwksCache, server: JwksServer) -> None:
+    stranger = JwksCache(f"https://localhost:{server.port}/keys", "EdDSA", None)
     assert "certificate" in (await failed(stranger)).lower()
     assert server.fetches == []
     await keys.refresh()
@@ -210,13 +212,13 @@ async def test_another_hosts_certificate_is_refused(tmp_path: Path) -> None:
     server = JwksServer()
     server.documents = {"/keys": FIRST}
     async with server.serving(tmp_path, "other.example") as url:
-        assert "localhost" in await failed(Keys(f"{url}/keys", "EdDSA", str(tmp_path / "ca.pem")))
+        assert "localhost" in await failed(JwksCache(f"{url}/keys", "EdDSA", str(tmp_path / "ca.pem")))
     assert server.fetches == []
 
 
 async def test_a_file_is_read_again_in_time(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    keys = Keys(str(path), "EdDSA", None)
+    keys = JwksCache(str(path), "EdDSA", None)
     assert "keys.json" in await failed(keys)
     path.write_bytes(b" " * (JWKS_BYTES_MAX + 1))
     assert "more than" in await failed(keys)
@@ -231,7 +233,7 @@ def encoded(document: Any) -> bytes:
 
 @pytest.mark.parametrize("algorithm", ["EdDSA", "ES256", "RS256"])
 def test_only_keys_for_this_use_are_taken(algorithm: str) -> None:
-    assert set(parse_keys(encoded(documents()[f"/{algorithm}"]), algorithm)) == {f"{algorithm}-1"}
+    assert set(parse_jwks(encoded(documents()[f"/{algorithm}"]), algorithm)) == {f"{algorithm}-1"}
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_only_keys_for_this_use_are_taken(algorithm: str) -> None:
 )  # fmt: skip
 def test_a_key_that_does_not_fit_is_left_out(changes: dict[str, Any]) -> None:
     entry = {**jwk("EdDSA", "1"), **changes}
-    assert parse_keys(encoded({"keys": [entry, jwk("EdDSA next", "2")]}), "EdDSA").keys() == {"2"}
+    assert parse_jwks(encoded({"keys": [entry, jwk("EdDSA next", "2")]}), "EdDSA").keys() == {"2"}
 
 
 @pytest.mark.parametrize(
@@ -254,11 +256,11 @@ def test_a_key_that_does_not_fit_is_left_out(changes: dict[str, Any]) -> None:
     ids=lambda changes: str(changes)[:20],
 )
 def test_an_rsa_key_that_is_none_is_left_out(changes: dict[str, Any]) -> None:
-    assert parse_keys(encoded({"keys": [jwk("RS256", "1", **changes)]}), "RS256") == {}
+    assert parse_jwks(encoded({"keys": [jwk("RS256", "1", **changes)]}), "RS256") == {}
 
 
 def test_a_point_that_is_not_on_the_curve_is_left_out() -> None:
-    assert parse_keys(encoded({"keys": [jwk("ES256", "1", x=url64(b"\1" * 32))]}), "ES256") == {}
+    assert parse_jwks(encoded({"keys": [jwk("ES256", "1", x=url64(b"\1" * 32))]}), "ES256") == {}
 
 
 @pytest.mark.parametrize(
@@ -277,9 +279,9 @@ def test_a_point_that_is_not_on_the_curve_is_left_out() -> None:
 )
 def test_a_wrong_set_is_refused_as_a_whole(text: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        parse_keys(text, "EdDSA")
+        parse_jwks(text, "EdDSA")
 
 
 @pytest.mark.parametrize("entry", [None, 1, "key", [], {}])
 def test_what_is_no_key_is_left_out(entry: Any) -> None:
-    assert parse_keys(encoded({"keys": [entry]}), "EdDSA") == {}
+    assert parse_jwks(encoded({"keys": [entry]}), "EdDSA") == {}

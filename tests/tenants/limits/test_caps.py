@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tenants.limits.caps import Size, caps, left_of, limited
+from tenants.limits.caps import RequestSize, caps_of, limit_status, limited_subjects
 from tenants.records.accounts import Account
-from tenants.records.holds import Cap, Granted, Hold, Refusal, Refused
+from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.limits import NO_LIMITS, Limits, overlay, tighter
 from tenants.records.plans import Plan
-from tenants.records.tokens import ApiToken, Seal
+from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, UsageRecord, day_of, first_of_month, first_of_next_month
 from tenants.store.protocol import Store
 
@@ -55,13 +55,13 @@ def test_classes_are_laid_over_and_lowered_one_by_one() -> None:
 def test_a_call_is_counted_for_all_subjects_that_have_limits() -> None:
     account = Limits(requests_per_minute=9, classes={"large": Limits(requests_per_minute=1)})
     token = Limits(neurons_per_day=1.0, classes={"large": Limits(concurrent_requests=1)})
-    assert [subject for subject, _ in limited(account, "k", token, "large")] == [
+    assert [subject for subject, _ in limited_subjects(account, "k", token, "large")] == [
         "",
         "class:large",
         "token:k",
         "token:k class:large",
     ]
-    assert [subject for subject, _ in limited(account, "k", NO_LIMITS, "small")] == [""]
+    assert [subject for subject, _ in limited_subjects(account, "k", NO_LIMITS, "small")] == [""]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_months_begin_on_their_first_day() -> None:
 
 async def opened(store: Store) -> None:
     await store.add_account(Account(ANN, "ann", Limits(), 1))
-    await store.add_token(ApiToken("key", ANN, "laptop", 1), Seal(b"", 1))
+    await store.add_token(ApiToken("key", ANN, "laptop", 1), TokenDigest(b"", 1))
 
 
-def hold(request_id: str, day: int, limits: list[tuple[str, Limits]], size: Size) -> Hold:
+def hold(request_id: str, day: int, limits: list[tuple[str, Limits]], size: RequestSize) -> Hold:
     subjects = "\n".join(subject for subject, _ in limits if subject)
     record = UsageRecord(ANN, request_id, day, 0, 0, 0, 0, EXPIRED, "key", "m", 7, 0.0, None, subjects)
-    return Hold(record, size.micro_neurons, LIFE_US, caps(limits, size), size.output_tokens)
+    return Hold(record, size.micro_neurons, LIFE_US, caps_of(limits, size), size.output_tokens)
 
 
 def used(ask: Hold, cost: int, output: int, outcome: str = "done") -> UsageRecord:
@@ -110,28 +110,28 @@ def used(ask: Hold, cost: int, output: int, outcome: str = "done") -> UsageRecor
 async def test_input_tokens_are_a_rate_over_a_minute(store: Store, clock: Any) -> None:
     await opened(store)
     limits = [("", Limits(input_tokens_per_minute=600))]
-    assert isinstance(await store.reserve(hold("a", clock.day, limits, Size(input_tokens=500))), Granted)
-    refused = await store.reserve(hold("b", clock.day, limits, Size(input_tokens=200)))
-    assert refused == Refused(Refusal.INPUT_TOKENS_PER_MINUTE, 10 * MICRO, 600)
+    assert isinstance(await store.reserve(hold("a", clock.day, limits, RequestSize(input_tokens=500))), Granted)
+    refused = await store.reserve(hold("b", clock.day, limits, RequestSize(input_tokens=200)))
+    assert refused == Denied(DenialReason.INPUT_TOKENS_PER_MINUTE, 10 * MICRO, 600)
     clock.now_s += 10
-    assert isinstance(await store.reserve(hold("b", clock.day, limits, Size(input_tokens=200))), Granted)
+    assert isinstance(await store.reserve(hold("b", clock.day, limits, RequestSize(input_tokens=200))), Granted)
 
 
 async def test_output_tokens_are_held_and_then_count_as_they_were_used(store: Store, clock: Any) -> None:
     await opened(store)
     limits = [("", Limits(output_tokens_per_minute=600))]
-    first = hold("a", clock.day, limits, Size(output_tokens=500))
+    first = hold("a", clock.day, limits, RequestSize(output_tokens=500))
     assert isinstance(await store.reserve(first), Granted)
     clock.now_s += 30
     await store.checkpoint([used(first, 0, 0, EXPIRED)], LIFE_US)
-    second = hold("b", clock.day, limits, Size(output_tokens=101))
-    assert isinstance(await store.reserve(second), Refused), "what is held does not flow off"
+    second = hold("b", clock.day, limits, RequestSize(output_tokens=101))
+    assert isinstance(await store.reserve(second), Denied), "what is held does not flow off"
     await store.settle([used(first, 0, 300)])
     assert await store.left(ANN, second.caps) == [30 * MICRO]
     assert isinstance(await store.reserve(second), Granted)
-    third = hold("c", clock.day, limits, Size(output_tokens=200))
+    third = hold("c", clock.day, limits, RequestSize(output_tokens=200))
     refused = await store.reserve(third)
-    assert refused == Refused(Refusal.OUTPUT_TOKENS_PER_MINUTE, 100_000, 600)
+    assert refused == Denied(DenialReason.OUTPUT_TOKENS_PER_MINUTE, 100_000, 600)
     clock.now_s += 0.1
     assert isinstance(await store.reserve(third), Granted)
 
@@ -142,42 +142,42 @@ async def test_a_month_is_summed_over_its_days_and_ends(store: Store, clock: Any
     clock.now_s = day * 86_400.0 + 5
     limits = [("", Limits(neurons_per_month=100 / MICRO))]
     for n in range(3):
-        ask = hold(f"r{n}", clock.day, limits, Size(30, 30))
+        ask = hold(f"r{n}", clock.day, limits, RequestSize(30, 30))
         assert isinstance(await store.reserve(ask), Granted)
         await store.settle([used(ask, 30, 0)])
         clock.now_s += 86_400 * 2
-    big = hold("big", clock.day, limits, Size(30, 30))
+    big = hold("big", clock.day, limits, RequestSize(30, 30))
     until_us = first_of_next_month(day) * DAY_US - int(clock() * MICRO)
-    assert await store.reserve(big) == Refused(Refusal.NEURONS_PER_MONTH, until_us, 100, 90)
+    assert await store.reserve(big) == Denied(DenialReason.NEURONS_PER_MONTH, until_us, 100, 90)
     clock.now_s = first_of_next_month(day) * 86_400.0
-    assert isinstance(await store.reserve(hold("big", clock.day, limits, Size(30, 30))), Granted)
+    assert isinstance(await store.reserve(hold("big", clock.day, limits, RequestSize(30, 30))), Granted)
 
 
 async def test_what_is_left_is_granted_to_a_request_that_is_content_with_less(store: Store, clock: Any) -> None:
     await opened(store)
     limits = [("", Limits(neurons_per_day=100 / MICRO, neurons_per_month=70 / MICRO))]
-    ask = hold("a", clock.day, limits, Size(90, 20))
+    ask = hold("a", clock.day, limits, RequestSize(90, 20))
     assert await store.reserve(ask) == Granted(clock.day, 70, (0, 30))
     assert (await store.totals(ANN, clock.day)).held == 70
     assert await store.reserve(ask) == Granted(clock.day, 70, (0, 30)), "a repeated call gets the same"
-    assert isinstance(await store.reserve(hold("b", clock.day, limits, Size(90, 1))), Refused)
+    assert isinstance(await store.reserve(hold("b", clock.day, limits, RequestSize(90, 1))), Denied)
     await store.settle([used(ask, 55, 0)])
-    assert await store.reserve(hold("b", clock.day, limits, Size(90, 15))) == Granted(clock.day, 15, (0, 30))
+    assert await store.reserve(hold("b", clock.day, limits, RequestSize(90, 15))) == Granted(clock.day, 15, (0, 30))
 
 
 async def test_a_tokens_and_a_classes_limits_count_their_own_calls_alone(store: Store, clock: Any) -> None:
     await opened(store)
     account = ("", Limits(concurrent_requests=10))
     token, large = ("token:key", Limits(concurrent_requests=1)), ("class:large", Limits(neurons_per_day=50 / MICRO))
-    first = hold("a", clock.day, [account, large, token], Size(50, 50))
+    first = hold("a", clock.day, [account, large, token], RequestSize(50, 50))
     assert isinstance(await store.reserve(first), Granted)
-    refused = await store.reserve(hold("b", clock.day, [account, token], Size(5, 5)))
-    assert refused == Refused(Refusal.CONCURRENT_REQUESTS, MICRO, 1, 1, "token:key")
-    refused = await store.reserve(hold("b", clock.day, [account, large], Size(1, 1)))
-    assert refused == Refused(Refusal.NEURONS_PER_DAY, DAY_US // 2, 50, 50, "class:large")
-    assert isinstance(await store.reserve(hold("b", clock.day, [account], Size(5, 5))), Granted)
+    refused = await store.reserve(hold("b", clock.day, [account, token], RequestSize(5, 5)))
+    assert refused == Denied(DenialReason.CONCURRENT_REQUESTS, MICRO, 1, 1, "token:key")
+    refused = await store.reserve(hold("b", clock.day, [account, large], RequestSize(1, 1)))
+    assert refused == Denied(DenialReason.NEURONS_PER_DAY, DAY_US // 2, 50, 50, "class:large")
+    assert isinstance(await store.reserve(hold("b", clock.day, [account], RequestSize(5, 5))), Granted)
     await store.settle([used(first, 20, 0)])
-    assert isinstance(await store.reserve(hold("c", clock.day, [account, large, token], Size(30, 30))), Granted)
+    assert isinstance(await store.reserve(hold("c", clock.day, [account, large, token], RequestSize(30, 30))), Granted)
     for subject in ("", "class:large", "token:key"):
         (await store.reconcile(ANN, clock.day, subject)).check()
     assert (await store.reconcile(ANN, clock.day, "class:large")).counted.micro_neurons == 20
@@ -188,16 +188,16 @@ async def test_a_suspended_account_starts_nothing(store: Store, clock: Any) -> N
     account = await store.account(ANN)
     assert account is not None
     assert await store.change_account(structs.replace(account, suspended_at=5, revision=2))
-    assert await store.reserve(hold("a", clock.day, [], Size())) == Refused(Refusal.SUSPENDED)
+    assert await store.reserve(hold("a", clock.day, [], RequestSize())) == Denied(DenialReason.SUSPENDED)
 
 
 def test_what_is_left_is_told_in_the_limits_own_unit() -> None:
-    (requests,) = caps([("", Limits(requests_per_minute=60, burst=10))], Size())
-    left = left_of(requests, 7_500_000, NOON_US)
+    (requests,) = caps_of([("", Limits(requests_per_minute=60, burst=10))], RequestSize())
+    left = limit_status(requests, 7_500_000, NOON_US)
     assert (left.left, left.reset_s, left.allowed) == (7, 3, 60)
-    (month,) = caps([("", Limits(neurons_per_month=2.0))], Size())
-    assert left_of(month, 1_500_000, NOON_US)[2:] == (2.0, 1.5, 43_200)
-    assert left_of(month, -3, NOON_US).left == 0
+    (month,) = caps_of([("", Limits(neurons_per_month=2.0))], RequestSize())
+    assert limit_status(month, 1_500_000, NOON_US)[2:] == (2.0, 1.5, 43_200)
+    assert limit_status(month, -3, NOON_US).left == 0
 
 
 # ---- simulation
@@ -234,13 +234,13 @@ class Slow:
 
     def left(self, cap: Cap, now_us: int) -> int:
         today, subject = day_of(now_us), cap.subject
-        if cap.measure is Refusal.NEURONS_PER_DAY:
+        if cap.measure is DenialReason.NEURONS_PER_DAY:
             return cap.allowed - self.neurons(subject, today, today)
-        if cap.measure is Refusal.NEURONS_PER_MONTH:
+        if cap.measure is DenialReason.NEURONS_PER_MONTH:
             return cap.allowed - self.neurons(subject, first_of_month(today), today)
-        if cap.measure is Refusal.CONCURRENT_REQUESTS:
+        if cap.measure is DenialReason.CONCURRENT_REQUESTS:
             return cap.allowed - len(self.open(subject))
-        if cap.measure is Refusal.OUTPUT_TOKENS_PER_MINUTE:
+        if cap.measure is DenialReason.OUTPUT_TOKENS_PER_MINUTE:
             settled = [
                 (when_us, -(-record.completion_tokens * 60 * MICRO // cap.allowed))
                 for when_us, record in self.ended.values()
@@ -256,15 +256,15 @@ class Slow:
         ]
         return cap.room_us - self.behind_us(costs, now_us)
 
-    def reserve(self, ask: Hold, now_us: int) -> Granted | Refusal:
+    def reserve(self, ask: Hold, now_us: int) -> Granted | DenialReason:
         granted = ask.held
         for cap in ask.caps:
             room = self.left(cap, now_us)
-            if cap.measure in (Refusal.NEURONS_PER_DAY, Refusal.NEURONS_PER_MONTH):
+            if cap.measure in (DenialReason.NEURONS_PER_DAY, DenialReason.NEURONS_PER_MONTH):
                 if room < cap.least:
                     return cap.measure
                 granted = min(granted, room)
-            elif room < (1 if cap.measure is Refusal.CONCURRENT_REQUESTS else cap.cost_us):
+            elif room < (1 if cap.measure is DenialReason.CONCURRENT_REQUESTS else cap.cost_us):
                 return cap.measure
         kept = Granted(day_of(now_us), granted)
         self.begun.append((now_us, ask, kept))
@@ -299,13 +299,15 @@ async def test_every_limit_of_every_subject_decides_as_the_slow_oracle_does(
     dice, oracle = random.Random(seed), Slow()
     await opened(store)
     every = any_limits(dice)
-    refusals: set[Refusal] = set()
+    refusals: set[DenialReason] = set()
     for step in range(150):
         now_us = int(clock() * MICRO)
         kind = dice.choices(["reserve", "settle", "pass", "midnight"], [100, 70, 40, 2])[0]
         if kind == "reserve":
             held = dice.choice([0, 30, 100])
-            size = Size(held, dice.choice([held, held // 3]), dice.choice([1, 40, 150]), dice.choice([1, 40, 150]))
+            size = RequestSize(
+                held, dice.choice([held, held // 3]), dice.choice([1, 40, 150]), dice.choice([1, 40, 150])
+            )
             # The same limits at all times: what a rate held under another one would last otherwise.
             subjects = [pair for pair in every if "large" not in pair[0] or dice.random() < 0.6]
             ask = hold(f"r{step}", clock.day, subjects, size)

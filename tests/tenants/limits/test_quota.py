@@ -17,10 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as some
 from msgspec import structs
 
-from tenants.auth.accounts import Accounts, Caller, UnknownToken
+from tenants.auth.accounts import AccountService, Caller, UnknownToken
 from tenants.limits import quota as module
 from tenants.limits.outbox import Outbox
-from tenants.limits.quota import AlreadyRecorded, Demand, Price, Quota, QuotaExceeded, Reservation, Spent
+from tenants.limits.quota import (
+    AlreadyRecorded,
+    CallUsage,
+    NeuronPrice,
+    Quota,
+    QuotaExceeded,
+    QuotaRequest,
+    Reservation,
+)
 from tenants.open import open_store
 from tenants.records.limits import Limits
 from tenants.records.plans import DEFAULT_PLAN
@@ -29,9 +37,11 @@ from tenants.store.protocol import Store, StoreUnavailable
 from tests.tenants.conftest import SECRET
 
 pytestmark = pytest.mark.anyio
-PRICE = Price(input=1_000, cached_input=100, output=3_000)
+PRICE = NeuronPrice(input=1_000, cached_input=100, output=3_000)
 MODEL = "@cf/hearth/ember"
-DONE = Spent(prompt_tokens=40, cached_tokens=32, completion_tokens=5, outcome="done", first_token_ms=3.5, total_ms=20.5)
+DONE = CallUsage(
+    prompt_tokens=40, cached_tokens=32, completion_tokens=5, outcome="done", first_token_ms=3.5, total_ms=20.5
+)
 DONE_COST = 8 * 1_000 + 32 * 100 + 5 * 3_000
 
 
@@ -41,7 +51,7 @@ def quota(store: Store, tmp_path: Path, clock: Any) -> Quota:
 
 
 async def reserved(quota: Quota, caller: Any, request_id: str, prompt: int = 40, completion: int = 10) -> Reservation:
-    return await quota.reserve(caller, request_id, Demand(MODEL, PRICE, prompt, completion))
+    return await quota.reserve(caller, request_id, QuotaRequest(MODEL, PRICE, prompt, completion))
 
 
 async def until(fact: Callable[[], Awaitable[bool]]) -> None:
@@ -72,21 +82,21 @@ prices = some.floats(0, 1e6)
 def test_a_settlement_within_the_reserved_counts_never_costs_more_than_was_held(
     input_: float, cached_input: float, output: float, prompt: int, cached: int, completion: int, less: int
 ) -> None:
-    price = Price(max(input_, cached_input), min(input_, cached_input), output)
+    price = NeuronPrice(max(input_, cached_input), min(input_, cached_input), output)
     held = price.micro_neurons(prompt, 0, completion)
     assert 0 <= price.micro_neurons(prompt, min(cached, prompt), max(completion - less, 0)) <= held
 
 
 def test_a_request_costs_its_tokens_at_their_prices_rounded_up() -> None:
-    assert Price(2.5, 0.5, 10).micro_neurons(3, 1, 2) == 26  # 2 · 2.5 + 0.5 + 20 = 25.5
-    assert Price(1, 1, 1).micro_neurons(0, 0, 0) == 0
-    assert Price().micro_neurons(1_000, 0, 1_000) == 0
+    assert NeuronPrice(2.5, 0.5, 10).micro_neurons(3, 1, 2) == 26  # 2 · 2.5 + 0.5 + 20 = 25.5
+    assert NeuronPrice(1, 1, 1).micro_neurons(0, 0, 0) == 0
+    assert NeuronPrice().micro_neurons(1_000, 0, 1_000) == 0
 
 
 @pytest.mark.parametrize("wrong", [(-1, -1, 0), (1, 2, 0), (1, 0, -1), (float("nan"), 0, 0), (1, 0, float("inf"))])
 def test_a_price_that_makes_no_sense_is_refused(wrong: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="prices"):
-        Price(*wrong)
+        NeuronPrice(*wrong)
 
 
 # ---- one request
@@ -169,7 +179,7 @@ async def test_settlements_are_written_while_run_runs(quota: Quota, store: Store
 
 async def test_the_day_budget_refuses_until_midnight_utc(quota: Quota, new_caller: Any, clock: Any) -> None:
     caller = await new_caller(neurons_per_day=0.1)
-    quota.settle(await reserved(quota, caller, "a"), Spent(40, 0, 10, "done"))
+    quota.settle(await reserved(quota, caller, "a"), CallUsage(40, 0, 10, "done"))
     await quota.flush()
     with pytest.raises(QuotaExceeded, match="00:00 UTC") as refused:
         await reserved(quota, caller, "b")
@@ -217,7 +227,7 @@ async def test_what_a_caller_says_of_a_request_is_in_its_record(
     quota: Quota, store: Store, new_caller: Any, clock: Any
 ) -> None:
     caller = await new_caller()
-    demand = Demand("m", Price(), 1, 1, tags=("a", "b"), metadata='{"user":7}')
+    demand = QuotaRequest("m", NeuronPrice(), 1, 1, tags=("a", "b"), metadata='{"user":7}')
     quota.settle(await quota.reserve(caller, "r", demand), DONE)
     await quota.flush()
     (record,) = await store.records(caller.account.id, clock.day)
@@ -225,7 +235,7 @@ async def test_what_a_caller_says_of_a_request_is_in_its_record(
 
 
 async def test_a_token_revoked_after_it_was_verified_starts_nothing(
-    quota: Quota, accounts: Accounts, new_caller: Any
+    quota: Quota, accounts: AccountService, new_caller: Any
 ) -> None:
     caller = await new_caller()
     await accounts.revoke(caller.token_id)
@@ -479,7 +489,7 @@ async def test_each_open_request_is_renewed_once_per_checkpoint_interval(
         await real(records, lifetime_us)
 
     monkeypatch.setattr(store, "checkpoint", counted)
-    monkeypatch.setattr(module, "BATCH", 10)
+    monkeypatch.setattr(module, "SETTLE_BATCH", 10)
     caller = await new_caller()
     for n in range(25):
         await reserved(quota, caller, f"r{n}")
@@ -538,7 +548,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 async def test_a_killed_gateway_is_charged_at_its_last_checkpoints(
-    store_url: str, accounts: Accounts, store: Store, clock: Any, tmp_path: Path
+    store_url: str, accounts: AccountService, store: Store, clock: Any, tmp_path: Path
 ) -> None:
     """What kill -9 loses: settlements of the last moment and progress since the last checkpoint; never more."""
     clock.now_s = time.time()
@@ -632,11 +642,11 @@ async def test_whatever_happens_each_request_has_one_record_and_the_sums_agree(
                 running[f"r{n}"] = await reserved(quota, caller, f"r{n}", dice.randrange(50), dice.randrange(20))
         elif kind == "end" and running:
             request = dice.choice(list(running))
-            spent = Spent(dice.randrange(40), 0, dice.randrange(20), "done")
+            spent = CallUsage(dice.randrange(40), 0, dice.randrange(20), "done")
             final[request] = running[request].record(spent, "done").micro_neurons
             quota.settle(running.pop(request), spent)
         elif kind == "checkpoint" and running:
-            quota.checkpoint(dice.choice(list(running.values())), Spent(1, 0, 1))
+            quota.checkpoint(dice.choice(list(running.values())), CallUsage(1, 0, 1))
         elif kind == "time":
             clock.now_s += dice.choice([0.1, 4, 30, 70])
         elif kind == "crash" and dice.random() < 0.2 and not quota.unwritten:
@@ -723,13 +733,13 @@ async def test_a_request_that_the_store_never_heard_of_leaves_no_record(
 
 async def caller_of(store: Store) -> Caller:
     """A new account's, in a store that goes by its own clock."""
-    accounts = Accounts(store, SECRET)
+    accounts = AccountService(store, SECRET)
     account = await accounts.create("ann")
     _, text = await accounts.mint(account.id, "laptop")
     return await accounts.verify(text)
 
 
-async def test_a_refusal_that_no_waiting_helps_says_so(accounts: Accounts, store: Store, tmp_path: Path) -> None:
+async def test_a_refusal_that_no_waiting_helps_says_so(accounts: AccountService, store: Store, tmp_path: Path) -> None:
     quota = Quota(store, tmp_path / "outbox")
     cases: list[tuple[Limits, int, bool]] = [
         (Limits(neurons_per_day=0.001), 100, True),
@@ -740,7 +750,7 @@ async def test_a_refusal_that_no_waiting_helps_says_so(accounts: Accounts, store
     for limits, tokens, lasting in cases:
         account = await accounts.create("bob", limits)
         _, text = await accounts.mint(account.id, "laptop")
-        caller, demand = await accounts.verify(text), Demand("@cf/a/b", Price(0, 0, 4000), tokens, tokens)
+        caller, demand = await accounts.verify(text), QuotaRequest("@cf/a/b", NeuronPrice(0, 0, 4000), tokens, tokens)
         if not lasting:
             await quota.reserve(caller, "first", demand)
         with pytest.raises(QuotaExceeded) as refused:
@@ -752,9 +762,9 @@ async def test_a_forgotten_reservation_is_neither_renewed_nor_settled_here(
     store: Store, quota: Quota, new_caller: Any, clock: Any
 ) -> None:
     caller = await new_caller()
-    reservation = await quota.reserve(caller, "a", Demand("@cf/a/b", Price(0, 0, 4000), 1, 1))
+    reservation = await quota.reserve(caller, "a", QuotaRequest("@cf/a/b", NeuronPrice(0, 0, 4000), 1, 1))
     quota.forget(reservation)
-    quota.settle(reservation, Spent(outcome="done"))
+    quota.settle(reservation, CallUsage(outcome="done"))
     await quota.flush()
     assert (quota.open, quota.unwritten) == (0, 0)
     assert (await store.totals(caller.account.id, clock.day)).open == 1

@@ -9,8 +9,16 @@ import pytest
 from msgspec import structs
 
 from tenants.open import open_store
-from tenants.records.batches import OPEN_BATCHES_MAX, OPEN_ITEMS_MAX, WAITING_S, Batch, BatchItem, BatchStatus, Waiting
-from tenants.records.holds import Granted, Refusal, Refused
+from tenants.records.batches import (
+    OPEN_BATCHES_MAX,
+    OPEN_ITEMS_MAX,
+    WAITING_S,
+    BatchJob,
+    BatchJobItem,
+    BatchStatus,
+    QueueDepth,
+)
+from tenants.records.holds import DenialReason, Denied, Granted
 from tenants.records.usage import EXPIRED, MICRO, Totals
 from tenants.store.protocol import Store, StoreUnavailable
 from tests.tenants.store.test_contract import ANN, BOB, LIFE_US, balanced, hold, open_account, record
@@ -20,12 +28,12 @@ MODEL, OTHER = "@cf/hearth/ember", "@cf/hearth/other"
 LEASE_S = 20.0
 
 
-def new_batch(clock: Any, id: str = "one", items: int = 3, account_id: str = ANN, model: str = MODEL) -> Batch:
+def new_batch(clock: Any, id: str = "one", items: int = 3, account_id: str = ANN, model: str = MODEL) -> BatchJob:
     now = int(clock())
-    return Batch(id, account_id, "key", model, items, keep_s=600, created_at=now, expires_at=now + 3600)
+    return BatchJob(id, account_id, "key", model, items, keep_s=600, created_at=now, expires_at=now + 3600)
 
 
-async def submit(store: Store, batch: Batch) -> Batch:
+async def submit(store: Store, batch: BatchJob) -> BatchJob:
     assert await store.batches.begin(batch)
     await store.batches.add_items(batch.account_id, batch.id, 0, [f"{batch.id} {n}".encode() for n in range(2)])
     await store.batches.add_items(
@@ -37,11 +45,11 @@ async def submit(store: Store, batch: Batch) -> Batch:
     return found
 
 
-async def claimed(store: Store, most: int = 100, model: str = MODEL) -> list[BatchItem]:
+async def claimed(store: Store, most: int = 100, model: str = MODEL) -> list[BatchJobItem]:
     return list(await store.batches.claim(model, LEASE_S, most))
 
 
-async def end(store: Store, item: BatchItem, day: int, cost: int = 30) -> bool:
+async def end(store: Store, item: BatchJobItem, day: int, cost: int = 30) -> bool:
     used = record(item.request_id, day, cost, account_id=item.account_id)
     return await store.batches.end(item, True, b"result of " + item.body, used)
 
@@ -128,8 +136,8 @@ async def test_models_have_lines_of_their_own(store: Store, clock: Any) -> None:
     await submit(store, new_batch(clock, "two", 2, model=OTHER))
     assert {item.batch_id for item in await claimed(store, model=OTHER)} == {"two"}
     assert await store.batches.waiting([MODEL, OTHER]) == {
-        MODEL: Waiting(2, int(clock())),
-        OTHER: Waiting(2, int(clock())),
+        MODEL: QueueDepth(2, int(clock())),
+        OTHER: QueueDepth(2, int(clock())),
     }
 
 
@@ -176,7 +184,7 @@ async def test_an_item_that_two_ran_ends_and_is_charged_once(store: Store, clock
     assert isinstance(await store.reserve(hold(second.request_id, clock.day)), Granted)
     assert await end(store, second, clock.day, 30)
     assert not await end(store, first, clock.day, 40)
-    assert await store.reserve(hold(first.request_id, clock.day)) == Refused(Refusal.RECORDED)
+    assert await store.reserve(hold(first.request_id, clock.day)) == Denied(DenialReason.RECORDED)
     assert await balanced(store, clock.day) == Totals(1, 30, 90, 60, 150)
     assert len(await store.records(ANN, clock.day)) == 1
 
@@ -289,8 +297,8 @@ async def test_gateways_that_die_at_any_moment_lose_nothing_and_charge_nothing_t
             if dice.random() < 0.2:
                 return  # dies with what it claimed
             decision = await gateway.reserve(hold(item.request_id, clock.day))
-            if isinstance(decision, Refused):
-                assert decision.reason == Refusal.RECORDED
+            if isinstance(decision, Denied):
+                assert decision.reason == DenialReason.RECORDED
                 continue
             if dice.random() < 0.2:
                 return

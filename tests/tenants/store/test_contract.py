@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tenants.limits.caps import Size, caps
+from tenants.limits.caps import RequestSize, caps_of
 from tenants.open import open_store
 from tenants.records.accounts import Account
 from tenants.records.grants import Grant, Permission
-from tenants.records.holds import Granted, Hold, Refusal, Refused
+from tenants.records.holds import DenialReason, Denied, Granted, Hold
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.settings import Notices, Settings
-from tenants.records.tokens import ApiToken, Seal
+from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.protocol import Store, StoreUnavailable
 
@@ -39,17 +39,17 @@ def record(request_id: str, day: int, cost: int = 0, outcome: str = "done", acco
 
 def hold(request_id: str, day: int, held: int = 100, account_id: str = ANN) -> Hold:
     """One that is measured against the limits that the account has by now."""
-    measured = caps([("", LIMITS.get(account_id, NO_LIMITS))], Size(held, held))
+    measured = caps_of([("", LIMITS.get(account_id, NO_LIMITS))], RequestSize(held, held))
     return Hold(record(request_id, day, 0, EXPIRED, account_id), held, LIFE_US, measured)
 
 
 async def open_account(store: Store, account_id: str = ANN, **limits: Any) -> None:
     LIMITS[account_id] = Limits(**limits)
     await store.add_account(Account(account_id, "ann", LIMITS[account_id], 1))
-    await store.add_token(ApiToken("key", account_id, "laptop", 1), Seal(b"digest", 1))
+    await store.add_token(ApiToken("key", account_id, "laptop", 1), TokenDigest(b"digest", 1))
 
 
-def plain(decision: Granted | Refused) -> Granted | Refused:
+def plain(decision: Granted | Denied) -> Granted | Denied:
     """Without what is held and left."""
     return Granted(decision.day) if isinstance(decision, Granted) else decision
 
@@ -76,7 +76,7 @@ async def test_an_account_comes_back_as_it_was_kept(store: Store) -> None:
 
 async def test_a_token_comes_back_as_it_was_kept(store: Store) -> None:
     await open_account(store)
-    token, seal = ApiToken("key2", ANN, "phone", 5, expires_at=9), Seal(bytes(range(32)), 1)
+    token, seal = ApiToken("key2", ANN, "phone", 5, expires_at=9), TokenDigest(bytes(range(32)), 1)
     assert await store.add_token(token, seal)
     assert await store.token("key2") == (token, [seal], await store.account(ANN))
     assert [one.id for one in await store.tokens(ANN)] == ["key", "key2"]
@@ -88,9 +88,9 @@ async def test_a_token_is_changed_with_its_seals_and_stays_revoked(store: Store)
     await store.add_account(Account(ANN, "Ann", Limits(), 1))
     grant = Grant((Permission.USAGE_READ,), ("@cf/*",), ("10.0.0.0/8",))
     token = ApiToken("key4", ANN, "ci", 5, grant=grant)
-    assert await store.add_token(token, Seal(b"first", 1))
+    assert await store.add_token(token, TokenDigest(b"first", 1))
     changed = structs.replace(token, name="ci 2", expires_at=99, grant=Grant())
-    seals = [Seal(b"second", 1), Seal(b"first", 1, until=70)]
+    seals = [TokenDigest(b"second", 1), TokenDigest(b"first", 1, until=70)]
     assert await store.change_token(changed, seals)
     assert await store.token("key4") == (changed, seals, await store.account(ANN))
     await store.revoke("key4", 60)
@@ -126,13 +126,13 @@ async def test_a_hold_is_counted_and_a_settlement_replaces_it_by_what_was_used(s
 async def test_a_rejection_leaves_nothing_behind(store: Store, clock: Any) -> None:
     await open_account(store, neurons_per_day=100 / MICRO, requests_per_minute=60, burst=1, concurrent_requests=1)
     refused = await store.reserve(hold("big", clock.day, 101))
-    assert refused == Refused(Refusal.NEURONS_PER_DAY, DAY_US // 2, 100, 0)
+    assert refused == Denied(DenialReason.NEURONS_PER_DAY, DAY_US // 2, 100, 0)
     assert await balanced(store, clock.day) == Totals()
     assert plain(await store.reserve(hold("a", clock.day, 60))) == Granted(clock.day), (
         "the refused one was counted by the rate"
     )
     for n in range(20):
-        assert isinstance(await store.reserve(hold(f"b{n}", clock.day, 10)), Refused)
+        assert isinstance(await store.reserve(hold(f"b{n}", clock.day, 10)), Denied)
     clock.now_s += 1
     await store.settle([record("a", clock.day, 60)])
     assert plain(await store.reserve(hold("c", clock.day, 40))) == Granted(clock.day), (
@@ -145,12 +145,12 @@ async def test_the_rate_lets_a_burst_through_and_then_one_per_interval(store: St
     await open_account(store, requests_per_minute=30, burst=3)
     decisions = [await store.reserve(hold(f"a{n}", clock.day)) for n in range(4)]
     assert [plain(one) for one in decisions[:3]] == [Granted(clock.day)] * 3
-    assert decisions[3] == Refused(Refusal.REQUESTS_PER_MINUTE, 2 * MICRO, 30)
+    assert decisions[3] == Denied(DenialReason.REQUESTS_PER_MINUTE, 2 * MICRO, 30)
     clock.now_s += 1.5
-    assert await store.reserve(hold("b", clock.day)) == Refused(Refusal.REQUESTS_PER_MINUTE, MICRO // 2, 30)
+    assert await store.reserve(hold("b", clock.day)) == Denied(DenialReason.REQUESTS_PER_MINUTE, MICRO // 2, 30)
     clock.now_s += 0.5
     assert plain(await store.reserve(hold("b", clock.day))) == Granted(clock.day)
-    assert isinstance(await store.reserve(hold("c", clock.day)), Refused)
+    assert isinstance(await store.reserve(hold("c", clock.day)), Denied)
 
 
 async def test_a_minute_of_asking_all_the_time_grants_burst_and_rate(store: Store, clock: Any) -> None:
@@ -166,7 +166,7 @@ async def test_requests_at_once_are_limited_and_ending_one_makes_room(store: Sto
     await open_account(store, concurrent_requests=2)
     assert isinstance(await store.reserve(hold("a", clock.day)), Granted)
     assert isinstance(await store.reserve(hold("b", clock.day)), Granted)
-    assert await store.reserve(hold("c", clock.day)) == Refused(Refusal.CONCURRENT_REQUESTS, MICRO, 2, 2)
+    assert await store.reserve(hold("c", clock.day)) == Denied(DenialReason.CONCURRENT_REQUESTS, MICRO, 2, 2)
     await store.settle([record("a", clock.day)])
     assert isinstance(await store.reserve(hold("c", clock.day)), Granted)
 
@@ -176,12 +176,12 @@ async def test_requests_that_began_yesterday_count_as_running(store: Store, cloc
     clock.now_s += 43_200 - 1
     await store.reserve(hold("a", clock.day))
     clock.now_s += 2
-    assert isinstance(await store.reserve(hold("b", clock.day)), Refused)
+    assert isinstance(await store.reserve(hold("b", clock.day)), Denied)
 
 
 async def test_new_limits_are_in_force_for_the_next_request(store: Store, clock: Any) -> None:
     await open_account(store, neurons_per_day=1.0)
-    assert isinstance(await store.reserve(hold("a", clock.day, 2 * MICRO)), Refused)
+    assert isinstance(await store.reserve(hold("a", clock.day, 2 * MICRO)), Denied)
     LIMITS[ANN] = Limits(neurons_per_day=2.0)
     assert isinstance(await store.reserve(hold("a", clock.day, 2 * MICRO)), Granted)
 
@@ -190,15 +190,15 @@ async def test_new_limits_keep_what_is_counted(store: Store, clock: Any) -> None
     await open_account(store, requests_per_minute=60, burst=1)
     await store.reserve(hold("a", clock.day, 40))
     LIMITS[ANN] = Limits(requests_per_minute=60, burst=1, neurons_per_day=100 / MICRO)
-    assert isinstance(await store.reserve(hold("b", clock.day, 40)), Refused), "the rate was forgotten"
+    assert isinstance(await store.reserve(hold("b", clock.day, 40)), Denied), "the rate was forgotten"
     assert await balanced(store, clock.day) == Totals(held=40, open=1)
 
 
 async def test_the_decision_sees_a_revocation(store: Store, clock: Any) -> None:
     await open_account(store)
     await store.revoke("key", 1)
-    assert await store.reserve(hold("a", clock.day)) == Refused(Refusal.REVOKED)
-    assert await store.reserve(hold("a", clock.day, account_id=BOB)) == Refused(Refusal.NO_ACCOUNT)
+    assert await store.reserve(hold("a", clock.day)) == Denied(DenialReason.REVOKED)
+    assert await store.reserve(hold("a", clock.day, account_id=BOB)) == Denied(DenialReason.NO_ACCOUNT)
     assert await balanced(store, clock.day) == Totals()
 
 
@@ -215,7 +215,7 @@ async def test_a_settled_request_id_is_not_granted_again(store: Store, clock: An
     await open_account(store)
     await store.reserve(hold("a", clock.day))
     await store.settle([record("a", clock.day, 10)])
-    assert await store.reserve(hold("a", clock.day)) == Refused(Refusal.RECORDED)
+    assert await store.reserve(hold("a", clock.day)) == Denied(DenialReason.RECORDED)
     assert (await balanced(store, clock.day)).held == 0
 
 
@@ -233,7 +233,7 @@ async def test_more_than_was_held_is_charged_in_full(store: Store, clock: Any) -
     await store.reserve(hold("a", clock.day, 100))
     await store.settle([record("a", clock.day, 250)])
     assert (await balanced(store, clock.day)).micro_neurons == 250
-    assert await store.reserve(hold("b", clock.day, 0)) == Refused(Refusal.NEURONS_PER_DAY, DAY_US // 2, 200, 250)
+    assert await store.reserve(hold("b", clock.day, 0)) == Denied(DenialReason.NEURONS_PER_DAY, DAY_US // 2, 200, 250)
 
 
 async def test_a_refund_goes_to_the_day_that_it_was_reserved_from(store: Store, clock: Any) -> None:
@@ -247,7 +247,7 @@ async def test_a_refund_goes_to_the_day_that_it_was_reserved_from(store: Store, 
     await store.settle([record("a", yesterday, 30)])
     assert await balanced(store, yesterday) == Totals(1, 30, 90, 60, 150)
     assert await balanced(store, yesterday + 1) == Totals(held=100, open=1)
-    assert isinstance(await store.reserve(hold("c", clock.day, 1)), Refused), "the refund made room on another day"
+    assert isinstance(await store.reserve(hold("c", clock.day, 1)), Denied), "the refund made room on another day"
 
 
 async def test_a_wrong_guess_of_the_day_is_corrected_by_the_store(store: Store, clock: Any) -> None:
@@ -283,9 +283,9 @@ async def test_an_expired_hold_makes_room_for_the_next_request_without_a_sweep(s
     await open_account(store, neurons_per_day=100 / MICRO, concurrent_requests=1)
     await store.reserve(hold("a", clock.day, 100))
     await store.checkpoint([record("a", clock.day, 20, EXPIRED)], LIFE_US)
-    assert isinstance(await store.reserve(hold("b", clock.day, 80)), Refused)
+    assert isinstance(await store.reserve(hold("b", clock.day, 80)), Denied)
     clock.now_s += 60
-    assert isinstance(await store.reserve(hold("b", clock.day, 81)), Refused)
+    assert isinstance(await store.reserve(hold("b", clock.day, 81)), Denied)
     assert isinstance(await store.reserve(hold("b", clock.day, 80)), Granted)
     assert await balanced(store, clock.day) == Totals(1, 20, 60, 40, 100, held=80, open=1)
 
@@ -332,7 +332,7 @@ async def test_a_request_settled_before_its_reservation_arrives_is_not_granted(s
     """A caller left while the reservation was on its way: the two may reach the store in either order."""
     await open_account(store)
     await store.settle([record("a", clock.day, 0, "cancelled")])
-    assert await store.reserve(hold("a", clock.day)) == Refused(Refusal.RECORDED)
+    assert await store.reserve(hold("a", clock.day)) == Denied(DenialReason.RECORDED)
     assert await balanced(store, clock.day) == Totals(requests=1)
 
 
@@ -364,7 +364,9 @@ async def test_the_largest_numbers_are_counted_exactly(store: Store, clock: Any)
     await open_account(store, neurons_per_day=1e9)
     most = 10**15
     await store.reserve(hold("a", clock.day, most - 1))
-    assert await store.reserve(hold("b", clock.day, 2)) == Refused(Refusal.NEURONS_PER_DAY, DAY_US // 2, most, most - 1)
+    assert await store.reserve(hold("b", clock.day, 2)) == Denied(
+        DenialReason.NEURONS_PER_DAY, DAY_US // 2, most, most - 1
+    )
     await store.settle([structs.replace(record("a", clock.day), micro_neurons=most - 1)])
     assert (await balanced(store, clock.day)).micro_neurons == most - 1
 
@@ -372,7 +374,7 @@ async def test_the_largest_numbers_are_counted_exactly(store: Store, clock: Any)
 # ---- races
 
 
-async def race(reserve: Callable[[int], Awaitable[Granted | Refused]], clients: int = 200) -> int:
+async def race(reserve: Callable[[int], Awaitable[Granted | Denied]], clients: int = 200) -> int:
     """All clients ask at once; how many were let in."""
     decisions = await asyncio.gather(*(reserve(n) for n in range(clients)))
     return sum(isinstance(decision, Granted) for decision in decisions)
@@ -404,12 +406,12 @@ async def test_a_race_for_a_store_that_checks_and_then_adds_would_be_noticed() -
     """The control of the two tests above: this is the bug that they look for."""
     spent = 0
 
-    async def reserve(_: int) -> Granted | Refused:
+    async def reserve(_: int) -> Granted | Denied:
         nonlocal spent
         seen = spent
         await asyncio.sleep(0)
         if seen + 100 > 3_700:
-            return Refused(Refusal.NEURONS_PER_DAY)
+            return Denied(DenialReason.NEURONS_PER_DAY)
         spent = seen + 100
         return Granted(0)
 
@@ -451,28 +453,28 @@ class Oracle:
             self.ledger[day, request] = checkpoint
         return len(expired)
 
-    def reserve(self, ask: Hold, now_us: int) -> Granted | Refused:
+    def reserve(self, ask: Hold, now_us: int) -> Granted | Denied:
         self.expire(now_us)
         request, day = ask.record.request_id, now_us // DAY_US
         if self.revoked:
-            return Refused(Refusal.REVOKED)
+            return Denied(DenialReason.REVOKED)
         if request in self.holds:
             return Granted(self.holds[request][0])
         if (day, request) in self.ledger and self.ledger[day, request].outcome != EXPIRED:
-            return Refused(Refusal.RECORDED)
+            return Denied(DenialReason.RECORDED)
         totals = self.totals(day)
         allowed, used = round(self.limits.neurons_per_day * MICRO), totals.micro_neurons + totals.held
         if used + ask.held > allowed:
-            return Refused(Refusal.NEURONS_PER_DAY, (day + 1) * DAY_US - now_us, allowed, used)
+            return Denied(DenialReason.NEURONS_PER_DAY, (day + 1) * DAY_US - now_us, allowed, used)
         interval_us = -(-60 * MICRO // self.limits.requests_per_minute)
         room_us = interval_us * (self.limits.burst or self.limits.requests_per_minute)
         level_us = max(0, self.level_us - (now_us - self.filled_at_us))
         if level_us + interval_us > room_us:
             wait_us = level_us + interval_us - room_us
-            return Refused(Refusal.REQUESTS_PER_MINUTE, wait_us, self.limits.requests_per_minute)
+            return Denied(DenialReason.REQUESTS_PER_MINUTE, wait_us, self.limits.requests_per_minute)
         if len(self.holds) >= self.limits.concurrent_requests:
             concurrent = self.limits.concurrent_requests
-            return Refused(Refusal.CONCURRENT_REQUESTS, MICRO, concurrent, len(self.holds))
+            return Denied(DenialReason.CONCURRENT_REQUESTS, MICRO, concurrent, len(self.holds))
         self.level_us, self.filled_at_us = level_us + interval_us, now_us
         self.holds[request] = (day, ask.held, now_us + ask.lifetime_us, structs.replace(ask.record, day=day))
         return Granted(day)
@@ -514,7 +516,7 @@ async def test_counters_equal_records_after_every_step_and_decisions_equal_the_o
     for account_id, oracle in oracles.items():
         LIMITS[account_id] = oracle.limits
         await store.add_account(Account(account_id, account_id, oracle.limits, 1))
-        await store.add_token(ApiToken("key" if account_id == ANN else "bobs", account_id, "n", 1), Seal(b"", 1))
+        await store.add_token(ApiToken("key" if account_id == ANN else "bobs", account_id, "n", 1), TokenDigest(b"", 1))
     asked: list[tuple[str, int]] = [("never", clock.day)]
     granted = 0
     for step in range(220):
@@ -571,7 +573,7 @@ async def test_every_method_says_store_unavailable_during_an_outage(store: Store
         lambda: store.ping(),
         lambda: store.add_account(Account(BOB, "bob", Limits(), 1)),
         lambda: store.change_account(Account(ANN, "ann", Limits(), 1)),
-        lambda: store.add_token(ApiToken("k", ANN, "n", 1), Seal(b"", 1)),
+        lambda: store.add_token(ApiToken("k", ANN, "n", 1), TokenDigest(b"", 1)),
         lambda: store.revoke("key", 1),
         lambda: store.reserve(hold("a", clock.day)),
         lambda: store.checkpoint([record("a", clock.day)], LIFE_US),
@@ -590,7 +592,7 @@ async def test_whoever_comes_last_does_not_begin_the_window_anew(store: Store, c
     waits = []
     for n in range(4):
         refused = await store.reserve(hold(f"over{n}", clock.day))
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, Denied)
         waits.append(refused.retry_after_us)
         clock.now_s += 0.25
     assert waits == [MICRO - n * MICRO // 4 for n in range(4)]
@@ -598,8 +600,8 @@ async def test_whoever_comes_last_does_not_begin_the_window_anew(store: Store, c
     day_ends = []
     for n in range(3):
         refused = await store.reserve(hold(f"large{n}", clock.day, MICRO))
-        assert isinstance(refused, Refused)
-        assert refused.reason is Refusal.NEURONS_PER_DAY
+        assert isinstance(refused, Denied)
+        assert refused.reason is DenialReason.NEURONS_PER_DAY
         day_ends.append(int(clock.now_s * MICRO) + refused.retry_after_us)
         await store.settle([record("r0", clock.day, 1)])
         clock.now_s += 60

@@ -11,16 +11,16 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.execution.step_loop import Loop
+from engine.execution.step_loop import StepLoop
 from engine.memory.errors import OutOfDeviceMemory
-from engine.protocol.frames import Finish, Reject, Started, Submit
-from engine.protocol.types import FinishReason, Pooling, Sampling, Scope, ScopeKind, Terms
-from engine.scheduling.encoder_scheduler import TextScheduler
+from engine.protocol.frames import Reject, SequenceFinished, SequenceStarted, Submit
+from engine.protocol.types import FinishReason, Pooling, SamplingParams, SchedulingTerms, Scope, ScopeKind
+from engine.scheduling.encoder_scheduler import EncoderScheduler
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.token_budget import Limits
-from engine.scheduling.validation import Door, Refused
-from engine.step.encoder_layout import POOLINGS, unpack
-from engine.step.executor import Flight, Sampled
+from engine.scheduling.token_budget import SchedulerConfig
+from engine.scheduling.validation import RequestValidator, SubmitRejected
+from engine.step.encoder_layout import POOLINGS, unpack_texts
+from engine.step.executor import InflightStep, RunnerOutput
 from engine.step.layout import Int32s
 
 VOCABULARY = 1000
@@ -39,18 +39,18 @@ class Heard:
 
     sequence: Sequence
     tokens: list[int]
-    started: Started | None = None
-    finish: Finish | None = None
+    started: SequenceStarted | None = None
+    finish: SequenceFinished | None = None
     reject: Reject | None = None
     vector: bytes | None = None
 
 
 @dataclass(slots=True)
 class Landing:
-    outcome: Sampled | Exception
+    outcome: RunnerOutput | Exception
     meanwhile: Callable[[], None]
 
-    def wait(self) -> Sampled:
+    def wait(self) -> RunnerOutput:
         self.meanwhile()
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -77,11 +77,11 @@ class Simulation:
     prompt_step_tokens: int = 0
 
     def __post_init__(self) -> None:
-        limits = Limits(self.step_tokens, self.step_tokens, self.sequences, self.waiting)
-        self.scheduler = TextScheduler(limits, lambda: self.seconds)
-        self.loop = Loop(self, self.scheduler)
+        limits = SchedulerConfig(self.step_tokens, self.step_tokens, self.sequences, self.waiting)
+        self.scheduler = EncoderScheduler(limits, lambda: self.seconds)
+        self.loop = StepLoop(self, self.scheduler)
         poolings = frozenset({Pooling.MEAN, Pooling.CLS})
-        self.door = Door("1", "", 1, CONTEXT_TOKENS, VOCABULARY, frozenset(), poolings=poolings)
+        self.door = RequestValidator("1", "", 1, CONTEXT_TOKENS, VOCABULARY, frozenset(), poolings=poolings)
 
     def submit(
         self,
@@ -91,21 +91,21 @@ class Simulation:
         owner: int = 1,
         pooling: Pooling | None = Pooling.MEAN,
         deadline_ms: int = 0,
-        terms: Terms = Terms(),  # noqa: B008 frozen
+        terms: SchedulingTerms = SchedulingTerms(),  # noqa: B008 frozen
     ) -> Heard:
         """Raises Refused, with nothing changed."""
         scope = Scope(ScopeKind.TENANT, account)
         packed = array("I", tokens).tobytes()
         submit = Submit(
-            id, packed, scope, Sampling(), max_tokens=1, terms=terms, deadline_ms=deadline_ms, pooling=pooling
+            id, packed, scope, SamplingParams(), max_tokens=1, terms=terms, deadline_ms=deadline_ms, pooling=pooling
         )
         (sequence,) = self.door.sequences(submit, owner, self.seconds)
         self.scheduler.add([sequence])
         self.heard[owner, id] = Heard(sequence, list(tokens))
         return self.heard[owner, id]
 
-    def launch(self, packed: Int32s) -> Flight:
-        texts = unpack(packed)
+    def launch(self, packed: Int32s) -> InflightStep:
+        texts = unpack_texts(packed)
         rows = [texts.tokens_T[a:b].tolist() for a, b in pairwise(texts.starts_S1.tolist())]
         assert len(rows) <= self.sequences
         assert len(rows) == 1 or sum(map(len, rows)) <= self.step_tokens, "more rows than a step may have"
@@ -115,7 +115,7 @@ class Simulation:
             return Landing(error, self.meanwhile)
         pairs = zip(rows, texts.poolings_S.tolist(), strict=True)
         vectors = np.stack([stamped(row, POOLINGS[pooling]) for row, pooling in pairs])
-        return Landing(Sampled(np.zeros(len(rows), np.int32), {}, vectors), self.meanwhile)
+        return Landing(RunnerOutput(np.zeros(len(rows), np.int32), {}, vectors), self.meanwhile)
 
     def erase(self, blocks: Items[int]) -> None:
         raise AssertionError("an encoder has no blocks")
@@ -199,11 +199,13 @@ def live(seed: int) -> Simulation:
         disturb()
         owner = pick.choice([owner for owner in range(1, 4) if owner not in life.gone])
         tokens = [pick.randrange(1, VOCABULARY) for _ in range(pick.randint(1, CONTEXT_TOKENS))]
-        terms = Terms(weight=pick.choice([1.0, 2.0]), sequences=pick.choice([None, 1]), background=pick.random() < 0.2)
+        terms = SchedulingTerms(
+            weight=pick.choice([1.0, 2.0]), sequences=pick.choice([None, 1]), background=pick.random() < 0.2
+        )
         account, pooling = pick.choice(ACCOUNTS), pick.choice([Pooling.MEAN, Pooling.CLS])
         try:
             life.submit(id, tokens, account, owner, pooling, pick.choice([0, 0, 3000]), terms)
-        except Refused:
+        except SubmitRejected:
             assert (owner, id) not in life.heard
         life.scheduler.check()
     life.run()

@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from engine.execution.step_loop import Loop, publish
+from engine.execution.step_loop import StepLoop, publish_prefixes
 from engine.memory.errors import OutOfDeviceMemory
-from engine.protocol.frames import Finish, Progress, Reject, Started, Submit, TokenLogprobs
-from engine.protocol.types import FinishReason, RejectReason, Sampling, Scope, ScopeKind, Terms
-from engine.scheduling.best_effort import ALONE_ROWS, SLACK
-from engine.scheduling.block_pool import Blocks, Waking, blocks_of
+from engine.protocol.frames import Reject, SequenceFinished, SequenceStarted, StepOutputs, Submit, TokenLogprobs
+from engine.protocol.types import FinishReason, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
+from engine.scheduling.best_effort import IDLE_STEP_ROWS, STEP_SLACK
+from engine.scheduling.block_pool import BlockPool, WakeExtents, blocks_of
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY, Scheduler
-from engine.scheduling.sequence import PLAIN, Matcher, Sequence, Stage
-from engine.scheduling.step_plan import Plan
-from engine.scheduling.token_budget import Limits
-from engine.scheduling.validation import Door, Refused
-from engine.step.cost_model import Costs
-from engine.step.executor import Flight, Sampled, Sizes
-from engine.step.layout import Int32s, unpack
-from prefixcache.namespace import Share
-from prefixcache.tree import Tree
+from engine.scheduling.sequence import DEFAULT_TERMS, GrammarMatcher, Sequence, SequenceState
+from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.token_budget import SchedulerConfig
+from engine.scheduling.validation import RequestValidator, SubmitRejected
+from engine.step.cost_model import CostModel
+from engine.step.executor import InflightStep, MemoryUsage, RunnerOutput
+from engine.step.layout import Int32s, unpack_step
+from prefixcache.namespace import CacheShare
+from prefixcache.tree import PrefixTree
 from tests.support.stamp_engine import PUBLIC, Claim, Rule, StampFlight, Stamps, logprobs_of, solo
 
 
@@ -39,8 +39,8 @@ class Heard:
     sequence: Sequence
     submit: Submit
     tokens: list[int] = field(default_factory=list)
-    started: Started | None = None
-    finish: Finish | None = None
+    started: SequenceStarted | None = None
+    finish: SequenceFinished | None = None
     reject: Reject | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class SimulatedFlight:
     meanwhile: Callable[[], None]
     outcome: StampFlight | Exception
 
-    def wait(self) -> Sampled:
+    def wait(self) -> RunnerOutput:
         self.meanwhile()
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -100,11 +100,11 @@ class RuleCompilation:
     def matcher(self, stop_ids: frozenset[int]) -> RuleMatcher:
         assert self.done
         if self.rule is None:
-            raise Refused(RejectReason.GRAMMAR, "told to")
+            raise SubmitRejected(RejectReason.GRAMMAR, "told to")
         return RuleMatcher(self.rule, self.vocabulary)
 
 
-def masks_of(matchers: Items[Matcher | None]) -> Int32s:
+def masks_of(matchers: Items[GrammarMatcher | None]) -> Int32s:
     """As Grammars.masks."""
     width = max((each.vocabulary for each in matchers if isinstance(each, RuleMatcher)), default=1)
     allowed_MV = np.ones((len(matchers), -(-width // 32) * 32), np.uint8)
@@ -131,10 +131,10 @@ class Simulation:
         vocabulary: int = 1000,
         stop_ids: Items[int] = (),
         context_tokens: int = 4096,
-        share: Share | None = None,
+        share: CacheShare | None = None,
         depth: int = 1,
         prompt_step_tokens: int | None = None,
-        costs: Costs | None = None,
+        costs: CostModel | None = None,
         gap_ms: float = 0.0,
         public: Items[Items[int]] = (),
         extent_blocks: int | None = None,
@@ -143,26 +143,26 @@ class Simulation:
     ) -> None:
         """None: one extent; all of them are mapped; and no block is ever without memory."""
         self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids, extent_blocks, mapped)
-        self.tree = Tree(blocks, block_tokens, lambda: self.seconds)
-        self.account = Blocks(blocks, extent_blocks, self.mapped, least)
+        self.tree = PrefixTree(blocks, block_tokens, lambda: self.seconds)
+        self.account = BlockPool(blocks, extent_blocks, self.mapped, least)
         self.depth, self.extent_blocks = depth, self.stamps.extent_blocks
         self.blocks, self.block_tokens, self.costs = blocks, block_tokens, costs
         self.step_tokens, self.prompt_step_tokens = step_tokens, prompt_step_tokens or step_tokens
         self.sequences = sequences
         self.misfortune: Callable[[], Fault] = Fault
         self.meanwhile: Callable[[], None] = lambda: None
-        self.limits = Limits(step_tokens, self.prompt_step_tokens, sequences, waiting, gap_ms, costs)
+        self.limits = SchedulerConfig(step_tokens, self.prompt_step_tokens, sequences, waiting, gap_ms, costs)
         self.seconds = 0.0
         self.scheduler = Scheduler(self.tree, self.account, self.limits, lambda: self.seconds)
-        self.loop = Loop(self, self.scheduler, masks_of)
-        self.door = Door(
+        self.loop = StepLoop(self, self.scheduler, masks_of)
+        self.door = RequestValidator(
             self.stamps.revision,
             self.stamps.kv_layout,
             block_tokens,
             min(context_tokens, self.account.least * block_tokens - sum(map(len, public))),
             vocabulary,
             frozenset(stop_ids),
-            share or Share(),
+            share or CacheShare(),
         )
         self.heard: dict[tuple[int, int], Heard] = {}
         self.gone: set[int] = set()
@@ -174,7 +174,7 @@ class Simulation:
         self._not_finite: dict[Sequence, set[int]] = {}  # what was read of that kind
         self._wrong: list[Exception] = []
         self._smallest: set[Sequence] = set()  # those whose step of one row had too little memory
-        publish(self.loop, self.scheduler, [self.door.public(array("I", prefix)) for prefix in public])
+        publish_prefixes(self.loop, self.scheduler, [self.door.public(array("I", prefix)) for prefix in public])
 
     def submit(
         self,
@@ -183,10 +183,10 @@ class Simulation:
         scope: Scope | None = None,
         max_tokens: int = 4,
         owner: int = 1,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         n: int = 1,
         stop_ids: Items[int] = (),
-        terms: Terms = PLAIN,
+        terms: SchedulingTerms = DEFAULT_TERMS,
         deadline_ms: int = 0,
         rule: Rule | None = None,
         compiles: bool = True,
@@ -197,7 +197,7 @@ class Simulation:
             id=id,
             tokens=array("I", tokens).tobytes(),
             scope=scope or Scope(),
-            sampling=sampling or Sampling(),
+            sampling=sampling or SamplingParams(),
             max_tokens=max_tokens,
             stop_ids=list(stop_ids),
             n=n,
@@ -217,10 +217,10 @@ class Simulation:
         self.heard |= {(owner, entry.sequence.id): entry for entry in entries}
         return entries
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> StepPlan | None:
         return self.scheduler.next_batch()
 
-    def fly(self, plan: Plan) -> Sampled:
+    def fly(self, plan: StepPlan) -> RunnerOutput:
         """Launches what was planned last, and lands it."""
         return self.launch(plan.packed).wait()
 
@@ -235,7 +235,7 @@ class Simulation:
         """Whether something waits for its grammar."""
         return bool(self.scheduler._waiting._compiling)
 
-    def sample(self, flight: Flight, masks_MW: Int32s) -> None:
+    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
         """Masks come when nothing else is in the air, and may find too little memory too."""
         assert isinstance(flight, SimulatedFlight)
         plan, fault = self.scheduler._flights[0], self.misfortune()
@@ -254,7 +254,7 @@ class Simulation:
             raise
         self._note_not_finite(plan, flight.outcome.wait())
 
-    def launch(self, packed: Int32s) -> Flight:
+    def launch(self, packed: Int32s) -> InflightStep:
         """Runs the step on the stamps, which check every slot against the plan's sequences."""
         plan = self.scheduler._flights[-1]
         assert plan.packed is packed
@@ -291,7 +291,7 @@ class Simulation:
     def copy(self, sources: Items[int], targets: Items[int]) -> None:
         self.stamps.copy(sources, targets)
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MemoryUsage:
         return self.stamps.sizes()
 
     # What a machine has done to it
@@ -308,7 +308,7 @@ class Simulation:
         kept = self.scheduler.sleep(kept_most)
         self.erase(self.scheduler.unerased())
         if fails:
-            self.scheduler.woken(Waking(mapped, kept))
+            self.scheduler.woken(WakeExtents(mapped, kept))
         else:
             self.stamps.sleep(kept)
         self.moves.update(sleeps=not fails, failed_sleeps=fails, kept_blocks=len(kept))
@@ -347,7 +347,7 @@ class Simulation:
 
     # What it does
 
-    def _compute(self, plan: Plan, glitch: int | None) -> StampFlight:
+    def _compute(self, plan: StepPlan, glitch: int | None) -> StampFlight:
         self._assert_within_limits(plan)
         self._assert_scopes_disjoint(plan)
         self._assert_caps_kept(plan)
@@ -360,7 +360,7 @@ class Simulation:
             self._note_not_finite(plan, flight.wait())
         return flight
 
-    def _note_not_finite(self, plan: Plan, sampled: Sampled) -> None:
+    def _note_not_finite(self, plan: StepPlan, sampled: RunnerOutput) -> None:
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             if row >= 0 and sampled.tokens_R[row] < 0:
                 slots = (~self.stamps.finite_K).nonzero()[0]
@@ -411,7 +411,7 @@ class Simulation:
     def assert_all_finished(self) -> None:
         """Every sequence ended once with the text of a solo run, and no block is held by anybody."""
         for (owner, id), entry in self.heard.items():
-            assert entry.sequence.stage == Stage.ENDED
+            assert entry.sequence.stage == SequenceState.ENDED
             if owner in self.gone or entry.reject is not None:
                 continue
             assert entry.finish is not None, f"sequence {id} of {owner} never finished"
@@ -436,7 +436,7 @@ class Simulation:
         rule = self._rules.get(entry.sequence)
         return solo(prompt, sampling, longest, [*submit.stop_ids, *stamps.stop_ids], stamps.vocabulary, rule)
 
-    def _hear(self, owner: int, progress: Progress) -> None:
+    def _hear(self, owner: int, progress: StepOutputs) -> None:
         tokens = array("I", progress.tokens)
         assert len(tokens) == sum(progress.counts)
         at, row = 0, 0
@@ -493,14 +493,14 @@ class Simulation:
     def _number(self, thing: object) -> int:
         return self._numbers.setdefault(thing, len(self._numbers))
 
-    def _assert_within_limits(self, plan: Plan) -> None:
+    def _assert_within_limits(self, plan: StepPlan) -> None:
         assert sum(plan.chunks) <= self.limits.prompt_step_tokens
         assert max(plan.chunks) > 1 or len(plan.chunks) <= self.limits.step_tokens
         assert len(plan.sequences) <= self.limits.sequences
         assert min(plan.chunks) >= 1
         assert all(sequence.launched < sequence.tokens_max for sequence in plan.sequences), "the last token is computed"
 
-    def _assert_caps_kept(self, plan: Plan) -> None:
+    def _assert_caps_kept(self, plan: StepPlan) -> None:
         """Nobody has more running, or several that hold more blocks, than the terms of all of them allow."""
         accounts: dict[tuple[bytes, bool], list[Sequence]] = {}
         for sequence in plan.sequences:
@@ -512,7 +512,7 @@ class Simulation:
             caps = [sequence.terms.blocks or self.blocks for sequence in own]
             assert len(blocks) <= max(caps), "they hold more than their account's cap"
 
-    def _assert_live_first(self, plan: Plan) -> None:
+    def _assert_live_first(self, plan: StepPlan) -> None:
         """Nothing of the background is launched while a live one could take its place, or, where nobody knows what that
         would cost, runs; and what it adds to a step is a small part of it."""
         behind = [sequence for sequence in plan.sequences if sequence.background]
@@ -522,19 +522,19 @@ class Simulation:
         assert not self.scheduler._waiting.live_wait, "a live one waits, and not for its grammar alone"
         if self.costs is None:
             assert not any(self.scheduler._waiting.queue.running), "it is launched beside live ones"
-            assert sum(plan.chunks) <= ALONE_ROWS
+            assert sum(plan.chunks) <= IDLE_STEP_ROWS
         elif live:
             with_us, live_us = self._predicted_us(plan, len(plan.sequences)), self._predicted_us(plan, len(live))
-            assert with_us <= live_us * (1 + SLACK) + 1e-6, "live ones are slowed down"
+            assert with_us <= live_us * (1 + STEP_SLACK) + 1e-6, "live ones are slowed down"
 
-    def _predicted_us(self, plan: Plan, first: int) -> float:
+    def _predicted_us(self, plan: StepPlan, first: int) -> float:
         """What a step of the first so many of its sequences is to take."""
         assert self.costs is not None
         chunks = plan.chunks[:first]
         starts = [sequence.launched - chunk for sequence, chunk in zip(plan.sequences, chunks, strict=False)]
         return self.costs.rows_us(sum(chunks)) + sum(map(self.costs.reads_us, starts, chunks))
 
-    def _assert_scopes_disjoint(self, plan: Plan) -> None:
+    def _assert_scopes_disjoint(self, plan: StepPlan) -> None:
         owner_of: dict[int, object] = {}
         for sequence in plan.sequences:
             owner = self._owner(sequence)
@@ -545,7 +545,7 @@ class Simulation:
     def _assert_kept_to_rules(self) -> None:
         """A matcher has taken all that was written and nothing more, through preemptions too."""
         for sequence in self._rules:
-            if sequence.stage != Stage.ENDED and isinstance(sequence.matcher, RuleMatcher):
+            if sequence.stage != SequenceState.ENDED and isinstance(sequence.matcher, RuleMatcher):
                 assert sequence.matcher.written == sequence.tokens[sequence.prompt_tokens :].tolist()
             assert sequence.ticket < 0 or sequence.matcher is not None, "it started without its grammar"
 
@@ -560,11 +560,11 @@ class Simulation:
         if older is None:
             return
         writers: dict[int, Sequence] = {}
-        batch = unpack(younger.packed)
+        batch = unpack_step(younger.packed)
         for index, sequence in enumerate(younger.sequences):
             start, end = batch.query_starts_S1[index : index + 2].tolist()
             writers |= {slot // self.block_tokens: sequence for slot in batch.slots_T[start:end].tolist()}
-        batch = unpack(older.packed)
+        batch = unpack_step(older.packed)
         for index, sequence in enumerate(older.sequences):
             for block in batch.tables_SW[index, : -(-int(batch.contexts_S[index]) // self.block_tokens)].tolist():
                 assert writers.get(block, sequence) is sequence, f"block {block} is written while it is read"
@@ -583,7 +583,7 @@ class Simulation:
 TENANTS = [Scope(ScopeKind.TENANT, bytes([letter]) * 16) for letter in b"abc"]
 SCOPES = [*TENANTS, Scope(ScopeKind.USER, b"a" * 16), Scope(ScopeKind.TENANT, b"a" * 16, 1), Scope()]
 SCOPES += [Scope(account=b"a" * 16), Scope(ScopeKind.PUBLIC, b"p" * 16, account=b"b" * 16)]
-GROUPING = Costs(
+GROUPING = CostModel(
     ((1, 1.0),), key_us=1.0, shared_key_us=0.5, pair_us=0.1, prompt_pair_us=0.1, segment_us=0.0, groups_us=0.0
 )
 
@@ -613,14 +613,14 @@ class Chaos:
             waiting=pick.randint(4, 12),
             vocabulary=self.vocabulary,
             stop_ids=[0] if pick.random() < 0.3 else [],
-            share=pick.choice([None, None, Share(floor=2, cap=5), Share(cap=0)]),
+            share=pick.choice([None, None, CacheShare(floor=2, cap=5), CacheShare(cap=0)]),
             costs=pick.choice([None, GROUPING]),
             public=public if 0 < len(public[0]) <= least // 2 * block_tokens and pick.random() < 0.4 else [],
             extent_blocks=extent_blocks,
             least=least,
         )
         self.terms = {
-            scope.account or scope.id: Terms(
+            scope.account or scope.id: SchedulingTerms(
                 weight=pick.choice([0.5, 1.0, 3.0]),
                 sequences=pick.choice([None, None, 1, 2]),
                 blocks=pick.choice([None, None, 3, 10]),
@@ -696,7 +696,7 @@ class Chaos:
         pick = self.random
         n = pick.choice([1, 1, 1, 2, 4])
         scope = pick.choice(self.scopes)
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=pick.choice([0.0, 1.0]),
             seed=pick.randint(0, 2**63 - 1),
             presence_penalty=pick.choice([0.0, 0.0, 0.5]),
@@ -721,13 +721,13 @@ class Chaos:
                 compiles=pick.random() < 0.95,
                 compiling_s=pick.choice([0, 0, 1, 5, 30]),
             )
-        except Refused:
+        except SubmitRejected:
             self.refused += 1
         self._id += n
 
     def _disturb(self) -> None:
         sequences = [entry.sequence for entry in self.simulation.heard.values()]
-        running = [each for each in sequences if each.stage == Stage.RUNNING and not each.flying]
+        running = [each for each in sequences if each.stage == SequenceState.RUNNING and not each.flying]
         if running and self.random.random() < 0.5:
             self.simulation.scheduler.preempt(self.random.choice(running))
         else:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine.protocol.types import FinishReason, RejectReason, Scope, ScopeKind, Terms
-from engine.scheduling.validation import Refused
-from prefixcache.tree import Tree
+from engine.protocol.types import FinishReason, RejectReason, SchedulingTerms, Scope, ScopeKind
+from engine.scheduling.validation import SubmitRejected
+from prefixcache.tree import PrefixTree
 from tests.engine.scheduling.simulation.replica import GROUPING, SCOPES, Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
 from tests.engine.scheduling.test_scheduler import words
@@ -20,7 +20,7 @@ ONE, TWO = b"1" * 16, b"2" * 16
 TENANT = Scope(ScopeKind.TENANT, ONE, account=ONE)
 OTHER = Scope(ScopeKind.TENANT, TWO, account=TWO)
 REQUEST = Scope(account=ONE)
-SECRET = Terms(erase=True)
+SECRET = SchedulingTerms(erase=True)
 PUBLIC = words(8, 77)  # two blocks of four
 
 
@@ -35,10 +35,10 @@ def cached(entry: Heard) -> int:
 
 
 def served(
-    simulation: Simulation, id: int, tokens: list[int], scope: Scope = TENANT, terms: Terms | None = None
+    simulation: Simulation, id: int, tokens: list[int], scope: Scope = TENANT, terms: SchedulingTerms | None = None
 ) -> int:
     """How many tokens of its prompt a request found."""
-    (entry,) = simulation.submit(id, tokens, scope, max_tokens=1, terms=terms or Terms())
+    (entry,) = simulation.submit(id, tokens, scope, max_tokens=1, terms=terms or SchedulingTerms())
     simulation.run()
     return cached(entry)
 
@@ -67,8 +67,8 @@ def test_what_is_cached_moves_to_where_there_is_room_and_is_found_there() -> Non
     simulation.assert_all_finished()
 
 
-@pytest.mark.parametrize("terms", [Terms(), SECRET], ids=["", "secret"])
-def test_what_runs_moves_and_goes_on_and_a_secret_leaves_nothing_behind(terms: Terms) -> None:
+@pytest.mark.parametrize("terms", [SchedulingTerms(), SECRET], ids=["", "secret"])
+def test_what_runs_moves_and_goes_on_and_a_secret_leaves_nothing_behind(terms: SchedulingTerms) -> None:
     simulation = scattered(pool(depth=2, costs=GROUPING))
     for id, scope in enumerate((TENANT, TENANT, REQUEST)):
         simulation.submit(id, words(9), scope, max_tokens=8, terms=terms)
@@ -100,7 +100,7 @@ def test_what_can_never_fit_the_least_is_refused_though_there_is_room_now() -> N
     simulation.door = replace(simulation.door, tokens_max=1000)
     longest = 14 * 4 + 1  # the last one is not computed
     simulation.submit(1, words(longest - 3), TENANT, max_tokens=3)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SubmitRejected) as refused:
         simulation.submit(2, words(longest - 3), TENANT, max_tokens=4)
     assert refused.value.reason == RejectReason.TOO_LONG
     simulation.shrink(4)
@@ -165,7 +165,7 @@ def test_of_what_was_read_once_the_last_is_kept() -> None:
 def test_nothing_is_kept_that_has_to_be_erased_or_is_over() -> None:
     simulation = pool()
     served(simulation, 1, words(17, 1), TENANT, SECRET)
-    served(simulation, 2, words(17, 2), OTHER, Terms(keep_s=3.0))
+    served(simulation, 2, words(17, 2), OTHER, SchedulingTerms(keep_s=3.0))
     simulation.seconds += 5
     assert simulation.sleep(kept_most=64) == []
     assert not simulation.stamps.secret_blocks()
@@ -196,7 +196,7 @@ def test_who_ran_goes_on_after_the_sleep_with_what_it_had() -> None:
 
 def test_what_is_over_while_it_sleeps_is_erased_where_it_is_kept() -> None:
     simulation = pool()
-    served(simulation, 1, words(17, 1), TENANT, Terms(keep_s=20.0))
+    served(simulation, 1, words(17, 1), TENANT, SchedulingTerms(keep_s=20.0))
     served(simulation, 2, words(17, 2), OTHER)
     kept = simulation.sleep(kept_most=64)
     assert len(kept) == 8
@@ -250,13 +250,15 @@ def test_a_wake_that_fails_may_be_tried_again() -> None:
 
 def test_floors_and_caps_hold_across_a_sleep() -> None:
     simulation = pool()
-    served(simulation, 1, words(17, 1), TENANT, Terms(floor_blocks=4))
+    served(simulation, 1, words(17, 1), TENANT, SchedulingTerms(floor_blocks=4))
     simulation.sleep(kept_most=4)
     simulation.wake()
     for id in range(2, 8):
         served(simulation, id, words(33, 10 * id), OTHER)
-    assert served(simulation, 9, words(17, 1), TENANT, Terms(floor_blocks=4)) == 16, "a flood took what a floor covers"
-    served(simulation, 10, words(33, 3), OTHER, Terms(cap_blocks=2))
+    assert served(simulation, 9, words(17, 1), TENANT, SchedulingTerms(floor_blocks=4)) == 16, (
+        "a flood took what a floor covers"
+    )
+    served(simulation, 10, words(33, 3), OTHER, SchedulingTerms(cap_blocks=2))
     assert simulation.tree.cached_of(TWO) <= 2
 
 
@@ -296,7 +298,7 @@ class Flux:
             erase = pick.random() < 0.3
             simulation.submit(
                 id, [*start, *words(pick.randint(1, 5), id)], pick.choice(SCOPES), max_tokens=pick.randint(1, 9),
-                terms=Terms(erase=erase, keep_s=pick.choice([None, 15.5])),
+                terms=SchedulingTerms(erase=erase, keep_s=pick.choice([None, 15.5])),
             )  # fmt: skip
         while not simulation.loop.idle:
             pick.shuffle(simulation.account._free)
@@ -400,6 +402,6 @@ def test_a_broken_build_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tree_that_is_not_renamed_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tree, "rename", lambda tree, renamed: None)
+    monkeypatch.setattr(PrefixTree, "rename", lambda tree, renamed: None)
     with pytest.raises(AssertionError):
         Flux(0).run()

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import FinishReason, Sampling, Scope, ScopeKind, Terms
+from engine.protocol.types import FinishReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling.block_pool import blocks_of
 from engine.scheduling.kv_manager import SWEEP_MAX
-from engine.scheduling.public_prefixes import Unpublishable, whole_blocks
-from engine.scheduling.scheduler import STALE
+from engine.scheduling.public_prefixes import InvalidPublicPrefix, whole_blocks
+from engine.scheduling.scheduler import STALE_BLOCKS
 from tests.engine.scheduling.simulation.replica import GROUPING, Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
 from tests.engine.scheduling.test_scheduler import words
@@ -132,7 +132,7 @@ def flood(simulation: Simulation, account: bytes, blocks: int) -> None:
 
 
 def test_a_flood_of_ten_pools_leaves_a_quiet_tenant_its_hits() -> None:
-    terms = Terms(floor_blocks=12)
+    terms = SchedulingTerms(floor_blocks=12)
     hits = []
     for flooded in (False, True):
         simulation = Simulation(blocks=64, step_tokens=64)
@@ -162,17 +162,17 @@ def test_an_account_cannot_flood_by_its_users() -> None:
     simulation = Simulation(blocks=64, step_tokens=64)
     for number in range(20):
         scope = Scope(ScopeKind.USER, bytes([number]) * 16, account=ONE)
-        simulation.submit(number, words(31, number), scope, max_tokens=1, terms=Terms(cap_blocks=10))
+        simulation.submit(number, words(31, number), scope, max_tokens=1, terms=SchedulingTerms(cap_blocks=10))
         simulation.run()
     assert simulation.tree.cached_of(ONE) == 10
 
 
 def test_terms_that_say_nothing_mean_what_the_replica_says() -> None:
     simulation = Simulation()
-    submit = Submit(1, array("I", [1]).tobytes(), TENANT, Sampling(), 1)
+    submit = Submit(1, array("I", [1]).tobytes(), TENANT, SamplingParams(), 1)
     (said,) = simulation.door.sequences(submit, 1, 0.0)
     assert (said.keep.account, said.keep.share, said.keep.keep_s) == (ONE, simulation.door.share, None)
-    terms = Terms(floor_blocks=1, cap_blocks=2, keep_s=3.0)
+    terms = SchedulingTerms(floor_blocks=1, cap_blocks=2, keep_s=3.0)
     (said,) = simulation.door.sequences(msgspec.structs.replace(submit, terms=terms), 1, 0.0)
     assert (said.keep.share.floor, said.keep.share.cap, said.keep.keep_s) == (1, 2, 3.0)
 
@@ -207,7 +207,7 @@ def test_who_starts_when_among_one_account_does_not_tell_what_another_has_cached
 
 def test_cached_blocks_are_found_until_their_time_is_over_and_a_hit_refreshes_it() -> None:
     simulation = Simulation()
-    terms, found = Terms(keep_s=30.0), []
+    terms, found = SchedulingTerms(keep_s=30.0), []
     for id, pause_s in enumerate((0, 20, 20, 40)):
         simulation.seconds += pause_s
         (entry,) = simulation.submit(id, words(22), TENANT, max_tokens=1, terms=terms)
@@ -223,7 +223,7 @@ def test_cached_blocks_are_found_until_their_time_is_over_and_a_hit_refreshes_it
 
 def test_what_is_over_is_swept_in_idle_time_a_bounded_part_at_once() -> None:
     simulation = Simulation(blocks=400, step_tokens=2000)
-    simulation.submit(1, words(1400), TENANT, max_tokens=1, terms=Terms(keep_s=5.0))
+    simulation.submit(1, words(1400), TENANT, max_tokens=1, terms=SchedulingTerms(keep_s=5.0))
     simulation.run()
     simulation.seconds += 10
     left = []
@@ -238,7 +238,7 @@ def test_what_is_over_is_swept_in_idle_time_a_bounded_part_at_once() -> None:
 
 @pytest.mark.parametrize("scope", [REQUEST, TENANT])
 def test_what_asked_for_it_is_erased_however_it_ends(scope: Scope) -> None:
-    terms = Terms(erase=True, keep_s=0.0)
+    terms = SchedulingTerms(erase=True, keep_s=0.0)
     simulation = Simulation(blocks=64, depth=2)
     simulation.submit(1, words(22), scope, terms=terms)  # to its end, a part of a block included
     simulation.run()
@@ -266,7 +266,7 @@ def test_what_asked_for_it_is_erased_however_it_ends(scope: Scope) -> None:
 
 def test_what_is_evicted_is_erased_before_it_is_anybody_elses() -> None:
     simulation = Simulation(blocks=16, step_tokens=64)
-    simulation.submit(1, words(40), TENANT, max_tokens=1, terms=Terms(erase=True))
+    simulation.submit(1, words(40), TENANT, max_tokens=1, terms=SchedulingTerms(erase=True))
     simulation.run()
     assert secrets(simulation) == 10
     simulation.submit(2, words(60), OTHER, max_tokens=1)
@@ -279,7 +279,7 @@ def test_what_such_a_request_only_read_is_erased_as_well() -> None:
     simulation = Simulation()
     simulation.submit(1, words(22), TENANT, max_tokens=1)
     simulation.run()
-    simulation.submit(2, words(22), TENANT, max_tokens=1, terms=Terms(erase=True))
+    simulation.submit(2, words(22), TENANT, max_tokens=1, terms=SchedulingTerms(erase=True))
     simulation.run()
     simulation.account.give(simulation.tree.evict(64))
     assert len(simulation.account.unerased()) == 5
@@ -371,7 +371,7 @@ def test_strangers_read_a_published_prefix_as_one_group() -> None:
     [([[1, 2, 3]], "has 3 tokens"), ([[1, 2, 3, 1000]], "is not below 1000"), ([words(400)], "take 100 of 64")],
 )
 def test_prefixes_that_cannot_be_published_are_named(prefixes: list[list[int]], said: str) -> None:
-    with pytest.raises(Unpublishable, match=said):
+    with pytest.raises(InvalidPublicPrefix, match=said):
         whole_blocks(prefixes, blocks=64, block_tokens=4, vocabulary=1000)
 
 
@@ -396,7 +396,7 @@ def test_a_block_that_was_freed_under_its_reader_ends_it_before_it_is_read() -> 
         for owner, progress in simulation.scheduler.news().items():
             simulation._hear(owner, progress)
     assert victim.finish is not None
-    assert (victim.finish.reason, victim.finish.message) == (FinishReason.ERROR, STALE)
+    assert (victim.finish.reason, victim.finish.message) == (FinishReason.ERROR, STALE_BLOCKS)
     assert other.finish is not None
     assert other.finish.reason == FinishReason.LENGTH
     counters = simulation.scheduler.load(draining=False).counters
@@ -421,7 +421,7 @@ def test_a_stale_block_of_the_tree_is_read_by_nobody() -> None:
         for owner, progress in simulation.scheduler.news().items():
             simulation._hear(owner, progress)
     assert victim.finish is not None
-    assert victim.finish.message == STALE
+    assert victim.finish.message == STALE_BLOCKS
     assert simulation.tree.match(*_lookup(simulation)).tokens == 0
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.protocol.types import Scope, ScopeKind, Terms
+from engine.protocol.types import SchedulingTerms, Scope, ScopeKind
 from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN
-from engine.scheduling.validation import Refused
+from engine.scheduling.validation import SubmitRejected
 from tests.engine.scheduling.simulation.replica import Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
 
@@ -60,7 +60,11 @@ def asks(seed: int, rates: dict[int, float], longest: int = 40) -> list[Ask]:
 
 
 def live(
-    arrivals: list[Ask], terms: dict[int, Terms] | None = None, fifo: bool = False, depth: int = 1, waiting: int = 96
+    arrivals: list[Ask],
+    terms: dict[int, SchedulingTerms] | None = None,
+    fifo: bool = False,
+    depth: int = 1,
+    waiting: int = 96,
 ) -> Life:
     simulation = Simulation(
         blocks=512, block_tokens=8, step_tokens=64, sequences=16, waiting=waiting, vocabulary=4000, depth=depth
@@ -81,10 +85,14 @@ def live(
             prompt = [pick.randrange(4000) for _ in range(following.prompt_tokens)]
             try:
                 (heard,) = simulation.submit(
-                    id, prompt, scope, following.max_tokens, terms=(terms or {}).get(following.account, Terms())
+                    id,
+                    prompt,
+                    scope,
+                    following.max_tokens,
+                    terms=(terms or {}).get(following.account, SchedulingTerms()),
                 )
                 open_[id] = following, heard
-            except Refused:
+            except SubmitRejected:
                 life.refused[following.account] += 1
             following = next(left, None)
         began_s, rows = simulation.seconds, simulation.scheduler._counters["computed_tokens"]
@@ -186,7 +194,9 @@ def weighted() -> tuple[list[Ask], Life]:
     """Everybody asks for more than there is, some for long answers and some for short ones."""
     found = [ask for account in EVEN for ask in asks(2, {account: 60.0}, 10 + 60 * (account % 2))]
     arrivals = sorted(found, key=lambda ask: ask.at_s)
-    return arrivals, live(arrivals, {account: Terms(weight=weight) for account, weight in WEIGHTS.items()}, waiting=400)
+    return arrivals, live(
+        arrivals, {account: SchedulingTerms(weight=weight) for account, weight in WEIGHTS.items()}, waiting=400
+    )
 
 
 def test_who_always_waits_is_served_by_weight_whatever_it_asks_for() -> None:

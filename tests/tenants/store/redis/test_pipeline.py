@@ -8,15 +8,15 @@ import redis
 
 from tenants.store.protocol import StoreUnavailable
 from tenants.store.redis import pipeline as module
-from tenants.store.redis.pipeline import FLIGHT, Line
+from tenants.store.redis.pipeline import PIPELINE_COMMANDS, CommandPipeline
 
 pytestmark = pytest.mark.anyio
 ANSWER_S = module.ANSWER_S  # in service, before the fixture patient_line raises it
 
 
 @pytest.fixture
-async def line(empty_redis_url: str) -> AsyncIterator[Line]:
-    line = Line(empty_redis_url)
+async def line(empty_redis_url: str) -> AsyncIterator[CommandPipeline]:
+    line = CommandPipeline(empty_redis_url)
     yield line
     await line.close()
 
@@ -26,22 +26,22 @@ def deadline_of_service(patient_line: None, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "ANSWER_S", ANSWER_S)
 
 
-async def test_each_question_gets_its_own_answer(line: Line) -> None:
+async def test_each_question_gets_its_own_answer(line: CommandPipeline) -> None:
     async def ask(n: int) -> None:
         assert await line.ask(("ECHO", f"{n}"), ("ECHO", f"again {n}")) == [b"%d" % n, b"again %d" % n]
 
-    await asyncio.gather(*(ask(n) for n in range(3 * FLIGHT)))
+    await asyncio.gather(*(ask(n) for n in range(3 * PIPELINE_COMMANDS)))
     assert await line.ask() == []
     assert not line._waiting
 
 
-async def test_an_error_of_one_command_leaves_the_others_alone(line: Line) -> None:
+async def test_an_error_of_one_command_leaves_the_others_alone(line: CommandPipeline) -> None:
     fine, wrong, also_fine = await line.ask(("ECHO", "a"), ("INCR",), ("ECHO", "b"))
     assert (fine, also_fine) == (b"a", b"b")
     assert isinstance(wrong, redis.ResponseError)
 
 
-async def test_the_commands_of_a_caller_who_left_are_not_sent(line: Line, empty_redis_url: str) -> None:
+async def test_the_commands_of_a_caller_who_left_are_not_sent(line: CommandPipeline, empty_redis_url: str) -> None:
     first = asyncio.create_task(line.ask(("RPUSH", "list", "first")))
     await asyncio.sleep(0)
     left = asyncio.create_task(line.ask(("RPUSH", "list", "left")))
@@ -53,7 +53,7 @@ async def test_the_commands_of_a_caller_who_left_are_not_sent(line: Line, empty_
         assert client.lrange("list", 0, -1) == [b"first", b"stayed"]
 
 
-async def test_a_caller_who_leaves_in_flight_takes_nobody_along(line: Line) -> None:
+async def test_a_caller_who_leaves_in_flight_takes_nobody_along(line: CommandPipeline) -> None:
     await line.ask(("PING",))
     for _ in range(50):
         tasks = [asyncio.create_task(line.ask(("ECHO", f"{n}"))) for n in range(5)]
@@ -65,7 +65,7 @@ async def test_a_caller_who_leaves_in_flight_takes_nobody_along(line: Line) -> N
 
 
 async def test_a_frozen_redis_is_noticed_within_a_fifth_of_a_second(
-    line: Line, frozen_redis: Any, deadline_of_service: None
+    line: CommandPipeline, frozen_redis: Any, deadline_of_service: None
 ) -> None:
     assert await line.ask(("PING",)) == [b"PONG"]
     times = []
@@ -80,7 +80,7 @@ async def test_a_frozen_redis_is_noticed_within_a_fifth_of_a_second(
 
 
 async def test_200_callers_of_a_frozen_redis_wait_no_longer_than_one(
-    line: Line, frozen_redis: Any, deadline_of_service: None
+    line: CommandPipeline, frozen_redis: Any, deadline_of_service: None
 ) -> None:
     with frozen_redis():
         began = time.monotonic()
@@ -89,14 +89,14 @@ async def test_200_callers_of_a_frozen_redis_wait_no_longer_than_one(
     assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
 
 
-async def test_a_redis_that_thawed_answers_the_next_caller(line: Line, frozen_redis: Any) -> None:
+async def test_a_redis_that_thawed_answers_the_next_caller(line: CommandPipeline, frozen_redis: Any) -> None:
     with frozen_redis(), pytest.raises(StoreUnavailable):
         await line.ask(("ECHO", "frozen"))
     assert await line.ask(("ECHO", "thawed")) == [b"thawed"]
 
 
 async def test_nothing_that_was_asked_of_a_frozen_redis_is_done_when_it_thaws_but_what_was_on_its_way(
-    line: Line, frozen_redis: Any, empty_redis_url: str
+    line: CommandPipeline, frozen_redis: Any, empty_redis_url: str
 ) -> None:
     assert await line.ask(("INCR", "asked")) == [1]
     unsure = []
@@ -110,7 +110,7 @@ async def test_nothing_that_was_asked_of_a_frozen_redis_is_done_when_it_thaws_bu
 
 
 async def test_a_caller_of_a_redis_that_is_known_to_be_silent_waits_for_one_deadline(
-    line: Line, frozen_redis: Any, monkeypatch: pytest.MonkeyPatch
+    line: CommandPipeline, frozen_redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 0.2)
     times = []
@@ -124,7 +124,9 @@ async def test_a_caller_of_a_redis_that_is_known_to_be_silent_waits_for_one_dead
     assert min(times[1:]) < 0.3, times
 
 
-async def test_an_answer_that_came_while_this_process_was_late_is_taken(line: Line, empty_redis_url: str) -> None:
+async def test_an_answer_that_came_while_this_process_was_late_is_taken(
+    line: CommandPipeline, empty_redis_url: str
+) -> None:
     """Else every pause of the process would be taken for one of Redis."""
     await line.ask(("PING",))
     asking = asyncio.ensure_future(line.ask(("INCR", "asked")))

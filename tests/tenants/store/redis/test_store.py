@@ -10,12 +10,12 @@ import redis
 from tenants.open import open_store
 from tenants.records.accounts import Account
 from tenants.records.grants import Grant
-from tenants.records.holds import Cap, Granted, Hold, Refusal
+from tenants.records.holds import Cap, DenialReason, Granted, Hold
 from tenants.records.limits import Limits
-from tenants.records.tokens import ApiToken, Seal
+from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import EXPIRED, MICRO, Totals, UsageRecord
-from tenants.store.protocol import KEPT_DAYS, StoreUnavailable
-from tenants.store.redis.pipeline import FLIGHT
+from tenants.store.protocol import RETENTION_DAYS, StoreUnavailable
+from tenants.store.redis.pipeline import PIPELINE_COMMANDS
 from tenants.store.redis.store import VERSION, RedisStore
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +32,7 @@ async def store(empty_redis_url: str) -> AsyncIterator[RedisStore]:
     opened = RedisStore(empty_redis_url)
     limits = Limits(requests_per_minute=6_000_000, concurrent_requests=1_000_000)
     await opened.add_account(Account(ANN, "ann", limits, 1))
-    await opened.add_token(ApiToken("key", ANN, "laptop", 1), Seal(b"digest", 1))
+    await opened.add_token(ApiToken("key", ANN, "laptop", 1), TokenDigest(b"digest", 1))
     yield opened
     await opened.close()
 
@@ -56,7 +56,7 @@ async def test_a_token_kept_before_there_were_grants_is_read(store: RedisStore, 
         client.hset(f"hearth:{{{ANN}}}:tokens", "old", packed)  # type: ignore[arg-type]
     found = await store.token("old")
     assert found is not None
-    assert found[:2] == (ApiToken("old", ANN, "n", 3, grant=Grant()), [Seal(b"d", 1)])
+    assert found[:2] == (ApiToken("old", ANN, "n", 3, grant=Grant()), [TokenDigest(b"d", 1)])
     assert {one.id for one in await store.tokens(ANN)} == {"key", "old"}
 
 
@@ -92,7 +92,7 @@ async def test_counting_does_not_move_the_end_of_a_day(store: RedisStore, empty_
             await store.settle([UsageRecord(ANN, f"r{n}", decision.day, 1, 0, 0, 0, "done", "key", "m", 7, 0.0)])
             for part in ("day", "ledger"):
                 left_ms = client.pttl(f"hearth:{{{ANN}}}:{part}:{decision.day}")
-                ends.add(round(time.time() + left_ms / 1_000) - (decision.day + KEPT_DAYS) * 86_400)
+                ends.add(round(time.time() + left_ms / 1_000) - (decision.day + RETENTION_DAYS) * 86_400)
             await asyncio.sleep(1.1)
     assert ends <= {-1, 0, 1}, ends
 
@@ -138,7 +138,7 @@ async def test_a_connection_that_broke_while_idle_costs_no_request(store: RedisS
 async def test_a_thousand_callers_share_one_connection(store: RedisStore, empty_redis_url: str) -> None:
     decisions = await asyncio.gather(*(store.reserve(hold(f"r{n}", 1)) for n in range(1_000)))
     assert all(isinstance(decision, Granted) for decision in decisions)
-    assert FLIGHT < 1_000
+    assert PIPELINE_COMMANDS < 1_000
     with redis.Redis.from_url(empty_redis_url) as client:
         others = [one for one in client.client_list() if one["id"] != str(client.client_id())]
     assert len(others) <= 2  # the second is for long reads
@@ -205,7 +205,7 @@ async def test_an_emptied_redis_is_an_outage_and_knows_no_strangers(store: Redis
         for ask in asking:
             with pytest.raises(StoreUnavailable, match="it was emptied, and must be restored"):
                 await ask()
-        await store.left(ANN, [Cap("", Refusal.NEURONS_PER_MONTH, 1, 100)])
+        await store.left(ANN, [Cap("", DenialReason.NEURONS_PER_MONTH, 1, 100)])
         assert client.dbsize() == 0
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tenants.limits.caps import Size, caps
+from tenants.limits.caps import RequestSize, caps_of
 from tenants.records.holds import Granted, Hold
 from tenants.records.limits import Limits
 from tenants.records.plans import DEFAULT_PLAN
-from tenants.records.tokens import Seal
+from tenants.records.tokens import TokenDigest
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.sqlite.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 from tenants.store.sqlite.store import SqliteStore
@@ -59,7 +59,7 @@ async def test_accounts_tokens_and_limits_are_taken_along(path: Path, clock: Any
     assert bob.limits == Limits(requests_per_minute=1, neurons_per_day=0.0, concurrent_requests=1)
     gone, key = await store.tokens(ANN)
     assert (gone.id, gone.expires_at, gone.revoked_at) == ("gone", 99, 50)
-    assert await store.token("key") == (key, [Seal(b"digest", 1)], ann)
+    assert await store.token("key") == (key, [TokenDigest(b"digest", 1)], ann)
     await store.close()
 
 
@@ -82,7 +82,7 @@ async def test_what_was_used_before_counts_against_the_limits_of_today(path: Pat
     store = SqliteStore(str(path), clock)
     asked = UsageRecord(ANN, "next", 0, 0, 0, 0, 0, EXPIRED, "key", "@cf/a/b", 7, 0.0)
     limits = Limits(requests_per_minute=60, neurons_per_month=1.0, concurrent_requests=7)
-    granted = await store.reserve(Hold(asked, 10, 60 * MICRO, caps([("", limits)], Size(10, 10))))
+    granted = await store.reserve(Hold(asked, 10, 60 * MICRO, caps_of([("", limits)], RequestSize(10, 10))))
     assert isinstance(granted, Granted)
     budget, rate, at_once = granted.left
     assert budget == MICRO - 30 - 100 - 6 - 10

@@ -13,11 +13,11 @@ from msgspec import structs
 
 from tenants.records.accounts import Account
 from tenants.records.grants import Grant
-from tenants.records.holds import Granted, Hold, Refusal, Refused
+from tenants.records.holds import DenialReason, Denied, Granted, Hold
 from tenants.records.limits import Limits
-from tenants.records.tokens import ApiToken, Seal
+from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import EXPIRED, MICRO, Totals, UsageRecord
-from tenants.store.protocol import KEPT_DAYS, StoreUnavailable
+from tenants.store.protocol import RETENTION_DAYS, StoreUnavailable
 from tenants.store.sqlite import store as module
 from tenants.store.sqlite.store import SqliteStore
 
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 async def opened(path: Path, clock: Any = None, **limits: Any) -> SqliteStore:
     store = SqliteStore(str(path), clock)
     await store.add_account(Account(ANN, "ann", Limits(**limits), 1))
-    await store.add_token(ApiToken("key", ANN, "laptop", 1), Seal(b"digest", 1))
+    await store.add_token(ApiToken("key", ANN, "laptop", 1), TokenDigest(b"digest", 1))
     return store
 
 
@@ -132,8 +132,8 @@ async def test_a_file_of_the_first_version_is_taken_along(path: Path) -> None:
         store = SqliteStore(str(path))
         found = await store.token("key")
         assert found is not None
-        assert found[:2] == (ApiToken("key", ANN, "laptop", 1, grant=Grant()), [Seal(b"digest", 1)])
-        assert await store.change_token(found[0], [Seal(b"next", 1), *found[1]])
+        assert found[:2] == (ApiToken("key", ANN, "laptop", 1, grant=Grant()), [TokenDigest(b"digest", 1)])
+        assert await store.change_token(found[0], [TokenDigest(b"next", 1), *found[1]])
         assert await store.change_token(found[0], found[1])
         await store.close()
     with closing(sqlite3.connect(path)) as kept:
@@ -165,8 +165,8 @@ async def test_a_writer_that_never_ends_is_waited_for_no_longer_than_the_limit(p
 
 async def test_days_that_are_too_old_are_removed(path: Path, clock: Any) -> None:
     store = await opened(path, clock)
-    old = UsageRecord(ANN, "old", clock.day - KEPT_DAYS - 1, 5, 0, 0, 0, "done", "key", "m", 7, 0.0)
-    kept = UsageRecord(ANN, "kept", clock.day - KEPT_DAYS, 5, 0, 0, 0, "done", "key", "m", 7, 0.0)
+    old = UsageRecord(ANN, "old", clock.day - RETENTION_DAYS - 1, 5, 0, 0, 0, "done", "key", "m", 7, 0.0)
+    kept = UsageRecord(ANN, "kept", clock.day - RETENTION_DAYS, 5, 0, 0, 0, "done", "key", "m", 7, 0.0)
     await store.settle([old, kept])
     await store.sweep()
     assert await store.totals(ANN, old.day) == Totals()
@@ -252,7 +252,7 @@ async def test_the_command_line_suspends_and_revokes_beside_a_running_server(pat
     ann = await command_line.account(ANN)
     assert ann is not None
     assert await command_line.change_account(structs.replace(ann, revision=2, suspended_at=1))
-    assert await server.reserve(hold("a")) == Refused(Refusal.SUSPENDED)
+    assert await server.reserve(hold("a")) == Denied(DenialReason.SUSPENDED)
     assert await command_line.change_account(structs.replace(ann, revision=3))
     assert isinstance(await server.reserve(hold("a")), Granted)
     await command_line.revoke("key", 5)
