@@ -73,7 +73,7 @@ class History:
         self.vocabulary = self.pick.choice([2, 3, 50])
         self.text = [self.pick.randrange(self.vocabulary) for _ in range(64)]  # what everybody says again and again
         self.scopes = SCOPES[: self.pick.randrange(1, len(SCOPES) + 1)] + SCOPES[-1:]
-        self.tree = module.Tree(self.total, SIZE, lambda: self.seconds)
+        self.tree = module.PrefixTree(self.total, SIZE, lambda: self.seconds)
         self.account = BlockPool(self.total)
         self.roots: list[Root] = []  # of all lives that hold blocks or leases
         self.runs: list[Run] = []

@@ -28,7 +28,7 @@ def test_any_history_agrees_with_the_brute_force_model(first: int) -> None:
 
 # What one of the sources says, and what the broken build says instead. The modules are in the order in which they need
 # each other.
-MODULES = ("names", "lazy", "radix", "accounts", "tree")
+MODULES = ("namespace", "lazy_heap", "radix", "shares", "tree")
 BREAKS = {
     "scopes share a root": (
         "root = self._root_of(namespace, keep)",
@@ -55,8 +55,8 @@ BREAKS = {
     ),
     "an epoch is forgotten with the scope's last block": ("self._epochs[name] = root.scope.epoch", "pass"),
     "what a late caller leaves is found": (
-        "root = Root(namespace, self._wiped, Scope(namespace.epoch))",
-        "root = self._roots.setdefault(namespace, Root(namespace, self._wiped, Scope(namespace.epoch)))",
+        "root = NamespaceRoot(namespace, self._wiped, ScopeState(namespace.epoch))",
+        "root = self._roots.setdefault(namespace, NamespaceRoot(namespace, self._wiped, ScopeState(namespace.epoch)))",
     ),
     "a lookup does not pin": ("            root.pin(node, now_s)\n", "            pass\n"),
     "a duplicate is not pinned": ("            root.pin(node, self._acted_s)\n", ""),
@@ -149,7 +149,7 @@ def test_a_broken_tree_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) 
         exec(compile(source.replace("from prefixcache.", "from broken_"), broken.__name__, "exec"), broken.__dict__)
     for own in (True, False):  # by the model, and then also without the tree's own check
         if not own:
-            broken.__dict__["Tree"].check = lambda tree: None
+            broken.__dict__["PrefixTree"].check = lambda tree: None
         seeds = [*range(SLEEPY, SLEEPY + 10), *range(60)]
         assert any(_fails(seed, broken) for seed in seeds), f"70 histories did not notice: {name}, check: {own}"
 

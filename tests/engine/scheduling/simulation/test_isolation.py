@@ -107,7 +107,7 @@ def test_others_find_nothing_and_ones_own_exactly_what_is_there(
 def test_the_exact_gate_fails_where_scopes_share(
     right: str, wrong: str, stranger: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_broken("sequence", right, wrong, monkeypatch)
+    install_broken("scheduling.validation", right, wrong, monkeypatch)
     with pytest.raises(AssertionError):
         test_others_find_nothing_and_ones_own_exactly_what_is_there(TENANT, stranger, "fresh", ())
 
@@ -152,8 +152,13 @@ def test_a_flood_of_ten_pools_leaves_a_quiet_tenant_its_hits() -> None:
 def test_the_eviction_gate_fails_where_each_scope_counts_for_itself_and_floors_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = "Keep(submit.scope.account or submit.scope.id, Share(floor, cap), terms.keep_s)"
-    install_broken("sequence", right, "Keep(submit.scope.id, Share(0, cap), terms.keep_s)", monkeypatch)
+    right = "RetentionPolicy(submit.scope.account or submit.scope.id, CacheShare(floor, cap), terms.keep_s)"
+    install_broken(
+        "scheduling.validation",
+        right,
+        "RetentionPolicy(submit.scope.id, CacheShare(0, cap), terms.keep_s)",
+        monkeypatch,
+    )
     with pytest.raises(AssertionError):
         test_a_flood_of_ten_pools_leaves_a_quiet_tenant_its_hits()
 
@@ -333,7 +338,7 @@ def test_what_lies_behind_one_published_prefix_is_not_found_behind_another() -> 
 def test_what_lies_behind_published_prefixes_is_seen_to_mix_where_it_is_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install_broken("holdings", "behind=self.published.pages[public[-1]]", "behind=1", monkeypatch)
+    install_broken("scheduling.kv_manager", "behind=self.published.pages[public[-1]]", "behind=1", monkeypatch)
     with pytest.raises(AssertionError):
         test_what_lies_behind_one_published_prefix_is_not_found_behind_another()
 
@@ -431,6 +436,6 @@ def _lookup(simulation: Simulation) -> tuple[object, ...]:
 
 
 def test_a_stale_read_is_seen_where_pages_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_broken("scheduler", "        self._end_outdated()\n", "", monkeypatch)
+    install_broken("scheduling.scheduler", "        self._end_outdated()\n", "", monkeypatch)
     with pytest.raises(AssertionError):
         test_a_block_that_was_freed_under_its_reader_ends_it_before_it_is_read()

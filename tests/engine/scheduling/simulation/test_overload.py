@@ -205,6 +205,8 @@ def test_who_always_waits_is_served_by_weight_whatever_it_asks_for() -> None:
 
 
 def test_service_is_not_by_weight_where_generated_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_broken("scheduler", "sequence.standing.level += sequence.standing.generated_cost", "pass", monkeypatch)
+    install_broken(
+        "scheduling.scheduler", "sequence.standing.level += sequence.standing.generated_cost", "pass", monkeypatch
+    )
     _, life = weighted()
     assert jain([life.served[account] / weight for account, weight in WEIGHTS.items()]) < 0.95

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduling import scheduler, waiting
+from engine.scheduling import scheduler, validation, waiting
 from tests.engine.scheduling.simulation import replica as simulated
 from tests.engine.scheduling.simulation.replica import Chaos
 
@@ -57,15 +57,15 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
 
 # module, what its source says, what the broken build says instead
 BREAKS = {
-    "tenants share one prefix cache": ("scheduling.sequence", "scope_id=scope.id", 'scope_id=b"x" * 16'),
-    "kinds of scope are not told apart": ("scheduling.sequence", "scope_kind=int(scope.kind)", "scope_kind=1"),
-    "a raised epoch wipes nothing": ("scheduling.sequence", "epoch=scope.epoch", "epoch=0"),
+    "tenants share one prefix cache": ("scheduling.validation", "scope_id=scope.id", 'scope_id=b"x" * 16'),
+    "kinds of scope are not told apart": ("scheduling.validation", "scope_kind=int(scope.kind)", "scope_kind=1"),
+    "a raised epoch wipes nothing": ("scheduling.validation", "epoch=scope.epoch", "epoch=0"),
     "requests without a scope share": (
-        "scheduling.sequence",
+        "scheduling.validation",
         "scope.kind == ScopeKind.REQUEST or not scope.id",
         "False",
     ),
-    "choices have the same seed": ("scheduling.sequence", "sampling.seed + choice", "sampling.seed"),
+    "choices have the same seed": ("scheduling.validation", "sampling.seed + choice", "sampling.seed"),
     "the prompt's last token is not computed": (
         "scheduling.kv_manager",
         "self._block_tokens : -1]",
@@ -115,7 +115,7 @@ BREAKS = {
     "spare blocks leak": ("scheduling.kv_manager", "self.blocks.give(self._spare)", "pass"),
     "what is sampled for an ended sequence is told": (
         "scheduling.scheduler",
-        "if sequence.stage == Stage.ENDED:\n                continue",
+        "if sequence.stage == SequenceState.ENDED:\n                continue",
         "",
     ),
     "a step that is taken back is not computed again": (
@@ -182,7 +182,7 @@ BREAKS = {
     ),
     "the background does not make way": ("scheduling.scheduler", "if behind and not self._paused:", "if behind:"),
     "the background expires": (
-        "scheduling.sequence",
+        "scheduling.validation",
         "submit.deadline_ms and not submit.terms.background",
         "submit.deadline_ms",
     ),
@@ -237,20 +237,24 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
     broken = types.ModuleType(f"broken_{name}")
     monkeypatch.setitem(sys.modules, broken.__name__, broken)
     exec(compile(source.replace(right, wrong), broken.__name__, "exec"), broken.__dict__)
-    for kept in {"Refused", "Stage"} & original.__dict__.keys():  # what the unbroken modules raise and compare
-        broken.__dict__[kept] = getattr(original, kept)
+    shared = {
+        "SubmitRejected",
+        "SequenceState",
+    } & original.__dict__.keys()  # the unbroken modules raise and compare them
+    broken.__dict__.update({name: getattr(original, name) for name in shared})
     for user, replaced in (
-        (simulated, "Blocks"),
-        (simulated, "Loop"),
+        (simulated, "BlockPool"),
+        (simulated, "StepLoop"),
         (simulated, "Scheduler"),
-        (simulated, "Door"),
-        (scheduler, "Budget"),
-        (scheduler, "Groups"),
-        (scheduler, "Holdings"),
-        (scheduler, "Prompts"),
-        (scheduler, "Waiting"),
+        (simulated, "RequestValidator"),
+        (scheduler, "TokenBudget"),
+        (scheduler, "PrefixGroups"),
+        (scheduler, "KVManager"),
+        (scheduler, "PrefillAdmission"),
+        (scheduler, "WaitingQueue"),
         (scheduler, "plan_step"),
         (waiting, "FairQueue"),
+        (validation, "Sequence"),
     ):
         if replaced in broken.__dict__:
             monkeypatch.setattr(user, replaced, broken.__dict__[replaced])
