@@ -309,8 +309,8 @@ class Scheduler:
         such sequences) too; waited_ms is the sum over the live ones that started; refused_… at once, where the queue
         was full or it would have waited for too long, expired_… and displaced_requests after they waited, for too long
         or for an account with fewer in a full queue; background_rows were computed for those; short_of_blocks are
-        attempts to start a live sequence, and preemptions of live ones, that found too few blocks in the pool: its machine gives
-        it more extents for them."""
+        attempts to start a live sequence, and preemptions of live ones, that found too few blocks in the pool: its
+        machine gives it more extents for them."""
         tree, blocks = self._holdings.tree, self._holdings.blocks
         counters = Counter(tree.counters)
         counters.update(self._holdings.counters)
