@@ -46,7 +46,7 @@ from engine.protocol.types import (
 )
 from tests.support.stamp_engine import Temper, solo
 
-STAMP = Path(__file__).parents[3] / "support" / "stamp_engine.py"
+STAMP = Path(__file__).parents[2] / "support" / "stamp_engine.py"
 TENANT_A = Scope(ScopeKind.TENANT, b"a" * 16)
 TENANT_B = Scope(ScopeKind.TENANT, b"b" * 16)
 PROMPT = list(range(1, 42))
