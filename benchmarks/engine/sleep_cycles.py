@@ -10,6 +10,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -42,10 +43,10 @@ def main() -> None:
         model = ModelSpec(
             name="@cf/bench/cycles", folder=str(folder), random_weights=True, context_tokens=CONTEXT_TOKENS
         )
-        runner = DecoderRunner.open(model, "cuda", None, lambda: None, DEVICE_BYTES, standby=True)
-        while runner.idle():
-            pass
-        ratio = measure(runner, options.cycles)
+        with closing(DecoderRunner.open(model, "cuda", None, lambda: None, DEVICE_BYTES, standby=True)) as runner:
+            while runner.idle():
+                pass
+            ratio = measure(runner, options.cycles)
     record("cycles", f"cycles-{options.cycles}-step", round(ratio, 4), "ratio", bound=1.0)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,14 +60,14 @@ def main(arguments: list[str]) -> int:
             names.remove(START)
             _keep(rows, measure_start(model, options.device), START_PEER_S, options)
         if names or options.profile:
-            engine = BenchEngine(model, options.device)
-            engine.prepare()
-            sizes = SMALL_SIZES if options.small else WorkloadSizes()
-            for name in tqdm(names, desc="shapes", file=sys.stderr, disable=not sys.stderr.isatty()):
-                for figure in SHAPES[name].measure(engine, bound, sizes):
-                    _keep(rows, figure, SHAPES[name].peer if figure.shape == name else None, options)
-            for count in [int(count) for count in options.profile.split(",") if count]:
-                _profile(engine, bound, sizes, count, options.trace)
+            with closing(BenchEngine(model, options.device)) as engine:
+                engine.prepare()
+                sizes = SMALL_SIZES if options.small else WorkloadSizes()
+                for name in tqdm(names, desc="shapes", file=sys.stderr, disable=not sys.stderr.isatty()):
+                    for figure in SHAPES[name].measure(engine, bound, sizes):
+                        _keep(rows, figure, SHAPES[name].peer if figure.shape == name else None, options)
+                for count in [int(count) for count in options.profile.split(",") if count]:
+                    _profile(engine, bound, sizes, count, options.trace)
     if options.plot:
         _plot(rows, Path(options.plot))
     return 0

@@ -62,7 +62,7 @@ class _TimedStep:
 
 
 class BenchEngine:
-    """A runner that sessions share, one after the other."""
+    """A runner that sessions share, one after the other. It is to be closed."""
 
     def __init__(self, model: ModelSpec, device: str) -> None:
         self.model = model
@@ -72,6 +72,9 @@ class BenchEngine:
         """What a replica does while it is idle: every graph is captured."""
         while self.runner.idle():
             pass
+
+    def close(self) -> None:
+        self.runner.close()
 
     def grammars(self) -> StructuredOutputManager:
         """To be closed. Where the model's folder has no tokenizer, a made-up one of its size is written there."""

@@ -172,6 +172,12 @@ class CpuRunner:
         """`wake` returns when all is there."""
         return True
 
+    def close(self) -> None:
+        """Gives everything back. It may be called again."""
+        self._decoder, self._kept_blocks, self._kept_LBW = None, [], self._kept_LBW.new_empty(0)
+        self.pool.unmap(self.pool.mapped)
+        trim_memory(_CPU)
+
     def sizes(self) -> MemoryUsage:
         """`device_bytes` is what steps read and write here. Where it sleeps the page cache, which the system takes back
         as it likes, is nobody's."""

@@ -85,6 +85,14 @@ class CudaGraphs:
         else:
             self._graphs[self._captured[index]].replay()
 
+    def close(self) -> None:
+        """Lets go of all graphs, and of what they hold of the workspace. None of them runs, and no more are captured.
+        It may be called again."""
+        self._missing.clear()
+        self._captured.clear()
+        while self._graphs:
+            self._graphs.popitem()[1].reset()
+
 
 def _captured(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()

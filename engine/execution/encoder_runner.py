@@ -122,10 +122,14 @@ class EncoderRunner:
     def sleep(self, kept: Items[int]) -> int:
         """Lets the weights go."""
         assert not kept
+        self.close()
+        return 0
+
+    def close(self) -> None:
+        """Gives everything back. It may be called again."""
         self._stream.wait()
         self._encoder = None
         trim_memory(self._stream.device)
-        return 0
 
     @torch.inference_mode()
     def wake(self, extents: Items[int], restored: Items[int]) -> int:

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Self
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -101,9 +103,12 @@ class GpuRunner:
         self._rows_before = 0
         self._prepared_at = 0.0
         sizes = capture_sizes(min(graph_rows, most.rows))
-        self._bodies = CudaGraphs(lambda rows: self._body(rows, wide=False), sizes, held.workspace)
-        self._wide_bodies = CudaGraphs(lambda rows: self._body(rows, wide=True), sizes, held.workspace)
-        self._heads = CudaGraphs(self._head, capture_sizes(min(graph_rows, most.sequences)), held.workspace)
+        weak = proxy(self)  # a circle would keep pinned memory until the collector comes, in a capture perhaps
+        self._bodies = CudaGraphs(lambda rows: weak._body(rows, wide=False), sizes, held.workspace)
+        self._wide_bodies = CudaGraphs(lambda rows: weak._body(rows, wide=True), sizes, held.workspace)
+        self._heads = CudaGraphs(
+            lambda rows: weak._head(rows), capture_sizes(min(graph_rows, most.sequences)), held.workspace
+        )
         self._graphs = (self._bodies, self._heads, self._wide_bodies)
         self.memory: MemoryReport
 
@@ -114,23 +119,27 @@ class GpuRunner:
     ) -> Self:  # fmt: skip
         """Loads the weights, compiles what is not compiled yet, measures what a step needs, takes the rest for KV, or
         what device_bytes leave, and captures hot graphs. What an earlier start has measured it takes over, and captures
-        but the first graphs.
+        but the first graphs. The caller closes it.
 
         Raises DoesNotFit.
         """
         try:
-            return cls._open(model, config, origin, context_tokens, beat, device_bytes, standby)
+            with ExitStack() as undoing:
+                opened = cls._open(model, config, origin, context_tokens, beat, device_bytes, standby, undoing)
+                undoing.pop_all()
+                return opened
         except OutOfDeviceMemory as error:
             raise DoesNotFit(f"{model.name}: {error}") from error
 
     @classmethod
     def _open(
         cls, model: ModelSpec, config: ModelConfig, origin: WeightSource, context_tokens: int, beat: Callable[[], None],
-        device_bytes: int | None, standby: bool,
+        device_bytes: int | None, standby: bool, undoing: ExitStack,
     ) -> Self:  # fmt: skip
         device = origin.device
         arena = Arena.of(device)
         weights = WeightBuffer(arena, origin.shapes)
+        undoing.callback(weights.close)
         with ThreadPoolExecutor(1) as beside:  # the one waits for files and copies, while the other computes
             named = beside.submit(name_kernels)
             parameters = origin.make(beat, dict(weights.tensors))
@@ -144,6 +153,7 @@ class GpuRunner:
             shape, kv_blocks(model, shape, context_tokens, most.sequences, most_bytes, most_bytes), arena, extents=1
         )
         held = _open_memory(model, config, origin.dtype, weights, pool, most, context_tokens, stream)
+        undoing.callback(held.close)
         share_kernel_cache(Path(model.folder) / KERNELS_FOLDER)
         kept = gpu_artifacts(
             model, config, context_tokens, str(origin.dtype), origin.coded, torch.cuda.get_device_name(device)
@@ -158,6 +168,7 @@ class GpuRunner:
             trial.load(context_tokens)
         segments = held.workspace.segments[space_segments:]
         opened = cls(config, parameters, held, stream, most, GRAPH_ROWS_MAX, standby)
+        undoing.callback(opened.close)
         opened._take_kv(model, context_tokens, device_bytes)
         mapped_blocks = min(len(pool.mapped) * pool.extent_blocks, pool.blocks)
         room_of_steps = ProfilingLimits(mapped_blocks, shape.block_tokens, context_tokens, most.sequences)
@@ -322,6 +333,16 @@ class GpuRunner:
 
     def arrived(self) -> bool:
         return self._held.arrived()
+
+    def close(self) -> None:
+        """Gives everything back in an order of its own: graphs, then what they and steps compute in, then the rest.
+
+        Nothing else may be asked of it afterwards. No other device of the process captures or computes meanwhile.
+        """
+        self._stream.wait()
+        for graphs in self._graphs:
+            graphs.close()
+        self._held.close()
 
     def sizes(self) -> MemoryUsage:
         return self._held.sizes(self.captured, self._standby)

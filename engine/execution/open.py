@@ -70,8 +70,8 @@ class DecoderRunner:
         """Loads `model.folder`. Calls `beat` after each tensor; afterwards each launch calls it after each layer.
 
         It maps as much KV as device_bytes leave beside its weights, but what one context takes in any case; None: all.
-        With `standby` it makes ready to sleep. Raises ConfigError, CheckpointError, DoesNotFit or Unusable, each saying
-        what to change.
+        With `standby` it makes ready to sleep. The caller closes it. Raises ConfigError, CheckpointError, DoesNotFit
+        or Unusable, each saying what to change.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -147,6 +147,10 @@ class DecoderRunner:
     def sizes(self) -> MemoryUsage:
         return self.place.sizes()
 
+    def close(self) -> None:
+        """As in replica.Served."""
+        self.place.close()
+
     @torch.inference_mode()
     def launch(self, packed: Int32s) -> InflightStep:
         """Begins one step. Positions must lie below `context_tokens` and tables below `blocks`."""
@@ -167,7 +171,7 @@ def open_model(
     model: ModelSpec, device: str, threads: int | None, beat: Callable[[], None], device_bytes: int | None = None,
     standby: bool = False,
 ) -> DecoderRunner | EncoderRunner:  # fmt: skip
-    """What the folder's config.json says: a decoder, or an encoder. Raises as their `open`."""
+    """What the folder's config.json says: a decoder, or an encoder, to be closed. Raises as their `open`."""
     if is_encoder(Path(model.folder)):
         return EncoderRunner.open(model, device, threads, beat)
     return DecoderRunner.open(model, device, threads, beat, device_bytes, standby)

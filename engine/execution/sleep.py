@@ -2,6 +2,7 @@
 
     sleep   what the host has no copy of is copied, what others wrote is zeroed, all is unmapped
     wake    memory is mapped where it was; the blocks that were kept come first, then the weights, stage by stage
+    close   all is given back for good: the workspace, the host's copies, then what else is mapped
 
 Steps may be launched as soon as `wake` returns: each layer waits on the device until its weights are there. It knows
 no steps, and not when a model is to sleep, or why.
@@ -94,6 +95,16 @@ class DeviceMemory:
             undoing.pop_all()
         self.awake = True
         return copied + self._weights.bytes
+
+    def close(self) -> None:
+        """Gives everything back, on the host too. Graphs in the workspace are closed. It may be called again."""
+        self._stream.wait()
+        self._copies.wait()
+        self.awake, self._coming = False, []
+        self.workspace.close()
+        self._kept.close()
+        self._weights.close()
+        self.pool.unmap(self.pool.mapped)
 
     def _lose(self, extents: Items[int]) -> None:
         """Unmaps them, zeroed: what was kept is on its way there."""

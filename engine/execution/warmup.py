@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Final
 
 import msgspec
@@ -30,9 +31,9 @@ def warm_up(model: ModelSpec, device: str, opening: bool) -> WarmupReport:
         return WarmupReport(needed=False, found=False, seconds=0.0)
     found = kept.read() is not None
     if opening:
-        runner = open_model(model, device, None, _beats())
-        while runner.idle():
-            pass
+        with closing(open_model(model, device, None, _beats())) as runner:
+            while runner.idle():
+                pass
         kept.spread()  # what another model of the same sizes has left is to lie beside this one, too
     files = [str(file) for file in kept.files if file.exists()] if found or opening else []
     return WarmupReport(needed=True, found=found, seconds=time.monotonic() - began, files=files)

@@ -85,6 +85,11 @@ class HostKVTier:
         self._pinned.clear(-(-len(self._blocks) * self._pool.shape.layers // self._rows))
         self._blocks = []
 
+    def close(self) -> None:
+        """Gives the host's memory back. Nothing that is queued reads or writes it. It may be called again."""
+        self._blocks = []
+        self._pinned.close()
+
     def _chunks(self) -> Iterator[tuple[Tensor, int, list[tuple[int, int, int, int]]]]:
         """Each piece's rows, their number, and where they belong: (layer, first place, last place + 1, row)."""
         count = len(self._blocks)

@@ -21,7 +21,7 @@ _THREADS: Final = 8
 
 
 class PinnedMemory:
-    """Pieces of PIECE_BYTES, at most enough for `most_bytes`. They stay until it is let go."""
+    """Pieces of PIECE_BYTES, at most enough for `most_bytes`. They stay until it is closed or let go."""
 
     def __init__(self, driver: MemoryDriver, most_bytes: int) -> None:
         """`driver` is that of the device that copies."""
@@ -62,11 +62,15 @@ class PinnedMemory:
         while self._clearing:
             self._clearing.pop().result()
 
-    def __del__(self) -> None:
-        if sys.is_finalizing():
-            return  # the process gives everything back
+    def close(self) -> None:
+        """Gives its memory back when the device has done all copies that are queued. It may be called again."""
         self.wait()
         self._threads.shutdown()
         self._driver.wait()
-        for piece in self.pieces:
-            self._driver.unregister(piece.data_ptr())
+        while self.pieces:
+            self._driver.unregister(self.pieces.pop().data_ptr())
+        self._region.unmap_all()
+
+    def __del__(self) -> None:
+        if self.pieces and not sys.is_finalizing():  # a process that ends gives everything back
+            self.close()

@@ -119,7 +119,8 @@ class Arena:
 
 
 class Region:
-    """A reserved range. It lives as long as it, or a tensor in it, is referred to; then its memory is given back."""
+    """A reserved range. Its addresses stay as long as it, or a tensor in it, is referred to. Its memory goes when it is
+    unmapped, or else with them."""
 
     def __init__(self, arena: Arena, name: str, address: int, size: int, piece_bytes: int) -> None:
         self.name = name
@@ -202,8 +203,9 @@ class Region:
     def __del__(self) -> None:
         if sys.is_finalizing():
             return  # the process gives everything back
-        self._arena.driver.wait()
-        self.unmap_all()
+        if self._handles:
+            self._arena.driver.wait()
+            self.unmap_all()
         self._arena.driver.release(self.address, self.size)
         self._arena.gone(self)
 

@@ -28,7 +28,8 @@ class Workspace:
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self._device = device
         self._segments = _Segments(arena)
-        self._pool = _pool(self._segments) if device.type == "cuda" else None
+        if device.type == "cuda":
+            self._segments.pool = _pool(self._segments)
 
     @property
     def bytes(self) -> int:
@@ -45,7 +46,7 @@ class Workspace:
 
         What is as large as a segment lies in one of its own, and leaves it to steps.
         """
-        if self._pool is None:
+        if self._segments.pool is None:
             return
         with self.entered():
             try:
@@ -57,10 +58,11 @@ class Workspace:
     @property
     def graphs(self) -> Any:
         """The pool that graphs are captured into, as torch names it. While one is, the workspace is not entered."""
-        return None if self._pool is None else self._pool.id
+        return None if self._segments.pool is None else self._segments.pool.id
 
     def entered(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self._device)
+        pool = self._segments.pool
+        return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
 
     def clear(self) -> None:
         """Zeroes all of it, in the order of the stream that is entered."""
@@ -84,11 +86,20 @@ class Workspace:
         for region in self._segments:
             region.unmap_all()
 
+    def close(self) -> None:
+        """Gives its memory back, and then torch's pool, which ends the process where any workspace is entered or any
+        graph captured meanwhile. Nothing that is queued reads or writes it. It may be called again."""
+        if self._segments.pool is not None:
+            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps what it got here for whoever has the stream next
+        self.unmap()
+        self._segments.pool = None
+
 
 class _Segments:
-    """What torch has got, each a region of its own."""
+    """What torch has got, each a region of its own, and its pool over them."""
 
     def __init__(self, arena: Arena) -> None:
+        self.pool: torch.cuda.MemPool | None = None
         self._arena = arena
         self._regions: dict[int, Region] = {}
 
@@ -111,7 +122,9 @@ class _Segments:
 
 
 def _pool(segments: _Segments) -> torch.cuda.MemPool:
-    """Torch's pool over them. It may call them for as long as the process lives, so they stay, empty in the end."""
+    """Torch's pool over them. It may call them for as long as the process lives, so they stay, empty in the end. The
+    pool stays with them where nobody closes it: torch ends the process if one goes while another is in use, as it may
+    when the collector comes."""
     calls = _ALLOCATE(segments.allocate), _FREE(segments.free)
     for call in calls:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))

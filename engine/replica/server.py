@@ -77,6 +77,11 @@ class ModelRunner(SleepableExecutor, Protocol):
         """Called while there is nothing to compute: prepares a little. False when nothing is left to prepare."""
         ...
 
+    def close(self) -> None:
+        """Gives back all memory, of the device and of the host, when what was launched is done. Nothing else may be
+        asked of it afterwards; it may be called again."""
+        ...
+
 
 OpenRunner = Callable[[ReplicaSpec, Callable[[], None]], ModelRunner]
 
@@ -399,11 +404,14 @@ def run(spec: ReplicaSpec, open_runner: OpenRunner, bounds: ReplicaLimits | None
         gc.freeze()  # what loading made stays: collections during steps need not walk it
         log("loaded", model=spec.model.name, seconds=round(time.monotonic() - began, 3), blocks=runner.blocks)
         try:
-            return serve(
+            status = serve(
                 spec, runner, grammars, pulse, bounds or ReplicaLimits(), orphaned=lambda: os.getppid() != parent
             )
         finally:
             pulse.enter(ReplicaPhase.STOPPING)
+        if status == 0:  # a device that fails may not answer; the process's end gives back what it holds
+            runner.close()
+        return status
 
 
 def serve(

@@ -82,6 +82,11 @@ class WeightBuffer:
                     marks[-1].set()
         return marks
 
+    def close(self) -> None:
+        """Gives their memory back, the host's too. Nothing that is queued reads them. It may be called again."""
+        self._pinned.close()
+        self._region.unmap_all()
+
 
 def _size(shape: torch.Size, dtype: torch.dtype) -> int:
     """Bytes, the gap behind them included."""

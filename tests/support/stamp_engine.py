@@ -218,6 +218,9 @@ class Stamps:
     def arrived(self) -> bool:
         return True
 
+    def close(self) -> None:
+        """There is nothing to give back."""
+
     def sizes(self) -> MemoryUsage:
         extent_bytes = self.extent_blocks * self.block_tokens * _SLOT_BYTES
         context_blocks = -(-self.context_tokens // self.block_tokens)
@@ -476,6 +479,10 @@ class TemperedStamps(Stamps):
         if self._prepared == self._temper.preparations:
             log("prepared", times=self._prepared, steps=self._step)
         return self._prepared < self._temper.preparations
+
+    def close(self) -> None:
+        """Tells of it."""
+        log("closed")
 
     def launch(self, packed: Int32s) -> StampFlight:
         self._step += 1

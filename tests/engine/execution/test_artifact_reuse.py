@@ -1,12 +1,20 @@
 """A GPU's replica that starts again: what it takes over of what an earlier one has measured."""
 
+import sys
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from triton.runtime.jit import JITFunction
 
+from engine import kernels
 from engine.execution import gpu_runner
 from engine.execution.open import DecoderRunner, model_artifacts
+from engine.kernels.compile_cache import name_kernels
+from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
 from engine.step.layout import pack_step
 from tests.support.small_models import BLOCK_TOKENS, Text, reference_model, saved, shuffled_tables, spec
@@ -15,8 +23,9 @@ pytestmark = pytest.mark.gpu
 SIZES = {"sequences": 64, "context_tokens": 1024, "dtype": "bfloat16", "kv_bytes": 64 << 20}
 
 
-def opened(folder: Path) -> DecoderRunner:
-    return DecoderRunner.open(spec(folder, **SIZES), "cuda", None, lambda: None)
+@pytest.fixture
+def opened(open_on_gpu: Callable[[ModelSpec], Any]) -> Callable[[Path], DecoderRunner]:
+    return lambda folder: open_on_gpu(spec(folder, **SIZES))
 
 
 def answers(runner: DecoderRunner) -> list[list[int]]:
@@ -36,11 +45,19 @@ def answers(runner: DecoderRunner) -> list[list[int]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No kernel is compiled yet, though other tests of the process may have loaded it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    name_kernels()
+    for module in [module for name, module in sys.modules.items() if name.startswith(f"{kernels.__name__}.")]:
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     return saved(reference_model("llama 3.1"), tmp_path / "model")
 
 
-def test_a_later_start_measures_nothing_and_answers_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_start_measures_nothing_and_answers_the_same(
+    folder: Path, opened: Callable[[Path], DecoderRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = opened(folder)
     assert any((folder / ".hearth" / "kernels").iterdir())
     said, workspace_bytes = answers(first), first.memory.workspace_bytes
@@ -57,7 +74,9 @@ def test_a_later_start_measures_nothing_and_answers_the_same(folder: Path, monke
     assert second.memory.workspace_bytes == pytest.approx(workspace_bytes, rel=0.05)
 
 
-def test_a_start_without_what_was_measured_measures_again(folder: Path) -> None:
+def test_a_start_without_what_was_measured_measures_again(
+    folder: Path, opened: Callable[[Path], DecoderRunner]
+) -> None:
     opened(folder)
     kept = model_artifacts(spec(folder, **SIZES), "cuda")
     assert kept is not None

@@ -1,8 +1,16 @@
 """engine/execution/cuda_graphs.py: which sizes are worth a graph, and which of them serves a step."""
 
-import pytest
+from unittest.mock import Mock, patch
 
-from engine.execution.cuda_graphs import HOT_SIZES, capture_sizes
+import pytest
+import torch
+
+from engine.execution import cuda_graphs
+from engine.execution.cuda_graphs import HOT_SIZES, CudaGraphs, capture_sizes
+from engine.memory.virtual_memory import Arena
+from engine.memory.workspace import Workspace
+
+CPU = torch.device("cpu")
 
 
 def test_sizes_are_fine_for_few_rows_and_coarser_for_many() -> None:
@@ -22,3 +30,17 @@ def test_little_is_computed_in_vain(rows: int) -> None:
 @pytest.mark.parametrize(("most", "last"), [(1, 1), (2, 2), (3, 4), (5, 8), (100, 104), (257, 288), (5000, 1024)])
 def test_the_last_size_holds_the_most_or_is_the_largest(most: int, last: int) -> None:
     assert capture_sizes(most)[-1] == last
+
+
+def test_closed_graphs_are_let_go_once_and_no_more_are_captured() -> None:
+    captured = [Mock(), Mock()]
+    with patch.object(cuda_graphs, "_captured", side_effect=captured):
+        several = CudaGraphs(lambda rows: None, [1, 2, 4], Workspace(Arena.of(CPU), CPU))
+        assert several.capture_next()
+        assert several.capture_next()
+        for _ in range(2):
+            several.close()
+    assert [graph.reset.call_count for graph in captured] == [1, 1]
+    assert len(several) == 0
+    assert not several.capture_next()
+    assert not several.capture_for(4)

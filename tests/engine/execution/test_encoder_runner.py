@@ -2,13 +2,14 @@
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from engine.execution.encoder_runner import EncoderRunner
 from engine.execution.memory_plan import CONTEXT_BYTES
 from engine.execution.step_loop import StepLoop, open_scheduler
 from engine.protocol.frames import SetPlacement
@@ -96,9 +97,9 @@ def test_on_a_gpu_what_the_driver_keeps_is_held_asleep_too(tmp_path: Path, monke
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_given_back_and_taken_again(tmp_path: Path) -> None:
+def test_a_gpu_is_given_back_and_taken_again(open_on_gpu: Callable[[ModelSpec], Any], tmp_path: Path) -> None:
     folder = saved(seeded(FAMILIES["bert"]), tmp_path)
-    runner = EncoderRunner.open(ModelSpec(name="small", folder=str(folder)), "cuda", 1, lambda: None)
+    runner = open_on_gpu(ModelSpec(name="small", folder=str(folder)))
     expected = vectors(runner, TEXTS, Pooling.MEAN)
     held = torch.cuda.memory_allocated()
     runner.sleep([])

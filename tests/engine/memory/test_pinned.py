@@ -68,3 +68,14 @@ def test_clearing_zeroes_the_first_pieces() -> None:
     memory.clear(2)
     memory.wait()
     assert [bool(piece.any()) for piece in memory.pieces] == [False, False, True]
+
+
+def test_what_is_closed_is_given_back_whoever_still_refers_to_it() -> None:
+    driver = Registering()
+    memory = PinnedMemory(driver, 2 * PIECE_BYTES)
+    piece = memory.grow()
+    memory.clear(1)
+    for _ in range(2):
+        memory.close()
+        assert (memory.bytes, driver.registered, memory._region.mapped) == (0, {}, [])
+    assert not piece.any()

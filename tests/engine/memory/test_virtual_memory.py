@@ -4,6 +4,7 @@ import gc
 import mmap
 import random
 from contextlib import suppress
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -137,6 +138,17 @@ def test_a_region_lives_as_long_as_a_tensor_in_it() -> None:
     gc.collect()
     assert (arena.mapped_bytes, driver.mapped, driver.reserved) == (0, {}, {})
     arena.check()
+
+
+def test_a_region_without_memory_goes_without_waiting_for_the_device() -> None:
+    driver = Refusing()
+    region = Arena(driver, 100 * UNIT).reserve("r", 4 * UNIT, UNIT)
+    region.map_all()
+    region.unmap_all()
+    with patch.object(driver, "wait") as waited:
+        del region
+    assert driver.reserved == {}
+    assert not waited.called
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +191,8 @@ def test_a_gpus_vectors_are_those_of_a_cpu(tmp_path: Path) -> None:
     folder = saved(reference_model("qwen3"), tmp_path)
     texts = _texts([1, 17, 100, 300])
     expected = Served(spec(folder, vectors=True)).vectors(texts)
-    found = Served(spec(folder, vectors=True), device="cuda").vectors(texts)
+    served = Served(spec(folder, vectors=True), device="cuda")
+    with closing(served.runner):
+        found = served.vectors(texts)
     for one, other in zip(found, expected, strict=True):
         assert np.abs(one - other).max() < 2e-3

@@ -2,8 +2,10 @@
 wherever they lie.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -232,13 +234,12 @@ def test_a_gpu_gets_the_same_bits_as_a_cpu(
 
 
 @pytest.mark.gpu
-def test_a_model_in_12_bits_is_as_exact_as_in_bf16_also_after_a_sleep(source: Path, tmp_path: Path) -> None:
+def test_a_model_in_12_bits_is_as_exact_as_in_bf16_also_after_a_sleep(
+    source: Path, open_on_gpu: Callable[[ModelSpec], Any], tmp_path: Path
+) -> None:
     folder = compressed(source, tmp_path / "coded", CompressionLevel.DEVICE)
     exact = answers(open_small(source))
-    plain, coded = (
-        DecoderRunner.open(spec(each, dtype="bfloat16", kv_bytes=None, sequences=8), "cuda", None, lambda: None)
-        for each in (source, folder)
-    )
+    plain, coded = (open_on_gpu(spec(each, dtype="bfloat16", kv_bytes=None, sequences=8)) for each in (source, folder))
     assert coded.memory.weights_bytes == origin_of(folder, device=GPU).bytes < 0.8 * coded.memory.bf16_bytes
     assert coded.memory.bf16_bytes == plain.memory.weights_bytes
     assert 0 < coded.memory.coded_bytes < coded.memory.weights_bytes
