@@ -22,7 +22,7 @@ check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/test_imports.py
+	$(BIN)/pytest -q tests/test_house.py
 
 FUZZ_S ?= 60
 fuzz: .venv/.dev .venv/.fuzz # each fuzzer for FUZZ_S seconds; what breaks one is kept in a file, whose name it says
