@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from gateway import errors
 from gateway.admin.dispatch import ACCOUNT_ID, AdminApi
@@ -33,9 +34,6 @@ from gateway.errors import ApiError, ErrorFormat
 from gateway.http.client_address import ClientAddressPolicy
 from gateway.http.exchange import (
     JSON_CONTENT,
-    AsgiMessage,
-    AsgiReceive,
-    AsgiSend,
     ClientDisconnected,
     Exchange,
     ExchangeTimeouts,
@@ -108,7 +106,7 @@ class App:
         for exchange in list(self._open):
             exchange.interrupt(errors.draining())
 
-    async def __call__(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "lifespan":
@@ -116,7 +114,7 @@ class App:
         else:
             raise RuntimeError(f"{scope['type']} is not served")
 
-    async def _lifespan(self, receive: AsgiReceive, send: AsgiSend) -> None:
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "lifespan.startup"
         async with asyncio.TaskGroup() as group:
             gateway = self._gateway
@@ -131,9 +129,9 @@ class App:
         await asyncio.to_thread(self._gateway.traces.close)
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _http(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Owns one request: whatever happens below, it is answered, or its client is gone, when this returns."""
-        origin, request_id = self._edge.origin(scope), str(uuid.uuid4())
+        origin, request_id = self._edge.client_address(scope), str(uuid.uuid4())
         exchange = Exchange(scope, receive, send, self._patience, request_id, self._gateway.clock, origin)
         route = "none"
         try:
@@ -162,7 +160,7 @@ class App:
                 return self._only("GET", exchange, "readyz", self._readyz)
             case "/metrics":
                 return self._only("GET", exchange, "metrics", self._metrics)
-        if not self._edge.serves(exchange.headers[b"host"]):
+        if not self._edge.serves_host(exchange.headers[b"host"]):
             raise errors.misdirected()
         if path == "/client/v4/openapi.json":
             return self._only("GET", exchange, "openapi", self._describe)
@@ -172,14 +170,14 @@ class App:
             if found is None:
                 return self._api_route(path)
             account_id, resource = found.groups()
-            exchange.shape = self._shape(resource)
+            exchange.error_format = self._shape(resource)
             if ACCOUNT_ID.fullmatch(account_id) is None:
                 raise errors.bad_account_id(path)
         elif path.startswith("/ai/"):
             resource = path.removeprefix("/ai")
         elif not path.startswith("/v1/"):
             raise errors.no_route(path)
-        exchange.shape = self._shape(resource)
+        exchange.error_format = self._shape(resource)
         return self._resource(exchange, account_id, resource)
 
     def _api_route(self, path: str) -> tuple[str, Callable[[Exchange], Awaitable[None]]]:
@@ -256,7 +254,7 @@ class App:
             raise errors.store_unavailable() from None
         if account_id is not None and account_id != caller.account.id:
             raise errors.foreign_account()
-        if not caller.grant.reaches(exchange.origin.address):
+        if not caller.grant.reaches(exchange.client.address):
             raise errors.wrong_network()
         if permissions and not any(map(caller.grant.permits, permissions)):
             raise errors.not_permitted(permissions[0])
@@ -331,7 +329,7 @@ class App:
     async def _metrics(self, exchange: Exchange) -> None:
         """What names accounts or tells of load is for the operator's token. Any other, or none, or one that cannot be
         checked while the store is away, reads what its network may: an outage is when the operator needs it most."""
-        text, shown = self._gateway.metrics.text, self._edge.shows_metrics(exchange.origin)
+        text, shown = self._gateway.metrics.text, self._edge.shows_metrics(exchange.client)
         if b"authorization" in exchange.headers:
             with contextlib.suppress(ApiError):
                 await self._authenticate(exchange, _credential(exchange), None, (Permission.OPERATOR,))

@@ -15,7 +15,7 @@ from typing import Final
 import uvloop
 
 from benchmarks.record import record
-from tenants.records.store_types import Limits
+from tenants.records.limits import Limits
 from tests.support.early_disconnects import Held, leaving
 from tests.support.served_gateway import served
 

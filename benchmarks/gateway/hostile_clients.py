@@ -16,7 +16,7 @@ import uvloop
 
 from benchmarks.record import record
 from gateway.config import ServerConfig
-from tenants.records.store_types import Limits
+from tenants.records.limits import Limits
 from tests.support.certificates import trusting, write_certificate
 from tests.support.early_disconnects import Held
 from tests.support.hostile_clients import besieged, go_on

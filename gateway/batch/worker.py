@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 from cryptography.exceptions import InvalidTag
+from starlette.types import Message
 
 from gateway import errors
 from gateway.batch.concurrency import ConcurrencyController
@@ -27,7 +28,7 @@ from gateway.batch.encryption import BatchEncryption, StoredRequest
 from gateway.catalogue.catalogue import Model
 from gateway.errors import ApiError
 from gateway.http.client_address import ClientAddress
-from gateway.http.exchange import AsgiMessage, Exchange, ExchangeTimeouts
+from gateway.http.exchange import Exchange, ExchangeTimeouts
 from gateway.inference.embed import EmbeddingCall, serve_embedding
 from gateway.inference.embedding_types import EmbeddingRequest
 from gateway.inference.generate import admit, serve_generation
@@ -72,14 +73,14 @@ class _BackgroundExchange(Exchange):
 
     def __init__(self, gateway: InferenceContext, request_id: str) -> None:
         scope = {"method": "POST", "path": "", "query_string": b"", "headers": []}
-        nobody, patience = ClientAddress("", certain=False), ExchangeTimeouts(0, 0, 0, 0)
+        nobody, patience = ClientAddress("", trusted=False), ExchangeTimeouts(0, 0, 0, 0)
         super().__init__(scope, self._silence, self._keep, patience, request_id, gateway.clock, nobody)
         self.answered = b""
 
-    async def _silence(self) -> AsgiMessage:
+    async def _silence(self) -> Message:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-    async def _keep(self, message: AsgiMessage) -> None:
+    async def _keep(self, message: Message) -> None:
         self.answered += message.get("body", b"")
 
 
@@ -257,7 +258,7 @@ class BatchWorker:
     async def _serve(self, request: GenerationCall | EmbeddingCall, work: Work) -> ApiError | None:
         """What it was refused for, or what ended it."""
         try:
-            async with request.exchange.attended():
+            async with request.exchange.watching_client():
                 await work()
             request.outcome = "done"
         except ApiError as refusal:

@@ -49,11 +49,11 @@ def head_problem(version: str, target: bytes, headers: Sequence[tuple[bytes, byt
 
 @dataclass(frozen=True, slots=True)
 class ClientAddress:
-    """Where a request comes from. `address` is "" where a proxy's word cannot be read. It is `certain` unless a proxy
+    """Where a request comes from. `address` is "" where a proxy's word cannot be read. It is `trusted` unless a proxy
     that nobody trusts has sent the request on: then the address is that proxy's, and the caller may be anywhere."""
 
     address: str
-    certain: bool
+    trusted: bool
 
 
 class ClientAddressPolicy:
@@ -67,7 +67,7 @@ class ClientAddressPolicy:
         self._endings = tuple(name.removeprefix("*") for name in server.hosts if name.startswith("*."))
         self._any_name = not server.hosts
 
-    def origin(self, scope: MutableMapping[str, Any]) -> ClientAddress:
+    def client_address(self, scope: MutableMapping[str, Any]) -> ClientAddress:
         """Of the request with this ASGI scope."""
         peer: str = (scope.get("client") or ("",))[0]
         headers: RawHeaders = scope["headers"]
@@ -87,7 +87,7 @@ class ClientAddressPolicy:
         address = parse_ip_address(peer)
         return address is not None and _within(address, self._proxies)
 
-    def serves(self, host: bytes) -> bool:
+    def serves_host(self, host: bytes) -> bool:
         """Whether a well-formed Host header names this gateway."""
         if self._any_name:
             return True
@@ -95,10 +95,10 @@ class ClientAddressPolicy:
         name = "" if found is None else found[1].decode().lower().rstrip(".")
         return name in self._names or name.endswith(self._endings)
 
-    def shows_metrics(self, origin: ClientAddress) -> bool:
+    def shows_metrics(self, client: ClientAddress) -> bool:
         """Whether whoever asks from there may read /metrics."""
-        address = parse_ip_address(origin.address)
-        return origin.certain and address is not None and _within(address, self._metrics)
+        address = parse_ip_address(client.address)
+        return client.trusted and address is not None and _within(address, self._metrics)
 
     def _hops(self, headers: RawHeaders) -> Iterator[bytes]:
         """What the proxies say, the last one's word first."""

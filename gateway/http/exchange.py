@@ -1,22 +1,21 @@
-"""One HTTP request and its answer, as plain ASGI: the body under limits, events, pings, and a client that leaves.
+"""One HTTP request and its answer, as plain ASGI: the body under limits, events, pings, and a client that disconnects.
 
 It does not know what is asked or answered. Every write to the client goes through here.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
+
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway import errors
 from gateway.errors import ApiError, ErrorFormat
 from gateway.http import sse
 from gateway.http.client_address import ClientAddress
 
-AsgiMessage = MutableMapping[str, Any]
-AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
-AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON_CONTENT: Final[Header] = (b"content-type", b"application/json")
@@ -25,7 +24,7 @@ FIRST_BYTE_MARGIN: Final = 0.85  # of first_byte_s: the rest is for the way to t
 
 
 class ClientDisconnected(Exception):
-    """The client closed its connection, or had to be dropped; there is nobody to answer."""
+    """The client closed its connection, or was cut off; there is nobody to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,55 +38,56 @@ class ExchangeTimeouts:
 
 
 class Exchange:
-    """Reads one request and writes its answer. One task uses it, and its own watches while `attended`.
+    """Reads one request and writes its answer. One task uses it, and its own watches run inside `watching_client`.
 
-    `shape` is that of its errors. `clock` is monotonic seconds.
+    `path_params` are what the placeholders of its route stand for. `clock` is monotonic seconds.
     """
 
     def __init__(
         self,
-        scope: AsgiMessage,
-        receive: AsgiReceive,
-        send: AsgiSend,
-        patience: ExchangeTimeouts,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        timeouts: ExchangeTimeouts,
         request_id: str,
         clock: Callable[[], float],
-        origin: ClientAddress,
+        client: ClientAddress,
     ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.path_params: dict[str, str] = scope.get("path_params", {})
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of several counts
-        self.origin = origin
+        self.client = client
         self.request_id = request_id
         self.began = clock()
-        self.shape = ErrorFormat.ENVELOPE
-        self.beside: list[Header] = []  # headers of whatever is answered
+        self.error_format = ErrorFormat.ENVELOPE
+        self.extra_headers: list[Header] = []  # sent with every answer
         self.status: int | None = None
-        self._abort: Callable[[], None] | None = scope.get("hearth.abort")
+        self._abort_transport: Callable[[], None] | None = scope.get("hearth.abort")
         self._receive = receive
         self._send = send
-        self._patience = patience
+        self._timeouts = timeouts
         self._clock = clock
         self._ended = False
         self._wrote_at = self.began
         self._blocked_since: float | None = None
-        self._asked_at = self.began
+        self._body_read_at = self.began
         self._group: asyncio.TaskGroup | None = None
         self._watches: list[asyncio.Task[None]] = []
-        self._copy: Callable[[bytes], None] | None = None
-        self._left = False
+        self._tee: Callable[[bytes], None] | None = None
+        self._disconnected = False
         self._fail: Callable[[ApiError, str], bytes] | None = None
 
     async def body(self, limit_bytes: int) -> bytes:
-        """The whole body. Raises Refusal when it is too large or too slow, ClientGone when it ends early."""
+        """Reads the whole body. Raises ApiError if it is too large or too slow, ClientDisconnected if it ends early."""
         announced = self.headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > limit_bytes:
             raise errors.body_too_large(limit_bytes)
         pieces: list[bytes] = []
         left = limit_bytes
         try:
-            async with asyncio.timeout(self._patience.body_s):
+            async with asyncio.timeout(self._timeouts.body_s):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -98,48 +98,49 @@ class Exchange:
                         raise errors.body_too_large(limit_bytes)
                     pieces.append(piece)
                     if not message.get("more_body", False):
-                        self._asked_at = self._clock()
+                        self._body_read_at = self._clock()
                         return b"".join(pieces)
         except TimeoutError:
-            raise errors.body_too_slow(self._patience.body_s) from None
+            raise errors.body_too_slow(self._timeouts.body_s) from None
 
     @contextlib.asynccontextmanager
-    async def attended(self) -> AsyncIterator[None]:
-        """Ends what runs inside when the client leaves (ClientGone) or `interrupt` is called (its Refusal)."""
+    async def watching_client(self) -> AsyncIterator[None]:
+        """Ends what runs inside when the client disconnects (ClientDisconnected) or `interrupt` is called (its
+        ApiError)."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                self._watch(self._notice_leaving())
+                self._watch(self._watch_disconnect())
                 try:
                     yield
                 finally:
                     self._group = None
                     for watch in self._watches:
                         watch.cancel()
-                    self._watches.clear()  # they know this exchange: left in it, it would wait for the collector
+                    self._watches.clear()  # they refer to this exchange: kept, the cycle would wait for the collector
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    def copy_to(self, take: Callable[[bytes], None]) -> None:
-        """Gives away each piece of the answer as it is sent. An answer in one piece is worked on to its end then, also
-        where its client leaves."""
-        self._copy = take
+    def tee(self, push: Callable[[bytes], None]) -> None:
+        """Passes each piece of the answer to `push` as it is sent. From now on an answer in one piece is computed to
+        its end even if the client disconnects."""
+        self._tee = push
 
     @property
-    def streams(self) -> bool:
-        """Whether the answer is events."""
+    def is_streaming(self) -> bool:
+        """Whether the answer is a stream of events."""
         return self._fail is not None
 
     def stream(self, fail: Callable[[ApiError, str], bytes]) -> None:
-        """The answer will be events: from now on the head leaves in time and silence is broken by comments. `fail`
-        writes their end where they end with a refusal of the request with this id. Raises ClientGone."""
-        if self._left:
+        """Makes the answer a stream: from now on the head leaves in time and silence is broken by comments. `fail`
+        renders the events that end a stream with an error. Raises ClientDisconnected."""
+        if self._disconnected:
             raise ClientDisconnected
         self._fail = fail
-        self._watch(self._break_silence())
+        self._watch(self._send_pings())
 
     def interrupt(self, refusal: ApiError) -> None:
-        """Makes the attended work end with this refusal. Does nothing before and after it is attended."""
+        """Ends the work inside `watching_client` with this refusal; does nothing before and after."""
 
         async def end() -> None:
             raise refusal
@@ -148,28 +149,28 @@ class Exchange:
             self._watch(end())
 
     async def answer(self, status: int, body: bytes, headers: list[Header]) -> None:
-        """The whole answer at once."""
+        """Sends the whole answer at once."""
         length = (b"content-length", b"%d" % len(body))
         await self._start(status, [*headers, length])
         self._ended = True
         await self._push({"type": "http.response.body", "body": body})
 
     async def write(self, events: bytes) -> None:
-        """Whole events, in one write; the head goes first where it has not gone yet. Nothing is sent for b""."""
+        """Sends whole events in one write, after the head if it was not sent yet. Sends no events for b""."""
         if self.status is None:
             await self._start(200, sse.HEADERS)
         if events:
             await self._push({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes) -> None:
-        """The last events of a stream."""
+        """Sends the last events of a stream."""
         if self.status is None:
             await self._start(200, sse.HEADERS)
         self._ended = True
         await self._push({"type": "http.response.body", "body": events, "more_body": False})
 
     async def refuse(self, refusal: ApiError) -> None:
-        """Answers with the refusal: a status where nothing was sent yet, else the events that end a stream."""
+        """Answers with the refusal: with its status if nothing was sent yet, else with the events that end a stream."""
         if self._ended:
             return
         try:
@@ -187,63 +188,64 @@ class Exchange:
                     headers.append((b"allow", refusal.allowed.encode()))
                 if refusal.closes:
                     headers.append((b"connection", b"close"))
-                await self.answer(refusal.status, errors.error_body(self.shape, refusal, self.request_id), headers)
+                body = errors.error_body(self.error_format, refusal, self.request_id)
+                await self.answer(refusal.status, body, headers)
         except TimeoutError:
-            self.drop()
+            self.abort()
 
-    def drop(self) -> None:
-        """Closes the connection at once, with whatever is still unsent."""
-        if self._abort is not None:
-            self._abort()
+    def abort(self) -> None:
+        """Closes the connection at once and discards what is unsent."""
+        if self._abort_transport is not None:
+            self._abort_transport()
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.status = status
         id_ = self.request_id.encode()
-        named = [*headers, *self.beside, (b"x-request-id", id_), (b"request-id", id_)]
+        named = [*headers, *self.extra_headers, (b"x-request-id", id_), (b"request-id", id_)]
         await self._push({"type": "http.response.start", "status": status, "headers": named})
 
-    async def _push(self, message: AsgiMessage) -> None:
-        if self._copy is not None:
-            self._copy(message.get("body", b""))
+    async def _push(self, message: Message) -> None:
+        if self._tee is not None:
+            self._tee(message.get("body", b""))
         self._blocked_since = self._wrote_at = self._clock()
         await self._send(message)
         self._blocked_since = None
 
     def _watch(self, watch: Coroutine[Any, Any, None]) -> None:
-        assert self._group is not None, "only attended work is watched"
+        assert self._group is not None, "watches need watching_client"
         self._watches.append(self._group.create_task(watch))
 
-    async def _notice_leaving(self) -> None:
+    async def _watch_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._left = True
-        if self._copy is None or self.streams:
+        self._disconnected = True
+        if self._tee is None or self.is_streaming:
             raise ClientDisconnected
 
-    async def _break_silence(self) -> None:
-        """Sends the head in time, comments into silence, and drops a client that does not read."""
+    async def _send_pings(self) -> None:
+        """Sends the head in time and comments into silence, and cuts off a client that does not read."""
         while True:
-            await asyncio.sleep(max(0.0, self._quiet_left_s()))
-            if self._quiet_left_s() > 0:
+            await asyncio.sleep(max(0.0, self._silence_left_s()))
+            if self._silence_left_s() > 0:
                 continue
             if self._blocked_since is not None:
-                self.drop()
+                self.abort()
                 raise ClientDisconnected
             await self._ping()
 
     async def _ping(self) -> None:
         try:
-            async with asyncio.timeout(self._patience.blocked_s):
+            async with asyncio.timeout(self._timeouts.blocked_s):
                 await self.write(sse.PING)
         except TimeoutError:
-            self.drop()
+            self.abort()
             raise ClientDisconnected from None
 
-    def _quiet_left_s(self) -> float:
-        """Seconds until something must happen if nothing is written until then."""
+    def _silence_left_s(self) -> float:
+        """Seconds until `_send_pings` must act if nothing is written before."""
         now = self._clock()
         if self._blocked_since is not None:
-            return self._blocked_since + self._patience.blocked_s - now
+            return self._blocked_since + self._timeouts.blocked_s - now
         if self.status is None:
-            return self._asked_at + self._patience.first_byte_s * FIRST_BYTE_MARGIN - now
-        return self._wrote_at + self._patience.ping_s - now
+            return self._body_read_at + self._timeouts.first_byte_s * FIRST_BYTE_MARGIN - now
+        return self._wrote_at + self._timeouts.ping_s - now

@@ -151,7 +151,7 @@ async def serve_embedding(request: EmbeddingCall, zero: bool) -> None:
             metadata="" if zero else request.options.metadata,
         ),
     )
-    request.exchange.beside = rate_limit_headers.headers(request.reservation.left)
+    request.exchange.extra_headers = rate_limit_headers.headers(request.reservation.left)
     vectors_NH = await run_on_replicas(request, pooling, suspect, zero)
     answer = await _answer(request, vectors_NH, pooling)
     neurons = (b"cf-ai-neurons", f"{answer.usage.neurons:.6f}".encode())

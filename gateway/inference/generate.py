@@ -105,7 +105,7 @@ async def dispatch(
     else:
         request = GenerationCall(gateway, exchange, caller, model, asked.prompt, options.joined(asked.prompt.options))
     try:
-        async with exchange.attended(), asyncio.timeout(request.left_s()):
+        async with exchange.watching_client(), asyncio.timeout(request.left_s()):
             if isinstance(request, EmbeddingCall):
                 await serve_embedding(request, zero)
             elif isinstance(asked, TokenCountRequest):
@@ -169,7 +169,7 @@ async def serve_generation(request: GenerationCall, reply: Reply, zero: bool) ->
         raise errors.crashes(int(CRASH_MEMORY_S / 60))
     max_tokens = min(prompt.max_tokens or model.default_tokens, room)
     request.reservation = reservation = await reserve(request, quota_request(request, max_tokens, zero))
-    request.exchange.beside = rate_limit_headers.headers(reservation.left)
+    request.exchange.extra_headers = rate_limit_headers.headers(reservation.left)
     affordable = reservation.output_tokens // prompt.n
     request.cut = affordable < max_tokens
     if prompt.stream:
@@ -184,7 +184,7 @@ async def serve_generation(request: GenerationCall, reply: Reply, zero: bool) ->
 async def serve_token_count(request: GenerationCall, asked: TokenCountRequest, zero: bool) -> None:
     """Answers how many tokens the prompt has. It counts as one request for the limits, and costs no tokens."""
     request.reservation = reservation = await reserve(request, quota_request(request, 0, zero))
-    request.exchange.beside = rate_limit_headers.headers(reservation.left)
+    request.exchange.extra_headers = rate_limit_headers.headers(reservation.left)
     ids = await encode_generation(request, zero)
     await request.exchange.answer(200, asked.answer(len(ids)), [JSON_CONTENT, (b"cache-control", b"no-store")])
 

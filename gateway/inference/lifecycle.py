@@ -52,7 +52,7 @@ async def reserve(request: OpenCall, demand: QuotaRequest) -> Reservation:
     try:
         reservation = await gateway.quota.reserve(request.caller, request.exchange.request_id, demand)
     except QuotaExceeded as exceeded:
-        request.exchange.beside = rate_limit_headers.headers([exceeded.left])
+        request.exchange.extra_headers = rate_limit_headers.headers([exceeded.left])
         gateway.thresholds.consider(request.caller.account, [exceeded.left])
         account = request.caller.account
         gateway.metrics.shares.refused(account.id, account.plan.name, exceeded.limit)

@@ -78,7 +78,7 @@ class ReplayCache:
             await _replay(exchange, msgspec.msgpack.decode(claimed, type=_RecordedAnswer))
             return
         copy = AnswerRecorder()
-        exchange.copy_to(copy.take)
+        exchange.tee(copy.take)
         try:
             await serve()
         except (ApiError, ClientDisconnected):
@@ -90,7 +90,7 @@ class ReplayCache:
         packed = None if whole is None else zlib.compress(whole, 1)
         if packed is not None and not self._has_room(account_id, len(packed)):
             packed = None
-        answer = msgspec.msgpack.encode(_RecordedAnswer(exchange.streams, packed))
+        answer = msgspec.msgpack.encode(_RecordedAnswer(exchange.is_streaming, packed))
         await _settled(lambda: claim.keep(answer))
 
     def _has_room(self, account_id: str, answer_bytes: int) -> bool:
@@ -116,7 +116,7 @@ async def _replay(exchange: Exchange, answer: _RecordedAnswer) -> None:
     if answer.body is None:
         raise errors.answer_not_kept()
     body = zlib.decompress(answer.body)
-    exchange.beside = [REPLAYED_HEADER]
+    exchange.extra_headers = [REPLAYED_HEADER]
     if answer.streamed:
         await exchange.end(body)
     else:

@@ -86,7 +86,7 @@ def test_a_long_name_is_cut() -> None:
 
 
 ROW = re.compile(r"^\| (\d{3}) \| (\d{4,5}) \| .* \| `(\S+)::(\S+)` \|$", re.MULTILINE)
-RAISED = re.compile(r"Refusal\(\s*(\d{3}), (\d{4,5}),")
+RAISED = re.compile(r"ApiError\(\s*(\d{3}), (\d{4,5}),")
 TESTS = Path(__file__).parent
 GATEWAY = TESTS.parents[1] / "gateway"
 

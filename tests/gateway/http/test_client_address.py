@@ -23,7 +23,7 @@ BODY = b'{"prompt":"hello","max_tokens":2}'
 
 def origin(peer: str, *headers: tuple[bytes, bytes], **server: Any) -> ClientAddress:
     scope = {"client": (peer, 1) if peer else None, "headers": [(b"host", b"x"), *headers]}
-    return ClientAddressPolicy(ServerConfig(**server)).origin(scope)
+    return ClientAddressPolicy(ServerConfig(**server)).client_address(scope)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,9 @@ def test_without_a_trusted_proxy_headers_say_nothing() -> None:
     ],
 )
 def test_names_are_whole_or_below_a_star(host: bytes, is_served: bool) -> None:
-    assert (
-        ClientAddressPolicy(ServerConfig(hosts=["ai.example.com", "*.tenants.example.com"])).serves(host) is is_served
-    )
-    assert ClientAddressPolicy(ServerConfig()).serves(host)
+    policy = ClientAddressPolicy(ServerConfig(hosts=["ai.example.com", "*.tenants.example.com"]))
+    assert policy.serves_host(host) is is_served
+    assert ClientAddressPolicy(ServerConfig()).serves_host(host)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tenants.records.store_types import Limits
+from tenants.records.limits import Limits
 from tests.support.early_disconnects import Held, leaving
 from tests.support.served_gateway import looped, served
 

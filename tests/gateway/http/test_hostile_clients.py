@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tenants.records.store_types import Limits
+from tenants.records.limits import Limits
 from tests.support.certificates import trusting, write_certificate
 from tests.support.hostile_clients import besieged, go_on
 from tests.support.served_gateway import looped, served, until
