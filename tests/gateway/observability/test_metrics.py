@@ -178,7 +178,7 @@ async def test_what_machines_hold_and_move_is_told_to_the_operator_and_where_mod
         assert "hearth_machine_moves" not in everybody
         assert "hearth_model_waiting" not in everybody
         text = (await gateway.call("/metrics", b"", "GET", authorization=f"Bearer {operator}")).content.decode()
-        machine = f'machine="{gateway.cluster.fleet.address}"'
+        machine = f'machine="{gateway.fleet.address}"'
         for line in (
             f'hearth_model_waiting{{model="{MODEL}"}} 1.0',
             f'hearth_replicas_quarantined{{model="{MODEL}"}} 1.0',

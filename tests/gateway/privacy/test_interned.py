@@ -13,7 +13,7 @@ from tests.end_to_end.canary import Canaries
 
 READER = """
 import asyncio, socket, sys, uvloop
-from gateway.privacy.interned import overwrite_reads
+from gateway.privacy.interned import overwrite_read_buffer
 from gateway.privacy.process import scrub_memory
 
 scrub_memory()
@@ -23,7 +23,7 @@ async def main():
     await reader.readuntil(b"!")
     print("read", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    await overwrite_reads()
+    await overwrite_read_buffer()
     print("overwritten", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
 

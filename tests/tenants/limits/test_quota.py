@@ -519,27 +519,27 @@ async def test_settling_races_the_sweep_of_another_gateway_and_is_charged_once(
 KILLED_GATEWAY = """
 import asyncio, sys, time
 from pathlib import Path
-from tenants.auth.accounts import Accounts
-from tenants.limits.quota import Demand, Price, Quota, Spent
-from tenants.records.store_types import open_store
+from tenants.auth.accounts import AccountService
+from tenants.limits.quota import CallUsage, NeuronPrice, Quota, QuotaRequest
+from tenants.open import open_store
 
 async def main(url, outbox, text):
     store = open_store(url)
-    caller = await Accounts(store, b"the server's secret, 32 bytes up").verify(text)
+    caller = await AccountService(store, b"the server's secret, 32 bytes up").verify(text)
     quota = Quota(store, Path(outbox))
-    price = Price(1_000, 100, 3_000)
+    price = NeuronPrice(1_000, 100, 3_000)
     names = ("silent", "streaming", "settled", "queued")
-    ends = [await quota.reserve(caller, name, Demand("m", price, 40, 10)) for name in names]
-    quota.checkpoint(ends[1], Spent(40, 0, 4))
-    quota.checkpoint(ends[3], Spent(40, 0, 6))
+    ends = [await quota.reserve(caller, name, QuotaRequest("m", price, 40, 10)) for name in names]
+    quota.checkpoint(ends[1], CallUsage(40, 0, 4))
+    quota.checkpoint(ends[3], CallUsage(40, 0, 6))
     await asyncio.sleep(0.02)
     import tenants.limits.quota as module
     module.CHECKPOINT_S = 0.01
     await quota.renew()
-    quota.settle(ends[2], Spent(40, 0, 7, "done"))
+    quota.settle(ends[2], CallUsage(40, 0, 7, "done"))
     await quota.flush()
-    quota.settle(ends[3], Spent(40, 0, 8, "done"))
-    quota.checkpoint(ends[1], Spent(40, 0, 9))
+    quota.settle(ends[3], CallUsage(40, 0, 8, "done"))
+    quota.checkpoint(ends[1], CallUsage(40, 0, 9))
     print("ready", flush=True)
     time.sleep(60)
 

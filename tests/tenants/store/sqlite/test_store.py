@@ -197,13 +197,13 @@ async def test_the_sweep_copies_the_log_into_the_file(path: Path, clock: Any) ->
 
 CLIENT = """
 import asyncio, sys
-from tenants.records.store_types import Cap, Granted, Hold, Refusal, StoreUnavailable
+from tenants.records.holds import Cap, DenialReason, Granted, Hold
 from tenants.store.sqlite.store import SqliteStore
 from tenants.records.usage import UsageRecord
 
 async def main(path, name, clients):
     store, granted = SqliteStore(path), 0
-    cap = Cap("", Refusal.NEURONS_PER_DAY, 100, 3_700, 100)
+    cap = Cap("", DenialReason.NEURONS_PER_DAY, 100, 3_700, 100)
     print("ready", flush=True)
     sys.stdin.readline()
     for n in range(int(clients)):
