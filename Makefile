@@ -5,14 +5,28 @@ PORT ?= 8787
 PYTHON ?= $(shell for name in python3.13 python3.12 python3.11 python3 python; do \
 	$$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
+WORKERS ?= 3
 
-.PHONY: serve test conformance check test-gpu sanitize-gpu bench bench-gpu clean
+.PHONY: serve test test-slow test-all measure-tests conformance check dist fuzz test-gpu sanitize-gpu bench bench-gpu clean
 
 serve: .venv/.serve
 	@exec $(BIN)/hearth serve --host $(HOST) --port $(PORT)
 
+# What a change is tried with: all tests that are not slow, on both of two cores, in six minutes at most.
 test: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup -m 'not gpu' tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -m 'not gpu and not slow' --durations 5 tests
+
+# What `make test` leaves out. Whole servers run one after the other: they are the parallel part themselves.
+test-slow: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup -m 'not gpu and slow' --durations 5 \
+		--ignore tests/end_to_end --ignore tests/conformance tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' --durations 5 tests/end_to_end tests/conformance
+
+test-all: test test-slow
+
+# Every test's seconds, one after the other, into tests/durations.json: it says which tests are slow.
+measure-tests: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' --measure tests
 
 # What works with the official SDKs of Cloudflare, OpenAI and Anthropic for Python and Node, operation by operation.
 conformance: .venv/.conformance
@@ -23,6 +37,11 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_house.py
+
+# A wheel in dist/, which is all that a user installs: pip install dist/hearth-*.whl
+dist: .venv/bin/python
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 FUZZ_S ?= 60
 fuzz: .venv/.dev .venv/.fuzz # each fuzzer for FUZZ_S seconds; what breaks one is kept in a file, whose name it says
@@ -41,9 +60,12 @@ sanitize-gpu: .venv/.dev
 	compute-sanitizer --tool racecheck --error-exitcode 9 \
 		$(BIN)/pytest -q -m 'not gpu' tests/engine/kernels/test_sampling.py tests/engine/kernels/test_attention.py
 
+# Without a GPU, and without those that run for hours or need a peer of their own.
+BENCHMARKS = $(filter-out %.__init__ %.attention %.chaos %.sleep_cycles %.dfloat11 %.lossless %.sampling %.standby, \
+	$(subst /,.,$(basename $(wildcard benchmarks/gateway/*.py benchmarks/scheduling/*.py benchmarks/tenants/*.py \
+	benchmarks/engine/*.py benchmarks/bf12/*.py))))
 bench: .venv/.dev .venv/.bench
-	@for name in $$(ls benchmarks/*.py); do module=$$(basename $$name .py); \
-		case $$module in __init__|record|attention|chaos|cycles|dfloat11|linear|lossless|sampling|standby) ;; *) echo "== $$module"; $(BIN)/python -m benchmarks.$$module || exit 1;; esac; done
+	@for module in $(BENCHMARKS); do echo "== $$module"; $(BIN)/python -m $$module || exit 1; done
 
 bench-gpu: .venv/.dev .venv/.bench # on a machine with a GPU: the engine's shapes, a server's, and where a step's time goes
 	$(BIN)/hearth bench --shapes all --json benchmarks/results/h200_engine.json --plot benchmarks/results/h200_decode.png
@@ -53,7 +75,7 @@ bench-gpu: .venv/.dev .venv/.bench # on a machine with a GPU: the engine's shape
 	$(BIN)/python -m benchmarks.bf12.lossless --device cuda
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build dist *.egg-info
 
 # A stamp per set of dependencies, so that only the first start installs.
 .venv/bin/python:

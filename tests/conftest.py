@@ -1,5 +1,6 @@
-"""What tests of several rooms share: a real Redis, and Triton's interpreter where there is no GPU."""
+"""What tests of all packages share: a real Redis, the interpreter where there is no GPU, and which tests are slow."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,40 @@ if not Path("/dev/nvidiactl").exists():
 for _number in (signal.SIGINT, signal.SIGHUP):  # a run in the background ignores them, and so would all that it starts
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
+
+ROOT = Path(__file__).parents[1]
+DURATIONS = Path(__file__).with_name(
+    "durations.json"
+)  # seconds of each test of half a second and more, as measured last
+SLOW_S = 2.0
+SLOW_FOLDERS = ("tests/end_to_end", "tests/conformance")  # whole servers, which start once and serve all their tests
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--measure", action="store_true", help="write what each test took into tests/durations.json, for the next runs"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what took two seconds and more when it was measured, and what needs a server of its own."""
+    seconds = json.loads(DURATIONS.read_text())
+    for item in items:
+        if seconds.get(item.nodeid, 0.0) >= SLOW_S or item.nodeid.startswith(SLOW_FOLDERS):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not terminalreporter.config.getoption("--measure"):
+        return
+    seconds = json.loads(DURATIONS.read_text())
+    measured: dict[str, float] = {}
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if isinstance(report, pytest.TestReport):
+            measured[report.nodeid] = measured.get(report.nodeid, 0.0) + report.duration
+    seconds = {name: took for name, took in seconds.items() if (ROOT / name.split("::")[0]).exists()} | measured
+    lines = {name: round(took, 1) for name, took in sorted(seconds.items()) if took >= 0.5}
+    DURATIONS.write_text(json.dumps(lines, indent=0, ensure_ascii=False) + "\n")
 
 
 @pytest.fixture(scope="session")

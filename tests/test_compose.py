@@ -15,6 +15,7 @@ from gateway.cli import parser
 from gateway.config import load_config
 
 ROOT = Path(__file__).parent.parent
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 _WORDS: dict[str, Any] = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 _DURATION = {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}
@@ -24,11 +25,7 @@ _SERVICE: dict[str, Any] = {
     "required": ["image"],
     "properties": {
         "image": {"type": "string", "pattern": "^[a-z0-9./-]+:[A-Za-z0-9._-]+$"},
-        "build": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {"context": {"type": "string"}, "dockerfile_inline": {"type": "string"}},
-        },
+        "build": {"const": "."},
         "command": _WORDS,
         "profiles": _WORDS,
         "init": {"type": "boolean"},
@@ -145,14 +142,16 @@ def test_gateways_and_machine_share_the_folder_of_sockets(compose: dict[str, Any
     assert shared == {("state:/srv/hearth/.hearth",)}
     places = {service["configs"][0]["target"] for service in _hearths(compose).values()}
     assert places == {"/srv/hearth/hearth.toml"}
-    assert "WORKDIR /srv/hearth\n" in compose["x-hearth"]["build"]["dockerfile_inline"]
+    assert "WORKDIR /srv/hearth\n" in DOCKERFILE
 
 
-def test_the_image_copies_every_package(compose: dict[str, Any]) -> None:
-    built = compose["x-hearth"]["build"]["dockerfile_inline"]
-    for package in ("gateway", "engine", "prefixcache", "tenants"):
-        assert f"COPY {package} {package}\n" in built
-        assert (ROOT / package).is_dir()
+def test_the_image_is_built_of_every_package_and_of_nothing_that_the_build_does_not_see() -> None:
+    seen = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for name in ("pyproject.toml", "README.md", "gateway", "engine", "prefixcache", "tenants"):
+        assert name in seen
+        assert (ROOT / name).exists()
+    copied = {word for line in DOCKERFILE.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert copied - {"--from=build", "/wheels"} == seen
 
 
 def test_redis_keeps_what_it_was_told_and_evicts_nothing(compose: dict[str, Any]) -> None:

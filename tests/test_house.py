@@ -1,4 +1,4 @@
-"""The house itself: which package may import what, and numbers that may shrink and never grow. It reads sources and imports none."""
+"""The house itself: which package may import what, and numbers that may only shrink. It reads sources and runs none."""
 
 import ast
 import re
@@ -106,7 +106,7 @@ def path_of(module: str) -> Path:
 
 
 def imports(module: str, tree: ast.Module) -> Iterator[str]:
-    """Everything that is imported anywhere in the text, in functions and for type checkers too, as full dotted names."""
+    """Everything that is imported anywhere in the text, in functions and for type checkers too, by full dotted name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

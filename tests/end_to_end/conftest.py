@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,18 +101,23 @@ def answers(url: str) -> bool:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, settings: str = "") -> Iterator[Hearth]:
+def serving(
+    folder: Path,
+    settings: str = "",
+    command: Sequence[str] = (sys.executable, "-m", "gateway.cli"),
+    environment: Mapping[str, str] = os.environ,
+) -> Iterator[Hearth]:
     """`hearth serve` in `folder` with `settings` as its hearth.toml, a first model on the device; ended by Ctrl-C."""
     port = free_port()
     (folder / "hearth.toml").write_text(ONE_THREAD + settings)
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gateway.cli", "serve", "--port", str(port)],
+            [*command, "serve", "--port", str(port)],
             cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**environment, "PYTHONUNBUFFERED": "1"},
         )
     try:
         credentials = folder / ".hearth" / "credentials.json"
