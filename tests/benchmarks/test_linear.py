@@ -111,8 +111,8 @@ def test_the_fastest_of_each_kernel_and_the_library_are_in_the_final() -> None:
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What is written here is what the engine reads."""
-    monkeypatch.setattr(tuning, "table_of", lambda gpu: json.loads((tmp_path / "gpu.json").read_text()))
-    for name in ("_choose", "_choose_coded"):
+    monkeypatch.setattr(tuning, "load_table", lambda gpu: json.loads((tmp_path / "gpu.json").read_text()))
+    for name in ("_select_tiling", "_select_bf12_tiling"):
         monkeypatch.setattr(tuning, name, getattr(tuning, name).__wrapped__)
     return tmp_path / "gpu.json"
 

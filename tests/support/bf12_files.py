@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.bf12 import metadata as notes
-from engine.bf12.codec import choose_bases, encode, fits
+from engine.bf12.codec import choose_bases, encode, is_encodable
 from engine.bf12.metadata import ALIGNED_BYTES, Bf12Metadata, CompressionLevel, OriginalFile, piece_rows
 from engine.bf12.zstd_plane import pack_plane
 
@@ -29,7 +29,7 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def codable(name: str, tensor: Tensor) -> bool:
-    return tensor.dtype is torch.bfloat16 and tensor.ndim == 2 and fits(*tensor.shape)
+    return tensor.dtype is torch.bfloat16 and tensor.ndim == 2 and is_encodable(*tensor.shape)
 
 
 def sums_of(content: bytes, piece_bytes: int) -> list[int]:

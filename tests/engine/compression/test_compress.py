@@ -210,7 +210,7 @@ def test_what_is_slower_in_12_bits_is_kept(tmp_path: Path, monkeypatch: pytest.M
         asked.add((outputs, inputs, gated))
         return not gated
 
-    monkeypatch.setattr(survey, "coded_pays", pays)
+    monkeypatch.setattr(survey, "bf12_pays_off", pays)
     folder = write_folder(tmp_path / "model", llama_tensors())
     (folder / "config.json").write_text(json.dumps(llama_config()))
     report = require_way_back(folder, CompressionLevel.DEVICE)

@@ -112,7 +112,7 @@ def test_a_real_disk_that_is_full_is_said_before_and_left_clean(folder: Path, sm
     with pytest.raises(TargetError, match=r"needs 2\.\d+ MiB, and .*disk has 1\.00 MiB free"):
         compress_folder(scan_folder(folder), small_disk / "made", CompressionLevel.DEVICE, CPU)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("engine.compression.compress.require_room", lambda *_: None)
+        patched.setattr("engine.compression.compress.require_disk_space", lambda *_: None)
         with pytest.raises(TargetError, match="cannot be written: No space left"):
             compress_folder(scan_folder(folder), small_disk / "made", CompressionLevel.DEVICE, CPU)
     assert [path.name for path in small_disk.iterdir()] == ["other"]

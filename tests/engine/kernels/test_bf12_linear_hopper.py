@@ -67,7 +67,7 @@ def simulated(x_TK: Tensor, weight: Bf12Weight, tile: HopperTiling, programs: in
     with in_torch(bf12_linear_hopper) as kernels:
         kernels.multiprocessors_of = lambda _: programs
         call = kernels.multiply_gated if gated else kernels.multiply
-        result: Tensor = call(x_TK.cpu(), on_cpu, kernels.Tile(tile.rows, tile.parts))
+        result: Tensor = call(x_TK.cpu(), on_cpu, kernels.HopperTiling(tile.rows, tile.parts))
         return result
 
 

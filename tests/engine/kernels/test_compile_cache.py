@@ -103,10 +103,10 @@ def test_the_oldest_entries_go(cache: Path, tmp_path: Path, monkeypatch: pytest.
 NAMES = """
 import sys
 from triton.runtime.jit import JITFunction
-from engine.kernels import attention, attention_hopper, compiled
+from engine.kernels import attention, attention_hopper, compile_cache
 for name in sys.argv[1:]:
     _ = getattr(attention_hopper, name).cache_key
-compiled.name_kernels()
+compile_cache.name_kernels()
 for module in (attention, attention_hopper):
     print({name: kernel.hash for name, kernel in vars(module).items() if isinstance(kernel, JITFunction)})
 """

@@ -50,7 +50,7 @@ def test_it_takes_what_words_escapes_and_bias_take() -> None:
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, table: dict[str, dict[str, Any]]) -> None:
-    monkeypatch.setattr(tuning, "table_of", lambda gpu: table)
+    monkeypatch.setattr(tuning, "load_table", lambda gpu: table)
     monkeypatch.setattr(tuning, "_select_bf12_tiling", tuning._select_bf12_tiling.__wrapped__)
 
 
@@ -122,12 +122,12 @@ def test_each_kind_of_choice_is_taken(plain: Any, gated: Any, monkeypatch: pytes
         assert (outputs, inputs, rows, device) == (96, 128, 5, x_TK.device)
         chosen = gated if is_gated else plain
         taken.append(chosen)
-        return tiles.Tile(128, 1) if chosen == "tile" else chosen
+        return tiles.HopperTiling(128, 1) if chosen == "tile" else chosen
 
     with in_torch(bf12_linear_hopper) if DEVICE.type == "cpu" else nullcontext(bf12_linear_hopper) as tiles:
         monkeypatch.setattr(tiles, "multiprocessors_of", lambda _: 2)
-        monkeypatch.setattr(linear_bf12, "coded_hopper", tiles)
-        monkeypatch.setattr(linear_bf12, "choose_coded", choice)
+        monkeypatch.setattr(linear_bf12, "bf12_linear_hopper", tiles)
+        monkeypatch.setattr(linear_bf12, "select_bf12_tiling", choice)
         linear = Bf12Linear(coded(weight_NK))
         assert error(linear.logits(x_TK).cpu(), wanted_TN) < 8e-3
         assert error(linear.gated(x_TK).cpu(), torch.nn.functional.silu(gate) * up) < 1.2e-2
@@ -136,7 +136,7 @@ def test_each_kind_of_choice_is_taken(plain: Any, gated: Any, monkeypatch: pytes
 
 @pytest.mark.parametrize("tiling", [TILING, replace(TILING, parts=2), None], ids=["whole", "parts", "expanded"])
 def test_a_bias_is_added_once(tiling: Bf12Tiling | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_bf12, "choose_coded", lambda *_: tiling)
+    monkeypatch.setattr(linear_bf12, "select_bf12_tiling", lambda *_: tiling)
     weight_NK, bias_N, x_TK = weights(96, 512), random(96, seed=2) * 10, random(5, 512, seed=1)
     linear = Bf12Linear(coded(weight_NK), bias_N)
     wanted_TN = x_TK.double() @ weight_NK.to(DEVICE).double().T + bias_N.double()

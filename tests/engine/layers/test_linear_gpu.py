@@ -48,7 +48,7 @@ def test_its_bytes_are_those_of_its_tensors(biased: bool) -> None:
 
 def test_the_table_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"96x80": {"16": [32, 16, 2, 2, 4], "32": None}}
-    monkeypatch.setattr(tuning, "table_of", lambda gpu: table)
+    monkeypatch.setattr(tuning, "load_table", lambda gpu: table)
     monkeypatch.setattr(tuning, "_select_tiling", tuning._select_tiling.__wrapped__)
     device = torch.device("cpu")
     assert tuning.select_tiling(96, 80, 3, False, device) == LinearTiling(32, 16, 2, 2, 4)

@@ -9,10 +9,10 @@ from engine.memory.errors import OutOfDeviceMemory
 from engine.memory.pinned import PIECE_BYTES
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena, HostMemoryDriver
-from engine.weights.device_buffer import Shapes, WeightBuffer
+from engine.weights.device_buffer import TensorShapes, WeightBuffer
 
 CPU = torch.device("cpu")
-SHAPES: Shapes = {
+SHAPES: TensorShapes = {
     "embedding": (torch.Size((3000, 4001)), torch.bfloat16),  # 24 MB
     "layers.0.norm": (torch.Size((7,)), torch.float32),
     "layers.0.qkv.weight": (torch.Size((4000, 5000)), torch.bfloat16),  # 40 MB

@@ -34,6 +34,7 @@ from engine.weights.load import load_tensors
 from engine.weights.source import WeightSource
 from engine.weights.validate import inspect_weights
 from tests.engine.execution.test_gpu_runner import logits as device_logits
+from tests.support.batch_invariance import skip_if_bfloat16_varies
 from tests.support.bf12_files import compressed, small_llama
 from tests.support.small_encoders import open_encoder, vectors
 from tests.support.small_models import Text, logits, open_small, spec
@@ -72,6 +73,7 @@ def answers(runner: DecoderRunner) -> list[Tensor]:
 
 @LEVELS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@skip_if_bfloat16_varies()
 def test_a_cpu_gives_the_same_logits_to_the_bit(
     source: Path, level: CompressionLevel, dtype: str, tmp_path: Path
 ) -> None:
@@ -86,6 +88,7 @@ def test_a_cpu_gives_the_same_logits_to_the_bit(
 
 
 @LEVELS
+@skip_if_bfloat16_varies()
 def test_the_built_in_model_gives_the_same_logits_to_the_bit(level: CompressionLevel, tmp_path: Path) -> None:
     plain, coded = (
         open_small(folder, dtype="bfloat16") for folder in (EMBER, compressed(EMBER, tmp_path / "ember", level))
@@ -113,6 +116,7 @@ def test_an_encoder_gives_the_same_vectors_to_the_bit(level: CompressionLevel, d
 
 
 @LEVELS
+@skip_if_bfloat16_varies()
 def test_it_sleeps_and_wakes_and_sees_what_changed_meanwhile(
     source: Path, level: CompressionLevel, tmp_path: Path
 ) -> None:
