@@ -75,15 +75,6 @@ class Escapes:
     positions_E: Tensor  # int64
     values_E: Tensor  # bfloat16
 
-    def cut(self, outputs: range, inputs: range) -> Self:
-        """Those of a part of the matrix, counted within it."""
-        n_E, k_E = self.positions_E // self.inputs, self.positions_E % self.inputs
-        inside_E = (n_E >= outputs.start) & (n_E < outputs.stop) & (k_E >= inputs.start) & (k_E < inputs.stop)
-        n_E, k_E = n_E[inside_E] - outputs.start, k_E[inside_E] - inputs.start
-        positions_E = n_E * len(inputs) + k_E
-        bases_N = self.bases_N[outputs.start : outputs.stop]
-        return type(self)(len(outputs), len(inputs), bases_N, positions_E, self.values_E[inside_E])
-
     def rows(self, outputs: range) -> Self:
         """Those of some whole rows, counted within them. It takes no time to speak of."""
         ends = torch.tensor((outputs.start * self.inputs, outputs.stop * self.inputs), device=self.positions_E.device)
@@ -108,15 +99,6 @@ class Bf12Matrix:
 
     words_NW: Tensor  # int32
     escapes: Escapes
-
-    def cut(self, outputs: range, inputs: range) -> Self:
-        """A part of it, for one of several ranks. `inputs` are whole blocks of the matrix."""
-        words = words_of(len(inputs))
-        first = words_of(inputs.start)
-        assert lanes_of(len(inputs)) == lanes_of(self.escapes.inputs), "a part whose blocks are others"
-        assert inputs.start % block_of(self.escapes.inputs) == 0, "a part that begins within a block"
-        words_NW = self.words_NW[outputs.start : outputs.stop, first : first + words]
-        return type(self)(words_NW.contiguous(), self.escapes.cut(outputs, inputs))
 
 
 @dataclass(frozen=True, slots=True)

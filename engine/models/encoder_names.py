@@ -8,7 +8,7 @@ from typing import Final
 
 from engine.models.config import ModelConfigError
 from engine.models.encoder_config import EncoderConfig
-from engine.models.weight_names import ParameterEntry, ShardAxis, TensorSource
+from engine.models.weight_names import ParameterEntry, TensorSource
 
 _PREFIXES: Final = ("", "bert.", "roberta.")
 _HEADS: Final = ("cls.", "lm_head.")  # of what they were trained with
@@ -62,7 +62,7 @@ def _layer(config: EncoderConfig, theirs: str, ours: str) -> list[ParameterEntry
 
 
 def _entry(parameter: str, *sources: tuple[str, tuple[int, ...]]) -> ParameterEntry:
-    return ParameterEntry(parameter, tuple(TensorSource(name, shape) for name, shape in sources), ShardAxis.WHOLE)
+    return ParameterEntry(parameter, tuple(TensorSource(name, shape) for name, shape in sources))
 
 
 def _norm(parameter: str, name: str, width: int) -> ParameterEntry:

@@ -1,9 +1,8 @@
-"""Checkpoint name → parameter, and how a parameter may be cut between ranks. It reads no files.
+"""Checkpoint name → parameter. It reads no files.
 
 The families this engine runs (Llama, Mistral, Qwen2, Qwen3) share one naming; what a config switches on adds names.
 """
 
-import enum
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
@@ -11,14 +10,6 @@ from typing import Final
 from engine.models.config import ModelConfig
 
 _PREFIX: Final = "model."
-
-
-class ShardAxis(enum.Enum):
-    """Where ranks may divide a parameter: nowhere, by its outputs (rows), or by its inputs (columns)."""
-
-    WHOLE = "whole"
-    OUTPUTS = "outputs"
-    INPUTS = "inputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +22,10 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class ParameterEntry:
-    """One parameter: its sources stacked along their first dimension in this order; `cut` holds for each of them."""
+    """One parameter: its sources stacked along their first dimension in this order."""
 
     parameter: str
     sources: tuple[TensorSource, ...]
-    cut: ShardAxis
 
 
 def decoder_prefix(names: Container[str]) -> str:
@@ -46,12 +36,12 @@ def decoder_prefix(names: Container[str]) -> str:
 def decoder_entries(config: ModelConfig, prefix: str = _PREFIX) -> list[ParameterEntry]:
     """Every parameter of the model, in the order in which the layers use them."""
     hidden = config.hidden
-    table = [_entry("embedding", ShardAxis.OUTPUTS, (f"{prefix}embed_tokens.weight", (config.vocabulary, hidden)))]
+    table = [_entry("embedding", (f"{prefix}embed_tokens.weight", (config.vocabulary, hidden)))]
     for layer in range(config.layers):
         table += _layer(config, f"{prefix}layers.{layer}.", f"layers.{layer}.")
-    table.append(_entry("norm", ShardAxis.WHOLE, (f"{prefix}norm.weight", (hidden,))))
+    table.append(_entry("norm", (f"{prefix}norm.weight", (hidden,))))
     if not (config.tied_head or config.vectors):
-        table.append(_entry("head.weight", ShardAxis.OUTPUTS, ("lm_head.weight", (config.vocabulary, hidden))))
+        table.append(_entry("head.weight", ("lm_head.weight", (config.vocabulary, hidden))))
     return table
 
 
@@ -61,8 +51,8 @@ def is_unused_tensor(config: ModelConfig, name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq") or ((config.tied_head or config.vectors) and name == "lm_head.weight")
 
 
-def _entry(parameter: str, cut: ShardAxis, *sources: tuple[str, tuple[int, ...]]) -> ParameterEntry:
-    return ParameterEntry(parameter, tuple(TensorSource(name, shape) for name, shape in sources), cut)
+def _entry(parameter: str, *sources: tuple[str, tuple[int, ...]]) -> ParameterEntry:
+    return ParameterEntry(parameter, tuple(TensorSource(name, shape) for name, shape in sources))
 
 
 def _layer(config: ModelConfig, theirs: str, ours: str) -> list[ParameterEntry]:
@@ -71,26 +61,22 @@ def _layer(config: ModelConfig, theirs: str, ours: str) -> list[ParameterEntry]:
     attention = [(theirs + "self_attn.q_proj", q), (theirs + "self_attn.k_proj", kv), (theirs + "self_attn.v_proj", kv)]
     gated = [(theirs + "mlp.gate_proj", inner), (theirs + "mlp.up_proj", inner)]
 
-    table = [_entry(ours + "attention_norm", ShardAxis.WHOLE, (theirs + "input_layernorm.weight", (hidden,)))]
-    table += _linear(ours + "qkv", ShardAxis.OUTPUTS, attention, hidden, config.qkv_bias)
+    table = [_entry(ours + "attention_norm", (theirs + "input_layernorm.weight", (hidden,)))]
+    table += _linear(ours + "qkv", attention, hidden, config.qkv_bias)
     if config.qk_norm:
         table += [
-            _entry(ours + f"{which}_norm", ShardAxis.WHOLE, (theirs + f"self_attn.{which}_norm.weight", (head,)))
-            for which in ("q", "k")
+            _entry(ours + f"{which}_norm", (theirs + f"self_attn.{which}_norm.weight", (head,))) for which in ("q", "k")
         ]
-    table += _linear(ours + "output", ShardAxis.INPUTS, [(theirs + "self_attn.o_proj", hidden)], q, config.output_bias)
-    table.append(_entry(ours + "mlp_norm", ShardAxis.WHOLE, (theirs + "post_attention_layernorm.weight", (hidden,))))
-    table += _linear(ours + "gate_up", ShardAxis.OUTPUTS, gated, hidden, config.mlp_bias)
-    table += _linear(ours + "down", ShardAxis.INPUTS, [(theirs + "mlp.down_proj", hidden)], inner, config.mlp_bias)
+    table += _linear(ours + "output", [(theirs + "self_attn.o_proj", hidden)], q, config.output_bias)
+    table.append(_entry(ours + "mlp_norm", (theirs + "post_attention_layernorm.weight", (hidden,))))
+    table += _linear(ours + "gate_up", gated, hidden, config.mlp_bias)
+    table += _linear(ours + "down", [(theirs + "mlp.down_proj", hidden)], inner, config.mlp_bias)
     return table
 
 
-def _linear(
-    parameter: str, cut: ShardAxis, parts: list[tuple[str, int]], inputs: int, bias: bool
-) -> list[ParameterEntry]:
-    """A weight [outputs, inputs] and, where the config has one, its bias, added once: cut by outputs or not at all."""
-    weight = _entry(parameter + ".weight", cut, *((name + ".weight", (outputs, inputs)) for name, outputs in parts))
+def _linear(parameter: str, parts: list[tuple[str, int]], inputs: int, bias: bool) -> list[ParameterEntry]:
+    """A weight [outputs, inputs] and, where the config has one, its bias."""
+    weight = _entry(parameter + ".weight", *((name + ".weight", (outputs, inputs)) for name, outputs in parts))
     if not bias:
         return [weight]
-    bias_cut = cut if cut is ShardAxis.OUTPUTS else ShardAxis.WHOLE
-    return [weight, _entry(parameter + ".bias", bias_cut, *((name + ".bias", (outputs,)) for name, outputs in parts))]
+    return [weight, _entry(parameter + ".bias", *((name + ".bias", (outputs,)) for name, outputs in parts))]

@@ -1,5 +1,5 @@
 """How each parameter lies on its device: as it is, or in 12 bits a number. Decided from the name table, headers, dtype
-and device, before any weight is read. A form says which tensors there will be, and where ranks may cut; it knows no
+and device, before any weight is read. A format says which tensors there will be; it knows no
 maths: that is the business of the linear layer which takes its tensors (assembly.py).
 """
 
@@ -11,18 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.bf12.codec import GROUP_OUTPUTS, Escapes, index
-from engine.bf12.layout import block_of, words_of
-from engine.models.weight_names import ParameterEntry, ShardAxis, TensorSource
+from engine.bf12.layout import words_of
+from engine.models.weight_names import ParameterEntry
 from engine.weights.tensor_index import StoredTensor, coded_sources
 
 TensorShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 WORDS, SCALES, FIRSTS, PLACES, VALUES = ".words", ".scales", ".firsts", ".places", ".values"  # of a coded parameter
 _BF16_BYTES: Final = 2
-
-
-class NotShardable(ValueError):
-    """So many ranks do not divide a parameter; the message names it."""
 
 
 class WeightFormat(Protocol):
@@ -48,10 +44,6 @@ class WeightFormat(Protocol):
         """What lies beside the body. `escapes` are those of the sources that are coded."""
         ...
 
-    def cut_unit(self, inputs: int) -> int:
-        """How many inputs of a matrix cannot be parted."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class PlainFormat:
@@ -73,9 +65,6 @@ class PlainFormat:
 
     def write_beside(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
         """There is nothing: escapes are numbers among the others."""
-
-    def cut_unit(self, inputs: int) -> int:
-        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +99,6 @@ class Bf12Format:
         tensors[parameter + FIRSTS].copy_(found.firsts_G)
         tensors[parameter + PLACES].copy_(found.places_E)
         tensors[parameter + VALUES].copy_(found.values_E)
-
-    def cut_unit(self, inputs: int) -> int:
-        return block_of(inputs)
 
 
 WeightFormats = Mapping[str, WeightFormat]  # by parameter
@@ -165,40 +151,6 @@ def allocate(forms: WeightFormats, device: torch.device) -> dict[str, Tensor]:
 
 def is_norm(entry: ParameterEntry) -> bool:
     return entry.parameter.endswith("norm")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRange:
-    """What a rank has of one source: these rows, and these columns where it is a matrix."""
-
-    outputs: range
-    inputs: range
-
-    def of(self, tensor: Tensor) -> Tensor:
-        rows = tensor[self.outputs.start : self.outputs.stop]
-        return rows if tensor.ndim == 1 else rows[:, self.inputs.start : self.inputs.stop]
-
-
-def shard_ranges(entry: ParameterEntry, form: WeightFormat, rank: int, ranks: int) -> list[ShardRange]:
-    """Of each source, which are cut alike, so that a rank has the same share of q, k and v. Raises CannotBeCut."""
-    return [_part(entry, source, form, rank, ranks) for source in entry.sources]
-
-
-def _part(entry: ParameterEntry, source: TensorSource, form: WeightFormat, rank: int, ranks: int) -> ShardRange:
-    outputs, inputs = source.shape[0], source.shape[1] if len(source.shape) == 2 else 1
-    if entry.cut is ShardAxis.OUTPUTS:
-        return ShardRange(_share(source, "outputs", outputs, 1, rank, ranks), range(inputs))
-    if entry.cut is ShardAxis.INPUTS:
-        return ShardRange(range(outputs), _share(source, "inputs", inputs, form.cut_unit(inputs), rank, ranks))
-    return ShardRange(range(outputs), range(inputs))
-
-
-def _share(source: TensorSource, what: str, count: int, unit: int, rank: int, ranks: int) -> range:
-    if count % (unit * ranks):
-        runs = f" in runs of {unit}" if unit > 1 else ""
-        raise NotShardable(f"{source.name} has {count} {what}{runs}, which {ranks} ranks do not divide")
-    each = count // ranks
-    return range(rank * each, (rank + 1) * each)
 
 
 def _plain(entry: ParameterEntry, dtype: torch.dtype) -> PlainFormat:

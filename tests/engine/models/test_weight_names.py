@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.models.config import parse_decoder_config
-from engine.models.weight_names import ShardAxis, decoder_entries, is_unused_tensor
+from engine.models.weight_names import decoder_entries, is_unused_tensor
 from tests.support.small_models import FAMILIES
 
 
@@ -19,14 +19,6 @@ def test_the_table_lists_exactly_the_reference_librarys_parameters(family: str) 
     listed = [source for entry in decoder_entries(config) for source in entry.sources]
     assert {source.name: source.shape for source in listed} == expected
     assert len(listed) == len(expected), "a name is listed twice"
-
-
-def test_cuts_leave_norms_whole_and_pair_outputs_with_inputs() -> None:
-    config = parse_decoder_config(FAMILIES["llama biases"]().to_dict() | {"architectures": ["LlamaForCausalLM"]})
-    cuts = {entry.parameter.removeprefix("layers.0."): entry.cut for entry in decoder_entries(config)}
-    assert cuts["qkv.weight"] is cuts["qkv.bias"] is cuts["gate_up.weight"] is ShardAxis.OUTPUTS
-    assert cuts["output.weight"] is cuts["down.weight"] is ShardAxis.INPUTS
-    assert cuts["output.bias"] is cuts["down.bias"] is cuts["attention_norm"] is cuts["norm"] is ShardAxis.WHOLE
 
 
 def test_only_rotary_tables_and_a_tied_heads_copy_are_spare() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.bf12 import metadata as notes
 from engine.bf12.codec import Bf12Matrix, Bf12Weight, EscapeIndex, Escapes, choose_bases, decode
 from engine.bf12.metadata import Bf12Metadata, CompressionLevel
-from engine.models.weight_names import ParameterEntry, ShardAxis, TensorSource
+from engine.models.weight_names import ParameterEntry, TensorSource
 from engine.weights import streaming
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.formats import FIRSTS, PLACES, SCALES, VALUES, WORDS, select_formats
@@ -52,10 +52,10 @@ def originals() -> dict[str, Tensor]:
 
 
 TABLE = [
-    ParameterEntry("both", (TensorSource("wide", (40, 256)), TensorSource("low", (9, 256))), ShardAxis.OUTPUTS),
-    ParameterEntry("bias", (TensorSource("bias", (49,)),), ShardAxis.OUTPUTS),
-    ParameterEntry("norm", (TensorSource("norm", (2000,)),), ShardAxis.WHOLE),
-    ParameterEntry("kept", (TensorSource("kept", (3, 50)),), ShardAxis.WHOLE),
+    ParameterEntry("both", (TensorSource("wide", (40, 256)), TensorSource("low", (9, 256)))),
+    ParameterEntry("bias", (TensorSource("bias", (49,)),)),
+    ParameterEntry("norm", (TensorSource("norm", (2000,)),)),
+    ParameterEntry("kept", (TensorSource("kept", (3, 50)),)),
 ]
 
 
