@@ -16,6 +16,9 @@ jwks_url = 'https://acme.example/jwks'
 """
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def _write(folder: Path, text: str) -> Path:
     path = folder / "hearth.toml"
     path.write_text(text)
@@ -109,9 +112,13 @@ def test_a_cap_below_the_floor_is_refused_by_name(tmp_path: Path) -> None:
         load_config(path)
 
 
-def test_the_settings_that_the_readme_shows_can_be_read(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    shown = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-    assert any("[[issuers]]" in block for block in shown)
-    for block in shown:
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_the_settings_that_the_pages_show_can_be_read(page: str, tmp_path: Path) -> None:
+    for block in re.findall(r"```toml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
         load_config(_write(tmp_path, block))
+
+
+def test_the_pages_show_settings() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    for section in ("[[issuers]]", "[[models]]", "[machine]", "[store]"):
+        assert section in pages
