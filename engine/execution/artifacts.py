@@ -21,11 +21,12 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
+from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
+
 log = logging.getLogger(__name__)
 
 _FOLDER: Final = ".hearth"
 KERNELS_FOLDER: Final = f"{_FOLDER}/kernels"  # below the model's folder
-_SHARED_FOLDER_VARIABLE: Final = "TRITON_CACHE_DIR"
 _KEYS_MAX: Final = 16  # in a folder; the oldest go
 Artifact = TypeVar("Artifact", bound=msgspec.Struct)
 
@@ -41,7 +42,7 @@ class ArtifactFiles(Generic[Artifact]):
         self._key = dict(key)
         self._kind = kind
         name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16] + ".json"
-        shared = os.environ.get(_SHARED_FOLDER_VARIABLE)
+        shared = os.environ.get(KERNEL_CACHE_VARIABLE)
         self.files = [place / name for place in (folder / _FOLDER, *([Path(shared)] if shared else []))]
 
     def read(self) -> Artifact | None:

@@ -10,11 +10,11 @@ from typing import Final
 
 import torch
 
+from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE, MIN_CAPABILITY
+
 log = logging.getLogger(__name__)
 
-CAPABILITY_MIN: Final = (8, 0)  # bfloat16 on tensor cores, and asynchronous copies
 _NAMES: Final = re.compile(r"auto|cuda(:\d+)?")
-_KERNEL_CACHE_VARIABLE: Final = "TRITON_CACHE_DIR"
 
 
 class DeviceUnusable(RuntimeError):
@@ -48,8 +48,8 @@ def _reason_against(device: torch.device) -> str | None:
     if index >= count:
         return f"there are {count} GPUs, counted from 0"
     capability = torch.cuda.get_device_capability(device)
-    if capability < CAPABILITY_MIN:
-        has, needs = (".".join(map(str, version)) for version in (capability, CAPABILITY_MIN))
+    if capability < MIN_CAPABILITY:
+        has, needs = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
         return f"{torch.cuda.get_device_name(device)} has compute capability {has}, at least {needs} is needed"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed, which compiles the kernels: pip install triton"
@@ -58,11 +58,11 @@ def _reason_against(device: torch.device) -> str | None:
 
 def _require_kernel_cache() -> None:
     """Compiled kernels go where the environment says; if that cannot be written, each start makes them anew."""
-    folder = Path(os.environ.get(_KERNEL_CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
+    folder = Path(os.environ.get(KERNEL_CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return
     except OSError as error:
-        os.environ[_KERNEL_CACHE_VARIABLE] = tempfile.mkdtemp(prefix="hearth-kernels-")
+        os.environ[KERNEL_CACHE_VARIABLE] = tempfile.mkdtemp(prefix="hearth-kernels-")
         log.info("the kernel cache %s cannot be written (%s): every start compiles anew", folder, error)

@@ -27,7 +27,6 @@ import msgspec
 from engine.host.demand import DemandTracker
 from engine.host.forkserver import ForkserverLauncher
 from engine.host.paths import (
-    TRITON_CACHE_VARIABLE,
     AgentStartError,
     kernel_cache,
     lock_folder,
@@ -240,7 +239,7 @@ def _devices(spec: MachineSpec, found: list[str], scratch: contextlib.ExitStack)
     if kind == "cpu" or not found:
         return [budgets.cpu_device(spec, {name: os.environ.get(name, count) for name, count in _ON_CPUS.items()})]
     chosen = [found[int(number)]] if number else found
-    return budgets.gpu_devices(spec, chosen, {TRITON_CACHE_VARIABLE: kernel_cache(spec, scratch)})
+    return budgets.gpu_devices(spec, chosen, {gpus.KERNEL_CACHE_VARIABLE: kernel_cache(spec, scratch)})
 
 
 def _cores() -> int:

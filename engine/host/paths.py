@@ -10,14 +10,12 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
+from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
 from engine.log import log
 from engine.protocol import connection
 from engine.protocol.address import parse_address
 from engine.protocol.specs import MachineSpec, ModelSpec
-
-TRITON_CACHE_VARIABLE: Final = "TRITON_CACHE_DIR"
 
 
 class AgentStartError(RuntimeError):
@@ -55,8 +53,8 @@ def replica_addresses(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]
 def kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
     """Where kernels are kept once they are compiled: where the user says, else in the folder of this machine; a folder
     in `scratch`, which ends with the machine, where that cannot be written."""
-    if TRITON_CACHE_VARIABLE in os.environ:
-        return os.environ[TRITON_CACHE_VARIABLE]
+    if KERNEL_CACHE_VARIABLE in os.environ:
+        return os.environ[KERNEL_CACHE_VARIABLE]
     folder = Path(spec.cache) if spec.cache is not None else Path(spec.folder) / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -119,7 +119,7 @@ class PlacementReconciler:
         return PlacementSnapshot(now, residents, tuple(budgets), self._memory.at(now))
 
     def _whole(self, device: HostDevice) -> int:
-        return device.budget.most_bytes if device.total_bytes else self._unknown
+        return device.budget.max_bytes if device.total_bytes else self._unknown
 
     @property
     def _unknown(self) -> int:
@@ -180,7 +180,7 @@ class PlacementReconciler:
     def _answered(self, lodger: ReplicaHandle, placed: PlacementStatus, now: float) -> None:
         device = self._devices[lodger.device]
         if not device.total_bytes:
-            device.read(lodger.child.memory_path)
+            device.read_size(lodger.child.memory_path)
         for other in self.lodgers.values():
             if other.model.name == lodger.model.name:
                 other.learn_from(placed)

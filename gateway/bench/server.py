@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
 from gateway.bench.client import Target
 from gateway.bench.load import word_of_id
 from gateway.catalogue.catalogue import BUILT_IN
@@ -65,9 +66,9 @@ def running_server(settings: str, folder: Path, device: str) -> Iterator[tuple[C
     write_credentials(config, asyncio.run(_account(config)))
     command = [sys.executable, "-P", "-m", "gateway.cli", "serve", "--config", str(path)]
     command += ["--state", config.state_folder, "--port", "0", "--device", device]
-    kernels = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))  # kept between runs
+    kernels = os.environ.get(KERNEL_CACHE_VARIABLE, str(Path.home() / ".triton" / "cache"))  # kept between runs
     with open(folder / "serve.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TRITON_CACHE_DIR": kernels})
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, KERNEL_CACHE_VARIABLE: kernels})
     try:
         yield config, _await_ready(config, process, folder), process.pid
     finally:

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.hostinfo import gpus
+from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget, available_memory_bytes, device_budgets
 from engine.protocol.specs import HOST_MEMORY_SHARE
 from gateway.catalogue.catalogue import model_entries
 from gateway.catalogue.tasks import EmbeddingSpec
-from gateway.commands import hardware
 from gateway.commands.model_check import UnservableFolder, inspect_folder
 from gateway.commands.model_size import ModelSizes, sizes_of
 from gateway.commands.output import add_command, format_bytes, print_json, read_settings
@@ -87,8 +88,8 @@ def run(options: argparse.Namespace) -> int:
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
     """Every finding; without readable settings there are fewer."""
     yield _python()
-    gpus = hardware.gpus()
-    yield from _engine(gpus)
+    installed = gpus.installed_gpus()
+    yield from _engine(installed)
     try:
         config = read_settings(options)
     except SettingsError as error:
@@ -99,10 +100,10 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("settings", FindingLevel.GOOD, f"state in {config.state}")
     yield from _store(config)
     yield from _issuers(config)
-    usable = hardware.usable_gpus(config.machine, gpus)
+    usable = gpus.usable_gpus(config.machine.device, installed)
     if usable:
         yield _kernels(config)
-    rooms = hardware.device_budgets(config.machine, usable)
+    rooms = device_budgets(config.machine.device_bytes, usable)
     yield from _models(config, rooms)
     yield from _memory(config, rooms)
     yield from _machines(config)
@@ -119,34 +120,34 @@ def _python() -> Finding:
     return Finding("python", FindingLevel.GOOD, found)
 
 
-def _engine(gpus: list[hardware.Gpu]) -> Iterator[Finding]:
+def _engine(installed: list[gpus.Gpu]) -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         yield Finding("engine", FindingLevel.WRONG, "torch is not installed", "pip install hearth again")
         return
-    cuda = hardware.cuda_of_torch()
+    cuda = gpus.torch_cuda_version()
     yield Finding(
         "engine", FindingLevel.GOOD, f"torch {version}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}"
     )
-    if not gpus:
+    if not installed:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         advice = "" if cores >= 2 else "one core is shared by gateway and model: expect slow answers"
         verdict = FindingLevel.GOOD if cores >= 2 else FindingLevel.NOTE
         yield Finding("gpu", verdict, f"none; models run on {cores} CPU cores", advice)
     elif cuda is None:
         advice = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
-        found = f"{gpus[0].name}, but torch was built without CUDA: models run on the CPU"
+        found = f"{installed[0].name}, but torch was built without CUDA: models run on the CPU"
         yield Finding("gpu", FindingLevel.NOTE, found, advice)
     else:
-        yield from map(_gpu, gpus)
+        yield from map(_gpu, installed)
 
 
-def _gpu(gpu: hardware.Gpu) -> Finding:
+def _gpu(gpu: gpus.Gpu) -> Finding:
     total, free = format_bytes(gpu.total_bytes), format_bytes(gpu.free_bytes)
     found = f"{gpu.name}, {free} of {total} free, driver {gpu.driver}"
-    if gpu.architecture < hardware.ARCHITECTURE:
-        said, least = (".".join(map(str, each)) for each in (gpu.architecture, hardware.ARCHITECTURE))
+    if gpu.capability < gpus.MIN_CAPABILITY:
+        said, least = (".".join(map(str, each)) for each in (gpu.capability, gpus.MIN_CAPABILITY))
         advice = f"its compute capability is {said}, kernels need {least}: with device auto, models run on the CPU"
         return Finding("gpu", FindingLevel.NOTE, found, advice)
     if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes:
@@ -165,7 +166,7 @@ def _kernels(config: Config) -> Finding:
     if not (headers / "Python.h").exists():
         advice = "apt install python3-dev, or the like"
         return Finding("kernels", FindingLevel.WRONG, f"no Python.h in {headers}, which Triton needs", advice)
-    kept = os.environ.get("TRITON_CACHE_DIR", str(config.kernels_folder))
+    kept = os.environ.get(gpus.KERNEL_CACHE_VARIABLE, str(config.kernels_folder))
     return Finding("kernels", FindingLevel.GOOD, f"compiled with {compiler}, kept in {kept}")
 
 
@@ -212,7 +213,7 @@ def _issuers(config: Config) -> Iterator[Finding]:
             yield Finding("issuer", FindingLevel.GOOD, found)
 
 
-def _models(config: Config, rooms: list[hardware.DeviceBudget]) -> Iterator[Finding]:
+def _models(config: Config, rooms: list[DeviceBudget]) -> Iterator[Finding]:
     for entry in model_entries(config):
         try:
             found = inspect_folder(config, entry, rooms)
@@ -233,9 +234,9 @@ def _serves(entry: ModelEntryConfig, sizes: ModelSizes, text: ModelTokenizer, ve
     return Finding("model", FindingLevel.GOOD if text.chats else FindingLevel.NOTE, found)
 
 
-def _memory(config: Config, rooms: list[hardware.DeviceBudget]) -> Iterator[Finding]:
+def _memory(config: Config, rooms: list[DeviceBudget]) -> Iterator[Finding]:
     """Whether the models can be on the devices together; where not, whether they can take turns."""
-    on_gpus = rooms[0].device != hardware.MEMORY
+    on_gpus = rooms[0].device != HOST_MEMORY_DEVICE
     found_sizes = [(entry, sizes) for entry in model_entries(config) if (sizes := sizes_of(config, entry)) is not None]
     models = [SizedModel(entry, sizes if on_gpus else sizes.on_a_cpu) for entry, sizes in found_sizes]
     pinned, others = [one for one in models if one.entry.pinned], [one for one in models if not one.entry.pinned]
@@ -263,9 +264,9 @@ def _device_bytes(model: SizedModel) -> int:
     return model.entry.replicas * model.sizes.memory_bytes
 
 
-def _free(found: str, needed: int, rooms: list[hardware.DeviceBudget]) -> Finding:
+def _free(found: str, needed: int, rooms: list[DeviceBudget]) -> Finding:
     """GPUs have lines of their own for what others use of them."""
-    if rooms[0].device == hardware.MEMORY and needed > rooms[0].free_bytes:
+    if rooms[0].device == HOST_MEMORY_DEVICE and needed > rooms[0].free_bytes:
         found += f"; {format_bytes(rooms[0].free_bytes)} are free now"
         return Finding("memory", FindingLevel.NOTE, found, "the rest is in use, by Hearth or others")
     return Finding("memory", FindingLevel.GOOD, f"{found}: all at once")
@@ -273,7 +274,7 @@ def _free(found: str, needed: int, rooms: list[hardware.DeviceBudget]) -> Findin
 
 def _standby(config: Config, others: list[SizedModel]) -> Finding:
     """Whether all that is not pinned can sleep in host memory, from where it is back soonest."""
-    memory = config.machine.memory_bytes or int(HOST_MEMORY_SHARE * hardware.memory()[1])
+    memory = config.machine.memory_bytes or int(HOST_MEMORY_SHARE * available_memory_bytes())
     needed = sum(model.standby_bytes for model in others)
     found = f"{format_bytes(memory)} of host memory for models that sleep, which take up to {format_bytes(needed)}"
     names = exceeding_memory(memory, others)

@@ -10,11 +10,11 @@ from typing import Final
 
 import msgspec
 
+from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget
 from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import folder_of
 from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, read_embedding_spec, task_of
-from gateway.commands.hardware import MEMORY, DeviceBudget
 from gateway.commands.model_size import ModelSizes, read_config, sizes_of
 from gateway.commands.output import format_bytes
 from gateway.config import Config, ModelEntryConfig
@@ -110,7 +110,7 @@ def _require_room(
         return
     kv = format_bytes(sizes.kv_bytes_of_a_context)
     held = f"{format_bytes(room.budget_bytes)} of {room.device}"
-    if room.budget_bytes < room.most_bytes:
+    if room.budget_bytes < room.max_bytes:
         held += " that machine.device_bytes leaves them"
     raise UnservableFolder(
         f"{format_bytes(weights)} of weights and {kv} for a context of {sizes.context_tokens:,} tokens are "
@@ -122,14 +122,14 @@ def _require_room(
 def _weights_bytes(entry: ModelEntryConfig, inspected: InspectionReport, task: ModelTask, room: DeviceBudget) -> int:
     """On the device: only GPUs have weights in 12 bits, and only beside others in bfloat16."""
     number_bytes = _number_bytes(entry, task, room)
-    if room.device == MEMORY or entry.dtype not in ("auto", "bfloat16"):
+    if room.device == HOST_MEMORY_DEVICE or entry.dtype not in ("auto", "bfloat16"):
         return inspected.numbers * number_bytes
     return (inspected.numbers - inspected.coded_numbers) * number_bytes + inspected.coded_bytes
 
 
 def _number_bytes(entry: ModelEntryConfig, task: ModelTask, room: DeviceBudget) -> int:
     """Of a weight on the device, at the least: what `auto` chooses for text on a CPU is measured at each start."""
-    vectors_on_a_cpu = room.device == MEMORY and task is not ModelTask.GENERATION
+    vectors_on_a_cpu = room.device == HOST_MEMORY_DEVICE and task is not ModelTask.GENERATION
     return _NUMBER_BYTES.get(entry.dtype, 4 if vectors_on_a_cpu else 2)
 
 
@@ -139,12 +139,12 @@ def _helps(entry: ModelEntryConfig, sizes: ModelSizes, weights: int, room: Devic
     helps = []
     if kv and left >= _CONTEXT_LEAST * sizes.kv_bytes_per_token:
         helps.append(f"set context_tokens to at most {left // sizes.kv_bytes_per_token}")
-    if room.device != MEMORY and entry.kv_dtype == "auto" and kv // 2 <= left:
+    if room.device != HOST_MEMORY_DEVICE and entry.kv_dtype == "auto" and kv // 2 <= left:
         helps.append('set kv_dtype = "fp8"')
     if entry.dtype == "float32" and weights // 2 + kv <= room.budget_bytes:
         helps.append('set dtype = "bfloat16"')
-    if sizes.could_be_compressed and room.device != MEMORY and weights * 3 // 4 + kv <= room.budget_bytes:
+    if sizes.could_be_compressed and room.device != HOST_MEMORY_DEVICE and weights * 3 // 4 + kv <= room.budget_bytes:
         helps.append("compress it (`hearth models compress`)")
-    if weights + kv <= room.most_bytes:
+    if weights + kv <= room.max_bytes:
         helps.append(f"raise machine.device_bytes to at least {weights + kv}")
     return helps

@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 
+from engine.hostinfo import gpus
 from engine.protocol.frames import MachineState
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
 from gateway.catalogue.bf12_size import Bf12Size
 from gateway.catalogue.catalogue import folder_of, model_entries, price_of
 from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
-from gateway.commands import hardware, models_add, models_compress, models_warm
+from gateway.commands import models_add, models_compress, models_warm
 from gateway.commands.model_size import ModelSizes, read_config, sizes_of
 from gateway.commands.output import add_action, add_command, fail, format_bytes, print_json, print_table, read_settings
 from gateway.commands.residencies import machine_reports, replicas_of, residency_text
@@ -230,6 +231,6 @@ def _compressed(said: Bf12Size | None) -> dict[str, Any] | None:
 
 def _on_device(config: Config, sizes: ModelSizes) -> ModelSizes:
     """As the devices of this host have it."""
-    if sizes.compressed is None or hardware.usable_gpus(config.machine, hardware.gpus()):
+    if sizes.compressed is None or gpus.usable_gpus(config.machine.device, gpus.installed_gpus()):
         return sizes
     return sizes.on_a_cpu

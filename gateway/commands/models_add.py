@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from engine.hostinfo import gpus
+from engine.hostinfo.memory import device_budgets
 from gateway.catalogue.catalogue import BUILT_IN, known_models, pulled_models
 from gateway.catalogue.checksums import SUMS_NAME, ChecksumError, read_sums, require_sums
 from gateway.catalogue.registrations import (
@@ -16,7 +18,6 @@ from gateway.catalogue.registrations import (
     remove_registration,
     save_registration,
 )
-from gateway.commands import hardware
 from gateway.commands.model_check import UnservableFolder, inspect_folder
 from gateway.commands.output import add_action, fail, format_bytes, print_json
 from gateway.config import Config, settings
@@ -53,7 +54,7 @@ def add_model(config: Config, options: argparse.Namespace) -> int:
         seen = inspect_folder(
             config,
             served,
-            hardware.device_budgets(config.machine, hardware.usable_gpus(config.machine, hardware.gpus())),
+            device_budgets(config.machine.device_bytes, gpus.usable_gpus(config.machine.device, gpus.installed_gpus())),
         )
         sums = read_sums(folder)
         require_sums(folder, sums)

@@ -15,13 +15,13 @@ from typing import IO, Any, Final
 import msgspec
 from tqdm import tqdm
 
+from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
 from engine.protocol.reports import WarmupReport
 from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import model_entries, spec_of
 from gateway.commands.output import add_action, fail, print_json
 from gateway.config import Config, SettingsError
 
-_CACHE_NAME: Final = "TRITON_CACHE_DIR"
 _TEACHING: Final = """\
 examples:
   hearth models warm @cf/acme/assistant                before its first start, or after an upgrade
@@ -96,7 +96,7 @@ def _warm(config: Config, spec: ModelSpec, checking: bool, report: Callable[[str
     """Raises WarmError. It runs in a process of its own, as replicas do: they alone load torch."""
     device = config.machine.device
     command = [sys.executable, "-P", "-m", "engine.execution.warmup", msgspec.json.encode(spec).decode(), device]
-    environment = {_CACHE_NAME: str(config.kernels_folder), **os.environ}
+    environment = {KERNEL_CACHE_VARIABLE: str(config.kernels_folder), **os.environ}
     process = subprocess.Popen(
         [*command, "look"] if checking else command, env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

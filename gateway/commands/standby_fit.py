@@ -5,7 +5,7 @@ arithmetic of `hearth doctor`, from what folders and settings say. Where models 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gateway.commands.hardware import DeviceBudget
+from engine.hostinfo.memory import DeviceBudget
 from gateway.commands.model_size import ModelSizes
 from gateway.config import ModelEntryConfig
 

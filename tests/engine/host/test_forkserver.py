@@ -205,10 +205,10 @@ def test_a_module_that_is_missing_is_left_to_the_replica_to_tell(tmp_path: Path)
 OWNER = """
 import sys, time
 from pathlib import Path
-from engine.host.supervisor import Programs
-from engine.host.forkserver import Forks
+from engine.host.supervisor import SubprocessLauncher
+from engine.host.forkserver import ForkserverLauncher
 from tests.engine.host.test_forkserver import spec_of, told, warm
-forks = Forks(["tests.support.zygote_spy"], Programs(lambda spec: []), time.monotonic)
+forks = ForkserverLauncher(["tests.support.zygote_spy"], SubprocessLauncher(lambda spec: []), time.monotonic)
 warm(forks)
 print(forks.parent, told(forks.start(spec_of("stays", Path(sys.argv[1])), {}))["pid"], flush=True)
 time.sleep(60)

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.hostinfo.gpus import gpu_memory, prewarm_driver, visible_gpus
+from engine.hostinfo import gpus
+from engine.hostinfo.gpus import Gpu, gpu_memory, installed_gpus, prewarm_driver, visible_gpus
+from tests.support.fake_nvml import FakeGpu, install_nvml
 
 
 @pytest.fixture
@@ -31,32 +33,39 @@ def test_what_the_environment_says_is_kept(devices: Path, said: str, meant: list
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": said}, devices) == meant
 
 
-def asked(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """nvidia-smi is this script."""
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
-
-
-def test_nvidia_smi_says_how_large_gpus_are_by_index_or_by_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "0, GPU-8f31, NVIDIA H200, 143771\n1, GPU-aa02, NVIDIA L4, 23034\n2, GPU-bb03, ?, [N/A]\nnonsense"
-    asked(tmp_path, monkeypatch, f"printf '{said}'")
+def test_the_driver_says_how_large_gpus_are_by_index_or_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvml(
+        monkeypatch,
+        [FakeGpu(uuid="GPU-8f31"), FakeGpu("NVIDIA L4", 23034, uuid="GPU-aa02"), FakeGpu("?", None, uuid="GPU-bb03")],
+    )
     assert gpu_memory(["1", "GPU-8f", "2", "7", "MIG-1"]) == {
         "1": ("NVIDIA L4", 23034 << 20),
         "GPU-8f": ("NVIDIA H200", 143771 << 20),
     }
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo no driver", "exit 127"])
-def test_a_broken_nvidia_smi_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    asked(tmp_path, monkeypatch, script)
+def test_a_gpu_is_described_in_full_whatever_the_environment_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    install_nvml(monkeypatch, [FakeGpu(free_mebibytes=5, capability=(8, 9), uuid="GPU-8f31")])
+    assert installed_gpus() == [Gpu(0, "GPU-8f31", "NVIDIA H200", 143771 << 20, 5 << 20, "580.65.06", (8, 9))]
+
+
+def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed_gpus() == [] or visible_gpus({})  # with the real module, whatever this host has
+    install_nvml(monkeypatch, [FakeGpu()], driver=None)
+    assert installed_gpus() == []
     assert gpu_memory(["0"]) == {}
 
 
-def test_without_nvidia_smi_no_size_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_memory(["0"]) == {}
+def test_models_run_on_gpus_with_bfloat16_where_torch_and_the_operator_want_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_nvml(monkeypatch, [FakeGpu(), FakeGpu("Tesla T4", capability=(7, 5))])
+    monkeypatch.setattr(gpus, "torch_cuda_version", lambda: "13.0")
+    assert [gpu.name for gpu in gpus.usable_gpus("auto", installed_gpus())] == ["NVIDIA H200"]
+    assert gpus.usable_gpus("cpu", installed_gpus()) == []
+    monkeypatch.setattr(gpus, "torch_cuda_version", lambda: None)
+    assert gpus.usable_gpus("auto", installed_gpus()) == []
 
 
 def test_the_driver_and_a_context_are_woken_beside_what_else_is_done() -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from engine.hostinfo import gpus, memory
 from gateway.catalogue.catalogue import BUILT_IN, folder_of
 from gateway.cli import main
-from gateway.commands import doctor, hardware
+from gateway.commands import doctor
 from gateway.config import Config, ModelEntryConfig, settings
 from tests.support import minilm
 from tests.support.certificates import write_certificate
+from tests.support.fake_nvml import FakeGpu, install_nvml
 from tests.support.issuers import jwk
 
 EMBER = folder_of(Config(), ModelEntryConfig(name=BUILT_IN))
@@ -119,29 +121,15 @@ def test_a_pooling_that_is_not_served_is_wrong(here: Path, capsys: pytest.Captur
 def test_a_model_that_does_not_fit_into_memory_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "memory", lambda: (10 << 20, 10 << 20))
-    monkeypatch.setattr(hardware, "gpus", list)
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: (10 << 20, 10 << 20))
+    monkeypatch.setattr(gpus, "installed_gpus", list)
     (finding,) = examine(capsys, 1)["model"]
     assert "of weights and 32.0 MiB for a context of 8,192 tokens are" in finding["found"]
 
 
-def test_the_page_cache_of_a_control_group_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
-    files = {
-        "memory.max": "1000\n",
-        "memory.current": "900\n",
-        "memory.stat": "anon 300\nfile 600\ninactive_file 500\n",
-    }
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    assert hardware.memory() == (1000, 600)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert min(hardware.memory()) > 1000
-
-
 def test_memory_that_others_use_is_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "memory", lambda: (1 << 40, 10 << 20))
-    monkeypatch.setattr(hardware, "gpus", list)
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: (1 << 40, 10 << 20))
+    monkeypatch.setattr(gpus, "installed_gpus", list)
     (finding,) = examine(capsys, 0)["memory"]
     assert (finding["verdict"], "10.0 MiB are free now" in finding["found"]) == ("note", True)
 
@@ -157,20 +145,16 @@ class Host:
 
     def __init__(self, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys = capsys
-        self.program = here / "bin" / "nvidia-smi"
-        self.program.parent.mkdir()
         self._monkeypatch = monkeypatch
         self.headers = here / "include"
         self.headers.mkdir()
         (self.headers / "Python.h").touch()
-        monkeypatch.setenv("PATH", str(self.program.parent), prepend=":")
         monkeypatch.setenv("CC", "/usr/bin/their-cc")
         monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(self.headers)})
 
-    def found(self, status: int, *gpus: str, cuda: str | None = "13.0") -> dict[str, list[dict[str, Any]]]:
-        self.program.write_text("#!/bin/sh\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
-        self.program.chmod(0o755)
-        self._monkeypatch.setattr(hardware, "cuda_of_torch", lambda: cuda)
+    def found(self, status: int, *installed: FakeGpu, cuda: str | None = "13.0") -> dict[str, list[dict[str, Any]]]:
+        install_nvml(self._monkeypatch, installed)
+        self._monkeypatch.setattr(gpus, "torch_cuda_version", lambda: cuda)
         return examine(self._capsys, status)
 
 
@@ -179,7 +163,7 @@ def host(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     return Host(here, capsys, monkeypatch)
 
 
-H200 = "NVIDIA H200, 143771, 143000, 580.65.06, 9.0"
+H200 = FakeGpu(free_mebibytes=143000)
 
 
 def test_a_gpu_is_named_as_the_driver_names_it(host: Host) -> None:
@@ -197,7 +181,7 @@ def test_what_kernels_need_is_looked_for_where_there_is_a_gpu(host: Host, monkey
     (finding,) = host.found(1, H200)["kernels"]
     assert "python3-dev" in finding["advice"]
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: str(host.program) if name == "nvidia-smi" else None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     (finding,) = host.found(1, H200)["kernels"]
     assert (finding["verdict"], "gcc" in finding["advice"]) == ("wrong", True)
 
@@ -209,19 +193,19 @@ def test_a_torch_without_cuda_is_noted_with_what_to_install(host: Host) -> None:
 
 
 def test_an_old_gpu_is_noted_for_it_leaves_models_to_the_cpu(host: Host) -> None:
-    findings = host.found(0, "Tesla T4, 15360, 15000, 580.65.06, 7.5")
+    findings = host.found(0, FakeGpu("Tesla T4", 15360, 15000, (7, 5)))
     assert findings["gpu"][0]["verdict"] == "note"
     assert "7.5" in findings["gpu"][0]["advice"]
     assert "GPU" not in findings["memory"][0]["found"]
 
 
 def test_a_busy_gpu_is_noted(host: Host) -> None:
-    (finding,) = host.found(0, "NVIDIA H200, 143771, 20000, 580.65.06, 9.0")["gpu"]
+    (finding,) = host.found(0, FakeGpu(free_mebibytes=20000))["gpu"]
     assert (finding["verdict"], "nvidia-smi" in finding["advice"]) == ("note", True)
 
 
-def test_a_driver_that_says_something_else_is_no_gpu(host: Host) -> None:
-    (finding,) = host.found(0, "NVIDIA-SMI has failed")["gpu"]
+def test_a_gpu_whose_memory_the_driver_does_not_know_is_none(host: Host) -> None:
+    (finding,) = host.found(0, FakeGpu(mebibytes=None))["gpu"]
     assert "CPU" in finding["found"]
 
 
@@ -229,7 +213,7 @@ def test_a_driver_that_says_something_else_is_no_gpu(host: Host) -> None:
     ("mebibytes", "advice"), [(1064, "context_tokens"), (1044, "serve = false")], ids=["context", "weights"]
 )
 def test_a_model_that_no_gpu_holds_is_wrong_and_says_what_is_too_much(host: Host, mebibytes: int, advice: str) -> None:
-    findings = host.found(1, f"Small, {mebibytes}, {mebibytes}, 580.65.06, 9.0")
+    findings = host.found(1, FakeGpu("Small", mebibytes))
     (finding,) = findings["model"]
     assert finding["verdict"] == "wrong"
     assert "27.0 MiB of weights and 32.0 MiB for a context of 8,192 tokens" in finding["found"]
@@ -251,14 +235,14 @@ def beside(here: Path, one: str = "", two: str = "", machine: str = "") -> None:
 def test_models_that_do_not_fit_at_once_take_turns_and_host_memory_is_looked_at(
     host: Host, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = "Small, 1154, 1154, 580.65.06, 9.0"
+    small = FakeGpu("Small", 1154)
     beside(here, one="priority = 2.0", two="kept_kv_bytes = 0", machine="[machine]\nmemory_bytes = 1200000000\n")
     found = host.found(0, small)
     assert "they take turns" in found["memory"][0]["found"]
     (standby,) = found["standby"]
     assert standby["verdict"] == "note"
     assert "expect @cf/hearth/ember to start from disk" in standby["advice"]
-    monkeypatch.setattr(hardware, "memory", lambda: (8 << 30, 8 << 30))
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: (8 << 30, 8 << 30))
     settings = (here / "hearth.toml").read_text()
     (here / "hearth.toml").write_text(settings.partition("[machine]")[0])
     assert host.found(0, small)["standby"][0]["verdict"] == "ok"
@@ -267,23 +251,23 @@ def test_models_that_do_not_fit_at_once_take_turns_and_host_memory_is_looked_at(
 
 def test_pinned_models_that_do_not_fit_together_are_wrong(host: Host, here: Path) -> None:
     beside(here, one="pinned = true", two="pinned = true\nreplicas = 2")
-    (finding,) = host.found(1, "Small, 1154, 1154, 580.65.06, 9.0")["memory"]
+    (finding,) = host.found(1, FakeGpu("Small", 1154))["memory"]
     assert "those that are pinned do not fit together" in finding["found"]
-    two = ["Small, 1114, 1114, 580.65.06, 9.0"] * 2  # enough in all, and none of them holds two
+    two = [FakeGpu("Small", 1114)] * 2  # enough in all, and none of them holds two
     (finding,) = host.found(1, *two)["memory"]
     assert "do not fit together" in finding["found"]
 
 
 def test_a_model_that_what_is_pinned_never_leaves_room_for_is_wrong(host: Host, here: Path) -> None:
     beside(here, one="pinned = true", two="context_tokens = 16\nreplicas = 3")  # which are more, and each fits
-    (finding,) = host.found(1, "Small, 1124, 1124, 580.65.06, 9.0")["memory"]
+    (finding,) = host.found(1, FakeGpu("Small", 1124))["memory"]
     assert "what is pinned leaves none to @cf/hearth/ember" in finding["found"]
 
 
 def test_the_cuda_of_the_installed_torch_is_read_without_importing_it() -> None:
     import torch
 
-    assert hardware.cuda_of_torch() == torch.version.cuda
+    assert gpus.torch_cuda_version() == torch.version.cuda
 
 
 def test_wrong_settings_are_found_and_the_rest_is_still_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

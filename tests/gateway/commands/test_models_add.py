@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from engine.hostinfo import gpus
+from engine.hostinfo.gpus import Gpu
 from gateway.catalogue.catalogue import model_entries, open_catalogue
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
-from gateway.commands import hardware
 from gateway.config import SettingsError, load_config
 from tests.support import minilm
 from tests.support.tiny_model import HIDDEN, tensors, write_tiny
@@ -278,9 +279,11 @@ def test_a_model_fits_once_what_was_said_to_help_is_done(folder: Path, capsys: p
 def test_the_largest_gpu_counts_and_fp8_may_help(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [hardware.Gpu("Small", size, size, "580", (9, 0)) for size in (GIB + 1_000, GIB + 180_000)]
-    monkeypatch.setattr(hardware, "gpus", lambda: found)
-    monkeypatch.setattr(hardware, "cuda_of_torch", lambda: "13.0")
+    found = [
+        Gpu(index, "", "Small", size, size, "580", (9, 0)) for index, size in enumerate((GIB + 1_000, GIB + 180_000))
+    ]
+    monkeypatch.setattr(gpus, "installed_gpus", lambda: found)
+    monkeypatch.setattr(gpus, "torch_cuda_version", lambda: "13.0")
     said = refused(capsys, NAME, "assistant")
     assert "175.8 KiB of Small" in said
     assert 'set kv_dtype = "fp8"' in said

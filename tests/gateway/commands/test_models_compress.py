@@ -17,6 +17,7 @@ import torch
 from engine.bf12.metadata import CompressionLevel
 from engine.compression.compress import compress_folder
 from engine.compression.source import scan_folder
+from engine.hostinfo import gpus
 from engine.models.config import read_decoder_config
 from engine.models.weight_names import decoder_entries as table_of
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
@@ -28,7 +29,6 @@ from gateway.catalogue.bf12_size import read_bf12_size
 from gateway.catalogue.catalogue import model_entries, spec_of
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
-from gateway.commands import hardware
 from gateway.commands.model_size import sizes_of
 from gateway.config import load_config
 from tests.support.compressed_folders import llama_config, llama_tensors, write_file
@@ -67,10 +67,11 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> st
     return told.err if status else told.out
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def one_gpu(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """One GPU that leaves models so many bytes."""
-    monkeypatch.setattr(hardware, "gpus", lambda: [hardware.Gpu("H200", GIB + room, GIB + room, "580", (9, 0))])
-    monkeypatch.setattr(hardware, "cuda_of_torch", lambda: "13.0")
+    found = [gpus.Gpu(0, "", "H200", GIB + room, GIB + room, "580", (9, 0))]
+    monkeypatch.setattr(gpus, "installed_gpus", lambda: found)
+    monkeypatch.setattr(gpus, "torch_cuda_version", lambda: "13.0")
 
 
 def test_the_commands_make_a_folder_and_its_original(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +112,7 @@ def test_memory_is_reckoned_as_each_device_has_the_weights(
     """Coded on a GPU in bfloat16, expanded anywhere else."""
     original = Path("assistant/model.safetensors").stat().st_size
     kv = 2 * 2 * 64 * 1024 * 2
-    gpus(monkeypatch, kv + original * 8 // 10)
+    one_gpu(monkeypatch, kv + original * 8 // 10)
     told = said(capsys, "models", "add", NAME, "assistant", status=1)
     assert "compress it (`hearth models compress`)" in told
     for words in (["--dtype", "float16"], ["--dtype", "float32"]):
@@ -120,7 +121,7 @@ def test_memory_is_reckoned_as_each_device_has_the_weights(
     shown = json.loads(said(capsys, "models", "show", NAME, "--json"))
     assert shown["memory_bytes"] - kv == pytest.approx(0.75 * original, rel=0.01)
     said(capsys, "models", "remove", NAME)
-    monkeypatch.setattr(hardware, "gpus", list)
+    monkeypatch.setattr(gpus, "installed_gpus", list)
     Path("hearth.toml").write_text(f"[machine]\ndevice_bytes = {kv + original * 8 // 10}\n")
     assert "more than the" in said(capsys, "models", "add", NAME, "twelve", status=1)
 
