@@ -13,7 +13,6 @@ from engine.log import log
 from engine.protocol.address import parse_address
 from engine.protocol.connection import FrameConnection, PeerGone
 from engine.protocol.frames import (
-    PROTOCOL_VERSION,
     Frame,
     FrameError,
     Hello,
@@ -155,8 +154,6 @@ class ReplicaPeer:
 
     def _take(self, frame: Frame) -> None:
         if isinstance(frame, Hello):
-            if frame.protocol != PROTOCOL_VERSION:
-                raise FrameError(f"protocol {frame.protocol}, not {PROTOCOL_VERSION}")
             self._greeted = True
         elif isinstance(frame, ReplicaLoad):
             self.load = frame

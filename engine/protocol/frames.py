@@ -6,7 +6,7 @@ travel over `unix:` and `tcp:` sockets. This module knows neither torch nor asyn
 
 import struct
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 
@@ -24,6 +24,7 @@ from engine.protocol.types import (
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 64 << 20
 _LENGTH: Final = struct.Struct(">I")
+_ADVICE: Final = "install the same hearth on both sides"
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
@@ -272,8 +273,18 @@ class FrameError(ValueError):
     """The peer sent bytes that are no frame of this protocol; the connection must be closed."""
 
 
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What every version of the protocol agrees on: a frame is an array that begins with its kind, and a Hello's next
+    field is its version."""
+
+    kind: str
+    first: msgspec.Raw = msgspec.Raw()
+
+
+_KINDS: Final = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Frame))
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -290,7 +301,7 @@ class FrameReader:
         self._pending = bytearray()
 
     def feed(self, received: bytes) -> Iterator[Frame]:
-        """Raises FrameError on a length over FRAME_BYTES_MAX or a body that is no frame."""
+        """Raises FrameError on a length over FRAME_BYTES_MAX, a body that is no frame, or one of another protocol."""
         pending = self._pending
         pending += received
         start = 0
@@ -304,9 +315,35 @@ class FrameReader:
                     break
                 body = bytes(pending[start + _LENGTH.size : end])
                 start = end
-                try:
-                    yield _decoder.decode(body)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise FrameError(f"a body that is no frame: {error}") from error
+                yield _decode(body)
         finally:
             del pending[:start]
+
+
+def _decode(body: bytes) -> Frame:
+    """The frame of these bytes. A Hello of another version is refused here, for every reader."""
+    try:
+        frame: Frame = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(_foreign(body) or f"a body that is no frame: {error}") from error
+    if isinstance(frame, Hello) and frame.protocol != PROTOCOL_VERSION:
+        raise FrameError(_mismatch(frame.protocol))
+    return frame
+
+
+def _foreign(body: bytes) -> str:
+    """What makes an unreadable body a frame of another version, in words; empty where nothing does."""
+    try:
+        envelope = _envelopes.decode(body)
+        if envelope.kind not in _KINDS:
+            return f"a {envelope.kind[:32]!r} frame, which protocol {PROTOCOL_VERSION} does not have: {_ADVICE}"
+        if envelope.kind == "hello":
+            version = msgspec.msgpack.decode(envelope.first, type=int)
+            return _mismatch(version) if version != PROTOCOL_VERSION else ""
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    return ""
+
+
+def _mismatch(version: int) -> str:
+    return f"a Hello of protocol {version}, and this process speaks protocol {PROTOCOL_VERSION}: {_ADVICE}"

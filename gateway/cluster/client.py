@@ -378,12 +378,6 @@ class ReplicaConnection(FrameProtocol):
                 self.forget(stream, cancel=False)
                 stream._fail(ReplicaRejected(frame.reason, frame.message, frame.retry_after_ms))
         elif isinstance(frame, frames.Hello):
-            if frame.protocol != frames.PROTOCOL_VERSION:
-                self.close(
-                    f"it speaks protocol {frame.protocol}, this gateway {frames.PROTOCOL_VERSION}: install the same "
-                    f"hearth"
-                )
-                return
             self.hello = frame
             self._changed()
 

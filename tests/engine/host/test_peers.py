@@ -117,9 +117,16 @@ def test_nobody_who_listens_is_tried_again(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize(
-    "rubbish", [b"\xff" * 64, encode_frame(hello(PROTOCOL_VERSION + 1)), encode_frame(ModelDemand("m", 1))]
+    ("rubbish", "reason"),
+    [
+        (b"\xff" * 64, "over the limit"),
+        (encode_frame(hello(PROTOCOL_VERSION + 1)), f"a Hello of protocol {PROTOCOL_VERSION + 1}"),
+        (encode_frame(ModelDemand("m", 1)), "a ModelDemand is not for a machine"),
+    ],
 )
-def test_what_a_replica_does_not_say_loses_the_link(loop: Loop, rubbish: bytes) -> None:
+def test_what_a_replica_does_not_send_loses_the_link(
+    loop: Loop, rubbish: bytes, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with loop.listen() as listener:
         loop.turn()
         peer, _ = listener.accept()
@@ -127,6 +134,7 @@ def test_what_a_replica_does_not_say_loses_the_link(loop: Loop, rubbish: bytes) 
         peer.sendall(rubbish)
         loop.turn()
         assert peer.recv(1) == b""
+        assert reason in capfd.readouterr().err
         peer.close()
     loop.link.close()
 

@@ -9,10 +9,12 @@ import pytest
 from engine.protocol.address import AddressError, parse_address
 from engine.protocol.frames import (
     FRAME_BYTES_MAX,
+    PROTOCOL_VERSION,
     Cancel,
     Frame,
     FrameError,
     FrameReader,
+    Hello,
     Reject,
     ReplicaLoad,
     Submit,
@@ -67,6 +69,45 @@ def test_frames_come_back_equal_however_the_bytes_are_cut(seed: int) -> None:
 def test_a_body_that_is_no_frame_is_a_frame_error(body: bytes) -> None:
     with pytest.raises(FrameError):
         list(FrameReader().feed(framed(body)))
+
+
+def hello(protocol: int = PROTOCOL_VERSION) -> list[object]:
+    return ["hello", protocol, "m", "", "1", 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        hello(9),
+        [*hello(9), {"tomorrow": [1, 2]}, "more"],
+        hello(9)[:4],
+        ["hello", 9, {"of": "another shape"}],
+        ["hello", 9],
+    ],
+    ids=["alike", "more fields", "fewer fields", "other types", "version alone"],
+)
+def test_a_hello_of_another_version_is_refused_by_its_number(fields: list[object]) -> None:
+    with pytest.raises(FrameError, match="protocol 9, and this process speaks protocol 1: install the same hearth"):
+        list(FrameReader().feed(framed(msgspec.msgpack.encode(fields))))
+
+
+def test_a_hello_of_this_version_with_fields_of_a_later_one_is_read() -> None:
+    (frame,) = FrameReader().feed(framed(msgspec.msgpack.encode([*hello(), "later"])))
+    assert isinstance(frame, Hello)
+
+
+@pytest.mark.parametrize("rest", [[], [1], [{"any": "thing"}, [[]]]])
+def test_a_frame_of_an_unknown_kind_is_refused_by_its_name(rest: list[object]) -> None:
+    with pytest.raises(FrameError, match="'transfer' frame, which protocol 1 does not have: install the same hearth"):
+        list(FrameReader().feed(framed(msgspec.msgpack.encode(["transfer", *rest]))))
+
+
+@pytest.mark.parametrize(
+    "first", [b"\xc0", b"\xa1x", b"\xdd\x7f\xff\xff\xff", b"\xcb\0", b"\x91" * 1_000_000 + b"\xc0"]
+)
+def test_a_hello_without_a_version_is_no_frame(first: bytes) -> None:
+    with pytest.raises(FrameError, match="no frame"):
+        list(FrameReader().feed(framed(b"\x92\xa5hello" + first)))
 
 
 def test_a_length_over_the_limit_is_refused_before_its_body_comes() -> None:

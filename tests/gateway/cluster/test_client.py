@@ -3,6 +3,7 @@ import contextlib
 from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.protocol import frames
@@ -164,14 +165,13 @@ def test_a_rejection_reaches_the_caller_with_its_reason(tmp_path: Path) -> None:
 def test_another_protocol_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         stub = StubFleet(tmp_path)
-        monkeypatch.setattr(frames, "PROTOCOL_VERSION", 99)
-        hello = stub.replicas[0].hello()
-        monkeypatch.undo()
+        hello = msgspec.structs.replace(stub.replicas[0].hello(), protocol=99)
         monkeypatch.setattr(stub.replicas[0], "hello", lambda: hello)
         async with stub.serving():
             fleet = ReplicaFleet([stub.address])
             running = asyncio.create_task(fleet.run())
             await until(lambda: any("protocol 99" in seen.problem for seen in fleet.replicas()))
+            assert "install the same hearth" in fleet.replicas()[0].problem
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
