@@ -297,6 +297,15 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 200
 
 
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[log]: how all processes write their logs."""
+
+    format: Annotated[
+        str,
+        Meta(description="json, text for people, or auto: text on a terminal, else json", pattern="^(auto|json|text)$"),
+    ] = "auto"
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """hearth.toml as a whole. Paths are absolute once `load_config` gave it out."""
 
@@ -307,6 +316,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     models: Annotated[list[ModelEntryConfig], Meta(max_length=256)] = []
     issuers: Annotated[list[Issuer], Meta(max_length=64)] = []
     telemetry: TelemetryConfig = TelemetryConfig()
+    log: LogConfig = LogConfig()
 
     @property
     def state(self) -> Path:

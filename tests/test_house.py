@@ -64,6 +64,9 @@ ONLY_IN: Final = {
 PURE: Final = ("engine.scheduling", "engine.placement", "engine.protocol", "prefixcache", "tenants.records")
 IMPURE: Final = ("torch", "asyncio", "socket", "selectors", "subprocess")
 
+# Packages that import nothing that others made.
+STANDARD_ONLY: Final = ("prefixcache", "engine.process", "engine.log")
+
 # A distribution's name where what it is imported as is another.
 IMPORTED_AS: Final = {
     "pyjwt": "jwt",
@@ -142,7 +145,7 @@ def offences(module: str, tree: ast.Module) -> list[str]:
             found.append(f"{module} imports {name}")
         if within(module, PURE) and first in IMPURE and module != "engine.protocol.connection":
             found.append(f"{module} imports {name}, and is to be pure")
-        if top == "prefixcache" and first not in PRODUCT and first not in sys.stdlib_module_names:
+        if within(module, STANDARD_ONLY) and first not in PRODUCT and first not in sys.stdlib_module_names:
             found.append(f"{module} imports {name}, which is not in the standard library")
         if name.startswith(("tenants.store.sqlite", "tenants.store.redis")) and not within(
             module, ("tenants.open", "tenants.store", "gateway.commands.backup", "gateway.commands.restore")

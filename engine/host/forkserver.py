@@ -21,7 +21,7 @@ import msgspec
 
 from engine.host.supervisor import ReplicaLauncher, ReplicaProcess
 from engine.log import log
-from engine.process.death_signal import die_with_parent
+from engine.process.supervised import start_child
 from engine.protocol.specs import ReplicaSpec
 
 LENGTH_PREFIX: Final = struct.Struct(">I")  # before a request, its bytes; the answer to one, the process id or 0
@@ -141,13 +141,11 @@ class ForkserverLauncher:
         self._began_at = now
         with its:
             try:
-                self._parent = subprocess.Popen(
+                self._parent = start_child(
                     [sys.executable, "-P", "-m", "engine.replica.zygote", str(its.fileno()), *self._modules],
-                    stdin=subprocess.DEVNULL,
                     # Libraries that start threads as they are loaded would leave forks without them.
-                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                    pass_fds=[its.fileno()],
-                    preexec_fn=die_with_parent(os.getpid()),
+                    environment={"OPENBLAS_NUM_THREADS": "1"},
+                    descriptors=[its.fileno()],
                 )
             except OSError as error:
                 ours.close()

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from engine.host.paths import remove_socket
-from engine.log import log, write
-from engine.process.death_signal import die_with_parent
+from engine.log import LOG_FORMAT_VARIABLE, convert_line, log, write
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
+from engine.process.supervised import start_child
 from engine.protocol.reports import memory_report_path
 from engine.protocol.specs import ReplicaSpec
 
@@ -108,16 +108,7 @@ class SubprocessLauncher:
         self._command = command
 
     def start(self, spec: ReplicaSpec, environment: Mapping[str, str]) -> ReplicaProcess:
-        return _Subprocess(
-            subprocess.Popen(
-                self._command(spec),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                preexec_fn=die_with_parent(os.getpid()),
-            )
-        )
+        return _Subprocess(start_child(self._command(spec), output=subprocess.PIPE, environment=environment))
 
     def ready(self, now: float) -> bool:
         return True
@@ -223,7 +214,7 @@ class ReplicaSupervisor:
         try:
             self._pulse = Heartbeat.create(self.pulse_path)
             self._word, self._beat_at = self._pulse.read(), now
-            self.process = self._starts.start(spec, environment)
+            self.process = self._starts.start(spec, {**environment, LOG_FORMAT_VARIABLE: "json"})
         except OSError as error:
             wait_s = self._failed(now)
             self.problem = f"cannot be started, tried again after {wait_s:g} s: {error}"
@@ -351,7 +342,7 @@ class ReplicaSupervisor:
             if percent is not None:
                 self.problem = f"loading {percent} %"
             self._lines.append(line)
-            write(f"[{self.name}] {line}")
+            write(f"[{self.name}] {convert_line(line)}")
 
     def close(self) -> None:
         """Leaves no file behind."""

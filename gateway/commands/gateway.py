@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         from gateway.http.server import run_server  # only here: other commands start without an HTTP server
 
-        configure_logging(sys.stderr)
+        configure_logging(sys.stderr, config.log.format)
         return run_server(config, server_secret(config))
     except StoreUnavailable as error:
         return fail(str(error))

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from engine.log import LOG_FORMAT_VARIABLE
 from engine.protocol.specs import MachineSpec, TelemetrySpec
 from gateway.catalogue.catalogue import model_entries, spec_of
 from gateway.commands.output import add_command, read_settings
@@ -42,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     open_state(config)
     command = machine_command(config)
     sys.stdout.flush()
+    os.environ[LOG_FORMAT_VARIABLE] = config.log.format
     os.execv(command[0], command)
 
 

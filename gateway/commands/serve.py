@@ -7,7 +7,6 @@ kernel ends them.
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import http.client
 import os
 import re
@@ -25,6 +24,8 @@ from typing import Any, Final, TextIO
 
 import msgspec
 
+from engine.log import LOG_FORMAT_VARIABLE
+from engine.process.supervised import Backoff, start_child
 from engine.protocol import frames
 from engine.protocol.types import Residency
 from gateway.catalogue.catalogue import model_entries
@@ -64,7 +65,6 @@ _STABLE_S: Final = 60.0  # a child that lived this long starts again without a b
 _PROGRESS_S: Final = 5.0
 _REST_S: Final = 2.0  # who sleeps for so long is on standby
 _MACHINE_DRAIN_S: Final = 35.0
-_PR_SET_PDEATHSIG: Final = 1
 _STARTING: Final = re.compile(r"^(not started yet|loading( \d+ %)?)$")  # told with the time that has passed
 
 
@@ -169,38 +169,34 @@ def first_call(credentials: Credentials, model: str) -> str:
 class ServeProcess:
     """One of the two processes: started, watched, started again with a back-off."""
 
-    def __init__(self, name: str, command: list[str], log: Path, death: signal.Signals) -> None:
+    def __init__(
+        self, name: str, command: list[str], log: Path, death: signal.Signals, environment: dict[str, str]
+    ) -> None:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.start_at = 0.0
-        self._failures = 0
+        self._backoff = Backoff(*_BACKOFF_S)
         self._started_at = 0.0
         self._command = command
         self._log = log
         self._death = death
+        self._environment = environment
 
     def start(self, now: float) -> None:
         """In its own process group, so that a terminal's Ctrl-C reaches this process alone, which then drains."""
         self._started_at = now
         with open(self._log, "ab") as log:
-            self.process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-                preexec_fn=_dies_with(os.getpid(), self._death),
+            self.process = start_child(
+                self._command, output=log, environment=self._environment, own_group=True, death=self._death
             )
 
     def ended(self, now: float) -> int | None:
         """The status of a process that ended since the last look; `start_at` says when to start the next."""
         if self.process is None or (status := self.process.poll()) is None:
             return None
-        least, most = _BACKOFF_S
         if now - self._started_at >= _STABLE_S:
-            self._failures = 0
-        self.start_at = now + min(least * 2.0 ** min(self._failures, 16), most)
-        self._failures += 1
+            self._backoff.reset()
+        self.start_at = now + self._backoff.fail()
         self.process = None
         return status
 
@@ -242,8 +238,10 @@ class ServeSupervisor:
         settings = ["--config", str(Path(config_path).resolve())] if config_path is not None else []
         settings += ["--state", config.state_folder, "--host", config.server.host, "--port", str(port)]
         gateway = [sys.executable, "-P", "-m", "gateway.cli", "gateway", *settings]
-        self._gateway = ServeProcess("gateway", gateway, config.state / "gateway.log", signal.SIGTERM)
-        self._machine = ServeProcess("machine", machine_command(config), config.state / "machine.log", signal.SIGKILL)
+        self._gateway = ServeProcess("gateway", gateway, config.state / "gateway.log", signal.SIGTERM, {})
+        logs = {LOG_FORMAT_VARIABLE: config.log.format}
+        machine = machine_command(config)
+        self._machine = ServeProcess("machine", machine, config.state / "machine.log", signal.SIGKILL, logs)
 
     def run(self) -> int:
         """Until a signal, or until the gateway cannot even start."""
@@ -356,17 +354,3 @@ def trim(log: Path) -> None:
         with contextlib.suppress(OSError):  # a full disk is a reason to cut all the more
             shutil.copyfile(log, log.with_suffix(".log.1"))
         os.truncate(log, 0)
-
-
-def _dies_with(parent: int, death: signal.Signals) -> Callable[[], None] | None:
-    """For a child between fork and exec: on Linux the kernel sends it `death` when this process ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def die() -> None:
-        prctl(_PR_SET_PDEATHSIG, death)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return die

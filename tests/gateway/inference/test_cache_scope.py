@@ -10,7 +10,7 @@ from msgspec import structs
 from engine.protocol.frames import Submit
 from engine.protocol.types import Scope, ScopeKind
 from gateway.inference.cache_scope import scope_of, terms_of
-from gateway.observability.logging import JsonLineFormatter
+from gateway.observability.logging import EventFormatter
 from gateway.text.tokenizer import ModelTokenizer
 from tenants.auth.accounts import AccountService, Caller
 from tenants.open import open_store
@@ -207,7 +207,7 @@ async def test_what_fails_inside_is_told_without_the_words_it_failed_on(
     assert answer.status == 500
     assert "secret" not in answer.message
     (record,) = [record for record in caplog.records if record.getMessage() == "request_failed"]
-    line = JsonLineFormatter().format(record)
+    line = EventFormatter().format(record)
     assert "KeyError" in line
     assert "test_privacy.py" in line
     assert "secret" not in line
