@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.sampling import add_biases, cut, draw, forbid, penalise
+from engine.kernels.sampling import add_biases, draw, forbid, penalise
+from engine.kernels.sampling_filters import find_cutoffs
 from engine.scheduling.sequence import LOGPROBS_MAX
 from engine.step.layout import StepBatch
 
@@ -58,7 +59,7 @@ def sample_tokens(
         penalise(words, logits_RV, sampled_R)
     if wants.masks:
         forbid(words, logits_RV, masks_MW)
-    draw(words, logits_RV, sampled_R, cut(words, logits_RV) if wants.filters else None)
+    draw(words, logits_RV, sampled_R, find_cutoffs(words, logits_RV) if wants.filters else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -31,7 +30,7 @@ from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels import step_layout
-from engine.step.attention_plan import ENTRY_WORDS
+from engine.kernels.attention_hopper_tiles import PANEL, WORDS, entries_of, fetch, weigh, zero_past
 
 ROWS: Final = 128  # stacked rows of an entry: two warpgroups of 64
 _KEYS: Final = 128
@@ -44,110 +43,7 @@ _UNIT_MAX: Final = 16  # keys that one copy takes; entries begin at multiples
 _HEAD_DIMS: Final = (64, 128)
 _BLOCK_MIN: Final = 8  # rows that swizzled shared memory takes together
 _POSITIONS = gl.constexpr(step_layout.POSITIONS.value)
-_TABLE_WIDTH = gl.constexpr(step_layout.TABLE_WIDTH.value)
-_TABLES = gl.constexpr(step_layout.TABLES.value)
-_WORDS = gl.constexpr(ENTRY_WORDS)
 _HALF = gl.constexpr(ROWS // 2)
-_PANEL = gl.constexpr(64)  # columns of a tile that lie together in shared memory: 128 bytes
-# Renamed between the versions of Triton that we take.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _panel(ring, place, low: gl.constexpr, count: gl.constexpr, nth: gl.constexpr):
-    """Rows low … low+count−1 of the tile in a place of a ring, columns of panel nth: what one copy fills."""
-    return ring.index(place).slice(low, count, 0).slice(nth * _PANEL, _PANEL, 1)
-
-
-@gluon.jit
-def _fetch_tile(
-    pool, table, start, last, column, ring, ready, free, place, phase, D: gl.constexpr, KEYS: gl.constexpr,
-    BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr,
-):  # fmt: skip
-    """Keys from `start` on into a place of the ring once that is free; past the last one, its unit again."""
-    mbarrier.wait(free.index(place), phase)
-    mbarrier.expect(ready.index(place), KEYS * D * 2)
-    for low in gl.static_range(0, KEYS, UNIT):
-        key = gl.minimum(start + low, (last - 1) // UNIT * UNIT)
-        slot = gl.load(table + key // BLOCK_TOKENS) * BLOCK_TOKENS + key % BLOCK_TOKENS
-        for panel in gl.static_range(D // _PANEL):
-            part = _panel(ring, place, low, UNIT, panel)
-            _copy(pool, [slot, column + panel * _PANEL], ready.index(place), part)
-
-
-@gluon.jit
-def _fetch(
-    step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, WIDE: gl.constexpr,
-    HEADER_WORD: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
-    BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr, RING: gl.constexpr,
-):  # fmt: skip
-    """One warp: the tiles of all entries in turn, as soon as their places in the rings are free."""
-    tiles = step + gl.load(step + HEADER_WORD)
-    entries, count = _entries(step, tiles, WIDE)
-    tables = step + gl.load(step + _TABLES)
-    width = gl.load(step + _TABLE_WIDTH)
-    fetched = 0
-    for item in range(gl.program_id(0), count * KV_HEADS, gl.num_programs(0)):
-        entry = entries + item // KV_HEADS * _WORDS + (1 if WIDE else 0)
-        column = item % KV_HEADS * D
-        table = tables + gl.load(entry + 1) * width
-        first, last = gl.load(entry + 2), gl.load(entry + 3)
-        gdc_wait()
-        for start in range(first, last, KEYS):
-            place = fetched % RING
-            phase = fetched // RING % 2 ^ 1
-            _fetch_tile(
-                pool, table, start, last, column, keys, keys_ready, keys_free, place, phase, D, KEYS, BLOCK_TOKENS, UNIT
-            )
-            _fetch_tile(
-                pool, table, start, last, KV_HEADS * D + column, values, values_ready, values_free, place, phase, D,
-                KEYS, BLOCK_TOKENS, UNIT,
-            )  # fmt: skip
-            fetched += 1
-
-
-@gluon.jit
-def _entries(step, tiles, WIDE: gl.constexpr):
-    """Where the entries begin and how many there are."""
-    if WIDE:
-        return step + gl.load(tiles + 4), gl.load(tiles + 1)
-    else:
-        return step + gl.load(tiles + 3), gl.load(tiles)
-
-
-@gluon.jit
-def _weigh(
-    logits, at, limit, below, scale, softcap, masked, peak, total, KEYS: gl.constexpr,
-    WINDOWED: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """The running softmax's weights of a tile of logits: (weights, factor for what was summed before, peak, total)."""
-    unit = scale
-    if CAPPED:  # cap · tanh(x ÷ cap), by way of the exponential
-        logits = softcap * (1.0 - 2.0 / (gl.exp2(logits * (scale * 2.0 / softcap)) + 1.0))
-        unit = 1.4426950408889634
-    if WINDOWED or masked:
-        keys = at + gl.arange(0, KEYS, gl.SliceLayout(0, TILE))
-        logits = gl.where(keys[None, :] <= limit[:, None], logits, float("-inf"))
-        if WINDOWED:
-            logits = gl.where(keys[None, :] > below[:, None], logits, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(logits, 1) * unit)
-    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = gl.exp2(logits * unit - base[:, None])
-    shrink = gl.exp2(peak - base)
-    return weights, shrink, new_peak, total * shrink + gl.sum(weights, 1)
-
-
-@gluon.jit
-def _forget(values, place, at, last, KEYS: gl.constexpr, D: gl.constexpr):
-    """Zeroes what lies past the last key: its weight is 0, but 0 times NaN is not."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for low in gl.static_range(0, KEYS, 16):
-        if at + low + 16 > last:
-            keys = at + low + gl.arange(0, 16, gl.SliceLayout(1, layout))
-            for panel in gl.static_range(D // _PANEL):
-                part = _panel(values, place, low, 16, panel)
-                part.store(gl.where((keys < last)[:, None], part.load(layout), 0.0))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -166,11 +62,11 @@ def _consume_wide(
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     tiles = step + gl.load(step + HEADER_WORD)
-    entries, entry_count = _entries(step, tiles, True)
+    entries, entry_count = entries_of(step, tiles, True)
     positions = step + gl.load(step + _POSITIONS)
     taken = 0
     for item in range(gl.program_id(0), entry_count * KV_HEADS, gl.num_programs(0)):
-        entry = entries + item // KV_HEADS * _WORDS
+        entry = entries + item // KV_HEADS * WORDS
         head = item % KV_HEADS
         members, count = step + gl.load(entry), gl.load(entry + 1)
         first, last, hidden = gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
@@ -210,7 +106,7 @@ def _consume_wide(
         logits = warpgroup_mma_wait(0, [logits])
         debug_barrier()
         mbarrier.arrive(keys_free.index(place))
-        weights, shrink, peak, total = _weigh(
+        weights, shrink, peak, total = weigh(
             logits, first, limit, below, scale, softcap, first + KEYS > plain, peak, total, KEYS,
             WINDOWED, CAPPED, TILE,
         )  # fmt: skip
@@ -226,7 +122,7 @@ def _consume_wide(
             logits = warpgroup_mma_wait(1, [pending])
             debug_barrier()
             mbarrier.arrive(keys_free.index(next_place))
-            weights, shrink, peak, total = _weigh(
+            weights, shrink, peak, total = weigh(
                 logits, start, limit, below, scale, softcap, start + KEYS > plain, peak, total,
                 KEYS, WINDOWED, CAPPED, TILE,
             )  # fmt: skip
@@ -240,7 +136,7 @@ def _consume_wide(
         mbarrier.wait(values_ready.index(place), taken // RING % 2)
         tail = first + (last - first - 1) // KEYS * KEYS
         if tail + KEYS > last:
-            _forget(values, place, tail, last, KEYS, D)
+            zero_past(values, place, tail, last, KEYS, D)
         v = values.index(place)
         out_pending = warpgroup_mma(operand, v, out, is_async=True)
         out, operand = warpgroup_mma_wait(0, [out_pending, operand])
@@ -303,7 +199,7 @@ def _wide(
                 values_ready, keys_free, values_free, _HALF, HEADER_WORD, HEADS, KV_HEADS, G, D, KEYS, WINDOWED,
                 CAPPED, RING,
             )),
-            (_fetch, (
+            (fetch, (
                 step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, True, HEADER_WORD, KV_HEADS,
                 D, KEYS, BLOCK_TOKENS, UNIT, RING,
             )),
@@ -356,11 +252,11 @@ def _consume_narrow(
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     tiles = step + gl.load(step + HEADER_WORD)
-    entries, entry_count = _entries(step, tiles, False)
+    entries, entry_count = entries_of(step, tiles, False)
     positions = step + gl.load(step + _POSITIONS)
     taken = 0
     for item in range(gl.program_id(0), entry_count * KV_HEADS, gl.num_programs(0)):
-        entry = entries + item // KV_HEADS * _WORDS
+        entry = entries + item // KV_HEADS * WORDS
         head = item % KV_HEADS
         row = gl.load(entry).to(gl.int64)
         first, last, slot = gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
@@ -385,7 +281,7 @@ def _consume_narrow(
             logits = warpgroup_mma_wait(0, [logits])
             debug_barrier()
             mbarrier.arrive(keys_free.index(place))
-            weights, shrink, peak, total = _weigh(
+            weights, shrink, peak, total = weigh(
                 logits, start, limit, below, scale, softcap, start + KEYS > last, peak, total, KEYS, WINDOWED, CAPPED,
                 TILE,
             )  # fmt: skip
@@ -393,7 +289,7 @@ def _consume_narrow(
             operand = gl.convert_layout(weights.to(q.dtype.element_ty), OPERAND)
             mbarrier.wait(values_ready.index(place), taken // RING % 2)
             if start + KEYS > last:
-                _forget(values, place, start, last, KEYS, D)
+                zero_past(values, place, start, last, KEYS, D)
             out = warpgroup_mma(operand, values.index(place), out, is_async=True)
             out, operand = warpgroup_mma_wait(0, [out, operand])
             debug_barrier()
@@ -454,7 +350,7 @@ def _narrow(
                 keys_ready, values_ready, keys_free, values_free, HEADER_WORD, HEADS, KV_HEADS, G, MERGED_G, D, KEYS,
                 WINDOWED, CAPPED, RING,
             )),
-            (_fetch, (
+            (fetch, (
                 step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, False, HEADER_WORD,
                 KV_HEADS, D, KEYS, BLOCK_TOKENS, UNIT, RING,
             )),
@@ -510,4 +406,4 @@ def attend_narrow(
 
 
 def _tensor_map(kv_SW: Tensor, unit: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(kv_SW, [unit, _PANEL.value], gl.NVMMASharedLayout(128, 16, rank=2))
+    return TensorDescriptor.from_tensor(kv_SW, [unit, PANEL.value], gl.NVMMASharedLayout(128, 16, rank=2))

@@ -18,9 +18,6 @@ A number is decoded with its row's base, to the bits that it had, so the sums ne
 least number of its row's code. For 16 escapes of a warpgroup's outputs a gatherer brings their columns of x, and the
 warpgroup multiplies them by the escapes' values and by that least number negated, as if the matrix had 32 more inputs.
 
-Which row of a warpgroup's matmul is which output is free, since words come through shared memory. So an output is
-beside its neighbour in one thread (or a gate beside its up), and threads that read at once read different banks.
-
 T rows, K inputs, N outputs, P parts, I inner size, L lanes, M rows of a warpgroup's matmul.
 """
 
@@ -47,17 +44,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import GROUP_OUTPUTS, lanes_of
 from engine.kernels.attention_hopper import is_hopper
+from engine.kernels.bf12_hopper_layout import (
+    GROUP,
+    PIECE,
+    decoding,
+    escapes_of,
+    item_of,
+    pieces_of,
+    place_order,
+    row_bits,
+    share_of,
+    stored_layout,
+    words_layout,
+)
 
-_OUTPUTS: Final = 128  # of a tile: two warpgroups'
-_TOGETHER: Final = 16  # tiles of rows that go with one tile of outputs before the next comes
-_PARTS_MAX: Final = 8
-_WORTH: Final = 1.5  # of the fewest cycles, to be measured too
-_CANDIDATES_MAX: Final = 6
+OUTPUTS: Final = 128  # of a tile: two warpgroups'
+TOGETHER: Final = 16  # tiles of rows that go with one tile of outputs before the next comes
 _INNER_STEP: Final = GROUP_OUTPUTS  # so that up's escapes begin with a group
-_GROUP = gl.constexpr(64)  # a warpgroup's outputs, in two pieces
-_PIECE = gl.constexpr(32)
-_LISTED = gl.constexpr(GROUP_OUTPUTS)
-_STAGE = gl.constexpr(64)  # inputs: 128 bytes of a row
+STAGE_INPUTS = gl.constexpr(64)  # inputs: 128 bytes of a row
 _ROUND = gl.constexpr(16)  # escapes at once: a step of a matmul
 _GATHERED = gl.constexpr(32)  # rows of x at once
 _REGISTERS = gl.constexpr(224)  # of a thread that multiplies
@@ -80,92 +84,6 @@ _RING: Final = {128: 6, 256: 4}
 ROWS: Final = tuple(_RING)
 
 
-@gluon.constexpr_function
-def decoding(q):
-    """PTX: bf16 of numbers 2q ($0) and 2q + 1 ($1) of a pair of lanes, of their words of high halves ($2, $3) and of
-    low bytes ($4, $5), and of the row's base ($6)."""
-    high, low = f"${2 + q // 2}", f"${4 + q % 2}"
-    turn = f"shf.l.wrap.b32 four, {high}, {high}, 28;" if q % 2 else f"mov.b32 four, {high};"
-    counted = f"prmt.b32 $0, {low}, four, 0x5140; prmt.b32 $1, {low}, four, 0x7362;"
-    numbers = "mad.lo.u32 $0, $6, 0x00800080, $0; mad.lo.u32 $1, $6, 0x00800080, $1;"
-    return f"{{ .reg .b32 four; {turn} and.b32 four, four, 0x87878787; {counted} {numbers} }}"
-
-
-@gluon.constexpr_function
-def row_bits(gated):
-    """For each bit of an output's place among a warpgroup's 64, from the lowest: the M that it stands for.
-
-    M's bit 8 is within a thread, 1, 2 and 4 are a warp's threads, 16 and 32 its warps. Threads that read at once differ
-    in 1 and 2: these are the bits of places that swizzled memory keeps apart."""
-    return (16, 1, 2, 4, 32, 8) if gated else (8, 1, 2, 4, 16, 32)
-
-
-@gluon.constexpr_function
-def words_bases(lanes, gated):
-    """For each bit of a word's position in shared memory its [M, word], where TMA has swizzled rows of L words."""
-    swizzled = (4, 8, 16, 0, 0, 0) if lanes == 32 else (0, 4, 8, 0, 0, 0)
-    within = [[0, 1 << bit] for bit in range(lanes.bit_length() - 1)]
-    return within + [[row, word] for row, word in zip(row_bits(gated), swizzled, strict=True)]
-
-
-@gluon.constexpr_function
-def _words_layout(lanes, gated):
-    return gl.SharedLinearLayout(words_bases(lanes, gated), [], 1024)
-
-
-@gluon.constexpr_function
-def _place_order(gated):
-    """Of six dimensions, M's bits from the highest, the order that makes them the bits of places."""
-    return tuple(6 - row.bit_length() for row in reversed(row_bits(gated)))
-
-
-@gluon.constexpr_function
-def _stored_layout(rows, gated):
-    """[outputs, rows] in the threads that have their sums: of M's bit 8 two outputs beside each other, if it is not a
-    gate and its up, which are one by then."""
-    of_m = {m: [1 << bit, 0] for bit, m in enumerate(row_bits(gated)) if not (gated and m == 8)}
-    across = [[0, 1 << bit] for bit in range(rows.bit_length() - 1)]
-    registers = [*([] if gated else [of_m[8]]), across[0], *across[3:]]
-    lanes = [across[1], across[2], of_m[1], of_m[2], of_m[4]]
-    return gl.DistributedLinearLayout(registers, lanes, [of_m[16], of_m[32]], [], [32 if gated else 64, rows])
-
-
-@gluon.jit
-def _item(item, blocks, row_tiles, output_tiles, together, parts):
-    """(tile of rows, tile of outputs, part, its first block, its last): those that share words run at once."""
-    part, tile = item // (row_tiles * output_tiles), item % (row_tiles * output_tiles)
-    first = tile // (together * output_tiles) * together
-    height = gl.minimum(row_tiles - first, together)
-    within = tile - first * output_tiles
-    return first + within % height, within // height, part, blocks * part // parts, blocks * (part + 1) // parts
-
-
-@gluon.jit
-def _pieces(output_tile, inner, WARPGROUP: gl.constexpr, GATED: gl.constexpr):
-    """The first outputs of a warpgroup's two pieces: 64 outputs, or gates and their ups."""
-    if GATED:
-        first = output_tile * _GROUP + WARPGROUP * _PIECE
-        second = inner + first
-    else:
-        first = output_tile * (2 * _GROUP) + WARPGROUP * _GROUP
-        second = first + _PIECE
-    return first, second
-
-
-@gluon.jit
-def _listed(firsts, N, start):
-    """(first escape, end of escapes) of the piece of 32 outputs from `start` on."""
-    groups = (N + _LISTED - 1) // _LISTED
-    first = gl.load(firsts + gl.minimum(start // _LISTED, groups))
-    return first, gl.load(firsts + gl.minimum((start + _PIECE) // _LISTED, groups))
-
-
-@gluon.jit
-def _shared_escapes(count, part, parts):
-    """(from, to): a part's share of a warpgroup's escapes."""
-    return count * part // parts, count * (part + 1) // parts
-
-
 @gluon.jit
 def _fetch_words(
     words, ring, ready, free, blocks, row_tiles, output_tiles, together, parts, inner, GATED: gl.constexpr,
@@ -176,16 +94,16 @@ def _fetch_words(
     has ended its words come while the others multiply. Any earlier they would only come instead of these."""
     thirds = 0
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
-        _, output_tile, _, first, last = _item(item, blocks, row_tiles, output_tiles, together, parts)
+        _, output_tile, _, first, last = item_of(item, blocks, row_tiles, output_tiles, together, parts)
         for third in range(first * 3, last * 3):
             place = thirds % RING
             mbarrier.wait(free.index(place), thirds // RING % 2 ^ 1)
-            mbarrier.expect(ready.index(place), 2 * _GROUP * LANES * 4)
+            mbarrier.expect(ready.index(place), 2 * GROUP * LANES * 4)
             for warpgroup in gl.static_range(2):
-                start, second_start = _pieces(output_tile, inner, warpgroup, GATED)
+                start, second_start = pieces_of(output_tile, inner, warpgroup, GATED)
                 part = ring.index(place * 2 + warpgroup)
-                _copy(words, [start, third * LANES], ready.index(place), part.slice(0, _PIECE))
-                _copy(words, [second_start, third * LANES], ready.index(place), part.slice(_PIECE, _PIECE))
+                _copy(words, [start, third * LANES], ready.index(place), part.slice(0, PIECE))
+                _copy(words, [second_start, third * LANES], ready.index(place), part.slice(PIECE, PIECE))
             thirds += 1
     gdc_launch_dependents()
 
@@ -196,16 +114,16 @@ def _fetch_x(
     RING: gl.constexpr,
 ):  # fmt: skip
     """One warp: all items' x in turn, as soon as it is there."""
-    STAGES: gl.constexpr = 8 * LANES // _STAGE
+    STAGES: gl.constexpr = 8 * LANES // STAGE_INPUTS
     stages = 0
     gdc_wait()
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
-        row_tile, _, _, first, last = _item(item, blocks, row_tiles, output_tiles, together, parts)
+        row_tile, _, _, first, last = item_of(item, blocks, row_tiles, output_tiles, together, parts)
         for stage in range(first * STAGES, last * STAGES):
             place = stages % RING
             mbarrier.wait(free.index(place), stages // RING % 2 ^ 1)
-            mbarrier.expect(ready.index(place), ROWS * _STAGE * 2)
-            _copy(x, [row_tile * ROWS, stage * _STAGE], ready.index(place), ring.index(place))
+            mbarrier.expect(ready.index(place), ROWS * STAGE_INPUTS * 2)
+            _copy(x, [row_tile * ROWS, stage * STAGE_INPUTS], ready.index(place), ring.index(place))
             stages += 1
 
 
@@ -222,12 +140,12 @@ def _gather(
     )
     rounds = 0
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
-        row_tile, output_tile, part, _, _ = _item(item, blocks, row_tiles, output_tiles, together, parts)
-        start, second_start = _pieces(output_tile, inner, WARPGROUP, GATED)
-        first, end = _listed(firsts, N, start)
-        second_first, second_end = _listed(firsts, N, second_start)
+        row_tile, output_tile, part, _, _ = item_of(item, blocks, row_tiles, output_tiles, together, parts)
+        start, second_start = pieces_of(output_tile, inner, WARPGROUP, GATED)
+        first, end = escapes_of(firsts, N, start)
+        second_first, second_end = escapes_of(firsts, N, second_start)
         count = end - first
-        low, high = _shared_escapes(count + second_end - second_first, part, parts)
+        low, high = share_of(count + second_end - second_first, part, parts)
         for at in range(low, high, _ROUND):
             nth = at + e
             inside, second = nth < high, nth >= count
@@ -235,7 +153,7 @@ def _gather(
             place = gl.load(places + where, mask=inside, other=0)
             output = (place >> 16) - gl.where(second, second_start, start) & 0x7FFF
             mbarrier.wait(free.index(WARPGROUP), rounds % 2 ^ 1)
-            outputs.index(WARPGROUP).store(gl.where(inside, output + gl.where(second, _PIECE, 0), -1))
+            outputs.index(WARPGROUP).store(gl.where(inside, output + gl.where(second, PIECE, 0), -1))
             replacements.index(WARPGROUP).store(gl.load(values + where, mask=inside, other=0.0))
             gdc_wait()
             for piece in range(ROWS // _GATHERED):
@@ -258,7 +176,7 @@ def _take_third(
     place = nth % RING
     mbarrier.wait(ready.index(place), nth // RING % 2)
     part = ring.index(place * 2 + WARPGROUP)
-    words = _seen_as(part, gl.int32, [_GROUP, LANES], _words_layout(LANES, GATED))
+    words = _seen_as(part, gl.int32, [GROUP, LANES], words_layout(LANES, GATED))
     return words.load(DOT)
 
 
@@ -295,7 +213,7 @@ def _multiply_block(
 ):  # fmt: skip
     """A stage is decoded while the last one's matmul is under way. Not across blocks: in a loop's turns ptxas would
     have each matmul wait for the one before it."""
-    STAGES: gl.constexpr = 8 * LANES // _STAGE
+    STAGES: gl.constexpr = 8 * LANES // STAGE_INPUTS
     high = _take_third(words_ring, words_ready, thirds, WARPGROUP, GATED, LANES, WORDS_RING, DOT)
     low = _take_third(words_ring, words_ready, thirds + 1, WARPGROUP, GATED, LANES, WORDS_RING, DOT)
     weights = _weights(high, low, base, 0, LANES, DOT)
@@ -333,7 +251,7 @@ def _replace(
     output = outputs.index(WARPGROUP).load(gl.SliceLayout(0, DOT))
     value = replacements.index(WARPGROUP).load(gl.SliceLayout(0, DOT))
     hit = output[None, :] == place_of[:, None]
-    nothing = gl.zeros([_GROUP, _ROUND], gl.bfloat16, DOT)
+    nothing = gl.zeros([GROUP, _ROUND], gl.bfloat16, DOT)
     taken, added = gl.where(hit, -least[:, None], nothing), gl.where(hit, value[None, :], nothing)
     total = warpgroup_mma(taken, columns.index(WARPGROUP).permute((1, 0)), total, is_async=True)
     total = warpgroup_mma(added, columns.index(WARPGROUP).permute((1, 0)), total, is_async=True)
@@ -363,31 +281,31 @@ def _multiply(
     """One warpgroup: 64 outputs of every item. Its rounds of escapes come between blocks, evenly spread."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
-    ORDER: gl.constexpr = _place_order(GATED)
-    STORED: gl.constexpr = _stored_layout(ROWS, GATED)
-    m = gl.arange(0, _GROUP, gl.SliceLayout(1, DOT))
+    ORDER: gl.constexpr = place_order(GATED)
+    STORED: gl.constexpr = stored_layout(ROWS, GATED)
+    m = gl.arange(0, GROUP, gl.SliceLayout(1, DOT))
     place_of = m * 0
     for bit in gl.static_range(6):
         place_of += (m // row_bits(GATED)[bit] & 1) << bit
     stages, thirds, rounds = 0, 0, 0
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
-        row_tile, output_tile, part, first, last = _item(item, blocks, row_tiles, output_tiles, together, parts)
-        start, second_start = _pieces(output_tile, inner, WARPGROUP, GATED)
-        escape, end = _listed(firsts, N, start)
-        second_escape, second_end = _listed(firsts, N, second_start)
-        low, high = _shared_escapes(end - escape + second_end - second_escape, part, parts)
+        row_tile, output_tile, part, first, last = item_of(item, blocks, row_tiles, output_tiles, together, parts)
+        start, second_start = pieces_of(output_tile, inner, WARPGROUP, GATED)
+        escape, end = escapes_of(firsts, N, start)
+        second_escape, second_end = escapes_of(firsts, N, second_start)
+        low, high = share_of(end - escape + second_end - second_escape, part, parts)
         wanted, begun = (high - low + _ROUND - 1) // _ROUND, rounds
-        output = place_of + gl.where(place_of < _PIECE, start, second_start - _PIECE)
+        output = place_of + gl.where(place_of < PIECE, start, second_start - PIECE)
         scale = gl.load(scales + output, mask=output < N, other=0.0).to(gl.int32, bitcast=True) >> 23
         base = gl.where(scale > 0, scale + 1, 0)  # of a scale of 2 ^ (base − 128), and of a row of zeros
         least = (base << 23).to(gl.float32, bitcast=True).to(gl.bfloat16)
-        total = gl.zeros([_GROUP, ROWS], gl.float32, SUM)
+        total = gl.zeros([GROUP, ROWS], gl.float32, SUM)
         for block in range(first, last):
             total = _multiply_block(
                 total, base[:, None], x_ring, words_ring, x_ready, x_free, words_ready, words_free, stages, thirds,
                 WARPGROUP, GATED, LANES, X_RING, WORDS_RING, DOT,
             )  # fmt: skip
-            stages += 8 * LANES // _STAGE
+            stages += 8 * LANES // STAGE_INPUTS
             thirds += 3
             due = (wanted * (block - first + 1) + (last - first) // 2) // (last - first)
             for _ in range(rounds - begun, due):
@@ -400,11 +318,11 @@ def _multiply(
         bits = total.reshape([2, 2, 2, 2, 2, 2, ROWS])
         y = bits.permute((ORDER[0], ORDER[1], ORDER[2], ORDER[3], ORDER[4], ORDER[5], 6))
         if GATED:
-            gate, up = y.reshape([2, _PIECE, ROWS]).permute((1, 2, 0)).split()
+            gate, up = y.reshape([2, PIECE, ROWS]).permute((1, 2, 0)).split()
             y = gate / (1.0 + gl.exp(-gate)) * up
             _store(y, out, row_tile * ROWS, start, T, inner, STORED)
         else:
-            _store(y.reshape([_GROUP, ROWS]), out + part * T * N, row_tile * ROWS, start, T, N, STORED)
+            _store(y.reshape([GROUP, ROWS]), out + part * T * N, row_tile * ROWS, start, T, N, STORED)
 
 
 @gluon.jit(
@@ -419,9 +337,9 @@ def _matmul(
     panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [X_RING, ROWS, _STAGE], panel)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [X_RING, ROWS, STAGE_INPUTS], panel)
     words_ring = gl.allocate_shared_memory(
-        gl.int32, [2 * WORDS_RING, _GROUP, LANES], gl.NVMMASharedLayout(4 * LANES, 32, rank=2)
+        gl.int32, [2 * WORDS_RING, GROUP, LANES], gl.NVMMASharedLayout(4 * LANES, 32, rank=2)
     )
     columns = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, _ROUND], gl.NVMMASharedLayout(32, 16, rank=2))
     outputs = gl.allocate_shared_memory(gl.int32, [2, _ROUND], flat)
@@ -496,35 +414,6 @@ def multiply_gated(x_TK: Tensor, weight: Bf12Weight, tile: HopperTiling) -> Tens
     return out_TI
 
 
-def candidate_tilings(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> list[HopperTiling]:
-    """The tiles that are worth measuring, the most promising first."""
-    most = 1 if gated else min(_PARTS_MAX, inputs // (8 * lanes_of(inputs)))
-    tiles = [HopperTiling(size, parts) for size in ROWS for parts in range(1, most + 1)]
-    cycles = {tile: _cycles(tile, outputs, inputs, rows, multiprocessors) for tile in tiles}
-    tiles = sorted(tiles, key=lambda tile: cycles[tile])
-    return [tile for tile in tiles if cycles[tile] <= _WORTH * cycles[tiles[0]]][:_CANDIDATES_MAX]
-
-
-def fastest_tiling(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> HopperTiling:
-    """The tile that should take the fewest cycles, for shapes that nobody has measured."""
-    return candidate_tilings(outputs, inputs, rows, gated, multiprocessors)[0]
-
-
-def _cycles(tile: HopperTiling, outputs: int, inputs: int, rows: int, multiprocessors: int) -> int:
-    """The longer of what multiprocessors and memory take, which gives 2,450 bytes a cycle. Tensor cores take 4 cycles
-    a row and stage, and a tile has something beside. The last tiles take as long as if no multiprocessor were idle.
-    Parts are written and read."""
-    row_tiles = triton.cdiv(rows, tile.rows)
-    items = row_tiles * triton.cdiv(outputs, _OUTPUTS) * tile.parts
-    blocks = triton.cdiv(inputs // (8 * lanes_of(inputs)), tile.parts)
-    stages = blocks * 8 * lanes_of(inputs) // _STAGE.value
-    busy = triton.cdiv(items, multiprocessors) * (stages * 4 * tile.rows + 1500 + 10 * tile.rows)
-    memory = triton.cdiv(row_tiles, _TOGETHER) * outputs * inputs * 3 // 2 // 2450
-    parts_bytes = 8 * tile.parts * rows * outputs if tile.parts > 1 else 0
-    cycles: int = max(busy, memory) + parts_bytes // 2450
-    return cycles
-
-
 @cache
 def multiprocessors_of(device: torch.device) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -539,17 +428,14 @@ def _launch(x_TK: Tensor, weight: Bf12Weight, out: Tensor, tile: HopperTiling, g
     assert x_TK.is_contiguous()
     assert weight.words_NW.is_contiguous()
     assert max(x_TK.numel(), out.numel()) < 1 << 31  # offsets are int32
-    blocks, row_tiles, output_tiles = (
-        inputs // (8 * lanes),
-        triton.cdiv(rows, tile.rows),
-        triton.cdiv(outputs, _OUTPUTS),
-    )
+    blocks, row_tiles = inputs // (8 * lanes), triton.cdiv(rows, tile.rows)
+    output_tiles = triton.cdiv(outputs, OUTPUTS)
     assert 1 <= tile.parts <= blocks
     programs = min(multiprocessors_of(x_TK.device), row_tiles * output_tiles * tile.parts)
     _matmul[(programs,)](
-        _tensor_map(x_TK, [tile.rows, _STAGE.value]), _tensor_map(weight.words_NW, [_PIECE.value, lanes]), out, x_TK,
-        index.scales_N, index.firsts_G, index.places_E, index.values_E, rows, outputs, inputs, blocks, row_tiles,
-        output_tiles, _TOGETHER, tile.parts, outputs // 2, GATED=gated, LANES=lanes, ROWS=tile.rows,
+        _tensor_map(x_TK, [tile.rows, STAGE_INPUTS.value]), _tensor_map(weight.words_NW, [PIECE.value, lanes]), out,
+        x_TK, index.scales_N, index.firsts_G, index.places_E, index.values_E, rows, outputs, inputs, blocks, row_tiles,
+        output_tiles, TOGETHER, tile.parts, outputs // 2, GATED=gated, LANES=lanes, ROWS=tile.rows,
         X_RING=ring, WORDS_RING=ring, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 

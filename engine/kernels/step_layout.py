@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from engine.step.layout import OFFSET_WORD, Section
+from engine.step.layout import OFFSET_WORD, SAMPLING_WORDS, Section
 
 ROWS = tl.constexpr(0)  # count words of the header
 SLICES = tl.constexpr(1)
@@ -22,8 +22,41 @@ BIAS_STARTS = tl.constexpr(OFFSET_WORD + Section.BIAS_STARTS)
 BIAS_IDS = tl.constexpr(OFFSET_WORD + Section.BIAS_IDS)
 BIAS_VALUES = tl.constexpr(OFFSET_WORD + Section.BIAS_VALUES)
 
+_WORDS = tl.constexpr(SAMPLING_WORDS)
+TEMPERATURE = tl.constexpr(0)  # words of a row's sampling settings
+TOP_K = tl.constexpr(1)
+TOP_P = tl.constexpr(2)
+MIN_P = tl.constexpr(3)
+REPETITION = tl.constexpr(4)
+FREQUENCY = tl.constexpr(5)
+PRESENCE = tl.constexpr(6)
+SEED_LOW = tl.constexpr(7)
+SEED_HIGH = tl.constexpr(8)
+SEED_POSITION = tl.constexpr(9)
+MASK = tl.constexpr(11)
+_TEMPERATURE_MIN = tl.constexpr(1e-10)  # as in engine/step/sampling.py
+
 
 @triton.jit
 def word(step, section, index):
     """Word `index` of the section whose first word is in header word `section`."""
     return tl.load(step + tl.load(step + section) + index)
+
+
+@triton.jit
+def sampling_word(step, row, column):
+    """One of the row's sampling settings, as int32."""
+    return word(step, SAMPLING, row * _WORDS + column)
+
+
+@triton.jit
+def sampling_float(step, row, column):
+    """One of the row's sampling settings, as float32."""
+    return sampling_word(step, row, column).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sampling_scale(step, row):
+    """1 ÷ temperature; 0 where the row is greedy."""
+    temperature = sampling_float(step, row, TEMPERATURE)
+    return tl.where(temperature > 0, 1 / tl.maximum(temperature, _TEMPERATURE_MIN), 0.0)

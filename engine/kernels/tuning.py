@@ -12,6 +12,7 @@ from functools import cache
 from typing import Final
 
 import torch
+import triton
 
 from engine.bf12.layout import lanes_of
 from engine.kernels import bf12_linear_hopper, linear
@@ -33,6 +34,10 @@ _DEFAULT_CODED_ROWS_MAX: Final = 64  # sums of more rows leave few registers for
 _TILES_ROWS_MAX: Final = 1024  # above it the time to expand a matrix is little beside that of its product
 _WAVE: Final = 264  # programs that keep a large GPU reading
 _SPLIT_PARTS_MAX: Final = 8
+
+_HOPPER_PARTS_MAX: Final = 8
+_WORTH: Final = 1.5  # times the fewest cycles: worth measuring too
+_CANDIDATES_MAX: Final = 6
 
 
 def select_tiling(outputs: int, inputs: int, rows: int, gated: bool, device: torch.device) -> LinearTiling | None:
@@ -87,9 +92,7 @@ def _select_bf12_tiling(
         if bucket > _TILES_ROWS_MAX:
             return None
         if bucket > _DEFAULT_CODED_ROWS_MAX:
-            return bf12_linear_hopper.fastest_tiling(
-                outputs, inputs, bucket, gated, bf12_linear_hopper.multiprocessors_of(device)
-            )
+            return fastest_tiling(outputs, inputs, bucket, gated, bf12_linear_hopper.multiprocessors_of(device))
         return _default_coded(outputs, inputs, bucket, gated, stages=2 if gated else 4)
     if bucket > (32 if gated else _DEFAULT_CODED_ROWS_MAX):
         return None
@@ -109,3 +112,32 @@ def _default_coded(outputs: int, inputs: int, bucket: int, gated: bool, stages: 
 
 def _parts(outputs: int, block_n: int) -> int:
     return min(_SPLIT_PARTS_MAX, max(1, _WAVE * block_n // outputs))
+
+
+def candidate_tilings(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> list[HopperTiling]:
+    """The tiles that are worth measuring, the most promising first."""
+    max_parts = 1 if gated else min(_HOPPER_PARTS_MAX, inputs // (8 * lanes_of(inputs)))
+    tiles = [HopperTiling(size, parts) for size in bf12_linear_hopper.ROWS for parts in range(1, max_parts + 1)]
+    cycles = {tile: _cycles(tile, outputs, inputs, rows, multiprocessors) for tile in tiles}
+    tiles = sorted(tiles, key=lambda tile: cycles[tile])
+    return [tile for tile in tiles if cycles[tile] <= _WORTH * cycles[tiles[0]]][:_CANDIDATES_MAX]
+
+
+def fastest_tiling(outputs: int, inputs: int, rows: int, gated: bool, multiprocessors: int) -> HopperTiling:
+    """The tile that should take the fewest cycles, for shapes that nobody has measured."""
+    return candidate_tilings(outputs, inputs, rows, gated, multiprocessors)[0]
+
+
+def _cycles(tile: HopperTiling, outputs: int, inputs: int, rows: int, multiprocessors: int) -> int:
+    """The longer of what multiprocessors and memory take, which gives 2,450 bytes a cycle. Tensor cores take 4 cycles
+    a row and stage, and a tile has something beside. The last tiles take as long as if no multiprocessor were idle.
+    Parts are written and read."""
+    row_tiles = triton.cdiv(rows, tile.rows)
+    items = row_tiles * triton.cdiv(outputs, bf12_linear_hopper.OUTPUTS) * tile.parts
+    blocks = triton.cdiv(inputs // (8 * lanes_of(inputs)), tile.parts)
+    stages = blocks * 8 * lanes_of(inputs) // bf12_linear_hopper.STAGE_INPUTS.value
+    busy = triton.cdiv(items, multiprocessors) * (stages * 4 * tile.rows + 1500 + 10 * tile.rows)
+    memory = triton.cdiv(row_tiles, bf12_linear_hopper.TOGETHER) * outputs * inputs * 3 // 2 // 2450
+    parts_bytes = 8 * tile.parts * rows * outputs if tile.parts > 1 else 0
+    cycles: int = max(busy, memory) + parts_bytes // 2450
+    return cycles

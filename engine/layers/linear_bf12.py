@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import GROUP_OUTPUTS
 from engine.kernels import bf12_linear, bf12_linear_hopper
-from engine.kernels.bf12_expand import expand
+from engine.kernels.bf12_decode import expand
 from engine.kernels.bf12_linear import Bf12Tiling
 from engine.kernels.bf12_linear_hopper import HopperTiling
 from engine.kernels.swiglu import silu_and_multiply

@@ -25,7 +25,7 @@ from benchmarks.engine.linear.shapes import (
 from benchmarks.engine.linear.table import Found, numbers_of
 from engine.bf12.codec import Bf12Weight, EscapeIndex
 from engine.kernels import bf12_linear, bf12_linear_hopper, tuning
-from engine.kernels.bf12_expand import expand
+from engine.kernels.bf12_decode import expand
 from engine.kernels.bf12_linear import Bf12Tiling
 from engine.kernels.bf12_linear_hopper import HopperTiling
 from engine.kernels.linear import LinearTiling
@@ -74,7 +74,7 @@ def test_tiles_are_tried_where_they_run_and_for_many_rows(monkeypatch: pytest.Mo
     monkeypatch.setattr(bf12_linear_hopper, "serves", lambda outputs, gated, device: True)
     monkeypatch.setattr(bf12_linear_hopper, "multiprocessors_of", lambda device: 132)
     assert tilings_of(work, CPU) == [
-        *coded_candidates(4096, 4096, 128, False), *bf12_linear_hopper.candidate_tilings(4096, 4096, 128, False, 132)
+        *coded_candidates(4096, 4096, 128, False), *tuning.candidate_tilings(4096, 4096, 128, False, 132)
     ]  # fmt: skip
     few = Work((4096, 4096, False), 64, True)
     assert tilings_of(few, CPU) == coded_candidates(4096, 4096, 64, False) != []

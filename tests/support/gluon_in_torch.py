@@ -373,13 +373,14 @@ _MODULES = {
 
 
 @contextmanager
-def in_torch(module: ModuleType) -> Iterator[Any]:
-    """The module again, its kernels in torch."""
-    assert module.__file__ is not None
-    spec = importlib.util.spec_from_file_location(f"{module.__name__}_in_torch", module.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    again = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {**_MODULES, again.__name__: again}):
-        spec.loader.exec_module(again)
+def in_torch(*modules: ModuleType) -> Iterator[Any]:
+    """The last of the modules again, its kernels in torch. Earlier ones are those of its imports that hold kernels."""
+    with mock.patch.dict(sys.modules, _MODULES):
+        for module in modules:
+            assert module.__file__ is not None
+            spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[module.__name__] = again = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(again)
     yield again

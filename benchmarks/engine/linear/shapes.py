@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from engine.bf12.layout import lanes_of
-from engine.kernels import bf12_linear_hopper
+from engine.kernels import bf12_linear_hopper, tuning
 from engine.kernels.bf12_linear import Bf12Tiling
 from engine.kernels.bf12_linear_hopper import HopperTiling
 from engine.kernels.linear import LinearTiling
@@ -163,4 +163,4 @@ def tilings_of(work: Work, device: torch.device) -> list[AnyTiling]:
     if work.rows <= _FEW_ROWS or not bf12_linear_hopper.serves(outputs, gated, device):
         return [*few]
     multiprocessors = bf12_linear_hopper.multiprocessors_of(device)
-    return [*few, *bf12_linear_hopper.candidate_tilings(outputs, inputs, work.rows, gated, multiprocessors)]
+    return [*few, *tuning.candidate_tilings(outputs, inputs, work.rows, gated, multiprocessors)]

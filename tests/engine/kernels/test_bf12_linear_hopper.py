@@ -21,9 +21,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import BASES, CODES
-from engine.kernels import bf12_linear_hopper
-from engine.kernels.bf12_expand import expand
-from engine.kernels.bf12_linear_hopper import HopperTiling, fastest_tiling, multiply, multiply_gated, serves
+from engine.kernels import bf12_hopper_layout, bf12_linear_hopper
+from engine.kernels.bf12_decode import expand
+from engine.kernels.bf12_linear_hopper import HopperTiling, multiply, multiply_gated, serves
+from engine.kernels.tuning import fastest_tiling
 from tests.support.bf12_weights import coded, every_value, same_bits, weights, without_escapes
 from tests.support.gluon_in_torch import in_torch
 from tests.support.steps import DEVICE, error, random
@@ -64,7 +65,7 @@ def simulated(x_TK: Tensor, weight: Bf12Weight, tile: HopperTiling, programs: in
     on_cpu = Bf12Weight(weight.words_NW.cpu(), type(weight.index)(**{
         name: getattr(weight.index, name).cpu() for name in type(weight.index).__slots__
     }))  # fmt: skip
-    with in_torch(bf12_linear_hopper) as kernels:
+    with in_torch(bf12_hopper_layout, bf12_linear_hopper) as kernels:
         kernels.multiprocessors_of = lambda _: programs
         call = kernels.multiply_gated if gated else kernels.multiply
         result: Tensor = call(x_TK.cpu(), on_cpu, kernels.HopperTiling(tile.rows, tile.parts))
@@ -153,7 +154,7 @@ def test_threads_that_read_words_at_once_read_different_banks(gated: bool) -> No
     at = torch.zeros(64, 32, dtype=torch.int64)
     for position in range(64 * 32):
         m = word = 0
-        for bit, (row, column) in enumerate(bf12_linear_hopper.words_bases(32, gated)):
+        for bit, (row, column) in enumerate(bf12_hopper_layout.words_bases(32, gated)):
             m, word = m ^ (position >> bit & 1) * row, word ^ (position >> bit & 1) * column
         at[m, word] = position
     for rows, words in product(range(0, 64, 4), range(0, 32, 8)):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import sampling
+from engine.kernels import sampling, sampling_filters
 from engine.protocol.types import SamplingParams
 from engine.step.layout import SequenceSlice, pack_step, unpack_step
 from engine.step.sampling import _key, gumbel_noise, sample_batch
@@ -38,7 +38,7 @@ def on_device(packed: np.ndarray, logits_RV: Tensor, masks_MW: np.ndarray | None
     if masks_MW is not None:
         sampling.forbid(step, x_RV, torch.from_numpy(masks_MW).to(DEVICE))
     tokens_R = torch.full((len(x_RV),), 77, dtype=torch.int32, device=DEVICE)
-    sampling.draw(step, x_RV, tokens_R, sampling.cut(step, x_RV))
+    sampling.draw(step, x_RV, tokens_R, sampling_filters.find_cutoffs(step, x_RV))
     return tokens_R.tolist()
 
 
@@ -159,8 +159,8 @@ def test_the_only_token_left_is_drawn_whatever_its_noise() -> None:
 @pytest.mark.parametrize("listed", [4, 16])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_cut_is_found_where_few_values_can_be_listed(seed: int, listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_LISTED", listed)
-    monkeypatch.setattr(sampling, "_BLOCK", 64)
+    monkeypatch.setattr(sampling_filters, "_LISTED", listed)
+    monkeypatch.setattr(sampling_filters, "_BLOCK", 64)
     rng = np.random.default_rng(seed)
     logits_RV = random(6, 300, seed=seed).cpu() * 3
     logits_RV[0] = (logits_RV[0] / 2).round()  # more that are equal than can be listed
@@ -196,7 +196,7 @@ ROWS, VOCABULARY = 256, 128256
 
 def kept_of(step: Tensor, logits_RV: Tensor) -> Tensor:
     """Which ids `cut` leaves."""
-    cuts_R, lasts_R = sampling.cut(step, logits_RV)
+    cuts_R, lasts_R = sampling_filters.find_cutoffs(step, logits_RV)
     ids_V = torch.arange(logits_RV.shape[1], device=DEVICE)
     return (logits_RV > cuts_R[:, None]) | ((logits_RV == cuts_R[:, None]) & (ids_V <= lasts_R[:, None]))
 
@@ -254,9 +254,9 @@ def test_draws_at_true_shapes(top_k: int, dtype: torch.dtype) -> None:
     settings = [SamplingParams(temperature=(row % 4) * 0.5, top_k=top_k, seed=row << 33) for row in range(ROWS)]
     packed = step_of(settings, [None] * ROWS)
     step, tokens_R = torch.from_numpy(packed.copy()).to(DEVICE), torch.zeros(ROWS, dtype=torch.int32, device=DEVICE)
-    sampling.draw(step, logits_RV, tokens_R, sampling.cut(step, logits_RV) if top_k else None)
+    sampling.draw(step, logits_RV, tokens_R, sampling_filters.find_cutoffs(step, logits_RV) if top_k else None)
     again_R = torch.zeros_like(tokens_R)
-    sampling.draw(step, logits_RV, again_R, sampling.cut(step, logits_RV) if top_k else None)
+    sampling.draw(step, logits_RV, again_R, sampling_filters.find_cutoffs(step, logits_RV) if top_k else None)
     assert torch.equal(tokens_R, again_R)
     kept_RV = kept_of(step, logits_RV)
     ids_V, position = np.arange(VOCABULARY), 4

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import lanes_of
-from engine.kernels import bf12_linear_hopper, tuning
+from engine.kernels import bf12_hopper_layout, bf12_linear_hopper, tuning
 from engine.kernels.bf12_linear import Bf12Tiling
-from engine.kernels.bf12_linear_hopper import HopperTiling, fastest_tiling
-from engine.kernels.tuning import BF12_ROW_BUCKETS, select_bf12_tiling
+from engine.kernels.bf12_linear_hopper import HopperTiling
+from engine.kernels.tuning import BF12_ROW_BUCKETS, fastest_tiling, select_bf12_tiling
 from engine.layers import linear_bf12
 from engine.layers.linear_bf12 import Bf12Linear, multiply_expanded
 from engine.layers.linear_gpu import GpuLinear
@@ -124,7 +124,11 @@ def test_each_kind_of_choice_is_taken(plain: Any, gated: Any, monkeypatch: pytes
         taken.append(chosen)
         return tiles.HopperTiling(128, 1) if chosen == "tile" else chosen
 
-    with in_torch(bf12_linear_hopper) if DEVICE.type == "cpu" else nullcontext(bf12_linear_hopper) as tiles:
+    with (
+        in_torch(bf12_hopper_layout, bf12_linear_hopper)
+        if DEVICE.type == "cpu"
+        else nullcontext(bf12_linear_hopper) as tiles
+    ):
         monkeypatch.setattr(tiles, "multiprocessors_of", lambda _: 2)
         monkeypatch.setattr(linear_bf12, "bf12_linear_hopper", tiles)
         monkeypatch.setattr(linear_bf12, "select_bf12_tiling", choice)

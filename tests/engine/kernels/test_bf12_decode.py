@@ -1,10 +1,10 @@
-"""engine/kernels/bf12_expand.py: every bit comes back, whichever outputs are asked for."""
+"""engine/kernels/bf12_decode.py: every bit comes back, whichever outputs are asked for."""
 
 import pytest
 import torch
 
 from engine.bf12.layout import BASES, GROUP_OUTPUTS
-from engine.kernels.bf12_expand import expand
+from engine.kernels.bf12_decode import expand
 from tests.support.bf12_weights import coded, every_value, same_bits, weights
 from tests.support.steps import DEVICE, poisoned
 
