@@ -46,7 +46,7 @@ ONLY_IN: Final = {
         *("engine.bf12", "engine.compression", "engine.bench", "engine.step.sampling", "engine.replica.server"),
     ),
     "triton": ("engine.kernels",),
-    "starlette": ("gateway.app", "gateway.http", "gateway.admin", "gateway.listing", "gateway.api"),
+    "starlette": ("gateway.app", "gateway.routes", "gateway.http", "gateway.admin", "gateway.batch.worker"),
     "uvicorn": ("gateway.http",),
     "redis": ("tenants.store.redis",),
     "sqlite3": ("tenants.store.sqlite",),

@@ -49,7 +49,7 @@ async def run(streams: int, leaving: float, seed: int) -> None:
             gc.collect()
             await asyncio.sleep(0.1)
             shape = f"{streams} streams, {leaving:.0%} leaving: leaked "
-            store = gateway.app._store
+            store = gateway.app._tenancy.store
             balance = await store.reconcile(gateway.account_id, records[0].day)
             balance.check()
             record("leaks", shape + "reservations", gateway.quota.open + balance.counted.open, "reservations", bound=0)

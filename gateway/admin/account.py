@@ -79,23 +79,25 @@ def account_answer(account: Account) -> OperationResult[AccountItem]:
     return OperationResult(item, revision=account.revision)
 
 
-async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
-    return account_answer(await office.gateway.accounts.get(ask.account_id))
+async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
+    return account_answer(await context.accounts.get(request.account_id))
 
 
-async def change(office: AdminContext, ask: OperationRequest[NoFields, AccountChange]) -> OperationResult[AccountItem]:
+async def change(
+    context: AdminContext, request: OperationRequest[NoFields, AccountChange]
+) -> OperationResult[AccountItem]:
     with values_validated():
-        given = {} if ask.body.name is UNSET else {"name": checked_name(ask.body.name)}
-    settings: dict[str, Any] = {} if ask.body.settings is UNSET else present_fields(ask.body.settings)
+        given = {} if request.body.name is UNSET else {"name": checked_name(request.body.name)}
+    settings: dict[str, Any] = {} if request.body.settings is UNSET else present_fields(request.body.settings)
 
     def changed(account: Account) -> Account:
         with values_validated():
             return structs.replace(account, settings=structs.replace(account.settings, **settings), **given)
 
-    _check_sharing(settings.get("sharing", ()), ask.account_id)
-    _check_notices(settings.get("notices"), office.gateway.limits.private_notices)
-    account = await office.gateway.accounts.amend(ask.account_id, changed, ask.revision)
-    await office.note(ask.caller, account.id, "account.settings", account.id, **given, **settings)
+    _check_sharing(settings.get("sharing", ()), request.account_id)
+    _check_notices(settings.get("notices"), context.limits.private_notices)
+    account = await context.accounts.amend(request.account_id, changed, request.revision)
+    await context.note(request.caller, account.id, "account.settings", account.id, **given, **settings)
     return account_answer(account)
 
 
@@ -122,8 +124,6 @@ OPERATIONS: Final = (
         summary="The account, its settings and its limits",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=show,
-        query=NoFields,
-        body=NoFields,
         result=AccountItem,
         versioned=True,
     ),
@@ -133,7 +133,6 @@ OPERATIONS: Final = (
         summary="Change its name and settings: zero retention, the cache's scope, sharing, regions, notices",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=change,
-        query=NoFields,
         body=AccountChange,
         result=AccountItem,
         versioned=True,

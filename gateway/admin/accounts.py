@@ -51,10 +51,10 @@ class TermsChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def listed(
-    office: AdminContext, ask: OperationRequest[AccountsQuery, NoFields]
+    context: AdminContext, request: OperationRequest[AccountsQuery, NoFields]
 ) -> OperationResult[list[AccountItem]]:
-    query = ask.query
-    found = [account for account in await office.gateway.accounts.list() if _matches(account, query)]
+    query = request.query
+    found = [account for account in await context.accounts.list() if _matches(account, query)]
     shown, page = sliced(found, query.page, query.per_page)
     return OperationResult([account_answer(account).result for account in shown], page=page)
 
@@ -67,53 +67,57 @@ def _matches(account: Account, query: AccountsQuery) -> bool:
     )
 
 
-async def create(office: AdminContext, ask: OperationRequest[NoFields, NewAccount]) -> OperationResult[AccountItem]:
-    given = ask.body
+async def create(
+    context: AdminContext, request: OperationRequest[NoFields, NewAccount]
+) -> OperationResult[AccountItem]:
+    given = request.body
     with values_validated():
         name = checked_name(given.name)
-    await _plan(office, given.plan)
-    account = await office.gateway.accounts.create(name, given.ceiling, given.plan)
-    await office.note(
-        ask.caller, account.id, "account.create", account.id, name=name, plan=given.plan, ceiling=given.ceiling
+    await _plan(context, given.plan)
+    account = await context.accounts.create(name, given.ceiling, given.plan)
+    await context.note(
+        request.caller, account.id, "account.create", account.id, name=name, plan=given.plan, ceiling=given.ceiling
     )
     return account_answer(account)
 
 
-async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
-    return account_answer(await office.gateway.accounts.get(ask.account_id))
+async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
+    return account_answer(await context.accounts.get(request.account_id))
 
 
-async def change(office: AdminContext, ask: OperationRequest[NoFields, TermsChange]) -> OperationResult[AccountItem]:
-    said = present_fields(ask.body)
+async def change(
+    context: AdminContext, request: OperationRequest[NoFields, TermsChange]
+) -> OperationResult[AccountItem]:
+    said = present_fields(request.body)
     given: dict[str, Any] = dict(said)
     if "name" in given:
         with values_validated():
             given["name"] = checked_name(given["name"])
     if "plan" in given:
-        given["plan"] = await _plan(office, given["plan"])
-    account = await office.gateway.accounts.amend(
-        ask.account_id, lambda account: structs.replace(account, **given), ask.revision
+        given["plan"] = await _plan(context, given["plan"])
+    account = await context.accounts.amend(
+        request.account_id, lambda account: structs.replace(account, **given), request.revision
     )
-    await office.note(ask.caller, account.id, "account.change", account.id, **said)
+    await context.note(request.caller, account.id, "account.change", account.id, **said)
     return account_answer(account)
 
 
-async def _plan(office: AdminContext, name: str) -> Plan:
+async def _plan(context: AdminContext, name: str) -> Plan:
     try:
-        return await office.gateway.accounts.plan(name)
+        return await context.accounts.plan(name)
     except NotFound:
         raise bad_input("'plan': there is no such plan; GET /client/v4/operator/plans lists them", "plan") from None
 
 
-async def suspend(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
-    account = await office.gateway.accounts.suspend(ask.account_id)
-    await office.note(ask.caller, account.id, "account.suspend", account.id)
+async def suspend(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
+    account = await context.accounts.suspend(request.account_id)
+    await context.note(request.caller, account.id, "account.suspend", account.id)
     return account_answer(account)
 
 
-async def resume(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
-    account = await office.gateway.accounts.resume(ask.account_id)
-    await office.note(ask.caller, account.id, "account.resume", account.id)
+async def resume(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
+    account = await context.accounts.resume(request.account_id)
+    await context.note(request.caller, account.id, "account.resume", account.id)
     return account_answer(account)
 
 
@@ -125,7 +129,6 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=listed,
         query=AccountsQuery,
-        body=NoFields,
         result=list[AccountItem],
     ),
     Operation(
@@ -134,7 +137,6 @@ OPERATIONS: Final = (
         summary="A new account",
         permissions=(Permission.OPERATOR,),
         serve=create,
-        query=NoFields,
         body=NewAccount,
         result=AccountItem,
         versioned=True,
@@ -146,8 +148,6 @@ OPERATIONS: Final = (
         summary="One account",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        query=NoFields,
-        body=NoFields,
         result=AccountItem,
         versioned=True,
     ),
@@ -157,7 +157,6 @@ OPERATIONS: Final = (
         summary="Change an account's name, plan and ceiling",
         permissions=(Permission.OPERATOR,),
         serve=change,
-        query=NoFields,
         body=TermsChange,
         result=AccountItem,
         versioned=True,
@@ -168,8 +167,6 @@ OPERATIONS: Final = (
         summary="Refuse an account's calls within 1 s, and end those that run within 5 s",
         permissions=(Permission.OPERATOR,),
         serve=suspend,
-        query=NoFields,
-        body=NoFields,
         result=AccountItem,
         versioned=True,
     ),
@@ -179,8 +176,6 @@ OPERATIONS: Final = (
         summary="Serve a suspended account again",
         permissions=(Permission.OPERATOR,),
         serve=resume,
-        query=NoFields,
-        body=NoFields,
         result=AccountItem,
         versioned=True,
     ),

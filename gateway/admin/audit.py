@@ -67,41 +67,45 @@ class VerdictItem(msgspec.Struct, frozen=True):
 
 
 async def of_account(
-    office: AdminContext, ask: OperationRequest[AuditQuery, NoFields]
+    context: AdminContext, request: OperationRequest[AuditQuery, NoFields]
 ) -> OperationResult[list[EntryItem]]:
-    return await _page(office, ask.account_id, ask.query)
+    return await _page(context, request.account_id, request.query)
 
 
-async def of_any(office: AdminContext, ask: OperationRequest[AuditQuery, NoFields]) -> OperationResult[list[EntryItem]]:
-    await office.gateway.accounts.get(ask.account_id)
-    return await _page(office, ask.account_id, ask.query)
+async def of_any(
+    context: AdminContext, request: OperationRequest[AuditQuery, NoFields]
+) -> OperationResult[list[EntryItem]]:
+    await context.accounts.get(request.account_id)
+    return await _page(context, request.account_id, request.query)
 
 
 async def of_system(
-    office: AdminContext, ask: OperationRequest[AuditQuery, NoFields]
+    context: AdminContext, request: OperationRequest[AuditQuery, NoFields]
 ) -> OperationResult[list[EntryItem]]:
-    return await _page(office, SYSTEM, ask.query)
+    return await _page(context, SYSTEM, request.query)
 
 
-async def verify(office: AdminContext, ask: OperationRequest[ChainQuery, NoFields]) -> OperationResult[VerdictItem]:
-    chain = ask.query.account or SYSTEM
+async def verify(
+    context: AdminContext, request: OperationRequest[ChainQuery, NoFields]
+) -> OperationResult[VerdictItem]:
+    chain = request.query.account or SYSTEM
     if chain != SYSTEM:
-        await office.gateway.accounts.get(chain)
-    verdict = await office.audit.verify(chain, ask.query.head)
+        await context.accounts.get(chain)
+    verdict = await context.audit.verify(chain, request.query.head)
     return OperationResult(
         VerdictItem(verdict.problem is None, verdict.entries, verdict.head, verdict.seq, verdict.problem)
     )
 
 
-async def _page(office: AdminContext, chain: str, query: AuditQuery) -> OperationResult[list[EntryItem]]:
+async def _page(context: AdminContext, chain: str, query: AuditQuery) -> OperationResult[list[EntryItem]]:
     """Walks back from the cursor, or from the end."""
-    head = await office.store.audit_head(chain)
+    head = await context.store.audit_head(chain)
     after = min(query.cursor or 1 << 53, 0 if head is None else head.seq + 1)  # the first that was shown already
     last = max(1, after - LOOKED_AT_MAX)
     found: list[AuditEntry] = []
     while after > last and len(found) < query.per_page:
         first = max(last, after - CHUNK)
-        chunk = await office.store.audit(chain, first, after - first)
+        chunk = await context.store.audit(chain, first, after - first)
         for entry in reversed(chunk):
             after = entry.seq
             if _matches(entry, query):
@@ -134,7 +138,6 @@ OPERATIONS: Final = (
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=of_account,
         query=AuditQuery,
-        body=NoFields,
         result=list[EntryItem],
         cursor=True,
     ),
@@ -145,7 +148,6 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=of_any,
         query=AuditQuery,
-        body=NoFields,
         result=list[EntryItem],
         cursor=True,
     ),
@@ -156,7 +158,6 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=of_system,
         query=AuditQuery,
-        body=NoFields,
         result=list[EntryItem],
         cursor=True,
     ),
@@ -167,7 +168,6 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=verify,
         query=ChainQuery,
-        body=NoFields,
         result=VerdictItem,
     ),
 )

@@ -29,9 +29,9 @@ class PurgeItem(msgspec.Struct, frozen=True):
     epoch: int
 
 
-async def show(office: AdminContext, ask: OperationRequest[DaysQuery, NoFields]) -> OperationResult[CacheItem]:
-    account = await office.gateway.accounts.get(ask.account_id)
-    rows = await office.store.usage(account.id, *span(office, ask.query))
+async def show(context: AdminContext, request: OperationRequest[DaysQuery, NoFields]) -> OperationResult[CacheItem]:
+    account = await context.accounts.get(request.account_id)
+    rows = await context.store.usage(account.id, *span(context, request.query))
     prompt_tokens, cached_tokens = sum(row.prompt_tokens for row in rows), sum(row.cached_tokens for row in rows)
     return OperationResult(
         CacheItem(
@@ -46,9 +46,9 @@ async def show(office: AdminContext, ask: OperationRequest[DaysQuery, NoFields])
     )
 
 
-async def purge(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[PurgeItem]:
-    account = await office.gateway.accounts.purge_cache(ask.account_id)
-    await office.note(ask.caller, account.id, "account.purge_cache", account.id, epoch=account.epoch)
+async def purge(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[PurgeItem]:
+    account = await context.accounts.purge_cache(request.account_id)
+    await context.note(request.caller, account.id, "account.purge_cache", account.id, epoch=account.epoch)
     return OperationResult(PurgeItem(account.epoch))
 
 
@@ -60,7 +60,6 @@ OPERATIONS: Final = (
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
         serve=show,
         query=DaysQuery,
-        body=NoFields,
         result=CacheItem,
     ),
     Operation(
@@ -69,8 +68,6 @@ OPERATIONS: Final = (
         summary="Make all that is cached for the account unfindable",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=purge,
-        query=NoFields,
-        body=NoFields,
         result=PurgeItem,
     ),
 )

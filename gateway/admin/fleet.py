@@ -31,15 +31,14 @@ class FleetItem(msgspec.Struct, frozen=True):
     machines: dict[str, str]
 
 
-async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[FleetItem]:
-    gateway = office.gateway
+async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[FleetItem]:
     return OperationResult(
         FleetItem(
-            open_requests=office.open_requests(),
-            unsettled=gateway.quota.unwritten,
-            store_away=gateway.outage.away,
-            replicas=[_item(replica) for replica in gateway.fleet.replicas()],
-            machines=gateway.fleet.problems(),
+            open_requests=context.open_requests(),
+            unsettled=context.quota.unwritten,
+            store_away=context.store_health.away,
+            replicas=[_item(replica) for replica in context.fleet.replicas()],
+            machines=context.fleet.problems(),
         )
     )
 
@@ -55,8 +54,6 @@ OPERATIONS: Final = (
         summary="This gateway's requests, and the replicas that it sees",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        query=NoFields,
-        body=NoFields,
         result=FleetItem,
     ),
 )

@@ -39,17 +39,17 @@ def limits_answer(account: Account) -> OperationResult[LimitsItem]:
     return OperationResult(limits_item(account), revision=account.revision)
 
 
-async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[LimitsItem]:
-    return limits_answer(await office.gateway.accounts.get(ask.account_id))
+async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[LimitsItem]:
+    return limits_answer(await context.accounts.get(request.account_id))
 
 
-async def lower(office: AdminContext, ask: OperationRequest[NoFields, Limits]) -> OperationResult[LimitsItem]:
+async def lower(context: AdminContext, request: OperationRequest[NoFields, Limits]) -> OperationResult[LimitsItem]:
     def lowered(account: Account) -> Account:
-        check_below(ask.body, account.most)
-        return structs.replace(account, own=ask.body)
+        check_below(request.body, account.most)
+        return structs.replace(account, own=request.body)
 
-    account = await office.gateway.accounts.amend(ask.account_id, lowered, ask.revision)
-    await office.note(ask.caller, account.id, "account.own_limits", account.id, own=ask.body)
+    account = await context.accounts.amend(request.account_id, lowered, request.revision)
+    await context.note(request.caller, account.id, "account.own_limits", account.id, own=request.body)
     return limits_answer(account)
 
 
@@ -69,14 +69,14 @@ def check_below(own: Limits, most: Limits, of_class: str = "") -> None:
 
 
 async def limits_left(
-    office: AdminContext, ask: OperationRequest[LeftQuery, NoFields]
+    context: AdminContext, request: OperationRequest[LeftQuery, NoFields]
 ) -> OperationResult[list[LeftItem]]:
-    account = await office.gateway.accounts.get(ask.account_id)
-    token_id, limits = ask.caller.token_id, ask.caller.token_limits
-    if ask.query.token is not None:
-        token = await own_token(office, ask.account_id, ask.query.token)
+    account = await context.accounts.get(request.account_id)
+    token_id, limits = request.caller.token_id, request.caller.token_limits
+    if request.query.token is not None:
+        token = await own_token(context, request.account_id, request.query.token)
         token_id, limits = token.id, token.limits
-    return OperationResult([_item(one) for one in await office.gateway.quota.left(account, token_id, limits)])
+    return OperationResult([_item(one) for one in await context.quota.left(account, token_id, limits)])
 
 
 def _item(left: LimitStatus) -> LeftItem:
@@ -99,8 +99,6 @@ OPERATIONS: Final = (
         summary="The account's ceiling, its own limits, and what is in force",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=show,
-        query=NoFields,
-        body=NoFields,
         result=LimitsItem,
         versioned=True,
     ),
@@ -110,7 +108,6 @@ OPERATIONS: Final = (
         summary="Say the account's own limits anew; none may be above its ceiling",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=lower,
-        query=NoFields,
         body=Limits,
         result=LimitsItem,
         versioned=True,
@@ -122,7 +119,6 @@ OPERATIONS: Final = (
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
         serve=limits_left,
         query=LeftQuery,
-        body=NoFields,
         result=list[LeftItem],
     ),
 )

@@ -78,8 +78,8 @@ class MachinesItem(msgspec.Struct, frozen=True):
     machines: list[MachineItem]
 
 
-async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[MachinesItem]:
-    fleet = office.gateway.fleet
+async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[MachinesItem]:
+    fleet = context.fleet
     return OperationResult(MachinesItem([_machine(fleet, machine) for machine in fleet.machines()]))
 
 
@@ -145,8 +145,6 @@ OPERATIONS: Final = (
         summary="The machines, their memory, and where each model is",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        query=NoFields,
-        body=NoFields,
         result=MachinesItem,
     ),
 )

@@ -15,8 +15,8 @@ class KeyItem(msgspec.Struct, frozen=True):
     key: str
 
 
-async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[KeyItem]:
-    return OperationResult(KeyItem(webhook_secret(office.notice_key(ask.account_id))))
+async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[KeyItem]:
+    return OperationResult(KeyItem(webhook_secret(context.notice_key(request.account_id))))
 
 
 OPERATIONS: Final = (
@@ -26,8 +26,6 @@ OPERATIONS: Final = (
         summary="The key that the account's notices are signed with",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=show,
-        query=NoFields,
-        body=NoFields,
         result=KeyItem,
     ),
 )

@@ -66,8 +66,8 @@ CODES: Final[dict[int, tuple[int, ...]]] = {
 }
 _PLACED: Final[dict[str, Json]] = {
     "account_id": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
-    "token_id": {"type": "string", "pattern": f"^{PATH_PARAMETERS['token_id']}$"},
-    "plan": {"type": "string", "pattern": f"^{PATH_PARAMETERS['plan']}$"},
+    "token_id": {"type": "string", "pattern": f"^{PATH_PARAMETERS['token_id'].pattern}$"},
+    "plan": {"type": "string", "pattern": f"^{PATH_PARAMETERS['plan'].pattern}$"},
     "request_id": {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[^/]+$"},
     "model": {"type": "string", "minLength": 1, "description": "A name of the catalogue, percent-encoded"},
 }

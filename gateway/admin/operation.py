@@ -1,4 +1,4 @@
-"""What one operation of the API is: its place, who may use it, what it takes and what it answers. It serves nothing."""
+"""What one operation of the API is: its path, who may use it, what it takes and what it answers. It serves nothing."""
 
 import asyncio
 import contextlib
@@ -6,28 +6,30 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import zip_longest
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from gateway.cluster.fleet import ReplicaFleet
+from gateway.config import ServerConfig
 from gateway.errors import bad_input
 from gateway.http.idempotency import IdempotencyStore
-from gateway.inference.request import InferenceContext
 from gateway.listing.pages import PAGE_MAX, PageItem
+from gateway.observability.store_health import StoreHealth
 from tenants.audit import AuditLog, fit_detail
-from tenants.auth.accounts import NAME_MAX, Caller, Permission
+from tenants.auth.accounts import NAME_MAX, AccountService, Caller, Permission
+from tenants.limits.quota import Quota
 from tenants.store.protocol import Store
 
 BASE: Final = "/client/v4"
 OPERATOR: Final = f"{BASE}/operator"
 ACCOUNT: Final = f"{BASE}/accounts/{{account_id}}"
-# What a placeholder of a path may stand for; an account's id is looked at later, for it has an error of its own.
+# What a path's parameters may be; an account's id is checked later, since it has an error of its own.
 PATH_PARAMETERS: Final = {
-    "account_id": "[^/]+",
-    "token_id": "[0-9A-Za-z]{1,32}",
-    "plan": "[a-z0-9][a-z0-9._-]{0,31}",
+    "account_id": re.compile("[^/]+"),
+    "token_id": re.compile("[0-9A-Za-z]{1,32}"),
+    "plan": re.compile("[a-z0-9][a-z0-9._-]{0,31}"),
 }
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -39,7 +41,7 @@ Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
 class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The query or the body of an operation that takes none."""
+    """The query or the body of an operation without any."""
 
 
 class PageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +50,7 @@ class PageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CursorItem(msgspec.Struct, frozen=True):
-    """`cursor` asks for what follows; null where nothing does."""
+    """`cursor` asks for what follows; null at the end."""
 
     count: int
     per_page: int
@@ -63,9 +65,9 @@ class ResponseInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OperationRequest(Generic[Q, B]):
-    """A request of a caller that may ask it. `names` are what the path says; `account_id` is "" where it names none.
+    """A request of a permitted caller. `names` are the path's parameters; `account_id` is "" if it has none.
 
-    `revision` is the one that a change is to be based on, as `If-Match` says; None where it says nothing.
+    `revision` is the one that a change must be based on, from `If-Match`; None without that header.
     """
 
     caller: Caller
@@ -92,31 +94,36 @@ class OperationResult(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class AdminContext:
-    """What the operations work with; built once, in app.py. `open_requests` are inference requests in progress
-    here, `notice_key` gives the key that signs an account's notices."""
+    """What the operations work with; built once. `open_requests` counts the inference requests in progress here,
+    `notice_key` gives the key that signs an account's notices, `calendar` the seconds since 1970."""
 
-    gateway: InferenceContext
+    limits: ServerConfig
     store: Store
+    accounts: AccountService
+    quota: Quota
+    fleet: ReplicaFleet
+    store_health: StoreHealth
     audit: AuditLog
-    once: IdempotencyStore
+    idempotency: IdempotencyStore
     notice_key: Callable[[str], bytes]
     open_requests: Callable[[], int]
+    calendar: Callable[[], float]
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def note(self, caller: Caller, account_id: str, action: str, target: str, **detail: Any) -> None:
-        """Into the audit log, after the effect and before its answer. Of too long a detail only its digest is kept."""
-        async with self._writing:  # a chain has one end: changes that come at once would try for it in turns
+        """Writes to the audit log, after the effect and before its answer; of too long a detail only the digest."""
+        async with self._writing:  # a chain has one end: concurrent changes would retry on each other
             await self.audit.write(account_id, caller.token_id, action, target, **fit_detail(detail))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation(Generic[Q, B, R]):
-    """One method of one path. Who asks needs one of the permissions; where there are none, any token will do.
+    """One method of one path. The caller needs one of the permissions; if there are none, any token will do.
 
     versioned   its answer has an ETag, and a PUT or PATCH honours If-Match.
     creates     an Idempotency-Key is honoured.
     optional    its body may be left out.
-    cursor      its list goes on by cursor, else by page where its query has one.
+    cursor      its list continues by cursor, else by page if its query has one.
     csv         it answers `Accept: text/csv` and `format=csv` too.
     """
 
@@ -125,9 +132,9 @@ class Operation(Generic[Q, B, R]):
     summary: str
     permissions: tuple[Permission, ...]
     serve: Callable[[AdminContext, OperationRequest[Q, B]], Awaitable[OperationResult[R]]]
-    query: type[Q]
-    body: type[B]
     result: type[R]
+    query: type[Q] = NoFields  # type: ignore[assignment]
+    body: type[B] = NoFields  # type: ignore[assignment]
     versioned: bool = False
     creates: bool = False
     optional: bool = False
@@ -136,7 +143,7 @@ class Operation(Generic[Q, B, R]):
 
     @property
     def hidden(self) -> bool:
-        """For whoever is no operator the path does not exist."""
+        """Whether the path exists for the operator only."""
         return self.path.startswith(f"{OPERATOR}/")
 
     @property
@@ -152,16 +159,9 @@ class Operation(Generic[Q, B, R]):
         return "page" in self.query.__struct_fields__
 
 
-def path_pattern(path: str) -> re.Pattern[str]:
-    """What a path with placeholders matches."""
-    parts = re.split(r"\{(\w+)\}", path)  # plain text, a placeholder's name, plain text, …
-    named = [f"(?P<{name}>{PATH_PARAMETERS[name]})" for name in parts[1::2]]
-    return re.compile("".join(map("".join, zip_longest(map(re.escape, parts[::2]), named, fillvalue=""))))
-
-
 @contextlib.contextmanager
 def values_validated() -> Iterator[None]:
-    """What the types of tenants/ say of wrong values is told to the caller. Raises Refusal."""
+    """Turns what the types of tenants/ say of wrong values into an answer to the caller. Raises ApiError."""
     try:
         yield
     except ValueError as error:

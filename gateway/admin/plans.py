@@ -38,33 +38,33 @@ class RemovedItem(msgspec.Struct, frozen=True):
     name: str
 
 
-async def listed(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[list[Plan]]:
-    return OperationResult(list(await office.gateway.accounts.plans()))
+async def listed(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[list[Plan]]:
+    return OperationResult(list(await context.accounts.plans()))
 
 
-async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[Plan]:
+async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[Plan]:
     try:
-        plan = await office.gateway.accounts.plan(ask.names["plan"])
+        plan = await context.accounts.plan(request.names["plan"])
     except NotFound:
         raise errors.no_such_plan() from None
     return OperationResult(plan, revision=plan.revision)
 
 
-async def keep(office: AdminContext, ask: OperationRequest[NoFields, Any]) -> OperationResult[Plan]:
-    content = structs.asdict(ask.body)
+async def keep(context: AdminContext, request: OperationRequest[NoFields, Any]) -> OperationResult[Plan]:
+    content = structs.asdict(request.body)
     with values_validated():
-        plan = await office.gateway.accounts.keep_plan(Plan(ask.names["plan"], **content), ask.revision)
-    await office.note(ask.caller, SYSTEM, "plan.change", plan.name, revision=plan.revision, **content)
+        plan = await context.accounts.keep_plan(Plan(request.names["plan"], **content), request.revision)
+    await context.note(request.caller, SYSTEM, "plan.change", plan.name, revision=plan.revision, **content)
     return OperationResult(plan, revision=plan.revision)
 
 
-async def remove(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[RemovedItem]:
+async def remove(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[RemovedItem]:
     try:
-        await office.gateway.accounts.remove_plan(ask.names["plan"])
+        await context.accounts.remove_plan(request.names["plan"])
     except NotFound:
         raise errors.no_such_plan() from None
-    await office.note(ask.caller, SYSTEM, "plan.remove", ask.names["plan"])
-    return OperationResult(RemovedItem(ask.names["plan"]))
+    await context.note(request.caller, SYSTEM, "plan.remove", request.names["plan"])
+    return OperationResult(RemovedItem(request.names["plan"]))
 
 
 OPERATIONS: Final = (
@@ -74,8 +74,6 @@ OPERATIONS: Final = (
         summary="All plans, by name",
         permissions=(Permission.OPERATOR,),
         serve=listed,
-        query=NoFields,
-        body=NoFields,
         result=list[Plan],
     ),
     Operation(
@@ -84,8 +82,6 @@ OPERATIONS: Final = (
         summary="One plan",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        query=NoFields,
-        body=NoFields,
         result=Plan,
         versioned=True,
     ),
@@ -95,7 +91,6 @@ OPERATIONS: Final = (
         summary="A new plan, or a plan said anew, in force for its accounts within 1 s",
         permissions=(Permission.OPERATOR,),
         serve=keep,
-        query=NoFields,
         body=PlanContent,
         result=Plan,
         versioned=True,
@@ -106,8 +101,6 @@ OPERATIONS: Final = (
         summary="Remove a plan that no account has; the default one has its first content again",
         permissions=(Permission.OPERATOR,),
         serve=remove,
-        query=NoFields,
-        body=NoFields,
         result=RemovedItem,
     ),
 )

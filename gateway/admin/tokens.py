@@ -134,81 +134,83 @@ class EndedItem(Struct, frozen=True):
     id: str
 
 
-async def verify(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[VerifiedItem]:
+async def verify(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[VerifiedItem]:
     """Of a JWT too, whose id names its issuer and subject."""
     told = ResponseInfo(10000, "This API Token is valid and active")
-    expires_on = _time(ask.caller.expires_at)
-    return OperationResult(VerifiedItem(ask.caller.token_id, "active", expires_on), messages=(told,))
+    expires_on = _time(request.caller.expires_at)
+    return OperationResult(VerifiedItem(request.caller.token_id, "active", expires_on), messages=(told,))
 
 
 async def offered_permission_groups(
-    office: AdminContext, ask: OperationRequest[GroupsQuery, NoFields]
+    context: AdminContext, request: OperationRequest[GroupsQuery, NoFields]
 ) -> OperationResult[list[GroupOffered]]:
     """`name` and `scope` leave out all others."""
     groups = [GroupOffered(permission.value, permission.value) for permission in _OFFERED]
-    name, scope = ask.query.name, ask.query.scope
+    name, scope = request.query.name, request.query.scope
     return OperationResult([group for group in groups if name in ("", group.name) and scope in ("", *group.scopes)])
 
 
 async def listed(
-    office: AdminContext, ask: OperationRequest[TokensQuery, NoFields]
+    context: AdminContext, request: OperationRequest[TokensQuery, NoFields]
 ) -> OperationResult[list[TokenItem]]:
     """Those that are not revoked."""
-    query, now = ask.query, office.gateway.calendar()
-    tokens = await _live(office, ask.account_id)
+    query, now = request.query, context.calendar()
+    tokens = await _live(context, request.account_id)
     shown, page = sliced(tokens if query.direction == "asc" else tokens[::-1], query.page, query.per_page)
     return OperationResult([_item(token, now) for token in shown], page=page)
 
 
-async def _live(office: AdminContext, account_id: str) -> list[ApiToken]:
-    return [token for token in await office.gateway.accounts.tokens(account_id) if token.revoked_at is None]
+async def _live(context: AdminContext, account_id: str) -> list[ApiToken]:
+    return [token for token in await context.accounts.tokens(account_id) if token.revoked_at is None]
 
 
-async def show(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[TokenItem]:
+async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[TokenItem]:
     return OperationResult(
-        _item(await own_token(office, ask.account_id, ask.names["token_id"]), office.gateway.calendar())
+        _item(await own_token(context, request.account_id, request.names["token_id"]), context.calendar())
     )
 
 
-async def create(office: AdminContext, ask: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
+async def create(context: AdminContext, request: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
     """The one answer that holds the token's text, as `value`."""
-    given, now = ask.body, office.gateway.calendar()
-    grant, expires_at, name = _grant(given, ask.account_id), _expiry(given, now), _name(given)
-    if len(await _live(office, ask.account_id)) >= TOKENS_MAX:
+    given, now = request.body, context.calendar()
+    grant, expires_at, name = _grant(given, request.account_id), _expiry(given, now), _name(given)
+    if len(await _live(context, request.account_id)) >= TOKENS_MAX:
         raise errors.conflict(f"the account has {TOKENS_MAX:,} tokens, which is the most: revoke some first")
-    token, text = await office.gateway.accounts.mint(ask.account_id, name, expires_at, grant, given.limits)
-    await office.note(ask.caller, ask.account_id, "token.create", token.id, **_told(given))
+    token, text = await context.accounts.mint(request.account_id, name, expires_at, grant, given.limits)
+    await context.note(request.caller, request.account_id, "token.create", token.id, **_told(given))
     return OperationResult(msgspec.structs.replace(_item(token, now), value=text))
 
 
-async def change(office: AdminContext, ask: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
-    given, now = ask.body, office.gateway.calendar()
-    token = await _changeable(office, ask)
-    grant, expires_at, name = _grant(given, ask.account_id), _expiry(given, now), _name(given)
-    changed = await office.gateway.accounts.change(token.id, name, expires_at, grant, given.limits)
-    await office.note(ask.caller, ask.account_id, "token.change", token.id, **_told(given))
+async def change(context: AdminContext, request: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
+    given, now = request.body, context.calendar()
+    token = await _changeable(context, request)
+    grant, expires_at, name = _grant(given, request.account_id), _expiry(given, now), _name(given)
+    changed = await context.accounts.change(token.id, name, expires_at, grant, given.limits)
+    await context.note(request.caller, request.account_id, "token.change", token.id, **_told(given))
     return OperationResult(_item(changed, now))
 
 
-async def end(office: AdminContext, ask: OperationRequest[NoFields, NoFields]) -> OperationResult[EndedItem]:
-    token = await _changeable(office, ask)
-    await office.gateway.accounts.revoke(token.id)
-    await office.note(ask.caller, ask.account_id, "token.revoke", token.id)
+async def end(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[EndedItem]:
+    token = await _changeable(context, request)
+    await context.accounts.revoke(token.id)
+    await context.note(request.caller, request.account_id, "token.revoke", token.id)
     return OperationResult(EndedItem(token.id))
 
 
-async def roll(office: AdminContext, ask: OperationRequest[NoFields, Rolled]) -> OperationResult[str]:
+async def roll(context: AdminContext, request: OperationRequest[NoFields, Rolled]) -> OperationResult[str]:
     """The new secret's text, once."""
-    token = await _changeable(office, ask)
-    _, text = await office.gateway.accounts.roll(token.id, ask.body.grace_seconds)
-    await office.note(ask.caller, ask.account_id, "token.roll", token.id, grace_seconds=ask.body.grace_seconds)
+    token = await _changeable(context, request)
+    _, text = await context.accounts.roll(token.id, request.body.grace_seconds)
+    await context.note(
+        request.caller, request.account_id, "token.roll", token.id, grace_seconds=request.body.grace_seconds
+    )
     return OperationResult(text)
 
 
-async def own_token(office: AdminContext, account_id: str, token_id: str) -> ApiToken:
+async def own_token(context: AdminContext, account_id: str, token_id: str) -> ApiToken:
     """Raises Refusal where this account has no such live token."""
     try:
-        token = await office.gateway.accounts.token(token_id)
+        token = await context.accounts.token(token_id)
     except NotFound:
         raise errors.no_such_token() from None
     if token.account_id != account_id or token.revoked_at is not None:
@@ -216,10 +218,10 @@ async def own_token(office: AdminContext, account_id: str, token_id: str) -> Api
     return token
 
 
-async def _changeable(office: AdminContext, ask: OperationRequest[Any, Any]) -> ApiToken:
+async def _changeable(context: AdminContext, request: OperationRequest[Any, Any]) -> ApiToken:
     """An account's administrator who could roll an operator's token would be the operator. Raises Refusal."""
-    token = await own_token(office, ask.account_id, ask.names["token_id"])
-    if token.grant.permits(Permission.OPERATOR) and not ask.caller.grant.permits(Permission.OPERATOR):
+    token = await own_token(context, request.account_id, request.names["token_id"])
+    if token.grant.permits(Permission.OPERATOR) and not request.caller.grant.permits(Permission.OPERATOR):
         raise errors.not_permitted(Permission.OPERATOR)
     return token
 
@@ -287,8 +289,6 @@ OPERATIONS: Final = (
         summary="Whether the token that asks is in force",
         permissions=(),
         serve=verify,
-        query=NoFields,
-        body=NoFields,
         result=VerifiedItem,
     ),
     Operation(
@@ -297,8 +297,6 @@ OPERATIONS: Final = (
         summary="Whether the token that asks is in force, and this account's",
         permissions=(),
         serve=verify,
-        query=NoFields,
-        body=NoFields,
         result=VerifiedItem,
     ),
     Operation(
@@ -308,7 +306,6 @@ OPERATIONS: Final = (
         permissions=_ADMIN,
         serve=offered_permission_groups,
         query=GroupsQuery,
-        body=NoFields,
         result=list[GroupOffered],
     ),
     Operation(
@@ -318,7 +315,6 @@ OPERATIONS: Final = (
         permissions=_ADMIN,
         serve=listed,
         query=TokensQuery,
-        body=NoFields,
         result=list[TokenItem],
     ),
     Operation(
@@ -327,7 +323,6 @@ OPERATIONS: Final = (
         summary="A new token; its text is in this answer alone",
         permissions=_ADMIN,
         serve=create,
-        query=NoFields,
         body=TokenGiven,
         result=TokenItem,
         creates=True,
@@ -338,8 +333,6 @@ OPERATIONS: Final = (
         summary="One token",
         permissions=_ADMIN,
         serve=show,
-        query=NoFields,
-        body=NoFields,
         result=TokenItem,
     ),
     Operation(
@@ -348,7 +341,6 @@ OPERATIONS: Final = (
         summary="Say a token anew, in force within 1 s",
         permissions=_ADMIN,
         serve=change,
-        query=NoFields,
         body=TokenGiven,
         result=TokenItem,
     ),
@@ -358,8 +350,6 @@ OPERATIONS: Final = (
         summary="Revoke a token, within 1 s and for good",
         permissions=_ADMIN,
         serve=end,
-        query=NoFields,
-        body=NoFields,
         result=EndedItem,
     ),
     Operation(
@@ -368,7 +358,6 @@ OPERATIONS: Final = (
         summary="A new secret for a token; the one before it may open for a while yet",
         permissions=_ADMIN,
         serve=roll,
-        query=NoFields,
         body=Rolled,
         result=str,
         optional=True,
@@ -380,7 +369,6 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=listed,
         query=TokensQuery,
-        body=NoFields,
         result=list[TokenItem],
     ),
     Operation(
@@ -389,7 +377,6 @@ OPERATIONS: Final = (
         summary="A new token of an account, its first one for an administrator; its text is in this answer alone",
         permissions=(Permission.OPERATOR,),
         serve=create,
-        query=NoFields,
         body=TokenGiven,
         result=TokenItem,
         creates=True,
@@ -400,8 +387,6 @@ OPERATIONS: Final = (
         summary="Revoke a token of an account, within 1 s and for good",
         permissions=(Permission.OPERATOR,),
         serve=end,
-        query=NoFields,
-        body=NoFields,
         result=EndedItem,
     ),
 )

@@ -78,33 +78,33 @@ class UsageItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def of_account(
-    office: AdminContext, ask: OperationRequest[UsageQuery, NoFields]
+    context: AdminContext, request: OperationRequest[UsageQuery, NoFields]
 ) -> OperationResult[list[UsageItem]]:
-    query = ask.query
+    query = request.query
     sums = UsageSums(query.by)
-    for row in await office.store.usage(ask.account_id, *span(office, query)):
+    for row in await context.store.usage(request.account_id, *span(context, query)):
         named = query.model in (None, row.model) and query.token in (None, row.token_id)
         if named and (query.tag is None or query.tag in row.each_tag):
-            sums.add(ask.account_id, row)
+            sums.add(request.account_id, row)
     return _answer(sums, query)
 
 
 async def of_all(
-    office: AdminContext, ask: OperationRequest[AllUsageQuery, NoFields]
+    context: AdminContext, request: OperationRequest[AllUsageQuery, NoFields]
 ) -> OperationResult[list[UsageItem]]:
-    query, accounts = ask.query, office.gateway.accounts
-    first, last = span(office, query)
+    query, accounts = request.query, context.accounts
+    first, last = span(context, query)
     sums = UsageSums(query.by)
     for account in await accounts.list() if query.account is None else [await accounts.get(query.account)]:
-        for row in await office.store.usage(account.id, first, last):
+        for row in await context.store.usage(account.id, first, last):
             if query.model in (None, row.model):
                 sums.add(account.id, row)
     return _answer(sums, query)
 
 
-def span(office: AdminContext, query: DaysQuery) -> tuple[int, int]:
+def span(context: AdminContext, query: DaysQuery) -> tuple[int, int]:
     """The first and the last day, since 1970. Raises Refusal."""
-    today = EPOCH + timedelta(day_of(int(office.gateway.calendar() * MICRO)))
+    today = EPOCH + timedelta(day_of(int(context.calendar() * MICRO)))
     to = query.to or today
     start = query.from_ or to - timedelta(min(DAYS_DEFAULT - 1, (to - date.min).days))
     if start > to:
@@ -184,7 +184,6 @@ OPERATIONS: Final = (
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
         serve=of_account,
         query=UsageQuery,
-        body=NoFields,
         result=list[UsageItem],
         csv=True,
     ),
@@ -195,7 +194,6 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=of_all,
         query=AllUsageQuery,
-        body=NoFields,
         result=list[UsageItem],
         csv=True,
     ),

@@ -33,10 +33,14 @@ def run(options: argparse.Namespace) -> int:
     if config.server.scrub_memory:
         scrub_memory()
     try:
-        from gateway.http.server import run_server  # only here: other commands start without an HTTP server
+        from gateway.app import build_app  # only here: other commands start without an HTTP server
+        from gateway.http.server import run_server
+        from gateway.http.tls import open_certificate
 
         configure_logging(sys.stderr, config.log.format)
-        return run_server(config, server_secret(config))
+        certificate = open_certificate(config.server)
+        run_server(build_app(config, server_secret(config)), config.server, certificate)
+        return 0
     except StoreUnavailable as error:
         return fail(str(error))
     except OSError as error:

@@ -62,6 +62,7 @@ class Exchange:
         self.request_id = request_id
         self.began = clock()
         self.error_format = ErrorFormat.ENVELOPE
+        self.route = "none"  # its name in the metrics, once it is known what serves it
         self.extra_headers: list[Header] = []  # sent with every answer
         self.status: int | None = None
         self._abort_transport: Callable[[], None] | None = scope.get("hearth.abort")

@@ -13,18 +13,18 @@ import resource
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway import errors
-from gateway.app import App, build_app
-from gateway.config import Config, ServerConfig
+from gateway.config import ServerConfig
 from gateway.errors import ApiError
 from gateway.http import client_address
 from gateway.http.listener import Listener
-from gateway.http.tls import Certificate, open_certificate
+from gateway.http.tls import Certificate
 
 SEND_BUFFER_BYTES: Final = 256 << 10  # of the kernel, for each connection: what a client that does not read can hold
 WRITE_BUFFER_BYTES: Final = 64 << 10  # of ours, for each connection; then `send` waits
@@ -49,6 +49,25 @@ _HEAD_TOO_LARGE: Final = _answer(errors.head_too_large())
 _HEAD_TOO_SLOW: Final = _answer(errors.head_too_slow())
 _TOO_MANY: Final = _answer(errors.too_many_connections())
 _NO_HTTP: Final = _answer(errors.bad_head("this is no well-formed HTTP/1.1"))
+
+
+class DrainableApp(Protocol):
+    """The ASGI application that is served, whose work can be ended."""
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that a drain waits for."""
+        ...
+
+    def drain(self) -> None:
+        """Refuses new work from now on; what runs goes on."""
+        ...
+
+    def interrupt(self) -> None:
+        """Ends what still runs, each request with an error that says why."""
+        ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 class HeadRejected(Exception):
@@ -201,7 +220,7 @@ class HttpProtocol(HttpToolsProtocol):
 class HttpServer(uvicorn.Server):
     """uvicorn's server around one App, with a drain. `serve` and `run` are uvicorn's own."""
 
-    def __init__(self, app: App, limits: ServerConfig, certificate: Certificate | None = None) -> None:
+    def __init__(self, app: DrainableApp, limits: ServerConfig, certificate: Certificate | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -295,16 +314,13 @@ def allow_descriptors(connections: int) -> int:
     return soft
 
 
-def run_server(config: Config, secret: bytes) -> int:
-    """Serves until a signal ends it and all that ran has ended or was told. Call it on the main thread.
+def run_server(app: DrainableApp, server: ServerConfig, certificate: Certificate | None) -> None:
+    """Serves until a signal arrives and all requests have ended or were interrupted. Call it on the main thread.
 
-    Returns 0. Raises OSError where the port cannot be taken, ConfigError, and what `build_app` raises.
+    Raises OSError if the port cannot be taken.
     """
-    certificate = open_certificate(config.server)
-    app = build_app(config, secret)
-    listener = listen(config.server.host, config.server.port)
-    allow_descriptors(config.server.connections)
+    listener = listen(server.host, server.port)
+    allow_descriptors(server.connections)
     gc.collect()
-    gc.freeze()  # what stays for good: going through it again would stop all streams for some 15 ms each time
-    HttpServer(app, config.server, certificate).run([listener])
-    return 0
+    gc.freeze()  # objects that stay for good: going through them again would stop all streams for some 15 ms
+    HttpServer(app, server, certificate).run([listener])

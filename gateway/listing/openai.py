@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from gateway import errors
 from gateway.catalogue.catalogue import Model
+from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
 from gateway.inference.request import InferenceContext
 from gateway.listing.workers_ai import NoQuery
@@ -46,9 +47,9 @@ class ModelsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before_id: str = ""
 
 
-def listed(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
+def listed(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/v1/models`: each under its name and its aliases. Raises Refusal."""
-    asked = decode_query(query, ModelsQuery)
+    asked = decode_query(exchange.query, ModelsQuery)
     today = datetime.fromtimestamp(gateway.calendar(), UTC).date()
     named = {name: model for model in models if not model.ended(today) for name in (model.name, *model.aliases)}
     names = _between(list(named), asked)
@@ -58,13 +59,14 @@ def listed(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> 
     return msgspec.json.encode(ModelCards(cards, len(shown) < len(names), *ends))
 
 
-def one(gateway: InferenceContext, models: Sequence[Model], query: bytes, name: str) -> bytes:
+def one(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/v1/models/{model}`. Raises Refusal."""
-    decode_query(query, NoQuery)
-    found = next((model for model in models if name in (model.name, *model.aliases)), None)
-    if found is None:
+    decode_query(exchange.query, NoQuery)
+    name = exchange.path_params["model"]
+    model = next((model for model in models if name in (model.name, *model.aliases)), None)
+    if model is None:
         raise errors.no_model_of_name(name)
-    return msgspec.json.encode(_card(name, found))
+    return msgspec.json.encode(_card(name, model))
 
 
 def _between(names: list[str], asked: ModelsQuery) -> list[str]:

@@ -14,6 +14,7 @@ import msgspec
 from gateway import errors
 from gateway.api import embeddings, rerank, run_chat, run_native
 from gateway.catalogue.catalogue import Model
+from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
 from gateway.inference.request import InferenceContext
 from gateway.listing.answers import RESPONSE_TYPES
@@ -72,9 +73,9 @@ class SchemaQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
 
 
-def one(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
+def one(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/ai/models/schema`. Raises Refusal."""
-    name = decode_query(query, SchemaQuery).model
+    name = decode_query(exchange.query, SchemaQuery).model
     model = next((model for model in models if name in (model.name, *model.aliases)), None)
     if model is None:
         raise errors.no_such_model(name)

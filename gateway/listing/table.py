@@ -1,27 +1,28 @@
-"""Which list lies at which path below an account."""
+"""Which list of models lies at which path below an account. It does not know who asks."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
 from gateway.catalogue.catalogue import Model
+from gateway.http.exchange import JSON_CONTENT, Exchange
 from gateway.inference.request import InferenceContext
 from gateway.listing import openai, schemas, workers_ai
+from tenants.auth.accounts import Caller
 
-# Writes what the query asks of the models that the caller may use. Raises Refusal.
-ListRenderer = Callable[[InferenceContext, Sequence[Model], bytes], bytes]
+# Renders what the query asks of the models that the caller may use. Raises ApiError.
+ListRenderer = Callable[[InferenceContext, Sequence[Model], Exchange], bytes]
 
-_ONE: Final = "/v1/models/"
-_LISTS: Final[dict[str, ListRenderer]] = {
+LISTS: Final[dict[str, ListRenderer]] = {
     "/models/search": workers_ai.search,
     "/models/schema": schemas.one,
     "/tasks/search": workers_ai.tasks,
     "/authors/search": workers_ai.authors,
     "/v1/models": openai.listed,
+    "/v1/models/{model:path}": openai.one,
 }
 
 
-def find_list(resource: str) -> ListRenderer | None:
-    if resource.startswith(_ONE) and resource != _ONE:
-        return partial(openai.one, name=resource.removeprefix(_ONE))
-    return _LISTS.get(resource)
+async def serve_list(context: InferenceContext, render: ListRenderer, exchange: Exchange, caller: Caller) -> None:
+    """Answers with a list of the models that the caller may use. Raises ApiError."""
+    models = [model for model in context.catalogue if caller.grant.serves(model.name)]
+    await exchange.answer(200, render(context, models, exchange), [JSON_CONTENT])

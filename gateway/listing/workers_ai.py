@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.catalogue.catalogue import Model
+from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
 from gateway.inference.request import InferenceContext
 from gateway.listing import openrouter
@@ -101,9 +102,9 @@ _TASKS: Final = (
 )
 
 
-def search(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
+def search(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/ai/models/search`. Raises Refusal."""
-    asked = decode_query(query, SearchQuery)
+    asked = decode_query(exchange.query, SearchQuery)
     today = datetime.fromtimestamp(gateway.calendar(), UTC).date()
     found, page = sliced([model for model in models if _matches(model, asked, today)], asked.page, asked.per_page)
     if asked.format == "openrouter":
@@ -111,15 +112,15 @@ def search(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> 
     return msgspec.json.encode(Listed([_item(gateway, model) for model in found], page))
 
 
-def tasks(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
+def tasks(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/ai/tasks/search`: what the models do. Raises Refusal."""
-    decode_query(query, NoQuery)
+    decode_query(exchange.query, NoQuery)
     return _all([task for task in _TASKS if task.name in {model.task for model in models}])
 
 
-def authors(gateway: InferenceContext, models: Sequence[Model], query: bytes) -> bytes:
+def authors(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/ai/authors/search`. Raises Refusal."""
-    decode_query(query, NoQuery)
+    decode_query(exchange.query, NoQuery)
     names = sorted({model.author for model in models})
     return _all([Author(str(uuid.uuid5(_NAMESPACE, name)), name) for name in names])
 

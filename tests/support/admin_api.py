@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from jsonschema import Draft202012Validator, FormatChecker
 
+from tenants.audit import AuditLog
 from tenants.auth.accounts import Grant, Permission
 from tenants.records.batches import BatchJob
-from tests.support.served_gateway import Answer, Served, served
+from tests.support.served_gateway import SECRET, Answer, Served, served
 from tests.support.stub_replica import MODEL
 
 BASE: Final = "/client/v4"
@@ -143,7 +144,7 @@ class House:
 
     async def audited(self, account_id: str) -> list[tuple[str, str, str]]:
         """Actor, action and target of an account's entries, the oldest first; the chain is whole."""
-        audit = self.gateway.app._api._office.audit
+        audit = AuditLog(self.gateway.app._tenancy.store, SECRET)
         assert (await audit.verify(account_id)).problem is None
         return [(entry.actor, entry.action, entry.target) async for entry in audit.entries(account_id)]
 
@@ -163,7 +164,7 @@ async def kept(folder: Path, **options: Any) -> AsyncIterator[House]:
                 (gateway.account_id, Permission.ACCOUNT_ADMIN),
             )
         ]
-        batches, now = gateway.app._store.batches, int(time.time())
+        batches, now = gateway.app._tenancy.store.batches, int(time.time())
         await batches.begin(BatchJob(BATCH, gateway.account_id, "key", MODEL, 1, 600, now, now + 600))
         await batches.open(gateway.account_id, BATCH)
         yield House(gateway, Document(told.json), landlord.id, texts[0], bob.id, texts[1], texts[2])

@@ -65,7 +65,7 @@ async def test_a_refused_creation_leaves_its_key_free(tmp_path: Path, store_url:
 @looped
 async def test_a_creation_that_broke_off_is_never_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with kept(tmp_path) as house:
-        store = house.gateway.app._store
+        store = house.gateway.app._tenancy.store
 
         async def away(*_: object) -> bool:
             raise StoreUnavailable("the disk is full")

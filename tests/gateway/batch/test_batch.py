@@ -73,7 +73,7 @@ async def state(world: Served, request_id: str) -> Any:
 
 
 def running(world: Served) -> int:
-    return sum(world.app._drain.running.values())
+    return sum(world.app._batches.running.values())
 
 
 # Submitting and fetching
@@ -111,7 +111,7 @@ async def test_each_request_has_one_record_at_the_batch_price_and_the_counters_a
         assert sum(one.micro_neurons for one in records) == sum(
             round(one["result"]["usage"]["neurons"] * 1e6) for one in result["responses"]
         )
-        (await world.app._store.reconcile(world.account_id, records[0].day)).check()
+        (await world.app._tenancy.store.reconcile(world.account_id, records[0].day)).check()
 
 
 @looped
@@ -267,7 +267,7 @@ async def test_cancelling_keeps_what_is_done_and_stops_what_runs(tmp_path: Path)
         assert done.json["result"]["status"] == "done"
         records = await world.records()
         assert {one.outcome for one in records if one.request_id.startswith(request_id)} <= {"cancelled"}
-        (await world.app._store.reconcile(world.account_id, records[0].day)).check()
+        (await world.app._tenancy.store.reconcile(world.account_id, records[0].day)).check()
 
 
 # What cannot run now
@@ -365,12 +365,12 @@ async def test_what_a_replica_has_no_place_for_is_tried_again(tmp_path: Path) ->
 async def test_a_revoked_token_ends_its_batches(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
         token, text = await world.accounts.mint(world.account_id, "short-lived")
-        world.app._drain.stop()
+        world.app._batches.stop()
         body, header = {"requests": requests(3)}, f"Bearer {text}"
         answer = await world.call(world.run_path + QUEUE, body, authorization=header)
         request_id = answer.json["result"]["request_id"]
         await world.accounts.revoke(token.id)
-        world.app._drain._stopped = False
+        world.app._batches._stopped = False
         result = await ended(world, request_id)
         assert (result["status"], result["responses"]) == (BatchStatus.FAILED, [])
         assert await world.records() == []
@@ -379,11 +379,11 @@ async def test_a_revoked_token_ends_its_batches(tmp_path: Path) -> None:
 @looped
 async def test_a_gateway_of_another_region_leaves_it_to_those_that_may_serve_it(tmp_path: Path) -> None:
     async with served(tmp_path, region="eu") as world:
-        world.app._drain.stop()
+        world.app._batches.stop()
         request_id = await submit(world, 2)
         settings = Settings(regions=("us",))
         await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=settings))
-        world.app._drain._stopped = False
+        world.app._batches._stopped = False
         await asyncio.sleep(0.3)
         await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=Settings()))
         result = await ended(world, request_id)
@@ -393,12 +393,12 @@ async def test_a_gateway_of_another_region_leaves_it_to_those_that_may_serve_it(
 @looped
 async def test_a_model_that_ends_meanwhile_fails_what_is_left(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
-        world.app._drain.stop()
+        world.app._batches.stop()
         request_id = await submit(world, 2)
         model = world.app._gateway.catalogue.find(MODEL)
         assert model is not None
         object.__setattr__(model, "ends_on", date(2020, 1, 1))
-        world.app._drain._stopped = False
+        world.app._batches._stopped = False
         async with asyncio.timeout(5):
             while (await state(world, request_id))["status"] != "done":  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -441,10 +441,10 @@ async def test_results_are_kept_for_their_time_and_then_deleted(tmp_path: Path) 
         times = await state(world, request_id)
         kept = datetime.fromisoformat(times["expires_at"]) - datetime.fromisoformat(times["ended_at"])
         assert kept.total_seconds() == 60
-        world.app._store.batches._clock = lambda: time.time() + 50  # type: ignore[attr-defined]
+        world.app._tenancy.store.batches._clock = lambda: time.time() + 50  # type: ignore[attr-defined]
         await asyncio.sleep(0.3)
         assert (await poll(world, request_id))["usage"]
-        world.app._store.batches._clock = lambda: time.time() + 61  # type: ignore[attr-defined]
+        world.app._tenancy.store.batches._clock = lambda: time.time() + 61  # type: ignore[attr-defined]
         await asyncio.sleep(0.3)
         assert (await world.call(world.run_path, {"request_id": request_id})).status == 404
         with closing(sqlite3.connect(tmp_path / "hearth.db")) as file:
@@ -454,7 +454,7 @@ async def test_results_are_kept_for_their_time_and_then_deleted(tmp_path: Path) 
 @looped
 async def test_open_batches_are_limited(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
-        world.app._drain.stop()
+        world.app._batches.stop()
         for _ in range(OPEN_BATCHES_MAX):
             await submit(world, 1)
         answer = await refused(world, {"requests": requests(1)})
@@ -480,7 +480,7 @@ async def test_a_restart_goes_on_where_the_gateway_stopped(tmp_path: Path) -> No
         records = await world.records()
         assert sorted(one.request_id for one in records) == sorted(f"{request_id}-{n}" for n in range(40))
         assert {one.outcome for one in records} == {"done"}
-        (await world.app._store.reconcile(account_id, records[0].day)).check()
+        (await world.app._tenancy.store.reconcile(account_id, records[0].day)).check()
 
 
 @looped
@@ -548,5 +548,5 @@ async def test_an_old_batch_asks_for_its_model_as_a_plain_call_does(
         await submit(world, 2)
         for hours, weight in ((0.1, 0.1 / 24), (12, 0.5), (30, 1.0)):
             gateway = dataclasses.replace(world.app._gateway, calendar=partial(ahead, hours))
-            monkeypatch.setattr(world.app._drain, "_gateway", gateway)
+            monkeypatch.setattr(world.app._batches, "_gateway", gateway)
             await until(partial(asked_by, world, weight))

@@ -425,7 +425,7 @@ async def test_secrets_are_compared_in_constant_time(tmp_path: Path) -> None:
     """What a clock could show of 32 bytes is a nanosecond, far below what a run on shared cores can tell apart; so
     the comparison itself is held."""
     async with served(tmp_path) as gateway:
-        store, looked_up = gateway.app._store, 0
+        store, looked_up = gateway.app._tenancy.store, 0
         token = store.token
 
         async def sealed(token_id: str) -> Any:

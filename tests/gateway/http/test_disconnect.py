@@ -28,7 +28,7 @@ PHASES = [
 @contextlib.asynccontextmanager
 async def slow_quota(gateway: Served) -> AsyncIterator[None]:
     """The store takes its time over every reservation."""
-    store = gateway.app._store
+    store = gateway.app._tenancy.store
     reserve = store.reserve
 
     async def slowly(*arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import gc
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from gateway.http.exchange import Exchange
 from gateway.http.listener import ACCEPTS, _source
@@ -172,13 +174,9 @@ def test_sigterm_drains_a_real_process_and_it_exits_with_0(tmp_path: Path) -> No
     folder, port = tmp_path, free_port()
     toml = folder / "hearth.toml"
     toml.write_text(f'state_folder = "{folder / "state"}"\n[server]\nport = {port}\ndrain_s = 1.0\n')
-    code = (
-        "import sys; from gateway.config import load_config; from gateway.http.server import serve; "
-        "from gateway.state_dir import server_secret; "
-        "config = load_config(sys.argv[1]); sys.exit(serve(config, server_secret(config)))"
-    )
     root = Path(__file__).parents[3]
-    child = subprocess.Popen([sys.executable, "-c", code, str(toml)], cwd=root, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "gateway.cli", "gateway", "--config", str(toml)]
+    child = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(f"http://127.0.0.1:{port}/healthz")
         began = time.monotonic()
@@ -270,10 +268,12 @@ async def test_endless_trailers_are_cut_off_as_a_head_is(tmp_path: Path) -> None
 def test_what_was_built_at_start_up_is_no_work_for_the_garbage_collector(tmp_path: Path) -> None:
     script = f"""
 import gc
-from gateway import serve
+from gateway.app import build_app
 from gateway.config import load_config
-serve.Server.run = lambda server, sockets: print(gc.get_freeze_count() > 10_000)
-serve.serve(load_config(None, state_folder={str(tmp_path)!r}, port=0), bytes(32))
+from gateway.http import server
+server.HttpServer.run = lambda server, sockets: print(gc.get_freeze_count() > 10_000)
+config = load_config(None, state_folder={str(tmp_path)!r}, port=0)
+server.run_server(build_app(config, bytes(32)), config.server, None)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert ended.stdout == "True\n", ended.stderr
@@ -342,7 +342,9 @@ def test_a_client_that_does_not_take_its_answers_is_dropped(tmp_path: Path, kept
         async with served(tmp_path, blocked_s=0.4) as gateway:
             client = await gateway.client(receive_bytes=2048)
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            gateway.app._healthz = large  # type: ignore[method-assign]
+            healthz = gateway.app._router.routes[0]
+            assert isinstance(healthz, Route)
+            healthz.app = dataclasses.replace(healthz.endpoint, handler=large)
             end = b"" if kept else b"connection: close\r\n"
             client.writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n%s\r\n" % end * (3 if kept else 1))
             await until(lambda: gateway.server.server_state.connections)

@@ -188,7 +188,7 @@ async def test_the_store_alone_opens_no_answer(tmp_path: Path) -> None:
 @looped
 async def test_a_store_that_is_away_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(tmp_path) as gateway:
-        store = gateway.app._store
+        store = gateway.app._tenancy.store
 
         async def away(*_: object) -> bytes | None:
             raise StoreUnavailable("the disk is full")

@@ -1,0 +1,99 @@
+"""Who calls: the credential of a request, checked against accounts, permissions and networks. It serves nothing."""
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from gateway import errors
+from gateway.http.exchange import Exchange
+from gateway.http.routes import Handler
+from tenants.auth.accounts import AccountService, AccountSuspended, Caller, MalformedToken, Permission, Unauthenticated
+from tenants.auth.issuers import IssuerUnavailable
+from tenants.store.protocol import StoreUnavailable
+
+ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
+
+# Serves an exchange of a caller that may use the path. Raises ApiError and ClientDisconnected.
+CallerHandler = Callable[[Exchange, Caller], Awaitable[None]]
+
+
+class Authenticator:
+    """Verifies callers with the accounts; `on_outage` is told when their store does not answer."""
+
+    def __init__(self, accounts: AccountService, on_outage: Callable[[StoreUnavailable], None]) -> None:
+        self._accounts = accounts
+        self._on_outage = on_outage
+
+    async def verify(self, exchange: Exchange, account_id: str | None, permissions: Sequence[Permission]) -> Caller:
+        """Returns the caller, who has one of these permissions if there are any. Raises ApiError.
+
+        A path that names another account than the token's is refused, whether that account exists or not.
+        """
+        try:
+            caller = await self._accounts.verify(credential_of(exchange))
+        except MalformedToken:
+            raise errors.malformed_token() from None
+        except Unauthenticated:
+            raise errors.unauthenticated() from None
+        except AccountSuspended:
+            raise errors.suspended() from None
+        except IssuerUnavailable:
+            raise errors.issuer_unavailable() from None
+        except StoreUnavailable as problem:
+            self._on_outage(problem)
+            raise errors.store_unavailable() from None
+        if account_id is not None and account_id != caller.account.id:
+            raise errors.foreign_account()
+        if not caller.grant.reaches(exchange.client.address):
+            raise errors.wrong_network()
+        if permissions and not any(map(caller.grant.permits, permissions)):
+            raise errors.not_permitted(permissions[0])
+        return caller
+
+    async def has_ended(self, credential: str) -> bool:
+        """Whether a credential that was in force was revoked or has expired. Raises StoreUnavailable."""
+        try:
+            await self._accounts.verify(credential)
+        except (Unauthenticated, AccountSuspended):
+            return True
+        except StoreUnavailable as problem:
+            self._on_outage(problem)
+            raise
+        return False
+
+    def permitted(self, serve: CallerHandler, *permissions: Permission) -> Handler:
+        """A handler that serves callers of the path's account who have one of these permissions."""
+
+        async def handler(exchange: Exchange) -> None:
+            await serve(exchange, await self.verify(exchange, exchange.path_params.get("account_id"), permissions))
+
+        return handler
+
+
+def below_account(handler: Handler) -> Handler:
+    """The handler, behind a check of the account's id in the path, if there is one."""
+
+    async def serve(exchange: Exchange) -> None:
+        check_account_id(exchange)
+        await handler(exchange)
+
+    return serve
+
+
+def check_account_id(exchange: Exchange) -> None:
+    """Raises ApiError if the account's id in the path is malformed."""
+    account_id = exchange.path_params.get("account_id")
+    if account_id is not None and ACCOUNT_ID.fullmatch(account_id) is None:
+        raise errors.bad_account_id(exchange.path)
+
+
+def credential_of(exchange: Exchange) -> str:
+    """The bearer token of a request; without Authorization its x-api-key, under every path. Raises ApiError if there
+    is neither."""
+    authorization = exchange.headers.get(b"authorization")
+    if authorization is None and (key := exchange.headers.get(b"x-api-key")):
+        return key.strip().decode("latin-1")
+    scheme, _, credential = (authorization or b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        raise errors.unauthenticated()
+    return credential.strip().decode("latin-1")

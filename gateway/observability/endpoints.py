@@ -1,0 +1,73 @@
+"""What probes and scrapers read: liveness, readiness, and the metrics. It names no tenant but to the operator."""
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+
+from gateway import errors
+from gateway.authentication import Authenticator
+from gateway.cluster.fleet import ReplicaFleet
+from gateway.errors import ApiError
+from gateway.http.client_address import ClientAddressPolicy
+from gateway.http.exchange import JSON_CONTENT, Exchange
+from gateway.observability.metrics import CONTENT_TYPE, Metrics
+from tenants.auth.accounts import Permission
+from tenants.store.protocol import Store, StoreUnavailable
+
+
+async def healthz(exchange: Exchange) -> None:
+    """Answers that the process lives; nothing else is looked at."""
+    await exchange.answer(200, b'{"alive":true}', [JSON_CONTENT])
+
+
+class Readiness:
+    """Whether this gateway should get calls. Calls wait at most `wait_s` for a replica."""
+
+    def __init__(self, fleet: ReplicaFleet, store: Store, wait_s: float, draining: Callable[[], bool]) -> None:
+        self._fleet = fleet
+        self._store = store
+        self._wait_s = wait_s
+        self._draining = draining
+
+    async def serve(self, exchange: Exchange) -> None:
+        problems = await self._problems()
+        body = msgspec.json.encode({"ready": not problems, "problems": problems})
+        if problems:
+            await exchange.answer(503, body, [JSON_CONTENT, (b"retry-after", b"1")])
+        else:
+            await exchange.answer(200, body, [JSON_CONTENT])
+
+    async def _problems(self) -> list[str]:
+        """Why this gateway should get no calls now: a model that sleeps is no reason if calls wait long enough for it.
+        Words only: no addresses, and nothing that tells of load."""
+        problems = ["draining"] if self._draining() else []
+        waits_s = [replica.expected_s for replica in self._fleet.replicas()]
+        if not any(wait_s is not None and wait_s <= self._wait_s for wait_s in waits_s):
+            problems.append("no replica is ready")
+        try:
+            await self._store.ping()
+        except StoreUnavailable:
+            problems.append("the store does not answer")
+        return problems
+
+
+class MetricsEndpoint:
+    """The metrics' text: all of it for the operator's token, else what everybody may read, for networks that may."""
+
+    def __init__(self, metrics: Metrics, authenticator: Authenticator, clients: ClientAddressPolicy) -> None:
+        self._metrics = metrics
+        self._authenticator = authenticator
+        self._clients = clients
+
+    async def serve(self, exchange: Exchange) -> None:
+        """A token that is not the operator's, or that cannot be checked while the store is away, counts as none: an
+        outage is when the operator needs the metrics most."""
+        text, readable = self._metrics.text, self._clients.shows_metrics(exchange.client)
+        if b"authorization" in exchange.headers:
+            with contextlib.suppress(ApiError):
+                await self._authenticator.verify(exchange, None, (Permission.OPERATOR,))
+                text, readable = self._metrics.operators_text, True
+        if not readable:
+            raise errors.no_route(exchange.path)
+        await exchange.answer(200, text(), [(b"content-type", CONTENT_TYPE), (b"cache-control", b"no-store")])
