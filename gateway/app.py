@@ -16,8 +16,6 @@ from gateway.authentication import Authenticator
 from gateway.batch.encryption import BatchEncryption
 from gateway.batch.worker import BatchWorker
 from gateway.config import Config
-from gateway.http.client_address import ClientAddressPolicy
-from gateway.http.exchange import ExchangeTimeouts
 from gateway.http.routes import Endpoint, ExchangeServer, Handler, by_method, no_route
 from gateway.inference.open import open_inference
 from gateway.inference.request import InferenceContext
@@ -40,11 +38,9 @@ class App:
         context.metrics.watch_batches(self._batches, context.calendar)
         authenticator = Authenticator(context.accounts, context.outage.begin)
         self._requests = OpenRequests(authenticator, context.limits.requests, context.metrics.open_requests.set)
-        limits, clients = context.limits, ClientAddressPolicy(context.limits)
-        timeouts = ExchangeTimeouts(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
-        server = ExchangeServer(clients, timeouts, context.clock, context.metrics.answered)
-        readiness = Readiness(context.fleet, tenancy.store, limits.wait_s, lambda: self.draining)
-        metrics = MetricsEndpoint(context.metrics, authenticator, clients)
+        server = ExchangeServer.of(context.limits, context.clock, context.metrics.answered)
+        readiness = Readiness(context.fleet, tenancy.store, context.limits.wait_s, lambda: self.draining)
+        metrics = MetricsEndpoint(context.metrics, authenticator, server.clients)
 
         def probe(name: str, handler: Handler) -> Route:
             return Route(f"/{name}", Endpoint(server, by_method(name, GET=handler), any_host=True))
@@ -81,7 +77,7 @@ class App:
 
     def interrupt(self) -> None:
         """Ends what still runs, each request with an error that says why."""
-        self._requests.interrupt()
+        self._requests.end_all()
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Who calls: the credential of a request, checked against accounts, permissions and networks. It serves nothing."""
+"""Authenticates callers: a request's credential against accounts, permissions and networks. It serves nothing."""
 
 import re
 from collections.abc import Awaitable, Callable, Sequence

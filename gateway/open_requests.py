@@ -48,7 +48,7 @@ class OpenRequests:
 
         return handle
 
-    def interrupt(self) -> None:
+    def end_all(self) -> None:
         """Ends all open requests, each with an error that says why."""
         for exchange in list(self._credentials):
             exchange.interrupt(errors.draining())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
+from gateway.config import ServerConfig
 from gateway.errors import ApiError, ErrorFormat
 from gateway.http.client_address import ClientAddressPolicy
 from gateway.http.exchange import ClientDisconnected, Exchange, ExchangeTimeouts
@@ -34,6 +35,13 @@ class ExchangeServer:
     timeouts: ExchangeTimeouts
     clock: Callable[[], float]
     on_answered: Callable[[str, int | None], None]
+
+    @classmethod
+    def of(
+        cls, limits: ServerConfig, clock: Callable[[], float], on_answered: Callable[[str, int | None], None]
+    ) -> "ExchangeServer":
+        timeouts = ExchangeTimeouts(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
+        return cls(ClientAddressPolicy(limits), timeouts, clock, on_answered)
 
     async def serve(self, endpoint: "Endpoint", scope: Scope, receive: Receive, send: Send) -> None:
         client, request_id = self.clients.client_address(scope), str(uuid.uuid4())

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gateway import app as app_module
+from gateway import open_requests
 from tenants.auth import jwks
 from tenants.auth.accounts import Account
 from tenants.records.limits import Limits
@@ -140,7 +140,7 @@ async def test_a_stream_ends_when_its_jwt_expires(tmp_path: Path) -> None:
             body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
             clients.append(await client.post(gateway.run_path, body, {"authorization": bearer}))
             assert await client.head() == 200
-        async with asyncio.timeout(1.5 + app_module.REVOKED_S + 1):
+        async with asyncio.timeout(1.5 + open_requests.REVOCATION_CHECK_S + 1):
             *_, error, done = [event async for event in clients[0].events()]
         assert (error["errors"][0]["code"], done) == (10000, "[DONE]")
         assert gateway.app.open_requests == 1
