@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.process.files import replace_file
 from gateway.config import Config, SettingsError
 
 SECRET_BYTES = 32
@@ -72,11 +73,7 @@ def read_credentials(config: Config) -> Credentials | None:
 def write_credentials(config: Config, credentials: Credentials) -> None:
     """Replaces the file in one piece, readable by this user alone."""
     document = msgspec.json.format(msgspec.json.encode(credentials)) + b"\n"
-    temporary = config.credentials_path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        temporary.unlink()
-    _write_new(temporary, document)
-    os.replace(temporary, config.credentials_path)
+    replace_file(config.credentials_path, document)
 
 
 def _write_new(path: Path, content: bytes) -> None:

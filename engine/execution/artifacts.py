@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
+from engine.process.files import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -82,15 +82,7 @@ def _write_atomically(file: Path, content: bytes) -> bool:
     """At once or not at all."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as unfinished:
-            try:
-                unfinished.write(content)
-                unfinished.flush()
-                os.fsync(unfinished.fileno())
-                os.replace(unfinished.name, file)
-            except BaseException:
-                os.unlink(unfinished.name)
-                raise
+        replace_file(file, content)
         _forget_oldest(file.parent)
     except OSError as error:
         log.info("not kept for the next start in %s: %s", file.parent, error)

@@ -2,13 +2,13 @@
 settings that it would have in [[models]]. It knows no weights; what a folder must hold was looked at before."""
 
 import json
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from engine.process.files import replace_file
 from gateway.config import Config, ModelEntryConfig, SettingsError
 
 
@@ -22,9 +22,7 @@ def save_registration(config: Config, settings: dict[str, Any]) -> None:
     path = _path(config, settings["name"])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items()]
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, "".join(lines).encode())
 
 
 def remove_registration(config: Config, entry: ModelEntryConfig) -> None:
