@@ -1,17 +1,16 @@
-"""Sends notices to the addresses that accounts gave, signed, again and again until they are taken.
+"""Sends notices to the URLs that accounts gave, signed, again and again until they are taken.
 
-It does not know what they say. An address is an account's own word, so it may lead to public addresses alone unless the
-operator allows others: the name is resolved once, every answer is looked at, and the connection goes to what was seen.
+It does not know what they say. Any account can give any URL, so it may lead to public addresses alone unless the
+operator allows others.
 """
 
 import asyncio
-import ipaddress
 import logging
 import ssl
 from collections.abc import Callable
 from typing import Final
-from urllib.parse import urlsplit
 
+from tenants import outbound
 from tenants.limits.soft_caps import signature
 from tenants.records.notices import Notice
 from tenants.store.protocol import Clock, Store, StoreUnavailable
@@ -28,12 +27,9 @@ GONE: Final = 410  # the receiver wants no more
 log = logging.getLogger(__name__)
 
 
-class DeliveryRefused(Exception):
-    """The address may not be called, or does not take the notice."""
-
-
 class WebhookSender:
-    """One gateway's deliveries. `key_of` gives an account's signing key."""
+    """One gateway's deliveries. `key_of` gives an account's signing key; `private` allows addresses that are not
+    public, and http."""
 
     def __init__(
         self,
@@ -51,7 +47,7 @@ class WebhookSender:
         self._tls = tls or ssl.create_default_context()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Delivers until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -60,7 +56,7 @@ class WebhookSender:
                 log.warning("notices_wait", extra={"fields": {"for": str(problem)}})
 
     async def deliver(self) -> int:
-        """One try of every notice that is due, at most AT_ONCE; returns how many there were."""
+        """Tries every notice that is due once, at most AT_ONCE; returns how many there were."""
         notices = await self._store.take_notices(self._clock(), LEASE_S, AT_ONCE)
         async with asyncio.TaskGroup() as group:
             for notice in notices:
@@ -73,7 +69,7 @@ class WebhookSender:
             async with asyncio.timeout(SEND_S):
                 status = await self._post(notice)
             problem = None if 200 <= status < 300 or status == GONE else f"status {status}"
-        except (OSError, ValueError, DeliveryRefused, TimeoutError) as error:
+        except (OSError, ValueError) as error:
             problem = str(error) or "no answer in time"
         try:
             if problem is None:
@@ -89,52 +85,19 @@ class WebhookSender:
             pass  # it is due again when its lease ends
 
     async def _post(self, notice: Notice) -> int:
-        """The answer's status; the rest of it is not read, and a redirect is not followed."""
-        parts = urlsplit(notice.url)
-        assert parts.hostname is not None, "Notices were checked"
-        secure = parts.scheme == "https"
-        port = parts.port or (443 if secure else 80)
-        address = await self._address(parts.hostname, port, secure)
-        tls, name = (self._tls, parts.hostname) if secure else (None, None)
-        reader, writer = await asyncio.open_connection(address, port, ssl=tls, server_hostname=name)
-        try:
-            writer.write(self._request(notice, parts.netloc, parts.path or "/", parts.query))
-            words = (await reader.readline()).split(b" ", 2)
-            if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
-                raise DeliveryRefused("what answers is no HTTP server")
-            return int(words[1])
-        finally:
-            writer.transport.abort()
-
-    def _request(self, notice: Notice, host: str, path: str, query: str) -> bytes:
+        """Returns the answer's status. The body is not read, and a redirect is not followed. Raises OSError and
+        ValueError."""
+        if not self._private and not notice.url.lower().startswith("https:"):
+            raise ValueError("notices go to https:// addresses alone")
         timestamp = int(self._clock())
-        lines = (
-            f"POST {path}{'?' if query else ''}{query} HTTP/1.1",
-            f"host: {host}",
-            "content-type: application/json",
-            f"content-length: {len(notice.body)}",
-            f"webhook-id: {notice.id}",
-            f"webhook-timestamp: {timestamp}",
-            f"webhook-signature: {signature(self._key_of(notice.account_id), notice, timestamp)}",
-            "connection: close",
-        )
-        return "\r\n".join(lines).encode("ascii") + b"\r\n\r\n" + notice.body
-
-    async def _address(self, host: str, port: int, secure: bool) -> str:
-        """One of the host's addresses. Raises Refused where one of them is not public, OSError where there is none."""
-        found = await asyncio.get_running_loop().getaddrinfo(host, port)
-        addresses = [str(entry[4][0]) for entry in found]
-        if not self._private:
-            if not secure:
-                raise DeliveryRefused("notices go to https:// addresses alone")
-            inner = [address for address in addresses if not _public(address)]
-            if inner:
-                raise DeliveryRefused(f"{host} is {inner[0]}, which is no public address")
-        return addresses[0]
-
-
-def _public(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        found = found.ipv4_mapped or found.sixtofour or found
-    return found.is_global and not found.is_multicast
+        headers = {
+            "content-type": "application/json",
+            "webhook-id": notice.id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": signature(self._key_of(notice.account_id), notice, timestamp),
+        }
+        public_only = not self._private
+        async with outbound.send(
+            "POST", notice.url, self._tls, headers=headers, content=notice.body, public_only=public_only
+        ) as response:
+            return response.status_code

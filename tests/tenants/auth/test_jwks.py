@@ -83,7 +83,7 @@ async def test_made_up_ids_cause_one_fetch_in_a_while(
     for number in range(50):
         assert await running.key(f"made-up-{number}") is None
     assert len(server.fetches) == 2
-    monkeypatch.setattr(running, "_next_ask", 0.0)
+    monkeypatch.setattr(running, "_next_request", 0.0)
     assert await running.key("made-up") is None
     assert len(server.fetches) == 3
 

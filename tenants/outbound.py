@@ -1,0 +1,119 @@
+"""HTTP requests to servers of others: each goes to the very address that was checked, and no more is read than asked.
+
+It follows no redirect, uses no proxy, and keeps neither cookies nor connections. The caller limits the time.
+"""
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import httpx
+
+
+class PrivateAddress(OSError):
+    """The host has an address that is not public."""
+
+
+class PinnedTransport(httpx.AsyncBaseTransport):
+    """Resolves a request's host once and connects to what it resolved, with the host's own name in TLS and in Host.
+
+    `public_only`: a host with an address that is not public gets no connection (PrivateAddress).
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None, *, public_only: bool) -> None:
+        self._tls = tls
+        self._public_only = public_only
+        self._transport = httpx.AsyncHTTPTransport(verify=tls or False, trust_env=False)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Tries the addresses in turn until one takes the connection."""
+        url = request.url
+        if url.scheme == "https" and self._tls is None:
+            raise ValueError("https needs certificates to trust")
+        host = url.raw_host.decode("ascii")
+        addresses = await resolve(host, url.port or (443 if url.scheme == "https" else 80))
+        private = [address for address in addresses if self._public_only and not is_public(address)]
+        if private:
+            raise PrivateAddress(f"{host} is {private[0]}, which is no public address")
+        extensions = {**request.extensions, "sni_hostname": host}
+        for address in addresses:
+            pinned = httpx.Request(
+                request.method,
+                url.copy_with(host=address),
+                headers=request.headers,  # Host among them
+                stream=request.stream,
+                extensions=extensions,
+            )
+            try:
+                return await self._transport.handle_async_request(pinned)
+            except httpx.ConnectError:
+                if address == addresses[-1]:
+                    raise
+        raise OSError(f"{host} has no address")
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+
+@asynccontextmanager
+async def send(
+    method: str,
+    url: str,
+    tls: ssl.SSLContext | None,
+    *,
+    headers: Mapping[str, str],
+    content: bytes | None = None,
+    public_only: bool = False,
+) -> AsyncIterator[httpx.Response]:
+    """The answer's head; its body is read with `read_body`, if at all. Raises OSError, and ValueError for what is no
+    HTTP."""
+    try:
+        request = httpx.Request(method, url, headers={**headers, "connection": "close"}, content=content)
+        async with PinnedTransport(tls, public_only=public_only) as transport:
+            response = await transport.handle_async_request(request)
+            try:
+                yield response
+            finally:
+                await response.aclose()
+    except httpx.RemoteProtocolError as error:
+        raise ValueError(f"it sends no HTTP that can be read to its end: {error}") from None
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ValueError(str(error)) from None
+    except httpx.TransportError as error:
+        raise OSError(_reason(error)) from None
+
+
+async def read_body(response: httpx.Response, limit_bytes: int) -> bytes:
+    """The body as it is sent, whatever its encoding. Raises ValueError if it is larger."""
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > limit_bytes:
+            raise ValueError(f"it answers with more than {limit_bytes} bytes")
+    return bytes(body)
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """The host's addresses, in the order in which to try them. Raises OSError if there are none."""
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def is_public(text: str) -> bool:
+    """Whether an address is one of the internet's, also behind IPv6's ways to write IPv4."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address.sixtofour or address
+    return address.is_global and not address.is_multicast
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said; the library's own words if it said nothing."""
+    reason = str(error)
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+        reason = str(error) if isinstance(error, OSError) else reason
+    return reason or type(error).__name__
