@@ -40,9 +40,9 @@ class Tenancy:
 def open_tenancy(config: Config, secret: bytes) -> Tenancy:
     """Opens the store that the config names. Raises StoreUnavailable and ValueError, as `open_store` does."""
     store = open_store(config.store_url)
-    issuers, soft_caps, reconciler = JwtVerifier(config.issuers), SoftCaps(store, time.time), Reconciler(store)
-    webhook = WebhookSender(store, notice_signer(secret), time.time, private=config.server.private_notices)
-    quota = Quota(store, Path(config.outbox_folder))
+    issuers, soft_caps, reconciler = JwtVerifier(config.issuers), SoftCaps(store.notices, time.time), Reconciler(store)
+    webhook = WebhookSender(store.notices, notice_signer(secret), time.time, private=config.server.private_notices)
+    quota = Quota(store.quotas, Path(config.outbox_folder))
     return Tenancy(
         store=store,
         secret=secret,

@@ -13,7 +13,7 @@ from typing import Final
 from tenants import outbound
 from tenants.limits.soft_caps import signature
 from tenants.records.notices import Notice
-from tenants.store.protocol import Clock, Store, StoreUnavailable
+from tenants.store.protocol import Clock, NoticeStore, StoreUnavailable
 
 LOOK_S: Final = 2.0
 SEND_S: Final = 10.0  # for one try as a whole
@@ -33,7 +33,7 @@ class WebhookSender:
 
     def __init__(
         self,
-        store: Store,
+        store: NoticeStore,
         key_of: Callable[[str], bytes],
         clock: Clock,
         *,
@@ -57,7 +57,7 @@ class WebhookSender:
 
     async def deliver(self) -> int:
         """Tries every notice that is due once, at most AT_ONCE; returns how many there were."""
-        notices = await self._store.take_notices(self._clock(), LEASE_S, AT_ONCE)
+        notices = await self._store.claim(self._clock(), LEASE_S, AT_ONCE)
         async with asyncio.TaskGroup() as group:
             for notice in notices:
                 group.create_task(self._try(notice))
@@ -73,14 +73,14 @@ class WebhookSender:
             problem = str(error) or "no answer in time"
         try:
             if problem is None:
-                await self._store.close_notice(notice.id)
+                await self._store.close(notice.id)
             elif notice.tries + 1 >= TRIES_MAX:
                 log.error("notice_given_up", extra={"fields": {**fields, "problem": problem}})
-                await self._store.close_notice(notice.id)
+                await self._store.close(notice.id)
             else:
                 log.warning("notice_not_taken", extra={"fields": {**fields, "problem": problem}})
                 wait_s = min(BACKOFF_S * 2**notice.tries, BACKOFF_S_MAX)
-                await self._store.postpone_notice(notice.id, self._clock() + wait_s)
+                await self._store.postpone(notice.id, self._clock() + wait_s)
         except StoreUnavailable:
             pass  # it is due again when its lease ends
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import structs
 
 from tenants.records.audit_entry import AuditEntry
-from tenants.store.protocol import Clock, Store
+from tenants.store.protocol import AuditStore, Clock
 
 SYSTEM: Final = ""  # the chain of what concerns no one account
 DETAIL_BYTES_MAX: Final = 4096
@@ -53,7 +53,7 @@ def fit_detail(detail: dict[str, Any], **kept: Any) -> dict[str, Any]:
 class AuditLog:
     """The chains of one store. `secret` is the server's."""
 
-    def __init__(self, store: Store, secret: bytes, clock: Clock = time.time) -> None:
+    def __init__(self, store: AuditStore, secret: bytes, clock: Clock = time.time) -> None:
         self._store = store
         self._key = hmac.digest(secret, b"hearth audit", "sha256")
         self._clock = clock
@@ -68,17 +68,17 @@ class AuditLog:
         if len(written.encode()) > DETAIL_BYTES_MAX:
             raise ValueError(f"the detail of {action} is longer than {DETAIL_BYTES_MAX} bytes")
         for _ in range(APPENDS_MAX):
-            head = await self._store.audit_head(account_id)
+            head = await self._store.head(account_id)
             seq, before = (head.seq + 1, head.seal) if head is not None else (1, "")
             entry = AuditEntry(account_id, seq, int(self._clock()), actor, action, target, written, "")
             sealed = structs.replace(entry, seal=self._seal(before, entry))
-            if await self._store.append_audit(sealed):
+            if await self._store.append(sealed):
                 return sealed
         raise RuntimeError(f"{APPENDS_MAX} others wrote to the audit log of {account_id!r} first")
 
     async def entries(self, account_id: str, first_seq: int = 1) -> AsyncIterator[AuditEntry]:
         """From the first one on, in pages, as long as there are more."""
-        while page := await self._store.audit(account_id, first_seq, PAGE):
+        while page := await self._store.entries(account_id, first_seq, PAGE):
             for entry in page:
                 yield entry
             first_seq += len(page)

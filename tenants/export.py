@@ -114,7 +114,7 @@ async def _lines(
 ) -> AsyncIterator[_Line]:
     yield _Header(FORMAT, now_s, secret_fingerprint(secret))
     plans = {account.plan.name: account.plan for account in accounts}
-    kept = {plan.name: plan for plan in await store.plans()} if whole else {}
+    kept = {plan.name: plan for plan in await store.accounts.plans()} if whole else {}
     for _, plan in sorted({**plans, **kept}.items()):
         yield _Plan(plan)
     if whole and audit:
@@ -122,8 +122,8 @@ async def _lines(
             yield entry
     for account in accounts:
         yield _account_line(account)
-        for token in await store.tokens(account.id):
-            found = await store.token(token.id)
+        for token in await store.accounts.tokens(account.id):
+            found = await store.accounts.token(token.id)
             assert found is not None, f"token {token.id} of {account.id} is listed and not there"
             yield _Token(found[0], list(found[1]))
         if usage:
@@ -136,15 +136,15 @@ async def _lines(
 
 async def _records(store: Store, account_id: str, now_s: int) -> AsyncIterator[_Usage]:
     today = now_s // 86_400
-    used = await store.usage(account_id, today - RETENTION_DAYS, today + 1)
+    used = await store.quotas.usage(account_id, today - RETENTION_DAYS, today + 1)
     for day in sorted({row.day for row in used}):
-        for record in await store.records(account_id, day):
+        for record in await store.quotas.records(account_id, day):
             yield _Usage(record)
 
 
 async def _entries(store: Store, account_id: str) -> AsyncIterator[_Audit]:
     seq = 1
-    while page := await store.audit(account_id, seq, PAGE):
+    while page := await store.audit.entries(account_id, seq, PAGE):
         for entry in page:
             yield _Audit(entry)
         seq += len(page)
@@ -222,8 +222,8 @@ def _sealer(secret: bytes) -> "hmac.HMAC":
 
 async def _merge(file: BinaryIO, store: Store, progress: ExportProgress, write: bool) -> ImportCounts:
     file.seek(0)
-    kept = {plan.name: plan for plan in await store.plans()}
-    known = {account.id: account for account in await store.accounts()}
+    kept = {plan.name: plan for plan in await store.accounts.plans()}
+    known = {account.id: account for account in await store.accounts.list()}
     merger = _Merger(store, kept, known, write)
     for _, lines in groupby(_read(file, progress), _together):
         await merger.take(list(lines))
@@ -292,7 +292,7 @@ class _Merger:
             raise InvalidExport(f"the plan {plan.name} is another one here: rename one of them, or make them the same")
         self.imported.plans += 1
         if self._write:
-            await self._store.keep_plan(structs.replace(plan, revision=1))
+            await self._store.accounts.put_plan(structs.replace(plan, revision=1))
 
     async def _take_account(self, line: _Account) -> None:
         _once("account", line.id, line.id in self._accounts)
@@ -310,14 +310,14 @@ class _Merger:
         self.imported.accounts.append(line.id)
         if self._write:
             self._known[line.id] = Account(**{**structs.asdict(line), "plan": self._plans[line.plan]})
-            await self._store.add_account(self._known[line.id])
+            await self._store.accounts.add(self._known[line.id])
 
     async def _take_token(self, token: ApiToken, seals: list[TokenDigest]) -> None:
         _once("token", token.id, token.id in self._tokens)
         self._tokens.add(token.id)
         self._check_owner(token.account_id)
         # A Redis without any account does not answer this: it takes itself for one that was emptied.
-        there = await self._store.token(token.id) if self._known else None
+        there = await self._store.accounts.token(token.id) if self._known else None
         sealed = [] if there is None else list(there[1])
         # The newest seal alone is what an import leaves that was interrupted.
         if there is not None and (there[0] != token or sealed not in (seals, seals[:1])):
@@ -328,17 +328,17 @@ class _Merger:
 
     async def _complete(self, token: ApiToken, seals: list[TokenDigest], sealed: list[TokenDigest]) -> None:
         if not sealed:
-            await self._store.add_token(token, seals[0])
+            await self._store.accounts.add_token(token, seals[0])
         if token.revoked_at is not None:
-            await self._store.revoke(token.id, token.revoked_at)
+            await self._store.accounts.revoke(token.id, token.revoked_at)
         if sealed != seals and len(seals) > 1:
-            await self._store.change_token(token, seals)
+            await self._store.accounts.update_token(token, seals)
 
     async def _take_records(self, records: list[UsageRecord]) -> None:
         """All of one account and day, by request id."""
         account_id, day = records[0].account_id, records[0].day
         self._check_owner(account_id)
-        there = {record.request_id: record for record in await self._store.records(account_id, day)}
+        there = {record.request_id: record for record in await self._store.quotas.records(account_id, day)}
         added = []
         for record in records:
             key = (day, record.request_id)
@@ -351,7 +351,7 @@ class _Merger:
         self.imported.records += len(added)
         if self._write:
             for start in range(0, len(added), SETTLED_AT_ONCE):
-                await self._store.settle(added[start : start + SETTLED_AT_ONCE])
+                await self._store.quotas.settle(added[start : start + SETTLED_AT_ONCE])
 
     async def _take_entries(self, entries: list[AuditEntry]) -> None:
         """One account's, in their order; they are the beginning of what is there, or what is there is theirs."""
@@ -363,7 +363,7 @@ class _Merger:
                     f"the audit log of {account_id or 'the system'} lacks what is before entry {entry.seq}"
                 )
             self._seq = entry.seq
-        there = await self._store.audit(account_id, first, len(entries))
+        there = await self._store.audit.entries(account_id, first, len(entries))
         if list(there) != entries[: len(there)]:
             raise InvalidExport(
                 f"the audit log of {account_id or 'the system'} is another one here, from entry {first} on"
@@ -371,7 +371,7 @@ class _Merger:
         self.imported.entries += len(entries) - len(there)
         if self._write:
             for entry in entries[len(there) :]:
-                if not await self._store.append_audit(entry):
+                if not await self._store.audit.append(entry):
                     raise ValueError(f"others wrote to the audit log of {account_id} meanwhile: it is not all there")
 
     def _check_owner(self, account_id: str) -> None:

@@ -50,7 +50,7 @@ async def run(streams: int, leaving: float, seed: int) -> None:
             await asyncio.sleep(0.1)
             shape = f"{streams} streams, {leaving:.0%} leaving: leaked "
             store = gateway.app._tenancy.store
-            balance = await store.reconcile(gateway.account_id, records[0].day)
+            balance = await store.quotas.reconcile(gateway.account_id, records[0].day)
             balance.check()
             record("leaks", shape + "reservations", gateway.quota.open + balance.counted.open, "reservations", bound=0)
             record("leaks", shape + "sequences at the replica", gateway.fleet.running, "sequences", bound=0)

@@ -105,7 +105,7 @@ async def measure(store: Store, kind: Kind, rate: float, seconds: float, seed: i
         hold = hold_of(number, *rng.choice(subjects))
         began = time.perf_counter_ns()
         try:
-            decision = await store.reserve(hold)
+            decision = await store.quotas.reserve(hold)
         except StoreUnavailable:
             return
         finally:
@@ -114,7 +114,7 @@ async def measure(store: Store, kind: Kind, rate: float, seconds: float, seed: i
         waiting.append(hold.record)
         if len(waiting) > OPEN:
             with contextlib.suppress(StoreUnavailable):
-                await store.settle([waiting.popleft()])
+                await store.quotas.settle([waiting.popleft()])
 
     due = time.perf_counter()
     async with asyncio.TaskGroup() as asking:

@@ -60,14 +60,14 @@ async def measure_pairs(
     store: Store, folder: Path, bound: Callable[[str], Awaitable[None]]
 ) -> tuple[float, float, float]:
     """p50 and p99 of a pair and p50 of the bound; the median over rounds in which both took turns."""
-    quota, caller = Quota(store, folder / "outbox"), await new_caller(store, UNLIMITED)
+    quota, caller = Quota(store.quotas, folder / "outbox"), await new_caller(store, UNLIMITED)
     p50s, p99s, bounds = [], [], []
     for turn in range(ROUNDS):
         bounds.append(statistics.median(await timed(bound, f"bound{turn}")))
         times = sorted(await timed(lambda name: pair(quota, caller, name), f"pair{turn}"))
         p50s.append(times[PAIRS // 2])
         p99s.append(times[PAIRS * 99 // 100])
-    (await store.reconcile(caller.account.id, int(time.time()) // 86_400)).check()
+    (await store.quotas.reconcile(caller.account.id, int(time.time()) // 86_400)).check()
     return statistics.median(p50s), statistics.median(p99s), statistics.median(bounds)
 
 
@@ -76,7 +76,7 @@ async def measure_race(url: str, folder: Path) -> tuple[int, float]:
     many clients were admitted beside the 37 that fit."""
     stores = [open_store(url) for _ in range(4)]
     price, caller = NeuronPrice(input=1_000), await new_caller(stores[0], Limits(neurons_per_day=3.75))
-    quotas = [Quota(store, folder / "outbox") for store in stores]
+    quotas = [Quota(store.quotas, folder / "outbox") for store in stores]
 
     async def client(n: int) -> Reservation | None:
         try:
@@ -96,7 +96,7 @@ async def measure_burst(store: Store, folder: Path) -> float:
     caller = await new_caller(store, Limits(requests_per_minute=6_000_000, concurrent_requests=1_000_000))
     rates = []
     for turn in range(5):
-        quota = Quota(store, folder / "outbox")
+        quota = Quota(store.quotas, folder / "outbox")
         began = time.perf_counter()
         await asyncio.gather(
             *(quota.reserve(caller, f"{turn}.{n}", QuotaRequest("m", PRICE, 1, 1)) for n in range(1_000))

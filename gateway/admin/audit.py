@@ -99,13 +99,13 @@ async def verify(
 
 async def _page(context: AdminContext, chain: str, query: AuditQuery) -> OperationResult[list[EntryItem]]:
     """Walks back from the cursor, or from the end."""
-    head = await context.store.audit_head(chain)
+    head = await context.store.audit.head(chain)
     after = min(query.cursor or 1 << 53, 0 if head is None else head.seq + 1)  # the first that was shown already
     last = max(1, after - LOOKED_AT_MAX)
     found: list[AuditEntry] = []
     while after > last and len(found) < query.per_page:
         first = max(last, after - CHUNK)
-        chunk = await context.store.audit(chain, first, after - first)
+        chunk = await context.store.audit.entries(chain, first, after - first)
         for entry in reversed(chunk):
             after = entry.seq
             if _matches(entry, query):

@@ -31,7 +31,7 @@ class PurgeItem(msgspec.Struct, frozen=True):
 
 async def show(context: AdminContext, request: OperationRequest[DaysQuery, NoFields]) -> OperationResult[CacheItem]:
     account = await context.accounts.get(request.account_id)
-    rows = await context.store.usage(account.id, *span(context, request.query))
+    rows = await context.store.quotas.usage(account.id, *span(context, request.query))
     prompt_tokens, cached_tokens = sum(row.prompt_tokens for row in rows), sum(row.cached_tokens for row in rows)
     return OperationResult(
         CacheItem(

@@ -82,7 +82,7 @@ async def of_account(
 ) -> OperationResult[list[UsageItem]]:
     query = request.query
     sums = UsageSums(query.by)
-    for row in await context.store.usage(request.account_id, *span(context, query)):
+    for row in await context.store.quotas.usage(request.account_id, *span(context, query)):
         named = query.model in (None, row.model) and query.token in (None, row.token_id)
         if named and (query.tag is None or query.tag in row.each_tag):
             sums.add(request.account_id, row)
@@ -96,7 +96,7 @@ async def of_all(
     first, last = span(context, query)
     sums = UsageSums(query.by)
     for account in await accounts.list() if query.account is None else [await accounts.get(query.account)]:
-        for row in await context.store.usage(account.id, first, last):
+        for row in await context.store.quotas.usage(account.id, first, last):
             if query.model in (None, row.model):
                 sums.add(account.id, row)
     return _answer(sums, query)

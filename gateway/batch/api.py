@@ -22,8 +22,8 @@ from gateway.http.json_body import decode_query
 from gateway.inference.reply import enveloped
 from gateway.inference.run_options import run_options
 from tenants.auth.accounts import Caller
-from tenants.records.batches import ARRIVING_S, BatchJob, BatchStatus, BatchStore
-from tenants.store.protocol import StoreUnavailable
+from tenants.records.batches import ARRIVING_S, BatchJob, BatchStatus
+from tenants.store.protocol import BatchStore, StoreUnavailable
 
 _SLICE: Final = 64  # requests that are read, or results that are opened, before others have their turn
 Status = Literal["queued", "running", "done", "cancelled", "failed"]

@@ -38,9 +38,9 @@ from gateway.inference.request import GenerationCall, InferenceContext, report_c
 from gateway.inference.run_options import RunOptions
 from tenants.auth.accounts import AccountSuspended, Caller, UnknownToken
 from tenants.limits.quota import AlreadyRecorded
-from tenants.records.batches import BatchJobItem, BatchStatus, BatchStore, QueueDepth
+from tenants.records.batches import BatchJobItem, BatchStatus, QueueDepth
 from tenants.records.usage import UsageRecord
-from tenants.store.protocol import StoreUnavailable
+from tenants.store.protocol import BatchStore, StoreUnavailable
 
 LEASE_S: Final = 10.0  # shorter than a hold lasts, so that whoever takes over finds it
 RENEW_S: Final = 2.0

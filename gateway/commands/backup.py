@@ -139,8 +139,8 @@ async def examine_database(database: Path, secret: bytes) -> list[str]:
 
 async def examine_store(store: Store, secret: bytes) -> list[str]:
     """Compares all counters with the records, and walks all audit logs."""
-    today, audit = int(time.time()) // 86_400, AuditLog(store, secret)
-    ids, problems = [account.id for account in await store.accounts()], []
+    today, audit = int(time.time()) // 86_400, AuditLog(store.audit, secret)
+    ids, problems = [account.id for account in await store.accounts.list()], []
     silent = not sys.stderr.isatty()
     for account_id in tqdm([SYSTEM, *ids], desc="check", unit=" accounts", file=sys.stderr, disable=silent):
         async for one in balances(store, account_id, range(today - RETENTION_DAYS, today + 2)):
@@ -158,7 +158,7 @@ def _difference(one: BalanceRow) -> str:
 async def _export(config: Config, target: Path, secret: bytes) -> list[str]:
     store = open_store(config.store_url)
     try:
-        found, now_s = await store.accounts(), int(time.time())
+        found, now_s = await store.accounts.list(), int(time.time())
         with open(target, "xb", opener=_private) as file:  # noqa: ASYNC230 nothing else runs on this loop
             async for line in export.export(store, secret, found, now_s, whole=True, usage=True, audit=True):
                 file.write(line)

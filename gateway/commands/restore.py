@@ -141,7 +141,7 @@ async def _look(config: Config, export: Path, secret: bytes, other_secret: bool)
     """Raises BadFile or ConfigError where the store cannot take the export."""
     store = open_store(config.store_url)
     try:
-        if other_secret and await store.accounts():
+        if other_secret and await store.accounts.list():
             raise SettingsError(
                 f"{config.store_url.split('@')[-1]} has accounts whose tokens are sealed by another secret"
             )

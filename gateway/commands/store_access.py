@@ -51,7 +51,7 @@ class StoreAccess:
 
 
 def store_access_of(store: Store, secret: bytes) -> StoreAccess:
-    return StoreAccess(store, secret, AccountService(store, secret), AuditLog(store, secret))
+    return StoreAccess(store, secret, AccountService(store, secret), AuditLog(store.audit, secret))
 
 
 def with_store_access(config: Config, question: Callable[[StoreAccess], Awaitable[int]]) -> int:

@@ -90,7 +90,7 @@ async def _sum_up(tenantry: StoreAccess, options: argparse.Namespace, named: Seq
     found: dict[tuple[str, str], list[int]] = {}
     rows: list[UsageRow] = []
     for account_id in _with_progress(await _ids(tenantry, named)):
-        of_account = await tenantry.store.usage(account_id, days[0], days[-1])
+        of_account = await tenantry.store.quotas.usage(account_id, days[0], days[-1])
         found.update({(account_id, key): sums for key, sums in _sums(of_account, _KEYS[options.by]).items()})
         rows += of_account
     total = _sums(rows, lambda _: [""]).get("", [0] * len(_SUMS))
@@ -163,15 +163,15 @@ async def _reconcile(tenantry: StoreAccess, options: argparse.Namespace, named: 
 
 async def balances(store: Store, account_id: str, days: range) -> AsyncIterator[BalanceRow]:
     """Of each of the days that has any, and of every subject that has a record there, the account itself first."""
-    recorded = {row.day for row in await store.usage(account_id, days[0], days[-1])}
+    recorded = {row.day for row in await store.quotas.usage(account_id, days[0], days[-1])}
     for of_day in days:
-        if of_day not in recorded and await store.totals(account_id, of_day) == Totals():
+        if of_day not in recorded and await store.quotas.totals(account_id, of_day) == Totals():
             continue
-        records = await store.records(account_id, of_day)
+        records = await store.quotas.records(account_id, of_day)
         for subject in sorted({"", *(subject for record in records for subject in record.counted)}):
-            balance = await store.reconcile(account_id, of_day, subject)
+            balance = await store.quotas.reconcile(account_id, of_day, subject)
             if balance.counted != balance.recorded:  # a settlement may have come between its parts: look again
-                balance = await store.reconcile(account_id, of_day, subject)
+                balance = await store.quotas.reconcile(account_id, of_day, subject)
             yield BalanceRow(account_id, of_day, subject, balance.counted, balance.recorded)
 
 

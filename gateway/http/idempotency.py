@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gateway import errors
 from gateway.errors import ApiError
-from tenants.store.protocol import Store
+from tenants.store.protocol import ClaimStore
 
 IDEMPOTENCY_TTL_S: Final = 86_400
 IDEMPOTENCY_KEY: Final = re.compile(r"[!-~]{1,255}")
@@ -32,8 +32,8 @@ class _StoredAnswer(msgspec.Struct, frozen=True, array_like=True):
 class IdempotencyClaim:
     """A key that this request took: it alone answers. One of `keep` and `free` is called once the answer is known."""
 
-    def __init__(self, store: Store, account_id: str, name: str, cipher: AESGCM, request: bytes) -> None:
-        self._store = store
+    def __init__(self, claims: ClaimStore, account_id: str, name: str, cipher: AESGCM, request: bytes) -> None:
+        self._claims = claims
         self._account_id = account_id
         self._name = name
         self._cipher = cipher
@@ -43,18 +43,18 @@ class IdempotencyClaim:
         """For a day. Raises StoreUnavailable."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         kept = _StoredAnswer(self._request, nonce + self._cipher.encrypt(nonce, answer, self._request))
-        await self._store.reclaim(self._account_id, self._name, msgspec.msgpack.encode(kept), IDEMPOTENCY_TTL_S)
+        await self._claims.replace(self._account_id, self._name, msgspec.msgpack.encode(kept), IDEMPOTENCY_TTL_S)
 
     async def free(self) -> None:
         """Lets a later request take the key. Raises StoreUnavailable."""
-        await self._store.reclaim(self._account_id, self._name, None, IDEMPOTENCY_TTL_S)
+        await self._claims.replace(self._account_id, self._name, None, IDEMPOTENCY_TTL_S)
 
 
 class IdempotencyStore:
     """One store's. `secret` is the server's."""
 
-    def __init__(self, store: Store, secret: bytes) -> None:
-        self._store = store
+    def __init__(self, claims: ClaimStore, secret: bytes) -> None:
+        self._claims = claims
         self._secret = hmac.digest(secret, b"hearth idempotency", "sha256")
 
     async def claim(
@@ -71,9 +71,9 @@ class IdempotencyStore:
         named = f"{account_id}\n{asker}\n{key}".encode()
         name, cipher = self._seal(b"name", named).hex(), AESGCM(self._seal(b"cipher", named))
         request = self._seal(b"request", asked)
-        there = await self._store.claim(account_id, name, msgspec.msgpack.encode(_StoredAnswer(request)), lifetime_s)
+        there = await self._claims.claim(account_id, name, msgspec.msgpack.encode(_StoredAnswer(request)), lifetime_s)
         if there is None:
-            return IdempotencyClaim(self._store, account_id, name, cipher, request)
+            return IdempotencyClaim(self._claims, account_id, name, cipher, request)
         kept = msgspec.msgpack.decode(there, type=_StoredAnswer)
         if not hmac.compare_digest(request, kept.request):
             raise errors.key_reused()

@@ -38,7 +38,7 @@ def open_inference(config: Config, tenancy: Tenancy, tracer: RequestTracer | Non
         outage=store_health,
         turns=AccountLocks(),
         residue=InternedScrubber(),
-        repeats=ReplayCache(IdempotencyStore(store, secret), time.time, int(config.server.request_s) + KEY_MARGIN_S),
+        repeats=ReplayCache(IdempotencyStore(store.claims, secret), time.time, int(config.server.request_s) + KEY_MARGIN_S),
         desk=BatchApi(store.batches, BatchEncryption(secret), config.server.batch_keep_s, time.time),
         metrics=metrics,
         traces=tracer or open_tracer(config.telemetry),

@@ -157,7 +157,7 @@ class AccountService:
     async def absent(self, account_id: str, token_id: str) -> Caller:
         """The caller who asked for something that runs now. Raises UnknownToken where the account is gone or the
         ApiToken was revoked or has expired since, and Suspended. Whoever came with a JWT needs none any more."""
-        found, account = await self._store.token(token_id), await self._store.account(account_id)
+        found, account = await self._store.accounts.token(token_id), await self._store.accounts.get(account_id)
         if account is None:
             raise UnknownToken(f"there is no account {account_id}")
         if account.suspended_at is not None:
@@ -172,7 +172,7 @@ class AccountService:
     async def _look_up(self, credential: str, seen: _Verified | None) -> _Verified:
         token_id, asked_at = parse_token(credential), self._clock()
         try:
-            found = await self._store.token(token_id)
+            found = await self._store.accounts.token(token_id)
         except StoreUnavailable:
             if seen is not None and seen.token.revoked_at is not None:
                 return seen  # a revocation that was seen stays in force while the store is away
@@ -192,7 +192,7 @@ class AccountService:
         except InvalidJwt as refused:
             raise UnknownToken(f"the JWT is refused: {refused}") from None
         asked_at = self._clock()
-        account = await self._store.account(proof.account_id)
+        account = await self._store.accounts.get(proof.account_id)
         if account is None:
             raise UnknownToken(f"the JWT is refused: there is no account {proof.account_id}")
         times = (proof.issued_at, proof.expires_at)
@@ -219,7 +219,7 @@ class AccountService:
         if account.id not in members or len(members) < 2:
             return self.scope(account.id)
         for member in members - {account.id}:
-            other = await self._store.account(member)
+            other = await self._store.accounts.get(member)
             if other is None or frozenset(other.settings.sharing) != members:
                 return self.scope(account.id)
         return self.scope(" ".join(sorted(members)))
@@ -239,11 +239,11 @@ class AccountService:
             created_at=int(self._clock()),
             plan=await self.plan(plan),
         )
-        await self._store.add_account(account)
+        await self._store.accounts.add(account)
         return account
 
     async def get(self, account_id: str) -> Account:
-        account = await self._store.account(account_id)
+        account = await self._store.accounts.get(account_id)
         if account is None:
             raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
         return account
@@ -263,9 +263,9 @@ class AccountService:
             changed = structs.replace(change(account), revision=account.revision + 1)
             if changed.settings.zero_retention and not account.settings.zero_retention:
                 changed = structs.replace(changed, epoch=changed.epoch + 1)  # what was cached before is to go too
-            if await self._store.change_account(changed):
+            if await self._store.accounts.update(changed):
                 if changed.settings.zero_retention:
-                    await self._store.batches.drop(account_id)
+                    await self._store.batches.discard(account_id)
                 return changed
         raise Conflict("the account is being changed by others all the time; try again")
 
@@ -289,7 +289,7 @@ class AccountService:
 
     async def plans(self) -> Sequence[Plan]:
         """All that an account may have, by name."""
-        kept = {plan.name: plan for plan in await self._store.plans()}
+        kept = {plan.name: plan for plan in await self._store.accounts.plans()}
         return sorted({DEFAULT_PLAN.name: DEFAULT_PLAN, **kept}.values(), key=lambda plan: plan.name)
 
     async def plan(self, name: str) -> Plan:
@@ -305,23 +305,23 @@ class AccountService:
         more plans than PLANS_MAX.
         """
         for _ in range(AMENDS_MAX):
-            kept = {one.name: one.revision for one in await self._store.plans()}
+            kept = {one.name: one.revision for one in await self._store.accounts.plans()}
             before = kept.get(plan.name, 0)
             if revision is not None and revision != before:
                 raise Conflict(f"plan {plan.name} has revision {before} by now, not {revision}: read it again")
             if not before and len(kept) >= PLANS_MAX:
                 raise ValueError(f"there are {len(kept)} plans, and the most is {PLANS_MAX}")
             changed = structs.replace(plan, revision=before + 1)
-            if await self._store.keep_plan(changed):
+            if await self._store.accounts.put_plan(changed):
                 return changed
         raise Conflict("the plan is being changed by others all the time; try again")
 
     async def remove_plan(self, name: str) -> None:
         """Raises NotFound, and Conflict where accounts have it. The default one has its first content again."""
-        held = [account.id for account in await self._store.accounts() if account.plan.name == name]
+        held = [account.id for account in await self._store.accounts.list() if account.plan.name == name]
         if held and name != DEFAULT_PLAN.name:
             raise Conflict(f"{len(held)} accounts have the plan {name}, {held[0]} among them: give them another first")
-        if not await self._store.remove_plan(name):
+        if not await self._store.accounts.remove_plan(name):
             raise NotFound(f"no plan {name!r} to remove; `hearth plans list` shows them")
 
     async def mint(
@@ -339,7 +339,7 @@ class AccountService:
         token = ApiToken(
             parse_token(text), account_id, checked_name(name), now, expiry, grant=grant or Grant(), limits=limits
         )
-        if not await self._store.add_token(token, TokenDigest(self._digest(text), PEPPER)):
+        if not await self._store.accounts.add_token(token, TokenDigest(self._digest(text), PEPPER)):
             raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
         return token, text
 
@@ -350,7 +350,7 @@ class AccountService:
         text = _token_text(token_id, self._entropy)
         now = int(self._clock())
         before = [structs.replace(seals[0], until=now + int(grace_s))] if grace_s > 0 else []
-        await self._store.change_token(token, [TokenDigest(self._digest(text), PEPPER), *before])
+        await self._store.accounts.update_token(token, [TokenDigest(self._digest(text), PEPPER), *before])
         return token, text
 
     async def change(
@@ -360,18 +360,18 @@ class AccountService:
         token, seals = await self._kept(token_id)
         expiry = None if expires_at is None else int(expires_at)
         changed = structs.replace(token, name=checked_name(name), expires_at=expiry, grant=grant, limits=limits)
-        await self._store.change_token(changed, seals)
+        await self._store.accounts.update_token(changed, seals)
         return changed
 
     async def token(self, token_id: str) -> ApiToken:
         """Raises NotFound."""
-        found = await self._store.token(token_id)
+        found = await self._store.accounts.token(token_id)
         if found is None:
             raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
         return found[0]
 
     async def _kept(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest]]:
-        found = await self._store.token(token_id)
+        found = await self._store.accounts.token(token_id)
         if found is None or found[0].revoked_at is not None:
             raise NotFound(f"no live ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
         return found[0], found[1]
@@ -379,16 +379,16 @@ class AccountService:
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
         """All of one account, revoked and expired ones too, oldest first."""
         await self.get(account_id)
-        return await self._store.tokens(account_id)
+        return await self._store.accounts.tokens(account_id)
 
     async def revoke(self, token_id: str) -> None:
         """For good, and on every gateway within 1 s."""
-        if not await self._store.revoke(token_id, int(self._clock())):
+        if not await self._store.accounts.revoke(token_id, int(self._clock())):
             raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
 
     async def list(self) -> Sequence[Account]:
         """All accounts, oldest first."""
-        return await self._store.accounts()
+        return await self._store.accounts.list()
 
     def scope(self, account_id: str) -> bytes:
         """16 bytes that separate this account's prefix caches from all others; they reveal nothing about it."""

@@ -28,7 +28,7 @@ from tenants.records.accounts import Account
 from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Hold
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord, day_of
-from tenants.store.protocol import Clock, Store, StoreUnavailable
+from tenants.store.protocol import Clock, QuotaStore, StoreUnavailable
 
 HOLD_S: Final = 60.0
 CHECKPOINT_S: Final = 5.0
@@ -189,7 +189,7 @@ class _OpenReservation:
 class Quota:
     """Reservations of one gateway process. Everything here is called from one event loop."""
 
-    def __init__(self, store: Store, outbox: Path, clock: Clock = time.time) -> None:
+    def __init__(self, store: QuotaStore, outbox: Path, clock: Clock = time.time) -> None:
         self._store = store
         self._outbox = Outbox(outbox)
         self._clock = clock
@@ -267,7 +267,7 @@ class Quota:
         classes = sorted(account.limits.classes.keys() | token.classes.keys())
         pairs = [pair for name in ("", *classes) for pair in limited_subjects(account.limits, token_id, token, name)]
         measured = caps_of(list(dict(pairs).items()), RequestSize())
-        return limits_status(measured, await self._store.left(account.id, measured), int(self._clock() * MICRO))
+        return limits_status(measured, await self._store.remaining(account.id, measured), int(self._clock() * MICRO))
 
     def checkpoint(self, reservation: Reservation, spent: CallUsage) -> None:
         """Remembers what the request has used so far; run() tells the store. Ignored once it is settled."""

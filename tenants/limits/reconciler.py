@@ -42,13 +42,13 @@ class Reconciler:
         day = day_of(int(self._clock() * MICRO) - DAY_US - AFTER_US)
         if day == self._done:
             return
-        for account in await self._store.accounts():
-            if await self._store.claim(account.id, f"reconciled:{day}", b"", CLAIMED_S) is None:
+        for account in await self._store.accounts.list():
+            if await self._store.claims.claim(account.id, f"reconciled:{day}", b"", CLAIMED_S) is None:
                 await self._compare(account.id, day)
         self._done = day
 
     async def _compare(self, account_id: str, day: int) -> None:
-        balance = await self._store.reconcile(account_id, day)
+        balance = await self._store.quotas.reconcile(account_id, day)
         self.compared += 1
         if balance.counted != balance.recorded:
             self.different += 1

@@ -17,7 +17,7 @@ from tenants.records.accounts import Account
 from tenants.records.holds import BUDGETS, DenialReason
 from tenants.records.notices import Notice
 from tenants.records.usage import MICRO, day_of, first_of_month
-from tenants.store.protocol import Clock, Store, StoreUnavailable
+from tenants.store.protocol import Clock, NoticeStore, StoreUnavailable
 
 PASSED_MAX: Final = 50_000  # thresholds remembered, so that the store is asked once for each
 PENDING_MAX: Final = 1_000  # notices that wait for the store; more are told by the next request that passes them
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class SoftCaps:
     """What one gateway saw passed. Everything here is called from one event loop."""
 
-    def __init__(self, store: Store, clock: Clock) -> None:
+    def __init__(self, store: NoticeStore, clock: Clock) -> None:
         self._store = store
         self._clock = clock
         self._told: OrderedDict[str, None] = OrderedDict()
@@ -84,7 +84,7 @@ class SoftCaps:
     async def flush(self) -> None:
         """All notices so far are in the store. Raises StoreUnavailable; those not written stay."""
         for id, notice in list(self._pending.items()):
-            await self._store.add_notice(notice)
+            await self._store.add(notice)
             del self._pending[id]
             self._told[id] = None
             if len(self._told) > PASSED_MAX:

@@ -1,11 +1,16 @@
-"""What every store of tenants can do, and how long it keeps things. It does not know how; sqlite and redis do."""
+"""What every store of tenants can do, by subject, and how long it keeps things. It knows neither SQLite nor Redis.
 
-from collections.abc import Callable, Sequence
+Every method raises StoreUnavailable when the store cannot answer, and then it may or may not have acted. All writes are
+idempotent, so that a caller who does not know may repeat them. Two implementations have one contract test:
+tests/tenants/store/test_contract.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from tenants.records.accounts import Account
 from tenants.records.audit_entry import AuditEntry
-from tenants.records.batches import BatchStore
+from tenants.records.batches import BatchItemResult, BatchJob, BatchJobItem, BatchStatus, QueueDepth
 from tenants.records.holds import Cap, Denied, Granted, Hold
 from tenants.records.notices import Notice
 from tenants.records.plans import Plan
@@ -15,15 +20,15 @@ from tenants.records.usage import Balance, Totals, UsageRecord, UsageRow
 Clock = Callable[[], float]  # seconds since 1970
 
 
-RETENTION_DAYS: Final = 400  # records and sums of older days are removed by sweep()
-TAGGED_MAX: Final = 10_000  # rows of one account's day from which on no more sets of tags are told apart
+RETENTION_DAYS: Final = 400  # sweep() removes records and sums of older days
+TAGGED_MAX: Final = 10_000  # rows of one account's day; from there on, new sets of tags are summed as OTHER_TAGS
 OTHER_TAGS: Final = "*"
 
 
 class StoreUnavailable(Exception):
     """The store cannot answer now. The message tells an operator what to do; clients get 503 and `retry_after_s`.
 
-    `unsure`: it was asked, and may have acted or act yet.
+    `unsure`: the request was sent, and the store may have acted or act yet.
     """
 
     retry_after_s: Final = 1
@@ -33,87 +38,75 @@ class StoreUnavailable(Exception):
         self.unsure = unsure
 
 
-class Store(Protocol):
-    """Every method raises StoreUnavailable when the store cannot answer, and then it may or may not have acted.
+class AccountStore(Protocol):
+    """Accounts, their plans and their tokens."""
 
-    All writes are idempotent, so that a caller who does not know may repeat them. Two implementations, one contract
-    test: tests/tenants/store/test_contract.py.
-    """
+    async def add(self, account: Account) -> None: ...
 
-    batches: BatchStore
+    async def get(self, account_id: str) -> Account | None: ...
 
-    async def ping(self) -> None:
-        """Returns when the store can take a write."""
+    async def list(self) -> Sequence[Account]:
+        """All accounts, oldest first."""
         ...
 
-    async def advice(self) -> Sequence[str]:
-        """What an operator should change about how this store is set up; empty when all is well."""
-        ...
-
-    async def close(self) -> None: ...
-
-    async def add_account(self, account: Account) -> None: ...
-
-    async def account(self, account_id: str) -> Account | None: ...
-
-    async def accounts(self) -> Sequence[Account]:
-        """All of them, oldest first."""
-        ...
-
-    async def change_account(self, account: Account) -> bool:
-        """Keeps it if the one kept has the revision before it. `suspended_at` is in force for the next reserve."""
+    async def update(self, account: Account) -> bool:
+        """Stores it if the stored one has the revision before it. `suspended_at` is in force for the next reserve."""
         ...
 
     async def plans(self) -> Sequence[Plan]:
-        """Those that were kept, by name."""
+        """The stored plans, by name."""
         ...
 
-    async def keep_plan(self, plan: Plan) -> bool:
-        """Keeps it if the one kept has the revision before it; where there is none, that is 0."""
+    async def put_plan(self, plan: Plan) -> bool:
+        """Stores it if the stored one has the revision before it; a missing one counts as 0."""
         ...
 
     async def remove_plan(self, name: str) -> bool:
         """False: there is none. Accounts that still name it have the default one."""
         ...
 
-    async def add_token(self, token: ApiToken, seal: TokenDigest) -> bool:
+    async def add_token(self, token: ApiToken, digest: TokenDigest) -> bool:
         """False: there is no such account."""
         ...
 
     async def token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest], Account] | None:
-        """With the seals of its live secrets, the newest first."""
+        """The token, the digests of its live secrets, the newest first, and its account."""
         ...
 
-    async def change_token(self, token: ApiToken, seals: Sequence[TokenDigest]) -> bool:
-        """Its name, expiry, grant, limits and seals from now on; a revocation stays. False: there is no such token."""
+    async def update_token(self, token: ApiToken, digests: Sequence[TokenDigest]) -> bool:
+        """Replaces name, expiry, grant, limits and digests; a revocation stays. False: there is no such token."""
         ...
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
-        """All of one account, revoked ones too, oldest first."""
+        """All tokens of one account, revoked ones too, oldest first."""
         ...
 
     async def revoke(self, token_id: str, revoked_at: int) -> bool:
-        """For good; a second call keeps the first time. False: there is no such token."""
+        """Ends a token for good; a second call keeps the first time. False: there is no such token."""
         ...
 
+
+class QuotaStore(Protocol):
+    """Holds of running requests, the ledger of finished ones, and the counters of both."""
+
     async def reserve(self, hold: Hold) -> Granted | Denied:
-        """One decision: everything is compared before anything is added, by the store's own clock.
+        """Makes one decision: everything is compared before anything is added, by the store's own clock.
 
         Expired holds of the account are charged first, at their checkpoints. A request id that is held already is
         granted again and counted once; one whose hold expired may ask anew, and what it uses replaces that charge.
         """
         ...
 
-    async def left(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
-        """What each has left now, as in Granted; negative where more was used than it allows. Counts nothing."""
+    async def remaining(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
+        """What each cap has left now, as in Granted; negative where more was used than it allows. Counts nothing."""
         ...
 
     async def checkpoint(self, records: Sequence[UsageRecord], lifetime_us: int) -> None:
-        """These requests are alive and have used this much so far. Ids that are not held are ignored."""
+        """Extends the holds of these requests, and notes what they used so far. Ids that are not held are ignored."""
         ...
 
     async def settle(self, records: Sequence[UsageRecord]) -> None:
-        """Final usage: the hold goes back to the day that it was taken from, the cost is charged there, once.
+        """Charges final usage once, to the day that the hold was taken from, and gives the hold back to it.
 
         The first settlement of an id wins. One that comes after its hold expired replaces the checkpoint's charge;
         one whose hold is unknown to this store is charged to `record.day`.
@@ -121,7 +114,8 @@ class Store(Protocol):
         ...
 
     async def sweep(self) -> int:
-        """Charges all expired holds at their checkpoints, removes days older than KEPT_DAYS; returns how many holds."""
+        """Charges all expired holds at their checkpoints, and removes days older than RETENTION_DAYS. Returns how many
+        holds."""
         ...
 
     async def totals(self, account_id: str, day: int) -> Totals:
@@ -135,7 +129,7 @@ class Store(Protocol):
     async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
         """Sums of final and expired records, by day, token, model and tags, in that order.
 
-        Callers choose tags: where a day has TAGGED_MAX rows, the tags of others that come then are OTHER_TAGS.
+        Callers choose tags: where a day has TAGGED_MAX rows, new sets of tags are summed as OTHER_TAGS.
         """
         ...
 
@@ -143,34 +137,138 @@ class Store(Protocol):
         """The counters beside the same sums recomputed from records and holds; O(their number)."""
         ...
 
-    async def append_audit(self, entry: AuditEntry) -> bool:
-        """False: its place is taken, or the one before it is not. Kept for good."""
+
+class BatchStore(Protocol):
+    """The part of a store that keeps batches. Its methods raise StoreUnavailable, and calls may be repeated."""
+
+    async def begin(self, batch: BatchJob) -> bool:
+        """Stores a batch that is ARRIVING. False: the account has as many open as it may."""
         ...
 
-    async def audit(self, account_id: str, first_seq: int, most: int) -> Sequence[AuditEntry]:
-        """At most so many from `first_seq` on, in their order."""
+    async def add_items(self, account_id: str, batch_id: str, first: int, bodies: Sequence[bytes]) -> None:
+        """Stores items from place `first` on."""
         ...
 
-    async def audit_head(self, account_id: str) -> AuditEntry | None:
-        """The last one."""
+    async def open(self, account_id: str, batch_id: str) -> None:
+        """Makes a batch QUEUED, now that all its items are stored."""
         ...
+
+    async def get(self, account_id: str, batch_id: str) -> BatchJob | None: ...
+
+    async def of_account(self, account_id: str) -> Sequence[BatchJob]:
+        """The newest LISTED_MAX, the newest first."""
+        ...
+
+    async def results(self, account_id: str, batch_id: str, first: int, limit: int) -> Sequence[BatchItemResult]:
+        """Results of ended items from place `first` to `first + limit − 1`, in their order."""
+        ...
+
+    async def claim(self, model: str, lease_s: float, limit: int) -> Sequence[BatchJobItem]:
+        """Leases items of one account, which comes after the others then; the oldest first. Nobody else gets them
+        before the lease is over."""
+        ...
+
+    async def renew(self, items: Sequence[BatchJobItem], lease_s: float) -> Sequence[BatchJobItem]:
+        """Starts a new lease for each item. Returns the items that must not run any more."""
+        ...
+
+    async def put_back(self, items: Sequence[BatchJobItem], delay_s: float) -> None:
+        """Returns untried items to the queue. Their accounts have their next turns for these models after `delay_s`."""
+        ...
+
+    async def end(self, item: BatchJobItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:
+        """Stores an item's result and, in the same moment, what it used, which settles its hold. False: the item or its
+        batch had ended, and the result is thrown away; what it used is charged all the same, once."""
+        ...
+
+    async def close(self, account_id: str, batch_id: str, status: BatchStatus) -> bool:
+        """Ends an open batch: ended items stay, and no other item runs. False: there is no open one."""
+        ...
+
+    async def discard(self, account_id: str) -> None:
+        """Deletes everything of the account's batches."""
+        ...
+
+    async def sweep(self) -> None:
+        """Deletes what has expired."""
+        ...
+
+    async def waiting(self, models: Sequence[str]) -> Mapping[str, QueueDepth]:
+        """The queue depth of each model that has open batches."""
+        ...
+
+
+class AuditStore(Protocol):
+    """Chains of audit entries, one for each account, kept for good."""
+
+    async def append(self, entry: AuditEntry) -> bool:
+        """False: its place is taken, or the entry before it is missing."""
+        ...
+
+    async def entries(self, account_id: str, first_seq: int, limit: int) -> Sequence[AuditEntry]:
+        """At most `limit` entries from `first_seq` on, in their order."""
+        ...
+
+    async def head(self, account_id: str) -> AuditEntry | None:
+        """The last entry."""
+        ...
+
+
+class ClaimStore(Protocol):
+    """Keys of an account that one caller takes for some time, with a value."""
 
     async def claim(self, account_id: str, key: str, value: bytes, lifetime_s: int) -> bytes | None:
-        """Keeps the value under a key that is free, for so long. What is there already is returned instead."""
+        """Stores the value under a free key for so long, and returns None; else returns the value that it has."""
         ...
 
-    async def reclaim(self, account_id: str, key: str, value: bytes | None, lifetime_s: int) -> None:
-        """Another value under the key, or none."""
+    async def replace(self, account_id: str, key: str, value: bytes | None, lifetime_s: int) -> None:
+        """Stores another value under the key; None frees it."""
         ...
 
-    async def add_notice(self, notice: Notice) -> None:
-        """Once for each id, also after it was closed, for KEPT_DAYS."""
+
+class NoticeStore(Protocol):
+    """Notices that wait for delivery."""
+
+    async def add(self, notice: Notice) -> None:
+        """Stores each id once, also after it was closed, for RETENTION_DAYS."""
         ...
 
-    async def take_notices(self, now: float, lease_s: float, most: int) -> Sequence[Notice]:
-        """Those that are due, the first due first; they are due again after `lease_s`, with one try more."""
+    async def claim(self, now: float, lease_s: float, limit: int) -> Sequence[Notice]:
+        """Notices that are due, the first due first; they are due again after `lease_s`, with one try more."""
         ...
 
-    async def postpone_notice(self, notice_id: str, due_at: float) -> None: ...
+    async def postpone(self, notice_id: str, due_at: float) -> None: ...
 
-    async def close_notice(self, notice_id: str) -> None: ...
+    async def close(self, notice_id: str) -> None: ...
+
+
+class Store(Protocol):
+    """One database's parts, and what concerns all of them."""
+
+    @property
+    def accounts(self) -> AccountStore: ...
+
+    @property
+    def quotas(self) -> QuotaStore: ...
+
+    @property
+    def batches(self) -> BatchStore: ...
+
+    @property
+    def audit(self) -> AuditStore: ...
+
+    @property
+    def claims(self) -> ClaimStore: ...
+
+    @property
+    def notices(self) -> NoticeStore: ...
+
+    async def ping(self) -> None:
+        """Returns when the store can take a write."""
+        ...
+
+    async def advice(self) -> Sequence[str]:
+        """What an operator should change about how this store is set up; empty when all is well."""
+        ...
+
+    async def close(self) -> None: ...

@@ -95,30 +95,30 @@ async def test_tokens_open_what_they_opened(service: AccountService, facts: dict
 
 async def test_usage_and_counters_are_read_and_an_open_request_settles(store: Store, facts: dict[str, Any]) -> None:
     ann, token = facts["ann"], facts["token"]
-    assert await store.totals(ann, DAY) == Totals(2, 87, 15, 4, 21, 50, 1)
-    records = {record.request_id: record for record in await store.records(ann, DAY)}
+    assert await store.quotas.totals(ann, DAY) == Totals(2, 87, 15, 4, 21, 50, 1)
+    records = {record.request_id: record for record in await store.quotas.records(ann, DAY)}
     assert records["done-1"] == UsageRecord(
         ann, "done-1", DAY, 37, 10, 4, 15, "done", token, MODEL, int(facts["now_s"] * MICRO), 40.0, 12.5,
         f"class:large\ntoken:{token}", "x\ny", '{"k":1}',
     )  # fmt: skip
-    assert await store.usage(ann, DAY, DAY) == [
+    assert await store.quotas.usage(ann, DAY, DAY) == [
         UsageRow(DAY, token, MODEL, 1, 50, 5, 0, 6),
         UsageRow(DAY, token, MODEL, 1, 37, 10, 4, 15, "x\ny"),
     ]
     for subject in records["done-1"].counted:
-        (await store.reconcile(ann, DAY, subject)).check()
+        (await store.quotas.reconcile(ann, DAY, subject)).check()
     final = UsageRecord(
         ann, "open-1", DAY, 41, 10, 4, 17, "done", token, MODEL, int(facts["now_s"] * MICRO), 50.0, 12.5,
         f"class:large\ntoken:{token}", "x\ny", '{"k":1}',
     )  # fmt: skip
-    await store.settle([final])
-    assert await store.totals(ann, DAY) == Totals(3, 128, 25, 8, 38)
+    await store.quotas.settle([final])
+    assert await store.quotas.totals(ann, DAY) == Totals(3, 128, 25, 8, 38)
     for subject in final.counted:
-        (await store.reconcile(ann, DAY, subject)).check()
+        (await store.quotas.reconcile(ann, DAY, subject)).check()
 
 
 async def test_the_audit_chain_holds_and_goes_on(store: Store, facts: dict[str, Any]) -> None:
-    log = AuditLog(store, facts["secret"].encode(), lambda: facts["now_s"])
+    log = AuditLog(store.audit, facts["secret"].encode(), lambda: facts["now_s"])
     verdict = await log.verify(facts["ann"], facts["seal"])
     assert (verdict.entries, verdict.head, verdict.problem) == (2, facts["seal"], None)
     assert [entry.action async for entry in log.entries(facts["ann"])] == ["account.create", "token.create"]
@@ -128,17 +128,17 @@ async def test_the_audit_chain_holds_and_goes_on(store: Store, facts: dict[str, 
 
 
 async def test_claims_and_notices_are_read(store: Store, facts: dict[str, Any]) -> None:
-    assert await store.claim(facts["ann"], "plain", b"other", 60) == b"\x00value"
-    idempotency = IdempotencyStore(store, facts["secret"].encode())
+    assert await store.claims.claim(facts["ann"], "plain", b"other", 60) == b"\x00value"
+    idempotency = IdempotencyStore(store.claims, facts["secret"].encode())
     assert await idempotency.claim(facts["ann"], "asker", "key-1", b"POST /v1/x", 60) == b'{"answer":1}'
     due = facts["now_s"] - 5
-    (notice,) = await store.take_notices(facts["now_s"], 60.0, 10)
+    (notice,) = await store.notices.claim(facts["now_s"], 60.0, 10)
     assert notice == Notice(
         "notice_1", facts["ann"], "https://ann.example/hook", b'{"type":"limit.used"}', due, notice.tries
     )
-    await store.close_notice("notice_1")
-    await store.add_notice(notice)
-    assert await store.take_notices(facts["now_s"] + 100, 60.0, 10) == []
+    await store.notices.close("notice_1")
+    await store.notices.add(notice)
+    assert await store.notices.claim(facts["now_s"] + 100, 60.0, 10) == []
 
 
 async def test_a_batch_is_read_and_runs_to_its_end(store: Store, facts: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from gateway.cli import main
 from tenants.limits.quota import CallUsage, Quota, Reservation
 from tenants.records.holds import Granted
 from tenants.records.usage import UsageRecord
-from tenants.store.redis import store
+from tenants.store.redis.quotas import RedisQuotaStore
 
 
 def leaving_keeps_its_hold() -> None:
@@ -39,14 +39,14 @@ def leaving_is_free() -> None:
 
 def nothing_is_held() -> None:
     """The budget is compared with what has been used, and what runs is not counted: check, then add."""
-    reserve = store.RedisStore.reserve
+    reserve = RedisQuotaStore.reserve
 
     async def naive(self: Any, hold: Any) -> Any:
         caps = tuple(msgspec.structs.replace(cap, amount=min(cap.amount, 1), least=0) for cap in hold.caps)
         decision = await reserve(self, msgspec.structs.replace(hold, held=0, caps=caps))
         return msgspec.structs.replace(decision, held=hold.held) if isinstance(decision, Granted) else decision
 
-    store.RedisStore.reserve = naive  # type: ignore[method-assign]
+    RedisQuotaStore.reserve = naive  # type: ignore[method-assign]
 
 
 def an_outage_loses_settlements() -> None:

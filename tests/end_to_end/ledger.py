@@ -14,7 +14,7 @@ def read_totals(folder: Path, account_id: str) -> Totals:
     async def read() -> Totals:
         store = open_store(f"sqlite:{folder / '.hearth' / 'hearth.db'}")
         try:
-            balance = await store.reconcile(account_id, day_of(int(time.time() * MICRO)))
+            balance = await store.quotas.reconcile(account_id, day_of(int(time.time() * MICRO)))
         finally:
             await store.close()
         balance.check()

@@ -82,7 +82,7 @@ class Watch:
 
     async def _look_at(self, store: Store, tenant: Tenant) -> None:
         measured = caps_of(tenant.subjects, RequestSize())
-        found = await store.left(tenant.account_id, measured)
+        found = await store.quotas.remaining(tenant.account_id, measured)
         self.looks += 1
         over = [(cap.measure, left) for cap, left in zip(measured, found, strict=True) if left < 0]
         self.wrong += [f"{measure} has {left} left" for measure, left in over]
@@ -93,7 +93,7 @@ async def reckon(cluster: Cluster, tenants: Sequence[Tenant], visits: Sequence[V
     found = Reckoning(requests=len(visits), wrong=list(watch.wrong), ends=Counter(visit.end.value for visit in visits))
     if cluster.deaths:
         late = cluster.store(lambda: time.time() + HOLD_S + 1)
-        await late.sweep()
+        await late.quotas.sweep()
         await late.close()
     if cluster.outbox():
         found.wrong.append(f"settlements wait in {cluster.outbox()}")
@@ -104,10 +104,10 @@ async def reckon(cluster: Cluster, tenants: Sequence[Tenant], visits: Sequence[V
         records: dict[str, UsageRecord] = {}
         for day in days:
             for subject, _ in tenant.subjects:
-                balance = await store.reconcile(tenant.account_id, day, subject)
+                balance = await store.quotas.reconcile(tenant.account_id, day, subject)
                 found.unbalanced += balance.counted != balance.recorded
                 found.held += balance.counted.open
-            kept = await store.records(tenant.account_id, day)
+            kept = await store.quotas.records(tenant.account_id, day)
             found.wrong += [f"{one.request_id} has two records" for one in kept if one.request_id in records]
             records |= {one.request_id: one for one in kept}
         theirs = [visit for visit in visits if visit.tenant is tenant]
@@ -125,10 +125,10 @@ async def _month_differs(store: Store, tenant: Tenant, subject: str, limits: Lim
     if limits.neurons_per_month is None:
         return False
     (cap,) = caps_of([(subject, Limits(neurons_per_month=limits.neurons_per_month))], RequestSize())
-    (left,) = await store.left(tenant.account_id, [cap])
+    (left,) = await store.quotas.remaining(tenant.account_id, [cap])
     today = day_of(int(time.time() * MICRO))
     days = range(first_of_month(today), today + 1)
-    recorded = [(await store.reconcile(tenant.account_id, day, subject)).recorded for day in days]
+    recorded = [(await store.quotas.reconcile(tenant.account_id, day, subject)).recorded for day in days]
     return left != cap.allowed - sum(totals.micro_neurons + totals.held for totals in recorded)
 
 

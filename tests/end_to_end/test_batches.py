@@ -42,7 +42,7 @@ def records(folder: Path, account_id: str) -> list[UsageRecord]:
     async def read() -> list[UsageRecord]:
         store = open_store(f"sqlite:{folder / '.hearth' / 'hearth.db'}")
         try:
-            return list(await store.records(account_id, day_of(int(time.time() * MICRO))))
+            return list(await store.quotas.records(account_id, day_of(int(time.time() * MICRO))))
         finally:
             await store.close()
 

@@ -267,7 +267,7 @@ async def test_a_store_that_is_away_is_told_to_the_operator_once(
             raise StoreUnavailable("hearth.db: its disk is full; free some space")
 
         with caplog.at_level("INFO"), monkeypatch.context() as patch:
-            patch.setattr(gateway.app._tenancy.store, "reserve", away)
+            patch.setattr(gateway.app._tenancy.store.quotas, "reserve", away)
             for _ in range(3):
                 refused = await gateway.run(**HELLO)
                 assert (refused.status, refused.code) == (503, 3040)

@@ -98,7 +98,7 @@ class Clock:
 
 def webhook(folder: Path, clock: Clock, private: bool = True) -> tuple[Any, WebhookSender]:
     store = open_store(f"sqlite:{folder / 'hearth.db'}", clock)
-    return store, WebhookSender(store, notice_signer(SECRET), clock, private=private)
+    return store, WebhookSender(store.notices, notice_signer(SECRET), clock, private=private)
 
 
 @looped
@@ -107,7 +107,7 @@ async def test_a_notice_is_tried_again_later_and_later_until_it_is_taken(tmp_pat
     store, sender = webhook(tmp_path, clock)
     async with receiver() as told:
         told.answers = [b"HTTP/1.1 500 No\r\n\r\n", b"HTTP/1.1 302 Found\r\nlocation: /x\r\n\r\n", b"junk\r\n"]
-        await store.add_notice(Notice("n", "a" * 32, told.url, b"{}", clock.now))
+        await store.notices.add(Notice("n", "a" * 32, told.url, b"{}", clock.now))
         tried_at = []
         for second in range(100):
             if await sender.deliver():
@@ -125,10 +125,10 @@ async def test_a_receiver_that_is_gone_or_never_takes_it_is_left_alone(tmp_path:
     store, sender = webhook(tmp_path, clock)
     async with receiver() as told:
         told.answers = [b"HTTP/1.1 410 Gone\r\n\r\n"]
-        await store.add_notice(Notice("gone", "a" * 32, told.url, b"{}", clock.now))
+        await store.notices.add(Notice("gone", "a" * 32, told.url, b"{}", clock.now))
         assert await sender.deliver() == 1
         told.answers = [b"HTTP/1.1 503 No\r\n\r\n"] * 100
-        await store.add_notice(Notice("never", "a" * 32, told.url, b"{}", clock.now))
+        await store.notices.add(Notice("never", "a" * 32, told.url, b"{}", clock.now))
         for _ in range(TRIES_MAX + 5):
             await sender.deliver()
             clock.now += 4000
@@ -143,12 +143,12 @@ async def test_a_silent_receiver_delays_no_other(tmp_path: Path, monkeypatch: py
     store, sender = webhook(tmp_path, clock)
     async with receiver() as silent, receiver() as told:
         silent.answers = [b"silence"]
-        await store.add_notice(Notice("n1", "a" * 32, silent.url, b"{}", clock.now))
-        await store.add_notice(Notice("n2", "a" * 32, told.url, b"{}", clock.now))
+        await store.notices.add(Notice("n1", "a" * 32, silent.url, b"{}", clock.now))
+        await store.notices.add(Notice("n2", "a" * 32, told.url, b"{}", clock.now))
         async with asyncio.timeout(2):
             assert await sender.deliver() == 2
         assert len(told.told) == 1
-        assert await store.take_notices(clock.now + 5, 0, 9) != [], "the silent one is tried again"
+        assert await store.notices.claim(clock.now + 5, 0, 9) != [], "the silent one is tried again"
     await store.close()
 
 
@@ -158,7 +158,7 @@ async def test_private_addresses_and_plain_http_are_for_the_operator_to_allow(tm
     store, sender = webhook(tmp_path, clock, private=False)
     async with receiver() as told:
         for n, url in enumerate((told.url, told.url.replace("http:", "https:"), "https://localhost:1/")):
-            await store.add_notice(Notice(f"n{n}", "a" * 32, url, b"{}", clock.now))
+            await store.notices.add(Notice(f"n{n}", "a" * 32, url, b"{}", clock.now))
         assert await sender.deliver() == 3
         assert told.told == []
     await store.close()
@@ -172,14 +172,14 @@ async def test_a_store_that_is_away_keeps_what_is_to_be_told(tmp_path: Path) -> 
     account = await accounts.create("ann")
     settings = Settings(notices=Notices("https://ann.example/"))
     account = await accounts.amend(account.id, lambda one: structs.replace(one, settings=settings))
-    thresholds = SoftCaps(store, clock)
+    thresholds = SoftCaps(store.notices, clock)
     day = LimitStatus("", DenialReason.NEURONS_PER_DAY, 10.0, 1.0, 5)
     thresholds.consider(account, [day, LimitStatus("", DenialReason.REQUESTS_PER_MINUTE, 9, 0, 1)])
-    store._connection.execute("PRAGMA query_only = 1")
+    store._file.run("PRAGMA query_only = 1")
     with pytest.raises(StoreUnavailable):
         await thresholds.flush()
-    store._connection.execute("PRAGMA query_only = 0")
+    store._file.run("PRAGMA query_only = 0")
     await thresholds.flush()
-    (notice,) = await store.take_notices(clock.now, 9, 9)
+    (notice,) = await store.notices.claim(clock.now, 9, 9)
     assert json.loads(notice.body)["data"]["part"] == 0.8
     await store.close()

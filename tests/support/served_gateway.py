@@ -77,7 +77,7 @@ class Served:
         """The usage records of today, once all settlements are written."""
         await self.quota.flush()
         today = day_of(int(self.app._gateway.calendar() * 1e6))
-        return list(await self.app._tenancy.store.records(self.account_id, today))
+        return list(await self.app._tenancy.store.quotas.records(self.account_id, today))
 
     async def client(self, **options: Any) -> "Client":
         return await Client.connect(self.port, **options)

@@ -105,11 +105,11 @@ def outage(store: Store, store_url: str) -> Outage:
 
 @contextmanager
 def _read_only(store: SqliteStore) -> Iterator[None]:
-    store._connection.execute("PRAGMA query_only = 1")
+    store._file.run("PRAGMA query_only = 1")
     try:
         yield
     finally:
-        store._connection.execute("PRAGMA query_only = 0")
+        store._file.run("PRAGMA query_only = 0")
 
 
 @contextmanager

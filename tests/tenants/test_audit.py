@@ -17,7 +17,7 @@ ANN = "a" * 32
 
 @pytest.fixture
 def audit(store: Store, clock: Any) -> AuditLog:
-    return AuditLog(store, SECRET, clock)
+    return AuditLog(store.audit, SECRET, clock)
 
 
 async def written(audit: AuditLog, count: int = 5) -> list[AuditEntry]:
@@ -38,7 +38,7 @@ async def test_entries_come_back_in_their_order_and_verify(audit: AuditLog, cloc
 
 
 async def test_writers_at_once_make_one_chain(audit: AuditLog, store: Store, clock: Any) -> None:
-    others = [audit, AuditLog(store, SECRET, clock)]
+    others = [audit, AuditLog(store.audit, SECRET, clock)]
     await asyncio.gather(*(others[n % 2].write(ANN, "key", "a", str(n)) for n in range(30)))
     verdict = await audit.verify(ANN)
     assert (verdict.entries, verdict.problem) == (30, None)
@@ -47,14 +47,14 @@ async def test_writers_at_once_make_one_chain(audit: AuditLog, store: Store, clo
 def tampered(store: Store, url: str, seq: int, entry: AuditEntry | None) -> None:
     """Puts another entry in that one's place, or takes it out, behind the store's back."""
     if isinstance(store, SqliteStore):
-        run = store._connection.execute
+        run = store._file._connection.execute
         run("DELETE FROM audit WHERE seq = ?", (seq,))
         if entry is None:
             run("UPDATE audit SET seq = seq - 1 WHERE seq > ?", (seq,))
         else:
             run("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?)", structs.astuple(entry))
         return
-    from tenants.store.redis.store import _pack
+    from tenants.store.redis.audit import _pack
 
     with redis.Redis.from_url(url) as client:
         key = f"hearth:{{{ANN}}}:audit"
@@ -98,7 +98,7 @@ async def test_an_end_that_was_cut_off_is_found_by_a_head_that_was_told(
 
 async def test_without_the_secret_no_entry_can_be_made(audit: AuditLog, store: Store, clock: Any) -> None:
     await written(audit, 2)
-    await AuditLog(store, b"another server's secret, 32 bytes", clock).write(ANN, "key", "token.create", "forged")
+    await AuditLog(store.audit, b"another server's secret, 32 bytes", clock).write(ANN, "key", "token.create", "forged")
     verdict = await audit.verify(ANN)
     assert (verdict.seq, verdict.entries) == (3, 2)
 

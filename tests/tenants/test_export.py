@@ -19,6 +19,7 @@ from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.records.settings import Settings
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord
 from tenants.store.protocol import Store, StoreUnavailable
+from tenants.store.sqlite.store import SqliteStore
 
 pytestmark = pytest.mark.anyio
 SECRET = b"the server's secret, 32 bytes up"
@@ -42,7 +43,7 @@ class Town:
         self.store = store
         self.clock = clock
         self.accounts = AccountService(store, SECRET, clock)
-        self.audit = AuditLog(store, SECRET, clock)
+        self.audit = AuditLog(store.audit, SECRET, clock)
         self.texts: dict[str, str] = {}
         self.ids: list[str] = []
 
@@ -77,12 +78,12 @@ class Town:
         """Three requests, of which one is never heard of again."""
         for n in range(3):
             record = used(account_id, f"r{n}", self.clock.day, cost=n)
-            await self.store.reserve(Hold(structs.replace(record, outcome=EXPIRED), 100, MICRO, (), 7))
+            await self.store.quotas.reserve(Hold(structs.replace(record, outcome=EXPIRED), 100, MICRO, (), 7))
             if n:
-                await self.store.settle([record])
+                await self.store.quotas.settle([record])
         self.clock.now_s += 5
-        assert await self.store.sweep() == 1
-        await self.store.settle([used(account_id, "r1", self.clock.day - 3, cost=70)])
+        assert await self.store.quotas.sweep() == 1
+        await self.store.quotas.settle([used(account_id, "r1", self.clock.day - 3, cost=70)])
 
 
 def used(account_id: str, request_id: str, day: int, cost: int) -> UsageRecord:
@@ -98,13 +99,14 @@ async def town(store: Store, clock: Any) -> Town:
 
 
 async def exported(store: Store, *ids: str, usage: bool = True, audit: bool = True) -> bytes:
-    accounts = [account for account in await store.accounts() if not ids or account.id in ids]
+    accounts = [account for account in await store.accounts.list() if not ids or account.id in ids]
     lines = export.export(store, SECRET, accounts, transfer_day(store), whole=not ids, usage=usage, audit=audit)
     return b"".join([line async for line in lines])
 
 
 def transfer_day(store: Any) -> int:
-    return int(store._clock())
+    database = store._file if isinstance(store, SqliteStore) else store._database
+    return int(database.now_us()) // MICRO
 
 
 async def imported(content: bytes, store: Store, secret: bytes = SECRET) -> ImportCounts:
@@ -158,17 +160,17 @@ async def test_all_of_an_account_comes_over_into_a_store_of_the_other_kind(
     for account_id in town.ids:
         for day, sum_of_neurons in ((clock.day, 3), (clock.day - 3, 70)):
             for subject in ("", "token:key"):
-                balance = await target.reconcile(account_id, day, subject)
+                balance = await target.quotas.reconcile(account_id, day, subject)
                 balance.check()
-                assert balance.counted == (await town.store.reconcile(account_id, day, subject)).counted
+                assert balance.counted == (await town.store.quotas.reconcile(account_id, day, subject)).counted
                 assert balance.counted.micro_neurons == sum_of_neurons
-        assert (await AuditLog(target, SECRET).verify(account_id)).entries == 1
+        assert (await AuditLog(target.audit, SECRET).verify(account_id)).entries == 1
 
 
 async def test_a_second_import_adds_nothing(town: Town, target: Store) -> None:
     content = await exported(town.store)
     await imported(content, target)
-    await AuditLog(target, SECRET).write(town.ids[0], "command line", "account.import", town.ids[0])
+    await AuditLog(target.audit, SECRET).write(town.ids[0], "command line", "account.import", town.ids[0])
     assert (await imported(content, target)).nothing
     assert (await imported(content, town.store)).nothing
 
@@ -191,6 +193,9 @@ async def test_an_import_that_was_interrupted_is_completed_by_the_next(town: Tow
         await AccountService(target, SECRET, town.clock).verify(town.texts["bob revoked"])
 
 
+WRITES = ("add", "add_token", "update_token", "put_plan", "settle", "append")
+
+
 class _Failing:
     """A store that fails after so many writes. A revocation is none, for it is repeated each time."""
 
@@ -199,11 +204,20 @@ class _Failing:
         self.left = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("add_account", "add_token", "change_token", "settle", "keep_plan", "append_audit"):
-            if self.left == 0:
+        return _FailingPart(self, getattr(self._store, name))
+
+
+class _FailingPart:
+    def __init__(self, store: _Failing, part: Any) -> None:
+        self._store = store
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WRITES:
+            if self._store.left == 0:
                 raise StoreUnavailable("gone")
-            self.left -= 1
-        return getattr(self._store, name)
+            self._store.left -= 1
+        return getattr(self._part, name)
 
 
 async def test_an_export_has_no_secret_of_a_token(town: Town) -> None:
@@ -299,10 +313,10 @@ async def test_what_is_something_else_here_is_a_conflict(town: Town, target: Sto
 async def test_a_record_or_an_audit_log_that_differs_is_a_conflict(town: Town, target: Store, clock: Any) -> None:
     content = await exported(town.store)
     await imported(await exported(town.store, usage=False, audit=False), target)
-    await target.settle([used(town.ids[0], "r2", clock.day, cost=3)])
+    await target.quotas.settle([used(town.ids[0], "r2", clock.day, cost=3)])
     await refused(content, target, "usage record r2 of account .* is another one here")
     content = await exported(town.store, usage=False)
-    await AuditLog(target, SECRET, clock).write(town.ids[0], "command line", "account.import", town.ids[0])
+    await AuditLog(target.audit, SECRET, clock).write(town.ids[0], "command line", "account.import", town.ids[0])
     await refused(content, target, "audit log of .* is another one here, from entry 1 on")
 
 
@@ -311,13 +325,13 @@ async def test_the_default_plan_of_a_store_that_uses_it_is_not_replaced(town: To
     content = await exported(town.store, town.ids[1])
     carol = await AccountService(target, SECRET).create("carol")
     await refused(content, target, "the plan default is another one here")
-    await target.change_account(structs.replace(carol, plan=Plan("other"), revision=2))
-    await target.keep_plan(Plan("other", revision=1))
+    await target.accounts.update(structs.replace(carol, plan=Plan("other"), revision=2))
+    await target.accounts.put_plan(Plan("other", revision=1))
     await imported(content, target)
     assert (await AccountService(target, SECRET).plan("default")).weight == 3.0
 
 
 async def test_expired_records_come_over_as_they_are(town: Town, target: Store, clock: Any) -> None:
     await imported(await exported(town.store), target)
-    outcomes = {record.request_id: record.outcome for record in await target.records(town.ids[0], clock.day)}
+    outcomes = {record.request_id: record.outcome for record in await target.quotas.records(town.ids[0], clock.day)}
     assert outcomes == {"r0": EXPIRED, "r1": "done", "r2": "done"}

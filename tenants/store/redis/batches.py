@@ -14,8 +14,8 @@ A batch's keys end by themselves when it expires. What lines and leases still na
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 from msgspec import structs
@@ -33,6 +33,7 @@ from tenants.records.batches import (
     QueueDepth,
 )
 from tenants.records.usage import MICRO, UsageRecord
+from tenants.store.redis.database import RedisDatabase, account_key
 from tenants.store.redis.scripts import LuaScript
 
 _COUNTS: Final = ("succeeded", "failed", "prompt_tokens", "completion_tokens")
@@ -238,26 +239,11 @@ return 1
 )
 
 
-class RedisCalls(NamedTuple):
-    """What a store lends: scripts, commands in one flight, one look at what may be much, microseconds or 0 for Redis'
-    own, and an account's keys."""
-
-    call: Callable[[LuaScript, Sequence[tuple[str, Sequence[Any]]]], Awaitable[list[Any]]]
-    asked: Callable[..., Awaitable[list[Any]]]
-    read: Callable[..., Awaitable[list[Any]]]
-    now_us: Callable[[], int]
-    key: Callable[..., str]
-
-
 class RedisBatchStore:
-    """See Batches."""
+    """See BatchStore."""
 
-    def __init__(self, database: RedisCalls) -> None:
-        self._call = database.call
-        self._asked = database.asked
-        self._read = database.read
-        self._now_us = database.now_us
-        self._key = database.key
+    def __init__(self, database: RedisDatabase) -> None:
+        self._database = database
 
     async def begin(self, batch: BatchJob) -> bool:
         fixed = (batch.items, batch.keep_s, batch.model, batch.created_at, batch.expires_at)
@@ -267,112 +253,115 @@ class RedisBatchStore:
         await self._run(_ADD, account_id, batch_id, first, *bodies)
 
     async def open(self, account_id: str, batch_id: str) -> None:
-        (document,) = await self._asked(("HGET", self._batch(account_id, batch_id), "document"))
+        document = await self._database.ask("HGET", _batch_key(account_id, batch_id), "document")
         if document is not None:
             batch = _unpack(document)
             await self._run(_OPEN, account_id, batch_id, batch.created_at + WAITING_S)
-            await self._asked(("ZADD", _lines(batch.model), "NX", 0, account_id))
+            await self._database.ask("ZADD", _lines(batch.model), "NX", 0, account_id)
 
     async def get(self, account_id: str, batch_id: str) -> BatchJob | None:
-        (columns,) = await self._asked(("HMGET", self._batch(account_id, batch_id), *_FIELDS))
+        columns = await self._database.ask("HMGET", _batch_key(account_id, batch_id), *_FIELDS)
         return _batch(columns)
 
     async def of_account(self, account_id: str) -> Sequence[BatchJob]:
-        (ids,) = await self._read(("ZREVRANGE", self._key(account_id, "batches"), 0, LISTED_MAX - 1))
+        (ids,) = await self._database.read(("ZREVRANGE", account_key(account_id, "batches"), 0, LISTED_MAX - 1))
         return await self._batches([(account_id, id) for id in ids])
 
-    async def results(self, account_id: str, batch_id: str, first: int, most: int) -> Sequence[BatchItemResult]:
-        places = range(first, first + most)
-        (found,) = await self._read(("HMGET", f"{self._batch(account_id, batch_id)}:results", *places))
-        pairs = zip(places, found, strict=True)
-        return [BatchItemResult(place, one[:1] == b"1", one[1:]) for place, one in pairs if one is not None]
+    async def results(self, account_id: str, batch_id: str, first: int, limit: int) -> Sequence[BatchItemResult]:
+        places = range(first, first + limit)
+        (values,) = await self._database.read(("HMGET", f"{_batch_key(account_id, batch_id)}:results", *places))
+        pairs = zip(places, values, strict=True)
+        return [BatchItemResult(place, value[:1] == b"1", value[1:]) for place, value in pairs if value is not None]
 
-    async def claim(self, model: str, lease_s: float, most: int) -> Sequence[BatchJobItem]:
+    async def claim(self, model: str, lease_s: float, limit: int) -> Sequence[BatchJobItem]:
         """A claim that Redis did not answer in time is made again, and what the first one got waits for its lease."""
         for _ in range(_TURNS):
-            (turn,) = await self._call(_TURN, [(_lines(model), (self._now_us(),))])
+            turn = await self._database.run_script_once(_TURN, _lines(model), self._database.now_us())
             if turn is None:
                 return []
             account_id = turn.decode()
-            first_lease, *parts = await self._run(_CLAIM, account_id, model, lease_s, most)
+            first_lease, *parts = await self._run(_CLAIM, account_id, model, lease_s, limit)
             if parts:
                 return [_item(account_id, *parts[at : at + 5]) for at in range(0, len(parts), 5)]
             if first_lease:
-                await self._asked(("ZADD", _lines(model), "XX", first_lease.decode(), account_id))
+                await self._database.ask("ZADD", _lines(model), "XX", first_lease.decode(), account_id)
             else:
-                await self._leave_line(model, account_id)
+                await self._dequeue_account(model, account_id)
         return []
 
-    async def _leave_line(self, model: str, account_id: str) -> None:
-        """It has nothing; if something came meanwhile, it is in line again."""
-        await self._asked(("ZREM", _lines(model), account_id))
-        if (await self._asked(("EXISTS", self._key(account_id, f"line:{model}"))))[0]:
-            await self._asked(("ZADD", _lines(model), 0, account_id))
+    async def _dequeue_account(self, model: str, account_id: str) -> None:
+        """Takes an account without items out of the line, and back into it where items came meanwhile."""
+        await self._database.ask("ZREM", _lines(model), account_id)
+        if await self._database.ask("EXISTS", account_key(account_id, f"line:{model}")):
+            await self._database.ask("ZADD", _lines(model), 0, account_id)
 
     async def renew(self, items: Sequence[BatchJobItem], lease_s: float) -> Sequence[BatchJobItem]:
         groups = list(_groups(items).items())
         calls = [
-            (self._key(account_id), (self._now_us(), model, lease_s, *_names(group)))
+            (account_key(account_id), (self._database.now_us(), model, lease_s, *_batch_places(group)))
             for (account_id, model), group in groups
         ]
-        answers = await self._call(_RENEW, calls) if calls else []
+        answers = await self._database.run_script(_RENEW, calls) if calls else []
         pairs = zip(groups, answers, strict=True)
-        return [item for (_, group), alive in pairs for item, one in zip(group, alive, strict=True) if not one]
+        return [item for (_, group), alive in pairs for item, runs in zip(group, alive, strict=True) if not runs]
 
     async def put_back(self, items: Sequence[BatchJobItem], delay_s: float) -> None:
         for (account_id, model), group in _groups(items).items():
-            await self._run(_PUT_BACK, account_id, model, *_names(group))
-            now = self._now_us() / MICRO or time.time()
-            await self._asked(("ZADD", _lines(model), now + delay_s, account_id))
+            await self._run(_PUT_BACK, account_id, model, *_batch_places(group))
+            now = self._database.now_us() / MICRO or time.time()
+            await self._database.ask("ZADD", _lines(model), now + delay_s, account_id)
 
     async def end(self, item: BatchJobItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:
         used: tuple[Any, ...] = ()
         if record is not None:
             tokens = (record.prompt_tokens, record.completion_tokens)
             used = (record.request_id, record.day, _pack(record), *tokens)
-        named = (item.model, item.batch_id, item.place)
-        return bool(await self._run(_END, item.account_id, *named, int(succeeded), result, *used))
+        key = (item.model, item.batch_id, item.place)
+        return bool(await self._run(_END, item.account_id, *key, int(succeeded), result, *used))
 
     async def close(self, account_id: str, batch_id: str, status: BatchStatus) -> bool:
         return bool(await self._run(_CLOSE, account_id, batch_id, str(status)))
 
-    async def drop(self, account_id: str) -> None:
-        index = self._key(account_id, "batches")
-        (ids,) = await self._read(("ZRANGE", index, 0, -1))
+    async def discard(self, account_id: str) -> None:
+        index = account_key(account_id, "batches")
+        (ids,) = await self._database.read(("ZRANGE", index, 0, -1))
         models = {batch.model for batch in await self._batches([(account_id, id) for id in ids])}
-        keys = [f"{self._batch(account_id, id.decode())}{part}" for id in ids for part in _PARTS]
-        keys += [self._key(account_id, f"{kind}:{model}") for model in models for kind in ("line", "leases")]
-        await self._read(*(("UNLINK", key) for key in [*keys, f"{index}:open", index]))
+        keys = [f"{_batch_key(account_id, id.decode())}{part}" for id in ids for part in _PARTS]
+        keys += [account_key(account_id, f"{kind}:{model}") for model in models for kind in ("line", "leases")]
+        await self._database.read(*(("UNLINK", key) for key in [*keys, f"{index}:open", index]))
 
     async def sweep(self) -> None:
         """Redis deletes what has expired."""
 
     async def waiting(self, models: Sequence[str]) -> Mapping[str, QueueDepth]:
-        lines = await self._read(*(("ZRANGE", _lines(model), 0, -1) for model in models))
-        accounts = sorted({one.decode() for line in lines for one in line})
+        lines = await self._database.read(*(("ZRANGE", _lines(model), 0, -1) for model in models))
+        accounts = sorted({account_id.decode() for line in lines for account_id in line})
         if not accounts:
             return {}
-        ids = await self._read(*(("HKEYS", self._key(account_id, "batches:open")) for account_id in accounts))
-        found: dict[str, QueueDepth] = {}
-        for batch in await self._batches([(one, id) for one, mine in zip(accounts, ids, strict=True) for id in mine]):
+        hashes = [account_key(account_id, "batches:open") for account_id in accounts]
+        open_ids = await self._database.read(*(("HKEYS", key) for key in hashes))
+        depths: dict[str, QueueDepth] = {}
+        keys = [(account_id, id) for account_id, ids in zip(accounts, open_ids, strict=True) for id in ids]
+        for batch in await self._batches(keys):
             if batch.status.open:
-                before = found.get(batch.model, QueueDepth(0, batch.created_at))
+                before = depths.get(batch.model, QueueDepth(0, batch.created_at))
                 left = before.items + batch.items - batch.succeeded - batch.failed
-                found[batch.model] = QueueDepth(left, min(before.oldest_at, batch.created_at))
-        return {model: waiting for model, waiting in found.items() if model in models}
+                depths[batch.model] = QueueDepth(left, min(before.oldest_at, batch.created_at))
+        return {model: depth for model, depth in depths.items() if model in models}
 
-    async def _batches(self, named: Sequence[tuple[str, bytes]]) -> list[BatchJob]:
-        """Those of these accounts and ids that there are."""
-        questions = [("HMGET", self._batch(account_id, id.decode()), *_FIELDS) for account_id, id in named]
-        found = await self._read(*questions) if questions else []
-        return [batch for columns in found if (batch := _batch(columns)) is not None]
+    async def _batches(self, keys: Sequence[tuple[str, bytes]]) -> list[BatchJob]:
+        """The batches of these accounts and ids, as far as they exist."""
+        commands = [("HMGET", _batch_key(account_id, id.decode()), *_FIELDS) for account_id, id in keys]
+        rows = await self._database.read(*commands) if commands else []
+        return [batch for columns in rows if (batch := _batch(columns)) is not None]
 
     async def _run(self, script: LuaScript, account_id: str, *arguments: Any) -> Any:
-        (answer,) = await self._call(script, [(self._key(account_id), (self._now_us(), *arguments))])
-        return answer
+        key, now = account_key(account_id), self._database.now_us()
+        return await self._database.run_script_once(script, key, now, *arguments)
 
-    def _batch(self, account_id: str, batch_id: str) -> str:
-        return self._key(account_id, f"batch:{batch_id}")
+
+def _batch_key(account_id: str, batch_id: str) -> str:
+    return account_key(account_id, f"batch:{batch_id}")
 
 
 def _lines(model: str) -> str:
@@ -405,5 +394,5 @@ def _groups(items: Sequence[BatchJobItem]) -> dict[tuple[str, str], list[BatchJo
     return groups
 
 
-def _names(items: Sequence[BatchJobItem]) -> list[Any]:
+def _batch_places(items: Sequence[BatchJobItem]) -> list[Any]:
     return [part for item in items for part in (item.batch_id, item.place)]

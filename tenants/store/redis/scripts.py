@@ -303,7 +303,7 @@ return answer
 )
 
 # ARGV: now, then the caps.
-LEFT: Final = LuaScript(
+REMAINING: Final = LuaScript(
     _MEASURE
     + """
 local found = {}
@@ -341,7 +341,7 @@ return 1
 SWEEP: Final = LuaScript("return expire()")
 
 # ARGV: now, revision, suspended_at, plan, document.
-CHANGE_ACCOUNT: Final = LuaScript(
+UPDATE_ACCOUNT: Final = LuaScript(
     """
 if redis.call('EXISTS', account) == 0 then return 0 end
 if tonumber(redis.call('HGET', account, 'revision') or 1) ~= tonumber(ARGV[2]) - 1 then return 0 end
@@ -354,7 +354,7 @@ return 1
 )
 
 # KEYS: hearth:plans. ARGV: now, name, revision, document.
-KEEP_PLAN: Final = LuaScript(
+PUT_PLAN: Final = LuaScript(
     """
 if tonumber(redis.call('HGET', account .. ':revisions', ARGV[2]) or 0) ~= tonumber(ARGV[3]) - 1 then return 0 end
 redis.call('HSET', account .. ':revisions', ARGV[2], ARGV[3])
@@ -373,7 +373,7 @@ return 1
 )
 
 # KEYS: hearth:notices. ARGV: now, due before, due again at, most.
-TAKE_NOTICES: Final = LuaScript(
+CLAIM_NOTICES: Final = LuaScript(
     """
 local taken = {}
 for i, id in ipairs(redis.call('ZRANGEBYSCORE', account, '-inf', ARGV[2], 'LIMIT', 0, ARGV[4])) do

@@ -131,3 +131,5 @@ CREATE TABLE batch_lines (
 # From version i + 1 to i + 2. A new file goes through all of them as well: there is one way to every version.
 MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS, _BATCHES)
 SCHEMA_VERSION: Final = 1 + len(MIGRATIONS)
+
+NEVER_US: Final = 1 << 62  # `accounts.sweep_us` of an account without holds

@@ -124,7 +124,7 @@ async def test_no_effect_is_acknowledged_that_the_audit_log_does_not_have(
 
     async with kept(tmp_path) as house:
         asked = await changes(house)
-        monkeypatch.setattr(house.gateway.app._tenancy.store, "append_audit", away)
+        monkeypatch.setattr(house.gateway.app._tenancy.store.audit, "append", away)
         for change in asked:
             answer = await house.ask(change.method, change.where, change.body, change.token)
             assert answer.status == 503, (change.path, answer.content)
@@ -155,7 +155,7 @@ async def test_a_store_that_is_away_is_told_and_nothing_is_changed(tmp_path: Pat
     async with kept(tmp_path) as house:
         asked = await changes(house)
         before = await house.gateway.accounts.get(house.bob_id), await house.gateway.accounts.tokens(house.bob_id)
-        connection = house.gateway.app._tenancy.store._connection
+        connection = house.gateway.app._tenancy.store._file._connection
         connection.execute("PRAGMA query_only = 1")
         for change in asked:
             answer = await house.ask(change.method, change.where, change.body, change.token)

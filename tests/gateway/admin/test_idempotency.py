@@ -71,7 +71,7 @@ async def test_a_creation_that_broke_off_is_never_made_twice(tmp_path: Path, mon
             raise StoreUnavailable("the disk is full")
 
         with monkeypatch.context() as broken:
-            broken.setattr(store, "append_audit", away)
+            broken.setattr(store.audit, "append", away)
             answer = await house.operate("POST", "/accounts", {"name": "half"}, idempotency_key="k")
             assert answer.status == 503
         again = await house.operate("POST", "/accounts", {"name": "half"}, idempotency_key="k")

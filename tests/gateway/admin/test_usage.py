@@ -68,7 +68,7 @@ async def test_usage_is_filtered_and_summed_by_tag(tmp_path: Path, store_url: st
         today = day_of(int(datetime.now(UTC).timestamp() * MICRO))
         columns = (today, 10, 3, 2, 5, "done", "key", "m", 7, 1.0, None, "")
         tags = ("blue\nteam:x", "blue", "")
-        await house.gateway.app._tenancy.store.settle(
+        await house.gateway.app._tenancy.store.quotas.settle(
             [UsageRecord(house.gateway.account_id, f"r{n}", *columns, tag) for n, tag in enumerate(tags)]
         )
 

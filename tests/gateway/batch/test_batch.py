@@ -111,7 +111,7 @@ async def test_each_request_has_one_record_at_the_batch_price_and_the_counters_a
         assert sum(one.micro_neurons for one in records) == sum(
             round(one["result"]["usage"]["neurons"] * 1e6) for one in result["responses"]
         )
-        (await world.app._tenancy.store.reconcile(world.account_id, records[0].day)).check()
+        (await world.app._tenancy.store.quotas.reconcile(world.account_id, records[0].day)).check()
 
 
 @looped
@@ -267,7 +267,7 @@ async def test_cancelling_keeps_what_is_done_and_stops_what_runs(tmp_path: Path)
         assert done.json["result"]["status"] == "done"
         records = await world.records()
         assert {one.outcome for one in records if one.request_id.startswith(request_id)} <= {"cancelled"}
-        (await world.app._tenancy.store.reconcile(world.account_id, records[0].day)).check()
+        (await world.app._tenancy.store.quotas.reconcile(world.account_id, records[0].day)).check()
 
 
 # What cannot run now
@@ -480,7 +480,7 @@ async def test_a_restart_goes_on_where_the_gateway_stopped(tmp_path: Path) -> No
         records = await world.records()
         assert sorted(one.request_id for one in records) == sorted(f"{request_id}-{n}" for n in range(40))
         assert {one.outcome for one in records} == {"done"}
-        (await world.app._tenancy.store.reconcile(account_id, records[0].day)).check()
+        (await world.app._tenancy.store.quotas.reconcile(account_id, records[0].day)).check()
 
 
 @looped

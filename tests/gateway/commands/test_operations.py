@@ -99,7 +99,7 @@ def record(
 
 
 def settle(*records: UsageRecord) -> None:
-    on_store(lambda store: store.settle(records))
+    on_store(lambda store: store.quotas.settle(records))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
@@ -326,7 +326,7 @@ def lose(account_id: str, day: int) -> None:
     """The ledger's records of a day, behind the store's back."""
 
     async def forget(store: Any) -> None:
-        store._connection.execute("DELETE FROM ledger WHERE account_id = ? AND day = ?", (account_id, day))
+        store._file.run("DELETE FROM ledger WHERE account_id = ? AND day = ?", (account_id, day))
 
     on_store(forget)
 
@@ -352,7 +352,7 @@ def alter(account_id: str) -> None:
     """The second entry of an account's audit log, behind the store's back."""
 
     async def change(store: Any) -> None:
-        store._connection.execute("UPDATE audit SET actor = 'nobody' WHERE seq = 2 AND account_id = ?", (account_id,))
+        store._file.run("UPDATE audit SET actor = 'nobody' WHERE seq = 2 AND account_id = ?", (account_id,))
 
     on_store(change)
 
@@ -362,7 +362,7 @@ def test_a_log_whose_end_was_cut_off_is_found_by_its_head(shell: Shell) -> None:
     head = shell.json("audit", "verify", id)[0]["head"]
 
     async def cut(store: Any) -> None:
-        store._connection.execute("DELETE FROM audit WHERE seq = 2")
+        store._file.run("DELETE FROM audit WHERE seq = 2")
 
     on_store(cut)
     assert shell.json("audit", "verify", id)[0]["problem"] is None
@@ -411,10 +411,10 @@ class Load(threading.Thread):
     async def _work(self, store: Store) -> None:
         while not self._ending.is_set():
             done = record(self._account_id, f"r{self.taken}")
-            await store.reserve(Hold(record(self._account_id, done.request_id), 2 * MICRO, 60 * MICRO))
+            await store.quotas.reserve(Hold(record(self._account_id, done.request_id), 2 * MICRO, 60 * MICRO))
             self.taken += 1
             if self.taken % 7:
-                await store.settle([done])
+                await store.quotas.settle([done])
                 self.settled += 1
 
     def __enter__(self) -> "Load":
@@ -623,7 +623,7 @@ def test_the_audit_of_a_restored_store_verifies_under_its_own_secret(shell: Shel
 
     async def walk() -> int:
         store = open_store(config.store_url)
-        verdict = await AuditLog(store, server_secret(config)).verify("")
+        verdict = await AuditLog(store.audit, server_secret(config)).verify("")
         await store.close()
         return verdict.entries if verdict.problem is None else -1
 

@@ -258,6 +258,6 @@ def test_a_token_is_made_for_the_while_noted_and_never_shown(here: Path, capsys:
         asked(lambda store: AccountService(store, secret).verify(token))
 
     async def actions(store: Any) -> list[str]:
-        return [entry.action async for entry in AuditLog(store, secret).entries(ids[1])]
+        return [entry.action async for entry in AuditLog(store.audit, secret).entries(ids[1])]
 
     assert asked(actions)[-2:] == ["token.create", "token.revoke"]

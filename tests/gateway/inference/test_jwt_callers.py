@@ -113,7 +113,7 @@ async def test_every_attack_is_answered_like_a_token_of_nobody(tmp_path: Path) -
     """Those that have not even a JWT's form are answered like any other text that is no token."""
     async with trusting(tmp_path) as setting:
         gateway = setting.gateway
-        await gateway.app._tenancy.store.add_account(Account(ACCOUNT, "red", Limits(), 0))
+        await gateway.app._tenancy.store.accounts.add(Account(ACCOUNT, "red", Limits(), 0))
         _, ended = await gateway.accounts.mint(gateway.account_id, "ended")
         await gateway.accounts.revoke(ended.split("_")[1])
         refused = [

@@ -194,10 +194,10 @@ async def test_a_store_that_is_away_is_said(tmp_path: Path, monkeypatch: pytest.
             raise StoreUnavailable("the disk is full")
 
         with monkeypatch.context() as broken:
-            broken.setattr(store, "reclaim", away)
+            broken.setattr(store.claims, "replace", away)
             assert (await asked(gateway)).status == 200, "the answer was there before it could not be kept"
             assert (await asked(gateway)).code == 1010
-            broken.setattr(store, "claim", away)
+            broken.setattr(store.claims, "claim", away)
             refused = await asked(gateway, key="k2")
             assert refused.status == 503
             assert refused.headers["retry-after"] == "1"

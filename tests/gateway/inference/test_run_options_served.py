@@ -233,9 +233,9 @@ async def test_a_replica_is_told_the_shorter_of_a_plans_wait_and_the_deadline(tm
         assert (await called(gateway, "native", cf_aig_request_timeout="9000")).status == 200
         account = await accounts.get(gateway.account_id)
         plan = structs.replace(account.plan, name="hasty", wait_s=2.0, revision=1)
-        assert await gateway.app._tenancy.store.keep_plan(plan)
+        assert await gateway.app._tenancy.store.accounts.put_plan(plan)
         changed = structs.replace(account, plan=plan, revision=account.revision + 1)
-        assert await gateway.app._tenancy.store.change_account(changed)
+        assert await gateway.app._tenancy.store.accounts.update(changed)
         accounts.__dict__.get("_verified", {}).clear()
         _, token = await accounts.mint(account.id, "new")
         said = {"authorization": f"Bearer {token}"}

@@ -39,8 +39,8 @@ async def plan(gateway: Served, **terms: Any) -> str:
     """The text of a token of an account of its own, whose plan says so."""
     account = await gateway.accounts.create(f"of {terms}")
     named = structs.replace(account.plan, name="-".join(terms), revision=1, **terms)
-    assert await gateway.app._tenancy.store.keep_plan(named)
-    assert await gateway.app._tenancy.store.change_account(
+    assert await gateway.app._tenancy.store.accounts.put_plan(named)
+    assert await gateway.app._tenancy.store.accounts.update(
         structs.replace(account, plan=named, revision=account.revision + 1)
     )
     return (await gateway.accounts.mint(account.id, "of a plan"))[1]

@@ -12,7 +12,7 @@ from tenants.limits.quota import CallUsage, Quota
 from tenants.limits.reconciler import Reconciler
 from tenants.records.grants import Grant, Permission
 from tenants.records.limits import Limits
-from tenants.store.protocol import Store, StoreUnavailable
+from tenants.store.protocol import QuotaStore, Store, StoreUnavailable
 from tests.support.certificates import write_certificate
 from tests.support.served_gateway import SECRET, config_for, looped, served, until
 from tests.support.stub_replica import MODEL, StubFleet
@@ -134,7 +134,7 @@ async def test_while_the_store_is_away_the_operator_reads_what_everybody_may(tmp
 
 
 def test_what_waits_in_the_outbox_is_counted_and_what_is_damaged_is_seen(tmp_path: Path) -> None:
-    metrics, quota = Metrics(10), Quota(cast(Store, None), tmp_path)
+    metrics, quota = Metrics(10), Quota(cast(QuotaStore, None), tmp_path)
     metrics.watch(["@cf/a/b"], ReplicaFleet([]), StoreHealth(), quota, Reconciler(cast(Store, None)), tmp_path)
     (tmp_path / "one.outbox").write_bytes(b"x" * 300)
     (tmp_path / "two.outbox").write_bytes(b"x" * 30)

@@ -197,13 +197,13 @@ async def test_a_verified_token_is_not_looked_up_again_at_once(
 ) -> None:
     _, text = await minted(accounts)
     looked_up = []
-    real = store.token
+    real = store.accounts.token
 
     async def counted(token_id: str) -> Any:
         looked_up.append(token_id)
         return await real(token_id)
 
-    monkeypatch.setattr(store, "token", counted)
+    monkeypatch.setattr(store.accounts, "token", counted)
     for _ in range(100):
         await accounts.verify(text)
     assert len(looked_up) == 1
@@ -235,7 +235,7 @@ async def test_a_revocation_that_was_seen_stays_in_force_during_an_outage(
     async def away(token_id: str) -> Any:
         raise StoreUnavailable("away")
 
-    monkeypatch.setattr(store, "token", away)
+    monkeypatch.setattr(store.accounts, "token", away)
     clock.now_s += 100
     with pytest.raises(UnknownToken, match="revoked"):
         await accounts.verify(bad)

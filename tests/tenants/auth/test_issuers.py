@@ -62,7 +62,7 @@ async def issuers(world: World, clock: StoppedClock) -> AsyncIterator[JwtVerifie
 @pytest.fixture
 async def known(store: Store, clock: StoppedClock, issuers: JwtVerifier) -> AccountService:
     """Accounts that take JWTs; the one that they name is there."""
-    await store.add_account(Account(ACCOUNT, "red", Limits(), int(clock())))
+    await store.accounts.add(Account(ACCOUNT, "red", Limits(), int(clock())))
     return AccountService(store, SECRET, clock, issuers=issuers)
 
 
@@ -257,7 +257,7 @@ async def test_an_account_is_asked_for_again_within_a_second(
         assert account_id == ACCOUNT
         return msgspec.structs.replace(red, name="blue")
 
-    monkeypatch.setattr(store, "account", account)
+    monkeypatch.setattr(store.accounts, "get", account)
     assert (await known.verify(text)).account.name == "red"
     clock.now_s += 0.5
     assert (await known.verify(text)).account.name == "blue"
@@ -279,12 +279,12 @@ async def test_what_a_jwt_runs_is_reserved_and_recorded(
     world: World, known: AccountService, store: Store, clock: StoppedClock, tmp_path: Path
 ) -> None:
     """Its token id is in no table of the store."""
-    quota = Quota(store, tmp_path / "outbox", clock)
+    quota = Quota(store.quotas, tmp_path / "outbox", clock)
     caller = await known.verify(world.jwt(sub="Ann Lee"))
     reservation = await quota.reserve(caller, "request", QuotaRequest("@cf/a/b", NeuronPrice(output=1.0), 3, 4))
     quota.settle(reservation, CallUsage(prompt_tokens=3, completion_tokens=2))
     await quota.flush()
-    (record,) = await store.records(ACCOUNT, clock.day)
+    (record,) = await store.quotas.records(ACCOUNT, clock.day)
     assert (record.token_id, record.completion_tokens) == (caller.token_id, 2)
     await quota.close()
 

@@ -93,8 +93,8 @@ def test_months_begin_on_their_first_day() -> None:
 
 
 async def opened(store: Store) -> None:
-    await store.add_account(Account(ANN, "ann", Limits(), 1))
-    await store.add_token(ApiToken("key", ANN, "laptop", 1), TokenDigest(b"", 1))
+    await store.accounts.add(Account(ANN, "ann", Limits(), 1))
+    await store.accounts.add_token(ApiToken("key", ANN, "laptop", 1), TokenDigest(b"", 1))
 
 
 def hold(request_id: str, day: int, limits: list[tuple[str, Limits]], size: RequestSize) -> Hold:
@@ -110,30 +110,30 @@ def used(ask: Hold, cost: int, output: int, outcome: str = "done") -> UsageRecor
 async def test_input_tokens_are_a_rate_over_a_minute(store: Store, clock: Any) -> None:
     await opened(store)
     limits = [("", Limits(input_tokens_per_minute=600))]
-    assert isinstance(await store.reserve(hold("a", clock.day, limits, RequestSize(input_tokens=500))), Granted)
-    refused = await store.reserve(hold("b", clock.day, limits, RequestSize(input_tokens=200)))
+    assert isinstance(await store.quotas.reserve(hold("a", clock.day, limits, RequestSize(input_tokens=500))), Granted)
+    refused = await store.quotas.reserve(hold("b", clock.day, limits, RequestSize(input_tokens=200)))
     assert refused == Denied(DenialReason.INPUT_TOKENS_PER_MINUTE, 10 * MICRO, 600)
     clock.now_s += 10
-    assert isinstance(await store.reserve(hold("b", clock.day, limits, RequestSize(input_tokens=200))), Granted)
+    assert isinstance(await store.quotas.reserve(hold("b", clock.day, limits, RequestSize(input_tokens=200))), Granted)
 
 
 async def test_output_tokens_are_held_and_then_count_as_they_were_used(store: Store, clock: Any) -> None:
     await opened(store)
     limits = [("", Limits(output_tokens_per_minute=600))]
     first = hold("a", clock.day, limits, RequestSize(output_tokens=500))
-    assert isinstance(await store.reserve(first), Granted)
+    assert isinstance(await store.quotas.reserve(first), Granted)
     clock.now_s += 30
-    await store.checkpoint([used(first, 0, 0, EXPIRED)], LIFE_US)
+    await store.quotas.checkpoint([used(first, 0, 0, EXPIRED)], LIFE_US)
     second = hold("b", clock.day, limits, RequestSize(output_tokens=101))
-    assert isinstance(await store.reserve(second), Denied), "what is held does not flow off"
-    await store.settle([used(first, 0, 300)])
-    assert await store.left(ANN, second.caps) == [30 * MICRO]
-    assert isinstance(await store.reserve(second), Granted)
+    assert isinstance(await store.quotas.reserve(second), Denied), "what is held does not flow off"
+    await store.quotas.settle([used(first, 0, 300)])
+    assert await store.quotas.remaining(ANN, second.caps) == [30 * MICRO]
+    assert isinstance(await store.quotas.reserve(second), Granted)
     third = hold("c", clock.day, limits, RequestSize(output_tokens=200))
-    refused = await store.reserve(third)
+    refused = await store.quotas.reserve(third)
     assert refused == Denied(DenialReason.OUTPUT_TOKENS_PER_MINUTE, 100_000, 600)
     clock.now_s += 0.1
-    assert isinstance(await store.reserve(third), Granted)
+    assert isinstance(await store.quotas.reserve(third), Granted)
 
 
 async def test_a_month_is_summed_over_its_days_and_ends(store: Store, clock: Any) -> None:
@@ -143,26 +143,28 @@ async def test_a_month_is_summed_over_its_days_and_ends(store: Store, clock: Any
     limits = [("", Limits(neurons_per_month=100 / MICRO))]
     for n in range(3):
         ask = hold(f"r{n}", clock.day, limits, RequestSize(30, 30))
-        assert isinstance(await store.reserve(ask), Granted)
-        await store.settle([used(ask, 30, 0)])
+        assert isinstance(await store.quotas.reserve(ask), Granted)
+        await store.quotas.settle([used(ask, 30, 0)])
         clock.now_s += 86_400 * 2
     big = hold("big", clock.day, limits, RequestSize(30, 30))
     until_us = first_of_next_month(day) * DAY_US - int(clock() * MICRO)
-    assert await store.reserve(big) == Denied(DenialReason.NEURONS_PER_MONTH, until_us, 100, 90)
+    assert await store.quotas.reserve(big) == Denied(DenialReason.NEURONS_PER_MONTH, until_us, 100, 90)
     clock.now_s = first_of_next_month(day) * 86_400.0
-    assert isinstance(await store.reserve(hold("big", clock.day, limits, RequestSize(30, 30))), Granted)
+    assert isinstance(await store.quotas.reserve(hold("big", clock.day, limits, RequestSize(30, 30))), Granted)
 
 
 async def test_what_is_left_is_granted_to_a_request_that_is_content_with_less(store: Store, clock: Any) -> None:
     await opened(store)
     limits = [("", Limits(neurons_per_day=100 / MICRO, neurons_per_month=70 / MICRO))]
     ask = hold("a", clock.day, limits, RequestSize(90, 20))
-    assert await store.reserve(ask) == Granted(clock.day, 70, (0, 30))
-    assert (await store.totals(ANN, clock.day)).held == 70
-    assert await store.reserve(ask) == Granted(clock.day, 70, (0, 30)), "a repeated call gets the same"
-    assert isinstance(await store.reserve(hold("b", clock.day, limits, RequestSize(90, 1))), Denied)
-    await store.settle([used(ask, 55, 0)])
-    assert await store.reserve(hold("b", clock.day, limits, RequestSize(90, 15))) == Granted(clock.day, 15, (0, 30))
+    assert await store.quotas.reserve(ask) == Granted(clock.day, 70, (0, 30))
+    assert (await store.quotas.totals(ANN, clock.day)).held == 70
+    assert await store.quotas.reserve(ask) == Granted(clock.day, 70, (0, 30)), "a repeated call gets the same"
+    assert isinstance(await store.quotas.reserve(hold("b", clock.day, limits, RequestSize(90, 1))), Denied)
+    await store.quotas.settle([used(ask, 55, 0)])
+    assert await store.quotas.reserve(hold("b", clock.day, limits, RequestSize(90, 15))) == Granted(
+        clock.day, 15, (0, 30)
+    )
 
 
 async def test_a_tokens_and_a_classes_limits_count_their_own_calls_alone(store: Store, clock: Any) -> None:
@@ -170,25 +172,27 @@ async def test_a_tokens_and_a_classes_limits_count_their_own_calls_alone(store: 
     account = ("", Limits(concurrent_requests=10))
     token, large = ("token:key", Limits(concurrent_requests=1)), ("class:large", Limits(neurons_per_day=50 / MICRO))
     first = hold("a", clock.day, [account, large, token], RequestSize(50, 50))
-    assert isinstance(await store.reserve(first), Granted)
-    refused = await store.reserve(hold("b", clock.day, [account, token], RequestSize(5, 5)))
+    assert isinstance(await store.quotas.reserve(first), Granted)
+    refused = await store.quotas.reserve(hold("b", clock.day, [account, token], RequestSize(5, 5)))
     assert refused == Denied(DenialReason.CONCURRENT_REQUESTS, MICRO, 1, 1, "token:key")
-    refused = await store.reserve(hold("b", clock.day, [account, large], RequestSize(1, 1)))
+    refused = await store.quotas.reserve(hold("b", clock.day, [account, large], RequestSize(1, 1)))
     assert refused == Denied(DenialReason.NEURONS_PER_DAY, DAY_US // 2, 50, 50, "class:large")
-    assert isinstance(await store.reserve(hold("b", clock.day, [account], RequestSize(5, 5))), Granted)
-    await store.settle([used(first, 20, 0)])
-    assert isinstance(await store.reserve(hold("c", clock.day, [account, large, token], RequestSize(30, 30))), Granted)
+    assert isinstance(await store.quotas.reserve(hold("b", clock.day, [account], RequestSize(5, 5))), Granted)
+    await store.quotas.settle([used(first, 20, 0)])
+    assert isinstance(
+        await store.quotas.reserve(hold("c", clock.day, [account, large, token], RequestSize(30, 30))), Granted
+    )
     for subject in ("", "class:large", "token:key"):
-        (await store.reconcile(ANN, clock.day, subject)).check()
-    assert (await store.reconcile(ANN, clock.day, "class:large")).counted.micro_neurons == 20
+        (await store.quotas.reconcile(ANN, clock.day, subject)).check()
+    assert (await store.quotas.reconcile(ANN, clock.day, "class:large")).counted.micro_neurons == 20
 
 
 async def test_a_suspended_account_starts_nothing(store: Store, clock: Any) -> None:
     await opened(store)
-    account = await store.account(ANN)
+    account = await store.accounts.get(ANN)
     assert account is not None
-    assert await store.change_account(structs.replace(account, suspended_at=5, revision=2))
-    assert await store.reserve(hold("a", clock.day, [], RequestSize())) == Denied(DenialReason.SUSPENDED)
+    assert await store.accounts.update(structs.replace(account, suspended_at=5, revision=2))
+    assert await store.quotas.reserve(hold("a", clock.day, [], RequestSize())) == Denied(DenialReason.SUSPENDED)
 
 
 def test_what_is_left_is_told_in_the_limits_own_unit() -> None:
@@ -311,7 +315,7 @@ async def test_every_limit_of_every_subject_decides_as_the_slow_oracle_does(
             # The same limits at all times: what a rate held under another one would last otherwise.
             subjects = [pair for pair in every if "large" not in pair[0] or dice.random() < 0.6]
             ask = hold(f"r{step}", clock.day, subjects, size)
-            decision, expected = await store.reserve(ask), oracle.reserve(ask, now_us)
+            decision, expected = await store.quotas.reserve(ask), oracle.reserve(ask, now_us)
             if isinstance(decision, Granted):
                 assert isinstance(expected, Granted), f"step {step}: {expected}"
                 assert (decision.day, decision.held) == (expected.day, expected.held)
@@ -323,14 +327,14 @@ async def test_every_limit_of_every_subject_decides_as_the_slow_oracle_does(
             ask, granted = dice.choice(running)
             final = used(ask, dice.randint(0, granted.held), dice.randint(0, ask.output))
             final = structs.replace(final, day=granted.day)
-            await store.settle([final])
+            await store.quotas.settle([final])
             oracle.ended[ask.record.request_id] = (now_us, final)
         elif kind == "pass":
             clock.now_s += dice.choice([0.25, 1, 5])
         elif kind == "midnight":
             clock.now_s = (clock.day + 1) * 86_400 - 0.5
         alive = [used(ask, 0, 0, EXPIRED) for ask, _ in oracle.open("")]
-        await store.checkpoint(alive, 200_000 * MICRO)
+        await store.quotas.checkpoint(alive, 200_000 * MICRO)
         for subject, _ in every:
-            (await store.reconcile(ANN, clock.day, subject)).check()
+            (await store.quotas.reconcile(ANN, clock.day, subject)).check()
     assert len(refusals) >= 2

@@ -47,7 +47,7 @@ DONE_COST = 8 * 1_000 + 32 * 100 + 5 * 3_000
 
 @pytest.fixture
 def quota(store: Store, tmp_path: Path, clock: Any) -> Quota:
-    return Quota(store, tmp_path / "outbox", clock)
+    return Quota(store.quotas, tmp_path / "outbox", clock)
 
 
 async def reserved(quota: Quota, caller: Any, request_id: str, prompt: int = 40, completion: int = 10) -> Reservation:
@@ -61,14 +61,14 @@ async def until(fact: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def balanced(store: Store, caller: Any, day: int) -> Totals:
-    balance = await store.reconcile(caller.account.id, day)
+    balance = await store.quotas.reconcile(caller.account.id, day)
     balance.check()
     return balance.counted
 
 
 async def recorded(store: Store, caller: Any, day: int, requests: int) -> bool:
     with suppress(StoreUnavailable):
-        return (await store.totals(caller.account.id, day)).requests == requests
+        return (await store.quotas.totals(caller.account.id, day)).requests == requests
     return False
 
 
@@ -112,7 +112,7 @@ async def test_tokens_are_charged_and_not_requests(quota: Quota, store: Store, n
     await quota.flush()
     assert await balanced(store, caller, clock.day) == Totals(1, DONE_COST, 40, 32, 5)
     assert reservation.neurons(DONE) == DONE_COST / MICRO
-    (record,) = await store.records(caller.account.id, clock.day)
+    (record,) = await store.quotas.records(caller.account.id, clock.day)
     assert record == reservation.record(DONE, "done")
     assert (record.model, record.token_id, record.first_token_ms, record.total_ms) == (
         MODEL,
@@ -230,7 +230,7 @@ async def test_what_a_caller_says_of_a_request_is_in_its_record(
     demand = QuotaRequest("m", NeuronPrice(), 1, 1, tags=("a", "b"), metadata='{"user":7}')
     quota.settle(await quota.reserve(caller, "r", demand), DONE)
     await quota.flush()
-    (record,) = await store.records(caller.account.id, clock.day)
+    (record,) = await store.quotas.records(caller.account.id, clock.day)
     assert (record.tags, record.metadata) == ("a\nb", '{"user":7}')
 
 
@@ -290,10 +290,10 @@ async def test_answers_never_reach_another_caller(quota: Quota, store: Store, ne
     dice = random.Random(4)
 
     async def look(caller: Any) -> None:
-        account = await store.account(caller.account.id)
+        account = await store.accounts.get(caller.account.id)
         assert account is not None
         assert account.id == caller.account.id
-        found = await store.token(caller.token_id)
+        found = await store.accounts.token(caller.token_id)
         assert found is not None
         assert (found[0].id, found[2].id) == (caller.token_id, caller.account.id)
 
@@ -350,7 +350,7 @@ async def test_an_outage_longer_than_a_hold_loses_no_usage(
         quota.settle(reservation, DONE)
         await quota.flush()
     clock.now_s += module.HOLD_S + 1
-    await store.sweep()
+    await store.quotas.sweep()
     assert (await balanced(store, caller, clock.day)).micro_neurons == 0
     await quota.replay()
     assert await balanced(store, caller, clock.day) == Totals(1, DONE_COST, 40, 32, 5)
@@ -361,7 +361,7 @@ async def test_settlements_stay_in_memory_where_store_and_outbox_fail(
 ) -> None:
     in_the_way = tmp_path / "outbox"
     in_the_way.write_text("a file where the folder should be")
-    quota, caller = Quota(store, in_the_way, clock), await new_caller()
+    quota, caller = Quota(store.quotas, in_the_way, clock), await new_caller()
     reservations = [await reserved(quota, caller, f"r{n}") for n in range(3)]
     with outage():
         for reservation in reservations:
@@ -382,7 +382,7 @@ async def test_close_saves_settlements_during_an_outage(
     quota.checkpoint(running, DONE)
     with outage():
         await quota.close()
-    after = Quota(store, tmp_path / "outbox", clock)
+    after = Quota(store.quotas, tmp_path / "outbox", clock)
     await after.replay()
     assert await balanced(store, caller, clock.day) == Totals(1, DONE_COST, 40, 32, 5, held=running.held, open=1)
 
@@ -394,7 +394,7 @@ async def test_close_writes_the_last_checkpoint_of_open_requests(
     quota.checkpoint(await reserved(quota, caller, "r"), DONE)
     await quota.close()
     clock.now_s += module.HOLD_S
-    assert await store.sweep() == 1
+    assert await store.quotas.sweep() == 1
     assert (await balanced(store, caller, clock.day)).micro_neurons == DONE_COST
 
 
@@ -448,7 +448,7 @@ async def test_run_ends_when_it_is_cancelled_whatever_it_waits_for(
         monkeypatch.setattr(module, name, 0.005)
     caller, dice = await new_caller(), random.Random(5)
     for turn in range(8):
-        quota = Quota(store, tmp_path / "outbox", clock)
+        quota = Quota(store.quotas, tmp_path / "outbox", clock)
         running = asyncio.create_task(quota.run())
         settled, _ = await reserved(quota, caller, f"a{turn}"), await reserved(quota, caller, f"b{turn}")
         with outage():
@@ -472,7 +472,7 @@ async def test_an_open_request_keeps_its_hold_however_long_it_runs(
     for _ in range(30):
         clock.now_s += module.CHECKPOINT_S
         await quota.renew()
-        assert await store.sweep() == 0
+        assert await store.quotas.sweep() == 0
     quota.settle(reservation, DONE)
     await quota.flush()
     assert (await balanced(store, caller, clock.day)).requests == 1
@@ -482,13 +482,13 @@ async def test_each_open_request_is_renewed_once_per_checkpoint_interval(
     quota: Quota, store: Store, new_caller: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    real = store.checkpoint
+    real = store.quotas.checkpoint
 
     async def counted(records: Any, lifetime_us: int) -> None:
         written.append(len(records))
         await real(records, lifetime_us)
 
-    monkeypatch.setattr(store, "checkpoint", counted)
+    monkeypatch.setattr(store.quotas, "checkpoint", counted)
     monkeypatch.setattr(module, "SETTLE_BATCH", 10)
     caller = await new_caller()
     for n in range(25):
@@ -510,7 +510,7 @@ async def test_settling_races_the_sweep_of_another_gateway_and_is_charged_once(
     for n, reservation in enumerate(reservations):
         quota.settle(reservation, DONE)
         if n % 7 == 0:
-            await asyncio.gather(quota.flush(), other.sweep(), quota.renew())
+            await asyncio.gather(quota.flush(), other.quotas.sweep(), quota.renew())
     await quota.flush()
     assert await balanced(store, caller, clock.day) == Totals(40, 40 * DONE_COST, 40 * 40, 40 * 32, 40 * 5)
     await other.close()
@@ -526,7 +526,7 @@ from tenants.open import open_store
 async def main(url, outbox, text):
     store = open_store(url)
     caller = await AccountService(store, b"the server's secret, 32 bytes up").verify(text)
-    quota = Quota(store, Path(outbox))
+    quota = Quota(store.quotas, Path(outbox))
     price = NeuronPrice(1_000, 100, 3_000)
     names = ("silent", "streaming", "settled", "queued")
     ends = [await quota.reserve(caller, name, QuotaRequest("m", price, 40, 10)) for name in names]
@@ -562,11 +562,11 @@ async def test_a_killed_gateway_is_charged_at_its_last_checkpoints(
     await process.wait()
     days = {clock.day, int(time.time()) // 86_400}
     clock.now_s = time.time() + module.HOLD_S + 1
-    assert await store.sweep() == 3
+    assert await store.quotas.sweep() == 3
     charged = {}
     for day in days:
-        (await store.reconcile(account.id, day)).check()
-        for record in await store.records(account.id, day):
+        (await store.quotas.reconcile(account.id, day)).check()
+        for record in await store.quotas.records(account.id, day):
             charged[record.request_id] = (record.outcome, record.completion_tokens, record.micro_neurons)
     assert charged == {
         "silent": (EXPIRED, 0, 0),
@@ -598,7 +598,7 @@ async def test_200_clients_race_for_one_budget_and_none_overspends(
 ) -> None:
     caller = await new_caller(neurons_per_day=2.6)  # 37 requests of 0.07 neurons
     others = [open_store(store_url, clock) for _ in range(3)]
-    quotas = [Quota(one, tmp_path / "outbox", clock) for one in (store, *others)]
+    quotas = [Quota(one.quotas, tmp_path / "outbox", clock) for one in (store, *others)]
 
     async def client(n: int) -> Reservation | None:
         try:
@@ -626,7 +626,7 @@ async def test_whatever_happens_each_request_has_one_record_and_the_sums_agree(
     print(f"seed {seed}")
     dice = random.Random(seed)
     caller = await new_caller(neurons_per_day=3.0, requests_per_minute=1_000)
-    quota = Quota(store, tmp_path / "outbox", clock)
+    quota = Quota(store.quotas, tmp_path / "outbox", clock)
     running: dict[str, Reservation] = {}
     final: dict[str, int] = {}
     abandoned: set[str] = set()
@@ -653,9 +653,9 @@ async def test_whatever_happens_each_request_has_one_record_and_the_sums_agree(
             quota._outbox.close()
             abandoned.update(running)
             running.clear()
-            quota = Quota(store, tmp_path / "outbox", clock)
+            quota = Quota(store.quotas, tmp_path / "outbox", clock)
         elif not away:
-            await {"flush": quota.flush, "renew": quota.renew, "sweep": store.sweep}.get(kind, quota.replay)()
+            await {"flush": quota.flush, "renew": quota.renew, "sweep": store.quotas.sweep}.get(kind, quota.replay)()
         elif kind == "flush":
             await quota.flush()
         quota.check()
@@ -667,20 +667,20 @@ async def test_whatever_happens_each_request_has_one_record_and_the_sums_agree(
                     await step(1_000 * (n + 1) + m, True)
         else:
             await step(n, False)
-            (await store.reconcile(caller.account.id, clock.day)).check()
+            (await store.quotas.reconcile(caller.account.id, clock.day)).check()
     for reservation in running.values():
         final[reservation.request_id] = reservation.record(DONE, "done").micro_neurons
         quota.settle(reservation, DONE)
     await quota.flush()
     await quota.replay()
     clock.now_s += module.HOLD_S
-    await store.sweep()
+    await store.quotas.sweep()
     charged: dict[str, int] = {}
     for day in range(first_day, clock.day + 1):
-        balance = await store.reconcile(caller.account.id, day)
+        balance = await store.quotas.reconcile(caller.account.id, day)
         balance.check()
         assert (balance.counted.held, balance.counted.open) == (0, 0)
-        for record in await store.records(caller.account.id, day):
+        for record in await store.quotas.records(caller.account.id, day):
             assert record.request_id not in charged
             charged[record.request_id] = record.micro_neurons
     assert {request: cost for request, cost in charged.items() if request in final} == final
@@ -699,18 +699,18 @@ async def test_a_reservation_that_the_store_took_too_late_is_given_back(
 ) -> None:
     """What was on its way when Redis froze is done when it thaws, long after the caller was told 503."""
     store = open_store(empty_redis_url)
-    caller, quota = await caller_of(store), Quota(store, tmp_path / "outbox")
+    caller, quota = await caller_of(store), Quota(store.quotas, tmp_path / "outbox")
     day = (await reserved(quota, caller, "before")).day
     with frozen_redis(), pytest.raises(StoreUnavailable):
         await reserved(quota, caller, "late")
 
     async def held(count: int) -> bool:
-        return (await store.totals(caller.account.id, day)).open == count
+        return (await store.quotas.totals(caller.account.id, day)).open == count
 
     await until(partial(held, 2))
     await quota.replay()
     assert await held(1)
-    late = [one for one in await store.records(caller.account.id, day) if one.request_id == "late"]
+    late = [one for one in await store.quotas.records(caller.account.id, day) if one.request_id == "late"]
     assert [(one.outcome, one.micro_neurons) for one in late] == [("store_unavailable", 0)]
     await balanced(store, caller, day)
     await store.close()
@@ -721,7 +721,7 @@ async def test_a_request_that_the_store_never_heard_of_leaves_no_record(
 ) -> None:
     """An outage must not fill the outbox with those who were refused."""
     store = open_store(empty_redis_url)
-    caller, quota = await caller_of(store), Quota(store, tmp_path / "outbox")
+    caller, quota = await caller_of(store), Quota(store.quotas, tmp_path / "outbox")
     await reserved(quota, caller, "before")
     with frozen_redis():
         for n in range(5):
@@ -740,7 +740,7 @@ async def caller_of(store: Store) -> Caller:
 
 
 async def test_a_refusal_that_no_waiting_helps_says_so(accounts: AccountService, store: Store, tmp_path: Path) -> None:
-    quota = Quota(store, tmp_path / "outbox")
+    quota = Quota(store.quotas, tmp_path / "outbox")
     cases: list[tuple[Limits, int, bool]] = [
         (Limits(neurons_per_day=0.001), 100, True),
         (Limits(neurons_per_day=0.5), 100, False),
@@ -767,4 +767,4 @@ async def test_a_forgotten_reservation_is_neither_renewed_nor_settled_here(
     quota.settle(reservation, CallUsage(outcome="done"))
     await quota.flush()
     assert (quota.open, quota.unwritten) == (0, 0)
-    assert (await store.totals(caller.account.id, clock.day)).open == 1
+    assert (await store.quotas.totals(caller.account.id, clock.day)).open == 1

@@ -19,8 +19,8 @@ async def test_each_day_is_compared_once_by_one_gateway_when_it_is_over(
     store: Store, store_url: str, clock: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     for account_id in (ANN, BOB):
-        await store.add_account(Account(account_id, "n", Limits(), 1))
-        await store.settle([UsageRecord(account_id, "r", clock.day, 10, 1, 0, 2, "done", "k", "m", 7, 1.0)])
+        await store.accounts.add(Account(account_id, "n", Limits(), 1))
+        await store.quotas.settle([UsageRecord(account_id, "r", clock.day, 10, 1, 0, 2, "done", "k", "m", 7, 1.0)])
     spoil(store, store_url, clock.day)
     gateways = [Reconciler(store, clock), Reconciler(store, clock)]
     for gateway in gateways:
@@ -43,7 +43,7 @@ async def test_each_day_is_compared_once_by_one_gateway_when_it_is_over(
 def spoil(store: Store, url: str, day: int) -> None:
     """A counter of Ann's day goes wrong."""
     if isinstance(store, SqliteStore):
-        store._connection.execute("UPDATE days SET micro_neurons = 11 WHERE account_id = ?", (ANN,))
+        store._file.run("UPDATE days SET micro_neurons = 11 WHERE account_id = ?", (ANN,))
     else:
         with redis.Redis.from_url(url) as client:
             client.hincrby(f"hearth:{{{ANN}}}:day:{day}", "micro_neurons", 1)

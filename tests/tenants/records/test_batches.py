@@ -158,7 +158,7 @@ async def test_the_end_of_an_item_keeps_its_result_and_charges_it_in_one_step(st
     await submit(store, new_batch(clock))
     items = await claimed(store)
     for item in items:
-        assert isinstance(await store.reserve(hold(item.request_id, clock.day)), Granted)
+        assert isinstance(await store.quotas.reserve(hold(item.request_id, clock.day)), Granted)
     assert (await balanced(store, clock.day)).open == 3
     assert await end(store, items[1], clock.day)
     assert await store.batches.end(items[0], False, b"wrong", None)
@@ -178,30 +178,30 @@ async def test_an_item_that_two_ran_ends_and_is_charged_once(store: Store, clock
     await open_account(store)
     await submit(store, new_batch(clock))
     first = (await claimed(store, 1))[0]
-    await store.reserve(hold(first.request_id, clock.day))
+    await store.quotas.reserve(hold(first.request_id, clock.day))
     clock.now_s += LEASE_S + 1
     second = next(item for item in await claimed(store) if item.place == 0)
-    assert isinstance(await store.reserve(hold(second.request_id, clock.day)), Granted)
+    assert isinstance(await store.quotas.reserve(hold(second.request_id, clock.day)), Granted)
     assert await end(store, second, clock.day, 30)
     assert not await end(store, first, clock.day, 40)
-    assert await store.reserve(hold(first.request_id, clock.day)) == Denied(DenialReason.RECORDED)
+    assert await store.quotas.reserve(hold(first.request_id, clock.day)) == Denied(DenialReason.RECORDED)
     assert await balanced(store, clock.day) == Totals(1, 30, 90, 60, 150)
-    assert len(await store.records(ANN, clock.day)) == 1
+    assert len(await store.quotas.records(ANN, clock.day)) == 1
 
 
 async def test_one_whose_hold_expired_runs_again_and_is_recorded_once(store: Store, clock: Any) -> None:
     await open_account(store)
     await submit(store, new_batch(clock))
     (item,) = await claimed(store, 1)
-    await store.reserve(hold(item.request_id, clock.day))
+    await store.quotas.reserve(hold(item.request_id, clock.day))
     clock.now_s += LIFE_US / MICRO + 1
-    await store.sweep()
-    assert [one.outcome for one in await store.records(ANN, clock.day)] == [EXPIRED]
+    await store.quotas.sweep()
+    assert [one.outcome for one in await store.quotas.records(ANN, clock.day)] == [EXPIRED]
     again = next(one for one in await claimed(store) if one.place == 0)
-    assert isinstance(await store.reserve(hold(again.request_id, clock.day)), Granted)
+    assert isinstance(await store.quotas.reserve(hold(again.request_id, clock.day)), Granted)
     assert await end(store, again, clock.day, 30)
     assert await balanced(store, clock.day) == Totals(1, 30, 90, 60, 150)
-    assert [one.outcome for one in await store.records(ANN, clock.day)] == ["done"]
+    assert [one.outcome for one in await store.quotas.records(ANN, clock.day)] == ["done"]
 
 
 async def test_a_cancelled_batch_keeps_what_was_done_and_runs_no_more(store: Store, clock: Any) -> None:
@@ -253,7 +253,7 @@ async def test_dropping_an_accounts_batches_leaves_nothing_of_them(store: Store,
     await submit(store, new_batch(clock, "one"))
     await submit(store, new_batch(clock, "others", account_id=BOB))
     (item,) = await claimed(store, 1)
-    await store.batches.drop(item.account_id)
+    await store.batches.discard(item.account_id)
     assert await store.batches.of_account(item.account_id) == []
     assert {one.account_id for one in await claimed(store)} == {ANN, BOB} - {item.account_id}
     assert await store.batches.renew([item], LEASE_S) == [item]
@@ -296,7 +296,7 @@ async def test_gateways_that_die_at_any_moment_lose_nothing_and_charge_nothing_t
         for item in await gateway.batches.claim(MODEL, LEASE_S, dice.randint(1, 4)):
             if dice.random() < 0.2:
                 return  # dies with what it claimed
-            decision = await gateway.reserve(hold(item.request_id, clock.day))
+            decision = await gateway.quotas.reserve(hold(item.request_id, clock.day))
             if isinstance(decision, Denied):
                 assert decision.reason == DenialReason.RECORDED
                 continue
@@ -309,7 +309,7 @@ async def test_gateways_that_die_at_any_moment_lose_nothing_and_charge_nothing_t
     for _ in range(400):
         await asyncio.gather(work(store), work(other))
         clock.now_s += dice.choice([0.1, 1, LEASE_S / 2, LIFE_US / MICRO + 1])
-        await store.sweep()
+        await store.quotas.sweep()
         found = [await store.batches.get(ANN, id) for id in total]
         assert all(one is not None for one in found)
         if all(one is not None and one.status == BatchStatus.DONE for one in found):
@@ -317,10 +317,10 @@ async def test_gateways_that_die_at_any_moment_lose_nothing_and_charge_nothing_t
     else:
         raise AssertionError(f"seed {seed}: not done")
     clock.now_s += LIFE_US / MICRO + 1
-    await store.sweep()
+    await store.quotas.sweep()
     counted = await balanced(store, clock.day)
     assert (counted.requests, counted.micro_neurons, counted.open) == (19, 19 * 30, 0)
-    records = await store.records(ANN, clock.day)
+    records = await store.quotas.records(ANN, clock.day)
     assert {one.request_id for one in records} == {f"{id}-{n}" for id, items in total.items() for n in range(items)}
     for id, items in total.items():
         results = await store.batches.results(ANN, id, 0, 100)

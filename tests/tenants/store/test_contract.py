@@ -45,8 +45,8 @@ def hold(request_id: str, day: int, held: int = 100, account_id: str = ANN) -> H
 
 async def open_account(store: Store, account_id: str = ANN, **limits: Any) -> None:
     LIMITS[account_id] = Limits(**limits)
-    await store.add_account(Account(account_id, "ann", LIMITS[account_id], 1))
-    await store.add_token(ApiToken("key", account_id, "laptop", 1), TokenDigest(b"digest", 1))
+    await store.accounts.add(Account(account_id, "ann", LIMITS[account_id], 1))
+    await store.accounts.add_token(ApiToken("key", account_id, "laptop", 1), TokenDigest(b"digest", 1))
 
 
 def plain(decision: Granted | Denied) -> Granted | Denied:
@@ -56,9 +56,9 @@ def plain(decision: Granted | Denied) -> Granted | Denied:
 
 async def balanced(store: Store, day: int, account_id: str = ANN) -> Totals:
     """The counters, which are those that the records give."""
-    balance = await store.reconcile(account_id, day)
+    balance = await store.quotas.reconcile(account_id, day)
     balance.check()
-    assert await store.totals(account_id, day) == balance.counted
+    assert await store.quotas.totals(account_id, day) == balance.counted
     return balance.counted
 
 
@@ -67,75 +67,75 @@ async def test_an_account_comes_back_as_it_was_kept(store: Store) -> None:
     ann = Account(ANN, "Änn & Söhne", Limits(7, 0.25, 3, 2), 11, Limits(burst=1, requests_per_minute=1), epoch=3)
     ann = structs.replace(ann, settings=settings, suspended_at=12, revision=4)
     bob = Account(BOB, "bob", Limits(), 10)
-    await store.add_account(ann)
-    await store.add_account(bob)
-    assert await store.account(ANN) == ann
-    assert await store.accounts() == [bob, ann]
-    assert await store.account("c" * 32) is None
+    await store.accounts.add(ann)
+    await store.accounts.add(bob)
+    assert await store.accounts.get(ANN) == ann
+    assert await store.accounts.list() == [bob, ann]
+    assert await store.accounts.get("c" * 32) is None
 
 
 async def test_a_token_comes_back_as_it_was_kept(store: Store) -> None:
     await open_account(store)
     token, seal = ApiToken("key2", ANN, "phone", 5, expires_at=9), TokenDigest(bytes(range(32)), 1)
-    assert await store.add_token(token, seal)
-    assert await store.token("key2") == (token, [seal], await store.account(ANN))
-    assert [one.id for one in await store.tokens(ANN)] == ["key", "key2"]
-    assert await store.token("key3") is None
-    assert not await store.add_token(ApiToken("key3", BOB, "lost", 5), seal)
+    assert await store.accounts.add_token(token, seal)
+    assert await store.accounts.token("key2") == (token, [seal], await store.accounts.get(ANN))
+    assert [one.id for one in await store.accounts.tokens(ANN)] == ["key", "key2"]
+    assert await store.accounts.token("key3") is None
+    assert not await store.accounts.add_token(ApiToken("key3", BOB, "lost", 5), seal)
 
 
 async def test_a_token_is_changed_with_its_seals_and_stays_revoked(store: Store) -> None:
-    await store.add_account(Account(ANN, "Ann", Limits(), 1))
+    await store.accounts.add(Account(ANN, "Ann", Limits(), 1))
     grant = Grant((Permission.USAGE_READ,), ("@cf/*",), ("10.0.0.0/8",))
     token = ApiToken("key4", ANN, "ci", 5, grant=grant)
-    assert await store.add_token(token, TokenDigest(b"first", 1))
+    assert await store.accounts.add_token(token, TokenDigest(b"first", 1))
     changed = structs.replace(token, name="ci 2", expires_at=99, grant=Grant())
     seals = [TokenDigest(b"second", 1), TokenDigest(b"first", 1, until=70)]
-    assert await store.change_token(changed, seals)
-    assert await store.token("key4") == (changed, seals, await store.account(ANN))
-    await store.revoke("key4", 60)
-    assert await store.change_token(changed, seals[:1])
-    found = await store.token("key4")
+    assert await store.accounts.update_token(changed, seals)
+    assert await store.accounts.token("key4") == (changed, seals, await store.accounts.get(ANN))
+    await store.accounts.revoke("key4", 60)
+    assert await store.accounts.update_token(changed, seals[:1])
+    found = await store.accounts.token("key4")
     assert found is not None
     assert found[0] == structs.replace(changed, revoked_at=60)
     assert found[1] == seals[:1]
-    assert not await store.change_token(structs.replace(token, id="nobody"), seals)
+    assert not await store.accounts.update_token(structs.replace(token, id="nobody"), seals)
 
 
 async def test_the_first_revocation_of_a_token_stays(store: Store) -> None:
     await open_account(store)
-    assert await store.revoke("key", 50)
-    assert await store.revoke("key", 60)
-    found = await store.token("key")
+    assert await store.accounts.revoke("key", 50)
+    assert await store.accounts.revoke("key", 60)
+    found = await store.accounts.token("key")
     assert found is not None
     assert found[0].revoked_at == 50
-    assert (await store.tokens(ANN))[0].revoked_at == 50
-    assert not await store.revoke("key3", 50)
+    assert (await store.accounts.tokens(ANN))[0].revoked_at == 50
+    assert not await store.accounts.revoke("key3", 50)
 
 
 async def test_a_hold_is_counted_and_a_settlement_replaces_it_by_what_was_used(store: Store, clock: Any) -> None:
     await open_account(store)
-    assert plain(await store.reserve(hold("r", clock.day, 100))) == Granted(clock.day)
+    assert plain(await store.quotas.reserve(hold("r", clock.day, 100))) == Granted(clock.day)
     assert await balanced(store, clock.day) == Totals(held=100, open=1)
     used = record("r", clock.day, 30)
-    await store.settle([used])
+    await store.quotas.settle([used])
     assert await balanced(store, clock.day) == Totals(1, 30, 90, 60, 150)
-    assert await store.records(ANN, clock.day) == [used]
+    assert await store.quotas.records(ANN, clock.day) == [used]
 
 
 async def test_a_rejection_leaves_nothing_behind(store: Store, clock: Any) -> None:
     await open_account(store, neurons_per_day=100 / MICRO, requests_per_minute=60, burst=1, concurrent_requests=1)
-    refused = await store.reserve(hold("big", clock.day, 101))
+    refused = await store.quotas.reserve(hold("big", clock.day, 101))
     assert refused == Denied(DenialReason.NEURONS_PER_DAY, DAY_US // 2, 100, 0)
     assert await balanced(store, clock.day) == Totals()
-    assert plain(await store.reserve(hold("a", clock.day, 60))) == Granted(clock.day), (
+    assert plain(await store.quotas.reserve(hold("a", clock.day, 60))) == Granted(clock.day), (
         "the refused one was counted by the rate"
     )
     for n in range(20):
-        assert isinstance(await store.reserve(hold(f"b{n}", clock.day, 10)), Denied)
+        assert isinstance(await store.quotas.reserve(hold(f"b{n}", clock.day, 10)), Denied)
     clock.now_s += 1
-    await store.settle([record("a", clock.day, 60)])
-    assert plain(await store.reserve(hold("c", clock.day, 40))) == Granted(clock.day), (
+    await store.quotas.settle([record("a", clock.day, 60)])
+    assert plain(await store.quotas.reserve(hold("c", clock.day, 40))) == Granted(clock.day), (
         "refused ones were counted by the rate"
     )
     assert await balanced(store, clock.day) == Totals(1, 60, 180, 120, 300, held=40, open=1)
@@ -143,62 +143,62 @@ async def test_a_rejection_leaves_nothing_behind(store: Store, clock: Any) -> No
 
 async def test_the_rate_lets_a_burst_through_and_then_one_per_interval(store: Store, clock: Any) -> None:
     await open_account(store, requests_per_minute=30, burst=3)
-    decisions = [await store.reserve(hold(f"a{n}", clock.day)) for n in range(4)]
+    decisions = [await store.quotas.reserve(hold(f"a{n}", clock.day)) for n in range(4)]
     assert [plain(one) for one in decisions[:3]] == [Granted(clock.day)] * 3
     assert decisions[3] == Denied(DenialReason.REQUESTS_PER_MINUTE, 2 * MICRO, 30)
     clock.now_s += 1.5
-    assert await store.reserve(hold("b", clock.day)) == Denied(DenialReason.REQUESTS_PER_MINUTE, MICRO // 2, 30)
+    assert await store.quotas.reserve(hold("b", clock.day)) == Denied(DenialReason.REQUESTS_PER_MINUTE, MICRO // 2, 30)
     clock.now_s += 0.5
-    assert plain(await store.reserve(hold("b", clock.day))) == Granted(clock.day)
-    assert isinstance(await store.reserve(hold("c", clock.day)), Denied)
+    assert plain(await store.quotas.reserve(hold("b", clock.day))) == Granted(clock.day)
+    assert isinstance(await store.quotas.reserve(hold("c", clock.day)), Denied)
 
 
 async def test_a_minute_of_asking_all_the_time_grants_burst_and_rate(store: Store, clock: Any) -> None:
     await open_account(store, requests_per_minute=7, burst=2)
     granted = 0
     for n in range(601):
-        granted += isinstance(await store.reserve(hold(f"r{n}", clock.day)), Granted)
+        granted += isinstance(await store.quotas.reserve(hold(f"r{n}", clock.day)), Granted)
         clock.now_s += 0.1
     assert granted == 2 + 7 - 1, "one is due every 8.571429 s; the seventh after 60.000003 s"
 
 
 async def test_requests_at_once_are_limited_and_ending_one_makes_room(store: Store, clock: Any) -> None:
     await open_account(store, concurrent_requests=2)
-    assert isinstance(await store.reserve(hold("a", clock.day)), Granted)
-    assert isinstance(await store.reserve(hold("b", clock.day)), Granted)
-    assert await store.reserve(hold("c", clock.day)) == Denied(DenialReason.CONCURRENT_REQUESTS, MICRO, 2, 2)
-    await store.settle([record("a", clock.day)])
-    assert isinstance(await store.reserve(hold("c", clock.day)), Granted)
+    assert isinstance(await store.quotas.reserve(hold("a", clock.day)), Granted)
+    assert isinstance(await store.quotas.reserve(hold("b", clock.day)), Granted)
+    assert await store.quotas.reserve(hold("c", clock.day)) == Denied(DenialReason.CONCURRENT_REQUESTS, MICRO, 2, 2)
+    await store.quotas.settle([record("a", clock.day)])
+    assert isinstance(await store.quotas.reserve(hold("c", clock.day)), Granted)
 
 
 async def test_requests_that_began_yesterday_count_as_running(store: Store, clock: Any) -> None:
     await open_account(store, concurrent_requests=1)
     clock.now_s += 43_200 - 1
-    await store.reserve(hold("a", clock.day))
+    await store.quotas.reserve(hold("a", clock.day))
     clock.now_s += 2
-    assert isinstance(await store.reserve(hold("b", clock.day)), Denied)
+    assert isinstance(await store.quotas.reserve(hold("b", clock.day)), Denied)
 
 
 async def test_new_limits_are_in_force_for_the_next_request(store: Store, clock: Any) -> None:
     await open_account(store, neurons_per_day=1.0)
-    assert isinstance(await store.reserve(hold("a", clock.day, 2 * MICRO)), Denied)
+    assert isinstance(await store.quotas.reserve(hold("a", clock.day, 2 * MICRO)), Denied)
     LIMITS[ANN] = Limits(neurons_per_day=2.0)
-    assert isinstance(await store.reserve(hold("a", clock.day, 2 * MICRO)), Granted)
+    assert isinstance(await store.quotas.reserve(hold("a", clock.day, 2 * MICRO)), Granted)
 
 
 async def test_new_limits_keep_what_is_counted(store: Store, clock: Any) -> None:
     await open_account(store, requests_per_minute=60, burst=1)
-    await store.reserve(hold("a", clock.day, 40))
+    await store.quotas.reserve(hold("a", clock.day, 40))
     LIMITS[ANN] = Limits(requests_per_minute=60, burst=1, neurons_per_day=100 / MICRO)
-    assert isinstance(await store.reserve(hold("b", clock.day, 40)), Denied), "the rate was forgotten"
+    assert isinstance(await store.quotas.reserve(hold("b", clock.day, 40)), Denied), "the rate was forgotten"
     assert await balanced(store, clock.day) == Totals(held=40, open=1)
 
 
 async def test_the_decision_sees_a_revocation(store: Store, clock: Any) -> None:
     await open_account(store)
-    await store.revoke("key", 1)
-    assert await store.reserve(hold("a", clock.day)) == Denied(DenialReason.REVOKED)
-    assert await store.reserve(hold("a", clock.day, account_id=BOB)) == Denied(DenialReason.NO_ACCOUNT)
+    await store.accounts.revoke("key", 1)
+    assert await store.quotas.reserve(hold("a", clock.day)) == Denied(DenialReason.REVOKED)
+    assert await store.quotas.reserve(hold("a", clock.day, account_id=BOB)) == Denied(DenialReason.NO_ACCOUNT)
     assert await balanced(store, clock.day) == Totals()
 
 
@@ -206,34 +206,38 @@ async def test_a_retried_reservation_is_counted_once(store: Store, clock: Any) -
     """Bug elsewhere: an increment that is retried after a timeout counts twice."""
     await open_account(store, requests_per_minute=60, burst=2, concurrent_requests=2, neurons_per_day=150 / MICRO)
     for _ in range(5):
-        assert plain(await store.reserve(hold("a", clock.day))) == Granted(clock.day)
+        assert plain(await store.quotas.reserve(hold("a", clock.day))) == Granted(clock.day)
     assert await balanced(store, clock.day) == Totals(held=100, open=1)
-    assert plain(await store.reserve(hold("b", clock.day, 50))) == Granted(clock.day), "a retry was counted by the rate"
+    assert plain(await store.quotas.reserve(hold("b", clock.day, 50))) == Granted(clock.day), (
+        "a retry was counted by the rate"
+    )
 
 
 async def test_a_settled_request_id_is_not_granted_again(store: Store, clock: Any) -> None:
     await open_account(store)
-    await store.reserve(hold("a", clock.day))
-    await store.settle([record("a", clock.day, 10)])
-    assert await store.reserve(hold("a", clock.day)) == Denied(DenialReason.RECORDED)
+    await store.quotas.reserve(hold("a", clock.day))
+    await store.quotas.settle([record("a", clock.day, 10)])
+    assert await store.quotas.reserve(hold("a", clock.day)) == Denied(DenialReason.RECORDED)
     assert (await balanced(store, clock.day)).held == 0
 
 
 async def test_a_settlement_counts_once_and_the_first_one_wins(store: Store, clock: Any) -> None:
     await open_account(store)
-    await store.reserve(hold("a", clock.day))
+    await store.quotas.reserve(hold("a", clock.day))
     for cost in (30, 30, 99):
-        await store.settle([record("a", clock.day, cost)])
-    await store.settle([record("a", clock.day, 98), record("a", clock.day, 97)])
+        await store.quotas.settle([record("a", clock.day, cost)])
+    await store.quotas.settle([record("a", clock.day, 98), record("a", clock.day, 97)])
     assert await balanced(store, clock.day) == Totals(1, 30, 90, 60, 150)
 
 
 async def test_more_than_was_held_is_charged_in_full(store: Store, clock: Any) -> None:
     await open_account(store, neurons_per_day=200 / MICRO)
-    await store.reserve(hold("a", clock.day, 100))
-    await store.settle([record("a", clock.day, 250)])
+    await store.quotas.reserve(hold("a", clock.day, 100))
+    await store.quotas.settle([record("a", clock.day, 250)])
     assert (await balanced(store, clock.day)).micro_neurons == 250
-    assert await store.reserve(hold("b", clock.day, 0)) == Denied(DenialReason.NEURONS_PER_DAY, DAY_US // 2, 200, 250)
+    assert await store.quotas.reserve(hold("b", clock.day, 0)) == Denied(
+        DenialReason.NEURONS_PER_DAY, DAY_US // 2, 200, 250
+    )
 
 
 async def test_a_refund_goes_to_the_day_that_it_was_reserved_from(store: Store, clock: Any) -> None:
@@ -241,23 +245,25 @@ async def test_a_refund_goes_to_the_day_that_it_was_reserved_from(store: Store, 
     await open_account(store, neurons_per_day=100 / MICRO)
     clock.now_s += 43_200 - 1
     yesterday = clock.day
-    await store.reserve(hold("a", yesterday, 100))
+    await store.quotas.reserve(hold("a", yesterday, 100))
     clock.now_s += 2
-    assert plain(await store.reserve(hold("b", clock.day, 100))) == Granted(yesterday + 1)
-    await store.settle([record("a", yesterday, 30)])
+    assert plain(await store.quotas.reserve(hold("b", clock.day, 100))) == Granted(yesterday + 1)
+    await store.quotas.settle([record("a", yesterday, 30)])
     assert await balanced(store, yesterday) == Totals(1, 30, 90, 60, 150)
     assert await balanced(store, yesterday + 1) == Totals(held=100, open=1)
-    assert isinstance(await store.reserve(hold("c", clock.day, 1)), Denied), "the refund made room on another day"
+    assert isinstance(await store.quotas.reserve(hold("c", clock.day, 1)), Denied), (
+        "the refund made room on another day"
+    )
 
 
 async def test_a_wrong_guess_of_the_day_is_corrected_by_the_store(store: Store, clock: Any) -> None:
     await open_account(store)
-    assert plain(await store.reserve(hold("a", clock.day + 1))) == Granted(clock.day)
-    assert plain(await store.reserve(hold("b", clock.day + 1))) == Granted(clock.day)
-    await store.settle([record("a", clock.day + 1, 5)])
+    assert plain(await store.quotas.reserve(hold("a", clock.day + 1))) == Granted(clock.day)
+    assert plain(await store.quotas.reserve(hold("b", clock.day + 1))) == Granted(clock.day)
+    await store.quotas.settle([record("a", clock.day + 1, 5)])
     clock.now_s += 61
-    await store.sweep()
-    assert [(one.request_id, one.day) for one in await store.records(ANN, clock.day)] == [
+    await store.quotas.sweep()
+    assert [(one.request_id, one.day) for one in await store.quotas.records(ANN, clock.day)] == [
         ("a", clock.day),
         ("b", clock.day),
     ]
@@ -266,82 +272,82 @@ async def test_a_wrong_guess_of_the_day_is_corrected_by_the_store(store: Store, 
 
 async def test_an_expired_hold_is_charged_at_its_checkpoint_by_the_sweep(store: Store, clock: Any) -> None:
     await open_account(store)
-    await store.reserve(hold("a", clock.day))
-    await store.reserve(hold("b", clock.day))
-    await store.checkpoint([record("b", clock.day, 20, EXPIRED)], LIFE_US)
+    await store.quotas.reserve(hold("a", clock.day))
+    await store.quotas.reserve(hold("b", clock.day))
+    await store.quotas.checkpoint([record("b", clock.day, 20, EXPIRED)], LIFE_US)
     clock.now_s += 59.9
-    assert await store.sweep() == 0
+    assert await store.quotas.sweep() == 0
     clock.now_s += 0.1
-    assert await store.sweep() == 2
-    assert await store.sweep() == 0
+    assert await store.quotas.sweep() == 2
+    assert await store.quotas.sweep() == 0
     assert await balanced(store, clock.day) == Totals(2, 20, 60, 40, 100)
-    records = await store.records(ANN, clock.day)
+    records = await store.quotas.records(ANN, clock.day)
     assert [(one.micro_neurons, one.outcome) for one in records] == [(0, EXPIRED), (20, EXPIRED)]
 
 
 async def test_an_expired_hold_makes_room_for_the_next_request_without_a_sweep(store: Store, clock: Any) -> None:
     await open_account(store, neurons_per_day=100 / MICRO, concurrent_requests=1)
-    await store.reserve(hold("a", clock.day, 100))
-    await store.checkpoint([record("a", clock.day, 20, EXPIRED)], LIFE_US)
-    assert isinstance(await store.reserve(hold("b", clock.day, 80)), Denied)
+    await store.quotas.reserve(hold("a", clock.day, 100))
+    await store.quotas.checkpoint([record("a", clock.day, 20, EXPIRED)], LIFE_US)
+    assert isinstance(await store.quotas.reserve(hold("b", clock.day, 80)), Denied)
     clock.now_s += 60
-    assert isinstance(await store.reserve(hold("b", clock.day, 81)), Denied)
-    assert isinstance(await store.reserve(hold("b", clock.day, 80)), Granted)
+    assert isinstance(await store.quotas.reserve(hold("b", clock.day, 81)), Denied)
+    assert isinstance(await store.quotas.reserve(hold("b", clock.day, 80)), Granted)
     assert await balanced(store, clock.day) == Totals(1, 20, 60, 40, 100, held=80, open=1)
 
 
 async def test_a_checkpoint_lets_the_hold_last(store: Store, clock: Any) -> None:
     await open_account(store)
-    await store.reserve(hold("a", clock.day))
+    await store.quotas.reserve(hold("a", clock.day))
     for cost in range(10):
         clock.now_s += 40
-        await store.checkpoint([record("a", clock.day, cost, EXPIRED)], LIFE_US)
-        assert await store.sweep() == 0
+        await store.quotas.checkpoint([record("a", clock.day, cost, EXPIRED)], LIFE_US)
+        assert await store.quotas.sweep() == 0
     assert (await balanced(store, clock.day)).open == 1
 
 
 async def test_a_checkpoint_of_an_unknown_or_settled_request_does_nothing(store: Store, clock: Any) -> None:
     await open_account(store)
-    await store.reserve(hold("a", clock.day))
-    await store.settle([record("a", clock.day, 10)])
-    await store.checkpoint([record("a", clock.day, 50, EXPIRED), record("x", clock.day, 50, EXPIRED)], LIFE_US)
-    await store.checkpoint([], LIFE_US)
+    await store.quotas.reserve(hold("a", clock.day))
+    await store.quotas.settle([record("a", clock.day, 10)])
+    await store.quotas.checkpoint([record("a", clock.day, 50, EXPIRED), record("x", clock.day, 50, EXPIRED)], LIFE_US)
+    await store.quotas.checkpoint([], LIFE_US)
     assert await balanced(store, clock.day) == Totals(1, 10, 30, 20, 50)
 
 
 async def test_a_settlement_after_the_sweep_replaces_the_checkpoint_charge_once(store: Store, clock: Any) -> None:
     await open_account(store)
-    await store.reserve(hold("a", clock.day))
-    await store.checkpoint([record("a", clock.day, 20, EXPIRED)], LIFE_US)
+    await store.quotas.reserve(hold("a", clock.day))
+    await store.quotas.checkpoint([record("a", clock.day, 20, EXPIRED)], LIFE_US)
     clock.now_s += 61
-    assert await store.sweep() == 1
+    assert await store.quotas.sweep() == 1
     for cost in (35, 99):
-        await store.settle([record("a", clock.day, cost)])
+        await store.quotas.settle([record("a", clock.day, cost)])
     assert await balanced(store, clock.day) == Totals(1, 35, 105, 70, 175)
-    assert [one.outcome for one in await store.records(ANN, clock.day)] == ["done"]
+    assert [one.outcome for one in await store.quotas.records(ANN, clock.day)] == ["done"]
 
 
 async def test_a_settlement_whose_hold_is_unknown_is_charged_to_its_day(store: Store, clock: Any) -> None:
     await open_account(store)
     for _ in range(2):
-        await store.settle([record("a", clock.day - 1, 30)])
+        await store.quotas.settle([record("a", clock.day - 1, 30)])
     assert await balanced(store, clock.day - 1) == Totals(1, 30, 90, 60, 150)
 
 
 async def test_a_request_settled_before_its_reservation_arrives_is_not_granted(store: Store, clock: Any) -> None:
     """A caller left while the reservation was on its way: the two may reach the store in either order."""
     await open_account(store)
-    await store.settle([record("a", clock.day, 0, "cancelled")])
-    assert await store.reserve(hold("a", clock.day)) == Denied(DenialReason.RECORDED)
+    await store.quotas.settle([record("a", clock.day, 0, "cancelled")])
+    assert await store.quotas.reserve(hold("a", clock.day)) == Denied(DenialReason.RECORDED)
     assert await balanced(store, clock.day) == Totals(requests=1)
 
 
 async def test_settlements_of_many_accounts_go_in_one_call(store: Store, clock: Any) -> None:
     await open_account(store, ANN)
-    await store.add_account(Account(BOB, "bob", Limits(), 1))
+    await store.accounts.add(Account(BOB, "bob", Limits(), 1))
     batch = [record(f"r{n}", clock.day, n, account_id=(ANN, BOB)[n % 2]) for n in range(600)]
-    await store.settle(batch)
-    await store.settle([])
+    await store.quotas.settle(batch)
+    await store.quotas.settle([])
     assert (await balanced(store, clock.day, ANN)).micro_neurons == sum(range(0, 600, 2))
     assert (await balanced(store, clock.day, BOB)).micro_neurons == sum(range(1, 600, 2))
 
@@ -349,9 +355,9 @@ async def test_settlements_of_many_accounts_go_in_one_call(store: Store, clock: 
 async def test_a_sweep_ends_thousands_of_holds(store: Store, clock: Any) -> None:
     await open_account(store, concurrent_requests=10_000, requests_per_minute=6_000_000)
     for n in range(1_200):
-        await store.reserve(hold(f"r{n}", clock.day, 1))
+        await store.quotas.reserve(hold(f"r{n}", clock.day, 1))
     clock.now_s += 61
-    assert await store.sweep() == 1_200
+    assert await store.quotas.sweep() == 1_200
     assert await balanced(store, clock.day) == Totals(requests=1_200)
 
 
@@ -363,11 +369,11 @@ async def test_a_store_that_takes_writes_answers_a_ping(store: Store) -> None:
 async def test_the_largest_numbers_are_counted_exactly(store: Store, clock: Any) -> None:
     await open_account(store, neurons_per_day=1e9)
     most = 10**15
-    await store.reserve(hold("a", clock.day, most - 1))
-    assert await store.reserve(hold("b", clock.day, 2)) == Denied(
+    await store.quotas.reserve(hold("a", clock.day, most - 1))
+    assert await store.quotas.reserve(hold("b", clock.day, 2)) == Denied(
         DenialReason.NEURONS_PER_DAY, DAY_US // 2, most, most - 1
     )
-    await store.settle([structs.replace(record("a", clock.day), micro_neurons=most - 1)])
+    await store.quotas.settle([structs.replace(record("a", clock.day), micro_neurons=most - 1)])
     assert (await balanced(store, clock.day)).micro_neurons == most - 1
 
 
@@ -386,7 +392,7 @@ async def test_200_clients_of_four_gateways_race_for_one_budget_and_none_overspe
     """Bugs elsewhere: check, then add; and limits multiplied by the number of gateways."""
     await open_account(store, neurons_per_day=3_700 / MICRO)
     gateways = [store, *(open_store(store_url, clock) for _ in range(3))]
-    admitted = await race(lambda n: gateways[n % 4].reserve(hold(f"r{n}", clock.day, 100)))
+    admitted = await race(lambda n: gateways[n % 4].quotas.reserve(hold(f"r{n}", clock.day, 100)))
     assert admitted == 37
     assert (await balanced(store, clock.day)).held == 3_700
     for gateway in gateways[1:]:
@@ -396,7 +402,7 @@ async def test_200_clients_of_four_gateways_race_for_one_budget_and_none_overspe
 async def test_200_clients_of_four_gateways_share_one_rate(store: Store, store_url: str, clock: Any) -> None:
     await open_account(store, requests_per_minute=60, burst=23)
     gateways = [store, *(open_store(store_url, clock) for _ in range(3))]
-    assert await race(lambda n: gateways[n % 4].reserve(hold(f"r{n}", clock.day, 1))) == 23
+    assert await race(lambda n: gateways[n % 4].quotas.reserve(hold(f"r{n}", clock.day, 1))) == 23
     assert (await balanced(store, clock.day)).open == 23
     for gateway in gateways[1:]:
         await gateway.close()
@@ -424,11 +430,11 @@ async def test_settling_and_sweeping_the_same_hold_at_once_charges_it_once(
     await open_account(store)
     other = open_store(store_url, clock)
     for n in range(50):
-        await store.reserve(hold(f"r{n}", clock.day, 100))
-    await store.checkpoint([record(f"r{n}", clock.day, 10, EXPIRED) for n in range(50)], LIFE_US)
+        await store.quotas.reserve(hold(f"r{n}", clock.day, 100))
+    await store.quotas.checkpoint([record(f"r{n}", clock.day, 10, EXPIRED) for n in range(50)], LIFE_US)
     clock.now_s += 61
-    settles = [store.settle([record(f"r{n}", clock.day, 30)]) for n in range(50)]
-    await asyncio.gather(*settles[:25], other.sweep(), *settles[25:], store.sweep())
+    settles = [store.quotas.settle([record(f"r{n}", clock.day, 30)]) for n in range(50)]
+    await asyncio.gather(*settles[:25], other.quotas.sweep(), *settles[25:], store.quotas.sweep())
     assert await balanced(store, clock.day) == Totals(50, 1_500, 4_500, 3_000, 7_500)
     await other.close()
 
@@ -515,8 +521,10 @@ async def test_counters_equal_records_after_every_step_and_decisions_equal_the_o
     oracles = {account_id: Oracle(any_limits(dice)) for account_id in (ANN, BOB)}
     for account_id, oracle in oracles.items():
         LIMITS[account_id] = oracle.limits
-        await store.add_account(Account(account_id, account_id, oracle.limits, 1))
-        await store.add_token(ApiToken("key" if account_id == ANN else "bobs", account_id, "n", 1), TokenDigest(b"", 1))
+        await store.accounts.add(Account(account_id, account_id, oracle.limits, 1))
+        await store.accounts.add_token(
+            ApiToken("key" if account_id == ANN else "bobs", account_id, "n", 1), TokenDigest(b"", 1)
+        )
     asked: list[tuple[str, int]] = [("never", clock.day)]
     granted = 0
     for step in range(220):
@@ -532,30 +540,30 @@ async def test_counters_equal_records_after_every_step_and_decisions_equal_the_o
             ask = hold(request, clock.day, dice.choice([0, 1, 40, 90, 400]), account_id)
             if account_id == BOB:
                 ask = structs.replace(ask, record=structs.replace(ask.record, token_id="bobs"))
-            decision = await store.reserve(ask)
+            decision = await store.quotas.reserve(ask)
             assert plain(decision) == oracle.reserve(ask, now_us), f"step {step}"
             if isinstance(decision, Granted):
                 asked.append((request, decision.day))
                 granted += 1
         elif kind == "settle":
             used = record(request, day, dice.randrange(120), account_id=account_id)
-            await store.settle([used])
+            await store.quotas.settle([used])
             oracle.settle(used)
         elif kind == "checkpoint":
             used = record(request, day, dice.randrange(60), EXPIRED, account_id)
-            await store.checkpoint([used], LIFE_US)
+            await store.quotas.checkpoint([used], LIFE_US)
             oracle.checkpoint(used, now_us)
         elif kind == "pass":
             clock.now_s += dice.choice([0.001, 0.5, 3, 20, 61])
         elif kind == "midnight":
             clock.now_s = (clock.day + 1) * 86_400 - dice.choice([0, 1, 30])
         elif kind == "sweep":
-            assert await store.sweep() == sum(one.expire(now_us) for one in oracles.values())
+            assert await store.quotas.sweep() == sum(one.expire(now_us) for one in oracles.values())
         elif kind == "limits":
             oracle.limits = LIMITS[account_id] = any_limits(dice)
         else:
             oracle.revoked = True
-            await store.revoke("key" if account_id == ANN else "bobs", 5)
+            await store.accounts.revoke("key" if account_id == ANN else "bobs", 5)
         for one, model in oracles.items():
             for day in (clock.day, clock.day - 1):
                 assert await balanced(store, day, one) == model.totals(day), f"step {step}: {kind}"
@@ -571,13 +579,13 @@ async def test_every_method_says_store_unavailable_during_an_outage(store: Store
     await open_account(store)
     asks = [
         lambda: store.ping(),
-        lambda: store.add_account(Account(BOB, "bob", Limits(), 1)),
-        lambda: store.change_account(Account(ANN, "ann", Limits(), 1)),
-        lambda: store.add_token(ApiToken("k", ANN, "n", 1), TokenDigest(b"", 1)),
-        lambda: store.revoke("key", 1),
-        lambda: store.reserve(hold("a", clock.day)),
-        lambda: store.checkpoint([record("a", clock.day)], LIFE_US),
-        lambda: store.settle([record("a", clock.day)]),
+        lambda: store.accounts.add(Account(BOB, "bob", Limits(), 1)),
+        lambda: store.accounts.update(Account(ANN, "ann", Limits(), 1)),
+        lambda: store.accounts.add_token(ApiToken("k", ANN, "n", 1), TokenDigest(b"", 1)),
+        lambda: store.accounts.revoke("key", 1),
+        lambda: store.quotas.reserve(hold("a", clock.day)),
+        lambda: store.quotas.checkpoint([record("a", clock.day)], LIFE_US),
+        lambda: store.quotas.settle([record("a", clock.day)]),
     ]
     with outage():
         for ask in asks:
@@ -588,21 +596,21 @@ async def test_every_method_says_store_unavailable_during_an_outage(store: Store
 async def test_whoever_comes_last_does_not_begin_the_window_anew(store: Store, clock: Any) -> None:
     """Refused and granted requests alike leave its end where it was."""
     await open_account(store, requests_per_minute=60, burst=2, neurons_per_day=1.0)
-    assert [plain(await store.reserve(hold(f"r{n}", clock.day))) for n in range(2)] == [Granted(clock.day)] * 2
+    assert [plain(await store.quotas.reserve(hold(f"r{n}", clock.day))) for n in range(2)] == [Granted(clock.day)] * 2
     waits = []
     for n in range(4):
-        refused = await store.reserve(hold(f"over{n}", clock.day))
+        refused = await store.quotas.reserve(hold(f"over{n}", clock.day))
         assert isinstance(refused, Denied)
         waits.append(refused.retry_after_us)
         clock.now_s += 0.25
     assert waits == [MICRO - n * MICRO // 4 for n in range(4)]
-    assert plain(await store.reserve(hold("next", clock.day))) == Granted(clock.day)
+    assert plain(await store.quotas.reserve(hold("next", clock.day))) == Granted(clock.day)
     day_ends = []
     for n in range(3):
-        refused = await store.reserve(hold(f"large{n}", clock.day, MICRO))
+        refused = await store.quotas.reserve(hold(f"large{n}", clock.day, MICRO))
         assert isinstance(refused, Denied)
         assert refused.reason is DenialReason.NEURONS_PER_DAY
         day_ends.append(int(clock.now_s * MICRO) + refused.retry_after_us)
-        await store.settle([record("r0", clock.day, 1)])
+        await store.quotas.settle([record("r0", clock.day, 1)])
         clock.now_s += 60
     assert day_ends == [(clock.day + 1) * DAY_US] * 3

@@ -15,8 +15,9 @@ from tenants.records.limits import Limits
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.protocol import RETENTION_DAYS, StoreUnavailable
+from tenants.store.redis.database import VERSION
 from tenants.store.redis.pipeline import PIPELINE_COMMANDS
-from tenants.store.redis.store import VERSION, RedisStore
+from tenants.store.redis.store import RedisStore
 
 pytestmark = pytest.mark.anyio
 ANN = "a" * 32
@@ -31,8 +32,8 @@ async def store(empty_redis_url: str) -> AsyncIterator[RedisStore]:
     """By Redis' own clock."""
     opened = RedisStore(empty_redis_url)
     limits = Limits(requests_per_minute=6_000_000, concurrent_requests=1_000_000)
-    await opened.add_account(Account(ANN, "ann", limits, 1))
-    await opened.add_token(ApiToken("key", ANN, "laptop", 1), TokenDigest(b"digest", 1))
+    await opened.accounts.add(Account(ANN, "ann", limits, 1))
+    await opened.accounts.add_token(ApiToken("key", ANN, "laptop", 1), TokenDigest(b"digest", 1))
     yield opened
     await opened.close()
 
@@ -40,7 +41,7 @@ async def store(empty_redis_url: str) -> AsyncIterator[RedisStore]:
 async def test_decisions_are_timed_by_redis(store: RedisStore, empty_redis_url: str) -> None:
     with redis.Redis.from_url(empty_redis_url) as client:
         before_s, _ = client.time()
-        decision = await store.reserve(hold("r"))
+        decision = await store.quotas.reserve(hold("r"))
         after_s, _ = client.time()
         (expires_us,) = (int(score) for _, score in client.zrange(f"hearth:{{{ANN}}}:expiries", 0, -1, withscores=True))
     assert isinstance(decision, Granted)
@@ -54,26 +55,26 @@ async def test_a_token_kept_before_there_were_grants_is_read(store: RedisStore, 
         client.set("hearth:token:old", ANN)
         packed = msgspec.msgpack.encode((token, {"digest": b"d", "pepper": 1}))
         client.hset(f"hearth:{{{ANN}}}:tokens", "old", packed)  # type: ignore[arg-type]
-    found = await store.token("old")
+    found = await store.accounts.token("old")
     assert found is not None
     assert found[:2] == (ApiToken("old", ANN, "n", 3, grant=Grant()), [TokenDigest(b"d", 1)])
-    assert {one.id for one in await store.tokens(ANN)} == {"key", "old"}
+    assert {one.id for one in await store.accounts.tokens(ANN)} == {"key", "old"}
 
 
 async def test_scripts_that_redis_forgot_are_loaded_again(store: RedisStore, empty_redis_url: str) -> None:
     with redis.Redis.from_url(empty_redis_url) as client:
         for n in range(3):
             client.script_flush()
-            assert isinstance(await store.reserve(hold(f"r{n}")), Granted)
+            assert isinstance(await store.quotas.reserve(hold(f"r{n}")), Granted)
             client.script_flush()
-            await store.settle([UsageRecord(ANN, f"r{n}", 0, 1, 0, 0, 0, "done", "key", "m", 7, 0.0)])
+            await store.quotas.settle([UsageRecord(ANN, f"r{n}", 0, 1, 0, 0, 0, "done", "key", "m", 7, 0.0)])
 
 
 async def test_all_keys_of_an_account_share_one_hash_tag(store: RedisStore, empty_redis_url: str) -> None:
-    await store.reserve(hold("a"))
-    await store.reserve(hold("b"))
-    await store.settle([UsageRecord(ANN, "a", 0, 1, 0, 0, 0, "done", "key", "m", 7, 0.0)])
-    await store.revoke("key", 1)
+    await store.quotas.reserve(hold("a"))
+    await store.quotas.reserve(hold("b"))
+    await store.quotas.settle([UsageRecord(ANN, "a", 0, 1, 0, 0, 0, "done", "key", "m", 7, 0.0)])
+    await store.accounts.revoke("key", 1)
     with redis.Redis.from_url(empty_redis_url) as client:
         keys = {key.decode() for key in client.scan_iter()}
     untagged = {"hearth:accounts", "hearth:token:key"}
@@ -87,9 +88,9 @@ async def test_counting_does_not_move_the_end_of_a_day(store: RedisStore, empty_
     with redis.Redis.from_url(empty_redis_url) as client:
         ends = set()
         for n in range(3):
-            decision = await store.reserve(hold(f"r{n}"))
+            decision = await store.quotas.reserve(hold(f"r{n}"))
             assert isinstance(decision, Granted)
-            await store.settle([UsageRecord(ANN, f"r{n}", decision.day, 1, 0, 0, 0, "done", "key", "m", 7, 0.0)])
+            await store.quotas.settle([UsageRecord(ANN, f"r{n}", decision.day, 1, 0, 0, 0, "done", "key", "m", 7, 0.0)])
             for part in ("day", "ledger"):
                 left_ms = client.pttl(f"hearth:{{{ANN}}}:{part}:{decision.day}")
                 ends.add(round(time.time() + left_ms / 1_000) - (decision.day + RETENTION_DAYS) * 86_400)
@@ -105,13 +106,13 @@ async def test_a_redis_that_is_not_there_is_an_error_that_says_what_to_do() -> N
     with pytest.raises(StoreUnavailable, match=r"see that it runs, and that \[store\] url"):
         await store.ping()
     with pytest.raises(StoreUnavailable, match="see that it runs"):
-        await store.accounts()
+        await store.accounts.list()
     await store.close()
 
 
 async def reserve_all(store: RedisStore, count: int) -> None:
     for n in range(count):
-        await store.reserve(hold(f"r{n}"))
+        await store.quotas.reserve(hold(f"r{n}"))
 
 
 async def test_a_full_redis_is_an_error_that_says_what_to_do(store: RedisStore, empty_redis_url: str) -> None:
@@ -123,20 +124,20 @@ async def test_a_full_redis_is_an_error_that_says_what_to_do(store: RedisStore, 
                 await reserve_all(store, 20_000)
         finally:
             client.config_set("maxmemory", "0")
-    decision = await store.reserve(hold("after"))
+    decision = await store.quotas.reserve(hold("after"))
     assert isinstance(decision, Granted)
-    (await store.reconcile(ANN, decision.day)).check()
+    (await store.quotas.reconcile(ANN, decision.day)).check()
 
 
 async def test_a_connection_that_broke_while_idle_costs_no_request(store: RedisStore, empty_redis_url: str) -> None:
     with redis.Redis.from_url(empty_redis_url) as client:
         for n in range(5):
-            assert isinstance(await store.reserve(hold(f"r{n}")), Granted)
+            assert isinstance(await store.quotas.reserve(hold(f"r{n}")), Granted)
             client.client_kill_filter(_type="normal", skipme=True)
 
 
 async def test_a_thousand_callers_share_one_connection(store: RedisStore, empty_redis_url: str) -> None:
-    decisions = await asyncio.gather(*(store.reserve(hold(f"r{n}", 1)) for n in range(1_000)))
+    decisions = await asyncio.gather(*(store.quotas.reserve(hold(f"r{n}", 1)) for n in range(1_000)))
     assert all(isinstance(decision, Granted) for decision in decisions)
     assert PIPELINE_COMMANDS < 1_000
     with redis.Redis.from_url(empty_redis_url) as client:
@@ -144,7 +145,7 @@ async def test_a_thousand_callers_share_one_connection(store: RedisStore, empty_
     assert len(others) <= 2  # the second is for long reads
     decision = decisions[0]
     assert isinstance(decision, Granted)
-    assert await store.totals(ANN, decision.day) == Totals(held=1_000, open=1_000)
+    assert await store.quotas.totals(ANN, decision.day) == Totals(held=1_000, open=1_000)
 
 
 async def test_what_a_newer_hearth_keeps_is_left_alone(store: RedisStore, empty_redis_url: str) -> None:
@@ -180,13 +181,15 @@ async def test_sums_and_records_read_while_decisions_are_made_agree(store: Redis
         n = 0
         while not stop.is_set():
             n += 1
-            decision = await store.reserve(hold(f"{name}.{n}", 5))
+            decision = await store.quotas.reserve(hold(f"{name}.{n}", 5))
             assert isinstance(decision, Granted)
-            await store.settle([UsageRecord(ANN, f"{name}.{n}", decision.day, 3, 1, 0, 2, "done", "key", "m", 7, 0.0)])
+            await store.quotas.settle(
+                [UsageRecord(ANN, f"{name}.{n}", decision.day, 3, 1, 0, 2, "done", "key", "m", 7, 0.0)]
+            )
 
     working = [asyncio.create_task(work(name)) for name in range(8)]
     for _ in range(10):
-        (await store.reconcile(ANN, int(day))).check()
+        (await store.quotas.reconcile(ANN, int(day))).check()
         await asyncio.sleep(0.01)
     stop.set()
     await asyncio.gather(*working)
@@ -197,22 +200,22 @@ async def test_an_emptied_redis_is_an_outage_and_knows_no_strangers(store: Redis
     with redis.Redis.from_url(empty_redis_url) as client:
         client.flushall()
         asking: list[Callable[[], Awaitable[object]]] = [
-            lambda: store.token("key"),
-            lambda: store.account(ANN),
-            lambda: store.reserve(hold("r")),
-            lambda: store.settle([hold("r").record]),
+            lambda: store.accounts.token("key"),
+            lambda: store.accounts.get(ANN),
+            lambda: store.quotas.reserve(hold("r")),
+            lambda: store.quotas.settle([hold("r").record]),
         ]
         for ask in asking:
             with pytest.raises(StoreUnavailable, match="it was emptied, and must be restored"):
                 await ask()
-        await store.left(ANN, [Cap("", DenialReason.NEURONS_PER_MONTH, 1, 100)])
+        await store.quotas.remaining(ANN, [Cap("", DenialReason.NEURONS_PER_MONTH, 1, 100)])
         assert client.dbsize() == 0
 
 
 async def test_a_settlement_for_an_account_that_is_gone_is_kept_where_others_are_there(store: RedisStore) -> None:
     gone, today = "b" * 32, int(time.time()) // 86_400
-    await store.settle([msgspec.structs.replace(hold("r").record, account_id=gone, day=today, outcome="done")])
-    assert [one.request_id for one in await store.records(gone, today)] == ["r"]
+    await store.quotas.settle([msgspec.structs.replace(hold("r").record, account_id=gone, day=today, outcome="done")])
+    assert [one.request_id for one in await store.quotas.records(gone, today)] == ["r"]
 
 
 @pytest.mark.parametrize(

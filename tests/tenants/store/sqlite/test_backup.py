@@ -36,9 +36,9 @@ def path(tmp_path: Path) -> Path:
 
 async def opened(path: Path, requests: int = 50) -> SqliteStore:
     store = SqliteStore(str(path))
-    await store.add_account(Account(ANN, "ann", Limits(), 1))
+    await store.accounts.add(Account(ANN, "ann", Limits(), 1))
     for n in range(requests):
-        await store.reserve(hold(f"r{n}"))
+        await store.quotas.reserve(hold(f"r{n}"))
     return store
 
 
@@ -57,7 +57,7 @@ class Writer(threading.Thread):
     async def _write(self) -> None:
         store = SqliteStore(str(self._path))
         while not self._ending.is_set():
-            await store.reserve(hold(f"w{self.written}"))
+            await store.quotas.reserve(hold(f"w{self.written}"))
             self.written += 1
         await store.close()
 
@@ -91,7 +91,7 @@ async def test_a_copy_under_load_is_one_moment_of_the_store(path: Path, monkeypa
     assert check(target) == SCHEMA_VERSION
     made = SqliteStore(str(target))
     day = int(time.time()) // 86_400
-    balance = await made.reconcile(ANN, day)
+    balance = await made.quotas.reconcile(ANN, day)
     balance.check()
     assert 500 < balance.counted.open <= 500 + writer.written
     await made.close()
@@ -137,7 +137,7 @@ async def test_a_file_that_a_process_has_open_is_not_closed_up(path: Path) -> No
     store = await opened(path)
     with pytest.raises(StoreUnavailable, match="in use"):
         close_up(path)
-    await store.reserve(hold("after"))
+    await store.quotas.reserve(hold("after"))
     await store.close()
     close_up(path)
     assert [other.name for other in path.parent.iterdir()] == ["hearth.db"]

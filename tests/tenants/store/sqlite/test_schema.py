@@ -53,27 +53,27 @@ def path(request: pytest.FixtureRequest, tmp_path: Path, clock: Any) -> Path:
 
 async def test_accounts_tokens_and_limits_are_taken_along(path: Path, clock: Any) -> None:
     store = SqliteStore(str(path), clock)
-    ann, bob = await store.accounts()
+    ann, bob = await store.accounts.list()
     assert (ann.name, ann.created_at, ann.revision, ann.plan) == ('Änn "A"', 11, 1, DEFAULT_PLAN)
     assert ann.limits == Limits(requests_per_minute=60, neurons_per_day=5.5, concurrent_requests=7, burst=4)
     assert bob.limits == Limits(requests_per_minute=1, neurons_per_day=0.0, concurrent_requests=1)
-    gone, key = await store.tokens(ANN)
+    gone, key = await store.accounts.tokens(ANN)
     assert (gone.id, gone.expires_at, gone.revoked_at) == ("gone", 99, 50)
-    assert await store.token("key") == (key, [TokenDigest(b"digest", 1)], ann)
+    assert await store.accounts.token("key") == (key, [TokenDigest(b"digest", 1)], ann)
     await store.close()
 
 
 async def test_open_requests_are_settled_and_expired_ones_charged_once(path: Path, clock: Any) -> None:
     store = SqliteStore(str(path), clock)
-    assert await store.totals(ANN, clock.day) == Totals(1, 30, 3, 2, 5, 200, 2)
-    (await store.reconcile(ANN, clock.day)).check()
-    assert await store.sweep() == 1
+    assert await store.quotas.totals(ANN, clock.day) == Totals(1, 30, 3, 2, 5, 200, 2)
+    (await store.quotas.reconcile(ANN, clock.day)).check()
+    assert await store.quotas.sweep() == 1
     final = UsageRecord(ANN, OPEN, clock.day, 50, 10, 0, 10, "done", "key", "@cf/a/b", 7, 9.0)
-    await store.settle([final])
-    await store.settle([final])
-    assert await store.totals(ANN, clock.day) == Totals(3, 86, 14, 2, 16)
-    (await store.reconcile(ANN, clock.day)).check()
-    outcomes = {record.request_id: record.outcome for record in await store.records(ANN, clock.day)}
+    await store.quotas.settle([final])
+    await store.quotas.settle([final])
+    assert await store.quotas.totals(ANN, clock.day) == Totals(3, 86, 14, 2, 16)
+    (await store.quotas.reconcile(ANN, clock.day)).check()
+    outcomes = {record.request_id: record.outcome for record in await store.quotas.records(ANN, clock.day)}
     assert outcomes == {"done": "done", OPEN: "done", LONG_OPEN: EXPIRED}
     await store.close()
 
@@ -82,7 +82,7 @@ async def test_what_was_used_before_counts_against_the_limits_of_today(path: Pat
     store = SqliteStore(str(path), clock)
     asked = UsageRecord(ANN, "next", 0, 0, 0, 0, 0, EXPIRED, "key", "@cf/a/b", 7, 0.0)
     limits = Limits(requests_per_minute=60, neurons_per_month=1.0, concurrent_requests=7)
-    granted = await store.reserve(Hold(asked, 10, 60 * MICRO, caps_of([("", limits)], RequestSize(10, 10))))
+    granted = await store.quotas.reserve(Hold(asked, 10, 60 * MICRO, caps_of([("", limits)], RequestSize(10, 10))))
     assert isinstance(granted, Granted)
     budget, rate, at_once = granted.left
     assert budget == MICRO - 30 - 100 - 6 - 10
@@ -94,7 +94,7 @@ async def test_what_was_used_before_counts_against_the_limits_of_today(path: Pat
 async def test_it_is_taken_along_once(path: Path, clock: Any) -> None:
     for _ in range(2):
         store = SqliteStore(str(path), clock)
-        (await store.reconcile(ANN, clock.day)).check()
+        (await store.quotas.reconcile(ANN, clock.day)).check()
         await store.close()
     with closing(sqlite3.connect(path)) as file:
         assert file.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)

@@ -18,7 +18,7 @@ from tenants.records.limits import Limits
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.protocol import RETENTION_DAYS, StoreUnavailable
-from tenants.store.sqlite import store as module
+from tenants.store.sqlite import file as module
 from tenants.store.sqlite.store import SqliteStore
 
 pytestmark = pytest.mark.anyio
@@ -36,18 +36,18 @@ def path(tmp_path: Path) -> Path:
 
 async def opened(path: Path, clock: Any = None, **limits: Any) -> SqliteStore:
     store = SqliteStore(str(path), clock)
-    await store.add_account(Account(ANN, "ann", Limits(**limits), 1))
-    await store.add_token(ApiToken("key", ANN, "laptop", 1), TokenDigest(b"digest", 1))
+    await store.accounts.add(Account(ANN, "ann", Limits(**limits), 1))
+    await store.accounts.add_token(ApiToken("key", ANN, "laptop", 1), TokenDigest(b"digest", 1))
     return store
 
 
 async def test_all_is_there_after_a_restart(path: Path, clock: Any) -> None:
     store = await opened(path, clock)
-    await store.reserve(hold("r"))
+    await store.quotas.reserve(hold("r"))
     await store.close()
     again = SqliteStore(str(path), clock)
-    assert await again.totals(ANN, clock.day) == Totals(held=100, open=1)
-    (await again.reconcile(ANN, clock.day)).check()
+    assert await again.quotas.totals(ANN, clock.day) == Totals(held=100, open=1)
+    (await again.quotas.reconcile(ANN, clock.day)).check()
     await again.close()
 
 
@@ -62,7 +62,7 @@ async def reserve_until_it_fails(store: SqliteStore) -> tuple[int, str]:
     """How many requests were granted before the store could not any more, and what it said."""
     for granted in range(2_000):
         try:
-            await store.reserve(hold(f"r{granted}"))
+            await store.quotas.reserve(hold(f"r{granted}"))
         except StoreUnavailable as error:
             return granted, str(error)
     raise AssertionError("the disk was never full")
@@ -70,23 +70,23 @@ async def reserve_until_it_fails(store: SqliteStore) -> tuple[int, str]:
 
 async def test_a_full_disk_is_an_error_that_says_so_and_passes(path: Path, clock: Any) -> None:
     store = await opened(path, clock, requests_per_minute=6_000_000, concurrent_requests=1_000_000)
-    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
-    store._connection.execute(f"PRAGMA max_page_count = {pages + 1}")
+    (pages,) = store._file.run("PRAGMA page_count").fetchone()
+    store._file.run(f"PRAGMA max_page_count = {pages + 1}")
     granted, problem = await reserve_until_it_fails(store)
     assert "disk is full; free some space" in problem
-    balance = await store.reconcile(ANN, clock.day)
+    balance = await store.quotas.reconcile(ANN, clock.day)
     balance.check()
     assert balance.counted.open == granted, "half a decision was kept"
-    store._connection.execute("PRAGMA max_page_count = 1000000")
-    assert await store.reserve(hold("after")) == Granted(clock.day, 100)
+    store._file.run("PRAGMA max_page_count = 1000000")
+    assert await store.quotas.reserve(hold("after")) == Granted(clock.day, 100)
     await store.close()
 
 
 async def test_a_read_only_file_is_an_error_that_says_so(path: Path, clock: Any) -> None:
     store = await opened(path, clock)
-    store._connection.execute("PRAGMA query_only = 1")
+    store._file.run("PRAGMA query_only = 1")
     with pytest.raises(StoreUnavailable, match="writable for this user"):
-        await store.reserve(hold("r"))
+        await store.quotas.reserve(hold("r"))
     await store.close()
 
 
@@ -106,11 +106,11 @@ def damage(path: Path) -> None:
 async def test_a_damaged_file_is_an_error_that_says_so(path: Path, clock: Any) -> None:
     store = await opened(path, clock)
     for n in range(50):
-        await store.reserve(hold(f"r{n}"))
+        await store.quotas.reserve(hold(f"r{n}"))
     await store.close()
     damage(path)
     with pytest.raises(StoreUnavailable, match=r"damaged; stop Hearth, then save what is left"):
-        await (await opened(path, clock)).reserve(hold("x"))
+        await (await opened(path, clock)).quotas.reserve(hold("x"))
 
 
 def test_a_path_that_cannot_be_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ async def test_a_file_of_the_first_version_is_taken_along(path: Path) -> None:
         first.execute("PRAGMA user_version = 1")
     for _ in range(2):  # the second time there is nothing left to do
         store = SqliteStore(str(path))
-        found = await store.token("key")
+        found = await store.accounts.token("key")
         assert found is not None
         assert found[:2] == (ApiToken("key", ANN, "laptop", 1, grant=Grant()), [TokenDigest(b"digest", 1)])
-        assert await store.change_token(found[0], [TokenDigest(b"next", 1), *found[1]])
-        assert await store.change_token(found[0], found[1])
+        assert await store.accounts.update_token(found[0], [TokenDigest(b"next", 1), *found[1]])
+        assert await store.accounts.update_token(found[0], found[1])
         await store.close()
     with closing(sqlite3.connect(path)) as kept:
         assert kept.execute("PRAGMA user_version").fetchone() == (module.SCHEMA_VERSION,)
@@ -142,7 +142,7 @@ async def test_a_file_of_the_first_version_is_taken_along(path: Path) -> None:
 
 async def test_a_file_of_a_newer_hearth_is_left_alone(path: Path) -> None:
     store = await opened(path)
-    store._connection.execute(f"PRAGMA user_version = {module.SCHEMA_VERSION + 1}")
+    store._file.run(f"PRAGMA user_version = {module.SCHEMA_VERSION + 1}")
     await store.close()
     with pytest.raises(StoreUnavailable, match="newer Hearth"):
         SqliteStore(str(path))
@@ -154,11 +154,11 @@ async def test_a_writer_that_never_ends_is_waited_for_no_longer_than_the_limit(p
     other.execute("BEGIN IMMEDIATE")
     began = time.monotonic()
     with pytest.raises(StoreUnavailable, match="another process has been writing"):
-        await store.reserve(hold("r"))
+        await store.quotas.reserve(hold("r"))
     assert time.monotonic() - began < module.BUSY_MS / 1_000 + 1
-    assert await store.totals(ANN, clock.day) == Totals(), "reading needs no turn"
+    assert await store.quotas.totals(ANN, clock.day) == Totals(), "reading needs no turn"
     other.execute("ROLLBACK")
-    assert await store.reserve(hold("r")) == Granted(clock.day, 100)
+    assert await store.quotas.reserve(hold("r")) == Granted(clock.day, 100)
     other.close()
     await store.close()
 
@@ -167,11 +167,11 @@ async def test_days_that_are_too_old_are_removed(path: Path, clock: Any) -> None
     store = await opened(path, clock)
     old = UsageRecord(ANN, "old", clock.day - RETENTION_DAYS - 1, 5, 0, 0, 0, "done", "key", "m", 7, 0.0)
     kept = UsageRecord(ANN, "kept", clock.day - RETENTION_DAYS, 5, 0, 0, 0, "done", "key", "m", 7, 0.0)
-    await store.settle([old, kept])
-    await store.sweep()
-    assert await store.totals(ANN, old.day) == Totals()
-    assert list(await store.records(ANN, old.day)) == []
-    assert (await store.totals(ANN, kept.day)).requests == 1
+    await store.quotas.settle([old, kept])
+    await store.quotas.sweep()
+    assert await store.quotas.totals(ANN, old.day) == Totals()
+    assert list(await store.quotas.records(ANN, old.day)) == []
+    assert (await store.quotas.totals(ANN, kept.day)).requests == 1
     await store.close()
 
 
@@ -187,11 +187,11 @@ def holds_in_file_alone(path: Path) -> int:
 async def test_the_sweep_copies_the_log_into_the_file(path: Path, clock: Any) -> None:
     store = await opened(path, clock)
     for n in range(100):
-        await store.reserve(hold(f"r{n}"))
+        await store.quotas.reserve(hold(f"r{n}"))
     in_file = holds_in_file_alone(path)
-    await store.sweep()
+    await store.quotas.sweep()
     assert (in_file, holds_in_file_alone(path)) == (0, 100)
-    assert await store.totals(ANN, clock.day) == Totals(held=10_000, open=100)
+    assert await store.quotas.totals(ANN, clock.day) == Totals(held=10_000, open=100)
     await store.close()
 
 
@@ -208,7 +208,7 @@ async def main(path, name, clients):
     sys.stdin.readline()
     for n in range(int(clients)):
         record = UsageRecord("a" * 32, f"{name}.{n}", 0, 0, 0, 0, 0, "expired", "key", "m", 7, 0.0)
-        granted += isinstance(await store.reserve(Hold(record, 100, 60_000_000, (cap,))), Granted)
+        granted += isinstance(await store.quotas.reserve(Hold(record, 100, 60_000_000, (cap,))), Granted)
     print(granted, flush=True)
 
 asyncio.run(main(*sys.argv[1:]))
@@ -234,8 +234,8 @@ async def test_200_clients_of_four_processes_race_for_one_budget_and_none_oversp
     granted = await asyncio.to_thread(run_race, path, 4, 50)
     if int(time.time()) // 86_400 == day_before:
         assert granted == 37
-        assert await store.totals(ANN, day_before) == Totals(held=3_700, open=37)
-        (await store.reconcile(ANN, day_before)).check()
+        assert await store.quotas.totals(ANN, day_before) == Totals(held=3_700, open=37)
+        (await store.quotas.reconcile(ANN, day_before)).check()
     await store.close()
 
 
@@ -249,14 +249,14 @@ def test_processes_that_open_a_new_file_at_once_all_succeed(path: Path) -> None:
 
 async def test_the_command_line_suspends_and_revokes_beside_a_running_server(path: Path, clock: Any) -> None:
     server, command_line = await opened(path, clock), SqliteStore(str(path), clock)
-    ann = await command_line.account(ANN)
+    ann = await command_line.accounts.get(ANN)
     assert ann is not None
-    assert await command_line.change_account(structs.replace(ann, revision=2, suspended_at=1))
-    assert await server.reserve(hold("a")) == Denied(DenialReason.SUSPENDED)
-    assert await command_line.change_account(structs.replace(ann, revision=3))
-    assert isinstance(await server.reserve(hold("a")), Granted)
-    await command_line.revoke("key", 5)
-    assert not isinstance(await server.reserve(hold("b")), Granted)
+    assert await command_line.accounts.update(structs.replace(ann, revision=2, suspended_at=1))
+    assert await server.quotas.reserve(hold("a")) == Denied(DenialReason.SUSPENDED)
+    assert await command_line.accounts.update(structs.replace(ann, revision=3))
+    assert isinstance(await server.quotas.reserve(hold("a")), Granted)
+    await command_line.accounts.revoke("key", 5)
+    assert not isinstance(await server.quotas.reserve(hold("b")), Granted)
     await command_line.close()
     await server.close()
 

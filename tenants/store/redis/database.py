@@ -1,0 +1,136 @@
+"""A Redis database as the stores use it: commands in shared flights, scripts, long reads. It knows no records.
+
+All that a decision touches shares one hash tag, `{account id}`:
+
+    hearth:{ID}                   hash: created_at, revision, suspended_at, plan, document
+    hearth:{ID}:tokens            hash: token id → ApiToken and Seals
+    hearth:{ID}:revoked           hash: token id → when
+    hearth:{ID}:holds             hash: request id → day:held:output:rates:checkpoint, where the checkpoint is a record
+    hearth:{ID}:expiries          sorted set: request ids by expires_us
+    hearth:{ID}:gauge:SUBJECT     hash: requests_us, input_us, output_us, output, open; SUBJECT is "" for the account
+    hearth:{ID}:day:DAY[:SUBJECT] hash: the counters of that day
+    hearth:{ID}:month:DAY[:SUBJECT] micro-neurons used and held in the month that begins on DAY, once a limit asked
+    hearth:{ID}:usage:DAY         hash: token and model → five sums over the ledger
+    hearth:{ID}:ledger:DAY        hash: request id → record
+    hearth:{ID}:audit             list of entries
+    hearth:{ID}:claim:KEY         what was claimed
+    hearth:accounts               set of ids
+    hearth:token:TOKEN            account id
+    hearth:plans, :revisions      hashes: name → document, revision
+    hearth:notices, :bodies       sorted set: notices' ids by due_at; hash: id → Notice
+    hearth:notice:ID              that there was one
+    …:batch…, :line:, :leases:    see batches.py, and hearth:lines:MODEL
+    hearth:version                of all this, VERSION, once a gateway or `hearth doctor` has looked
+
+Redis must run with `maxmemory-policy noeviction`, or it forgets accounts under pressure, and with `appendonly yes` and
+`appendfsync everysec`; advice() says so. How long a Redis that hangs can hold a request up is in pipeline.py. An
+emptied one counts as down until it has its data back: after a FLUSHALL by starting it without that command in its log.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, RedisError
+
+from tenants.records.usage import MICRO
+from tenants.store.protocol import Clock, StoreUnavailable
+from tenants.store.redis.pipeline import CommandPipeline, connect, redis_errors, unavailable
+from tenants.store.redis.scripts import LuaScript
+
+# What an earlier version wrote is read as it is: 1, which had no version, kept accounts in columns.
+VERSION: Final = 2
+_VERSION_KEY: Final = "hearth:version"
+READ_S: Final = 5.0  # for an answer that may be long
+SCAN_FIELDS: Final = 500
+
+
+class RedisDatabase:
+    """Connections are made when needed, so opening one never fails. Every method raises StoreUnavailable."""
+
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
+        self._pipeline = CommandPipeline(url)
+        self._reads: Any = Redis.from_pool(connect(url))
+        self._clock = clock
+
+    async def ping(self) -> None:
+        """Writes, because a full Redis and a replica answer a PING. Also raises where a newer Hearth has written."""
+        version = int(await self.ask("GET", _VERSION_KEY) or 0)
+        if version > VERSION:
+            raise StoreUnavailable(
+                f"a newer Hearth keeps version {version} there: run that one, or name another database"
+            )
+        await self.ask("SET", _VERSION_KEY, VERSION)
+
+    async def close(self) -> None:
+        await self._pipeline.close()
+        await self._reads.aclose()
+
+    def now_us(self) -> int:
+        """0 lets Redis read its own clock."""
+        return 0 if self._clock is None else int(self._clock() * MICRO)
+
+    async def ask(self, *command: Any) -> Any:
+        """The answer of one command."""
+        return (await self.ask_all(command))[0]
+
+    async def ask_all(self, *commands: Sequence[Any]) -> list[Any]:
+        """The answers of commands that go in one flight."""
+        return _checked(await self._pipeline.ask(*commands))
+
+    async def run_script(self, script: LuaScript, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+        """Runs a script once for each (key, arguments). Scripts are idempotent, so all run again where Redis had
+        forgotten the text."""
+        commands = [("EVALSHA", script.sha, 1, key, *arguments) for key, arguments in calls]
+        answers = await self._pipeline.ask(*commands)
+        if any(isinstance(answer, NoScriptError) for answer in answers):
+            await self.ask("SCRIPT LOAD", script.text)
+            answers = await self._pipeline.ask(*commands)
+        return _checked(answers)
+
+    async def run_script_once(self, script: LuaScript, key: str, *arguments: Any) -> Any:
+        """The answer of one run."""
+        return (await self.run_script(script, [(key, arguments)]))[0]
+
+    async def read(self, *commands: Sequence[Any]) -> list[Any]:
+        """The answers of one consistent look at what may be large; not on the request path."""
+        with redis_errors():
+            async with asyncio.timeout(READ_S), self._reads.pipeline(transaction=True) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers: list[Any] = await pipeline.execute()
+                return answers
+
+    async def hash_values(self, key: str) -> AsyncIterator[bytes]:
+        """The values of a large hash that no longer changes, in pieces, so that no other command waits long."""
+        with redis_errors():
+            async with asyncio.timeout(READ_S * 12):
+                async for _, value in self._reads.hscan_iter(key, count=SCAN_FIELDS):
+                    yield value
+
+    async def account_ids(self) -> list[str]:
+        (ids,) = await self.read(("SMEMBERS", "hearth:accounts"))
+        return [id.decode() for id in ids]
+
+    async def require_data(self) -> None:
+        """Raises StoreUnavailable where there is no account at all: an emptied Redis would be taken for one that knows
+        nobody, and tokens and usage thrown away that are in force once it is restored."""
+        if not await self.ask("EXISTS", "hearth:accounts"):
+            raise StoreUnavailable(
+                "Redis has no account: it was emptied, and must be restored from its log or a backup; "
+                "or [store] url names another one; or `hearth accounts create` has yet to make the first"
+            )
+
+
+def account_key(account_id: str, part: str = "") -> str:
+    """The key of an account, or of a part of it, under the account's hash tag."""
+    return f"hearth:{{{account_id}}}:{part}" if part else f"hearth:{{{account_id}}}"
+
+
+def _checked(answers: list[Any]) -> list[Any]:
+    """Raises StoreUnavailable where an answer is an error."""
+    for answer in answers:
+        if isinstance(answer, RedisError):
+            raise unavailable(answer) from answer
+    return answers

@@ -1,0 +1,124 @@
+"""Accounts, plans and tokens in the SQLite store."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import structs
+
+from tenants.records.accounts import Account
+from tenants.records.grants import Grant
+from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.records.tokens import ApiToken, TokenDigest
+from tenants.store.codec import account_document, plan_document, read_account, read_plan
+from tenants.store.sqlite.file import SqliteFile
+from tenants.store.sqlite.schema import NEVER_US
+
+_ACCOUNT: Final = """
+    accounts.id, created_at, accounts.revision, suspended_at, accounts.document, plans.document, plans.revision
+    FROM accounts LEFT JOIN plans ON plans.name = accounts.plan
+"""
+_TOKEN: Final = "id, account_id, name, created_at, expires_at, revoked_at, permitted, limits, digest, pepper, rolled"
+_ADD_TOKEN: Final = f"INSERT INTO tokens ({_TOKEN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack_grant = msgspec.msgpack.Decoder(Grant).decode
+_unpack_limits = msgspec.msgpack.Decoder(Limits).decode
+_unpack_digests = msgspec.msgpack.Decoder(list[TokenDigest]).decode
+
+
+class SqliteAccountStore:
+    """See AccountStore."""
+
+    def __init__(self, file: SqliteFile) -> None:
+        self._file = file
+        self._run = file.run
+
+    async def add(self, account: Account) -> None:
+        row = (account.id, account.created_at, account.revision, account.suspended_at, account.plan.name)
+        with self._file.transaction():
+            insert = "INSERT INTO accounts VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+            self._run(insert, (*row, account_document(account), NEVER_US))
+
+    async def get(self, account_id: str) -> Account | None:
+        rows = self._file.rows(f"SELECT {_ACCOUNT} WHERE id = ?", account_id)
+        return _account(rows[0]) if rows else None
+
+    async def list(self) -> Sequence[Account]:
+        return [_account(row) for row in self._file.rows(f"SELECT {_ACCOUNT} ORDER BY created_at, id")]
+
+    async def update(self, account: Account) -> bool:
+        columns = "revision = ?, suspended_at = ?, plan = ?, document = ?"
+        values = (account.revision, account.suspended_at, account.plan.name, account_document(account))
+        with self._file.transaction():
+            update = f"UPDATE accounts SET {columns} WHERE id = ? AND revision = ?"
+            return self._run(update, (*values, account.id, account.revision - 1)).rowcount == 1
+
+    async def plans(self) -> Sequence[Plan]:
+        return [_plan(*row) for row in self._file.rows("SELECT document, revision FROM plans ORDER BY name")]
+
+    async def put_plan(self, plan: Plan) -> bool:
+        with self._file.transaction():
+            row = self._run("SELECT revision FROM plans WHERE name = ?", (plan.name,)).fetchone()
+            if plan.revision != (row[0] if row else 0) + 1:
+                return False
+            self._run("REPLACE INTO plans VALUES (?, ?, ?)", (plan.name, plan.revision, plan_document(plan)))
+        return True
+
+    async def remove_plan(self, name: str) -> bool:
+        with self._file.transaction():
+            return self._run("DELETE FROM plans WHERE name = ?", (name,)).rowcount == 1
+
+    async def add_token(self, token: ApiToken, digest: TokenDigest) -> bool:
+        times = (token.created_at, token.expires_at, token.revoked_at)
+        terms = (_pack(token.grant), _pack(token.limits))
+        row = (token.id, token.account_id, token.name, *times, *terms, digest.digest, digest.pepper, None)
+        with self._file.transaction():
+            if not self._run("SELECT 1 FROM accounts WHERE id = ?", (token.account_id,)).fetchone():
+                return False
+            self._run(_ADD_TOKEN, row)
+        return True
+
+    async def token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest], Account] | None:
+        rows = self._file.rows(f"SELECT {_TOKEN} FROM tokens WHERE id = ?", token_id)
+        if not rows:
+            return None
+        *_, secret_digest, pepper, rolled = rows[0]
+        token = _token(rows[0])
+        account = await self.get(token.account_id)
+        digests = [TokenDigest(secret_digest, pepper), *(_unpack_digests(rolled) if rolled else ())]
+        return (token, digests, account) if account else None
+
+    async def update_token(self, token: ApiToken, digests: Sequence[TokenDigest]) -> bool:
+        columns = "name = ?, expires_at = ?, permitted = ?, limits = ?, digest = ?, pepper = ?, rolled = ?"
+        newest, *rolled = digests
+        fields = (token.name, token.expires_at, _pack(token.grant), _pack(token.limits))
+        values = (*fields, newest.digest, newest.pepper, _pack(rolled))
+        with self._file.transaction():
+            return self._run(f"UPDATE tokens SET {columns} WHERE id = ?", (*values, token.id)).rowcount == 1
+
+    async def tokens(self, account_id: str) -> Sequence[ApiToken]:
+        rows = self._file.rows(f"SELECT {_TOKEN} FROM tokens WHERE account_id = ? ORDER BY created_at, id", account_id)
+        return [_token(row) for row in rows]
+
+    async def revoke(self, token_id: str, revoked_at: int) -> bool:
+        with self._file.transaction():
+            update = "UPDATE tokens SET revoked_at = coalesce(revoked_at, ?) WHERE id = ?"
+            return self._run(update, (revoked_at, token_id)).rowcount == 1
+
+
+def _token(row: Any) -> ApiToken:
+    *columns, permitted, limits = row[:8]
+    grant = _unpack_grant(permitted) if permitted else Grant()
+    return structs.replace(ApiToken(*columns), grant=grant, limits=_unpack_limits(limits) if limits else NO_LIMITS)
+
+
+def _account(row: Any) -> Account:
+    account_id, created_at, revision, suspended_at, document, plan, plan_revision = row
+    current_plan = DEFAULT_PLAN if plan is None else _plan(plan, plan_revision)
+    return read_account(account_id, created_at, revision, suspended_at, document, current_plan)
+
+
+def _plan(document: str, revision: int) -> Plan:
+    return structs.replace(read_plan(document), revision=revision)
