@@ -27,6 +27,7 @@ def open_inference(config: Config, tenancy: Tenancy, tracer: RequestTracer | Non
     metrics, store_health = Metrics(config.telemetry.metrics_accounts), StoreHealth()
     store, secret = tenancy.store, tenancy.secret
     fleet = ReplicaFleet(config.machine_addresses, waited=metrics.waited)
+    idempotency = IdempotencyStore(store.claims, secret)
     context = InferenceContext(
         limits=config.server,
         accounts=tenancy.accounts,
@@ -38,7 +39,7 @@ def open_inference(config: Config, tenancy: Tenancy, tracer: RequestTracer | Non
         outage=store_health,
         turns=AccountLocks(),
         residue=InternedScrubber(),
-        repeats=ReplayCache(IdempotencyStore(store.claims, secret), time.time, int(config.server.request_s) + KEY_MARGIN_S),
+        repeats=ReplayCache(idempotency, time.time, int(config.server.request_s) + KEY_MARGIN_S),
         desk=BatchApi(store.batches, BatchEncryption(secret), config.server.batch_keep_s, time.time),
         metrics=metrics,
         traces=tracer or open_tracer(config.telemetry),

@@ -144,7 +144,7 @@ class House:
 
     async def audited(self, account_id: str) -> list[tuple[str, str, str]]:
         """Actor, action and target of an account's entries, the oldest first; the chain is whole."""
-        audit = AuditLog(self.gateway.app._tenancy.store, SECRET)
+        audit = AuditLog(self.gateway.app._tenancy.store.audit, SECRET)
         assert (await audit.verify(account_id)).problem is None
         return [(entry.actor, entry.action, entry.target) async for entry in audit.entries(account_id)]
 

@@ -441,10 +441,10 @@ async def test_results_are_kept_for_their_time_and_then_deleted(tmp_path: Path) 
         times = await state(world, request_id)
         kept = datetime.fromisoformat(times["expires_at"]) - datetime.fromisoformat(times["ended_at"])
         assert kept.total_seconds() == 60
-        world.app._tenancy.store.batches._clock = lambda: time.time() + 50  # type: ignore[attr-defined]
+        world.app._tenancy.store._file.clock = lambda: time.time() + 50  # type: ignore[attr-defined]
         await asyncio.sleep(0.3)
         assert (await poll(world, request_id))["usage"]
-        world.app._tenancy.store.batches._clock = lambda: time.time() + 61  # type: ignore[attr-defined]
+        world.app._tenancy.store._file.clock = lambda: time.time() + 61  # type: ignore[attr-defined]
         await asyncio.sleep(0.3)
         assert (await world.call(world.run_path, {"request_id": request_id})).status == 404
         with closing(sqlite3.connect(tmp_path / "hearth.db")) as file:

@@ -426,7 +426,7 @@ async def test_secrets_are_compared_in_constant_time(tmp_path: Path) -> None:
     the comparison itself is held."""
     async with served(tmp_path) as gateway:
         store, looked_up = gateway.app._tenancy.store, 0
-        token = store.token
+        token = store.accounts.token
 
         async def sealed(token_id: str) -> Any:
             nonlocal looked_up
@@ -436,7 +436,7 @@ async def test_secrets_are_compared_in_constant_time(tmp_path: Path) -> None:
             record, seals, account = found
             return record, [structs.replace(seal, digest=Sealed(seal.digest)) for seal in seals], account
 
-        store.token = sealed  # type: ignore[method-assign]
+        store.accounts.token = sealed  # type: ignore[method-assign]
         wrong = checked(gateway.token[:61] + ("1" if gateway.token[61] == "0" else "0"))
         assert (await gateway.call(gateway.run_path, BODY)).status == 200
         assert (await gateway.call(gateway.run_path, BODY, authorization=f"Bearer {wrong}")).status == 401

@@ -29,17 +29,17 @@ PHASES = [
 async def slow_quota(gateway: Served) -> AsyncIterator[None]:
     """The store takes its time over every reservation."""
     store = gateway.app._tenancy.store
-    reserve = store.reserve
+    reserve = store.quotas.reserve
 
     async def slowly(*arguments: Any) -> Any:
         await asyncio.sleep(0.2)
         return await reserve(*arguments)
 
-    store.reserve = slowly  # type: ignore[method-assign, assignment]
+    store.quotas.reserve = slowly  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        store.reserve = reserve  # type: ignore[method-assign]
+        store.quotas.reserve = reserve  # type: ignore[method-assign]
 
 
 async def leave_in(phase: str, gateway: Served) -> None:
