@@ -1,6 +1,6 @@
-"""What the OpenAPI document says of the routes that app.py serves itself: inference, the catalogue, and its own health.
+"""What the OpenAPI document says of the routes that ask a model something. It serves nothing.
 
-It serves nothing; tests/gateway/admin/test_openapi.py asks that each of these is served, and no other.
+tests/gateway/admin/test_openapi.py asks that each described route is served, and no other.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from gateway.admin.operation import ACCOUNT, BASE
+from gateway.admin.operation import ACCOUNT, NoFields
 from gateway.api import (
     chat,
     completions,
@@ -21,42 +21,25 @@ from gateway.api import (
     run_native,
 )
 from gateway.api.run_batch import BatchInput, ResultsInput
-from gateway.batch.api import BatchesQuery, BatchItem
 from gateway.inference.run_options import RunQuery
-from gateway.listing.answers import (
-    AnthropicEvent,
-    AnthropicMessage,
-    AnthropicTokens,
-    BatchResults,
-    BatchState,
-    ChatChunk,
-    ChatCompletion,
-    Embeddings,
-    Enveloped,
-    Generated,
-    NativeEvent,
-    Ranking,
-    Response,
-    ResponseEvent,
-    ResponseTokens,
-    Scores,
-    TextCompletion,
-    Vectors,
-)
-from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
-from gateway.listing.openrouter import Offers
-from gateway.listing.pages import Listed
-from gateway.listing.schemas import SchemaQuery, Schemas
-from gateway.listing.workers_ai import Author, ModelItem, NoQuery, SearchQuery, Task
+from gateway.listing import answers
+from gateway.listing.answers import Enveloped
 from tenants.auth.accounts import Permission
 
-INFERENCE: Final = (Permission.INFERENCE,)
-# 405: an adapter is asked for. 409: the Idempotency-Key is taken. 422: it is another request's; or this one was running
-# in two crashes of its model. 429: a limit, or capacity taken.
+# 405: an adapter is asked for. 409: the Idempotency-Key is taken. 422: it belongs to another request; or this one was
+# running in two crashes of its model. 429: a limit, or capacity taken.
 _GENERATING: Final = (405, 409, 410, 413, 422, 429)
 _COUNTING: Final = (409, 410, 413, 422, 429)
-# What may be said beside the body of whatever asks a model something.
-_BESIDE: Final = ("Idempotency-Key", "x-session-affinity", "cf-aig-metadata", "cf-aig-request-timeout", "cf-aig-zdr")
+# Headers of every request that asks a model something.
+_HEADERS: Final = (
+    "Idempotency-Key",
+    "x-session-affinity",
+    "cf-aig-metadata",
+    "cf-aig-request-timeout",
+    "cf-aig-zdr",
+)
+AI: Final = (f"{ACCOUNT}/ai", "/ai")  # the prefixes of all routes below an account
+V1: Final = (*AI, "")  # those of the routes below /v1
 
 
 class RunQueueQuery(RunQuery, frozen=True):
@@ -65,27 +48,18 @@ class RunQueueQuery(RunQuery, frozen=True):
     queueRequest: Literal["true", "false", "1", "0"] = "false"
 
 
-class Alive(msgspec.Struct):
-    alive: bool
-
-
-class Ready(msgspec.Struct):
-    ready: bool
-    problems: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class InferenceRoute:
-    """`body`, `result` and `events` are one type, or several, one of which it is. Events come where the body asks for
-    `stream`. `open`: anybody may ask, and sees more with the permissions where there are
-    any. `plain` is the media type of an answer that is no JSON."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedRoute:
+    """`body`, `result` and `events` are one type, or several, one of which it is. Events come if the body asks for
+    `stream`. `open`: anybody may ask, and sees more with the permissions if there are any. `plain` is the media type of
+    an answer that is no JSON."""
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
     summary: str
-    permissions: tuple[Permission, ...]
+    permissions: tuple[Permission, ...] = (Permission.INFERENCE,)
     result: Any
-    query: type[msgspec.Struct] = NoQuery
+    query: type[msgspec.Struct] = NoFields
     headers: tuple[str, ...] = ()
     body: Any = None
     statuses: tuple[int, ...] = ()
@@ -94,229 +68,116 @@ class InferenceRoute:
     plain: str | None = None
 
 
-def _below(
-    method: Literal["GET", "POST", "DELETE"], places: tuple[str, ...], resource: str, **said: Any
-) -> tuple[InferenceRoute, ...]:
-    """The same under several paths. What is posted asks a model something."""
-    if method == "POST":
-        said = {"query": RunQuery, "headers": _BESIDE, **said}
-    return tuple(InferenceRoute(method, f"{place}{resource}", **said) for place in places)
+def _asks(
+    prefixes: tuple[str, ...],
+    resource: str,
+    summary: str,
+    body: Any,
+    result: Any,
+    events: Any = None,
+    *,
+    query: type[RunQuery] = RunQuery,
+    statuses: tuple[int, ...] = _GENERATING,
+) -> tuple[DescribedRoute, ...]:
+    """The same route under several prefixes."""
+    return tuple(
+        DescribedRoute(
+            method="POST",
+            path=f"{prefix}{resource}",
+            summary=summary,
+            body=body,
+            result=result,
+            events=events,
+            query=query,
+            headers=_HEADERS,
+            statuses=statuses,
+        )
+        for prefix in prefixes
+    )
 
 
-_RUN: Final = (
-    Enveloped[Generated],
-    Enveloped[ChatCompletion],
-    Enveloped[TextCompletion],
-    Enveloped[Vectors],
-    Enveloped[Scores],
-    Enveloped[BatchState],
-    Enveloped[BatchResults],
+_RUN_BODIES: Final = (
+    run_native.RunNativeBody,
+    run_chat.RunChatBody,
+    embeddings.RunEmbeddingsBody,
+    rerank.RunRerankBody,
+    BatchInput,
+    ResultsInput,
 )
-_RUN_EVENTS: Final = (NativeEvent, ChatChunk, TextCompletion)
-_AI: Final = (f"{ACCOUNT}/ai", "/ai")
+_RUN: Final = (
+    Enveloped[answers.Generated],
+    Enveloped[answers.ChatCompletion],
+    Enveloped[answers.TextCompletion],
+    Enveloped[answers.Vectors],
+    Enveloped[answers.Scores],
+    Enveloped[answers.BatchState],
+    Enveloped[answers.BatchResults],
+)
+_RUN_EVENTS: Final = (answers.NativeEvent, answers.ChatChunk, answers.TextCompletion)
+_RUN_SUMMARY: Final = (
+    "Generate text, natively; with queueRequest many at leisure, and a batch's results by its request_id"
+)
+_RERANK_SUMMARY: Final = "How well documents answer a query, as Jina and Cohere ask for it"
+_INPUT_TOKENS_SUMMARY: Final = "How many tokens a response's input has; a request for the limits, and no tokens"
+_COUNT_TOKENS_SUMMARY: Final = "How many tokens the messages have; a request for the limits, and no tokens"
 
-ROUTES: Final = (
-    *_below(
-        "POST",
-        _AI,
-        "/run/{model}",
-        summary="Generate text, natively; with queueRequest many at leisure, and a batch's results by its request_id",
-        permissions=INFERENCE,
-        result=_RUN,
-        query=RunQueueQuery,
-        body=(
-            run_native.RunNativeBody,
-            run_chat.RunChatBody,
-            embeddings.RunEmbeddingsBody,
-            rerank.RunRerankBody,
-            BatchInput,
-            ResultsInput,
-        ),
-        statuses=_GENERATING,
-        events=_RUN_EVENTS,
-    ),
-    *_below(
-        "POST",
-        _AI,
-        "/run",
-        summary="The same, with the model in the body",
-        permissions=INFERENCE,
-        result=_RUN,
-        body=run.RunBody,
-        statuses=_GENERATING,
-        events=_RUN_EVENTS,
-    ),
-    *_below(
-        "POST",
-        (*_AI, ""),
+INFERENCE: Final = (
+    *_asks(AI, "/run/{model}", _RUN_SUMMARY, _RUN_BODIES, _RUN, _RUN_EVENTS, query=RunQueueQuery),
+    *_asks(AI, "/run", "The same, with the model in the body", run.RunBody, _RUN, _RUN_EVENTS),
+    *_asks(
+        V1,
         "/v1/chat/completions",
-        summary="OpenAI's chat completions",
-        permissions=INFERENCE,
-        result=ChatCompletion,
-        body=chat.ChatBody,
-        statuses=_GENERATING,
-        events=ChatChunk,
+        "OpenAI's chat completions",
+        chat.ChatBody,
+        answers.ChatCompletion,
+        answers.ChatChunk,
     ),
-    *_below(
-        "POST",
-        (*_AI, ""),
+    *_asks(
+        V1,
         "/v1/completions",
-        summary="OpenAI's completions of a text",
-        permissions=INFERENCE,
-        result=TextCompletion,
-        body=completions.CompletionsBody,
-        statuses=_GENERATING,
-        events=TextCompletion,
+        "OpenAI's completions of a text",
+        completions.CompletionsBody,
+        answers.TextCompletion,
+        answers.TextCompletion,
     ),
-    *_below(
-        "POST",
-        (*_AI, ""),
+    *_asks(
+        V1,
         "/v1/embeddings",
-        summary="OpenAI's embeddings: a vector for each text",
-        permissions=INFERENCE,
-        result=Embeddings,
-        body=embeddings.EmbeddingsBody,
-        statuses=_GENERATING,
+        "OpenAI's embeddings: a vector for each text",
+        embeddings.EmbeddingsBody,
+        answers.Embeddings,
     ),
-    *_below(
-        "POST",
-        (*_AI, ""),
-        "/v1/rerank",
-        summary="How well documents answer a query, as Jina and Cohere ask for it",
-        permissions=INFERENCE,
-        result=Ranking,
-        body=rerank.RerankBody,
-        statuses=_GENERATING,
-    ),
-    *_below(
-        "POST",
-        (*_AI, ""),
+    *_asks(V1, "/v1/rerank", _RERANK_SUMMARY, rerank.RerankBody, answers.Ranking),
+    *_asks(
+        V1,
         "/v1/responses",
-        summary="OpenAI's Responses, of which nothing is stored",
-        permissions=INFERENCE,
-        result=Response,
-        body=responses_request.ResponsesBody,
-        statuses=_GENERATING,
-        events=ResponseEvent,
+        "OpenAI's Responses, of which nothing is stored",
+        responses_request.ResponsesBody,
+        answers.Response,
+        answers.ResponseEvent,
     ),
-    *_below(
-        "POST",
-        (*_AI, ""),
+    *_asks(
+        V1,
         "/v1/responses/input_tokens",
-        summary="How many tokens a response's input has; a request for the limits, and no tokens",
-        permissions=INFERENCE,
-        result=ResponseTokens,
-        body=responses_request.InputTokensBody,
+        _INPUT_TOKENS_SUMMARY,
+        responses_request.InputTokensBody,
+        answers.ResponseTokens,
         statuses=_COUNTING,
     ),
-    *_below(
-        "POST",
-        (*_AI, ""),
+    *_asks(
+        V1,
         "/v1/messages",
-        summary="Anthropic's Messages",
-        permissions=INFERENCE,
-        result=AnthropicMessage,
-        body=messages_request.MessagesBody,
-        statuses=_GENERATING,
-        events=AnthropicEvent,
+        "Anthropic's Messages",
+        messages_request.MessagesBody,
+        answers.AnthropicMessage,
+        answers.AnthropicEvent,
     ),
-    *_below(
-        "POST",
-        (*_AI, ""),
+    *_asks(
+        V1,
         "/v1/messages/count_tokens",
-        summary="How many tokens the messages have; a request for the limits, and no tokens",
-        permissions=INFERENCE,
-        result=AnthropicTokens,
-        body=messages_request.CountTokensBody,
+        _COUNT_TOKENS_SUMMARY,
+        messages_request.CountTokensBody,
+        answers.AnthropicTokens,
         statuses=_COUNTING,
     ),
-    *_below(
-        "GET",
-        _AI,
-        "/batches",
-        summary="The account's batches, the newest first, until their results are deleted",
-        permissions=INFERENCE,
-        result=Enveloped[list[BatchItem]],
-        query=BatchesQuery,
-    ),
-    *_below(
-        "GET",
-        _AI,
-        "/batches/{request_id}",
-        summary="How far a batch is",
-        permissions=INFERENCE,
-        result=Enveloped[BatchItem],
-    ),
-    *_below(
-        "DELETE",
-        _AI,
-        "/batches/{request_id}",
-        summary="Cancel what has not ended of a batch; what has stays",
-        permissions=INFERENCE,
-        result=Enveloped[BatchItem],
-    ),
-    *_below(
-        "GET",
-        _AI,
-        "/models/search",
-        summary="The models that the token may call, also as OpenRouter asks for them",
-        permissions=INFERENCE,
-        result=(Listed[ModelItem], Offers),
-        query=SearchQuery,
-    ),
-    *_below(
-        "GET",
-        _AI,
-        "/models/schema",
-        summary="JSON Schemas of what a model takes and answers at /ai/run",
-        permissions=INFERENCE,
-        result=Schemas,
-        query=SchemaQuery,
-    ),
-    *_below(
-        "GET",
-        _AI,
-        "/tasks/search",
-        summary="What the models do",
-        permissions=INFERENCE,
-        result=Listed[Task],
-    ),
-    *_below(
-        "GET",
-        _AI,
-        "/authors/search",
-        summary="Who the models are from",
-        permissions=INFERENCE,
-        result=Listed[Author],
-    ),
-    *_below(
-        "GET",
-        (*_AI, ""),
-        "/v1/models",
-        summary="OpenAI's and Anthropic's list of the models that the token may call",
-        permissions=INFERENCE,
-        result=ModelCards,
-        query=ModelsQuery,
-    ),
-    *_below(
-        "GET",
-        (*_AI, ""),
-        "/v1/models/{model}",
-        summary="One of them",
-        permissions=INFERENCE,
-        result=ModelCard,
-    ),
-    InferenceRoute("GET", "/healthz", "Whether the process lives", (), Alive, open=True),
-    InferenceRoute("GET", "/readyz", "Whether it can serve, and why not", (), Ready, open=True),
-    InferenceRoute(
-        "GET",
-        "/metrics",
-        "Prometheus text, for networks that may read it; with the operator's token also by account and plan",
-        (Permission.OPERATOR,),
-        str,
-        statuses=(404,),
-        open=True,
-        plain="text/plain",
-    ),
-    InferenceRoute("GET", f"{BASE}/openapi.json", "This document", (), dict[str, Any], open=True),
 )

@@ -5,7 +5,8 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.admin.inference import InferenceRoute, Ready
+from gateway.admin.catalogue import Ready
+from gateway.admin.inference import DescribedRoute
 from gateway.admin.operation import PATH_PARAMETERS, CursorItem, Operation, ResponseInfo
 from gateway.inference.run_options import (
     METADATA_BYTES_MAX,
@@ -150,7 +151,7 @@ ERROR: Final[Json] = {
 }
 
 
-def openapi_document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[InferenceRoute]) -> Json:
+def openapi_document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[DescribedRoute]) -> Json:
     """All that is served, with every status that can occur."""
     schemas = _Schemas(operations, routes)
     paths: dict[str, Json] = {}
@@ -181,7 +182,7 @@ def openapi_document(operations: Sequence[Operation[Any, Any, Any]], routes: Seq
 class _Schemas:
     """JSON Schemas of all types that are asked for and answered."""
 
-    def __init__(self, operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[InferenceRoute]) -> None:
+    def __init__(self, operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[DescribedRoute]) -> None:
         types: list[Any] = [PageItem, CursorItem, ResponseInfo]
         for operation in operations:
             types += [operation.result, *([operation.body] if operation.takes_body else [])]
@@ -255,7 +256,7 @@ def _envelope(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
     }
 
 
-def _route(route: InferenceRoute, schemas: _Schemas) -> Json:
+def _route(route: DescribedRoute, schemas: _Schemas) -> Json:
     statuses = [*_ALWAYS, *route.statuses, *(() if route.open else _WITH_TOKEN)]
     statuses += [404] if "{" in route.path else []
     content: Json = {route.plain or "application/json": {"schema": schemas.any_of(route.result)}}

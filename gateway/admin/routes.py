@@ -6,10 +6,9 @@ import msgspec
 from starlette.routing import Route
 
 from gateway.admin.dispatch import AdminApi
-from gateway.admin.inference import ROUTES
 from gateway.admin.openapi import openapi_document
 from gateway.admin.operation import BASE, AdminContext
-from gateway.admin.table import OPERATIONS
+from gateway.admin.table import OPERATIONS, ROUTES
 from gateway.authentication import Authenticator
 from gateway.http.exchange import JSON_CONTENT, Exchange
 from gateway.http.idempotency import IdempotencyStore

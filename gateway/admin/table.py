@@ -1,11 +1,13 @@
-"""All operations of the API beside inference: what is served, described by the OpenAPI document and held by the tests.
+"""All operations of the API beside inference, and all other routes: what the OpenAPI document describes.
 
-Of two that could match a path the first one counts.
+If two operations match a path the first one counts.
 """
 
 from typing import Any, Final
 
 from gateway.admin import account, accounts, audit, cache, fleet, limits, machines, notices, plans, tokens, usage
+from gateway.admin.catalogue import CATALOGUE
+from gateway.admin.inference import INFERENCE, DescribedRoute
 from gateway.admin.operation import Operation
 
 OPERATIONS: Final[tuple[Operation[Any, Any, Any], ...]] = (
@@ -21,3 +23,4 @@ OPERATIONS: Final[tuple[Operation[Any, Any, Any], ...]] = (
     *fleet.OPERATIONS,
     *machines.OPERATIONS,
 )
+ROUTES: Final[tuple[DescribedRoute, ...]] = (*INFERENCE, *CATALOGUE)

@@ -6,8 +6,7 @@ from typing import Any
 
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
-from gateway.admin.inference import ROUTES
-from gateway.admin.table import OPERATIONS
+from gateway.admin.table import OPERATIONS, ROUTES
 from gateway.config import ModelEntryConfig
 from tenants.auth.accounts import Permission, Plan
 from tests.support import minilm
