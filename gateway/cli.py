@@ -1,59 +1,136 @@
-"""The `hearth` command: parses the command line and calls one module of gateway/commands. It does nothing itself."""
+"""The `hearth` command line: finds the command, gives it its settings or the store, and returns its exit status. It
+imports a command only when that is called, so that `hearth --help` is quick.
+"""
 
-import argparse
+import functools
+import importlib.metadata
 import sys
 from collections.abc import Sequence
+from typing import Annotated, Any, Final, NamedTuple
 
-from gateway.commands import (
-    accounts,
-    audit,
-    backup,
-    bench,
-    doctor,
-    gateway,
-    machine,
-    models,
-    plans,
-    pull,
-    restore,
-    serve,
-    tokens,
-    top,
-    usage,
-)
+from cyclopts import App, CycloptsError, Parameter
+
+from gateway.commands.options import SettingsSource
+from gateway.commands.output import wide_console
 from gateway.config import SettingsError
 
-_DESCRIPTION = """\
-Hearth: an open, self-hosted Workers AI. Many tenants, one fire.
-
+_DESCRIPTION: Final = "Hearth: an open, self-hosted Workers AI. Many tenants, one fire."
+_TEACHING: Final = """\
+examples:
   hearth serve                       the gateway, one machine and its replicas; prints your first call
   hearth accounts create NAME        a tenant and its first token
   hearth pull Qwen/Qwen3-0.6B        a model from the Hugging Face hub
   hearth top                         machines, GPUs and models, live
   hearth doctor                      what is here, and what is wrong
+
+Settings are read from hearth.toml in the current folder, or from --config; `hearth doctor --settings` lists them.
 """
-_EPILOG = (
-    "Settings are read from hearth.toml in the current folder, or from --config. `hearth doctor --settings` lists them."
-)
+COMMANDS: Final = {
+    "serve": "start everything on this host",
+    "gateway": "serve HTTP; replicas are on machines",
+    "machine": "run this host's replicas",
+    "accounts": "accounts: their limits, plans, settings; export and import",
+    "tokens": "mint, list, change, roll and revoke an account's tokens",
+    "plans": "what accounts may have: limits, weight, shares of memory",
+    "usage": "what accounts have used; check counters against records",
+    "audit": "who did what, and whether the log of it is whole",
+    "backup": "copy the store and the secret into a folder, also while serving",
+    "restore": "bring a backup back, where no server runs",
+    "models": "list, show, add, remove, warm and compress models",
+    "pull": "download a model from the Hugging Face hub",
+    "top": "watch machines, GPUs and models live",
+    "bench": "measure a server, or the engine",
+    "doctor": "say what is here and what is wrong",
+    "systemd": "print a systemd unit for this host",
+}
+_HELP_WIDTH: Final = 120  # where no terminal says how wide it is
+_QUIET: Final[dict[str, Any]] = {"print_error": False, "exit_on_error": False}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line; compose.yaml and the README are tested against it."""
-    whole = argparse.ArgumentParser(
-        prog="hearth", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+class UsageError(Exception):
+    """A command line that means nothing; `command` is as much of it as names one."""
+
+    def __init__(self, message: str, command: Sequence[str]) -> None:
+        super().__init__(message)
+        self.command = " ".join(("hearth", *command))
+
+
+class Invocation(NamedTuple):
+    """A command with its arguments; `injected` names what it takes from the session: `source`, or `access`."""
+
+    call: functools.partial[Any]
+    injected: frozenset[str]
+    source: SettingsSource
+
+
+def _build() -> App:
+    app = App(
+        name="hearth",
+        help=_DESCRIPTION,
+        help_epilogue=_TEACHING,
+        help_format="plaintext",
+        version=lambda: f"hearth {importlib.metadata.version('hearth')}",
+        default_parameter=Parameter(negative=(), show_default=False, allow_repeating=True),
+        suppress_keyboard_interrupt=False,
     )
-    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    tenants = (accounts, tokens, plans, usage, audit)
-    for command in (serve, gateway, machine, *tenants, backup, restore, models, pull, top, bench, doctor):
-        command.add(commands)
-    return whole
+    for position, (name, summary) in enumerate(COMMANDS.items()):
+        app.command(f"gateway.commands.{name}:app", name=name, help=summary, sort_key=position)
+    app["--help"].sort_key = app["--version"].sort_key = len(COMMANDS)
+    app.meta.default(_session)
+    return app
+
+
+def _session(
+    *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    config: Annotated[
+        str | None, Parameter(metavar="FILE", help="settings (default: hearth.toml if it exists)")
+    ] = None,
+    state: Annotated[str | None, Parameter(metavar="FOLDER", help="state folder (default: .hearth)")] = None,
+) -> tuple[tuple[str, ...], SettingsSource]:
+    """Takes the options that every command has, wherever they are written."""
+    return words, SettingsSource(config, state)
+
+
+def parse(words: Sequence[str]) -> Invocation:
+    """The command that these words call. Raises UsageError. compose.yaml and the README are tested against it."""
+    app = _build()
+    try:
+        session, bound, _ = app.meta.parse_args([*words], **_QUIET)
+        if session is not _session:  # --help or --version
+            if _prints_help(session):
+                bound.arguments["console"] = wide_console(_HELP_WIDTH)
+            return Invocation(functools.partial(session, *bound.args, **bound.kwargs), frozenset(), SettingsSource())
+        rest, source = session(*bound.args, **bound.kwargs)
+        command, bound, injected = app.parse_args(rest, **_QUIET)
+    except CycloptsError as error:
+        raise UsageError(str(error), error.command_chain or ()) from error
+    if _prints_help(command):  # it has actions, and none was named
+        names = [name for name in app.parse_commands(rest)[1][-1] if not name.startswith("-")]
+        raise UsageError(f"say what to do: {', '.join(names)}", rest)
+    return Invocation(functools.partial(command, *bound.args, **bound.kwargs), frozenset(injected), source)
+
+
+def _prints_help(command: object) -> bool:
+    return getattr(command, "__func__", None) is App.help_print
+
+
+def _run(invocation: Invocation) -> int | None:
+    if "access" in invocation.injected:
+        from gateway.commands.store_access import with_store_access  # only here: it imports the stores
+
+        return with_store_access(invocation.source.load(), lambda access: invocation.call(access=access))
+    injected = {"source": invocation.source} if "source" in invocation.injected else {}
+    status: int | None = invocation.call(**injected)
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 1 it could not be done (said on stderr), 2 wrong usage."""
-    options = parser().parse_args(argv)
     try:
-        status: int = options.run(options)
+        return _run(parse(sys.argv[1:] if argv is None else argv)) or 0
+    except UsageError as error:
+        print(f"{error.command}: {error}\nusage: `{error.command} --help` shows options and examples", file=sys.stderr)
+        return 2
     except SettingsError as error:
         print(f"hearth: {error}", file=sys.stderr)
         return 1
@@ -62,7 +139,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left, e.g. `| head`
         return 1
-    return status
 
 
 if __name__ == "__main__":

@@ -1,31 +1,34 @@
 """`hearth accounts`: tenants, what each may use and how it is served."""
 
-import argparse
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import structs
+from cyclopts import Parameter
+from msgspec import UNSET, structs
 
 from gateway.commands import transfer
-from gateway.commands.limits import add_limits, changed_limits, given_limits, limits_rows, limits_text, or_none
-from gateway.commands.output import (
-    add_action,
-    add_command,
-    duration,
-    print_json,
-    print_table,
-    read_settings,
-    split,
-    time_text,
+from gateway.commands.limits import NO_CHANGE, LimitOptions, limits_rows, limits_text
+from gateway.commands.options import (
+    AccountId,
+    Json,
+    OptionalDuration,
+    OptionalText,
+    WordList,
+    command_app,
+    given_fields,
+    parsed_by,
+    split_list,
 )
-from gateway.commands.store_access import StoreAccess, account_json, with_store_access
+from gateway.commands.output import print_either, print_table, time_text
+from gateway.commands.store_access import Access, account_json
 from tenants.auth.accounts import Account
 from tenants.records.limits import NO_LIMITS
 from tenants.records.plans import DEFAULT_PLAN
 from tenants.records.settings import Settings
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth accounts create acme                          an account and its first token, shown this once
   hearth accounts create acme --plan team --json       the same as JSON: account_id, token, ...
@@ -48,169 +51,176 @@ examples:
 It writes to the store itself: a running server sees the change at once, and none needs to run. All changes are in
 the audit log (`hearth audit list ACCOUNT`).
 """
-_ACTIONS = "create | list | show | limits | plan | suspend | resume | settings | purge-cache | export | import"
+app = command_app("accounts", "accounts: their limits, plans, settings; export and import", _TEACHING)
+app.command(transfer.export_accounts, name="export")
+app.command(transfer.import_file, name="import")
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "accounts", "accounts: their limits, plans, settings; export and import", _TEACHING)
-    actions = parser.add_subparsers(dest="action", metavar=_ACTIONS, required=True)
-    create = add_action(actions, "create", "a new account and its first token")
-    create.add_argument("name", help="for people; need not be unique")
-    create.add_argument("--plan", default=DEFAULT_PLAN.name, help=f"default: {DEFAULT_PLAN.name}")
-    add_limits(create)
-    add_action(actions, "list", "all accounts, oldest first")
-    _of_account(actions, "show", "all about one account")
-    add_limits(_of_account(actions, "limits", "show an account's limits, or change those that are given"))
-    _of_account(actions, "plan", "give an account another plan").add_argument("plan", help="its name")
-    _of_account(actions, "suspend", "refuse an account's calls until it is resumed")
-    _of_account(actions, "resume", "serve a suspended account again")
-    _add_settings(_of_account(actions, "settings", "show an account's settings, or change those that are given"))
-    _of_account(actions, "purge-cache", "make all that is cached for an account unfindable")
-    transfer.add(actions)
-    parser.set_defaults(run=run)
+def _parse_thresholds(text: str) -> list[float]:
+    try:
+        return [float(part) for part in split_list(text)]
+    except ValueError:
+        raise ValueError(f"{text!r} are no parts of a limit: write them like 0.8,1.0") from None
 
 
-def _of_account(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    action = add_action(actions, name, summary)
-    action.add_argument("account", help="its id, 32 hex characters")
-    return action
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SettingsOptions:
+    """The settings that a command line changes."""
 
-
-def _add_settings(action: argparse.ArgumentParser) -> None:
-    action.add_argument("--zero-retention", type=_yes_or_no, metavar="yes|no", help="nothing outlives its request")
-    action.add_argument("--cache-scope", choices=["tenant", "user", "request"], help="who shares cached prefixes")
-    action.add_argument(
-        "--cache-keep", dest="cache_keep_s", type=or_none(duration), metavar="5m", help="after the last use, or none"
+    zero_retention: Annotated[Literal["yes", "no"] | None, Parameter(help="nothing outlives its request")] = None
+    cache_scope: Annotated[
+        Literal["tenant", "user", "request"] | None, Parameter(help="who shares cached prefixes")
+    ] = None
+    cache_keep: Annotated[OptionalDuration, Parameter(metavar="5m", help="after the last use, or none")] = UNSET
+    sharing: Annotated[WordList, Parameter(help="accounts that share cached prefixes, or none")] = None
+    regions: Annotated[WordList, Parameter(help="where its calls may be served, or none: anywhere")] = None
+    notices_url: Annotated[OptionalText, Parameter(metavar="URL", help="told of neurons that are used, or none")] = (
+        UNSET
     )
-    action.add_argument("--sharing", metavar="A,B", type=split, help="accounts that share cached prefixes, or none")
-    action.add_argument("--regions", metavar="A,B", type=split, help="where its calls may be served, or none: anywhere")
-    action.add_argument(
-        "--notices-url", type=or_none(str), metavar="URL", help="told of neurons that are used, or none"
+    notices_at: Annotated[
+        list[float] | None, parsed_by(_parse_thresholds, "0.8,1.0"), Parameter(help="the parts of a limit to be told")
+    ] = None
+
+    def changed(self, settings: Settings) -> Settings:
+        """`settings` with what was given. Raises ValueError in words for people."""
+        document: dict[str, Any] = msgspec.to_builtins(settings) | given_fields(cache_keep_s=self.cache_keep)
+        document |= {
+            name: value for name in ("cache_scope", "sharing", "regions") if (value := getattr(self, name)) is not None
+        }
+        if self.zero_retention is not None:
+            document["zero_retention"] = self.zero_retention == "yes"
+        if self.notices_url is None:
+            document["notices"] = None
+        else:
+            notices = {"url": self.notices_url or None, "at": self.notices_at}
+            if changes := {name: value for name, value in notices.items() if value}:
+                document["notices"] = {**(document["notices"] or {}), **changes}
+        return msgspec.convert(document, Settings)
+
+
+@app.command
+async def create(
+    name: Annotated[str, Parameter(help="for people; need not be unique")],
+    /,
+    *,
+    plan: Annotated[str, Parameter(help=f"default: {DEFAULT_PLAN.name}")] = DEFAULT_PLAN.name,
+    limits: LimitOptions = NO_CHANGE,
+    json: Json = False,
+    access: Access,
+) -> None:
+    """A new account and its first token."""
+    account, token = await access.open_account(name, limits.changed(NO_LIMITS), plan)
+    text = f"account  {account.id}\ntoken    {token}\n\nThe token is shown this once: keep it."
+    print_either(json, {**account_json(account), "token": token}, lambda: print(text))
+
+
+@app.command(name="list")
+async def list_accounts(*, json: Json = False, access: Access) -> None:
+    """All accounts, oldest first."""
+    accounts = await access.accounts.list()
+    rows = [(one.id, one.name, one.plan.name, _state(one), limits_text(one.limits)) for one in accounts]
+    documents = [account_json(account) for account in accounts]
+    print_either(json, documents, lambda: print_table(("ACCOUNT", "NAME", "PLAN", "STATE", "LIMITS"), rows))
+
+
+@app.command
+async def show(account: AccountId, /, *, json: Json = False, access: Access) -> None:
+    """All about one account."""
+    _print(await access.accounts.get(account), json, _print_whole)
+
+
+@app.command(name="limits")
+async def change_limits(
+    account: AccountId, /, *, limits: LimitOptions = NO_CHANGE, json: Json = False, access: Access
+) -> None:
+    """Show an account's limits, or change those that are given."""
+    before = await access.accounts.get(account)
+    if limits.changed(before.ceiling) == before.ceiling:
+        return _print(before, json, _print_limits)
+    after = await access.accounts.amend(
+        before.id, lambda latest: structs.replace(latest, ceiling=limits.changed(latest.ceiling))
     )
-    action.add_argument("--notices-at", metavar="0.8,1.0", type=_parts, help="the parts of a limit that are told")
+    await access.note(after.id, "account.change", after.id, ceiling=after.ceiling)
+    _print(after, json, _print_limits)
 
 
-def run(options: argparse.Namespace) -> int:
-    return with_store_access(read_settings(options), lambda tenantry: _ACTION[options.action](tenantry, options))
+@app.command
+async def plan(
+    account: AccountId, plan: Annotated[str, Parameter(help="its name")], /, *, json: Json = False, access: Access
+) -> None:
+    """Give an account another plan."""
+    wanted = await access.accounts.plan(plan)
+    changed = await access.accounts.amend(account, lambda latest: structs.replace(latest, plan=wanted))
+    await access.note(changed.id, "account.change", changed.id, plan=wanted.name)
+    _print(changed, json, _print_limits)
 
 
-async def _create(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    account, secret = await tenantry.open_account(options.name, changed_limits(NO_LIMITS, options), options.plan)
-    if options.json:
-        print_json({**account_json(account), "token": secret})
-    else:
-        print(f"account  {account.id}\ntoken    {secret}\n\nThe token is shown this once: keep it.")
-    return 0
+@app.command
+async def suspend(account: AccountId, /, *, json: Json = False, access: Access) -> None:
+    """Refuse an account's calls until it is resumed."""
+    changed = await access.accounts.suspend(account)
+    await access.note(changed.id, "account.suspend", changed.id)
+    _print(changed, json, lambda account: print(f"{account.id} is suspended"))
 
 
-async def _list(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    found = await tenantry.accounts.list()
-    if options.json:
-        print_json([account_json(account) for account in found])
-        return 0
-    table = [(one.id, one.name, one.plan.name, _state(one), limits_text(one.limits)) for one in found]
-    print_table(("ACCOUNT", "NAME", "PLAN", "STATE", "LIMITS"), table)
-    return 0
+@app.command
+async def resume(account: AccountId, /, *, json: Json = False, access: Access) -> None:
+    """Serve a suspended account again."""
+    changed = await access.accounts.resume(account)
+    await access.note(changed.id, "account.resume", changed.id)
+    _print(changed, json, lambda account: print(f"{account.id} is served again"))
 
 
-async def _show(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    account = await tenantry.accounts.get(options.account)
-    return _print(account, options, _print_whole)
+@app.command
+async def purge_cache(account: AccountId, /, *, json: Json = False, access: Access) -> None:
+    """Make all that is cached for an account unfindable."""
+    changed = await access.accounts.purge_cache(account)
+    await access.note(changed.id, "account.purge_cache", changed.id, epoch=changed.epoch)
+    _print(changed, json, lambda account: print(f"nothing cached for {account.id} is found any more"))
 
 
-async def _limits(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    account = await tenantry.accounts.get(options.account)
-    if changed_limits(account.ceiling, options) != account.ceiling:
-        account = await tenantry.accounts.amend(
-            account.id, lambda account: structs.replace(account, ceiling=changed_limits(account.ceiling, options))
-        )
-        await tenantry.note(account.id, "account.change", account.id, ceiling=account.ceiling)
-    return _print(account, options, _print_limits)
-
-
-async def _plan(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    plan = await tenantry.accounts.plan(options.plan)
-    account = await tenantry.accounts.amend(options.account, lambda account: structs.replace(account, plan=plan))
-    await tenantry.note(account.id, "account.change", account.id, plan=plan.name)
-    return _print(account, options, _print_limits)
-
-
-async def _suspend(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    account = await tenantry.accounts.suspend(options.account)
-    await tenantry.note(account.id, "account.suspend", account.id)
-    return _print(account, options, lambda account: print(f"{account.id} is suspended"))
-
-
-async def _resume(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    account = await tenantry.accounts.resume(options.account)
-    await tenantry.note(account.id, "account.resume", account.id)
-    return _print(account, options, lambda account: print(f"{account.id} is served again"))
-
-
-async def _purge_cache(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    account = await tenantry.accounts.purge_cache(options.account)
-    await tenantry.note(account.id, "account.purge_cache", account.id, epoch=account.epoch)
-    return _print(account, options, lambda account: print(f"nothing cached for {account.id} is found any more"))
-
-
-async def _settings(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    account = await tenantry.accounts.get(options.account)
-    wished = _wished(account.settings, options)
-    if wished.sharing and account.id not in wished.sharing:
+@app.command(name="settings")
+async def change_settings(
+    account: AccountId, /, *, settings: SettingsOptions = SettingsOptions(), json: Json = False, access: Access
+) -> None:
+    """Show an account's settings, or change those that are given."""
+    before = await access.accounts.get(account)
+    wanted = settings.changed(before.settings)
+    if wanted.sharing and before.id not in wanted.sharing:
         raise ValueError("--sharing names all accounts of the group, this one among them")
-    if wished != account.settings:
-        account = await tenantry.accounts.amend(
-            account.id, lambda account: structs.replace(account, settings=_wished(account.settings, options))
-        )
-        await tenantry.note(account.id, "account.settings", account.id, settings=account.settings)
-    return _print(account, options, _print_settings)
+    if wanted == before.settings:
+        return _print(before, json, _print_settings)
+    after = await access.accounts.amend(
+        before.id, lambda latest: structs.replace(latest, settings=settings.changed(latest.settings))
+    )
+    await access.note(after.id, "account.settings", after.id, settings=after.settings)
+    _print(after, json, _print_settings)
 
 
-def _wished(settings: Settings, options: argparse.Namespace) -> Settings:
-    """With what the options say. Raises ValueError in words for people."""
-    names = ("zero_retention", "cache_scope", "cache_keep_s", "sharing", "regions")
-    notices = given_limits(options, "notices_url", "notices_at")
-    said: dict[str, Any] = {**msgspec.to_builtins(settings), **given_limits(options, *names)}
-    if notices.get("notices_url", "") is None:
-        said["notices"] = None
-    elif notices:
-        told = {"url": notices.get("notices_url"), "at": notices.get("notices_at")}
-        said["notices"] = {**(said["notices"] or {}), **{name: value for name, value in told.items() if value}}
-    return msgspec.convert(said, Settings)
-
-
-def _print(account: Account, options: argparse.Namespace, for_people: Callable[[Account], None]) -> int:
-    if options.json:
-        print_json(account_json(account))
-    else:
-        for_people(account)
-    return 0
+def _print(account: Account, as_json: bool, print_text: Callable[[Account], object]) -> None:
+    print_either(as_json, account_json(account), lambda: print_text(account))
 
 
 def _print_whole(account: Account) -> None:
     print(f"account     {account.id}\nname        {account.name}\nstate       {_state(account)}")
-    print(
-        f"created     {time_text(account.created_at)}\nplan        {account.plan.name}\nrevision    {account.revision}"
-    )
-    print()
+    print(f"created     {time_text(account.created_at)}")
+    print(f"plan        {account.plan.name}\nrevision    {account.revision}\n")
     _print_limits(account)
     print()
     _print_settings(account)
 
 
 def _print_limits(account: Account) -> None:
-    table = limits_rows(account.limits, account.plan.limits, account.ceiling, account.own)
-    print_table(("LIMIT", "HOLDS", f"PLAN {account.plan.name}", "OPERATOR", "ITS OWN"), table)
+    rows = limits_rows(account.limits, account.plan.limits, account.ceiling, account.own)
+    print_table(("LIMIT", "HOLDS", f"PLAN {account.plan.name}", "OPERATOR", "ITS OWN"), rows)
 
 
 def _print_settings(account: Account) -> None:
-    print_table(("SETTING", "VALUE"), [(name, _text(value)) for name, value in _wishes(account.settings).items()])
-
-
-def _wishes(settings: Settings) -> dict[str, Any]:
-    said: dict[str, Any] = msgspec.to_builtins(settings)
-    notices = said.pop("notices") or {"url": None, "at": ()}
-    return {**said, "notices_url": notices["url"], "notices_at": notices["at"]}
+    values: dict[str, Any] = msgspec.to_builtins(account.settings)
+    notices = values.pop("notices") or {"url": None, "at": ()}
+    values |= {"notices_url": notices["url"], "notices_at": notices["at"]}
+    print_table(("SETTING", "VALUE"), [(name, _text(value)) for name, value in values.items()])
 
 
 def _text(value: Any) -> str:
@@ -223,31 +233,3 @@ def _text(value: Any) -> str:
 
 def _state(account: Account) -> str:
     return "active" if account.suspended_at is None else f"suspended since {time_text(account.suspended_at)}"
-
-
-def _yes_or_no(text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
-    return text == "yes"
-
-
-def _parts(text: str) -> list[float]:
-    try:
-        return [float(part) for part in split(text)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} are no parts of a limit: write them like 0.8,1.0") from None
-
-
-_ACTION = {
-    "create": _create,
-    "list": _list,
-    "show": _show,
-    "limits": _limits,
-    "plan": _plan,
-    "suspend": _suspend,
-    "resume": _resume,
-    "settings": _settings,
-    "purge-cache": _purge_cache,
-    "export": transfer.export,
-    "import": transfer.import_file,
-}

@@ -1,6 +1,5 @@
 """`hearth backup`: a folder with all that a server knows about tenants, made while it runs, for `hearth restore`."""
 
-import argparse
 import asyncio
 import hashlib
 import os
@@ -8,12 +7,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
 import msgspec
-from tqdm import tqdm
+from cyclopts import Parameter
 
-from gateway.commands.output import add_command, fail, format_bytes, print_json, read_settings
+from gateway.commands.options import Json, Source, command_app
+from gateway.commands.output import fail, format_bytes, print_either, progress, progress_bar
 from gateway.commands.usage import BalanceRow, balances
 from gateway.config import Config
 from gateway.state_dir import server_secret
@@ -24,7 +24,7 @@ from tenants.open import open_store
 from tenants.store.protocol import RETENTION_DAYS, Store, StoreUnavailable
 from tenants.store.sqlite.backup import check, close_up, copy
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth backup /var/backups/hearth-monday             a new folder; a server may run meanwhile
   hearth backup backups/1 --json
@@ -61,17 +61,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, BackupFile]
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands, "backup", "copy the store and the secret into a folder, also while serving", _TEACHING
-    )
-    parser.add_argument("folder", help="a new one, or an empty one")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+app = command_app("backup", "copy the store and the secret into a folder, also while serving", _TEACHING)
 
 
-def run(options: argparse.Namespace) -> int:
-    config, folder = read_settings(options), Path(options.folder).resolve()
+@app.default
+def backup(
+    folder: Annotated[Path, Parameter(help="a new one, or an empty one")], /, *, json: Json = False, source: Source
+) -> int:
+    """Copy the store and the secret into a folder, also while serving."""
+    config, folder = source.load(), folder.resolve()
     database = sqlite_path(config)
     if database is not None and not database.exists():
         return fail(f"there is no store yet: {database}")
@@ -86,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         return fail(str(error))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return _tell(folder, manifest, problems, options)
+    return _report(folder, manifest, problems, json)
 
 
 def _fill(config: Config, folder: Path) -> tuple[Manifest, list[str]]:
@@ -111,13 +109,13 @@ def _fill(config: Config, folder: Path) -> tuple[Manifest, list[str]]:
 
 
 def _copy(database: Path, target: Path, secret: bytes) -> list[str]:
-    with tqdm(desc="copy", unit=" pages", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+    with progress_bar(desc="copy", unit=" pages") as bar:
 
-        def progress(left: int, pages: int) -> None:
+        def on_pages(left: int, pages: int) -> None:
             bar.total = pages
             bar.update(pages - left - bar.n)
 
-        copy(database, target, progress)
+        copy(database, target, on_pages)
     problems = asyncio.run(examine_database(target, secret))
     with target.open("rb") as made:
         os.fsync(made.fileno())
@@ -141,8 +139,7 @@ async def examine_store(store: Store, secret: bytes) -> list[str]:
     """Compares all counters with the records, and walks all audit logs."""
     today, audit = int(time.time()) // 86_400, AuditLog(store.audit, secret)
     ids, problems = [account.id for account in await store.accounts.list()], []
-    silent = not sys.stderr.isatty()
-    for account_id in tqdm([SYSTEM, *ids], desc="check", unit=" accounts", file=sys.stderr, disable=silent):
+    for account_id in progress([SYSTEM, *ids], "accounts", "check"):
         async for one in balances(store, account_id, range(today - RETENTION_DAYS, today + 2)):
             problems += [_difference(one)] if one.counted != one.recorded else []
         verdict = await audit.verify(account_id)
@@ -158,9 +155,9 @@ def _difference(one: BalanceRow) -> str:
 async def _export(config: Config, target: Path, secret: bytes) -> list[str]:
     store = open_store(config.store_url)
     try:
-        found, now_s = await store.accounts.list(), int(time.time())
+        accounts, now_s = await store.accounts.list(), int(time.time())
         with open(target, "xb", opener=_private) as file:  # noqa: ASYNC230 nothing else runs on this loop
-            async for line in export.export(store, secret, found, now_s, whole=True, usage=True, audit=True):
+            async for line in export.export(store, secret, accounts, now_s, whole=True, usage=True, audit=True):
                 file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -169,12 +166,10 @@ async def _export(config: Config, target: Path, secret: bytes) -> list[str]:
         await store.close()
 
 
-def _tell(folder: Path, manifest: Manifest, problems: list[str], options: argparse.Namespace) -> int:
-    size = sum(one.bytes for one in manifest.files.values())
-    if options.json:
-        print_json({"folder": str(folder), **msgspec.to_builtins(manifest), "problems": problems})
-    else:
-        print(f"{folder}: {len(manifest.files)} files, {format_bytes(size)}")
+def _report(folder: Path, manifest: Manifest, problems: list[str], as_json: bool) -> int:
+    size = format_bytes(sum(one.bytes for one in manifest.files.values()))
+    document = {"folder": str(folder), **msgspec.to_builtins(manifest), "problems": problems}
+    print_either(as_json, document, lambda: print(f"{folder}: {len(manifest.files)} files, {size}"))
     if manifest.store == EXPORT:
         print("this is an export; let Redis keep a full copy itself (appendonly yes, BGSAVE)", file=sys.stderr)
     for problem in problems:

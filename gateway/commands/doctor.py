@@ -1,6 +1,5 @@
 """`hearth doctor`: looks at this host and says what it finds, what is wrong, and what to do. It changes nothing."""
 
-import argparse
 import asyncio
 import datetime
 import enum
@@ -11,9 +10,11 @@ import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Final, NamedTuple
+
+from cyclopts import Parameter
 
 from engine.hostinfo import gpus
 from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget, available_memory_bytes, device_budgets
@@ -22,7 +23,8 @@ from gateway.catalogue.catalogue import model_entries
 from gateway.catalogue.tasks import EmbeddingSpec
 from gateway.commands.model_check import UnservableFolder, inspect_folder
 from gateway.commands.model_size import ModelSizes, sizes_of
-from gateway.commands.output import add_command, format_bytes, print_json, read_settings
+from gateway.commands.options import Json, SettingsSource, Source, command_app
+from gateway.commands.output import format_bytes, print_either
 from gateway.commands.residencies import machine_reports, replicas_of, residency_text
 from gateway.commands.serve import endpoint_answers
 from gateway.commands.standby_fit import SizedModel, exceeding_memory, fit_on_devices
@@ -34,7 +36,7 @@ from tenants.auth.issuers import keys_of
 from tenants.open import open_store
 from tenants.store.protocol import StoreUnavailable
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth doctor                                        everything, one line each
   hearth doctor --json                                 for scripts
@@ -63,35 +65,39 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "doctor", "say what is here and what is wrong", _TEACHING)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--settings", action="store_true", help="print every setting of hearth.toml and its default")
-    parser.set_defaults(run=run)
+app = command_app("doctor", "say what is here and what is wrong", _TEACHING)
 
 
-def run(options: argparse.Namespace) -> int:
-    if options.settings:
+@app.default
+def doctor(
+    *,
+    json: Json = False,
+    settings: Annotated[bool, Parameter(help="print every setting of hearth.toml and its default")] = False,
+    source: Source,
+) -> int:
+    """Say what is here and what is wrong."""
+    if settings:
         print(describe())
         return 0
-    findings = list(examine(options))
-    if options.json:
-        print_json([finding._asdict() for finding in findings])
-    else:
-        for finding in findings:
-            print(f"{finding.verdict:6} {finding.subject:8} {finding.found}")
-            if finding.advice:
-                print(f"{'':15} -> {finding.advice}")
+    findings = list(examine(source))
+    print_either(json, [finding._asdict() for finding in findings], lambda: _print(findings))
     return int(any(finding.verdict is FindingLevel.WRONG for finding in findings))
 
 
-def examine(options: argparse.Namespace) -> Iterator[Finding]:
+def _print(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        print(f"{finding.verdict:6} {finding.subject:8} {finding.found}")
+        if finding.advice:
+            print(f"{'':15} -> {finding.advice}")
+
+
+def examine(source: SettingsSource) -> Iterator[Finding]:
     """Every finding; without readable settings there are fewer."""
     yield _python()
     installed = gpus.installed_gpus()
     yield from _engine(installed)
     try:
-        config = read_settings(options)
+        config = source.load()
     except SettingsError as error:
         yield Finding(
             "settings", FindingLevel.WRONG, str(error), "correct hearth.toml; `hearth doctor --settings` lists all"

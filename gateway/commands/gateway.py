@@ -1,16 +1,18 @@
 """`hearth gateway`: the HTTP side alone, for deployments where machines run apart."""
 
-import argparse
 import sys
-from typing import Any
+from typing import Annotated, Final
 
-from gateway.commands.output import add_command, fail, read_settings
+from cyclopts import Parameter
+
+from gateway.commands.options import Source, command_app
+from gateway.commands.output import fail
 from gateway.observability.logging import configure_logging
 from gateway.privacy.process import scrub_memory
 from gateway.state_dir import server_secret
 from tenants.store.protocol import StoreUnavailable
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth gateway                                       listens on 127.0.0.1:8787
   hearth gateway --host 0.0.0.0 --port 80 --config /etc/hearth.toml
@@ -21,15 +23,18 @@ SIGTERM drains: new work is refused, running streams get [server] drain_s to end
 """
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "gateway", "serve HTTP; replicas are on machines", _TEACHING)
-    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default: 8787)")
-    parser.set_defaults(run=run)
+app = command_app("gateway", "serve HTTP; replicas are on machines", _TEACHING)
 
 
-def run(options: argparse.Namespace) -> int:
-    config = read_settings(options)
+@app.default
+def gateway(
+    *,
+    host: Annotated[str | None, Parameter(help="address to listen on (default: 127.0.0.1)")] = None,
+    port: Annotated[int | None, Parameter(help="port to listen on (default: 8787)")] = None,
+    source: Source,
+) -> int:
+    """Serve HTTP; replicas are on machines."""
+    config = source.load(host=host, port=port)
     if config.server.scrub_memory:
         scrub_memory()
     try:

@@ -1,92 +1,76 @@
 """Limits on the command line: the options that change them, and how they are shown. It does not know whose they are."""
 
-import argparse
-from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
-from msgspec import UNSET, UnsetType, structs
+from cyclopts import Group, Parameter
+from msgspec import UNSET, structs
 
-from gateway.commands.output import NONE
+from gateway.commands.options import NONE, OptionalAmount, OptionalCount, given_fields
+from gateway.commands.output import format_amount
 from tenants.records.limits import NO_LIMITS, RANGES, Limits
 
-_HELP: Final = {
-    "requests_per_minute": "that may begin",
-    "burst": "requests that may come at once (default: a minute's worth)",
-    "concurrent_requests": "that may run at once",
-    "input_tokens_per_minute": "of prompts",
-    "output_tokens_per_minute": "of answers",
-    "neurons_per_day": "the budget until midnight UTC",
-    "neurons_per_month": "the budget until the month ends in UTC",
-}
+_GROUP: Final = Group("Limits", help=f"a number, or `{NONE}` to take the limit back", sort_key=10)
 
 
-def add_limits(action: argparse.ArgumentParser) -> None:
+@Parameter(name="*", group=_GROUP)
+@dataclass(frozen=True)
+class LimitOptions:
     """`--requests-per-minute 60`, or `none`, and so for every limit; all for one class of models with --class."""
-    limits = action.add_argument_group("limits", f"a number, or `{NONE}` to take the limit back")
-    for name, said in _HELP.items():
-        kind = float if name.startswith("neurons") else int
-        limits.add_argument(f"--{name.replace('_', '-')}", type=or_none(kind), metavar="N", help=said)
-    limits.add_argument("--class", dest="limits_class", metavar="CLASS", help="of calls of these models alone")
+
+    requests_per_minute: Annotated[OptionalCount, Parameter(help="that may begin")] = UNSET
+    burst: Annotated[OptionalCount, Parameter(help="that may come at once (default: a minute's worth)")] = UNSET
+    concurrent_requests: Annotated[OptionalCount, Parameter(help="that may run at once")] = UNSET
+    input_tokens_per_minute: Annotated[OptionalCount, Parameter(help="of prompts")] = UNSET
+    output_tokens_per_minute: Annotated[OptionalCount, Parameter(help="of answers")] = UNSET
+    neurons_per_day: Annotated[OptionalAmount, Parameter(help="the budget until midnight UTC")] = UNSET
+    neurons_per_month: Annotated[OptionalAmount, Parameter(help="the budget until the month ends in UTC")] = UNSET
+    limits_class: Annotated[
+        str | None, Parameter(name="--class", metavar="CLASS", help="of calls of these models alone")
+    ] = None
+
+    def changed(self, limits: Limits) -> Limits:
+        """`limits` with what was given. Raises ValueError in words for people."""
+        changes = given_fields(**{name: getattr(self, name) for name in _NAMES})
+        if changes.get("requests_per_minute", 0) is None:
+            changes.setdefault("burst", None)  # the burst belongs to the rate
+        if self.limits_class is None:
+            return structs.replace(limits, **changes)
+        if not changes:
+            raise ValueError("--class needs a limit beside it, like --requests-per-minute")
+        classes = {**limits.classes}
+        class_limits = structs.replace(classes.pop(self.limits_class, NO_LIMITS), **changes)
+        if not class_limits.empty:
+            classes[self.limits_class] = class_limits
+        return structs.replace(limits, classes=classes)
 
 
-def or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """For argparse: UNSET for `none`, else what `kind` reads."""
-
-    def read(text: str) -> Any:
-        return UNSET if text == NONE else kind(text)
-
-    read.__name__ = getattr(kind, "__name__", "value")  # argparse says it where the text cannot be read
-    return read
-
-
-def given_limits(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of these options that were said, None for those that were taken back."""
-    said: dict[str, Any | UnsetType] = {name: getattr(options, name) for name in names}
-    return {name: None if value is UNSET else value for name, value in said.items() if value is not None}
-
-
-def changed_limits(limits: Limits, options: argparse.Namespace) -> Limits:
-    """With what the options say. Raises ValueError in words for people."""
-    changes = given_limits(options, *_HELP)
-    if changes.get("requests_per_minute", 0) is None:
-        changes.setdefault("burst", None)  # the burst belongs to the rate
-    if options.limits_class is None:
-        return structs.replace(limits, **changes)
-    if not changes:
-        raise ValueError("--class needs a limit beside it, like --requests-per-minute")
-    classes = {**limits.classes}
-    of_class = structs.replace(classes.pop(options.limits_class, NO_LIMITS), **changes)
-    if not of_class.empty:
-        classes[options.limits_class] = of_class
-    return structs.replace(limits, classes=classes)
+_NAMES: Final = tuple(name for name in LimitOptions.__dataclass_fields__ if name != "limits_class")
+NO_CHANGE: Final = LimitOptions()
 
 
 def limits_json(limits: Limits) -> dict[str, Any]:
     """Every limit, null where it is not set."""
-    said: dict[str, Any] = {name: getattr(limits, name) for name in _HELP}
-    return {**said, "classes": {name: limits_json(one) for name, one in sorted(limits.classes.items())}}
+    document: dict[str, Any] = {name: getattr(limits, name) for name in _NAMES}
+    return {**document, "classes": {name: limits_json(one) for name, one in sorted(limits.classes.items())}}
 
 
 def limits_text(limits: Limits) -> str:
     """In one line: `60 requests/min, 10,000 neurons/day; large: 5 requests/min`."""
-    said = [_said(name, getattr(limits, name)) for name in _HELP if getattr(limits, name) is not None]
+    texts = [_limit_text(name, value) for name in _NAMES if (value := getattr(limits, name)) is not None]
     classes = [f"{name}: {limits_text(one)}" for name, one in sorted(limits.classes.items())]
-    return "; ".join([", ".join(said), *classes] if said else classes) or "-"
+    return "; ".join([", ".join(texts), *classes] if texts else classes) or "-"
 
 
 def limits_rows(*columns: Limits) -> list[tuple[str, ...]]:
-    """One row for each limit that there is, its name and then its value in each of the columns."""
-    found = [(name, *(format_amount(getattr(one, name)) for one in columns)) for name in RANGES]
+    """One row for each limit that exists: its name and then its value in each of the columns."""
+    rows = [(name, *(format_amount(getattr(one, name)) for one in columns)) for name in RANGES]
     for class_name in sorted({name for one in columns for name in one.classes}):
-        of_class = limits_rows(*(one.classes.get(class_name, NO_LIMITS) for one in columns))
-        found += [(f"{class_name}: {name}", *cells) for name, *cells in of_class if set(cells) != {"-"}]
-    return found
+        class_rows = limits_rows(*(one.classes.get(class_name, NO_LIMITS) for one in columns))
+        rows += [(f"{class_name}: {name}", *cells) for name, *cells in class_rows if set(cells) != {"-"}]
+    return rows
 
 
-def format_amount(number: float | None) -> str:
-    return "-" if number is None else f"{number:,.15g}"
-
-
-def _said(name: str, number: float) -> str:
+def _limit_text(name: str, number: float) -> str:
     unit = name.replace("_per_minute", "/min").replace("_per_day", "/day").replace("_per_month", "/month")
     return f"{format_amount(number)} {unit.replace('_', ' ')}"

@@ -1,22 +1,21 @@
 """`hearth machine`: this host's replicas alone. It becomes `python -m engine.host.agent`; nothing of the gateway
 stays."""
 
-import argparse
 import os
 import sys
-from typing import Any
+from typing import Final
 
 import msgspec
 
 from engine.log import LOG_FORMAT_VARIABLE
 from engine.protocol.specs import MachineSpec, TelemetrySpec
 from gateway.catalogue.catalogue import model_entries, spec_of
-from gateway.commands.output import add_command, read_settings
+from gateway.commands.options import Device, Source, command_app
 from gateway.config import Config
 from gateway.privacy.process import scrub_memory
 from gateway.state_dir import open_state
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth machine                                       all models of the catalogue, on this host's GPUs or its CPU
   hearth machine --device cpu
@@ -30,14 +29,13 @@ alone for longer and longer; `hearth top` shows all this. SIGTERM lets running s
 """
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "machine", "run this host's replicas", _TEACHING)
-    parser.add_argument("--device", help="where models run: auto, cpu, cuda or cuda:N (default: auto)")
-    parser.set_defaults(run=run)
+app = command_app("machine", "run this host's replicas", _TEACHING)
 
 
-def run(options: argparse.Namespace) -> int:
-    config = read_settings(options)
+@app.default
+def machine(*, device: Device = None, source: Source) -> int:
+    """Run this host's replicas."""
+    config = source.load(device=device)
     if config.server.scrub_memory:
         scrub_memory()
     open_state(config)

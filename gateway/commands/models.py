@@ -1,11 +1,11 @@
-"""`hearth models`: what is in the catalogue, what memory it takes, where it is, and where a running replica's memory
-went."""
+"""`hearth models`: the catalogue's models, the memory that they take, where they are, and how a running replica uses
+its device."""
 
-import argparse
 import os
-from typing import Any
+from typing import Annotated, Any, Final
 
 import msgspec
+from cyclopts import Parameter
 
 from engine.hostinfo import gpus
 from engine.protocol.frames import MachineState
@@ -15,12 +15,13 @@ from gateway.catalogue.catalogue import folder_of, model_entries, price_of
 from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
 from gateway.commands import models_add, models_compress, models_warm
 from gateway.commands.model_size import ModelSizes, read_config, sizes_of
-from gateway.commands.output import add_action, add_command, fail, format_bytes, print_json, print_table, read_settings
+from gateway.commands.options import Json, Source, command_app
+from gateway.commands.output import fail, format_bytes, print_either, print_table
 from gateway.commands.residencies import machine_reports, replicas_of, residency_text
 from gateway.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth models list                                   every model of the catalogue, and where it is
   hearth models show @cf/hearth/ember                  its folder, context, and where every GiB goes
@@ -38,46 +39,70 @@ adds folders too, sets prices and sizes, and leaves models out; what it says goe
 """
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "models", "list, show, add, remove, warm and compress models", _TEACHING)
-    named = "list | show | add | remove | warm | compress | expand"
-    actions = parser.add_subparsers(dest="action", metavar=named, required=True)
-    add_action(actions, "list", "every model of the catalogue")
-    show = add_action(actions, "show", "one model in full")
-    show.add_argument("name", help="its name, like @cf/hearth/ember")
-    models_add.add(actions)
-    models_warm.add(actions)
-    models_compress.add(actions)
-    parser.set_defaults(run=run)
+app = command_app("models", "list, show, add, remove, warm and compress models", _TEACHING)
 
 
-def run(options: argparse.Namespace) -> int:
-    actions = {
-        "list": _list,
-        "show": _show,
-        "add": models_add.add_model,
-        "remove": models_add.remove_model,
-        "warm": models_warm.warm_models,
-        "compress": models_compress.compress_model,
-        "expand": models_compress.expand_model,
+@app.command(name="list")
+def list_models(*, json: Json = False, source: Source) -> None:
+    """Every model of the catalogue."""
+    config = source.load()
+    machines = machine_reports(config)
+    documents = [
+        {**_document(config, entry), "replicas": _replicas(entry.name, machines)} for entry in model_entries(config)
+    ]
+    rows = [
+        (
+            document["name"],
+            document.get("context_tokens", "-"),
+            _weights_text(document),
+            residency_text(list(replicas_of(document["name"], machines))),
+            document["problem"] or next((one["problem"] for one in document["replicas"] if one["problem"]), "ok"),
+        )
+        for document in documents
+    ]
+    print_either(json, documents, lambda: print_table(("MODEL", "CONTEXT", "WEIGHTS", "WHERE", "STATE"), rows))
+
+
+@app.command
+def show(
+    name: Annotated[str, Parameter(help="its name, like @cf/hearth/ember")], /, *, json: Json = False, source: Source
+) -> int:
+    """One model in full."""
+    config = source.load()
+    entry = next((entry for entry in model_entries(config) if entry.name == name), None)
+    if entry is None:
+        return fail(f"the catalogue has no {name}; `hearth models list` shows what it has")
+    machines = machine_reports(config)
+    document = _document(config, entry)
+    document |= {
+        "replicas": _replicas(name, machines),
+        "running": [_parts(one) for one in memory_reports(config, name)],
     }
-    return actions[options.action](read_settings(options), options)
+    print_either(json, document, lambda: _print(document, residency_text(list(replicas_of(name, machines)))))
+    return 0
+
+
+app.command(models_add.add)
+app.command(models_add.remove)
+app.command(models_warm.app)
+app.command(models_compress.compress_app)
+app.command(models_compress.expand_app)
 
 
 def memory_reports(config: Config, name: str) -> list[MemoryReport]:
-    """What the model's replicas on this host say of their memory."""
-    found = []
+    """What the model's running replicas on this host report of their memory."""
+    reports = []
     for path in sorted(config.run_folder.glob(f"*{MEMORY_REPORT_SUFFIX}")):
         try:
             memory = msgspec.json.decode(path.read_bytes(), type=MemoryReport)
         except (OSError, msgspec.MsgspecError):  # it ends just now
             continue
-        if memory.model == name and _lives(memory.pid):
-            found.append(memory)
-    return found
+        if memory.model == name and _is_alive(memory.pid):
+            reports.append(memory)
+    return reports
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -87,34 +112,14 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _list(config: Config, options: argparse.Namespace) -> int:
-    said = machine_reports(config)
-    documents = [{**_document(config, entry), "replicas": _places(entry.name, said)} for entry in model_entries(config)]
-    if options.json:
-        print_json(documents)
-        return 0
-    rows = [
-        (
-            document["name"],
-            document.get("context_tokens", "-"),
-            _weights_in_words(document),
-            residency_text(list(replicas_of(document["name"], said))),
-            document["problem"] or next((one["problem"] for one in document["replicas"] if one["problem"]), "ok"),
-        )
-        for document in documents
-    ]
-    print_table(("MODEL", "CONTEXT", "WEIGHTS", "WHERE", "STATE"), rows)
-    return 0
-
-
-def _weights_in_words(document: dict[str, Any]) -> str:
+def _weights_text(document: dict[str, Any]) -> str:
     if "weights_bytes" not in document:
         return "-"
     return format_bytes(document["weights_bytes"]) + (", 12 bits" if document["compressed"] else "")
 
 
-def _places(name: str, said: list[MachineState]) -> list[dict[str, Any]]:
-    """Where each replica is, as its machine says; none while no machine runs."""
+def _replicas(name: str, machines: list[MachineState]) -> list[dict[str, Any]]:
+    """Where each replica is, as its machine reports; empty while no machine runs."""
     return [
         {
             "residency": replica.residency.name,
@@ -123,44 +128,35 @@ def _places(name: str, said: list[MachineState]) -> list[dict[str, Any]]:
             "quarantined": replica.quarantined,
             "problem": replica.problem,
         }
-        for replica in replicas_of(name, said)
+        for replica in replicas_of(name, machines)
     ]
 
 
-def _show(config: Config, options: argparse.Namespace) -> int:
-    entry = next((entry for entry in model_entries(config) if entry.name == options.name), None)
-    if entry is None:
-        return fail(f"the catalogue has no {options.name}; `hearth models list` shows what it has")
-    said, here = machine_reports(config), [_shares(memory) for memory in memory_reports(config, entry.name)]
-    document = {**_document(config, entry), "replicas": _places(entry.name, said), "running": here}
-    if options.json:
-        print_json(document)
-        return 0
+def _print(document: dict[str, Any], residency: str) -> None:
     for name, value in document.items():
         if name.endswith("_bytes") or name == "kv_bytes_per_token":
             _line(name.replace("_bytes", ""), format_bytes(value))
         elif name == "compressed" and value is not None:
-            _line(
-                name, f"{value['kind']}; bf16 would be {format_bytes(value['original_bytes'])}; level {value['level']}"
-            )
+            original = format_bytes(value["original_bytes"])
+            _line(name, f"{value['kind']}; bf16 would be {original}; level {value['level']}")
         elif name not in ("running", "replicas") and value not in ("", None):
             _line(name, value)
     if "memory_bytes" in document:
         print(f"{'':24} (weights and the KV of one context, the least there must be; `kv_bytes` sets the pool's size)")
-    _line("where", residency_text(list(replicas_of(entry.name, said))))
-    for shares in here:
-        print(f"\nrunning as process {shares.pop('pid')} on {shares.pop('device')}, as it was when it was loaded:")
-        for name, value in shares.items():
-            _line(name.replace("_bytes", ""), format_bytes(value) if name.endswith("_bytes") else f"{value:,}")
-    return 0
+    _line("where", residency)
+    for parts in document["running"]:
+        print(f"\nrunning as process {parts['pid']} on {parts['device']}, as it was when it was loaded:")
+        for name, value in parts.items():
+            if name not in ("pid", "device"):
+                _line(name.replace("_bytes", ""), format_bytes(value) if name.endswith("_bytes") else f"{value:,}")
 
 
 def _line(name: str, value: object) -> None:
     print(f"{name.replace('_', ' '):24} {value}")
 
 
-def _shares(memory: MemoryReport) -> dict[str, Any]:
-    """Where the device's bytes are: the parts add up to it."""
+def _parts(memory: MemoryReport) -> dict[str, Any]:
+    """Where the device's bytes are; the parts add up to all of them."""
     parts = {
         "weights_bytes": memory.weights_bytes,
         "kv_pool_bytes": memory.kv_bytes,
@@ -175,22 +171,21 @@ def _shares(memory: MemoryReport) -> dict[str, Any]:
         **parts,
         "driver_and_others_bytes": max(0, memory.device_bytes - sum(parts.values())),
         "kv_pool_tokens": memory.kv_blocks * memory.kv_block_tokens,
-        **({} if not memory.coded_bytes else _coded(memory)),
+        **(
+            {"weights_in_12_bits_bytes": memory.coded_bytes, "weights_as_bf16_bytes": memory.bf16_bytes}
+            if memory.coded_bytes
+            else {}
+        ),
     }
-
-
-def _coded(memory: MemoryReport) -> dict[str, int]:
-    """Of the weights what is in 12 bits a number, and what all of them would take without that."""
-    return {"weights_in_12_bits_bytes": memory.coded_bytes, "weights_as_bf16_bytes": memory.bf16_bytes}
 
 
 def _document(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
     folder = folder_of(config, entry)
-    price = price_of(entry)
+    model_config, price = read_config(folder), price_of(entry)
     document: dict[str, Any] = {
         "name": entry.name,
         "description": entry.description,
-        "task": task_of(folder, said, entry) if (said := read_config(folder)) else entry.task,
+        "task": task_of(folder, model_config, entry) if model_config else entry.task,
         "folder": str(folder),
         "replicas": entry.replicas,
         "neurons_per_million_tokens": {
@@ -206,7 +201,7 @@ def _document(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
     if sizes.weights_bytes == 0:
         return {**document, "problem": "its folder has no *.safetensors"}
     try:
-        vectors = read_embedding_spec(folder, said, entry, ModelTask(document["task"]))
+        vectors = read_embedding_spec(folder, model_config, entry, ModelTask(document["task"]))
     except ModelFolderError as error:
         return {**document, "problem": str(error)}
     if vectors is not None:
@@ -225,8 +220,8 @@ def _document(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
     }
 
 
-def _compressed(said: Bf12Size | None) -> dict[str, Any] | None:
-    return None if said is None else {"level": said.level, "kind": said.kind, "original_bytes": said.original_bytes}
+def _compressed(size: Bf12Size | None) -> dict[str, Any] | None:
+    return None if size is None else {"level": size.level, "kind": size.kind, "original_bytes": size.original_bytes}
 
 
 def _on_device(config: Config, sizes: ModelSizes) -> ModelSizes:

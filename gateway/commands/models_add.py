@@ -1,11 +1,12 @@
-"""`hearth models add` and `hearth models remove`: a folder becomes a model of the catalogue once all that would keep a
-replica from serving it has been looked for. It changes no folder; what it adds is served from the next start on.
+"""`hearth models add` and `hearth models remove`: a folder becomes a model of the catalogue once every reason why a
+replica could not serve it is ruled out. It changes no folder; what it adds is served from the next start on.
 """
 
-import argparse
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
+from cyclopts import Parameter
 from msgspec import structs
 
 from engine.hostinfo import gpus
@@ -19,64 +20,81 @@ from gateway.catalogue.registrations import (
     save_registration,
 )
 from gateway.commands.model_check import UnservableFolder, inspect_folder
-from gateway.commands.output import add_action, fail, format_bytes, print_json
+from gateway.commands.options import Json, Source
+from gateway.commands.output import fail, format_bytes, print_either
 from gateway.config import Config, settings
 from gateway.state_dir import open_state
 
-# Of [[models]]; what else there is to say of a model, hearth.toml says.
-_SETTINGS: Final = (
-    *("replicas", "priority", "resident_s", "wake_s", "kept_kv_bytes", "context_tokens", "dtype", "kv_dtype"),
-    *("task", "limits_class", "description"),
-)
+_HELP: Final = {key.removeprefix("models."): text for key, _, text in settings()}
 
 
-def add(actions: Any) -> None:
-    lines = {key: description for key, _, description in settings()}
-    adding = add_action(actions, "add", "make a folder a model of the catalogue, once it is found whole")
-    adding.add_argument("name", help="what callers will say, like @cf/acme/assistant")
-    adding.add_argument("folder", help="a Hugging Face folder; it is read where it is")
-    adding.add_argument("--pinned", action="store_const", const=True, help=lines["models.pinned"])
-    for name in _SETTINGS:
-        adding.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=lines[f"models.{name}"])
-    removing = add_action(actions, "remove", "take a model that was added out of the catalogue; its folder stays")
-    removing.add_argument("name", help="its name, like @cf/acme/assistant")
+def _setting(name: str) -> Parameter:
+    return Parameter(metavar="VALUE", help=_HELP[name])
 
 
-def add_model(config: Config, options: argparse.Namespace) -> int:
-    said = {name: value for name in ("pinned", *_SETTINGS) if (value := getattr(options, name)) is not None}
-    folder = Path(options.folder).resolve()
-    entry = parse_registration({"name": options.name, "folder": str(folder), **said}, "hearth models add")
-    if problem := _taken(config, entry.name):
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RegistrationOptions:
+    """The settings of [[models]] that a command line may give, as they are written; hearth.toml gives all others."""
+
+    pinned: Annotated[bool | None, Parameter(help=_HELP["pinned"])] = None
+    replicas: Annotated[str | None, _setting("replicas")] = None
+    priority: Annotated[str | None, _setting("priority")] = None
+    resident_s: Annotated[str | None, _setting("resident_s")] = None
+    wake_s: Annotated[str | None, _setting("wake_s")] = None
+    kept_kv_bytes: Annotated[str | None, _setting("kept_kv_bytes")] = None
+    context_tokens: Annotated[str | None, _setting("context_tokens")] = None
+    dtype: Annotated[str | None, _setting("dtype")] = None
+    kv_dtype: Annotated[str | None, _setting("kv_dtype")] = None
+    task: Annotated[str | None, _setting("task")] = None
+    limits_class: Annotated[str | None, _setting("limits_class")] = None
+    description: Annotated[str | None, _setting("description")] = None
+
+
+def add(
+    name: Annotated[str, Parameter(help="what callers will say, like @cf/acme/assistant")],
+    folder: Annotated[Path, Parameter(help="a Hugging Face folder; it is read where it is")],
+    /,
+    *,
+    options: RegistrationOptions = RegistrationOptions(),
+    json: Json = False,
+    source: Source,
+) -> int:
+    """Make a folder a model of the catalogue, once it is found whole."""
+    config, folder = source.load(), folder.resolve()
+    given = {option: value for option, value in asdict(options).items() if value is not None}
+    entry = parse_registration({"name": name, "folder": str(folder), **given}, "hearth models add")
+    if problem := _name_problem(config, entry.name):
         return fail(problem)
-    said_there = next((one for one in config.models if one.name == entry.name), entry)
-    served = structs.replace(said_there, folder=entry.folder)  # what hearth.toml says goes before this command
+    configured = next((one for one in config.models if one.name == entry.name), entry)
+    served = structs.replace(configured, folder=entry.folder)  # what hearth.toml says goes before this command
+    usable = gpus.usable_gpus(config.machine.device, gpus.installed_gpus())
+    budgets = device_budgets(config.machine.device_bytes, usable)
     try:
-        seen = inspect_folder(
-            config,
-            served,
-            device_budgets(config.machine.device_bytes, gpus.usable_gpus(config.machine.device, gpus.installed_gpus())),
-        )
+        report = inspect_folder(config, served, budgets)
         sums = read_sums(folder)
         require_sums(folder, sums)
     except (UnservableFolder, ChecksumError, UnicodeEncodeError) as error:  # the last: a folder's name that is no text
         return fail(f"{entry.name} was not added: {error}")
     open_state(config)
-    kept = {name: getattr(entry, name) for name in ("name", "folder", *said)}
+    registration = {field: getattr(entry, field) for field in ("name", "folder", *given)}
     try:
-        save_registration(config, kept)
+        save_registration(config, registration)
     except OSError as error:
         return fail(f"{entry.name} was not added: {config.added_folder} cannot be written: {error.strerror}")
     compared = f"{len(sums)} files are what {SUMS_NAME} says" if sums else f"there is no {SUMS_NAME} to compare with"
-    if options.json:
-        print_json({**kept, "weights_bytes": seen.sizes.stored_bytes, "compared_files": len(sums)})
-    else:
-        print(f"{entry.name}: {format_bytes(seen.sizes.stored_bytes)} of weights, whole; {compared}")
-        print("It is in the catalogue: `hearth serve` serves it from its next start on")
+    stored_bytes = report.sizes.stored_bytes
+    text = (
+        f"{entry.name}: {format_bytes(stored_bytes)} of weights, whole; {compared}\n"
+        "It is in the catalogue: `hearth serve` serves it from its next start on"
+    )
+    document = {**registration, "weights_bytes": stored_bytes, "compared_files": len(sums)}
+    print_either(json, document, lambda: print(text))
     return 0
 
 
-def _taken(config: Config, name: str) -> str:
-    """Why it cannot be added under this name; empty where it can. [[models]] without a folder may wait for one."""
+def _name_problem(config: Config, name: str) -> str:
+    """Why no model can be added under this name; empty if one can. [[models]] without a folder may wait for one."""
     for entry in known_models(config):
         if name == entry.name and (entry.folder is not None or name in (BUILT_IN, *pulled_models(config))):
             return f"the catalogue has {name} already; `hearth models remove` takes out what was added"
@@ -85,15 +103,17 @@ def _taken(config: Config, name: str) -> str:
     return ""
 
 
-def remove_model(config: Config, options: argparse.Namespace) -> int:
-    found = [entry for entry in registered_models(config) if entry.name == options.name]
-    if not found:
-        return fail(_not_added(config, options.name))
-    remove_registration(config, found[0])
-    if options.json:
-        print_json({"name": options.name, "removed": True, "folder": found[0].folder})
-    else:
-        print(f"{options.name} is no more in the catalogue from the next start on; {found[0].folder} is as it was")
+def remove(
+    name: Annotated[str, Parameter(help="its name, like @cf/acme/assistant")], /, *, json: Json = False, source: Source
+) -> int:
+    """Take a model that was added out of the catalogue; its folder stays."""
+    config = source.load()
+    entry = next((entry for entry in registered_models(config) if entry.name == name), None)
+    if entry is None:
+        return fail(_not_added(config, name))
+    remove_registration(config, entry)
+    text = f"{name} is no more in the catalogue from the next start on; {entry.folder} is as it was"
+    print_either(json, {"name": name, "removed": True, "folder": entry.folder}, lambda: print(text))
     return 0
 
 

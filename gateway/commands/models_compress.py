@@ -1,18 +1,20 @@
 """`hearth models compress` and `hearth models expand`: has the engine make a folder whose weights take 12 bits each, or
-the original of such a one. It knows nothing of the code.
+its original again. It knows nothing of the code.
 """
 
-import argparse
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
+
+from cyclopts import Parameter
 
 from gateway.catalogue.catalogue import folder_of, model_entries
-from gateway.commands.output import add_action, fail
+from gateway.commands.options import Json, Source, command_app
+from gateway.commands.output import fail
 from gateway.config import Config
 
 _COMPRESSING: Final = """\
@@ -39,65 +41,62 @@ The files are those that were compressed, bit for bit: every piece, tensor and f
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
-def add(actions: Any) -> None:
-    compressing = add_action(actions, "compress", "make a folder whose weights take 12 bits each, without loss")
-    compressing.epilog, compressing.formatter_class = _COMPRESSING, argparse.RawDescriptionHelpFormatter
-    compressing.add_argument("source", metavar="NAME|FOLDER", help="a model of the catalogue, or a Hugging Face folder")
-    target = compressing.add_argument("target", metavar="TARGET", help="a new folder; not needed in a dry run")
-    target.required = False  # nargs="?" would be settled, empty, by the first option behind the source
-    compressing.add_argument("--distribution", action="store_true", help="smaller still, for its way to other machines")
-    compressing.add_argument("--dry-run", action="store_true", help="only say what each tensor would take")
-    expanding = add_action(actions, "expand", "make the folder that a compressed one was made of, bit for bit")
-    expanding.epilog, expanding.formatter_class = _EXPANDING, argparse.RawDescriptionHelpFormatter
-    expanding.add_argument("source", metavar="NAME|FOLDER", help="a compressed model of the catalogue, or folder")
-    expanding.add_argument("target", metavar="TARGET", help="a new folder")
-    for parser in (compressing, expanding):
-        parser.add_argument("--device", default="auto", help="where to compute: auto, cpu or cuda:N (default: auto)")
+Model = Annotated[str, Parameter(metavar="NAME|FOLDER", help="a model of the catalogue, or a Hugging Face folder")]
+Target = Annotated[str, Parameter(help="a new folder")]
+ComputeDevice = Annotated[str, Parameter(help="where to compute: auto, cpu or cuda:N (default: auto)")]
+compress_app = command_app("compress", "make a folder whose weights take 12 bits each, without loss", _COMPRESSING)
+expand_app = command_app("expand", "make the folder that a compressed one was made of, bit for bit", _EXPANDING)
 
 
-def compress_model(config: Config, options: argparse.Namespace) -> int:
-    if options.target is None and not options.dry_run:
+@compress_app.default
+def compress(
+    model: Model,
+    target: Annotated[str | None, Parameter(help="a new folder; not needed in a dry run")] = None,
+    /,
+    *,
+    distribution: Annotated[bool, Parameter(help="smaller still, for its way to other machines")] = False,
+    dry_run: Annotated[bool, Parameter(help="only say what each tensor would take")] = False,
+    device: ComputeDevice = "auto",
+    json: Json = False,
+    source: Source,
+) -> int:
+    """Make a folder whose weights take 12 bits each, without loss."""
+    if target is None and not dry_run:
         return fail("say which folder is to be made, or --dry-run to see what it would be")
-    if (source := _source(config, options.source)) is None:
-        return _nowhere(options.source)
-    level = ["--level", "distribution" if options.distribution else "device"]
-    target = ["--dry-run"] if options.dry_run else [options.target]
-    status = _engine("compress", [str(source), *target, *level, *_common(options)])
-    if status == 0 and not options.json and not options.dry_run:
-        print(f"Serve it: `hearth models add NAME {options.target}`, with a name like @cf/acme/assistant")
+    output = ["--dry-run"] if target is None or dry_run else [target]
+    level = ["--level", "distribution" if distribution else "device"]
+    status = _run_engine("compress", source.load(), model, [*output, *level], device, json)
+    if status == 0 and not json and not dry_run:
+        print(f"Serve it: `hearth models add NAME {target}`, with a name like @cf/acme/assistant")
     return status
 
 
-def expand_model(config: Config, options: argparse.Namespace) -> int:
-    if (source := _source(config, options.source)) is None:
-        return _nowhere(options.source)
-    return _engine("expand", [str(source), options.target, *_common(options)])
+@expand_app.default
+def expand(
+    model: Model, target: Target, /, *, device: ComputeDevice = "auto", json: Json = False, source: Source
+) -> int:
+    """Make the folder that a compressed one was made of, bit for bit."""
+    return _run_engine("expand", source.load(), model, [target], device, json)
 
 
-def _source(config: Config, named: str) -> Path | None:
-    of_catalogue = next((folder_of(config, entry) for entry in model_entries(config) if entry.name == named), None)
-    folder = of_catalogue or Path(named)
+def _folder(config: Config, name: str) -> Path | None:
+    known = next((folder_of(config, entry) for entry in model_entries(config) if entry.name == name), None)
+    folder = known or Path(name)
     return folder if folder.is_dir() else None
 
 
-def _nowhere(named: str) -> int:
-    return fail(f"{named} is neither a folder nor a model of the catalogue, which `hearth models list` shows")
-
-
-def _common(options: argparse.Namespace) -> list[str]:
-    return ["--device", options.device, *(["--json"] if options.json else [])]
-
-
-def _engine(module: str, arguments: Sequence[str]) -> int:
-    """The status of a program of the engine, which says for itself what it does, and is told to end when this is."""
-    command = [sys.executable, "-P", "-m", f"engine.compression.{module}", *arguments]
+def _run_engine(module: str, config: Config, model: str, arguments: Sequence[str], device: str, json: bool) -> int:
+    """The exit status of a program of the engine, which reports for itself and ends when this process is told to."""
+    if (folder := _folder(config, model)) is None:
+        return fail(f"{model} is neither a folder nor a model of the catalogue, which `hearth models list` shows")
+    command = [sys.executable, "-P", "-m", f"engine.compression.{module}", str(folder), *arguments, "--device", device]
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the program takes them once it can end well
-    with subprocess.Popen(command) as process, _passed_on(process):
+    with subprocess.Popen([*command, *(["--json"] if json else [])]) as process, _signals_passed_to(process):
         return process.wait()
 
 
 @contextmanager
-def _passed_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     before = [signal.signal(number, lambda number, _: process.send_signal(number)) for number in _SIGNALS]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     try:

@@ -1,27 +1,21 @@
 """`hearth plans`: what accounts may have, and how they are treated beside others."""
 
-import argparse
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import structs
+from cyclopts import Group, Parameter
+from msgspec import UNSET, UnsetType, structs
 
-from gateway.commands.limits import (
-    add_limits,
-    changed_limits,
-    format_amount,
-    given_limits,
-    limits_rows,
-    limits_text,
-    or_none,
-)
-from gateway.commands.output import add_action, add_command, duration, print_json, print_table, read_settings
-from gateway.commands.store_access import StoreAccess, plan_json, with_store_access
+from gateway.commands.limits import NO_CHANGE, LimitOptions, limits_rows, limits_text
+from gateway.commands.options import Json, OptionalCount, OptionalDuration, command_app, given_fields
+from gateway.commands.output import format_amount, print_either, print_table
+from gateway.commands.store_access import Access, plan_json
 from tenants.audit import SYSTEM
 from tenants.auth.accounts import NotFound
 from tenants.records.plans import Plan
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth plans list
   hearth plans show team
@@ -36,87 +30,86 @@ examples:
 A change holds for all accounts of the plan, on every gateway within a second. The plan `default` is what accounts
 have that were given no other; removing it gives it its first content again.
 """
-_TREATMENT: Final = ("weight", "sequences", "kv_blocks", "floor_blocks", "cap_blocks", "wait_s")
+_GROUP: Final = Group("Beside others", help="for each model's replica; `none` takes one back", sort_key=11)
+PlanName = Annotated[str, Parameter(help="its name, like free or team-2")]
+app = command_app("plans", "what accounts may have: limits, weight, shares of memory", _TEACHING)
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "plans", "what accounts may have: limits, weight, shares of memory", _TEACHING)
-    actions = parser.add_subparsers(dest="action", metavar="list | show | set | remove", required=True)
-    add_action(actions, "list", "all plans, by name")
-    _of_plan(actions, "show", "all about one plan")
-    _add_treatment(_of_plan(actions, "set", "a new plan, or change what is given of one"))
-    _of_plan(actions, "remove", "remove a plan that no account has")
-    parser.set_defaults(run=run)
+@Parameter(name="*", group=_GROUP)
+@dataclass(frozen=True)
+class TreatmentOptions:
+    """How an account is treated beside others, as a command line changes it."""
+
+    weight: Annotated[
+        float | UnsetType, Parameter(metavar="W", help="share of the engine where it is short (default: 1)")
+    ] = UNSET
+    sequences: Annotated[OptionalCount, Parameter(help="of one account that run at once")] = UNSET
+    kv_blocks: Annotated[OptionalCount, Parameter(help="of one account's running sequences")] = UNSET
+    floor_blocks: Annotated[OptionalCount, Parameter(help="cached blocks that others leave it")] = UNSET
+    cap_blocks: Annotated[OptionalCount, Parameter(help="cached blocks that it may have")] = UNSET
+    wait_s: Annotated[
+        OptionalDuration,
+        Parameter(metavar="10s", name="--wait", help="for a turn, before a request is refused"),
+    ] = UNSET
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return given_fields(**{name: getattr(self, name) for name in _TREATMENT})
 
 
-def _of_plan(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    action = add_action(actions, name, summary)
-    action.add_argument("plan", help="its name, like free or team-2")
-    return action
+_TREATMENT: Final = tuple(TreatmentOptions.__dataclass_fields__)
 
 
-def _add_treatment(action: argparse.ArgumentParser) -> None:
-    add_limits(action)
-    beside = action.add_argument_group("beside others", "for each model's replica; `none` takes one back")
-    beside.add_argument("--weight", type=float, metavar="W", help="share of the engine where it is short (default: 1)")
-    beside.add_argument("--sequences", type=or_none(int), metavar="N", help="of one account that run at once")
-    beside.add_argument("--kv-blocks", type=or_none(int), metavar="N", help="of one account's running sequences")
-    beside.add_argument("--floor-blocks", type=or_none(int), metavar="N", help="cached blocks that others leave it")
-    beside.add_argument("--cap-blocks", type=or_none(int), metavar="N", help="cached blocks that it may have")
-    beside.add_argument(
-        "--wait", dest="wait_s", type=or_none(duration), metavar="10s", help="for a turn, before a request is refused"
-    )
-
-
-def run(options: argparse.Namespace) -> int:
-    actions = {"list": _list, "show": _show, "set": _set, "remove": _remove}
-    return with_store_access(read_settings(options), lambda tenantry: actions[options.action](tenantry, options))
-
-
-async def _list(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    found = await tenantry.accounts.plans()
-    if options.json:
-        print_json([plan_json(plan) for plan in found])
-        return 0
-    counts = [one.plan.name for one in await tenantry.accounts.list()]
-    table = [
-        (plan.name, counts.count(plan.name), format_amount(plan.weight), limits_text(plan.limits)) for plan in found
+@app.command(name="list")
+async def list_plans(*, json: Json = False, access: Access) -> None:
+    """All plans, by name."""
+    plans = await access.accounts.plans()
+    counts = [one.plan.name for one in await access.accounts.list()]
+    rows = [
+        (plan.name, counts.count(plan.name), format_amount(plan.weight), limits_text(plan.limits)) for plan in plans
     ]
-    print_table(("PLAN", "ACCOUNTS", "WEIGHT", "LIMITS"), table)
-    return 0
+    documents = [plan_json(plan) for plan in plans]
+    print_either(json, documents, lambda: print_table(("PLAN", "ACCOUNTS", "WEIGHT", "LIMITS"), rows))
 
 
-async def _show(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    return _print(await tenantry.accounts.plan(options.plan), options)
+@app.command
+async def show(plan: PlanName, /, *, json: Json = False, access: Access) -> None:
+    """All about one plan."""
+    _print(await access.accounts.plan(plan), json)
 
 
-async def _set(tenantry: StoreAccess, options: argparse.Namespace) -> int:
+@app.command(name="set")
+async def set_plan(
+    plan: PlanName,
+    /,
+    *,
+    limits: LimitOptions = NO_CHANGE,
+    treatment: TreatmentOptions = TreatmentOptions(),
+    json: Json = False,
+    access: Access,
+) -> None:
+    """A new plan, or change what is given of one."""
     try:
-        before = await tenantry.accounts.plan(options.plan)
+        before = await access.accounts.plan(plan)
     except NotFound:
-        before = Plan(options.plan)
-    changes = {"limits": changed_limits(before.limits, options), **given_limits(options, *_TREATMENT)}
-    plan = msgspec.convert({**structs.asdict(before), **changes}, Plan)
-    if plan not in await tenantry.accounts.plans():
-        plan = await tenantry.accounts.keep_plan(plan, before.revision)
-        await tenantry.note(SYSTEM, "plan.change", plan.name, **structs.asdict(plan))
-    return _print(plan, options)
+        before = Plan(plan)
+    changes = {"limits": limits.changed(before.limits), **treatment.changes}
+    after = msgspec.convert({**structs.asdict(before), **changes}, Plan)
+    if after not in await access.accounts.plans():
+        after = await access.accounts.keep_plan(after, before.revision)
+        await access.note(SYSTEM, "plan.change", after.name, **structs.asdict(after))
+    _print(after, json)
 
 
-async def _remove(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    await tenantry.accounts.remove_plan(options.plan)
-    await tenantry.note(SYSTEM, "plan.remove", options.plan)
-    if options.json:
-        print_json({"plan": options.plan, "removed": True})
-    else:
-        print(f"{options.plan} is removed")
-    return 0
+@app.command
+async def remove(plan: PlanName, /, *, json: Json = False, access: Access) -> None:
+    """Remove a plan that no account has."""
+    await access.accounts.remove_plan(plan)
+    await access.note(SYSTEM, "plan.remove", plan)
+    print_either(json, {"plan": plan, "removed": True}, lambda: print(f"{plan} is removed"))
 
 
-def _print(plan: Plan, options: argparse.Namespace) -> int:
-    if options.json:
-        print_json(plan_json(plan))
-    else:
-        treatment = [(name, format_amount(getattr(plan, name))) for name in _TREATMENT]
-        print_table(("PLAN", plan.name), [*limits_rows(plan.limits), *treatment, ("revision", plan.revision)])
-    return 0
+def _print(plan: Plan, as_json: bool) -> None:
+    treatment = [(name, format_amount(getattr(plan, name))) for name in _TREATMENT]
+    rows = [*limits_rows(plan.limits), *treatment, ("revision", plan.revision)]
+    print_either(as_json, plan_json(plan), lambda: print_table(("PLAN", plan.name), rows))

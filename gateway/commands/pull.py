@@ -4,7 +4,6 @@ A download that was cut goes on where it stopped: partial files are named by the
 model appears in the catalogue in one piece, when all its files are there and checked; their sums stay beside them.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -14,16 +13,19 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
+
+from cyclopts import Parameter
 
 from gateway.catalogue.catalogue import pulled_folder
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
-from gateway.commands.output import add_command, fail, format_bytes, read_settings
+from gateway.commands.options import Source, command_app
+from gateway.commands.output import fail, format_bytes
 from gateway.config import Config
 from gateway.state_dir import open_state
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth pull Qwen/Qwen3-0.6B                          then call @hf/Qwen/Qwen3-0.6B
   hearth pull meta-llama/Llama-3.2-1B-Instruct         gated: accept its terms on the hub and set HF_TOKEN
@@ -61,25 +63,29 @@ class HubFile:
     size: int
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "pull", "download a model from the Hugging Face hub", _TEACHING)
-    parser.add_argument("model", metavar="HUB_ID", help="as on huggingface.co: organisation/name")
-    parser.add_argument("--revision", default="main", help="branch, tag or commit (default: main)")
-    parser.set_defaults(run=run)
+app = command_app("pull", "download a model from the Hugging Face hub", _TEACHING)
 
 
-def run(options: argparse.Namespace) -> int:
-    config = read_settings(options)
+@app.default
+def pull(
+    model: Annotated[str, Parameter(metavar="HUB_ID", help="as on huggingface.co: organisation/name")],
+    /,
+    *,
+    revision: Annotated[str, Parameter(help="branch, tag or commit (default: main)")] = "main",
+    source: Source,
+) -> int:
+    """Download a model from the Hugging Face hub."""
+    config = source.load()
     open_state(config)
     try:
-        name = pull(config, options.model, options.revision)
+        name = pull_model(config, model, revision)
     except PullError as error:
         return fail(str(error))
     print(f"{name} is in the catalogue; `hearth serve` serves it from its next start on")
     return 0
 
 
-def pull(config: Config, hub_id: str, revision: str) -> str:
+def pull_model(config: Config, hub_id: str, revision: str) -> str:
     """Downloads what is missing and publishes the folder; returns the model's name. Raises PullError."""
     if not _ID.fullmatch(hub_id) or ".." in hub_id:
         raise PullError(f"{hub_id!r} is no hub id: write organisation/name, as on huggingface.co")

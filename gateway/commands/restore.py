@@ -1,15 +1,15 @@
 """`hearth restore`: what `hearth backup` made, back into place, where no server runs."""
 
-import argparse
 import asyncio
 import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
 import msgspec
+from cyclopts import Parameter
 
 from gateway.commands.backup import (
     DATABASE,
@@ -24,7 +24,8 @@ from gateway.commands.backup import (
     examine_database,
     sqlite_path,
 )
-from gateway.commands.output import add_command, fail, print_json, read_settings, time_text
+from gateway.commands.options import Json, Source, command_app
+from gateway.commands.output import fail, print_either, time_text
 from gateway.commands.store_access import StoreAccess, with_store_access
 from gateway.commands.transfer import import_export_file
 from gateway.config import Config, SettingsError
@@ -36,7 +37,7 @@ from tenants.open import open_store
 from tenants.store.protocol import StoreUnavailable
 from tenants.store.sqlite.backup import close_up
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth restore backups/1                             into the configured store and state folder
   hearth restore backups/1 --state /srv/hearth/.hearth
@@ -51,36 +52,38 @@ Exit status 1: nothing was changed, or what was restored is not in order; it say
 _NAME: Final = re.compile(rf"{SECRET}|{DATABASE}|{EXPORT}|{OUTBOX}/[0-9a-f]{{32}}\.outbox")
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "restore", "bring a backup back, where no server runs", _TEACHING)
-    parser.add_argument("folder", help="of `hearth backup`")
-    parser.add_argument("--force", action="store_true", help="also over a store and a secret that are there")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+app = command_app("restore", "bring a backup back, where no server runs", _TEACHING)
 
 
-def run(options: argparse.Namespace) -> int:
-    config, folder = read_settings(options), Path(options.folder)
+@app.default
+def restore(
+    folder: Annotated[Path, Parameter(help="of `hearth backup`")],
+    /,
+    *,
+    force: Annotated[bool, Parameter(help="also over a store and a secret that are there")] = False,
+    json: Json = False,
+    source: Source,
+) -> int:
+    """Bring a backup back, where no server runs."""
+    config = source.load()
     try:
         manifest = _checked(folder)
         open_state(config)
         with exclusive_state(config):
-            problems = _restore(config, folder, manifest, options.force)
-            if status := with_store_access(config, lambda tenantry: _finish(tenantry, folder, manifest)):
+            problems = _restore(config, folder, manifest, force)
+            if status := with_store_access(config, lambda access: _finish(access, folder, manifest)):
                 return status
     except (StoreUnavailable, OSError, ValueError) as error:
         return fail(str(error))
-    if options.json:
-        print_json({"made_at": manifest.made_at, "store": config.store_url.split("@")[-1], "problems": problems})
-    else:
-        print(f"restored as it was on {time_text(manifest.made_at)} UTC")
+    document = {"made_at": manifest.made_at, "store": config.store_url.split("@")[-1], "problems": problems}
+    print_either(json, document, lambda: print(f"restored as it was on {time_text(manifest.made_at)} UTC"))
     for problem in problems:
         fail(f"restored, and not in order, as it was in the backup: {problem}")
     return int(bool(problems))
 
 
 def _checked(folder: Path) -> Manifest:
-    """Raises ConfigError for what is no backup, of another format, or not as it was made."""
+    """Raises SettingsError for what is no backup, of another format, or not as it was made."""
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -138,7 +141,7 @@ def _restore(config: Config, folder: Path, manifest: Manifest, force: bool) -> l
 
 
 async def _look(config: Config, export: Path, secret: bytes, other_secret: bool) -> None:
-    """Raises BadFile or ConfigError where the store cannot take the export."""
+    """Raises ValueError or SettingsError where the store cannot take the export."""
     store = open_store(config.store_url)
     try:
         if other_secret and await store.accounts.list():
@@ -175,9 +178,8 @@ def _move_aside(paths: Sequence[Path]) -> None:
             os.rename(path, path.with_name(f"{path.name}.replaced-{int(time.time())}"))
 
 
-async def _finish(tenantry: StoreAccess, folder: Path, manifest: Manifest) -> int:
+async def _finish(access: StoreAccess, folder: Path, manifest: Manifest) -> None:
     if manifest.store == EXPORT:
         with (folder / EXPORT).open("rb") as file:
-            await import_export_file(tenantry, file, dry_run=False)
-    await tenantry.note(SYSTEM, "store.restore", folder.name, made_at=manifest.made_at)
-    return 0
+            await import_export_file(access, file, dry_run=False)
+    await access.note(SYSTEM, "store.restore", folder.name, made_at=manifest.made_at)

@@ -4,7 +4,6 @@ It serves nothing itself. However it ends, its children end: on a signal they dr
 kernel ends them.
 """
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -18,9 +17,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Annotated, Final, TextIO
 
 import msgspec
+from cyclopts import Parameter
 
 from engine.log import LOG_FORMAT_VARIABLE
 from engine.process.supervised import Backoff, start_child
@@ -28,7 +28,8 @@ from engine.protocol import frames
 from engine.protocol.types import Residency
 from gateway.catalogue.catalogue import model_entries
 from gateway.commands.machine import machine_command
-from gateway.commands.output import add_command, fail, read_settings
+from gateway.commands.options import Device, Source, command_app
+from gateway.commands.output import fail
 from gateway.commands.residencies import MachineWatcher, at_rest
 from gateway.commands.store_access import store_access_of
 from gateway.config import Config, ServerConfig, SettingsError
@@ -46,7 +47,7 @@ from tenants.auth.accounts import NotFound, Unauthenticated
 from tenants.open import open_store
 from tenants.store.protocol import StoreUnavailable
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth serve                                         on 127.0.0.1:8787
   hearth serve --host 0.0.0.0 --port 80
@@ -66,16 +67,19 @@ _MACHINE_DRAIN_S: Final = 35.0
 _STARTING: Final = re.compile(r"^(not started yet|loading( \d+ %)?)$")  # told with the time that has passed
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "serve", "start everything on this host", _TEACHING)
-    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default: 8787; 0 takes a free one)")
-    parser.add_argument("--device", help="where models run: auto, cpu, cuda or cuda:N (default: auto)")
-    parser.set_defaults(run=run)
+app = command_app("serve", "start everything on this host", _TEACHING)
 
 
-def run(options: argparse.Namespace) -> int:
-    config = read_settings(options)
+@app.default
+def serve(
+    *,
+    host: Annotated[str | None, Parameter(help="address to listen on (default: 127.0.0.1)")] = None,
+    port: Annotated[int | None, Parameter(help="port to listen on (default: 8787; 0 takes a free one)")] = None,
+    device: Device = None,
+    source: Source,
+) -> int:
+    """Start everything on this host."""
+    config = source.load(host=host, port=port, device=device)
     if config.server.scrub_memory:
         scrub_memory()
     try:
@@ -84,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         with exclusive_state(config):
             port = _free_port(config)
             credentials = asyncio.run(_credentials(config, port))
-            return ServeSupervisor(config, options.config, port, credentials, sys.stdout).run()
+            return ServeSupervisor(config, source.config, port, credentials, sys.stdout).run()
     except (StoreUnavailable, OSError) as error:
         return fail(str(error))
 

@@ -5,11 +5,12 @@ import os
 import pwd
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from gateway.commands.limits import limits_json
+from gateway.commands.options import SOURCE
 from gateway.commands.output import fail
 from gateway.config import Config
 from gateway.state_dir import server_secret
@@ -21,6 +22,8 @@ from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.store.protocol import Store, StoreUnavailable
 
 ACTOR = "command line"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,39 +37,42 @@ class StoreAccess:
 
     async def note(self, account_id: str, action: str, target: str, **detail: Any) -> None:
         """Writes into the audit log what was just done, with the name of this process's user. Call it before you say
-        that it is done. Of a detail that is too long, only its digest is kept."""
-        who = {"os_user": _os_user()}
-        await self.audit.write(account_id, ACTOR, action, target, **fit_detail({**who, **detail}, **who))
+        that it is done. A detail that is too long is replaced by its digest."""
+        user = {"os_user": _os_user()}
+        await self.audit.write(account_id, ACTOR, action, target, **fit_detail({**user, **detail}, **user))
 
     async def open_account(
         self, name: str, ceiling: Limits = NO_LIMITS, plan: str = DEFAULT_PLAN.name
     ) -> tuple[Account, str]:
         """A new account, and the text of its first token."""
         account = await self.accounts.create(name, ceiling, plan)
-        said = {"name": account.name, "plan": plan, "ceiling": ceiling}
-        await self.note(account.id, "account.create", account.id, **said)
+        await self.note(account.id, "account.create", account.id, name=account.name, plan=plan, ceiling=ceiling)
         token, text = await self.accounts.mint(account.id, "first")
         await self.note(account.id, "token.create", token.id, name=token.name)
         return account, text
+
+
+Access = Annotated[StoreAccess, SOURCE]
 
 
 def store_access_of(store: Store, secret: bytes) -> StoreAccess:
     return StoreAccess(store, secret, AccountService(store, secret), AuditLog(store.audit, secret))
 
 
-def with_store_access(config: Config, question: Callable[[StoreAccess], Awaitable[int]]) -> int:
-    """Runs `question` with the tenants' side of the configured store; says on stderr what it refuses."""
+async def ask_store(config: Config, question: Callable[[StoreAccess], Awaitable[T]]) -> T:
+    """The answer of `question` to the tenants' side of the configured store. Raises what the store does."""
     secret = server_secret(config)
-
-    async def asked() -> int:
-        store = open_store(config.store_url)
-        try:
-            return await question(store_access_of(store, secret))
-        finally:
-            await store.close()
-
+    store = open_store(config.store_url)
     try:
-        return asyncio.run(asked())
+        return await question(store_access_of(store, secret))
+    finally:
+        await store.close()
+
+
+def with_store_access(config: Config, question: Callable[[StoreAccess], Awaitable[int | None]]) -> int:
+    """Runs `question` and returns its exit status; prints on stderr what the store refuses."""
+    try:
+        return asyncio.run(ask_store(config, question)) or 0
     except NotFound as error:
         return fail(str(error.args[0]))
     except (StoreUnavailable, Conflict, ValueError, OSError) as error:
@@ -106,8 +112,8 @@ def token_json(token: ApiToken) -> dict[str, Any]:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    said: dict[str, Any] = msgspec.to_builtins(plan)
-    return {**said, "limits": limits_json(plan.limits)}
+    document: dict[str, Any] = msgspec.to_builtins(plan)
+    return {**document, "limits": limits_json(plan.limits)}
 
 
 def _os_user() -> str:

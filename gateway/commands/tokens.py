@@ -1,27 +1,20 @@
 """`hearth tokens`: an account's credentials."""
 
-import argparse
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
-from msgspec import UNSET, structs
+from cyclopts import Parameter
+from msgspec import UNSET, UnsetType, structs
 
-from gateway.commands.limits import add_limits, changed_limits, limits_text, or_none
-from gateway.commands.output import (
-    add_action,
-    add_command,
-    duration,
-    print_json,
-    print_table,
-    read_settings,
-    split,
-    time_text,
-)
-from gateway.commands.store_access import StoreAccess, token_json, with_store_access
+from gateway.commands.limits import NO_CHANGE, LimitOptions, limits_text
+from gateway.commands.options import AccountId, Duration, Json, OptionalDuration, TokenId, WordList, command_app
+from gateway.commands.output import print_either, print_table, time_text
+from gateway.commands.store_access import Access, token_json
 from tenants.auth.accounts import ApiToken, Grant, Permission
 from tenants.records.limits import NO_LIMITS
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth tokens mint ACCOUNT --name ci                 a further token, shown this once
   hearth tokens mint ACCOUNT --name demo --expires 30d --requests-per-minute 10
@@ -35,131 +28,129 @@ examples:
 
 A token's limits hold beside its account's. All changes are in the audit log (`hearth audit list ACCOUNT`).
 """
+_HEADS: Final = ("TOKEN", "NAME", "PERMISSIONS", "MODELS", "NETWORKS", "LIMITS", "CREATED", "EXPIRES", "REVOKED")
+app = command_app("tokens", "mint, list, change, roll and revoke an account's tokens", _TEACHING)
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "tokens", "mint, list, change, roll and revoke an account's tokens", _TEACHING)
-    actions = parser.add_subparsers(dest="action", metavar="mint | list | change | roll | revoke", required=True)
-    mint = add_action(actions, "mint", "a new token")
-    mint.add_argument("account", help="its id, 32 hex characters")
-    mint.add_argument("--name", default="token", help="for people (default: token)")
-    _add_grant(mint)
-    listing = add_action(actions, "list", "an account's tokens, oldest first")
-    listing.add_argument("account", help="its id, 32 hex characters")
-    change = _of_token(actions, "change", "say a token's name, expiry, grant or limits anew")
-    change.add_argument("--name", help="for people")
-    _add_grant(change)
-    roll = _of_token(actions, "roll", "a new secret for a token")
-    roll.add_argument("--grace", type=duration, default=0.0, metavar="1d", help="for how long the old one opens yet")
-    _of_token(actions, "revoke", "end a token for good")
-    parser.set_defaults(run=run)
+@Parameter(name="*")
+@dataclass(frozen=True)
+class GrantOptions:
+    """What a token opens, and until when."""
+
+    expires: Annotated[
+        OptionalDuration,
+        Parameter(metavar="30d", help="lifetime from now: a number with m, h, d or w; or none"),
+    ] = UNSET
+    permissions: Annotated[WordList, Parameter(help=f"of {', '.join(Permission)} (at first: inference)")] = None
+    models: Annotated[WordList, Parameter(help="patterns of model names, with * and ? (at first: *)")] = None
+    networks: Annotated[WordList, Parameter(help="where it opens, like 10.0.0.0/8 (at first: anywhere)")] = None
+
+    def changed(self, grant: Grant) -> Grant:
+        """`grant` with what was given. Raises ValueError in words for people."""
+        changes: dict[str, Any] = {
+            name: value for name in ("models", "networks") if (value := getattr(self, name)) is not None
+        }
+        if self.permissions is not None:
+            if unknown := [name for name in self.permissions if name not in list(Permission)]:
+                raise ValueError(f"{unknown[0]!r} is no permission; there are {', '.join(Permission)}")
+            changes["permissions"] = tuple(map(Permission, self.permissions))
+        return structs.replace(grant, **changes)
+
+    def expires_at(self, before: int | None) -> int | None:
+        if isinstance(self.expires, UnsetType):
+            return before
+        return None if self.expires is None else int(time.time() + self.expires)
 
 
-def _of_token(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    action = add_action(actions, name, summary)
-    action.add_argument("token", help="its id: the part between the underscores")
-    return action
+_NO_GRANT: Final = GrantOptions()
 
 
-def _add_grant(action: argparse.ArgumentParser) -> None:
-    action.add_argument(
-        "--expires",
-        type=or_none(duration),
-        metavar="30d",
-        help="lifetime from now: a number with m, h, d or w; or none",
+@app.command
+async def mint(
+    account: AccountId,
+    /,
+    *,
+    name: Annotated[str, Parameter(help="for people (default: token)")] = "token",
+    grant: GrantOptions = _NO_GRANT,
+    limits: LimitOptions = NO_CHANGE,
+    json: Json = False,
+    access: Access,
+) -> None:
+    """A new token."""
+    wanted = grant.changed(Grant()), limits.changed(NO_LIMITS)
+    token, secret = await access.accounts.mint(account, name, grant.expires_at(None), *wanted)
+    await access.note(token.account_id, "token.create", token.id, **_detail(token))
+    _print_secret(token, secret, json)
+
+
+@app.command(name="list")
+async def list_tokens(account: AccountId, /, *, json: Json = False, access: Access) -> None:
+    """An account's tokens, oldest first."""
+    tokens = list(await access.accounts.tokens(account))
+    print_either(json, [token_json(token) for token in tokens], lambda: _print_tokens(tokens))
+
+
+@app.command
+async def change(
+    token: TokenId,
+    /,
+    *,
+    name: Annotated[str | None, Parameter(help="for people")] = None,
+    grant: GrantOptions = _NO_GRANT,
+    limits: LimitOptions = NO_CHANGE,
+    json: Json = False,
+    access: Access,
+) -> None:
+    """Say a token's name, expiry, grant or limits anew."""
+    before = await access.accounts.token(token)
+    after = structs.replace(
+        before,
+        name=before.name if name is None else name,
+        expires_at=grant.expires_at(before.expires_at),
+        grant=grant.changed(before.grant),
+        limits=limits.changed(before.limits),
     )
-    action.add_argument("--permissions", metavar="A,B", help=f"of {', '.join(Permission)} (at first: inference)")
-    action.add_argument("--models", metavar="A,B", help="patterns of model names, with * and ? (at first: *)")
-    action.add_argument("--networks", metavar="A,B", help="where it opens, like 10.0.0.0/8 (at first: anywhere)")
-    add_limits(action)
+    if after != before:
+        after = await access.accounts.change(before.id, after.name, after.expires_at, after.grant, after.limits)
+        await access.note(after.account_id, "token.change", after.id, **_detail(after))
+    print_either(json, token_json(after), lambda: _print_tokens([after]))
 
 
-def run(options: argparse.Namespace) -> int:
-    actions = {"mint": _mint, "list": _list, "change": _change, "roll": _roll, "revoke": _revoke}
-    return with_store_access(read_settings(options), lambda tenantry: actions[options.action](tenantry, options))
+@app.command
+async def roll(
+    token: TokenId,
+    /,
+    *,
+    grace: Annotated[Duration, Parameter(help="for how long the old one opens yet")] = 0.0,
+    json: Json = False,
+    access: Access,
+) -> None:
+    """A new secret for a token."""
+    rolled, secret = await access.accounts.roll(token, grace)
+    await access.note(rolled.account_id, "token.roll", rolled.id, grace_s=grace)
+    _print_secret(rolled, secret, json)
 
 
-async def _mint(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    grant, limits = _grant(Grant(), options), changed_limits(NO_LIMITS, options)
-    expires_at = _expiry(None, options)
-    token, secret = await tenantry.accounts.mint(options.account, options.name, expires_at, grant, limits)
-    await tenantry.note(token.account_id, "token.create", token.id, **_said(token))
-    return _show_secret(token, secret, options)
+@app.command
+async def revoke(token: TokenId, /, *, json: Json = False, access: Access) -> None:
+    """End a token for good."""
+    before = await access.accounts.token(token)
+    await access.accounts.revoke(before.id)
+    await access.note(before.account_id, "token.revoke", before.id)
+    print_either(json, {"token_id": token, "revoked": True}, lambda: print(f"{token} is revoked"))
 
 
-async def _change(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    token = await tenantry.accounts.token(options.token)
-    name = token.name if options.name is None else options.name
-    grant, limits = _grant(token.grant, options), changed_limits(token.limits, options)
-    expires_at = _expiry(token.expires_at, options)
-    if structs.replace(token, name=name, expires_at=expires_at, grant=grant, limits=limits) != token:
-        token = await tenantry.accounts.change(token.id, name, expires_at, grant, limits)
-        await tenantry.note(token.account_id, "token.change", token.id, **_said(token))
-    _print([token], options, token_json(token))
-    return 0
+def _print_secret(token: ApiToken, secret: str, as_json: bool) -> None:
+    text = f"{secret}\n\nThe token is shown this once: keep it. Its id is {token.id}."
+    print_either(as_json, {**token_json(token), "token": secret}, lambda: print(text))
 
 
-async def _roll(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    token, secret = await tenantry.accounts.roll(options.token, options.grace)
-    await tenantry.note(token.account_id, "token.roll", token.id, grace_s=options.grace)
-    return _show_secret(token, secret, options)
-
-
-def _show_secret(token: ApiToken, secret: str, options: argparse.Namespace) -> int:
-    if options.json:
-        print_json({**token_json(token), "token": secret})
-    else:
-        print(f"{secret}\n\nThe token is shown this once: keep it. Its id is {token.id}.")
-    return 0
-
-
-async def _list(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    found = list(await tenantry.accounts.tokens(options.account))
-    _print(found, options, [token_json(token) for token in found])
-    return 0
-
-
-async def _revoke(tenantry: StoreAccess, options: argparse.Namespace) -> int:
-    token = await tenantry.accounts.token(options.token)
-    await tenantry.accounts.revoke(token.id)
-    await tenantry.note(token.account_id, "token.revoke", token.id)
-    if options.json:
-        print_json({"token_id": options.token, "revoked": True})
-    else:
-        print(f"{options.token} is revoked")
-    return 0
-
-
-def _grant(grant: Grant, options: argparse.Namespace) -> Grant:
-    """With what the options say. Raises ValueError in words."""
-    said: dict[str, tuple[str, ...]] = {
-        name: split(getattr(options, name))
-        for name in ("permissions", "models", "networks")
-        if getattr(options, name) is not None
-    }
-    unknown = [name for name in said.get("permissions", ()) if name not in list(Permission)]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is no permission; there are {', '.join(Permission)}")
-    if "permissions" in said:
-        said["permissions"] = tuple(map(Permission, said["permissions"]))
-    return structs.replace(grant, **said)
-
-
-def _expiry(before: int | None, options: argparse.Namespace) -> int | None:
-    if options.expires is None:
-        return before
-    return None if options.expires is UNSET else int(time.time() + options.expires)
-
-
-def _said(token: ApiToken) -> dict[str, Any]:
-    """For the audit log."""
+def _detail(token: ApiToken) -> dict[str, Any]:
+    """What the audit log keeps of it."""
     return {"name": token.name, "expires_at": token.expires_at, "grant": token.grant, "limits": token.limits}
 
 
-def _print(tokens: list[ApiToken], options: argparse.Namespace, document: Any) -> None:
-    if options.json:
-        print_json(document)
-        return
+def _print_tokens(tokens: list[ApiToken]) -> None:
     rows = [
         (
             token.id, token.name, ",".join(token.grant.permissions), ",".join(token.grant.models),
@@ -168,5 +159,4 @@ def _print(tokens: list[ApiToken], options: argparse.Namespace, document: Any) -
         )
         for token in tokens
     ]  # fmt: skip
-    heads = ("TOKEN", "NAME", "PERMISSIONS", "MODELS", "NETWORKS", "LIMITS", "CREATED", "EXPIRES", "REVOKED")
-    print_table(heads, rows)
+    print_table(_HEADS, rows)

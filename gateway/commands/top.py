@@ -1,6 +1,5 @@
 """`hearth top`: machines, GPUs and models as they are now, in a terminal. It asks a gateway, as any operator may."""
 
-import argparse
 import contextlib
 import io
 import os
@@ -12,19 +11,21 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
+from cyclopts import Parameter
 
 from gateway.commands.operator_client import GatewayUnreachable, OperatorClient, OperatorRefused, operator_token
-from gateway.commands.output import add_command, fail, read_settings
+from gateway.commands.options import Source, command_app, exclusive
+from gateway.commands.output import fail
 from tenants.store.protocol import StoreUnavailable
 
 if TYPE_CHECKING:
     from gateway.admin.machines import MachinesItem
     from gateway.commands.top_view import TopView
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth top                                           on a gateway's host; q or Ctrl-C ends it
   hearth top --interval 5
@@ -42,42 +43,47 @@ _INTERVAL_S: Final = (0.2, 3600.0)
 _WIDTH: Final = 120  # where no terminal says how wide it is
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "top", "watch machines, GPUs and models live", _TEACHING)
-    parser.add_argument("--url", help="of the gateway (default: this host's)")
-    parser.add_argument("--token", help="of an operator (default: HEARTH_TOKEN; else, for this host's, one is made)")
-    parser.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two looks (1)")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--once", action="store_true", help="print one picture as plain text, and end")
-    form.add_argument("--json", action="store_true", help="print JSON once, and end")
-    parser.set_defaults(run=run)
+_FORM: Final = exclusive()
+app = command_app("top", "watch machines, GPUs and models live", _TEACHING)
 
 
-def _interval(text: str) -> float:
-    least, most = _INTERVAL_S
-    try:
-        if least <= float(text) <= most:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from {least} to {most:.0f}")
+def _interval(_: Any, seconds: float) -> None:
+    low, high = _INTERVAL_S
+    if not low <= seconds <= high:
+        raise ValueError(f"{seconds:g} is no number of seconds from {low} to {high:.0f}")
 
 
-def run(options: argparse.Namespace) -> int:
-    config = read_settings(options)
+@app.default
+def top(
+    *,
+    url: Annotated[str | None, Parameter(help="of the gateway (default: this host's)")] = None,
+    token: Annotated[
+        str | None, Parameter(help="of an operator (default: HEARTH_TOKEN; else, for this host's, one is made)")
+    ] = None,
+    interval: Annotated[
+        float, Parameter(validator=_interval, metavar="SECONDS", help="between two looks (default: 1)")
+    ] = 1.0,
+    once: Annotated[
+        bool, Parameter(group=("Parameters", _FORM), help="print one picture as plain text, and end")
+    ] = False,
+    json: Annotated[bool, Parameter(group=("Parameters", _FORM), help="print JSON once, and end")] = False,
+    source: Source,
+) -> int:
+    """Watch machines, GPUs and models live."""
+    config = source.load()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # where a terminal's encoding has not all letters of a name
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that terminal and token are given back
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        with operator_token(config, options.url, options.token or os.environ.get("HEARTH_TOKEN")) as token:
-            gateway = OperatorClient(config, options.url, token)
-            if options.json:
+        with operator_token(config, url, token or os.environ.get("HEARTH_TOKEN")) as operator:
+            gateway = OperatorClient(config, url, operator)
+            if json:
                 print(msgspec.json.format(gateway.ask(_WHAT)).decode())
-            elif options.once or not sys.stdout.isatty():
+            elif once or not sys.stdout.isatty():
                 _print_once(gateway)
             else:
-                _watch(gateway, options.interval)
+                _watch(gateway, interval)
     except KeyboardInterrupt:
         return 0
     except (OperatorRefused, GatewayUnreachable, StoreUnavailable, OSError) as error:
@@ -86,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_once(gateway: OperatorClient) -> None:
-    from rich.console import Console  # only here and below: other commands need it not
+    from rich.console import Console  # only here and below: rich takes a while to import
 
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
     Console(width=width, color_system=None).print(TopPoller().look(gateway))
@@ -98,7 +104,7 @@ def _watch(gateway: OperatorClient, interval_s: float) -> None:
     from rich.live import Live
 
     looks = TopPoller()
-    with _keys() as pressed, Live(console=Console(), screen=True, auto_refresh=False) as live:
+    with _keyboard() as pressed, Live(console=Console(), screen=True, auto_refresh=False) as live:
         while True:
             live.update(looks.look_or_wait(gateway), refresh=True)
             if pressed(interval_s) == "q":
@@ -106,7 +112,7 @@ def _watch(gateway: OperatorClient, interval_s: float) -> None:
 
 
 class TopPoller:
-    """Frames, one after the other."""
+    """Asks a gateway for one frame after the other."""
 
     def __init__(self) -> None:
         from gateway.commands.top_view import MoveRates
@@ -116,7 +122,7 @@ class TopPoller:
         self._away_since: float | None = None
 
     def look(self, gateway: OperatorClient) -> "TopView":
-        """Raises Away or Refused."""
+        """Raises GatewayUnreachable or OperatorRefused."""
         from gateway.admin.machines import MachinesItem
         from gateway.commands.top_view import TopView
 
@@ -129,7 +135,7 @@ class TopPoller:
         return TopView(self._last, self._moves)
 
     def look_or_wait(self, gateway: OperatorClient) -> "TopView":
-        """While the gateway is away, what it said last, and since when. Raises Refused."""
+        """As `look`; while the gateway is away, its last answer and since when. Raises OperatorRefused."""
         from gateway.admin.machines import MachinesItem
         from gateway.commands.top_view import TopView
 
@@ -143,25 +149,24 @@ class TopPoller:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """Gives a function that waits so many seconds for a key, and gives it, or nothing. It leaves the terminal as it
-    was."""
+def _keyboard() -> Iterator[Callable[[float], str]]:
+    """A function that waits so many seconds for a key and returns it, or nothing. The terminal is left as it was."""
     if not sys.stdin.isatty():
-        yield _slept
+        yield _sleep_without_keys
         return
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
-        yield _pressed
+        yield _wait_for_key
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _slept(seconds: float) -> str:
+def _sleep_without_keys(seconds: float) -> str:
     time.sleep(seconds)
     return ""
 
 
-def _pressed(seconds: float) -> str:
+def _wait_for_key(seconds: float) -> str:
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") if ready else ""

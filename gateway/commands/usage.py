@@ -1,23 +1,22 @@
 """`hearth usage`: what accounts have used, and whether the counters say what the records say."""
 
-import argparse
-import csv
+import csv as csv_writer
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
+from cyclopts import Parameter
 from msgspec import structs
-from tqdm import tqdm
 
-from gateway.commands.limits import format_amount
-from gateway.commands.output import add_command, day, day_text, fail, print_json, print_table, read_settings
-from gateway.commands.store_access import StoreAccess, with_store_access
+from gateway.commands.options import Day, Json, command_app, exclusive
+from gateway.commands.output import day_text, format_amount, print_either, print_json, print_table, progress
+from gateway.commands.store_access import Access, StoreAccess
 from tenants.records.usage import MICRO, Totals, UsageRow
 from tenants.store.protocol import RETENTION_DAYS, Store
 
-_TEACHING = """\
+_TEACHING: Final = """\
 examples:
   hearth usage                                         all accounts, the last 30 days, by day
   hearth usage ACCOUNT --by model
@@ -28,7 +27,6 @@ examples:
 
 Days are in UTC. Records are kept for 400 days. Exit status of reconcile: 1 where counters and records differ.
 """
-_RECONCILE: Final = "reconcile"
 _DAYS: Final = 30
 _SUMS: Final = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "micro_neurons")
 _KEYS: Final[dict[str, Callable[[UsageRow], list[str]]]] = {
@@ -37,6 +35,11 @@ _KEYS: Final[dict[str, Callable[[UsageRow], list[str]]]] = {
     "token": lambda row: [row.token_id],
     "tag": lambda row: row.each_tag,
 }
+_FORM: Final = exclusive()
+Accounts = Annotated[str, Parameter(help="its id (default: all)")]
+First = Annotated[Day, Parameter(name="--from", help="like 2026-01-31 (default: 30 days ago)")]
+Last = Annotated[Day, Parameter(name="--to", help="the last one (default: today)")]
+app = command_app("usage", "what accounts have used; check counters against records", _TEACHING)
 
 
 class BalanceRow(NamedTuple):
@@ -49,131 +52,118 @@ class BalanceRow(NamedTuple):
     recorded: Totals
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "usage", "what accounts have used; check counters against records", _TEACHING)
-    parser.usage = "hearth usage [reconcile] [ACCOUNT] [--from DAY] [--to DAY] [--by COLUMN] [--csv] [--json]"
-    parser.add_argument("words", nargs="*", metavar="ACCOUNT", help="its id, after `reconcile` or alone (default: all)")
-    parser.add_argument("--from", dest="first", type=day, metavar="DAY", help="like 2026-01-31 (default: 30 days ago)")
-    parser.add_argument("--to", dest="last", type=day, metavar="DAY", help="the last one (default: today)")
-    parser.add_argument("--by", choices=[*_KEYS], default="day", help="what sums are of (default: day)")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="print CSV")
-    form.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+def _days(first: int | None, last: int | None) -> range:
+    """Raises ValueError where they are none, or too many."""
+    end = int(time.time()) // 86_400 if last is None else last
+    start = end - _DAYS if first is None else first
+    if not 0 <= end - start < RETENTION_DAYS:
+        raise ValueError(f"--from must be a day before --to, and they may span {RETENTION_DAYS} days")
+    return range(start, end + 1)
 
 
-def run(options: argparse.Namespace) -> int:
-    reconcile = options.words[:1] == [_RECONCILE]
-    accounts = options.words[1:] if reconcile else options.words
-    today = int(time.time()) // 86_400
-    last = today if options.last is None else options.last
-    first = last - _DAYS if options.first is None else options.first
-    if len(accounts) > 1:
-        return fail("name one account, or none for all")
-    if not 0 <= last - first < RETENTION_DAYS:
-        return fail(f"--from must be a day before --to, and they may span {RETENTION_DAYS} days")
-    if reconcile and options.csv:
-        return fail("reconcile prints a table, or --json")
-    action = _reconcile if reconcile else _sum_up
-    return with_store_access(
-        read_settings(options), lambda tenantry: action(tenantry, options, accounts, range(first, last + 1))
-    )
+async def _ids(access: StoreAccess, named: Sequence[str]) -> list[str]:
+    if len(named) > 1:
+        raise ValueError("name one account, or none for all")
+    if named:
+        return [(await access.accounts.get(named[0])).id]
+    return [account.id for account in await access.accounts.list()]
 
 
-async def _ids(tenantry: StoreAccess, named: Sequence[str]) -> list[str]:
-    return [(await tenantry.accounts.get(one)).id for one in named] or [
-        one.id for one in await tenantry.accounts.list()
-    ]
-
-
-async def _sum_up(tenantry: StoreAccess, options: argparse.Namespace, named: Sequence[str], days: range) -> int:
-    found: dict[tuple[str, str], list[int]] = {}
+@app.default
+async def usage(
+    *accounts: Accounts,
+    first: First = None,
+    last: Last = None,
+    by: Annotated[Literal["day", "model", "token", "tag"], Parameter(help="what sums are of (default: day)")] = "day",
+    csv: Annotated[bool, Parameter(help="print CSV", group=("Parameters", _FORM))] = False,
+    json: Annotated[Json, Parameter(group=("Parameters", _FORM))] = False,
+    access: Access,
+) -> None:
+    """What accounts have used."""
+    days = _days(first, last)
+    sums: dict[tuple[str, str], list[int]] = {}
     rows: list[UsageRow] = []
-    for account_id in _with_progress(await _ids(tenantry, named)):
-        of_account = await tenantry.store.quotas.usage(account_id, days[0], days[-1])
-        found.update({(account_id, key): sums for key, sums in _sums(of_account, _KEYS[options.by]).items()})
-        rows += of_account
+    for account_id in progress(await _ids(access, accounts), "accounts"):
+        account_rows = await access.store.quotas.usage(account_id, days[0], days[-1])
+        sums.update({(account_id, key): row for key, row in _sums(account_rows, _KEYS[by]).items()})
+        rows += account_rows
     total = _sums(rows, lambda _: [""]).get("", [0] * len(_SUMS))
-    if options.json:
-        _print_json(found, total, options.by, days)
-    elif options.csv:
-        written = csv.writer(sys.stdout, lineterminator="\n")
-        written.writerow(("account_id", options.by, *_SUMS[:-1], "neurons"))
-        written.writerows((*key, *sums[:-1], _neurons(sums)) for key, sums in found.items())
+    if json:
+        _print_json(sums, total, by, days)
+    elif csv:
+        written = csv_writer.writer(sys.stdout, lineterminator="\n")
+        written.writerow(("account_id", by, *_SUMS[:-1], "neurons"))
+        written.writerows((*key, *row[:-1], _neurons(row)) for key, row in sums.items())
     else:
-        _print_table(found, total, options.by)
-    return 0
+        _print_table(sums, total, by)
 
 
 def _sums(rows: Sequence[UsageRow], keys_of: Callable[[UsageRow], list[str]]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    table: dict[str, list[int]] = {}
     for row in rows:
         for key in keys_of(row):
-            sums = found.setdefault(key, [0] * len(_SUMS))
-            for place, name in enumerate(_SUMS):
-                sums[place] += getattr(row, name)
-    return found
+            sums = table.setdefault(key, [0] * len(_SUMS))
+            for position, name in enumerate(_SUMS):
+                sums[position] += getattr(row, name)
+    return table
 
 
 def _neurons(sums: Sequence[int]) -> float:
     return sums[-1] / MICRO
 
 
-def _print_json(found: dict[tuple[str, str], list[int]], total: list[int], by: str, days: range) -> None:
-    def told(sums: list[int]) -> dict[str, float]:
+def _print_json(table: dict[tuple[str, str], list[int]], total: list[int], by: str, days: range) -> None:
+    def document(sums: list[int]) -> dict[str, float]:
         return {**dict(zip(_SUMS[:-1], sums, strict=False)), "neurons": _neurons(sums)}
 
-    rows = [{"account_id": account_id, by: key, **told(sums)} for (account_id, key), sums in found.items()]
-    print_json({"from": day_text(days[0]), "to": day_text(days[-1]), "rows": rows, "total": told(total)})
+    rows = [{"account_id": account_id, by: key, **document(sums)} for (account_id, key), sums in table.items()]
+    print_json({"from": day_text(days[0]), "to": day_text(days[-1]), "rows": rows, "total": document(total)})
 
 
-def _print_table(found: dict[tuple[str, str], list[int]], total: list[int], by: str) -> None:
-    lines = {**found, ("total", ""): total}
+def _print_table(table: dict[tuple[str, str], list[int]], total: list[int], by: str) -> None:
+    lines = {**table, ("total", ""): total}
     rows = [(*key, *map(format_amount, sums[:-1]), format_amount(_neurons(sums))) for key, sums in lines.items()]
     print_table(("ACCOUNT", by.upper(), "REQUESTS", "PROMPT", "CACHED", "COMPLETION", "NEURONS"), rows)
 
 
-async def _reconcile(tenantry: StoreAccess, options: argparse.Namespace, named: Sequence[str], days: range) -> int:
-    ids = _with_progress(await _ids(tenantry, named))
-    compared = [one for account_id in ids async for one in balances(tenantry.store, account_id, days)]
+@app.command
+async def reconcile(
+    *accounts: Accounts, first: First = None, last: Last = None, json: Json = False, access: Access
+) -> int:
+    """Compare the counters with the sums of the ledger's records."""
+    days = _days(first, last)
+    ids = progress(await _ids(access, accounts), "accounts")
+    compared = [one for account_id in ids async for one in balances(access.store, account_id, days)]
     differ = [one for one in compared if one.counted != one.recorded]
-    if options.json:
-        told = [{**one._asdict(), "day": day_text(one.day)} for one in differ]
-        document = {"from": day_text(days[0]), "to": day_text(days[-1]), "compared": len(compared), "differ": told}
-        print_json(msgspec.to_builtins(document))
-    elif differ:
-        rows = [
-            (
-                one.account_id,
-                day_text(one.day),
-                one.subject or "-",
-                name,
-                format_amount(counter),
-                format_amount(records),
-            )
-            for one in differ
-            for name, counter in structs.asdict(one.counted).items()
-            if counter != (records := getattr(one.recorded, name))
-        ]
-        print_table(("ACCOUNT", "DAY", "SUBJECT", "WHAT", "COUNTER", "RECORDS"), rows)
-    else:
-        print(f"counters and records agree: {len(compared)} compared, {day_text(days[0])} to {day_text(days[-1])}")
+    documents = [{**one._asdict(), "day": day_text(one.day)} for one in differ]
+    span = {"from": day_text(days[0]), "to": day_text(days[-1])}
+    document: Any = msgspec.to_builtins({**span, "compared": len(compared), "differ": documents})
+    print_either(json, document, lambda: _print_differences(differ, len(compared), days))
     return int(bool(differ))
 
 
+def _print_differences(differ: Sequence[BalanceRow], compared: int, days: range) -> None:
+    if not differ:
+        print(f"counters and records agree: {compared} compared, {day_text(days[0])} to {day_text(days[-1])}")
+        return
+    rows = [
+        (one.account_id, day_text(one.day), one.subject or "-", name, format_amount(counter), format_amount(records))
+        for one in differ
+        for name, counter in structs.asdict(one.counted).items()
+        if counter != (records := getattr(one.recorded, name))
+    ]
+    print_table(("ACCOUNT", "DAY", "SUBJECT", "WHAT", "COUNTER", "RECORDS"), rows)
+
+
 async def balances(store: Store, account_id: str, days: range) -> AsyncIterator[BalanceRow]:
-    """Of each of the days that has any, and of every subject that has a record there, the account itself first."""
+    """One row for each day with usage and each subject that has a record there, the account itself first."""
     recorded = {row.day for row in await store.quotas.usage(account_id, days[0], days[-1])}
-    for of_day in days:
-        if of_day not in recorded and await store.quotas.totals(account_id, of_day) == Totals():
+    for day in days:
+        if day not in recorded and await store.quotas.totals(account_id, day) == Totals():
             continue
-        records = await store.quotas.records(account_id, of_day)
+        records = await store.quotas.records(account_id, day)
         for subject in sorted({"", *(subject for record in records for subject in record.counted)}):
-            balance = await store.quotas.reconcile(account_id, of_day, subject)
+            balance = await store.quotas.reconcile(account_id, day, subject)
             if balance.counted != balance.recorded:  # a settlement may have come between its parts: look again
-                balance = await store.quotas.reconcile(account_id, of_day, subject)
-            yield BalanceRow(account_id, of_day, subject, balance.counted, balance.recorded)
-
-
-def _with_progress(account_ids: Sequence[str]) -> Iterator[str]:
-    yield from tqdm(account_ids, unit=" accounts", file=sys.stderr, disable=not sys.stderr.isatty())
+                balance = await store.quotas.reconcile(account_id, day, subject)
+            yield BalanceRow(account_id, day, subject, balance.counted, balance.recorded)

@@ -1,4 +1,3 @@
-import argparse
 import asyncio
 import json
 from itertools import pairwise
@@ -10,18 +9,17 @@ from gateway.bench.client import LoadMeasurement, Target, measure_in_processes, 
 from gateway.bench.load import Workload, word_of_id
 from gateway.bench.overhead import GatewayShare
 from gateway.bench.server import own_server, tokenizer, write_model
-from gateway.cli import main, parser
-from gateway.commands.bench import measure_beside, workload_of
+from gateway.cli import main, parse
+from gateway.commands.bench import LoadOptions, measure_with_costs
 from gateway.text.tokenizer import ModelTokenizer
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 
 
 def _load(*words: str) -> Workload:
-    options: argparse.Namespace = parser().parse_args(
-        ["bench", "--streams", "4", "--requests", "12", "--max-tokens", "5", *words]
-    )
-    return workload_of(options)
+    options = parse(["bench", "--streams", "4", "--requests", "12", "--max-tokens", "5", *words])
+    load: LoadOptions = options.call.keywords["load"]
+    return load.workload
 
 
 def _target(gateway: Served, token: str | None = None) -> Target:
@@ -133,7 +131,7 @@ def test_a_server_of_its_own_is_measured_and_ended() -> None:
     """The whole way: made-up model, `hearth serve`, chats, cores, and what the gateway adds."""
     with own_server("tiny", "cpu") as own:
         load = Workload(40, 8, words=12, max_tokens=24, vocabulary=own.vocabulary)
-        measured, report = asyncio.run(measure_beside(own.target, load, 1, own))
+        measured, report = asyncio.run(measure_with_costs(own.target, load, 1, own))
         assert (report["failed"], report["prompt_tokens"], report["completion_tokens"]) == (0, 40 * 12, 40 * 24)
         assert set(report["cores"]) == {"gateway", "replica"}
         assert 0 < report["gateway_added_ms"] < measured.report()["first_token_ms"]["p99"]

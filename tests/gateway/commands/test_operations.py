@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import redis
 
-from gateway.cli import main, parser
+from gateway.cli import main, parse
 from gateway.config import load_config
 from gateway.state_dir import exclusive_state, server_secret
 from tenants.audit import AuditLog
@@ -106,7 +106,7 @@ def settle(*records: UsageRecord) -> None:
 def test_every_command_in_the_documents_is_one(page: str) -> None:
     lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("hearth ")]
     for line in lines:
-        parser().parse_args(shlex.split(line.split(" > ")[0], comments=True)[1:])
+        parse(shlex.split(line.split(" > ")[0], comments=True)[1:])
     assert len(lines) >= 10
 
 

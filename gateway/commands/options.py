@@ -1,0 +1,103 @@
+"""What the commands share on the command line: their apps, option types and settings. It knows no command."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from typing import Annotated, Any, Final, TypeVar
+
+from cyclopts import App, Group, Parameter
+from cyclopts.validators import MutuallyExclusive
+from msgspec import UNSET, UnsetType
+
+from gateway.config import Config, load_config
+
+NONE: Final = "none"  # takes a setting back, where it may be unset
+_UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_FIRST_DAY: Final = date(1970, 1, 1)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsSource:
+    """Where a command line takes its settings from: --config and --state."""
+
+    config: str | None = None
+    state: str | None = None
+
+    def load(self, *, host: str | None = None, port: int | None = None, device: str | None = None) -> Config:
+        """The settings with these options over them. Raises SettingsError."""
+        return load_config(self.config, state_folder=self.state, host=host, port=port, device=device)
+
+
+def command_app(name: str, summary: str, teaching: str) -> App:
+    """A command whose --help shows `summary`, its options, and then `teaching` as it is written."""
+    return App(name=name, help=summary, help_epilogue=teaching, help_format="plaintext")
+
+
+def parse_duration(text: str) -> float:
+    """`30d` → seconds. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no time: write a number and s, m, h, d or w, like 30d")
+    return int(match[1]) * float(_UNIT_SECONDS[match[2]])
+
+
+def parse_day(text: str) -> int:
+    """`2026-01-31` → days since 1970. Raises ValueError."""
+    try:
+        return (date.fromisoformat(text) - _FIRST_DAY).days
+    except ValueError:
+        raise ValueError(f"{text!r} is no day: write it like 2026-01-31, in UTC") from None
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """`a, b` → its parts; `none` and an empty text have none."""
+    return () if text == NONE else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _number(kind: Callable[[str], T], name: str) -> Callable[[str], T]:
+    def parse(text: str) -> T:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no {name}; `{NONE}` takes it back") from None
+
+    return parse
+
+
+def parsed_by(parse: Callable[[str], Any], metavar: str, *, optional: bool = False) -> Parameter:
+    """An option of one word that `parse` reads, or, where `optional`, `none`."""
+
+    def convert(_: Any, tokens: Any) -> Any:
+        text = tokens[0].value
+        return None if optional and text == NONE else parse(text)
+
+    return Parameter(converter=convert, n_tokens=1, accepts_keys=False, metavar=metavar)
+
+
+SOURCE: Final = Parameter(parse=False)
+Source = Annotated[SettingsSource, SOURCE]
+Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
+AccountId = Annotated[str, Parameter(help="its id, 32 hex characters")]
+TokenId = Annotated[str, Parameter(help="its id: the part between the underscores")]
+Device = Annotated[str | None, Parameter(help="where models run: auto, cpu, cuda or cuda:N (default: auto)")]
+Duration = Annotated[float, parsed_by(parse_duration, "1d")]
+Day = Annotated[int | None, parsed_by(parse_day, "DAY")]
+WordList = Annotated[tuple[str, ...] | None, parsed_by(split_list, "A,B")]
+# UNSET: the option was not given; None: it takes the setting back.
+OptionalCount = Annotated[int | UnsetType | None, parsed_by(_number(int, "whole number"), "N", optional=True)]
+OptionalAmount = Annotated[float | UnsetType | None, parsed_by(_number(float, "number"), "N", optional=True)]
+OptionalText = Annotated[str | UnsetType | None, parsed_by(str, "TEXT", optional=True)]
+OptionalDuration = Annotated[float | UnsetType | None, parsed_by(parse_duration, "30d", optional=True)]
+
+
+def exclusive() -> Group:
+    """Options of which one alone may be given."""
+    return Group(validator=MutuallyExclusive())  # type: ignore[no-untyped-call]
+
+
+def given_fields(**options: Any) -> dict[str, Any]:
+    """The options that were given, None for those that take a setting back."""
+    return {name: value for name, value in options.items() if value is not UNSET}
