@@ -26,23 +26,6 @@ from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.store.protocol import Clock, Store, StoreUnavailable
 
-__all__ = [
-    "Account",
-    "AccountService",
-    "AccountSuspended",
-    "ApiToken",
-    "Caller",
-    "Conflict",
-    "Grant",
-    "Limits",
-    "MalformedToken",
-    "NotFound",
-    "Permission",
-    "Plan",
-    "Unauthenticated",
-    "UnknownToken",
-]
-
 PEPPER: Final = 1  # the version of the pepper that seals new tokens
 TRUSTED_S: Final = 0.5  # how long a verified token is believed; revocation must be seen within 1 s
 VERIFIED_MAX: Final = 10_000  # verified tokens kept in memory
@@ -52,7 +35,9 @@ PLANS_MAX: Final = 50
 SECRET_BYTES_MIN: Final = 32
 
 _DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 11, 43, 6
+_ID_LENGTH: Final = 11
+_SECRET_LENGTH: Final = 43
+_CHECK_LENGTH: Final = 6
 _TEXT: Final = re.compile(r"hearth_([0-9A-Za-z]{11})_[0-9A-Za-z]{43}([0-9A-Za-z]{6})")
 
 
@@ -268,10 +253,6 @@ class AccountService:
                     await self._store.batches.discard(account_id)
                 return changed
         raise Conflict("the account is being changed by others all the time; try again")
-
-    async def set_ceiling(self, account_id: str, ceiling: Limits) -> Account:
-        """What the operator gives this account in place of its plan's limits."""
-        return await self.amend(account_id, lambda account: structs.replace(account, ceiling=ceiling))
 
     async def suspend(self, account_id: str) -> Account:
         """Its calls are refused on every gateway within 1 s, and those that run end within 5 s."""
