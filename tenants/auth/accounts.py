@@ -6,10 +6,8 @@ Only its HMAC under the server's secret is kept.
 
 import hashlib
 import hmac
-import re
 import secrets
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +15,13 @@ from typing import Final
 
 from msgspec import structs
 
+from tenants.auth.api_token import ID_LENGTH, base62, parse_token, token_text
+from tenants.auth.caller import Caller
+from tenants.auth.errors import AccountSuspended, Conflict, NotFound, UnknownToken
 from tenants.auth.issuers import JwtVerifier
 from tenants.auth.jwt import InvalidJwt, is_jwt
 from tenants.records.accounts import Account
-from tenants.records.grants import Grant, Permission
+from tenants.records.grants import Grant
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.records.tokens import ApiToken, TokenDigest
@@ -33,55 +34,6 @@ NAME_MAX: Final = 100
 AMENDS_MAX: Final = 10  # tries of one change beside others
 PLANS_MAX: Final = 50
 SECRET_BYTES_MIN: Final = 32
-
-_DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_ID_LENGTH: Final = 11
-_SECRET_LENGTH: Final = 43
-_CHECK_LENGTH: Final = 6
-_TEXT: Final = re.compile(r"hearth_([0-9A-Za-z]{11})_[0-9A-Za-z]{43}([0-9A-Za-z]{6})")
-
-
-class Unauthenticated(Exception):
-    """This credential opens nothing."""
-
-
-class MalformedToken(Unauthenticated):
-    """The text is no ApiToken; it was refused without asking the store."""
-
-
-class UnknownToken(Unauthenticated):
-    """A well-formed ApiToken that was never issued here, is revoked, or has expired; or a JWT that is not believed."""
-
-
-class AccountSuspended(Exception):
-    """The credential is good, and its account is suspended by the operator."""
-
-
-class NotFound(LookupError):
-    """There is no account, token or plan of this id."""
-
-
-class Conflict(Exception):
-    """It was changed since the revision that this change is based on, or is in use. Nothing was changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who a verified credential speaks for, and until when (seconds since 1970).
-
-    limits        what holds for its account; `token_limits` what the token has of its own beside.
-    scope         16 bytes that separate the prefix caches which it may share from all others.
-    own_scope     the same of its account alone, whatever it shares.
-    """
-
-    account: Account
-    token_id: str
-    grant: Grant
-    expires_at: int | None = None
-    limits: Limits = NO_LIMITS
-    token_limits: Limits = NO_LIMITS
-    scope: bytes = b""
-    own_scope: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +266,7 @@ class AccountService:
         limits: Limits = NO_LIMITS,
     ) -> tuple[ApiToken, str]:
         """A new ApiToken and its text, shown this once and kept nowhere. `expires_at` is seconds since 1970."""
-        text = _token_text(_base62(int.from_bytes(self._entropy(8), "big"), _ID_LENGTH), self._entropy)
+        text = token_text(base62(int.from_bytes(self._entropy(8), "big"), ID_LENGTH), self._entropy)
         expiry = None if expires_at is None else int(expires_at)
         now = int(self._clock())
         token = ApiToken(
@@ -328,7 +280,7 @@ class AccountService:
         """A new secret for a token, and its text, shown this once. The one before it opens for `grace_s` seconds yet,
         on every gateway; older ones no more. Raises NotFound, also where the token was revoked."""
         token, seals = await self._kept(token_id)
-        text = _token_text(token_id, self._entropy)
+        text = token_text(token_id, self._entropy)
         now = int(self._clock())
         before = [structs.replace(seals[0], until=now + int(grace_s))] if grace_s > 0 else []
         await self._store.accounts.update_token(token, [TokenDigest(self._digest(text), PEPPER), *before])
@@ -377,36 +329,6 @@ class AccountService:
 
     def _digest(self, text: str) -> bytes:
         return hmac.digest(self._pepper, text.encode(), "sha256")
-
-
-def parse_token(text: str) -> str:
-    """The key id of an ApiToken's text. Raises MalformedToken for anything that was not printed by `mint`."""
-    match = _TEXT.fullmatch(text)
-    if match is None:
-        raise MalformedToken("an ApiToken looks like hearth_<id>_<secret>; copy all of it")
-    if match[2] != _checksum(text[: match.start(2)]):
-        raise MalformedToken("this ApiToken has a typing error: its checksum is wrong; copy it again")
-    return match[1]
-
-
-def _token_text(key_id: str, entropy: Callable[[int], bytes]) -> str:
-    secret = _base62(int.from_bytes(entropy(32), "big"), _SECRET_LENGTH)
-    text = f"hearth_{key_id}_{secret}"
-    return text + _checksum(text)
-
-
-def _checksum(text: str) -> str:
-    return _base62(zlib.crc32(text.encode()), _CHECK_LENGTH)
-
-
-def _base62(number: int, length: int) -> str:
-    """Exactly `length` digits."""
-    digits = []
-    for _ in range(length):
-        number, digit = divmod(number, 62)
-        digits.append(_DIGITS[digit])
-    assert number == 0, f"needs more than {length} digits"
-    return "".join(reversed(digits))
 
 
 def checked_name(name: str) -> str:

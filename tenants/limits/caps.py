@@ -7,6 +7,7 @@ a token's calls of a class ("token:ID class:NAME"). What a subject used is count
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limit_status, limited_subjects
 from tenants.records.holds import BUDGETS, RATES, Cap, DenialReason
 from tenants.records.limits import MINUTE_US, Limits
 from tenants.records.usage import MICRO, month_us_left, us_left
@@ -84,3 +85,7 @@ def limit_status(cap: Cap, left: int, now_us: int) -> LimitStatus:
         return LimitStatus(cap.subject, cap.measure, cap.allowed, max(0, left), 0)
     until_us = us_left(now_us) if cap.measure is DenialReason.NEURONS_PER_DAY else month_us_left(now_us)
     return LimitStatus(cap.subject, cap.measure, cap.allowed / MICRO, max(0, left) / MICRO, -(-until_us // MICRO))
+
+
+def limits_status(measured: Sequence[Cap], left: Sequence[int], now_us: int) -> tuple[LimitStatus, ...]:
+    return tuple(limit_status(cap, one, now_us) for cap, one in zip(measured, left, strict=True))

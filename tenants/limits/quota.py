@@ -17,15 +17,17 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
-from tenants.auth.accounts import AccountSuspended, Caller, UnknownToken
-from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limit_status, limited_subjects
+from tenants.auth.accounts import Caller
+from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limited_subjects, limits_status
+from tenants.limits.denials import denial_error
 from tenants.limits.outbox import Outbox
+from tenants.limits.reservation import CallUsage, QuotaRequest, Reservation
 from tenants.records.accounts import Account
-from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Hold
+from tenants.records.holds import Denied, Hold
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord, day_of
 from tenants.store.protocol import Clock, QuotaStore, StoreUnavailable
@@ -38,145 +40,6 @@ SETTLE_BATCH: Final = 256  # settlements or checkpoints in one call of the store
 UNSETTLED_MAX: Final = 100_000  # open reservations and settlements not yet written
 
 log = logging.getLogger(__name__)
-
-
-class NeuronPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Neurons per million tokens, which is micro-neurons per token."""
-
-    input: float = 0.0
-    cached_input: float = 0.0
-    output: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.cached_input <= self.input <= 1e9 or not 0 <= self.output <= 1e9:
-            raise ValueError(f"{self}: prices are 0 to 1e9, and a cached token costs at most what a fresh one does")
-
-    def times(self, factor: float) -> "NeuronPrice":
-        return NeuronPrice(self.input * factor, self.cached_input * factor, self.output * factor)
-
-    def micro_neurons(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
-        """Rounded up; never falls when a count rises and `cached_tokens` does not."""
-        fresh_tokens = max(prompt_tokens - cached_tokens, 0)
-        cost = fresh_tokens * self.input + cached_tokens * self.cached_input + completion_tokens * self.output
-        return math.ceil(cost)
-
-
-class QuotaRequest(NamedTuple):
-    """What a request asks for: at most `output_tokens`, over all its choices, behind its prompt. Where its budget has
-    less it is content with `least_tokens`. `tags` and `metadata`, a JSON object, go into its record."""
-
-    model: str
-    price: NeuronPrice
-    prompt_tokens: int
-    output_tokens: int
-    least_tokens: int | None = None
-    model_class: str = ""
-    tags: tuple[str, ...] = ()
-    metadata: str = ""
-
-    def size(self) -> RequestSize:
-        most, price = self.output_tokens, self.price
-        least = most if self.least_tokens is None else min(self.least_tokens, most)
-        return RequestSize(
-            micro_neurons=price.micro_neurons(self.prompt_tokens, 0, most),
-            least=price.micro_neurons(self.prompt_tokens, 0, least),
-            input_tokens=self.prompt_tokens,
-            output_tokens=most,
-        )
-
-    def affordable(self, micro_neurons: int) -> int:
-        """How many of its output tokens so much pays for, behind the whole prompt."""
-        if not self.price.output or micro_neurons >= self.size().micro_neurons:
-            return self.output_tokens
-        tokens = int((micro_neurons - self.prompt_tokens * self.price.input) / self.price.output)
-        while self.price.micro_neurons(self.prompt_tokens, 0, tokens) > micro_neurons:
-            tokens -= 1  # floating point rounded up
-        return tokens
-
-
-class CallUsage(msgspec.Struct, frozen=True):
-    """What a request has used, so far or in the end. `outcome` is the gateway's word for how it ended."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    outcome: str = ""
-    first_token_ms: float | None = None
-    total_ms: float = 0.0
-
-
-class Reservation(msgspec.Struct, frozen=True):
-    """A granted request. `held` micro-neurons are charged to `day` until it is settled.
-
-    `output_tokens` are what it may generate: fewer than it asked for where its budget has no more. `left` is what its
-    limits have left while it holds these.
-    """
-
-    account_id: str
-    request_id: str
-    day: int
-    held: int
-    token_id: str
-    model: str
-    price: NeuronPrice
-    started_us: int
-    output_tokens: int
-    subjects: str = ""
-    tags: str = ""
-    metadata: str = ""
-    left: tuple[LimitStatus, ...] = ()
-
-    def after(self, spent: CallUsage) -> tuple[LimitStatus, ...]:
-        """What its neuron limits have left once it is settled, if nobody else used them meanwhile."""
-        back = (self.held - self._micro_neurons(spent)) / MICRO
-        budgets = (left for left in self.left if left.measure in BUDGETS)
-        return tuple(left._replace(left=max(0.0, min(left.allowed, left.left + back))) for left in budgets)
-
-    def neurons(self, spent: CallUsage) -> float:
-        """What `spent` costs; the same number that the ledger keeps."""
-        return self._micro_neurons(spent) / MICRO
-
-    def record(self, spent: CallUsage, outcome: str) -> UsageRecord:
-        return UsageRecord(
-            account_id=self.account_id,
-            request_id=self.request_id,
-            day=self.day,
-            micro_neurons=self._micro_neurons(spent),
-            prompt_tokens=spent.prompt_tokens,
-            cached_tokens=spent.cached_tokens,
-            completion_tokens=spent.completion_tokens,
-            outcome=outcome,
-            token_id=self.token_id,
-            model=self.model,
-            started_us=self.started_us,
-            total_ms=spent.total_ms,
-            first_token_ms=spent.first_token_ms,
-            subjects=self.subjects,
-            tags=self.tags,
-            metadata=self.metadata,
-        )
-
-    def _micro_neurons(self, spent: CallUsage) -> int:
-        return self.price.micro_neurons(spent.prompt_tokens, spent.cached_tokens, spent.completion_tokens)
-
-
-class QuotaExceeded(Exception):
-    """Over a limit; nothing was kept or counted. `message` is for the caller, `retry_after_s` ≥ 1.
-
-    `limit` is the name of the limit as in Limits, `left` what there is of it. `lasting`: no waiting makes it enough.
-    """
-
-    def __init__(self, left: LimitStatus, retry_after_s: int, message: str, *, lasting: bool) -> None:
-        super().__init__(message)
-        self.limit = left.measure.value
-        self.left = left
-        self.retry_after_s = retry_after_s
-        self.message = message
-        self.lasting = lasting
-
-
-class AlreadyRecorded(Exception):
-    """A request of this id ran before and has its usage record; a new request needs a new id."""
 
 
 @dataclass(slots=True)
@@ -249,7 +112,7 @@ class Quota:
                 self._write_later(asked.record(CallUsage(), "store_unavailable"))
             raise
         if isinstance(decision, Denied):
-            raise _denial_error(decision, caller, hold)
+            raise denial_error(decision, caller, hold)
         granted = msgspec.structs.replace(
             asked,
             day=decision.day,
@@ -403,68 +266,3 @@ class Quota:
         assert len(waiting) == len(set(waiting)), "a request is settled twice"
         assert not self._open.keys() & set(waiting), "an open request is settled"
         assert len(self._open) + len(waiting) <= UNSETTLED_MAX
-
-
-def limits_status(measured: Sequence[Cap], left: Sequence[int], now_us: int) -> tuple[LimitStatus, ...]:
-    return tuple(limit_status(cap, one, now_us) for cap, one in zip(measured, left, strict=True))
-
-
-def _denial_error(refused: Denied, caller: Caller, hold: Hold) -> Exception:
-    """What reserve() raises for it, in words that say what to change."""
-    reason = refused.reason
-    if reason in (DenialReason.REVOKED, DenialReason.NO_ACCOUNT):
-        return UnknownToken(f"ApiToken {caller.token_id} was revoked or its account is gone")
-    if reason is DenialReason.SUSPENDED:
-        return AccountSuspended(f"account {caller.account.id} is suspended")
-    if reason is DenialReason.RECORDED:
-        return AlreadyRecorded("this request id was used before; send the request under a new one")
-    retry_after_s = max(1, -(-refused.retry_after_us // MICRO))
-    (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (refused.subject, reason)]
-    message = _explained(refused, cap, _subject_text(refused.subject, caller), retry_after_s)
-    allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
-    lasting = cap.least > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
-    return QuotaExceeded(
-        LimitStatus(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message, lasting=lasting
-    )
-
-
-def _subject_text(subject: str, caller: Caller) -> str:
-    """`account acme`, `this token for models of class large`, …"""
-    of_class = subject.partition("class:")[2]
-    whose = "this token" if subject.startswith("token:") else f"account {caller.account.name}"
-    return f"{whose} for models of class {of_class}" if of_class else whose
-
-
-def _explained(refused: Denied, cap: Cap, whose: str, retry_after_s: int) -> str:
-    allowed = refused.allowed
-    match refused.reason:
-        case DenialReason.NEURONS_PER_DAY | DenialReason.NEURONS_PER_MONTH:
-            return _over_budget(refused, cap, whose)
-        case DenialReason.REQUESTS_PER_MINUTE:
-            return f"{whose} may start {allowed:,} requests per minute; wait {retry_after_s} s"
-        case DenialReason.CONCURRENT_REQUESTS:
-            return f"{whose} may run {allowed:,} requests at once; wait for one to end"
-        case _:
-            kind = "input" if refused.reason is DenialReason.INPUT_TOKENS_PER_MINUTE else "output"
-            if cap.cost_us > cap.room_us:
-                return (
-                    f"this request may need {cap.amount:,} {kind} tokens, and {whose} has {allowed:,} a minute: it can "
-                    "never run; shorten the prompt, lower max_tokens, or ask for a higher limit"
-                )
-            return f"{whose} may use {allowed:,} {kind} tokens per minute; wait {retry_after_s} s"
-
-
-def _over_budget(refused: Denied, cap: Cap, whose: str) -> str:
-    needed, used, allowed = cap.least / MICRO, refused.used / MICRO, refused.allowed / MICRO
-    day = refused.reason is DenialReason.NEURONS_PER_DAY
-    if needed > allowed:
-        return (
-            f"this request may need {needed:,.1f} neurons, and {whose} has {allowed:,.1f} for a whole "
-            f"{'day' if day else 'month'}: it can never run; shorten the prompt, lower max_tokens, or ask the operator "
-            "for a higher limit"
-        )
-    return (
-        f"this request may need {needed:,.1f} neurons, and {used:,.1f} of {'today' if day else 'this month'}'s "
-        f"{allowed:,.1f} of {whose} are used or reserved: lower max_tokens, or wait until 00:00 UTC"
-        f"{'' if day else ' of the first of the next month'}"
-    )

@@ -1,0 +1,52 @@
+"""The text of an ApiToken: `hearth_` + key id (11) + `_` + 256 random bits (43) + CRC-32 of all before it (6), in base62."""
+
+import re
+import zlib
+from collections.abc import Callable
+from typing import Final
+
+from tenants.auth.errors import MalformedToken
+
+DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+ID_LENGTH: Final = 11
+
+
+SECRET_LENGTH: Final = 43
+
+
+CHECK_LENGTH: Final = 6
+
+
+_TEXT: Final = re.compile(r"hearth_([0-9A-Za-z]{11})_[0-9A-Za-z]{43}([0-9A-Za-z]{6})")
+
+
+def parse_token(text: str) -> str:
+    """The key id of an ApiToken's text. Raises MalformedToken for anything that was not printed by `mint`."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise MalformedToken("an ApiToken looks like hearth_<id>_<secret>; copy all of it")
+    if match[2] != checksum(text[: match.start(2)]):
+        raise MalformedToken("this ApiToken has a typing error: its checksum is wrong; copy it again")
+    return match[1]
+
+
+def token_text(key_id: str, entropy: Callable[[int], bytes]) -> str:
+    secret = base62(int.from_bytes(entropy(32), "big"), SECRET_LENGTH)
+    text = f"hearth_{key_id}_{secret}"
+    return text + checksum(text)
+
+
+def checksum(text: str) -> str:
+    return base62(zlib.crc32(text.encode()), CHECK_LENGTH)
+
+
+def base62(number: int, length: int) -> str:
+    """Exactly `length` digits."""
+    digits = []
+    for _ in range(length):
+        number, digit = divmod(number, 62)
+        digits.append(DIGITS[digit])
+    assert number == 0, f"needs more than {length} digits"
+    return "".join(reversed(digits))

@@ -1,0 +1,26 @@
+"""Whom a verified credential speaks for. It knows neither tokens' secrets nor stores."""
+
+from dataclasses import dataclass
+
+from tenants.records.accounts import Account
+from tenants.records.grants import Grant
+from tenants.records.limits import NO_LIMITS, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a verified credential speaks for, and until when (seconds since 1970).
+
+    limits        what holds for its account; `token_limits` what the token has of its own beside.
+    scope         16 bytes that separate the prefix caches which it may share from all others.
+    own_scope     the same of its account alone, whatever it shares.
+    """
+
+    account: Account
+    token_id: str
+    grant: Grant
+    expires_at: int | None = None
+    limits: Limits = NO_LIMITS
+    token_limits: Limits = NO_LIMITS
+    scope: bytes = b""
+    own_scope: bytes = b""

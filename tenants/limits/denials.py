@@ -1,0 +1,86 @@
+"""Why a request may not start, in words for its caller. It knows no store."""
+
+from tenants.auth.accounts import AccountSuspended, Caller, UnknownToken
+from tenants.limits.caps import LimitStatus
+from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Hold
+from tenants.records.usage import MICRO
+
+
+class QuotaExceeded(Exception):
+    """Over a limit; nothing was kept or counted. `message` is for the caller, `retry_after_s` ≥ 1.
+
+    `limit` is the name of the limit as in Limits, `left` what there is of it. `lasting`: no waiting makes it enough.
+    """
+
+    def __init__(self, left: LimitStatus, retry_after_s: int, message: str, *, lasting: bool) -> None:
+        super().__init__(message)
+        self.limit = left.measure.value
+        self.left = left
+        self.retry_after_s = retry_after_s
+        self.message = message
+        self.lasting = lasting
+
+
+class AlreadyRecorded(Exception):
+    """A request of this id ran before and has its usage record; a new request needs a new id."""
+
+
+def denial_error(refused: Denied, caller: Caller, hold: Hold) -> Exception:
+    """What reserve() raises for it, in words that say what to change."""
+    reason = refused.reason
+    if reason in (DenialReason.REVOKED, DenialReason.NO_ACCOUNT):
+        return UnknownToken(f"ApiToken {caller.token_id} was revoked or its account is gone")
+    if reason is DenialReason.SUSPENDED:
+        return AccountSuspended(f"account {caller.account.id} is suspended")
+    if reason is DenialReason.RECORDED:
+        return AlreadyRecorded("this request id was used before; send the request under a new one")
+    retry_after_s = max(1, -(-refused.retry_after_us // MICRO))
+    (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (refused.subject, reason)]
+    message = _explained(refused, cap, _subject_text(refused.subject, caller), retry_after_s)
+    allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
+    lasting = cap.least > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
+    return QuotaExceeded(
+        LimitStatus(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message, lasting=lasting
+    )
+
+
+def _subject_text(subject: str, caller: Caller) -> str:
+    """`account acme`, `this token for models of class large`, …"""
+    of_class = subject.partition("class:")[2]
+    whose = "this token" if subject.startswith("token:") else f"account {caller.account.name}"
+    return f"{whose} for models of class {of_class}" if of_class else whose
+
+
+def _explained(refused: Denied, cap: Cap, whose: str, retry_after_s: int) -> str:
+    allowed = refused.allowed
+    match refused.reason:
+        case DenialReason.NEURONS_PER_DAY | DenialReason.NEURONS_PER_MONTH:
+            return _over_budget(refused, cap, whose)
+        case DenialReason.REQUESTS_PER_MINUTE:
+            return f"{whose} may start {allowed:,} requests per minute; wait {retry_after_s} s"
+        case DenialReason.CONCURRENT_REQUESTS:
+            return f"{whose} may run {allowed:,} requests at once; wait for one to end"
+        case _:
+            kind = "input" if refused.reason is DenialReason.INPUT_TOKENS_PER_MINUTE else "output"
+            if cap.cost_us > cap.room_us:
+                return (
+                    f"this request may need {cap.amount:,} {kind} tokens, and {whose} has {allowed:,} a minute: it can "
+                    "never run; shorten the prompt, lower max_tokens, or ask for a higher limit"
+                )
+            return f"{whose} may use {allowed:,} {kind} tokens per minute; wait {retry_after_s} s"
+
+
+def _over_budget(refused: Denied, cap: Cap, whose: str) -> str:
+    needed, used, allowed = cap.least / MICRO, refused.used / MICRO, refused.allowed / MICRO
+    day = refused.reason is DenialReason.NEURONS_PER_DAY
+    if needed > allowed:
+        return (
+            f"this request may need {needed:,.1f} neurons, and {whose} has {allowed:,.1f} for a whole "
+            f"{'day' if day else 'month'}: it can never run; shorten the prompt, lower max_tokens, or ask the operator "
+            "for a higher limit"
+        )
+    return (
+        f"this request may need {needed:,.1f} neurons, and {used:,.1f} of {'today' if day else 'this month'}'s "
+        f"{allowed:,.1f} of {whose} are used or reserved: lower max_tokens, or wait until 00:00 UTC"
+        f"{'' if day else ' of the first of the next month'}"
+    )

@@ -1,0 +1,130 @@
+"""What one request asks for, holds and has used, in tokens and neurons. It knows no store and no clock."""
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+from tenants.limits.caps import LimitStatus, RequestSize
+from tenants.records.holds import BUDGETS
+from tenants.records.usage import MICRO, UsageRecord
+
+
+class NeuronPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Neurons per million tokens, which is micro-neurons per token."""
+
+    input: float = 0.0
+    cached_input: float = 0.0
+    output: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cached_input <= self.input <= 1e9 or not 0 <= self.output <= 1e9:
+            raise ValueError(f"{self}: prices are 0 to 1e9, and a cached token costs at most what a fresh one does")
+
+    def times(self, factor: float) -> "NeuronPrice":
+        return NeuronPrice(self.input * factor, self.cached_input * factor, self.output * factor)
+
+    def micro_neurons(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+        """Rounded up; never falls when a count rises and `cached_tokens` does not."""
+        fresh_tokens = max(prompt_tokens - cached_tokens, 0)
+        cost = fresh_tokens * self.input + cached_tokens * self.cached_input + completion_tokens * self.output
+        return math.ceil(cost)
+
+
+class QuotaRequest(NamedTuple):
+    """What a request asks for: at most `output_tokens`, over all its choices, behind its prompt. Where its budget has
+    less it is content with `least_tokens`. `tags` and `metadata`, a JSON object, go into its record."""
+
+    model: str
+    price: NeuronPrice
+    prompt_tokens: int
+    output_tokens: int
+    least_tokens: int | None = None
+    model_class: str = ""
+    tags: tuple[str, ...] = ()
+    metadata: str = ""
+
+    def size(self) -> RequestSize:
+        most, price = self.output_tokens, self.price
+        least = most if self.least_tokens is None else min(self.least_tokens, most)
+        return RequestSize(
+            micro_neurons=price.micro_neurons(self.prompt_tokens, 0, most),
+            least=price.micro_neurons(self.prompt_tokens, 0, least),
+            input_tokens=self.prompt_tokens,
+            output_tokens=most,
+        )
+
+    def affordable(self, micro_neurons: int) -> int:
+        """How many of its output tokens so much pays for, behind the whole prompt."""
+        if not self.price.output or micro_neurons >= self.size().micro_neurons:
+            return self.output_tokens
+        tokens = int((micro_neurons - self.prompt_tokens * self.price.input) / self.price.output)
+        while self.price.micro_neurons(self.prompt_tokens, 0, tokens) > micro_neurons:
+            tokens -= 1  # floating point rounded up
+        return tokens
+
+
+class CallUsage(msgspec.Struct, frozen=True):
+    """What a request has used, so far or in the end. `outcome` is the gateway's word for how it ended."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    outcome: str = ""
+    first_token_ms: float | None = None
+    total_ms: float = 0.0
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """A granted request. `held` micro-neurons are charged to `day` until it is settled.
+
+    `output_tokens` are what it may generate: fewer than it asked for where its budget has no more. `left` is what its
+    limits have left while it holds these.
+    """
+
+    account_id: str
+    request_id: str
+    day: int
+    held: int
+    token_id: str
+    model: str
+    price: NeuronPrice
+    started_us: int
+    output_tokens: int
+    subjects: str = ""
+    tags: str = ""
+    metadata: str = ""
+    left: tuple[LimitStatus, ...] = ()
+
+    def after(self, spent: CallUsage) -> tuple[LimitStatus, ...]:
+        """What its neuron limits have left once it is settled, if nobody else used them meanwhile."""
+        back = (self.held - self._micro_neurons(spent)) / MICRO
+        budgets = (left for left in self.left if left.measure in BUDGETS)
+        return tuple(left._replace(left=max(0.0, min(left.allowed, left.left + back))) for left in budgets)
+
+    def neurons(self, spent: CallUsage) -> float:
+        """What `spent` costs; the same number that the ledger keeps."""
+        return self._micro_neurons(spent) / MICRO
+
+    def record(self, spent: CallUsage, outcome: str) -> UsageRecord:
+        return UsageRecord(
+            account_id=self.account_id,
+            request_id=self.request_id,
+            day=self.day,
+            micro_neurons=self._micro_neurons(spent),
+            prompt_tokens=spent.prompt_tokens,
+            cached_tokens=spent.cached_tokens,
+            completion_tokens=spent.completion_tokens,
+            outcome=outcome,
+            token_id=self.token_id,
+            model=self.model,
+            started_us=self.started_us,
+            total_ms=spent.total_ms,
+            first_token_ms=spent.first_token_ms,
+            subjects=self.subjects,
+            tags=self.tags,
+            metadata=self.metadata,
+        )
+
+    def _micro_neurons(self, spent: CallUsage) -> int:
+        return self.price.micro_neurons(spent.prompt_tokens, spent.cached_tokens, spent.completion_tokens)
