@@ -7,8 +7,11 @@ from typing import Final
 from gateway import errors
 from gateway.http.exchange import Exchange
 from gateway.http.routes import Handler
-from tenants.auth.accounts import AccountService, AccountSuspended, Caller, MalformedToken, Permission, Unauthenticated
+from tenants.auth.accounts import AccountService
+from tenants.auth.caller import Caller
+from tenants.auth.errors import AccountSuspended, MalformedToken, Unauthenticated
 from tenants.auth.issuers import IssuerUnavailable
+from tenants.records.grants import Permission
 from tenants.store.protocol import StoreUnavailable
 
 ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")

@@ -8,7 +8,7 @@ from gateway import errors
 from gateway.authentication import Authenticator, CallerHandler, credential_of
 from gateway.http.exchange import Exchange
 from gateway.http.routes import Handler
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 from tenants.store.protocol import StoreUnavailable
 
 REVOCATION_CHECK_S: Final = 2.0  # how often the tokens of running requests are verified again

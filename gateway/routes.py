@@ -14,7 +14,8 @@ from gateway.inference.reply import Dialect
 from gateway.inference.request import InferenceContext
 from gateway.listing.table import LISTS, serve_list
 from gateway.open_requests import OpenRequests
-from tenants.auth.accounts import Caller, Permission
+from tenants.auth.caller import Caller
+from tenants.records.grants import Permission
 
 
 def account_routes(

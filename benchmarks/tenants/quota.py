@@ -19,8 +19,11 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.record import record
-from tenants.auth.accounts import AccountService, Caller
-from tenants.limits.quota import CallUsage, NeuronPrice, Quota, QuotaExceeded, QuotaRequest, Reservation
+from tenants.auth.accounts import AccountService
+from tenants.auth.caller import Caller
+from tenants.limits.denials import QuotaExceeded
+from tenants.limits.quota import Quota
+from tenants.limits.reservation import CallUsage, NeuronPrice, QuotaRequest, Reservation
 from tenants.open import open_store
 from tenants.records.limits import Limits
 from tenants.store.protocol import Store

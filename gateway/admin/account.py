@@ -18,8 +18,9 @@ from gateway.admin.operation import (
     time_of,
     values_validated,
 )
-from tenants.auth.accounts import Permission, checked_name
+from tenants.auth.accounts import checked_name
 from tenants.records.accounts import Account
+from tenants.records.grants import Permission
 from tenants.records.limits import Limits
 from tenants.records.settings import Notices, Settings
 

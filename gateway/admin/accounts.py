@@ -19,8 +19,10 @@ from gateway.admin.operation import (
 )
 from gateway.errors import bad_input
 from gateway.listing.pages import sliced
-from tenants.auth.accounts import NotFound, Permission, checked_name
+from tenants.auth.accounts import checked_name
+from tenants.auth.errors import NotFound
 from tenants.records.accounts import Account
+from tenants.records.grants import Permission
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.plans import DEFAULT_PLAN, Plan
 

@@ -19,8 +19,8 @@ from gateway.admin.operation import (
     time_of,
 )
 from tenants.audit import SYSTEM
-from tenants.auth.accounts import Permission
 from tenants.records.audit_entry import AuditEntry
+from tenants.records.grants import Permission
 
 CHUNK: Final = 500  # entries in one call of the store
 LOOKED_AT_MAX: Final = 10_000  # entries for one answer; the cursor goes on from there

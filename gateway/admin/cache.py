@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.admin.operation import ACCOUNT, AdminContext, NoFields, Operation, OperationRequest, OperationResult
 from gateway.admin.usage import DaysQuery, span
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 from tenants.records.settings import cache_retention_s
 
 

@@ -31,7 +31,9 @@ from gateway.http.exchange import JSON_CONTENT, Exchange, Header
 from gateway.http.json_body import decode_body, decode_query
 from gateway.http.routes import Endpoint, ExchangeServer
 from gateway.listing.pages import PageItem
-from tenants.auth.accounts import Caller, Conflict, NotFound, Permission
+from tenants.auth.caller import Caller
+from tenants.auth.errors import Conflict, NotFound
+from tenants.records.grants import Permission
 from tenants.store.protocol import StoreUnavailable
 
 BODY_BYTES_MAX: Final = 64 << 10

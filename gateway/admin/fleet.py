@@ -7,7 +7,7 @@ import msgspec
 from gateway.admin.machines import LoadItem, load_of
 from gateway.admin.operation import OPERATOR, AdminContext, NoFields, Operation, OperationRequest, OperationResult
 from gateway.cluster.fleet import ReplicaView
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 
 
 class ReplicaItem(msgspec.Struct, frozen=True):

@@ -10,9 +10,9 @@ from gateway.admin.account import LimitsItem, limits_item
 from gateway.admin.operation import ACCOUNT, AdminContext, NoFields, Operation, OperationRequest, OperationResult
 from gateway.admin.tokens import own_token
 from gateway.inference import rate_limit_headers
-from tenants.auth.accounts import Permission
 from tenants.limits.caps import LimitStatus
 from tenants.records.accounts import Account
+from tenants.records.grants import Permission
 from tenants.records.limits import NO_LIMITS, RANGES, Limits
 
 

@@ -7,7 +7,7 @@ import msgspec
 from engine.protocol import frames
 from gateway.admin.operation import OPERATOR, AdminContext, NoFields, Operation, OperationRequest, OperationResult
 from gateway.cluster.fleet import MachineView, ReplicaFleet, ReplicaView
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 
 
 class DeviceItem(msgspec.Struct, frozen=True):

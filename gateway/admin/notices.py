@@ -5,8 +5,8 @@ from typing import Final
 import msgspec
 
 from gateway.admin.operation import ACCOUNT, AdminContext, NoFields, Operation, OperationRequest, OperationResult
-from tenants.auth.accounts import Permission
 from tenants.limits.soft_caps import webhook_secret
+from tenants.records.grants import Permission
 
 
 class KeyItem(msgspec.Struct, frozen=True):

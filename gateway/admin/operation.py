@@ -18,8 +18,10 @@ from gateway.http.idempotency import IdempotencyStore
 from gateway.listing.pages import PAGE_MAX, PageItem
 from gateway.observability.store_health import StoreHealth
 from tenants.audit import AuditLog, fit_detail
-from tenants.auth.accounts import NAME_MAX, AccountService, Caller, Permission
+from tenants.auth.accounts import NAME_MAX, AccountService
+from tenants.auth.caller import Caller
 from tenants.limits.quota import Quota
+from tenants.records.grants import Permission
 from tenants.store.protocol import Store
 
 BASE: Final = "/client/v4"

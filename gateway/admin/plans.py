@@ -16,7 +16,8 @@ from gateway.admin.operation import (
     values_validated,
 )
 from tenants.audit import SYSTEM
-from tenants.auth.accounts import NotFound, Permission
+from tenants.auth.errors import NotFound
+from tenants.records.grants import Permission
 from tenants.records.plans import Plan
 
 PLANS: Final = f"{OPERATOR}/plans"

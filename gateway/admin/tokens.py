@@ -28,9 +28,11 @@ from gateway.admin.operation import (
     values_validated,
 )
 from gateway.listing.pages import PAGE_MAX, sliced
-from tenants.auth.accounts import ApiToken, NotFound, Permission, checked_name
-from tenants.records.grants import ENTRIES_MAX, Grant
+from tenants.auth.accounts import checked_name
+from tenants.auth.errors import NotFound
+from tenants.records.grants import ENTRIES_MAX, Grant, Permission
 from tenants.records.limits import NO_LIMITS, Limits
+from tenants.records.tokens import ApiToken
 
 GRACE_S_MAX: Final = 7 * 86400
 TOKENS_MAX: Final = 1_000  # of one account, revoked ones left out

@@ -20,7 +20,7 @@ from gateway.admin.operation import (
 )
 from gateway.errors import bad_input
 from gateway.listing.pages import PAGE_MAX, sliced
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 from tenants.records.usage import MICRO, UsageRow, day_of
 from tenants.store.protocol import RETENTION_DAYS
 

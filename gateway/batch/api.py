@@ -21,7 +21,7 @@ from gateway.http.exchange import JSON_CONTENT, Exchange
 from gateway.http.json_body import decode_query
 from gateway.inference.reply import enveloped
 from gateway.inference.run_options import run_options
-from tenants.auth.accounts import Caller
+from tenants.auth.caller import Caller
 from tenants.records.batches import ARRIVING_S, BatchJob, BatchStatus
 from tenants.store.protocol import BatchStore, StoreUnavailable
 

@@ -36,8 +36,9 @@ from gateway.inference.prompt import SEED_BITS
 from gateway.inference.reply import Dialect, GenerationRequest
 from gateway.inference.request import GenerationCall, InferenceContext, report_call
 from gateway.inference.run_options import RunOptions
-from tenants.auth.accounts import AccountSuspended, Caller, UnknownToken
-from tenants.limits.quota import AlreadyRecorded
+from tenants.auth.caller import Caller
+from tenants.auth.errors import AccountSuspended, UnknownToken
+from tenants.limits.denials import AlreadyRecorded
 from tenants.records.batches import BatchJobItem, BatchStatus, QueueDepth
 from tenants.records.usage import UsageRecord
 from tenants.store.protocol import BatchStore, StoreUnavailable

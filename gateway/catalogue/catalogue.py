@@ -21,7 +21,7 @@ from gateway.config import Config, ModelEntryConfig, PriceConfig, SettingsError
 from gateway.text.tokenizer import ModelFolderError, ModelTokenizer
 from gateway.tool_parsers.reasoning import template_has_reasoning
 from gateway.tool_parsers.registry import TOOL_FORMATS, ToolFormat, tool_format_of
-from tenants.limits.quota import NeuronPrice
+from tenants.limits.reservation import NeuronPrice
 
 BUILT_IN: Final = "@cf/hearth/ember"
 _BUILT_IN_DESCRIPTION: Final = (

@@ -12,7 +12,7 @@ from gateway.commands.options import Json, OptionalCount, OptionalDuration, comm
 from gateway.commands.output import format_amount, print_either, print_table
 from gateway.commands.store_access import Access, plan_json
 from tenants.audit import SYSTEM
-from tenants.auth.accounts import NotFound
+from tenants.auth.errors import NotFound
 from tenants.records.plans import Plan
 
 _TEACHING: Final = """\

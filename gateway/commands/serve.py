@@ -43,7 +43,7 @@ from gateway.state_dir import (
     server_secret,
     write_credentials,
 )
-from tenants.auth.accounts import NotFound, Unauthenticated
+from tenants.auth.errors import NotFound, Unauthenticated
 from tenants.open import open_store
 from tenants.store.protocol import StoreUnavailable
 

@@ -15,10 +15,13 @@ from gateway.commands.output import fail
 from gateway.config import Config
 from gateway.state_dir import server_secret
 from tenants.audit import AuditLog, fit_detail
-from tenants.auth.accounts import Account, AccountService, ApiToken, Conflict, NotFound
+from tenants.auth.accounts import AccountService
+from tenants.auth.errors import Conflict, NotFound
 from tenants.open import open_store
+from tenants.records.accounts import Account
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.plans import DEFAULT_PLAN, Plan
+from tenants.records.tokens import ApiToken
 from tenants.store.protocol import Store, StoreUnavailable
 
 ACTOR = "command line"

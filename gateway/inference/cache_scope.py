@@ -8,7 +8,7 @@ import hashlib
 from engine.protocol.types import SchedulingTerms, Scope, ScopeKind
 from gateway.errors import bad_input
 from gateway.http.exchange import Exchange
-from tenants.auth.accounts import Caller
+from tenants.auth.caller import Caller
 from tenants.records.settings import cache_retention_s
 
 

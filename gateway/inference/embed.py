@@ -44,8 +44,8 @@ from gateway.inference.request import CHECKPOINT_S, InferenceContext, end_call
 from gateway.inference.run_options import RunOptions
 from gateway.observability.tracing import RequestSpan
 from gateway.text.tokenizer import TokenizationError
-from tenants.auth.accounts import Caller
-from tenants.limits.quota import CallUsage, QuotaRequest, Reservation
+from tenants.auth.caller import Caller
+from tenants.limits.reservation import CallUsage, QuotaRequest, Reservation
 
 AT_ONCE_MAX: Final = 256  # texts of one request that are at replicas: others' have places there too
 _WRITTEN: Final = 16  # vectors that are written before other requests have their turn: a millisecond or two

@@ -48,8 +48,8 @@ from gateway.inference.request import GenerationCall, InferenceContext
 from gateway.inference.run_options import refuse_options, run_options
 from gateway.text.tokenizer import TokenizationError
 from gateway.tool_parsers.reasoning import MARKERS, grammar_after_reasoning, opens_reasoning
-from tenants.auth.accounts import Caller
-from tenants.limits.quota import QuotaRequest
+from tenants.auth.caller import Caller
+from tenants.limits.reservation import QuotaRequest
 from tenants.store.protocol import StoreUnavailable
 
 THOUGHT_TOKENS_MAX: Final = 16  # of a prompt, in which "<think>" and some line breaks behind it are

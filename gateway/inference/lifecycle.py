@@ -18,8 +18,10 @@ from gateway.http.exchange import Exchange
 from gateway.inference import rate_limit_headers
 from gateway.inference.request import InferenceContext
 from gateway.inference.run_options import RunOptions
-from tenants.auth.accounts import AccountSuspended, Caller, UnknownToken
-from tenants.limits.quota import QuotaExceeded, QuotaRequest, Reservation
+from tenants.auth.caller import Caller
+from tenants.auth.errors import AccountSuspended, UnknownToken
+from tenants.limits.denials import QuotaExceeded
+from tenants.limits.reservation import QuotaRequest, Reservation
 from tenants.records.holds import BUDGETS
 from tenants.store.protocol import StoreUnavailable
 

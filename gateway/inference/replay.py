@@ -18,7 +18,7 @@ from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.http.exchange import JSON_CONTENT, ClientDisconnected, Exchange, Header
 from gateway.http.idempotency import IdempotencyClaim, IdempotencyStore
-from tenants.auth.accounts import Caller
+from tenants.auth.caller import Caller
 from tenants.store.protocol import StoreUnavailable
 
 log = logging.getLogger(__name__)

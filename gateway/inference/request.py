@@ -30,8 +30,10 @@ from gateway.observability.store_health import StoreHealth
 from gateway.observability.tracing import RequestSpan, RequestTracer
 from gateway.privacy.interned import InternedScrubber
 from gateway.tool_parsers.parts import OutputPart
-from tenants.auth.accounts import AccountService, Caller
-from tenants.limits.quota import CallUsage, Quota, Reservation
+from tenants.auth.accounts import AccountService
+from tenants.auth.caller import Caller
+from tenants.limits.quota import Quota
+from tenants.limits.reservation import CallUsage, Reservation
 from tenants.limits.soft_caps import SoftCaps
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import JSON_CONTENT, Exchange
 from gateway.inference.request import InferenceContext
 from gateway.listing import openai, schemas, workers_ai
-from tenants.auth.accounts import Caller
+from tenants.auth.caller import Caller
 
 # Renders what the query asks of the models that the caller may use. Raises ApiError.
 ListRenderer = Callable[[InferenceContext, Sequence[Model], Exchange], bytes]

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from tenants.limits.quota import CallUsage
+from tenants.limits.reservation import CallUsage
 
 OTHER_ACCOUNTS: Final = "other"
 OUTCOME_GROUPS: Final = ("done", "left", "limited", "refused", "failed")

@@ -12,7 +12,7 @@ from gateway.errors import ApiError
 from gateway.http.client_address import ClientAddressPolicy
 from gateway.http.exchange import JSON_CONTENT, Exchange
 from gateway.observability.metrics import CONTENT_TYPE, Metrics
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 from tenants.store.protocol import Store, StoreUnavailable
 
 

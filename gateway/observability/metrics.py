@@ -22,8 +22,9 @@ from gateway.http import tls
 from gateway.observability.account_usage import AccountUsage
 from gateway.observability.store_health import StoreHealth
 from tenants.limits import outbox
-from tenants.limits.quota import CallUsage, Quota
+from tenants.limits.quota import Quota
 from tenants.limits.reconciler import Reconciler
+from tenants.limits.reservation import CallUsage
 from tenants.records.batches import QueueDepth
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gateway.config import TelemetryConfig
-from tenants.limits.quota import CallUsage
+from tenants.limits.reservation import CallUsage
 
 EXPORT_S: Final = 2.0  # for one batch, its retry included
 FLUSH_S: Final = 2.0  # for all that is left at the end

@@ -1,7 +1,6 @@
 """Who is calling: accounts, ApiTokens, JWTs and the scope that separates prefix caches. It knows no prices and no HTTP.
 
-An ApiToken's text is `hearth_` + key id (11) + `_` + 256 random bits (43) + CRC-32 of all before it (6), in base62.
-Only its HMAC under the server's secret is kept.
+Only the HMAC of an ApiToken's text under the server's secret is kept.
 """
 
 import hashlib

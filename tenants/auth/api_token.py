@@ -1,4 +1,4 @@
-"""The text of an ApiToken: `hearth_` + key id (11) + `_` + 256 random bits (43) + CRC-32 of all before it (6), in base62."""
+"""The text of an ApiToken, in base62: `hearth_`, key id (11), `_`, 256 random bits (43), CRC-32 of all before (6)."""
 
 import re
 import zlib

@@ -7,7 +7,6 @@ a token's calls of a class ("token:ID class:NAME"). What a subject used is count
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limit_status, limited_subjects
 from tenants.records.holds import BUDGETS, RATES, Cap, DenialReason
 from tenants.records.limits import MINUTE_US, Limits
 from tenants.records.usage import MICRO, month_us_left, us_left

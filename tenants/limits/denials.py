@@ -1,6 +1,7 @@
 """Why a request may not start, in words for its caller. It knows no store."""
 
-from tenants.auth.accounts import AccountSuspended, Caller, UnknownToken
+from tenants.auth.caller import Caller
+from tenants.auth.errors import AccountSuspended, UnknownToken
 from tenants.limits.caps import LimitStatus
 from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Hold
 from tenants.records.usage import MICRO

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from tenants.auth.accounts import Caller
+from tenants.auth.caller import Caller
 from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limited_subjects, limits_status
 from tenants.limits.denials import denial_error
 from tenants.limits.outbox import Outbox

@@ -12,7 +12,8 @@ import redis
 from gateway.batch.encryption import BatchEncryption, StoredRequest
 from gateway.http.idempotency import IdempotencyStore
 from tenants.audit import AuditLog
-from tenants.auth.accounts import AccountService, AccountSuspended, UnknownToken
+from tenants.auth.accounts import AccountService
+from tenants.auth.errors import AccountSuspended, UnknownToken
 from tenants.open import open_store
 from tenants.records.batches import BatchItemResult, BatchStatus
 from tenants.records.grants import Grant, Permission

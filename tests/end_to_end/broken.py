@@ -10,7 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from gateway.cli import main
-from tenants.limits.quota import CallUsage, Quota, Reservation
+from tenants.limits.quota import Quota
+from tenants.limits.reservation import CallUsage, Reservation
 from tenants.records.holds import Granted
 from tenants.records.usage import UsageRecord
 from tenants.store.redis.quotas import RedisQuotaStore

@@ -14,7 +14,8 @@ from typing import Final
 from gateway.catalogue.catalogue import open_catalogue
 from gateway.config import load_config
 from tenants.limits.caps import RequestSize, caps_of
-from tenants.limits.quota import HOLD_S, NeuronPrice
+from tenants.limits.quota import HOLD_S
+from tenants.limits.reservation import NeuronPrice
 from tenants.records.limits import Limits
 from tenants.records.usage import MICRO, UsageRecord, day_of, first_of_month
 from tenants.store.protocol import Store, StoreUnavailable

@@ -20,7 +20,8 @@ from gateway.cli import COMMANDS, main, parse
 from gateway.commands.serve import LOG_BYTES_MAX, base_url, first_call, trim
 from gateway.config import ServerConfig, load_config
 from gateway.state_dir import Credentials, read_credentials, server_secret, write_credentials
-from tenants.auth.accounts import AccountService, Unauthenticated
+from tenants.auth.accounts import AccountService
+from tenants.auth.errors import Unauthenticated
 from tenants.open import open_store
 
 

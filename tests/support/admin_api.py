@@ -13,8 +13,8 @@ from typing import Any, Final
 from jsonschema import Draft202012Validator, FormatChecker
 
 from tenants.audit import AuditLog
-from tenants.auth.accounts import Grant, Permission
 from tenants.records.batches import BatchJob
+from tenants.records.grants import Grant, Permission
 from tests.support.served_gateway import SECRET, Answer, Served, served
 from tests.support.stub_replica import MODEL
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from tenants.auth.accounts import AccountService, Caller
+from tenants.auth.accounts import AccountService
+from tenants.auth.caller import Caller
 from tenants.open import open_store
 from tenants.records.limits import Limits
 from tenants.store.protocol import Store

@@ -8,7 +8,8 @@ from msgspec import structs
 
 from tenants import export
 from tenants.audit import SYSTEM, AuditLog
-from tenants.auth.accounts import AccountService, Unauthenticated
+from tenants.auth.accounts import AccountService
+from tenants.auth.errors import Unauthenticated
 from tenants.export import ImportCounts, InvalidExport
 from tenants.open import open_store
 from tenants.records.accounts import Account

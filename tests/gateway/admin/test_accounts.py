@@ -4,8 +4,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tenants.auth.accounts import Permission, Plan
+from tenants.records.grants import Permission
 from tenants.records.limits import Limits
+from tenants.records.plans import Plan
 from tests.support.admin_api import EVERYTHING, kept
 from tests.support.served_gateway import looped
 

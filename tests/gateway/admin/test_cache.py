@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 from tests.support.admin_api import kept
 from tests.support.served_gateway import looped
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 from tenants.records.limits import Limits
 from tests.support.admin_api import kept
 from tests.support.served_gateway import looped

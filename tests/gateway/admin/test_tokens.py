@@ -8,7 +8,7 @@ import cloudflare
 import pytest
 
 from gateway.admin import tokens as module
-from tenants.auth.accounts import Grant, Permission
+from tenants.records.grants import Grant, Permission
 from tests.support.admin_api import kept
 from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL

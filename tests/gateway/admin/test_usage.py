@@ -9,7 +9,7 @@ import pytest
 
 from gateway.admin import usage as module
 from gateway.admin.usage import UsageItem, usage_csv
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 from tenants.records.usage import MICRO, UsageRecord, day_of
 from tests.support.admin_api import House, kept
 from tests.support.served_gateway import looped

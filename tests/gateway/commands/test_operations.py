@@ -21,7 +21,9 @@ from gateway.cli import main, parse
 from gateway.config import load_config
 from gateway.state_dir import exclusive_state, server_secret
 from tenants.audit import AuditLog
-from tenants.auth.accounts import AccountService, Caller, Unauthenticated
+from tenants.auth.accounts import AccountService
+from tenants.auth.caller import Caller
+from tenants.auth.errors import Unauthenticated
 from tenants.open import open_store
 from tenants.records.holds import Hold
 from tenants.records.usage import MICRO, UsageRecord

@@ -25,8 +25,10 @@ from gateway.cli import main
 from gateway.config import load_config
 from gateway.state_dir import server_secret
 from tenants.audit import AuditLog
-from tenants.auth.accounts import AccountService, Permission, Unauthenticated
+from tenants.auth.accounts import AccountService
+from tenants.auth.errors import Unauthenticated
 from tenants.open import open_store
+from tenants.records.grants import Permission
 from tests.gateway.commands.test_top_view import MACHINE
 
 _CODES = re.compile(r"\x1b\[[0-9;]*m")  # of colours

@@ -13,7 +13,8 @@ from msgspec import structs
 
 from gateway.config import ServerConfig
 from gateway.http.client_address import ClientAddress, ClientAddressPolicy
-from tenants.auth.accounts import Grant, Permission, _checksum
+from tenants.auth.api_token import checksum
+from tenants.records.grants import Grant, Permission
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 
@@ -408,7 +409,7 @@ async def test_refused_credentials_cannot_be_told_apart(tmp_path: Path) -> None:
 
 def checked(text: str) -> str:
     """A token's text with its checksum, so that it is looked up."""
-    return text + _checksum(text)
+    return text + checksum(text)
 
 
 class Sealed(bytes):

@@ -12,7 +12,8 @@ from engine.protocol.types import Scope, ScopeKind
 from gateway.inference.cache_scope import scope_of, terms_of
 from gateway.observability.logging import EventFormatter
 from gateway.text.tokenizer import ModelTokenizer
-from tenants.auth.accounts import AccountService, Caller
+from tenants.auth.accounts import AccountService
+from tenants.auth.caller import Caller
 from tenants.open import open_store
 from tenants.records.limits import Limits
 from tenants.records.plans import Plan

@@ -11,7 +11,7 @@ import pytest
 
 from gateway import open_requests
 from tenants.auth import jwks
-from tenants.auth.accounts import Account
+from tenants.records.accounts import Account
 from tenants.records.limits import Limits
 from tests.support.issuers import ACCOUNT, JwksServer, World, documents
 from tests.support.jwt_attacks import ATTACKS, FORM

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.catalogue.catalogue import BUILT_IN
 from gateway.config import ModelEntryConfig, PriceConfig, SettingsError, load_config
-from tenants.auth.accounts import Grant, Permission
+from tenants.records.grants import Grant, Permission
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 from gateway.observability import account_usage
 from gateway.observability.account_usage import OTHER_ACCOUNTS, AccountUsage
-from tenants.limits.quota import CallUsage
+from tenants.limits.reservation import CallUsage
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
 

@@ -8,8 +8,9 @@ from gateway.app import build_app
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.observability.metrics import OUTCOMES_MAX, Metrics
 from gateway.observability.store_health import StoreHealth
-from tenants.limits.quota import CallUsage, Quota
+from tenants.limits.quota import Quota
 from tenants.limits.reconciler import Reconciler
+from tenants.limits.reservation import CallUsage
 from tenants.records.grants import Grant, Permission
 from tenants.records.limits import Limits
 from tenants.store.protocol import QuotaStore, Store, StoreUnavailable

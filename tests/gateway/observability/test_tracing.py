@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from gateway.config import ModelEntryConfig
 from gateway.observability import tracing as module
 from gateway.observability.tracing import RequestTracer
-from tenants.limits.quota import CallUsage
+from tenants.limits.reservation import CallUsage
 from tests.support import minilm
 from tests.support.served_gateway import looped, served
 from tests.support.stub_replica import MODEL

@@ -11,19 +11,13 @@ from hypothesis import strategies as some
 from msgspec import structs
 
 from tenants.auth import accounts as module
-from tenants.auth.accounts import (
-    AccountService,
-    AccountSuspended,
-    Grant,
-    Limits,
-    MalformedToken,
-    NotFound,
-    Unauthenticated,
-    UnknownToken,
-    parse_token,
-)
+from tenants.auth.accounts import AccountService
+from tenants.auth.api_token import DIGITS, checksum, parse_token
+from tenants.auth.errors import AccountSuspended, MalformedToken, NotFound, Unauthenticated, UnknownToken
 from tenants.open import open_store
 from tenants.records.batches import BatchJob
+from tenants.records.grants import Grant
+from tenants.records.limits import Limits
 from tenants.records.plans import DEFAULT_PLAN
 from tenants.records.settings import Settings
 from tenants.store.protocol import Store, StoreUnavailable
@@ -67,7 +61,7 @@ async def test_a_secret_carries_256_random_bits(store: Store) -> None:
     accounts = AccountService(store, SECRET, entropy=entropy)
     _, text = await minted(accounts)
     assert asked == [16, 8, 32]
-    digits = {digit: value for value, digit in enumerate(module._DIGITS)}
+    digits = {digit: value for value, digit in enumerate(DIGITS)}
     secret = 0
     for digit in text[-49:-6]:
         secret = secret * 62 + digits[digit]
@@ -126,7 +120,7 @@ async def test_every_typing_error_is_refused_before_any_look_up(accounts: Accoun
 async def test_a_forged_secret_with_a_right_checksum_opens_nothing(accounts: AccountService) -> None:
     _, text = await minted(accounts)
     forged = text[:-49] + "0" * 43
-    forged += module._checksum(forged)
+    forged += checksum(forged)
     for _ in range(2):
         with pytest.raises(UnknownToken):
             await accounts.verify(forged)
@@ -215,7 +209,8 @@ async def test_a_verified_token_is_not_looked_up_again_at_once(
 async def test_new_limits_reach_the_caller_within_a_second(accounts: AccountService, clock: Any) -> None:
     account_id, text = await minted(accounts)
     await accounts.verify(text)
-    await accounts.set_ceiling(account_id, Limits(requests_per_minute=5))
+    ceiling = Limits(requests_per_minute=5)
+    await accounts.amend(account_id, lambda account: structs.replace(account, ceiling=ceiling))
     clock.now_s += 1
     assert (await accounts.verify(text)).account.limits.requests_per_minute == 5
 
@@ -275,7 +270,7 @@ async def test_an_unknown_account_or_token_is_named_in_the_error(accounts: Accou
     await accounts.create("somebody else")
     calls: list[Callable[[], Any]] = [
         lambda: accounts.get("f" * 32),
-        lambda: accounts.set_ceiling("f" * 32, Limits()),
+        lambda: accounts.suspend("f" * 32),
         lambda: accounts.mint("f" * 32, "laptop"),
         lambda: accounts.tokens("f" * 32),
     ]

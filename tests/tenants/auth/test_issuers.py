@@ -11,11 +11,15 @@ import msgspec
 import pytest
 
 from tenants.auth import issuers as module
-from tenants.auth.accounts import Account, AccountService, AccountSuspended, Limits, MalformedToken, UnknownToken
+from tenants.auth.accounts import AccountService
+from tenants.auth.errors import AccountSuspended, MalformedToken, UnknownToken
 from tenants.auth.issuers import Issuer, IssuerUnavailable, JwtIdentity, JwtVerifier
 from tenants.auth.jwt import InvalidJwt
-from tenants.limits.quota import CallUsage, NeuronPrice, Quota, QuotaRequest
+from tenants.limits.quota import Quota
+from tenants.limits.reservation import CallUsage, NeuronPrice, QuotaRequest
+from tenants.records.accounts import Account
 from tenants.records.grants import Grant, Permission
+from tenants.records.limits import Limits
 from tenants.store.protocol import Store
 from tests.support.issuers import ACCOUNT, ALGORITHMS, JwksServer, World, documents, jwk, signer
 from tests.support.jwt_attacks import ATTACKS, Attack, mapped

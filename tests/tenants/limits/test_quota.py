@@ -17,18 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as some
 from msgspec import structs
 
-from tenants.auth.accounts import AccountService, Caller, UnknownToken
+from tenants.auth.accounts import AccountService
+from tenants.auth.caller import Caller
+from tenants.auth.errors import UnknownToken
 from tenants.limits import quota as module
+from tenants.limits.denials import AlreadyRecorded, QuotaExceeded
 from tenants.limits.outbox import Outbox
-from tenants.limits.quota import (
-    AlreadyRecorded,
-    CallUsage,
-    NeuronPrice,
-    Quota,
-    QuotaExceeded,
-    QuotaRequest,
-    Reservation,
-)
+from tenants.limits.quota import Quota
+from tenants.limits.reservation import CallUsage, NeuronPrice, QuotaRequest, Reservation
 from tenants.open import open_store
 from tenants.records.limits import Limits
 from tenants.records.plans import DEFAULT_PLAN
@@ -520,7 +516,8 @@ KILLED_GATEWAY = """
 import asyncio, sys, time
 from pathlib import Path
 from tenants.auth.accounts import AccountService
-from tenants.limits.quota import CallUsage, NeuronPrice, Quota, QuotaRequest
+from tenants.limits.quota import Quota
+from tenants.limits.reservation import CallUsage, NeuronPrice, QuotaRequest
 from tenants.open import open_store
 
 async def main(url, outbox, text):
