@@ -13,7 +13,7 @@ from gateway.listing.openrouter import Offers
 from gateway.listing.pages import Listed
 from gateway.listing.schemas import SchemaQuery, Schemas
 from gateway.listing.workers_ai import Author, ModelItem, SearchQuery, Task
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 
 
 class Alive(msgspec.Struct):

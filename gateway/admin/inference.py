@@ -24,7 +24,7 @@ from gateway.api.run_batch import BatchInput, ResultsInput
 from gateway.inference.run_options import RunQuery
 from gateway.listing import answers
 from gateway.listing.answers import Enveloped
-from tenants.auth.accounts import Permission
+from tenants.records.grants import Permission
 
 # 405: an adapter is asked for. 409: the Idempotency-Key is taken. 422: it belongs to another request; or this one was
 # running in two crashes of its model. 429: a limit, or capacity taken.

@@ -23,7 +23,7 @@ from gateway.commands.options import (
 )
 from gateway.commands.output import print_either, print_table, time_text
 from gateway.commands.store_access import Access, account_json
-from tenants.auth.accounts import Account
+from tenants.records.accounts import Account
 from tenants.records.limits import NO_LIMITS
 from tenants.records.plans import DEFAULT_PLAN
 from tenants.records.settings import Settings

@@ -15,7 +15,8 @@ from gateway.commands.serve import base_url, reachable_host
 from gateway.commands.store_access import StoreAccess, ask_store
 from gateway.config import Config, ServerConfig
 from gateway.state_dir import read_credentials
-from tenants.auth.accounts import Account, Grant, Permission
+from tenants.records.accounts import Account
+from tenants.records.grants import Grant, Permission
 from tenants.store.protocol import StoreUnavailable
 
 _BASE: Final = "/client/v4/operator/"

@@ -11,8 +11,9 @@ from gateway.commands.limits import NO_CHANGE, LimitOptions, limits_text
 from gateway.commands.options import AccountId, Duration, Json, OptionalDuration, TokenId, WordList, command_app
 from gateway.commands.output import print_either, print_table, time_text
 from gateway.commands.store_access import Access, token_json
-from tenants.auth.accounts import ApiToken, Grant, Permission
+from tenants.records.grants import Grant, Permission
 from tenants.records.limits import NO_LIMITS
+from tenants.records.tokens import ApiToken
 
 _TEACHING: Final = """\
 examples:
