@@ -13,7 +13,7 @@ FOLDER: Final = Path(__file__).parents[2] / "engine" / "builtin_model"
 MODELS: Final = (EMBER, OTHER)
 QUESTIONS: Final = ("When are you open?", "Where is the harbour?", "Who wrote this book?")
 TOKENS: Final = 8
-# Beside weights of 60 MiB in float32 (bfloat16, which some CPUs choose, halves them): two such models are more than the budget.
+# Beside weights of 60 MiB in float32 (a CPU may choose bfloat16 otherwise): two such models are more than the budget.
 KV_BYTES: Final = 32 << 20
 SETTINGS: Final = f"""device_bytes = {150 << 20}
 [[models]]
