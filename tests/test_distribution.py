@@ -17,6 +17,7 @@ import pytest
 from tests.end_to_end.conftest import Hearth, serving
 
 ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distribution")]  # one wheel is built at a time
 
 
 @pytest.fixture(scope="module")
