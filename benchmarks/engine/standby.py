@@ -9,7 +9,7 @@ wake   a request comes for a model that sleeps, beside one that is awake: the ti
 zipf   six models (on a CPU four) are asked for as Zipf has it, two requests a second; then the same requests go to the
        two that are asked for most, which is what the others' tokens per second are held against. Writes what was asked
        to results/standby_trace.csv too, for the policy's simulation.
-start  a replica from a warm parent and from a cold process, weights in the page cache and on the disk, without HTTP:
+start  a replica from a zygote and from a cold process, weights in the page cache and on the disk, without HTTP:
        until the first token of a prompt of 128 tokens.
 
 On a GPU all models are llama-3.1-8b's geometry, with weights made up once and written to `--folder`. On a CPU they are
@@ -445,10 +445,10 @@ def measure_starts(folder: Path, device: str) -> None:
     _row(f"cold-start{where}", _median_start_s(cold, folder, device), "s", 7.0 if device == "cuda" else None)
     with closing(ForkserverLauncher(zygote_modules(machine), cold, time.monotonic)) as warm:
         began = time.monotonic()
-        while not warm.ready(time.monotonic()) or warm.parent is None:
-            assert time.monotonic() < began + _STARTED_S, "there is no warm parent"
+        while not warm.ready(time.monotonic()) or warm.zygote is None:
+            assert time.monotonic() < began + _STARTED_S, "there is no zygote"
             time.sleep(0.01)
-        say(f"a warm parent after {time.monotonic() - began:.2f} s")
+        say(f"a zygote after {time.monotonic() - began:.2f} s")
         _row(f"warm-start{where}", _median_start_s(warm, folder, device), "s", 2.5 if device == "cuda" else None)
         if device == "cuda":
             read_s = _read_s(folder)

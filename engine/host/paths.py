@@ -1,4 +1,4 @@
-"""What a machine has on its host for itself: the lock on its folder, where it and its replicas listen, and the cache of
+"""What an agent has on its host for itself: the lock on its folder, where it and its replicas listen, and the cache of
 compiled kernels. It knows neither processes nor models' weights."""
 
 import contextlib
@@ -19,18 +19,18 @@ from engine.protocol.specs import MachineSpec, ModelSpec
 
 
 class AgentStartError(RuntimeError):
-    """This machine cannot run; the message says why and what to do."""
+    """This agent cannot run; the message says why and what to do."""
 
 
 def lock_folder(path: Path) -> int:
-    """Held until the process ends: two machines in one folder would take each other's sockets."""
-    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """A lock that lasts until the process ends: two machines in one folder would take each other's sockets."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(held)
+        os.close(lock)
         raise AgentStartError(f"another machine runs in {path.parent}: stop it, or use another state folder") from None
-    return held
+    return lock
 
 
 def replica_addresses(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]:
@@ -41,18 +41,15 @@ def replica_addresses(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]
         for index in range(model.replicas):
             count += 1
             name = f"{digest}-{index}"
-            yield (
-                model,
-                name,
-                f"unix:{Path(spec.folder) / name}.sock"
-                if isinstance(target, str)
-                else f"tcp:{target[0]}:{target[1] + count}",
-            )
+            if isinstance(target, str):
+                yield model, name, f"unix:{Path(spec.folder) / name}.sock"
+            else:
+                yield model, name, f"tcp:{target[0]}:{target[1] + count}"
 
 
 def kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
-    """Where kernels are kept once they are compiled: where the user says, else in the folder of this machine; a folder
-    in `scratch`, which ends with the machine, where that cannot be written."""
+    """The folder of compiled kernels: what the environment says, else one of this machine; a folder in `scratch`, which
+    ends with the machine, where that cannot be written."""
     if KERNEL_CACHE_VARIABLE in os.environ:
         return os.environ[KERNEL_CACHE_VARIABLE]
     folder = Path(spec.cache) if spec.cache is not None else Path(spec.folder) / "kernels"
@@ -69,7 +66,7 @@ def kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
 
 
 def open_listener(address: str) -> socket.socket:
-    """As connection.listen. Raises MachineError where that is not possible."""
+    """A listening socket, as `connection.listen` makes it. Raises AgentStartError where that is not possible."""
     try:
         return connection.listen(address)
     except OSError as error:
@@ -77,13 +74,14 @@ def open_listener(address: str) -> socket.socket:
 
 
 def socket_family(target: str | tuple[str, int]) -> socket.AddressFamily:
-    """Of a socket for what `parse_address` gave."""
+    """The family of a socket for what `parse_address` gave."""
     if isinstance(target, str):
         return socket.AF_UNIX
     return socket.AF_INET6 if ":" in target[0] else socket.AF_INET
 
 
 def remove_socket(address: str) -> None:
+    """Removes the file of a unix socket, where there is one."""
     target = parse_address(address)
     if isinstance(target, str):
         with contextlib.suppress(FileNotFoundError):

@@ -1,11 +1,10 @@
-"""Turns the policy's moves into processes and Places, and their answers into what the policy sees next. Where a move
-fails it says so, counts it, and lets the policy find another way, so often and no more."""
+"""Turns the policy's placements into processes and messages, and the reports on them into what the policy sees next.
+Where a transition fails it says so, counts it, and lets the policy find another way, so often and no more."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
-
-import msgspec
 
 from engine.host.demand import DemandTracker
 from engine.host.replica_handle import ReplicaHandle, Transition
@@ -13,19 +12,15 @@ from engine.host.supervisor import SupervisionTimeouts
 from engine.hostinfo.memory import ByteBudget, HostDevice
 from engine.log import log
 from engine.placement.policy import decide_placement, estimate_ready_ms, unplaceable_reason
-from engine.placement.snapshot import Move, MoveAllowance, PlacementSnapshot
-from engine.protocol.frames import MachineState, PlacementStatus, SetPlacement
+from engine.placement.snapshot import MoveAllowance, Placement, PlacementSnapshot
+from engine.protocol.frames import MachineState, PlacementStatus
 from engine.protocol.specs import MachineSpec, ReplicaSpec
 from engine.protocol.types import Residency
 
 _FAILURES_MAX: Final = 4  # wakes in a row that found no memory; then the process ends
-_WITHHELD_S: Final = 60.0  # memory that was not there is not reckoned with for so long
-_OUT_OF_MEMORY_WORDS: Final = (
-    "DoesNotFit",
-    "OutOfDeviceMemory",
-    "out of memory",
-)  # what one says that was granted too little
-_MORE: Final = 4  # of what a wake that failed needs, one part more is made free before the next
+_WITHHELD_S: Final = 60.0  # memory that was not there is not counted on for so long
+_OUT_OF_MEMORY_WORDS: Final = ("DoesNotFit", "OutOfDeviceMemory", "out of memory")  # of a process with too little
+_RETRY_PARTS: Final = 4  # of what a wake that failed needs, one part more is made free before the next
 
 
 class ReplicaCondition(NamedTuple):
@@ -42,68 +37,74 @@ class PlacementReconciler:
     """All replicas of a machine and the memory that they share."""
 
     def __init__(
-        self, spec: MachineSpec, lodgers: Sequence[ReplicaHandle], devices: Sequence[HostDevice], memory: ByteBudget,
-        demand: DemandTracker, patience: SupervisionTimeouts, threads: int,
+        self, spec: MachineSpec, replicas: Sequence[ReplicaHandle], devices: Sequence[HostDevice], memory: ByteBudget,
+        demand: DemandTracker, timeouts: SupervisionTimeouts, threads: int,
     ) -> None:  # fmt: skip
         """`threads` are those of each replica on a CPU."""
-        self.lodgers = {lodger.name: lodger for lodger in lodgers}
+        self.replicas = {replica.name: replica for replica in replicas}
         self._spec = spec
         self._devices = devices
         self._memory = memory
         self._demand = demand
-        self._patience = patience
+        self._timeouts = timeouts
         self._threads = threads
-        self._alone = len(lodgers) <= len(devices)
+        self._alone = len(replicas) <= len(devices)
         self._allowance = MoveAllowance()
         self._counts: Counter[str] = Counter()
 
     def forgive(self, lost_s: float, now: float) -> None:
-        for lodger in self.lodgers.values():
-            lodger.forgive(lost_s, now)
+        """Moves all deadlines by a time in which this machine itself did not run."""
+        for replica in self.replicas.values():
+            replica.forgive(lost_s, now)
 
-    def look(self, now: float) -> None:
-        """Takes in what processes and links said, and collects who has ended."""
-        for lodger in self.lodgers.values():
-            lodger.look(now)
-            for placed in lodger.link.taken():
-                self._answered(lodger, placed, now)
-            if lodger.child.reap(now):
-                self._gone(lodger, now)
-            order = lodger.order
-            if order is not None and now > order.until and not lodger.child.ending:
-                self._late(lodger, order, now)
+    def poll(self, now: float) -> None:
+        """Takes in what processes and connections reported, and collects processes that have ended."""
+        for replica in self.replicas.values():
+            replica.poll(now)
+            for status in replica.peer.take_reports():
+                self._on_status(replica, status, now)
+            if replica.supervisor.reap(now):
+                self._on_exit(replica, now)
+            transition = replica.transition
+            if transition is not None and now > transition.deadline and not replica.supervisor.ending:
+                self._on_deadline(replica, transition, now)
 
-    def decide(self, now: float, ready: bool) -> None:
-        """Asks the policy, and begins what it says; processes are started where that is `ready`."""
-        budgets = [device.budget.at(now) if device.total_bytes else self._unknown for device in self._devices]
-        decision = decide_placement(self._view(now, budgets, ready), self._allowance)
+    def reconcile(self, now: float, ready: bool) -> None:
+        """Asks the policy, and begins what it decides; processes are started where that is `ready`."""
+        budgets = [device.budget.at(now) if device.total_bytes else self._unmeasured_bytes for device in self._devices]
+        decision = decide_placement(self._snapshot(now, budgets, ready), self._allowance)
         self._allowance = decision.allowance
-        for move in decision.moves:
-            self._begin(self.lodgers[move.name], move, now)
+        for placement in decision.placements:
+            self._apply(self.replicas[placement.name], placement, now)
 
-    def whereabouts(self, now: float) -> list[ReplicaCondition]:
+    def conditions(self, now: float) -> list[ReplicaCondition]:
         """What gateways are to hear at once when it changes."""
         return [
             ReplicaCondition(
-                lodger.residency, lodger.toward, lodger.child.boot, lodger.child.quarantined(now), lodger.said
+                replica.residency,
+                replica.toward,
+                replica.supervisor.boot,
+                replica.supervisor.quarantined(now),
+                replica.reason,
             )
-            for lodger in self.lodgers.values()
+            for replica in self.replicas.values()
         ]
 
-    def fleet(self, now: float) -> MachineState:
-        view = self._view(now, [self._whole(device) for device in self._devices], True)
+    def machine_state(self, now: float) -> MachineState:
+        """All that gateways hear of this machine."""
+        snapshot = self._snapshot(now, [self._max_bytes(device) for device in self._devices], True)
         states = []
-        for lodger in self.lodgers.values():
-            never = unplaceable_reason(view, lodger.name) if lodger.known else ""
-            states.append(lodger.state(now, never, estimate_ready_ms(view, lodger.name)))
+        for replica in self.replicas.values():
+            unplaceable = unplaceable_reason(snapshot, replica.name) if replica.has_reported else ""
+            states.append(replica.state(now, unplaceable, estimate_ready_ms(snapshot, replica.name)))
         held = [0] * len(self._devices)
-        for lodger in self.lodgers.values():
-            if lodger.told is not None:
-                held[lodger.device] += lodger.told.device_bytes
+        for replica in self.replicas.values():
+            if replica.status is not None:
+                held[replica.device] += replica.status.device_bytes
         return MachineState(
             machine=self._spec.name,
             replicas=states,
-            devices=[device.state(bytes_held, now) for device, bytes_held in zip(self._devices, held, strict=True)],
+            devices=[device.state(held_bytes, now) for device, held_bytes in zip(self._devices, held, strict=True)],
             memory_bytes=self._memory_held,
             memory_budget_bytes=self._memory.at(now),
             moves=dict(self._counts),
@@ -111,147 +112,145 @@ class PlacementReconciler:
 
     # What the policy sees
 
-    def _view(self, now: float, budgets: Sequence[int], ready: bool) -> PlacementSnapshot:
-        residents = tuple(
-            lodger.resident(now, self._demand.of(lodger.model.name, now), self._alone, max(budgets), ready)
-            for lodger in self.lodgers.values()
+    def _snapshot(self, now: float, budgets: Sequence[int], ready: bool) -> PlacementSnapshot:
+        replicas = tuple(
+            replica.snapshot(now, self._demand.of(replica.model.name, now), self._alone, max(budgets), ready)
+            for replica in self.replicas.values()
         )
-        return PlacementSnapshot(now, residents, tuple(budgets), self._memory.at(now))
+        return PlacementSnapshot(now, replicas, tuple(budgets), self._memory.at(now))
 
-    def _whole(self, device: HostDevice) -> int:
-        return device.budget.max_bytes if device.total_bytes else self._unknown
+    def _max_bytes(self, device: HostDevice) -> int:
+        return device.budget.max_bytes if device.total_bytes else self._unmeasured_bytes
 
     @property
-    def _unknown(self) -> int:
-        """Of a device whose size nobody knows: enough for one replica, whichever, who will say it."""
-        return max((lodger.guess_bytes for lodger in self.lodgers.values()), default=0)
+    def _unmeasured_bytes(self) -> int:
+        """Bytes of a device whose size nobody knows: enough for one replica, whichever, that will report it."""
+        return max((replica.estimated_bytes for replica in self.replicas.values()), default=0)
 
     @property
     def _memory_held(self) -> int:
-        return sum(lodger.told.memory_bytes for lodger in self.lodgers.values() if lodger.told is not None)
+        return sum(replica.status.memory_bytes for replica in self.replicas.values() if replica.status is not None)
 
-    def _claimed(self, device: int) -> int:
-        return sum(lodger.claim_bytes for lodger in self.lodgers.values() if lodger.device == device)
+    def _claimed_bytes(self, device: int) -> int:
+        return sum(replica.claimed_bytes for replica in self.replicas.values() if replica.device == device)
 
-    def _floor(self, device: int) -> int:
-        """Enough for whoever needs most there, with all others asleep: with less some could never be woken."""
-        here = [lodger for lodger in self.lodgers.values() if lodger.device == device]
-        return max(lodger.least_bytes - lodger.asleep_bytes for lodger in here) + sum(
-            lodger.asleep_bytes for lodger in here
-        )
+    def _reserved_bytes(self, device: int) -> int:
+        """Enough for the replica that needs most there, with all others asleep: with less some could never wake."""
+        here = [replica for replica in self.replicas.values() if replica.device == device]
+        awake_bytes = max(replica.min_bytes - replica.asleep_bytes for replica in here)
+        return awake_bytes + sum(replica.asleep_bytes for replica in here)
 
-    # What it says
+    # How a transition begins
 
-    def _begin(self, lodger: ReplicaHandle, move: Move, now: float) -> None:
-        place = SetPlacement(move.to, move.device_bytes, int(1e3 * move.drain_s))
-        if lodger.child.process is None:
-            self._start(lodger, move, place, now)
-        elif move.to is Residency.DISK:
-            lodger.begin("end", place, move.why, now)
-        elif lodger.order is not None and lodger.order.kind == "start":
-            lodger.stay()
-        elif lodger.obeys(now):
-            lodger.begin(_transition_kind(lodger, move), place, move.why, now)
+    def _apply(self, replica: ReplicaHandle, placement: Placement, now: float) -> None:
+        if replica.supervisor.process is None:
+            self._start(replica, placement, now)
+        elif placement.residency is Residency.DISK:
+            replica.begin("end", placement, now)
+        elif replica.transition is not None and replica.transition.kind == "start":
+            replica.cancel_sleep()
+        elif replica.accepts_placement(now):
+            replica.begin(_transition_kind(replica, placement), placement, now)
 
-    def _start(self, lodger: ReplicaHandle, move: Move, place: SetPlacement, now: float) -> None:
-        device = self._devices[move.device]
-        all_of_it = self._alone or not device.total_bytes
+    def _start(self, replica: ReplicaHandle, placement: Placement, now: float) -> None:
+        device = self._devices[placement.device]
+        whole_device = self._alone or not device.total_bytes
         spec = ReplicaSpec(
-            model=lodger.model,
-            address=lodger.child.address,
-            pulse=str(lodger.child.pulse_path),
-            boot=lodger.child.boot + 1,
+            model=replica.model,
+            address=replica.supervisor.address,
+            pulse=str(replica.supervisor.heartbeat_path),
+            boot=replica.supervisor.boot + 1,
             device=self._spec.device.partition(":")[0],
-            device_bytes=self._spec.device_bytes if all_of_it else move.device_bytes,
-            standby=move.standby and not self._alone,
+            device_bytes=self._spec.device_bytes if whole_device else placement.device_bytes,
+            standby=placement.standby and not self._alone,
             threads=self._threads,
             telemetry=self._spec.telemetry,
         )
-        lodger.device = move.device
-        if not lodger.child.start(spec, device.environment, now):
+        replica.device = placement.device
+        if not replica.supervisor.start(spec, device.environment, now):
             self._counts["start_failed"] += 1
             return
-        if all_of_it:
-            place = msgspec.structs.replace(place, device_bytes=self._whole(device))
-        lodger.begin("start", place, move.why, now)
+        if whole_device:
+            placement = replace(placement, device_bytes=self._max_bytes(device))
+        replica.begin("start", placement, now)
 
     # How it ends
 
-    def _answered(self, lodger: ReplicaHandle, placed: PlacementStatus, now: float) -> None:
-        device = self._devices[lodger.device]
+    def _on_status(self, replica: ReplicaHandle, status: PlacementStatus, now: float) -> None:
+        device = self._devices[replica.device]
         if not device.total_bytes:
-            device.read_size(lodger.child.memory_path)
-        for other in self.lodgers.values():
-            if other.model.name == lodger.model.name:
-                other.learn_from(placed)
-        order = lodger.answered(placed, now)
-        if order is None:
+            device.read_size(replica.supervisor.memory_path)
+        for other in self.replicas.values():
+            if other.model.name == replica.model.name:
+                other.learn_sizes(status)
+        transition = replica.take_status(status, now)
+        if transition is None:
             return
-        if placed.problem:
-            self._failed(lodger, order, placed, now)
+        if status.problem:
+            self._on_failure(replica, transition, status, now)
             return
-        lodger.succeeded()
-        self._count(lodger, order, now, placed)
-        if order.kind == "start" and order.place.residency is Residency.MEMORY:
-            lodger.begin("sleep", SetPlacement(Residency.MEMORY), order.why, now)
+        replica.succeed()
+        self._record(replica, transition, now, status)
+        placement = transition.placement
+        if transition.kind == "start" and placement.residency is Residency.MEMORY:
+            replica.begin("sleep", replace(placement, device_bytes=0), now)
 
-    def _failed(self, lodger: ReplicaHandle, order: Transition, placed: PlacementStatus, now: float) -> None:
+    def _on_failure(self, replica: ReplicaHandle, transition: Transition, status: PlacementStatus, now: float) -> None:
         """The policy is shown as much memory as there seems to be, so that it makes more free, or goes another way."""
-        wanted = order.place.device_bytes or 0
-        lodger.failed(f"{order.kind} failed: {placed.problem}", now)
-        self._count(lodger, order, now, placed, placed.problem)
-        if order.kind == "sleep":
+        kind, needed_bytes = transition.kind, transition.placement.device_bytes
+        replica.fail(f"{kind} failed: {status.problem}", now)
+        self._record(replica, transition, now, status, status.problem)
+        if kind == "sleep":
             self._memory.withhold(self._memory_held, now + _WITHHELD_S)
-            lodger.sleepless_until = now + _WITHHELD_S
-        elif order.kind in ("wake", "grow"):
-            more = (wanted - lodger.claim_bytes) * (_MORE - 1) // _MORE if order.kind == "wake" else 0
-            found = max(self._claimed(lodger.device) + more, self._floor(lodger.device))
-            self._devices[lodger.device].budget.withhold(found, now + _WITHHELD_S)
-        if order.kind == "wake" and lodger.failures >= _FAILURES_MAX:
-            lodger.child.kill(f"it could not be woken: {placed.problem}")
+            replica.no_sleep_before = now + _WITHHELD_S
+        elif kind in ("wake", "grow"):
+            lacking_bytes = needed_bytes - replica.claimed_bytes if kind == "wake" else 0
+            free_bytes = lacking_bytes * (_RETRY_PARTS - 1) // _RETRY_PARTS
+            budget_bytes = max(self._claimed_bytes(replica.device) + free_bytes, self._reserved_bytes(replica.device))
+            self._devices[replica.device].budget.withhold(budget_bytes, now + _WITHHELD_S)
+        if kind == "wake" and replica.backoff.failures >= _FAILURES_MAX:
+            replica.supervisor.kill(f"it could not be woken: {status.problem}")
 
-    def _late(self, lodger: ReplicaHandle, order: Transition, now: float) -> None:
-        late_s = now - max(order.begun_at, lodger.arrived_at or 0.0)  # of a start what it loads is no lateness
-        lodger.child.kill(f"no answer for {late_s:.1f} s to its order to {order.kind}, so it was killed")
-        lodger.forget_order()
-        self._count(lodger, order, now, None, f"no answer for {late_s:.1f} s")
+    def _on_deadline(self, replica: ReplicaHandle, transition: Transition, now: float) -> None:
+        late_s = now - max(transition.began_at, replica.placed_at or 0.0)  # what a start loads is no lateness
+        replica.supervisor.kill(f"no answer for {late_s:.1f} s to its order to {transition.kind}, so it was killed")
+        replica.drop_transition()
+        self._record(replica, transition, now, None, f"no answer for {late_s:.1f} s")
 
-    def _gone(self, lodger: ReplicaHandle, now: float) -> None:
-        order = lodger.ended()
-        if order is None:
+    def _on_exit(self, replica: ReplicaHandle, now: float) -> None:
+        transition = replica.on_exit()
+        if transition is None:
             return
-        asked = order.kind == "end"
-        self._count(lodger, order, now, None, "" if asked else lodger.child.problem)
-        if (
-            order.kind == "start"
-            and not lodger.known
-            and any(word in lodger.child.problem for word in _OUT_OF_MEMORY_WORDS)
-        ):
-            lodger.needs_more(max(map(self._whole, self._devices)))
+        problem = replica.supervisor.problem
+        self._record(replica, transition, now, None, "" if transition.kind == "end" else problem)
+        out_of_memory = any(words in problem for words in _OUT_OF_MEMORY_WORDS)
+        if transition.kind == "start" and not replica.has_reported and out_of_memory:
+            replica.raise_estimate(max(map(self._max_bytes, self._devices)))
 
-    def _count(
-        self, lodger: ReplicaHandle, order: Transition, now: float, placed: PlacementStatus | None, problem: str = ""
-    ) -> None:
-        """One line in the log for each move, however it ended."""
-        self._counts[order.kind + ("_failed" if problem else "")] += 1
-        seconds = now - order.begun_at
-        moved = placed.moved_bytes if placed is not None else 0
+    def _record(
+        self, replica: ReplicaHandle, transition: Transition, now: float, status: PlacementStatus | None,
+        problem: str = "",
+    ) -> None:  # fmt: skip
+        """Counts a transition and writes one line of the log, however it ended."""
+        self._counts[transition.kind + ("_failed" if problem else "")] += 1
+        seconds = now - transition.began_at
+        moved_bytes = status.moved_bytes if status is not None else 0
         log(
             "move_failed" if problem else "moved",
-            kind=order.kind,
-            model=lodger.model.name,
-            device=lodger.device,
-            bytes=moved,
+            kind=transition.kind,
+            model=replica.model.name,
+            device=replica.device,
+            bytes=moved_bytes,
             seconds=round(seconds, 3),
-            gb_s=round(moved / max(seconds, 1e-3) / 1e9, 2),
-            why=order.why,
+            gb_s=round(moved_bytes / max(seconds, 1e-3) / 1e9, 2),
+            why=transition.placement.reason,
             **({"problem": problem} if problem else {}),
         )
 
 
-def _transition_kind(lodger: ReplicaHandle, move: Move) -> str:
-    if move.to is Residency.MEMORY:
+def _transition_kind(replica: ReplicaHandle, placement: Placement) -> str:
+    if placement.residency is Residency.MEMORY:
         return "sleep"
-    if lodger.residency is Residency.MEMORY:
+    if replica.residency is Residency.MEMORY:
         return "wake"
-    return "grow" if move.device_bytes > lodger.claim_bytes else "shrink"
+    return "grow" if placement.device_bytes > replica.claimed_bytes else "shrink"

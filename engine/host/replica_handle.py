@@ -1,97 +1,95 @@
-"""A replica as its machine keeps it: its process, the link to it, where its weights are and where they go, what it asks
-for and what its moves take. It decides nothing: it shows the policy what is known, and carries out one order at a time.
+"""A replica as its agent keeps it: its process, the connection to it, where its weights are and where they go, what it
+asks for and what its moves take. It decides nothing: it shows the policy what is known, and carries out one transition
+at a time.
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-import msgspec
-
-from engine.host.demand import PendingDemand
+from engine.host.demand import Demand
 from engine.host.peers import ReplicaPeer
 from engine.host.supervisor import ReplicaSupervisor, SupervisionTimeouts
-from engine.placement.snapshot import PlacementPreferences, ReplicaSnapshot, TransitionTimes
+from engine.placement.snapshot import Placement, PlacementPreferences, ReplicaSnapshot, TransitionTimes
+from engine.process.supervised import Backoff
 from engine.protocol.frames import PlacementStatus, ReplicaLoad, ReplicaState, SetPlacement
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Residency
 
-_RATE_S: Final = 30.0  # requests per second are those of about so long
-_KV_SHORTAGE_S: Final = 1.0  # KV that was short counts as short for so long: two Loads
-_SLOWEST: Final = 1e9  # bytes per second that any move is given time for
-_GPU_OVERHEAD_BYTES: Final = (
-    4 << 30
-)  # a process's bytes beside its weights, before one has said it: workspace, graphs, some KV
+_RATE_S: Final = 30.0  # the rate of requests is an average over about so long
+_KV_SHORTAGE_S: Final = 1.0  # KV that was short counts as short for so long: two ReplicaLoads
+_SLOWEST_BYTES_S: Final = 1e9  # the speed that any move is given time for
+_GPU_OVERHEAD_BYTES: Final = 4 << 30  # beside the weights, before a process reports: workspace, graphs, some KV
 _CPU_OVERHEAD_BYTES: Final = 256 << 20
-_START_S: Final = 8.0  # of a process, beside its bytes, before one was seen to start
+_START_S: Final = 8.0  # a process's start, beside its bytes, before one was seen
 _START_BYTES_S: Final = 1e9
 _WAKE_S: Final = 0.1
 _WAKE_BYTES_S: Final = 20e9
 _SLEEP_S: Final = 0.15
 _UNKNOWN_BYTES: Final = 1 << 60  # more than any host has
-_READY_STEP_MS: Final = 100  # the time until it could serve is told rounded up to this, from ten of it on to ten
+_READY_STEP_MS: Final = 100  # the time until it could serve is reported rounded up to this, from ten of it on to ten
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A move that was begun and has not ended.
+    """A placement that was begun and has not ended.
 
     kind      start, wake, sleep, end, grow or shrink.
-    until     it is to have ended by then, or its process is killed; a start has no end before it serves.
+    deadline  it is to have ended by then, or its process is killed; a start has none before it serves.
+    running   sequences when it was begun.
     """
 
     kind: str
-    place: SetPlacement
-    begun_at: float
-    until: float
-    why: str
-    running: int = 0  # when it was begun
+    placement: Placement
+    began_at: float
+    deadline: float
+    running: int = 0
 
 
 class ReplicaHandle:
-    """One place for a replica. What is public is read by whoever carries the policy's moves out.
+    """One replica of a model. What is public is read by the reconciler, which carries the policy's placements out.
 
-    device         index of the device of its process, or of its last one; −1: it had none.
-    granted_bytes  of it, that its process may hold there; 0 asleep, and where there is none.
-    told           what its process said last of where it is, also while the link to it is lost; None: nothing yet.
-    order          what it is carrying out.
-    guess_bytes    of a device, that it may need, as long as nothing has said it.
+    device           index of the device of its process, or of its last one; −1: it had none.
+    granted_bytes    of it, that its process may hold there; 0 asleep, and where there is none.
+    status           what its process reported last of where it is, also while the connection to it is lost; None:
+                     nothing yet.
+    transition       what it is carrying out.
+    estimated_bytes  of a device, that it may need, as long as nothing has reported it.
     """
 
     def __init__(
         self,
         name: str,
         model: ModelSpec,
-        child: ReplicaSupervisor,
-        link: ReplicaPeer,
-        patience: SupervisionTimeouts,
+        supervisor: ReplicaSupervisor,
+        peer: ReplicaPeer,
+        timeouts: SupervisionTimeouts,
         on_cpu: bool,
     ) -> None:
         self.name = name
         self.model = model
-        self.child = child
-        self.link = link
+        self.supervisor = supervisor
+        self.peer = peer
         self.device = -1
         self.granted_bytes = 0
-        self.told: PlacementStatus | None = None
-        self.order: Transition | None = None
-        self.problem = ""  # of its last move, until one succeeds
-        self.failures = 0  # moves in a row
-        self.sleepless_until = 0.0  # it found too little host memory to sleep
-        self.arrived_at: float | None = None
-        self.left_at: float | None = None
-        self.guess_bytes = (
-            model.weights_bytes + model.weights_bytes // 8 + (_CPU_OVERHEAD_BYTES if on_cpu else _GPU_OVERHEAD_BYTES)
-        )
-        self._patience = patience
-        self._copies = not on_cpu
-        self._sizes: PlacementStatus | None = None
-        self._hold_until = 0.0
+        self.status: PlacementStatus | None = None
+        self.transition: Transition | None = None
+        self.problem = ""  # of its last transition, until one succeeds
+        self.backoff = Backoff(timeouts.retry_s, timeouts.backoff_s_max)  # of transitions that fail in a row
+        self.no_sleep_before = 0.0  # it found too little host memory to sleep
+        self.placed_at: float | None = None
+        self.evicted_at: float | None = None
+        overhead_bytes = _CPU_OVERHEAD_BYTES if on_cpu else _GPU_OVERHEAD_BYTES
+        self.estimated_bytes = model.weights_bytes + model.weights_bytes // 8 + overhead_bytes
+        self._timeouts = timeouts
+        self._copies_weights = not on_cpu
+        self._sizes: PlacementStatus | None = None  # the last report of this replica, or of another of its model
+        self._retry_at = 0.0
         self._load: ReplicaLoad | None = None
-        self._asked_at: float | None = None
-        self._waits_since: float | None = None
-        self._short_until = 0.0
-        self._started = 0
+        self._requested_at: float | None = None
+        self._waiting_since: float | None = None
+        self._kv_short_until = 0.0
+        self._started = 0  # requests, as its process counts them
         self._rate = 0.0
         self._rate_at = 0.0
         self._times = TransitionTimes(
@@ -102,211 +100,215 @@ class ReplicaHandle:
 
     @property
     def residency(self) -> Residency:
-        if not self.child.serving:
+        if not self.supervisor.serving:
             return Residency.DISK
-        return Residency.DEVICE if self.told is None else self.told.residency
+        return Residency.DEVICE if self.status is None else self.status.residency
 
     @property
     def toward(self) -> Residency:
-        if self.child.process is not None and self.child.ending:
+        """Where it is moving; its residency where it rests."""
+        if self.supervisor.process is not None and self.supervisor.ending:
             return Residency.DISK
-        return self.residency if self.order is None else self.order.place.residency
+        return self.residency if self.transition is None else self.transition.placement.residency
 
     @property
-    def claim_bytes(self) -> int:
-        """Of its device, that it holds or may take at any moment."""
-        if self.child.process is None:
+    def claimed_bytes(self) -> int:
+        """Bytes of its device that it holds or may take at any moment."""
+        if self.supervisor.process is None:
             return 0
-        return max(self.granted_bytes, self.told.device_bytes if self.told is not None else 0)
+        return max(self.granted_bytes, self.status.device_bytes if self.status is not None else 0)
 
     @property
-    def known(self) -> bool:
-        """Whether a process of it has said what it needs."""
+    def has_reported(self) -> bool:
+        """Whether a process of it has reported what it needs."""
         return self._sizes is not None
 
-    def obeys(self, now: float) -> bool:
-        """Whether it can be told to move: its process is connected, and has not failed at it a moment ago."""
-        reached = self.link.placed is not None and not self.child.ending and not self.child.killed
-        return reached and self.order is None and now >= self._hold_until
+    def accepts_placement(self, now: float) -> bool:
+        """Whether it can be moved: its process is connected, and has not failed to move a moment ago."""
+        reached = self.peer.status is not None and not self.supervisor.ending and not self.supervisor.killed
+        return reached and self.transition is None and now >= self._retry_at
 
     @property
-    def least_bytes(self) -> int:
-        """Of a device, that it needs to serve, as far as that is known."""
-        return self.guess_bytes if self._sizes is None else self._sizes.least_bytes
+    def min_bytes(self) -> int:
+        """Bytes of a device that it needs to serve, as far as that is known."""
+        return self.estimated_bytes if self._sizes is None else self._sizes.min_bytes
 
     @property
-    def said(self) -> str:
+    def reason(self) -> str:
         """Why it does not serve, in words; empty where it does, and where it only rests."""
         if self.residency is Residency.DEVICE:
             return ""
-        return self.problem if self.residency is Residency.MEMORY else self.child.problem
+        return self.problem if self.residency is Residency.MEMORY else self.supervisor.problem
 
     @property
     def asleep_bytes(self) -> int:
-        """Of its device, that its process holds even in MEMORY."""
+        """Bytes of its device that its process holds even in MEMORY."""
         return 0 if self._sizes is None else self._sizes.asleep_bytes
 
     # What happens to it
 
-    def look(self, now: float) -> None:
-        """Watches the process, keeps the link to it, and takes in what it said of its load."""
-        self.child.look(now)
-        if not self.child.serving:
+    def poll(self, now: float) -> None:
+        """Watches the process, keeps the connection to it, and takes in its load."""
+        self.supervisor.poll(now)
+        if not self.supervisor.serving:
             return
-        if self.arrived_at is None:
-            self.arrived_at = now
-            if self.order is not None and self.order.kind == "start":
-                self.order = replace(self.order, until=now + self._patience.order_s)
-        if not self.child.ending:
-            self.link.keep(self._first_word(), now)
-        if self.link.load is not None and self.link.load is not self._load:
-            self._count(self.link.load, now)
+        if self.placed_at is None:
+            self.placed_at = now
+            if self.transition is not None and self.transition.kind == "start":
+                self.transition = replace(self.transition, deadline=now + self._timeouts.move_s)
+        if not self.supervisor.ending:
+            self.peer.keep_open(self._first_message(), now)
+        if self.peer.load is not None and self.peer.load is not self._load:
+            self._take_load(self.peer.load, now)
 
     def forgive(self, lost_s: float, now: float) -> None:
-        """This machine was itself not running for so long: nobody is judged by that time."""
-        self.child.forgive(lost_s, now)
-        if self.order is not None:
-            self.order = replace(self.order, until=self.order.until + lost_s)
+        """Moves deadlines by a time in which this machine itself did not run: nobody is judged by that time."""
+        self.supervisor.forgive(lost_s, now)
+        if self.transition is not None:
+            self.transition = replace(self.transition, deadline=self.transition.deadline + lost_s)
 
-    def begin(self, kind: str, place: SetPlacement, why: str, now: float) -> None:
-        """The order is given from here on; the process hears it where it is to do it itself."""
-        moving = max(place.device_bytes or 0, self.told.device_bytes if self.told is not None else 0)
-        until = now + self._patience.order_s + place.drain_ms / 1e3 + moving / _SLOWEST
-        self.order = Transition(kind, place, now, until if kind != "start" else math.inf, why, self._running)
-        if place.residency is Residency.DEVICE or kind == "start":
-            assert place.device_bytes is not None
-            self.granted_bytes = place.device_bytes
+    def begin(self, kind: str, placement: Placement, now: float) -> None:
+        """Begins a transition; the process is sent the placement where it is to move by itself."""
+        moving = max(placement.device_bytes, self.status.device_bytes if self.status is not None else 0)
+        deadline = now + self._timeouts.move_s + moving / _SLOWEST_BYTES_S if kind != "start" else math.inf
+        self.transition = Transition(kind, placement, now, deadline, self._running)
+        if placement.residency is Residency.DEVICE or kind == "start":
+            self.granted_bytes = placement.device_bytes
         if kind in ("sleep", "end"):
-            self.left_at = now
+            self.evicted_at = now
         if kind == "end":
-            self.child.end(now)
+            self.supervisor.end(now)
         elif kind != "start":
-            self.link.send(place)
+            self.peer.send(placement.message())
 
-    def stay(self) -> None:
-        """Of one that starts to be put to sleep: it is to stay when it serves."""
-        assert self.order is not None
-        self.order = replace(self.order, place=msgspec.structs.replace(self.order.place, residency=Residency.DEVICE))
+    def cancel_sleep(self) -> None:
+        """A replica that starts to be put to sleep stays on its device when it serves."""
+        assert self.transition is not None
+        staying = replace(self.transition.placement, residency=Residency.DEVICE)
+        self.transition = replace(self.transition, placement=staying)
 
-    def answered(self, placed: PlacementStatus, now: float) -> Transition | None:
-        """Takes in where it says it is. The order that this ends, well or badly, if it does."""
-        order, arrived = self.order, placed.residency is Residency.DEVICE
-        if arrived and (self.residency is not Residency.DEVICE or self.arrived_at is None):
-            self.arrived_at = now
-        self.told = self._sizes = placed
-        self.granted_bytes = min(self.granted_bytes, max(placed.device_bytes, placed.most_bytes))
-        if not arrived and (order is None or order.place.residency is not Residency.DEVICE):
+    def take_status(self, status: PlacementStatus, now: float) -> Transition | None:
+        """Takes in where it reports to be. The transition that this ends, well or badly, if it does."""
+        transition, on_device = self.transition, status.residency is Residency.DEVICE
+        if on_device and (self.residency is not Residency.DEVICE or self.placed_at is None):
+            self.placed_at = now
+        self.status = self._sizes = status
+        self.granted_bytes = min(self.granted_bytes, max(status.device_bytes, status.max_bytes))
+        if not on_device and (transition is None or transition.placement.residency is not Residency.DEVICE):
             self.granted_bytes = 0
-        if order is None or not _completes(order, placed):
+        if transition is None or not _completes(transition, status):
             return None
-        self.order = None
-        self._learn(order, placed, now)
-        return order
+        self.transition = None
+        self._learn_times(transition, status, now)
+        return transition
 
-    def failed(self, problem: str, now: float) -> None:
-        """Its move was not carried out: it is left alone for a while, and back where it was."""
+    def fail(self, problem: str, now: float) -> None:
+        """Its transition was not carried out: it is left alone for a while, and back where it was."""
         self.problem = problem
-        self.failures += 1
-        assert self.told is not None
-        self.granted_bytes = self.told.device_bytes if self.told.residency is Residency.DEVICE else 0
-        wait_s = self._patience.again_s * 2.0 ** min(self.failures - 1, 16)
-        self._hold_until = now + min(wait_s, self._patience.backoff_s_max)
+        assert self.status is not None
+        self.granted_bytes = self.status.device_bytes if self.status.residency is Residency.DEVICE else 0
+        self._retry_at = now + self.backoff.fail()
 
-    def succeeded(self) -> None:
-        self.problem, self.failures = "", 0
+    def succeed(self) -> None:
+        """Its transition was carried out."""
+        self.problem = ""
+        self.backoff.reset()
 
-    def forget_order(self) -> None:
-        """It will not be carried out any more."""
-        self.order = None
+    def drop_transition(self) -> None:
+        """Its transition will not be carried out any more."""
+        self.transition = None
 
-    def ended(self) -> Transition | None:
-        """The process is gone. The order that went with it."""
-        order, self.order = self.order, None
-        self.told = self._load = self._waits_since = self.arrived_at = None
+    def on_exit(self) -> Transition | None:
+        """The process is gone. The transition that went with it."""
+        transition, self.transition = self.transition, None
+        self.status = self._load = self._waiting_since = self.placed_at = None
         self.granted_bytes = self._started = 0
-        self._hold_until = self._short_until = 0.0
-        self.link.forget()
-        return order
+        self._retry_at = self._kv_short_until = 0.0
+        self.peer.reset()
+        return transition
 
-    def needs_more(self, most_bytes: int) -> None:
-        """It died as it started, with what it was granted, before it could say what it needs."""
-        self.guess_bytes = min(2 * self.guess_bytes, most_bytes)
+    def raise_estimate(self, max_bytes: int) -> None:
+        """It died as it started, with what it was granted, before it could report what it needs."""
+        self.estimated_bytes = min(2 * self.estimated_bytes, max_bytes)
 
-    def learn_from(self, other: PlacementStatus) -> None:
-        """What another replica of the same model needs, so does it."""
+    def learn_sizes(self, other: PlacementStatus) -> None:
+        """Takes what another replica of the same model needs for its own need, until it reports itself."""
         if self._sizes is None:
             self._sizes = other
 
     # What is shown of it
 
-    def resident(self, now: float, wanted: PendingDemand, alone: bool, most_bytes: int, ready: bool) -> ReplicaSnapshot:
-        """`alone`: it has its device for itself, so nothing about its bytes is to be decided; `most_bytes` is what the
-        largest device has for replicas; processes may be started where that is `ready`."""
+    def snapshot(self, now: float, demand: Demand, alone: bool, max_bytes: int, ready: bool) -> ReplicaSnapshot:
+        """The replica as the policy sees it. `alone`: it has its device for itself, so nothing about its bytes is to be
+        decided; `max_bytes` is what the largest device has for replicas; processes may be started where that is
+        `ready`."""
         sizes, load, model = self._sizes, self._load, self.model
-        least = min(self.guess_bytes, most_bytes) if sizes is None else sizes.least_bytes
-        residency = Residency.DISK if self._silent(now) else self.residency
-        deaf = residency is not Residency.DISK and not self.obeys(now)  # then others have to move
-        most = most_bytes if sizes is None else sizes.most_bytes
-        if alone and self.child.process is not None:
-            least = most = self.claim_bytes
-        since = [at for at in (wanted.since, self._waits_since) if at is not None]
+        low = min(self.estimated_bytes, max_bytes) if sizes is None else sizes.min_bytes
+        high = max_bytes if sizes is None else sizes.max_bytes
+        if alone and self.supervisor.process is not None:
+            low = high = self.claimed_bytes
+        residency = Residency.DISK if self._awaits_report(now) else self.residency
+        since = [at for at in (demand.since, self._waiting_since) if at is not None]
         return ReplicaSnapshot(
             name=self.name,
             model=model.name,
             device=self.device,
             residency=residency,
             toward=self.toward,
-            wishes=PlacementPreferences(model.pinned, model.priority, model.resident_s, model.wake_s),
+            preferences=PlacementPreferences(model.pinned, model.priority, model.resident_s, model.wake_s),
             times=self._times,
-            device_bytes=self.told.device_bytes if self.told is not None else 0,
+            device_bytes=self.status.device_bytes if self.status is not None else 0,
             granted_bytes=self.granted_bytes,
             asleep_bytes=self.asleep_bytes,
-            least_bytes=least,
-            most_bytes=max(least, most),
-            memory_bytes=self.told.memory_bytes if self.told is not None else 0,
-            standby_bytes=_UNKNOWN_BYTES if now < self.sleepless_until else self._standby_bytes,
-            resizing=deaf,
-            waiting=wanted.requests + (load.waiting if load is not None else 0),
-            weight=wanted.weight,
+            min_bytes=low,
+            max_bytes=max(low, high),
+            memory_bytes=self.status.memory_bytes if self.status is not None else 0,
+            standby_bytes=_UNKNOWN_BYTES if now < self.no_sleep_before else self._standby_bytes,
+            # One that cannot be moved now counts as moving: then others have to.
+            resizing=residency is not Residency.DISK and not self.accepts_placement(now),
+            waiting=demand.requests + (load.waiting if load is not None else 0),
+            weight=demand.weight,
             waited_s=now - min(since) if since else 0.0,
             running=self._running,
             kv_used=1.0 - load.free_blocks / load.blocks if load is not None and load.blocks else 0.0,
-            kv_short=now < self._short_until,
-            asked_at=now if wanted.requests else self._asked_at,
-            rate=self._rate * math.exp((self._rate_at - now) / _RATE_S),
-            arrived_at=self.arrived_at if self.residency is Residency.DEVICE else None,
-            left_at=self.left_at,
-            startable=self.child.process is not None or (ready and self.child.startable(now)),
+            kv_short=now < self._kv_short_until,
+            requested_at=now if demand.requests else self._requested_at,
+            request_rate=self._rate * math.exp((self._rate_at - now) / _RATE_S),
+            placed_at=self.placed_at if self.residency is Residency.DEVICE else None,
+            evicted_at=self.evicted_at,
+            startable=self.supervisor.process is not None or (ready and self.supervisor.startable(now)),
         )
 
-    def state(self, now: float, never: str, ready_ms: int) -> ReplicaState:
-        """`never` says why it can be on no device; `ready_ms` is what the policy expects, its own pauses apart."""
-        ready = never or self.residency is Residency.DEVICE
-        pause_s = max(self.child.waits_s(now), self._hold_until - now, 0.0)
-        if self.order is not None and self.toward is Residency.DEVICE:
-            pause_s -= now - self.order.begun_at
+    def state(self, now: float, unplaceable: str, ready_ms: int) -> ReplicaState:
+        """The replica as gateways see it. `unplaceable` says why it can be on no device; `ready_ms` is what the policy
+        expects, its own pauses apart."""
+        ready = unplaceable or self.residency is Residency.DEVICE
+        pause_s = max(self.supervisor.pause_s(now), self._retry_at - now, 0.0)
+        if self.transition is not None and self.toward is Residency.DEVICE:
+            pause_s -= now - self.transition.began_at
         expected_ms = ready_ms + int(1e3 * pause_s)
         step_ms = _READY_STEP_MS if expected_ms < 10 * _READY_STEP_MS else 10 * _READY_STEP_MS
-        rounded = max(1, -(-expected_ms // step_ms)) * step_ms
+        rounded_ms = max(1, -(-expected_ms // step_ms)) * step_ms
         return ReplicaState(
             model=self.model.name,
-            address=self.child.address,
+            address=self.supervisor.address,
             residency=self.residency,
-            boot=self.child.boot,
-            problem=never or self.said,
+            boot=self.supervisor.boot,
+            problem=unplaceable or self.reason,
             toward=self.toward,
-            ready_ms=(-1 if never else 0) if ready else rounded,
+            ready_ms=(-1 if unplaceable else 0) if ready else rounded_ms,
             device=self.device,
-            memory=self.told,
-            quarantined=self.child.quarantined(now),
+            memory=self.status,
+            quarantined=self.supervisor.quarantined(now),
         )
 
     # Inside
 
-    def _silent(self, now: float) -> bool:
-        """Whether it serves since a moment ago, and has not said yet how large it is: until then it still starts."""
-        since = self.child.serving_since
-        return since is not None and self.told is None and now - since < self._patience.connect_s
+    def _awaits_report(self, now: float) -> bool:
+        """Whether it serves since a moment ago, and has not reported yet how large it is: until then it still
+        starts."""
+        since = self.supervisor.serving_since
+        return since is not None and self.status is None and now - since < self._timeouts.connect_s
 
     @property
     def _running(self) -> int:
@@ -314,52 +316,52 @@ class ReplicaHandle:
 
     @property
     def _standby_bytes(self) -> int:
-        """What it holds where it sleeps now; else the most that it may, with what it keeps of its KV. On a CPU the page
-        cache has its weights, which is nobody's budget."""
-        if self.told is not None and self.told.residency is Residency.MEMORY:
-            return self.told.memory_bytes
+        """Host memory that it holds where it sleeps now; else the most that it may, with what it keeps of its KV. On a
+        CPU the page cache has its weights, which is nobody's budget."""
+        if self.status is not None and self.status.residency is Residency.MEMORY:
+            return self.status.memory_bytes
         if self._sizes is None:
-            return self.model.kept_kv_bytes + (self.model.weights_bytes if self._copies else 0)
+            return self.model.kept_kv_bytes + (self.model.weights_bytes if self._copies_weights else 0)
         return self._sizes.standby_bytes
 
-    def _first_word(self) -> SetPlacement:
-        """What a new connection is told: the order that it carries out, or to stay where it is."""
-        if self.order is not None and self.order.kind in ("wake", "sleep", "grow", "shrink"):
-            return self.order.place
+    def _first_message(self) -> SetPlacement:
+        """The first message of a new connection: the placement that it carries out, or to stay where it is."""
+        if self.transition is not None and self.transition.kind in ("wake", "sleep", "grow", "shrink"):
+            return self.transition.placement.message()
         return SetPlacement(self.residency)
 
-    def _count(self, load: ReplicaLoad, now: float) -> None:
-        """Arrivals, and since when some wait, from what changed since its last word."""
+    def _take_load(self, load: ReplicaLoad, now: float) -> None:
+        """Counts arrivals, and since when some wait, from what changed since the last load."""
         started = load.counters.get("started", 0)
         self._rate = self._rate * math.exp((self._rate_at - now) / _RATE_S) + max(0, started - self._started) / _RATE_S
         self._rate_at = now
         if started > self._started or load.running or load.waiting:
-            self._asked_at = now
+            self._requested_at = now
         if not load.waiting:
-            self._waits_since = None
-        elif self._waits_since is None:
-            self._waits_since = now
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
         if _lacks_kv(load, self._load):
-            self._short_until = now + _KV_SHORTAGE_S
+            self._kv_short_until = now + _KV_SHORTAGE_S
         self._load, self._started = load, started
 
-    def _learn(self, order: Transition, placed: PlacementStatus, now: float) -> None:
-        if placed.problem:
+    def _learn_times(self, transition: Transition, status: PlacementStatus, now: float) -> None:
+        if status.problem:
             return
-        took_s, times = now - order.begun_at, self._times
-        if order.kind == "start":
-            self._times = replace(times, start_s=took_s)
-        elif order.kind == "wake":
-            self._times = replace(times, wake_s=(times.wake_s + took_s) / 2)
-        elif order.kind == "sleep" and not order.running:
-            self._times = replace(times, sleep_s=(times.sleep_s + took_s) / 2)
+        seconds, times = now - transition.began_at, self._times
+        if transition.kind == "start":
+            self._times = replace(times, start_s=seconds)
+        elif transition.kind == "wake":
+            self._times = replace(times, wake_s=(times.wake_s + seconds) / 2)
+        elif transition.kind == "sleep" and not transition.running:
+            self._times = replace(times, sleep_s=(times.sleep_s + seconds) / 2)
 
 
-def _completes(order: Transition, placed: PlacementStatus) -> bool:
-    """Whether this is the order's last answer. An older order's may come after it was given."""
-    if order.kind in ("start", "end"):
-        return order.kind == "start"
-    return bool(placed.problem) or placed.residency is order.place.residency
+def _completes(transition: Transition, status: PlacementStatus) -> bool:
+    """Whether this is the transition's last report. An older one's may come after it was begun."""
+    if transition.kind in ("start", "end"):
+        return transition.kind == "start"
+    return bool(status.problem) or status.residency is transition.placement.residency
 
 
 def _lacks_kv(load: ReplicaLoad, before: ReplicaLoad | None) -> bool:

@@ -1,11 +1,11 @@
-"""Memory and moves as they are while one decision over residency is made: who fits where, and what makes room at the
-least cost. It does not know whose turn it is.
+"""Memory and moves as they are while one placement decision is made: which replica fits where, and what makes room at
+the least cost. It does not know whose turn it is.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
-from engine.placement.snapshot import Move, MoveAllowance, PlacementDecision, PlacementSnapshot, ReplicaSnapshot
+from engine.placement.snapshot import MoveAllowance, Placement, PlacementDecision, PlacementSnapshot, ReplicaSnapshot
 from engine.protocol.types import Residency
 
 MOVES_PER_MINUTE: Final = 360  # of one device: 180 wakes, with one that leaves for each
@@ -13,76 +13,78 @@ RESIZES_PER_MINUTE: Final = 120
 
 
 class PlacementCapacity:
-    """What is left while a decision is made. `free` bytes of a device may be below 0: the room that somebody waits for
+    """What is left while a decision is made. `free_bytes` of a device may be below 0: the room that a replica waits for
     is taken out too."""
 
-    def __init__(self, view: PlacementSnapshot, allowance: MoveAllowance) -> None:
-        count = len(view.devices)
-        self.view = view
-        self.free = list(view.devices)
-        self.coming = [0] * count  # will be free when those that move are there
-        self.host_free = view.memory_bytes
-        self.host_coming = 0
+    def __init__(self, snapshot: PlacementSnapshot, allowance: MoveAllowance) -> None:
+        count = len(snapshot.devices)
+        self.snapshot = snapshot
+        self.free_bytes = list(snapshot.devices)
+        self.incoming_bytes = [0] * count  # will be free when those that move have moved
+        self.host_free_bytes = snapshot.memory_bytes
+        self.host_incoming_bytes = 0
         self.starting = [False] * count
         self.waking = [False] * count
-        self.moves: dict[str, Move] = {}
+        self.placements: dict[str, Placement] = {}
         self.arrivals: list[ReplicaSnapshot] = []
-        passed_s = max(0.0, view.now - allowance.at)
-        self._left = _refilled(allowance.moves, MOVES_PER_MINUTE, passed_s, count)
-        self._resizes = _refilled(allowance.resizes, RESIZES_PER_MINUTE, passed_s, count)
-        for resident in view.residents:
-            self._count(resident)
+        passed_s = max(0.0, snapshot.now - allowance.at)
+        self._moves_left = _refilled(allowance.moves, MOVES_PER_MINUTE, passed_s, count)
+        self._resizes_left = _refilled(allowance.resizes, RESIZES_PER_MINUTE, passed_s, count)
+        for replica in snapshot.replicas:
+            self._count(replica)
 
-    def _count(self, resident: ReplicaSnapshot) -> None:
-        there = resident.host_bytes
-        if there > self.view.memory_bytes:  # more than there is: it starts without standing by
-            there = resident.memory_bytes
-        self.host_free -= there
-        if resident.toward is Residency.DISK:
-            self.host_coming += there
-        if resident.device < 0:
+    def _count(self, replica: ReplicaSnapshot) -> None:
+        host_bytes = replica.host_bytes
+        if host_bytes > self.snapshot.memory_bytes:  # more than there is: it starts without standing by
+            host_bytes = replica.memory_bytes
+        self.host_free_bytes -= host_bytes
+        if replica.toward is Residency.DISK:
+            self.host_incoming_bytes += host_bytes
+        if replica.device < 0:
             return
-        self.free[resident.device] -= resident.held_bytes
-        self.coming[resident.device] += resident.coming_bytes
-        if resident.residency is Residency.DISK and not resident.rests:
-            self.starting[resident.device] = True
-        if resident.residency is Residency.MEMORY and resident.toward is Residency.DEVICE:
-            self.waking[resident.device] = True
+        self.free_bytes[replica.device] -= replica.held_bytes
+        self.incoming_bytes[replica.device] += replica.incoming_bytes
+        if replica.residency is Residency.DISK and not replica.is_at_rest:
+            self.starting[replica.device] = True
+        if replica.residency is Residency.MEMORY and replica.toward is Residency.DEVICE:
+            self.waking[replica.device] = True
 
     def at_rest(self, device: int, residency: Residency) -> list[ReplicaSnapshot]:
-        """Those of a device that stay where they are, so far."""
+        """Replicas of a device that stay where they are, so far."""
         return [
-            resident
-            for resident in self.view.residents
-            if resident.device == device
-            and resident.residency is residency
-            and resident.rests
-            and resident.name not in self.moves
+            replica
+            for replica in self.snapshot.replicas
+            if replica.device == device
+            and replica.residency is residency
+            and replica.is_at_rest
+            and replica.name not in self.placements
         ]
 
-    def affords(self, device: int, moves: int) -> bool:
-        return self._left[device] >= moves
+    def allows_moves(self, device: int, moves: int) -> bool:
+        return self._moves_left[device] >= moves
 
-    def affords_resize(self, device: int) -> bool:
-        return self._resizes[device] >= 1
+    def allows_resize(self, device: int) -> bool:
+        return self._resizes_left[device] >= 1
 
-    def move(self, who: ReplicaSnapshot, move: Move) -> None:
-        """Begins it. Memory that it frees is not free before it ended."""
-        assert who.name not in self.moves
-        assert self.affords(move.device, 1)
-        self._left[move.device] -= 1
-        self.moves[who.name] = move
+    def place(self, placement: Placement) -> None:
+        """Begins a move. Memory that it frees is not free before it ended."""
+        assert placement.name not in self.placements
+        assert self.allows_moves(placement.device, 1)
+        self._moves_left[placement.device] -= 1
+        self.placements[placement.name] = placement
 
-    def resize(self, who: ReplicaSnapshot, granted_bytes: int, why: str) -> None:
-        assert who.name not in self.moves
-        assert self.affords_resize(who.device)
-        self._resizes[who.device] -= 1
-        self.moves[who.name] = Move(who.name, Residency.DEVICE, who.device, granted_bytes, why=why)
+    def resize(self, replica: ReplicaSnapshot, granted_bytes: int, reason: str) -> None:
+        """Begins a change of a replica's KV alone."""
+        assert replica.name not in self.placements
+        assert self.allows_resize(replica.device)
+        self._resizes_left[replica.device] -= 1
+        self.placements[replica.name] = Placement(
+            replica.name, Residency.DEVICE, replica.device, granted_bytes, reason=reason
+        )
 
     def decision(self) -> PlacementDecision:
-        return PlacementDecision(
-            tuple(self.moves.values()), MoveAllowance(self.view.now, tuple(self._left), tuple(self._resizes))
-        )
+        allowance = MoveAllowance(self.snapshot.now, tuple(self._moves_left), tuple(self._resizes_left))
+        return PlacementDecision(tuple(self.placements.values()), allowance)
 
 
 def _refilled(left: tuple[float, ...], a_minute: int, passed_s: float, count: int) -> list[float]:
@@ -93,10 +95,10 @@ def _refilled(left: tuple[float, ...], a_minute: int, passed_s: float, count: in
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """One that may leave its device. `bytes` are free then that no shrinking gives."""
+    """A replica that may leave its device. `bytes` are free then that no shrinking gives."""
 
-    who: ReplicaSnapshot
-    to: Residency
+    replica: ReplicaSnapshot
+    target: Residency
     cost: float
     bytes: int
 
@@ -107,188 +109,202 @@ class EvictionPlan:
 
     cost: float
     shrinks: tuple[tuple[ReplicaSnapshot, int], ...]  # to so many bytes
-    leaves: tuple[EvictionCandidate, ...]
+    evictions: tuple[EvictionCandidate, ...]
 
 
-def candidate_devices(rooms: PlacementCapacity, who: ReplicaSnapshot) -> list[int]:
-    """Where it could be: a process keeps its device."""
-    if who.residency is not Residency.DISK:
-        return [who.device]
+def candidate_devices(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> list[int]:
+    """The devices that a replica could be on: a process keeps its own."""
+    if replica.residency is not Residency.DISK:
+        return [replica.device]
     return [
         device
-        for device in range(len(rooms.view.devices))
-        if not rooms.starting[device] and max_capacity_bytes(rooms.view, who, device) >= who.least_bytes
+        for device in range(len(capacity.snapshot.devices))
+        if not capacity.starting[device] and max_capacity_bytes(capacity.snapshot, replica, device) >= replica.min_bytes
     ]
 
 
-def max_capacity_bytes(view: PlacementSnapshot, who: ReplicaSnapshot, device: int) -> int:
-    """Bytes of the device that it could have if all left that may."""
-    return view.devices[device] - sum(
-        other.least_bytes
-        for other in view.residents
-        if other.wishes.pinned and other.device == device and other.name != who.name
+def max_capacity_bytes(snapshot: PlacementSnapshot, replica: ReplicaSnapshot, device: int) -> int:
+    """Bytes of the device that the replica could have if all others left that may."""
+    return snapshot.devices[device] - sum(
+        other.min_bytes
+        for other in snapshot.replicas
+        if other.preferences.pinned and other.device == device and other.name != replica.name
         and other.toward is Residency.DEVICE
     )  # fmt: skip
 
 
-def _min_capacity_bytes(view: PlacementSnapshot, who: ReplicaSnapshot, device: int) -> int:
-    """Bytes of the device that it could have while the processes of all that are there live."""
-    return view.devices[device] - sum(
-        other.least_bytes if other.wishes.pinned else other.asleep_bytes
-        for other in view.residents
-        if other.device == device and other.name != who.name and not (other.residency is other.toward is Residency.DISK)
-    )
+def _min_capacity_bytes(snapshot: PlacementSnapshot, replica: ReplicaSnapshot, device: int) -> int:
+    """Bytes of the device that the replica could have while the processes of all others there live."""
+    return snapshot.devices[device] - sum(
+        other.min_bytes if other.preferences.pinned else other.asleep_bytes
+        for other in snapshot.replicas
+        if other.device == device and other.name != replica.name
+        and not (other.residency is other.toward is Residency.DISK)
+    )  # fmt: skip
 
 
-def begin_arrival(rooms: PlacementCapacity, who: ReplicaSnapshot, device: int, to: Residency, why: str) -> None:
-    """Begins it, with the least that it needs."""
-    starts = who.residency is Residency.DISK
-    standby = starts and (to is Residency.MEMORY or _fits_in_host_memory(rooms, who))
+def begin_arrival(
+    capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int, residency: Residency, reason: str
+) -> None:
+    """Begins a start or a wake, with the fewest bytes that the replica can serve with."""
+    starts = replica.residency is Residency.DISK
+    standby = starts and (residency is Residency.MEMORY or _fits_in_host_memory(capacity, replica))
     if starts:
-        rooms.starting[device] = True
-        rooms.host_free -= who.standby_bytes if standby else 0
+        capacity.starting[device] = True
+        capacity.host_free_bytes -= replica.standby_bytes if standby else 0
     else:
-        rooms.waking[device] = True
-    rooms.free[device] -= who.need_bytes
-    rooms.move(who, Move(who.name, to, device, who.least_bytes, standby=standby, why=why))
-    rooms.arrivals.append(who)
+        capacity.waking[device] = True
+    capacity.free_bytes[device] -= replica.lacking_bytes
+    capacity.place(Placement(replica.name, residency, device, replica.min_bytes, standby=standby, reason=reason))
+    capacity.arrivals.append(replica)
 
 
-def _fits_in_host_memory(rooms: PlacementCapacity, who: ReplicaSnapshot) -> bool:
+def _fits_in_host_memory(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> bool:
     """Whether it will have to sleep one day, and host memory has room for that."""
-    return not who.wishes.pinned and rooms.host_free >= who.standby_bytes and _is_overcommitted(rooms.view)
+    fits = capacity.host_free_bytes >= replica.standby_bytes
+    return fits and not replica.preferences.pinned and _is_overcommitted(capacity.snapshot)
 
 
-def _is_overcommitted(view: PlacementSnapshot) -> bool:
+def _is_overcommitted(snapshot: PlacementSnapshot) -> bool:
     """Whether some replica has no room on any device where all are awake."""
-    free = list(view.devices)
-    for resident in sorted(view.residents, key=lambda one: -one.least_bytes):
-        device = max(range(len(free)), key=lambda one: free[one])
-        if free[device] < resident.least_bytes:
+    free_bytes = list(snapshot.devices)
+    for replica in sorted(snapshot.replicas, key=lambda replica: -replica.min_bytes):
+        device = max(range(len(free_bytes)), key=lambda device: free_bytes[device])
+        if free_bytes[device] < replica.min_bytes:
             return True
-        free[device] -= resident.least_bytes
+        free_bytes[device] -= replica.min_bytes
     return False
 
 
 def plan_eviction(
-    rooms: PlacementCapacity, who: ReplicaSnapshot, device: int, preempt: bool, silent_s: float
+    capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int, preempt: bool, silent_s: float
 ) -> EvictionPlan | None:
-    """How the device gets the room that `who` lacks there at the least cost; None where that is not possible now.
-    Running ones leave where `preempt`, idle ones where they were not asked for `silent_s`."""
-    short = who.need_bytes - rooms.free[device] - rooms.coming[device]
-    awake = [one for one in rooms.at_rest(device, Residency.DEVICE) if one.name != who.name]
-    leaving: list[EvictionCandidate] = []
-    freed = sum(one.excess_bytes for one in awake)
-    for leave in _eviction_candidates(rooms, who, device, preempt, silent_s):
-        if freed >= short:
+    """How the device gets the room that `replica` lacks there at the least cost; None where that is not possible now.
+    Running ones leave where `preempt`, idle ones where no request came for `silent_s`."""
+    short_bytes = replica.lacking_bytes - capacity.free_bytes[device] - capacity.incoming_bytes[device]
+    awake = [other for other in capacity.at_rest(device, Residency.DEVICE) if other.name != replica.name]
+    evictions: list[EvictionCandidate] = []
+    freed_bytes = sum(other.excess_bytes for other in awake)
+    for candidate in _eviction_candidates(capacity, replica, device, preempt, silent_s):
+        if freed_bytes >= short_bytes:
             break
-        leaving.append(leave)
-        freed += leave.bytes
-    for leave in leaving[-2::-1]:
-        if freed - leave.bytes >= short:
-            leaving.remove(leave)
-            freed -= leave.bytes
-    if freed < short:
+        evictions.append(candidate)
+        freed_bytes += candidate.bytes
+    for candidate in evictions[-2::-1]:
+        if freed_bytes - candidate.bytes >= short_bytes:
+            evictions.remove(candidate)
+            freed_bytes -= candidate.bytes
+    if freed_bytes < short_bytes:
         return None
-    gone = {leave.who.name for leave in leaving}
-    short -= sum(leave.bytes + (leave.who.excess_bytes if leave.who.serves else 0) for leave in leaving)
-    shrinks = _shrinks(rooms, [one for one in awake if one.name not in gone], short)
-    clearing = EvictionPlan(sum(leave.cost for leave in leaving), shrinks, tuple(leaving))
-    return clearing if rooms.affords(device, len(shrinks) + len(leaving)) else None
+    evicted = {candidate.replica.name for candidate in evictions}
+    short_bytes -= sum(
+        candidate.bytes + (candidate.replica.excess_bytes if candidate.replica.serves else 0) for candidate in evictions
+    )
+    shrinks = _plan_shrinks(capacity, [other for other in awake if other.name not in evicted], short_bytes)
+    plan = EvictionPlan(sum(candidate.cost for candidate in evictions), shrinks, tuple(evictions))
+    return plan if capacity.allows_moves(device, len(shrinks) + len(evictions)) else None
 
 
 def _eviction_candidates(
-    rooms: PlacementCapacity, who: ReplicaSnapshot, device: int, preempt: bool, silent_s: float
+    capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int, preempt: bool, silent_s: float
 ) -> list[EvictionCandidate]:
-    """Who may leave the device for `who`, the cheapest first: idle ones, those that run, and last those that sleep,
-    whose process holds some of it. Where it would have no room if all others slept, idle ones end too."""
-    now, crammed = rooms.view.now, _min_capacity_bytes(rooms.view, who, device) < who.least_bytes
+    """Replicas that may leave the device for this one, the cheapest first: idle ones, those that run, and last those
+    that sleep, whose process holds some of it. Where there would be no room if all others slept, idle ones end too."""
+    now, snapshot = capacity.snapshot.now, capacity.snapshot
+    overfull = _min_capacity_bytes(snapshot, replica, device) < replica.min_bytes
     awake = [
-        one
-        for one in rooms.at_rest(device, Residency.DEVICE)
-        if one.name != who.name and not one.wishes.pinned
-        and (one.arrived_at is None or now - one.arrived_at >= one.protected_s)
-        and (preempt or not one.busy)
-        and (one.asked_at is None or now - one.asked_at >= silent_s)
+        other
+        for other in capacity.at_rest(device, Residency.DEVICE)
+        if other.name != replica.name and not other.preferences.pinned
+        and (other.placed_at is None or now - other.placed_at >= other.protected_s)
+        and (preempt or not other.busy)
+        and (other.requested_at is None or now - other.requested_at >= silent_s)
     ]  # fmt: skip
-    asleep = [
-        one for one in rooms.at_rest(device, Residency.MEMORY) if one.name != who.name and not one.busy and crammed
-    ]
-    leaves = [EvictionCandidate(one, to, _eviction_cost(rooms, one, to), one.held_bytes - one.excess_bytes - left)
-              for one in awake if (to := _destination(rooms, one, crammed)) is not None
-              for left in (one.asleep_bytes if to is Residency.MEMORY else 0,)]  # fmt: skip
-    leaves.sort(key=lambda leave: (leave.who.busy, leave.cost / max(leave.bytes, 1)))
+    candidates = []
+    for other in awake:
+        target = _eviction_target(capacity, other, overfull)
+        if target is not None:
+            kept_bytes = other.asleep_bytes if target is Residency.MEMORY else 0
+            freed_bytes = other.held_bytes - other.excess_bytes - kept_bytes
+            candidates.append(EvictionCandidate(other, target, _eviction_cost(capacity, other, target), freed_bytes))
+    candidates.sort(key=lambda candidate: (candidate.replica.busy, candidate.cost / max(candidate.bytes, 1)))
     ends = [
-        EvictionCandidate(one, Residency.DISK, _eviction_cost(rooms, one, Residency.DISK), one.held_bytes)
-        for one in asleep
+        EvictionCandidate(other, Residency.DISK, _eviction_cost(capacity, other, Residency.DISK), other.held_bytes)
+        for other in capacity.at_rest(device, Residency.MEMORY)
+        if other.name != replica.name and not other.busy and overfull
     ]
-    return leaves + sorted(ends, key=lambda leave: leave.cost / max(leave.bytes, 1))
+    return candidates + sorted(ends, key=lambda candidate: candidate.cost / max(candidate.bytes, 1))
 
 
-def _eviction_cost(rooms: PlacementCapacity, who: ReplicaSnapshot, to: Residency) -> float:
+def _eviction_cost(capacity: PlacementCapacity, replica: ReplicaSnapshot, target: Residency) -> float:
     """Seconds of waiting a second that are to be expected of it."""
-    back_s = who.times.wake_s if to is Residency.MEMORY else who.times.start_s
-    return who.expected(rooms.view.now) * back_s
+    back_s = replica.times.wake_s if target is Residency.MEMORY else replica.times.start_s
+    return replica.expected_rate(capacity.snapshot.now) * back_s
 
 
-def _destination(rooms: PlacementCapacity, who: ReplicaSnapshot, crammed: bool) -> Residency | None:
-    """Where one that leaves its device goes: to MEMORY where there is room or those that sleep there are of less value;
-    else, or where the device is `crammed`, to DISK, unless it is busy."""
-    if crammed and not who.busy:
+def _eviction_target(capacity: PlacementCapacity, replica: ReplicaSnapshot, overfull: bool) -> Residency | None:
+    """Where a replica that leaves its device goes: to MEMORY where there is room or those that sleep there are of less
+    value; else, or where the device is `overfull`, to DISK, unless it is busy."""
+    if overfull and not replica.busy:
         return Residency.DISK
-    lacks = who.standby_bytes - who.memory_bytes - rooms.host_free - rooms.host_coming
-    if lacks <= sum(other.memory_bytes for other in _sleepers(rooms, who)):
+    available_bytes = capacity.host_free_bytes + capacity.host_incoming_bytes
+    short_bytes = replica.standby_bytes - replica.memory_bytes - available_bytes
+    if short_bytes <= sum(other.memory_bytes for other in _sleepers(capacity, replica)):
         return Residency.MEMORY
-    return None if who.busy else Residency.DISK
+    return None if replica.busy else Residency.DISK
 
 
-def _sleepers(rooms: PlacementCapacity, who: ReplicaSnapshot) -> list[ReplicaSnapshot]:
-    """Those that give up their host memory for `who`, the least valuable first."""
+def _sleepers(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> list[ReplicaSnapshot]:
+    """Replicas that give up their host memory for this one, the least valuable first."""
 
-    def value(one: ReplicaSnapshot) -> float:
-        return _eviction_cost(rooms, one, Residency.DISK) / max(one.standby_bytes, 1)
+    def value(sleeper: ReplicaSnapshot) -> float:
+        return _eviction_cost(capacity, sleeper, Residency.DISK) / max(sleeper.standby_bytes, 1)
 
-    asleep = [one for device in range(len(rooms.view.devices)) for one in rooms.at_rest(device, Residency.MEMORY)]
-    idle = [one for one in asleep if not one.busy and one.memory_bytes and (who.busy or value(one) < value(who))]
+    devices = range(len(capacity.snapshot.devices))
+    asleep = [other for device in devices for other in capacity.at_rest(device, Residency.MEMORY)]
+    idle = [
+        other
+        for other in asleep
+        if not other.busy and other.memory_bytes and (replica.busy or value(other) < value(replica))
+    ]
     return sorted(idle, key=value)
 
 
-def _shrinks(
-    rooms: PlacementCapacity, awake: list[ReplicaSnapshot], short: int
+def _plan_shrinks(
+    capacity: PlacementCapacity, awake: list[ReplicaSnapshot], short_bytes: int
 ) -> tuple[tuple[ReplicaSnapshot, int], ...]:
-    """Who gives up KV, and what each then may hold: the idle first, then those who are asked for least."""
+    """Replicas that give up KV, and what each then may hold: idle ones first, then those with the fewest requests."""
     shrinks = []
-    for one in sorted(awake, key=lambda one: (one.busy, one.expected(rooms.view.now))):
-        given = min(one.excess_bytes, short)
-        if given > 0:
-            shrinks.append((one, one.held_bytes - given))
-            short -= given
+    for replica in sorted(awake, key=lambda replica: (replica.busy, replica.expected_rate(capacity.snapshot.now))):
+        given_bytes = min(replica.excess_bytes, short_bytes)
+        if given_bytes > 0:
+            shrinks.append((replica, replica.held_bytes - given_bytes))
+            short_bytes -= given_bytes
     return tuple(shrinks)
 
 
-def apply_eviction(rooms: PlacementCapacity, who: ReplicaSnapshot, device: int, clearing: EvictionPlan) -> None:
+def apply_eviction(capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int, plan: EvictionPlan) -> None:
     """Begins what makes room, as far as host memory is free for those that go to sleep."""
-    why = f"{who.model} waits for its room"
-    for one, granted_bytes in clearing.shrinks:
-        rooms.move(one, Move(one.name, Residency.DEVICE, device, granted_bytes, why=why))
-        rooms.coming[device] += one.held_bytes - granted_bytes
-    for leave in clearing.leaves:
-        one, sleeps = leave.who, leave.to is Residency.MEMORY
-        lacks = max(0, one.standby_bytes - one.memory_bytes) if sleeps else 0
-        if lacks > rooms.host_free:
-            _end_sleepers(rooms, one, lacks - rooms.host_free - rooms.host_coming)
+    reason = f"{replica.model} waits for its room"
+    for other, granted_bytes in plan.shrinks:
+        capacity.place(Placement(other.name, Residency.DEVICE, device, granted_bytes, reason=reason))
+        capacity.incoming_bytes[device] += other.held_bytes - granted_bytes
+    for candidate in plan.evictions:
+        other, sleeps = candidate.replica, candidate.target is Residency.MEMORY
+        short_bytes = max(0, other.standby_bytes - other.memory_bytes) if sleeps else 0
+        if short_bytes > capacity.host_free_bytes:
+            _end_sleepers(capacity, other, short_bytes - capacity.host_free_bytes - capacity.host_incoming_bytes)
             return
-        rooms.host_free -= lacks
-        rooms.move(one, Move(one.name, leave.to, device, why=why))
-        rooms.coming[device] += one.held_bytes - (one.asleep_bytes if sleeps else 0)
+        capacity.host_free_bytes -= short_bytes
+        capacity.place(Placement(other.name, candidate.target, device, reason=reason))
+        capacity.incoming_bytes[device] += other.held_bytes - (other.asleep_bytes if sleeps else 0)
 
 
-def _end_sleepers(rooms: PlacementCapacity, who: ReplicaSnapshot, lacks: int) -> None:
-    """Their host memory is for `who`, once it is free."""
-    for one in _sleepers(rooms, who):
-        if lacks > 0 and rooms.affords(one.device, 1):
-            rooms.move(
-                one, Move(one.name, Residency.DISK, one.device, why=f"{who.model} needs its host memory to sleep")
-            )
-            rooms.host_coming += one.memory_bytes
-            lacks -= one.memory_bytes
+def _end_sleepers(capacity: PlacementCapacity, replica: ReplicaSnapshot, short_bytes: int) -> None:
+    """Ends replicas that sleep, whose host memory is for this one once it is free."""
+    reason = f"{replica.model} needs its host memory to sleep"
+    for sleeper in _sleepers(capacity, replica):
+        if short_bytes > 0 and capacity.allows_moves(sleeper.device, 1):
+            capacity.place(Placement(sleeper.name, Residency.DISK, sleeper.device, reason=reason))
+            capacity.host_incoming_bytes += sleeper.memory_bytes
+            short_bytes -= sleeper.memory_bytes

@@ -1,9 +1,10 @@
-"""What a decision over residency is made of, and what it says: replicas as they are, moves, and what arithmetic alone
+"""What a placement decision is made of, and what it says: replicas as they are, placements, and what arithmetic alone
 makes of them. Nothing here decides, and no clock runs but the `now` that it is given.
 """
 
 from dataclasses import dataclass
 
+from engine.protocol.frames import SetPlacement
 from engine.protocol.types import Residency
 
 
@@ -28,9 +29,10 @@ class TransitionTimes:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """One replica and its model's demand. Times are on the clock of View.now; `None`: never.
+    """One replica and its model's demand. Times are on the clock of PlacementSnapshot.now; `None`: never.
 
-    A start from DISK shows as `residency` DISK until it serves, with `device` and `granted_bytes` as its Move said.
+    A start from DISK shows as `residency` DISK until it serves, with `device` and `granted_bytes` as its Placement had
+    them.
     """
 
     name: str  # of the replica, unique
@@ -38,30 +40,30 @@ class ReplicaSnapshot:
     device: int  # index of its device; where it is on DISK, where it was, or −1
     residency: Residency
     toward: Residency  # where it is moving, else equal to `residency`
-    wishes: PlacementPreferences
+    preferences: PlacementPreferences
     times: TransitionTimes
     device_bytes: int  # of the device, that it holds now
-    granted_bytes: int  # that it may hold, as the last Move toward DEVICE said; 0 once it sleeps or has ended
+    granted_bytes: int  # that it may hold, as the last Placement on the DEVICE had it; 0 once it sleeps or has ended
     asleep_bytes: int  # of the device, held in MEMORY
-    least_bytes: int  # of the device, to serve
-    most_bytes: int  # of the device, that it could use
+    min_bytes: int  # of the device, to serve
+    max_bytes: int  # of the device, that it could use
     memory_bytes: int  # of host memory, that it holds now
     standby_bytes: int  # of host memory, that it holds in MEMORY
-    resizing: bool = False  # a Move from DEVICE to DEVICE is not done yet
+    resizing: bool = False  # a Placement from DEVICE to DEVICE is not carried out yet
     waiting: int = 0  # requests that wait for its model in gateways, and for it in the replica itself
     weight: float = 1.0  # the largest plan's weight among them
     waited_s: float = 0.0  # the first of them
     running: int = 0  # sequences
     kv_used: float = 0.0  # share of its KV that is in use or cached
     kv_short: bool = False  # sequences wait there, or were preempted, for want of KV
-    asked_at: float | None = None  # the last request for it
-    rate: float = 0.0  # requests per second lately
-    arrived_at: float | None = None  # on the device, last
-    left_at: float | None = None  # the device, last: since then its requests wait for it to come back
+    requested_at: float | None = None  # the last request for it
+    request_rate: float = 0.0  # requests per second lately
+    placed_at: float | None = None  # on the device, last
+    evicted_at: float | None = None  # from the device, last: since then its requests wait for it to come back
     startable: bool = True  # False: quarantined, or backing off
 
     @property
-    def rests(self) -> bool:
+    def is_at_rest(self) -> bool:
         return self.toward is self.residency and not self.resizing
 
     @property
@@ -74,7 +76,7 @@ class ReplicaSnapshot:
 
     @property
     def held_bytes(self) -> int:
-        """Of its device, that nobody else can have now."""
+        """Bytes of its device that no other replica can have now."""
         if self.residency is self.toward is Residency.DISK:
             return 0
         if self.residency is self.toward is Residency.MEMORY:
@@ -82,14 +84,14 @@ class ReplicaSnapshot:
         return max(self.device_bytes, self.granted_bytes)
 
     @property
-    def need_bytes(self) -> int:
-        """Of its device, to serve, beside those that it holds."""
-        return self.least_bytes - self.held_bytes
+    def lacking_bytes(self) -> int:
+        """Bytes of its device that it needs to serve, beside those that it holds."""
+        return self.min_bytes - self.held_bytes
 
     @property
-    def coming_bytes(self) -> int:
-        """Of its device, that will be free soon: not what a start leaves, which may take long."""
-        if self.rests or self.residency is Residency.DISK:
+    def incoming_bytes(self) -> int:
+        """Bytes of its device that will be free soon: not what a start leaves, which may take long."""
+        if self.is_at_rest or self.residency is Residency.DISK:
             return 0
         if self.toward is Residency.DEVICE:
             return max(0, self.held_bytes - self.granted_bytes)
@@ -97,15 +99,15 @@ class ReplicaSnapshot:
 
     @property
     def excess_bytes(self) -> int:
-        """Of its device, that it would give up of its KV. One that holds more than it was granted needs that while it
-        runs."""
+        """Bytes of its device that it would give up of its KV. A replica that holds more than it was granted needs that
+        while it runs."""
         if self.running and self.device_bytes > self.granted_bytes:
             return 0
-        return max(0, self.held_bytes - self.least_bytes)
+        return max(0, self.held_bytes - self.min_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, that nobody else can have now."""
+        """Bytes of host memory that no other replica can have now."""
         if self.residency is self.toward is Residency.DISK:
             return 0
         if self.serves or self.toward is Residency.DISK:
@@ -114,34 +116,36 @@ class ReplicaSnapshot:
 
     @property
     def protected_s(self) -> float:
-        """It stays for so long once it came; while it is busy at least for twice what its moves take, so that a device
-        serves for most of its time, however many contend for it."""
+        """How long it stays once it came: while it is busy at least twice what its moves take, so that a device serves
+        for most of its time, however many contend for it."""
         moves_s = self.times.wake_s + self.times.sleep_s
-        return max(self.wishes.resident_s, 2 * moves_s if self.busy else 0.0)
+        return max(self.preferences.resident_s, 2 * moves_s if self.busy else 0.0)
 
-    def expected(self, now: float) -> float:
+    def expected_rate(self, now: float) -> float:
         """Requests a second that count for it: its rate, or less where it has been silent for longer than that lets
         expect; times its priority."""
-        if self.asked_at is None:
+        if self.requested_at is None:
             return 0.0
-        return self.wishes.priority * min(self.rate, 1 / max(now - self.asked_at, 1e-3))
+        return self.preferences.priority * min(self.request_rate, 1 / max(now - self.requested_at, 1e-3))
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementSnapshot:
+    """All that a decision sees."""
+
     now: float
-    residents: tuple[ReplicaSnapshot, ...]  # in the order of the catalogue
+    replicas: tuple[ReplicaSnapshot, ...]  # in the order of the catalogue
     devices: tuple[int, ...]  # the budget of each, in bytes
     memory_bytes: int  # the budget of host memory
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """`device_bytes` is what it may hold on `device` when it is there; `drain_s` what runs has until it is preempted.
+class Placement:
+    """Where a replica is to be; `device_bytes` is what it may hold on `device` when it is there.
 
     DISK → DEVICE        starts it.
     DISK → MEMORY        starts it, and puts it to sleep when it serves; meanwhile `device_bytes` of `device` are its.
-                         While it starts, a Move to DEVICE may follow: then it stays when it serves.
+                         While it starts, a Placement on the DEVICE may follow: then it stays when it serves.
     MEMORY → DEVICE      wakes it.
     DEVICE → DEVICE      lets its KV grow or shrink.
     DEVICE → MEMORY      puts it to sleep.
@@ -149,12 +153,15 @@ class Move:
     """
 
     name: str
-    to: Residency
+    residency: Residency
     device: int = -1
     device_bytes: int = 0
-    drain_s: float = 0.0
     standby: bool = False  # of a start: it may have to sleep, so its weights are copied to host memory ahead
-    why: str = ""
+    reason: str = ""
+
+    def message(self) -> SetPlacement:
+        """The part of it that the replica's process carries out. What runs there is preempted at once."""
+        return SetPlacement(self.residency, self.device_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,5 +175,5 @@ class MoveAllowance:
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    moves: tuple[Move, ...]  # in the order in which they are to begin
+    placements: tuple[Placement, ...]  # in the order in which they are to begin
     allowance: MoveAllowance  # for the next decision

@@ -170,8 +170,8 @@ class PlacementStatus(msgspec.Struct, frozen=True, array_like=True, tag="placed"
     where that one asks for nothing.
 
     device_bytes    it holds now; asleep_bytes of them it holds in MEMORY too (what the driver keeps for a process).
-    least_bytes     it holds at the least on the device: weights, workspace, KV of one context.
-    most_bytes      it could use: the KV of all sequences that it may run.
+    min_bytes       it needs on the device to serve: weights, workspace, KV of one context.
+    max_bytes       it could use: the KV of all sequences that it may run.
     memory_bytes    of host memory it holds: weights and kept KV; standby_bytes it holds in MEMORY at the most.
     kv_bytes        of device_bytes are KV; kept_bytes of memory_bytes are.
     weights_bytes   its weights take on the device.
@@ -181,8 +181,8 @@ class PlacementStatus(msgspec.Struct, frozen=True, array_like=True, tag="placed"
     residency: Residency
     device_bytes: int = 0
     asleep_bytes: int = 0
-    least_bytes: int = 0
-    most_bytes: int = 0
+    min_bytes: int = 0
+    max_bytes: int = 0
     memory_bytes: int = 0
     weights_bytes: int = 0
     kv_bytes: int = 0

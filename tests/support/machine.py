@@ -21,7 +21,7 @@ from engine.protocol.types import Residency
 FAKE = Path(__file__).with_name("fake_replica.py")
 QUICK = {
     "look_s": 0.05, "step_s": 2.0, "backoff_s": 0.1, "backoff_s_max": 0.4, "stable_s": 30.0, "drain_s": 1.0,
-    "deaths": 20, "again_s": 0.1,
+    "deaths": 20, "retry_s": 0.1,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""For a warm parent to import: what it forks then tells about itself in a line of JSON, and does what its model's name
+"""For a zygote to import: what it forks then tells about itself in a line of JSON, and does what its model's name
 says, instead of being a replica."""
 
 import json

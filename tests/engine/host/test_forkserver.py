@@ -84,11 +84,11 @@ def started(forks: ForkserverLauncher, name: str, folder: Path, **environment: s
 
 
 def test_a_fork_is_a_child_of_ours_with_everything_imported(spied: ForkserverLauncher, tmp_path: Path) -> None:
-    assert spied.parent is not None
+    assert spied.zygote is not None
     with started(spied, "stays", tmp_path) as process:
         found = told(process)
         assert (found["pid"], found["parent"]) == (process.pid, os.getpid())
-        assert found["imported_by"] == spied.parent
+        assert found["imported_by"] == spied.zygote
         assert psutil.Process(process.pid).cmdline()[:2] == ["engine.replica.server", "stays"]
 
 
@@ -127,12 +127,12 @@ def test_a_fork_that_is_told_to_end_at_once_ends(spied: ForkserverLauncher, tmp_
             assert process.wait() == -signal.SIGTERM
 
 
-def test_the_warm_parent_leaves_signals_to_the_machine(spied: ForkserverLauncher, tmp_path: Path) -> None:
-    assert spied.parent is not None
+def test_the_zygote_leaves_signals_to_the_machine(spied: ForkserverLauncher, tmp_path: Path) -> None:
+    assert spied.zygote is not None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(spied.parent, number)
+        os.kill(spied.zygote, number)
     with started(spied, "stays", tmp_path) as process:
-        assert told(process)["imported_by"] == spied.parent
+        assert told(process)["imported_by"] == spied.zygote
 
 
 def test_descendants_that_lose_their_parent_are_collected(spied: ForkserverLauncher, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_descendants_that_lose_their_parent_are_collected(spied: ForkserverLaunc
     with started(spied, "leaves an orphan", tmp_path) as process:
         told(process)
         process.wait()
-        orphans = [child for child in psutil.Process().children() if child not in before and child.pid != spied.parent]
+        orphans = [child for child in psutil.Process().children() if child not in before and child.pid != spied.zygote]
         assert len(orphans) == 1
         until = time.monotonic() + 5
         while orphans[0].is_running():
@@ -149,10 +149,10 @@ def test_descendants_that_lose_their_parent_are_collected(spied: ForkserverLaunc
             time.sleep(0.02)
 
 
-def test_forks_outlive_the_warm_parent_and_programs_stand_in_for_it(tmp_path: Path) -> None:
+def test_forks_outlive_the_zygote_and_programs_stand_in_for_it(tmp_path: Path) -> None:
     with open_forks("tests.support.zygote_spy") as forks:
         warm(forks)
-        first = forks.parent
+        first = forks.zygote
         assert first is not None
         with started(forks, "stays", tmp_path) as process:
             told(process)
@@ -168,7 +168,7 @@ def told_in_the_end(forks: ForkserverLauncher, folder: Path) -> dict[str, Any]:
     """What a fork tells, when there are forks again; programs meanwhile."""
     until = time.monotonic() + 30.0
     while True:
-        assert forks.ready(time.monotonic()), "nobody waits for a second warm parent"
+        assert forks.ready(time.monotonic()), "nobody waits for a second zygote"
         with started(forks, "ends", folder) as process:
             if (line := read_line(process)) != "a program\n":
                 found: dict[str, Any] = json.loads(line)
@@ -177,17 +177,17 @@ def told_in_the_end(forks: ForkserverLauncher, folder: Path) -> dict[str, Any]:
         time.sleep(0.1)
 
 
-def test_a_warm_parent_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+def test_a_zygote_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     with open_forks("tests.support.zygote_spy") as forks:
         warm(forks)
-        assert forks.parent is not None
-        os.kill(forks.parent, signal.SIGSTOP)
+        assert forks.zygote is not None
+        os.kill(forks.zygote, signal.SIGSTOP)
         with started(forks, "ends", tmp_path) as program:
             assert read_line(program) == "a program\n"
-        assert forks.parent is None
+        assert forks.zygote is None
 
 
-def test_replicas_are_not_started_while_the_warm_parent_imports(tmp_path: Path) -> None:
+def test_replicas_are_not_started_while_the_zygote_imports(tmp_path: Path) -> None:
     with open_forks("tests.support.zygote_spy") as forks:
         assert not forks.ready(time.monotonic())
         assert forks.ready(time.monotonic() + 61)
@@ -210,7 +210,7 @@ from engine.host.forkserver import ForkserverLauncher
 from tests.engine.host.test_forkserver import spec_of, told, warm
 forks = ForkserverLauncher(["tests.support.zygote_spy"], SubprocessLauncher(lambda spec: []), time.monotonic)
 warm(forks)
-print(forks.parent, told(forks.start(spec_of("stays", Path(sys.argv[1])), {}))["pid"], flush=True)
+print(forks.zygote, told(forks.start(spec_of("stays", Path(sys.argv[1])), {}))["pid"], flush=True)
 time.sleep(60)
 """
 

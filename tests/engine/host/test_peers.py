@@ -42,7 +42,7 @@ class Loop:
         return listener
 
     def turn(self, first: SetPlacement = STAY) -> None:
-        self.link.keep(first, self.now)
+        self.link.keep_open(first, self.now)
         for key, _ in self.selector.select(0.05):
             key.data()
 
@@ -72,11 +72,11 @@ def test_a_link_says_where_to_be_first_and_keeps_what_it_is_told(loop: Loop) -> 
             answer = PlacementStatus(Residency.DEVICE, device_bytes=7)
             peer.sendall(encode_frame(hello()) + encode_frame(load))
             loop.turn()
-            assert (loop.link.load, loop.link.placed) == (load, None)
+            assert (loop.link.load, loop.link.status) == (load, None)
             peer.sendall(encode_frame(answer))
             loop.turn()
-            assert loop.link.placed == answer
-            assert (loop.link.taken(), loop.link.taken()) == ([answer], [])
+            assert loop.link.status == answer
+            assert (loop.link.take_reports(), loop.link.take_reports()) == ([answer], [])
             loop.link.send(SetPlacement(Residency.MEMORY))
             assert frames(peer) == [SetPlacement(Residency.MEMORY)]
     loop.link.close()
@@ -88,12 +88,12 @@ def test_a_lost_link_forgets_what_it_knew_and_is_opened_again_after_growing_paus
         peer, _ = listener.accept()
         peer.sendall(encode_frame(hello()) + encode_frame(PlacementStatus(Residency.DEVICE)))
         loop.turn()
-        assert loop.link.placed is not None
+        assert loop.link.status is not None
         peer.close()
         loop.turn()
         assert loop.link.load is None
-        assert loop.link.placed is None
-        assert loop.link.taken() == []
+        assert loop.link.status is None
+        assert loop.link.take_reports() == []
         loop.now = 0.04
         loop.turn()
         listener.settimeout(0.05)
@@ -159,10 +159,10 @@ def test_a_peer_that_does_not_read_is_lost_once_too_much_is_kept_for_it() -> Non
     channel = PeerChannel(selector, ours, lambda frame: None, lost.append)
     sent = 0
     while not channel.closed and sent < 64 << 20:
-        channel.pass_on(bytes(1 << 20))
+        channel.send_encoded(bytes(1 << 20))
         sent += 1 << 20
     assert channel.closed
     assert "unread" in lost[0]
     assert not selector.get_map()
-    channel.pass_on(b"late")
+    channel.send_encoded(b"late")
     its.close()

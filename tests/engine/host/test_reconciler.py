@@ -126,7 +126,7 @@ def test_a_replica_that_dies_as_it_wakes_is_started_again_and_the_failure_counte
 
 
 def test_a_replica_that_never_answers_an_order_is_killed_at_its_deadline(short: Path) -> None:
-    with crowd(short, order_s=0.3) as host:
+    with crowd(short, move_s=0.3) as host:
         sleeper = settled(host)
         host.move(sleeper, "never")
         call(host, sleeper)
@@ -141,7 +141,7 @@ def test_a_replica_that_never_answers_an_order_is_killed_at_its_deadline(short: 
 def test_one_that_serves_and_never_says_where_it_is_is_killed_and_left_alone_for_a_while_that_doubles(
     short: Path,
 ) -> None:
-    patience = {"order_s": 0.4, "deaths": 3, "window_s": 1.0, "quarantine_s": 0.3, "backoff_s": 0.02}
+    patience = {"move_s": 0.4, "deaths": 3, "window_s": 1.0, "quarantine_s": 0.3, "backoff_s": 0.02}
     sizes = {"device_bytes": TWO_ROOMS, "memory_bytes": 8000 * MIB, "weights_bytes": WEIGHTS_BYTES}
     with hosting(short, {"a": "serve", "b": "serve", "c": "deaf"}, device="cpu", **sizes, **patience) as host:
         left = host.until("c", lambda state: state.quarantined)

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.host.demand import PendingDemand
+from engine.host.demand import Demand
 from engine.host.peers import ReplicaPeer
 from engine.host.replica_handle import ReplicaHandle
 from engine.host.supervisor import ReplicaSupervisor, SubprocessLauncher, SupervisionTimeouts
-from engine.placement.snapshot import ReplicaSnapshot
+from engine.placement.snapshot import Placement, ReplicaSnapshot
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol.frames import (
     PROTOCOL_VERSION,
@@ -32,14 +32,14 @@ from tests.support.machine import short_folder
 
 MIB = 1 << 20
 HERE = PlacementStatus(
-    Residency.DEVICE, device_bytes=300, asleep_bytes=10, least_bytes=200, most_bytes=900, memory_bytes=150,
+    Residency.DEVICE, device_bytes=300, asleep_bytes=10, min_bytes=200, max_bytes=900, memory_bytes=150,
     weights_bytes=150, standby_bytes=190,
 )  # fmt: skip
 ASLEEP = msgspec.structs.replace(HERE, residency=Residency.MEMORY, device_bytes=10)
 
 
 class Kept:
-    """A lodger whose process only sleeps, and this test in its place."""
+    """A replica whose process only sleeps, and this test in its place."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 100.0
@@ -48,25 +48,27 @@ class Kept:
         self.selector = selectors.DefaultSelector()
         programs = SubprocessLauncher(lambda spec: ["sleep", "60"])
         self.pulse = folder / "r.pulse"
-        self.child = ReplicaSupervisor("m", f"unix:{path}", self.pulse, SupervisionTimeouts(), programs, self.selector)
-        link = ReplicaPeer(self.selector, f"unix:{path}", 2.0)
+        self.supervisor = ReplicaSupervisor(
+            "m", f"unix:{path}", self.pulse, SupervisionTimeouts(), programs, self.selector
+        )
+        peer = ReplicaPeer(self.selector, f"unix:{path}", 2.0)
         model = ModelSpec(name="m", folder="/m", weights_bytes=800 * MIB)
-        self.lodger = ReplicaHandle("m-0", model, self.child, link, SupervisionTimeouts(), on_cpu=False)
+        self.replica = ReplicaHandle("m-0", model, self.supervisor, peer, SupervisionTimeouts(), on_cpu=False)
         self.path = path
         self.model = model
 
     def start(self, to: Residency = Residency.DEVICE) -> None:
-        spec = ReplicaSpec(model=self.model, address=self.child.address, pulse=str(self.pulse), boot=1)
-        assert self.child.start(spec, {}, self.now)
-        self.lodger.device = 0
-        self.lodger.begin("start", SetPlacement(to, 500), "", self.now)
+        spec = ReplicaSpec(model=self.model, address=self.supervisor.address, pulse=str(self.pulse), boot=1)
+        assert self.supervisor.start(spec, {}, self.now)
+        self.replica.device = 0
+        self.replica.begin("start", Placement("m-0", to, 0, 500), self.now)
 
     def serve(self) -> None:
         self.listener.bind(str(self.path))
         self.listener.listen()
         self.listener.settimeout(5)
         Heartbeat.open(self.pulse).enter(ReplicaPhase.IDLE)
-        self.lodger.look(self.now)
+        self.replica.poll(self.now)
         self.peer, _ = self.listener.accept()
         self.peer.settimeout(5)
         self.say(Hello(PROTOCOL_VERSION, "m", "", "1", 1, 1, 1, 1, 1))
@@ -75,22 +77,22 @@ class Kept:
         self.peer.sendall(b"".join(map(encode_frame, frames)))
         for key, _ in self.selector.select(0.2):
             key.data()
-        self.lodger.look(self.now)
-        for placed in self.lodger.link.taken():
-            self.lodger.answered(placed, self.now)
+        self.replica.poll(self.now)
+        for placed in self.replica.peer.take_reports():
+            self.replica.take_status(placed, self.now)
 
     def heard(self) -> list[Frame]:
         return list(FrameReader().feed(self.peer.recv(1 << 16)))
 
-    def resident(self, wanted: PendingDemand | None = None, alone: bool = False) -> ReplicaSnapshot:
-        return self.lodger.resident(self.now, wanted or PendingDemand(), alone, 8000 * MIB, ready=True)
+    def resident(self, wanted: Demand | None = None, alone: bool = False) -> ReplicaSnapshot:
+        return self.replica.snapshot(self.now, wanted or Demand(), alone, 8000 * MIB, ready=True)
 
     def close(self) -> None:
-        self.lodger.link.close()
-        if self.child.process is not None:
-            self.child.process.kill()
-            self.child.process.wait()
-            self.child.reap(self.now)
+        self.replica.peer.close()
+        if self.supervisor.process is not None:
+            self.supervisor.process.kill()
+            self.supervisor.process.wait()
+            self.supervisor.reap(self.now)
         self.listener.close()
 
 
@@ -114,12 +116,12 @@ def test_it_starts_until_it_has_said_how_large_it_is(kept: Kept) -> None:
     kept.start()
     assert (kept.resident().residency, kept.resident().toward) == (Residency.DISK, Residency.DEVICE)
     kept.serve()
-    assert kept.lodger.residency is Residency.DEVICE
+    assert kept.replica.residency is Residency.DEVICE
     assert kept.resident().residency is Residency.DISK
     kept.say(HERE)
     seen = kept.resident()
-    assert (seen.residency, seen.rests, seen.granted_bytes) == (Residency.DEVICE, True, 500)
-    assert (seen.device_bytes, seen.least_bytes, seen.most_bytes, seen.standby_bytes) == (300, 200, 900, 190)
+    assert (seen.residency, seen.is_at_rest, seen.granted_bytes) == (Residency.DEVICE, True, 500)
+    assert (seen.device_bytes, seen.min_bytes, seen.max_bytes, seen.standby_bytes) == (300, 200, 900, 190)
     assert kept.heard() == [SetPlacement(Residency.DEVICE)]
 
 
@@ -127,7 +129,7 @@ def test_one_that_never_says_it_counts_as_arrived_after_a_while_and_cannot_be_mo
     kept.start()
     kept.serve()
     kept.now += 2.1
-    assert (kept.resident().residency, kept.resident().rests) == (Residency.DEVICE, False)
+    assert (kept.resident().residency, kept.resident().is_at_rest) == (Residency.DEVICE, False)
 
 
 def test_host_memory_is_planned_with_for_all_that_it_may_keep_and_asleep_for_what_it_did(kept: Kept) -> None:
@@ -135,32 +137,32 @@ def test_host_memory_is_planned_with_for_all_that_it_may_keep_and_asleep_for_wha
     kept.serve()
     kept.say(HERE)
     assert (kept.resident().memory_bytes, kept.resident().standby_bytes) == (150, 190)
-    kept.lodger.begin("sleep", SetPlacement(Residency.MEMORY), "", kept.now)
+    kept.replica.begin("sleep", Placement("m-0", Residency.MEMORY), kept.now)
     assert kept.resident().host_bytes == 190
     kept.say(ASLEEP)
     assert (kept.resident().standby_bytes, kept.resident().host_bytes) == (150, 150)
-    kept.lodger.ended()
+    kept.replica.on_exit()
     assert kept.resident().standby_bytes == 190
 
 
 def test_before_it_was_seen_its_size_is_guessed_and_the_guess_grows_where_it_died_of_it(kept: Kept) -> None:
     guessed = kept.resident()
-    assert 800 * MIB < guessed.least_bytes < guessed.most_bytes == 8000 * MIB
+    assert 800 * MIB < guessed.min_bytes < guessed.max_bytes == 8000 * MIB
     assert guessed.standby_bytes == 800 * MIB + kept.model.kept_kv_bytes
     for _ in range(3):
-        kept.lodger.needs_more(8000 * MIB)
-    assert kept.resident().least_bytes == 8000 * MIB
+        kept.replica.raise_estimate(8000 * MIB)
+    assert kept.resident().min_bytes == 8000 * MIB
 
 
 def test_another_replica_of_its_model_says_its_size_too(kept: Kept) -> None:
-    kept.lodger.learn_from(HERE)
-    assert (kept.resident().least_bytes, kept.resident().most_bytes) == (200, 900)
+    kept.replica.learn_sizes(HERE)
+    assert (kept.resident().min_bytes, kept.resident().max_bytes) == (200, 900)
 
 
 def test_what_it_was_granted_beyond_what_it_could_use_is_free_for_others(kept: Kept) -> None:
     kept.start()
     kept.serve()
-    kept.say(msgspec.structs.replace(HERE, most_bytes=350))
+    kept.say(msgspec.structs.replace(HERE, max_bytes=350))
     assert kept.resident().granted_bytes == 350
 
 
@@ -169,12 +171,12 @@ def test_arrivals_are_counted_from_what_started_and_fade(kept: Kept) -> None:
     kept.serve()
     kept.say(HERE, load(counters={"started": 30}))
     soon = kept.resident()
-    assert (soon.rate, soon.asked_at) == (1.0, 100.0)
+    assert (soon.request_rate, soon.requested_at) == (1.0, 100.0)
     kept.now += 30.0
     kept.say(load(counters={"started": 30}))
     later = kept.resident()
-    assert 0.3 < later.rate < 0.4
-    assert later.asked_at == 100.0
+    assert 0.3 < later.request_rate < 0.4
+    assert later.requested_at == 100.0
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_who_waits_first_is_the_one_in_a_gateway_or_in_the_replica(kept: Kept) -
     kept.serve()
     kept.say(HERE, load(waiting=2, running=1, free_blocks=25))
     kept.now += 3.0
-    seen = kept.resident(PendingDemand(5, 2.0, since=102.0))
+    seen = kept.resident(Demand(5, 2.0, since=102.0))
     assert (seen.waiting, seen.weight, seen.waited_s, seen.running, seen.kv_used) == (7, 2.0, 3.0, 1, 0.75)
 
 
@@ -212,39 +214,39 @@ def test_an_order_ends_with_the_answer_that_says_so_and_no_other(kept: Kept) -> 
     kept.start()
     kept.serve()
     kept.say(HERE)
-    kept.lodger.begin("sleep", SetPlacement(Residency.MEMORY), "", kept.now)
+    kept.replica.begin("sleep", Placement("m-0", Residency.MEMORY), kept.now)
     kept.say(HERE)
-    assert kept.lodger.order is not None
+    assert kept.replica.transition is not None
     kept.say(ASLEEP)
-    assert kept.lodger.order is None
-    assert (kept.resident().granted_bytes, kept.resident().memory_bytes, kept.lodger.said) == (0, 150, "")
-    kept.lodger.begin("wake", SetPlacement(Residency.DEVICE, 400), "", kept.now)
+    assert kept.replica.transition is None
+    assert (kept.resident().granted_bytes, kept.resident().memory_bytes, kept.replica.reason) == (0, 150, "")
+    kept.replica.begin("wake", Placement("m-0", Residency.DEVICE, 0, 400), kept.now)
     kept.say(msgspec.structs.replace(ASLEEP, problem="no memory"))
-    assert kept.lodger.order is None
-    kept.lodger.failed("wake failed: no memory", kept.now)
-    assert (kept.resident().granted_bytes, kept.resident().rests, kept.lodger.said) == (
+    assert kept.replica.transition is None
+    kept.replica.fail("wake failed: no memory", kept.now)
+    assert (kept.resident().granted_bytes, kept.resident().is_at_rest, kept.replica.reason) == (
         0,
         False,
         "wake failed: no memory",
     )
     kept.now += 1.1
-    assert kept.resident().rests
+    assert kept.resident().is_at_rest
 
 
 def test_a_new_connection_is_told_the_order_that_was_under_way(kept: Kept) -> None:
     kept.start()
     kept.serve()
     kept.say(HERE)
-    kept.lodger.begin("sleep", SetPlacement(Residency.MEMORY), "", kept.now)
+    kept.replica.begin("sleep", Placement("m-0", Residency.MEMORY), kept.now)
     kept.heard()
     kept.peer.close()
     for key, _ in kept.selector.select(0.2):
         key.data()
     kept.now += 1.0
-    kept.lodger.look(kept.now)
+    kept.replica.poll(kept.now)
     kept.peer, _ = kept.listener.accept()
     kept.peer.settimeout(5)
-    assert kept.heard() == [SetPlacement(Residency.MEMORY)]
+    assert kept.heard() == [SetPlacement(Residency.MEMORY, 0)]
 
 
 def test_one_that_is_alone_is_left_as_large_as_it_is(kept: Kept) -> None:
@@ -252,54 +254,54 @@ def test_one_that_is_alone_is_left_as_large_as_it_is(kept: Kept) -> None:
     kept.serve()
     kept.say(HERE)
     seen = kept.resident(alone=True)
-    assert seen.least_bytes == seen.most_bytes == seen.granted_bytes
+    assert seen.min_bytes == seen.max_bytes == seen.granted_bytes
 
 
 def test_how_long_it_takes_is_told_in_steps_and_counts_down(kept: Kept) -> None:
-    state = kept.lodger.state(kept.now, "", 8140)
+    state = kept.replica.state(kept.now, "", 8140)
     assert (state.ready_ms, state.residency) == (9000, Residency.DISK)
     kept.start()
     kept.now += 7.5
-    assert kept.lodger.state(kept.now, "", 8140).ready_ms == 700
+    assert kept.replica.state(kept.now, "", 8140).ready_ms == 700
     kept.now += 60.0
-    assert kept.lodger.state(kept.now, "", 8140).ready_ms == 100
-    assert kept.lodger.state(kept.now, "needs too much", 8140).ready_ms == -1
+    assert kept.replica.state(kept.now, "", 8140).ready_ms == 100
+    assert kept.replica.state(kept.now, "needs too much", 8140).ready_ms == -1
     kept.serve()
-    assert kept.lodger.state(kept.now, "", 0).ready_ms == 0
+    assert kept.replica.state(kept.now, "", 0).ready_ms == 0
 
 
 def test_an_order_has_as_much_time_more_as_the_machine_itself_was_stopped(kept: Kept) -> None:
     kept.start()
     kept.serve()
     kept.say(HERE)
-    kept.lodger.begin("sleep", SetPlacement(Residency.MEMORY, drain_ms=1000), "", kept.now)
-    assert kept.lodger.order is not None
-    until = kept.lodger.order.until
-    assert until == pytest.approx(kept.now + SupervisionTimeouts().order_s + 1.0)
-    kept.lodger.forgive(500.0, kept.now)
-    assert kept.lodger.order.until == until + 500.0
+    kept.replica.begin("sleep", Placement("m-0", Residency.MEMORY), kept.now)
+    assert kept.replica.transition is not None
+    until = kept.replica.transition.deadline
+    assert until == pytest.approx(kept.now + SupervisionTimeouts().move_s)
+    kept.replica.forgive(500.0, kept.now)
+    assert kept.replica.transition.deadline == until + 500.0
 
 
 def test_a_start_ends_with_an_answer_or_so_long_after_it_serves_however_long_it_loads(kept: Kept) -> None:
     kept.start(Residency.MEMORY)
     kept.now += 1000.0
-    kept.lodger.look(kept.now)
-    assert kept.lodger.order is not None
-    assert kept.lodger.order.until == math.inf
+    kept.replica.poll(kept.now)
+    assert kept.replica.transition is not None
+    assert kept.replica.transition.deadline == math.inf
     kept.serve()
-    assert kept.lodger.order.until == kept.now + SupervisionTimeouts().order_s
+    assert kept.replica.transition.deadline == kept.now + SupervisionTimeouts().move_s
     kept.now += 5.0
-    kept.lodger.look(kept.now)
-    assert kept.lodger.order.until == kept.now - 5.0 + SupervisionTimeouts().order_s
+    kept.replica.poll(kept.now)
+    assert kept.replica.transition.deadline == kept.now - 5.0 + SupervisionTimeouts().move_s
 
 
 def test_one_that_is_to_end_has_that_time_more_too(kept: Kept, capfd: pytest.CaptureFixture[str]) -> None:
     kept.start()
-    kept.child.end(kept.now)
+    kept.supervisor.end(kept.now)
     kept.now += 500.0
-    kept.lodger.forgive(500.0, kept.now)
-    kept.lodger.look(kept.now)
+    kept.replica.forgive(500.0, kept.now)
+    kept.replica.poll(kept.now)
     assert "replica_not_ended" not in capfd.readouterr().err
     kept.now += SupervisionTimeouts().drain_s
-    kept.lodger.look(kept.now)
+    kept.replica.poll(kept.now)
     assert "replica_not_ended" in capfd.readouterr().err

@@ -16,8 +16,8 @@ from typing import Final
 from engine.placement.capacity import MOVES_PER_MINUTE, RESIZES_PER_MINUTE
 from engine.placement.policy import decide_placement
 from engine.placement.snapshot import (
-    Move,
     MoveAllowance,
+    Placement,
     PlacementPreferences,
     PlacementSnapshot,
     ReplicaSnapshot,
@@ -43,15 +43,15 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Model:
     name: str
-    least_bytes: int = 18 * GB
-    most_bytes: int = 26 * GB
-    wishes: PlacementPreferences = field(default_factory=PlacementPreferences)
+    min_bytes: int = 18 * GB
+    max_bytes: int = 26 * GB
+    preferences: PlacementPreferences = field(default_factory=PlacementPreferences)
     start_s: float = 4.0
     asleep_bytes: int = GB * 7 // 10
 
     @property
     def times(self) -> TransitionTimes:
-        return TransitionTimes(self.start_s, self.least_bytes / 55e9, 0.1)
+        return TransitionTimes(self.start_s, self.min_bytes / 55e9, 0.1)
 
 
 def zipf(
@@ -132,8 +132,8 @@ class Replica:
     memory_bytes: int = 0
     standby: bool = False
     resizing: bool = False
-    arrived_at: float | None = None
-    left_at: float | None = None
+    placed_at: float | None = None
+    evicted_at: float | None = None
     asked: deque[float] = field(default_factory=deque)
     waiting: deque[Job] = field(default_factory=deque)
     running: list[Job] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Replica:
 
     @property
     def places(self) -> int:
-        return 1 + (self.device_bytes - self.model.least_bytes) // _KV_SEQUENCE
+        return 1 + (self.device_bytes - self.model.min_bytes) // _KV_SEQUENCE
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class Machine:
     now: float = 0.0
     arrivals: int = 0  # on a device, because somebody waited
     missed: int = 0  # requests that found their model elsewhere
-    moves: list[tuple[float, Replica, Move]] = field(default_factory=list)
+    moves: list[tuple[float, Replica, Placement]] = field(default_factory=list)
     done: list[Job] = field(default_factory=list)
     replicas: dict[str, Replica] = field(default_factory=dict)
     allowance: MoveAllowance = field(default_factory=MoveAllowance)
@@ -245,31 +245,31 @@ class Machine:
             replica.asked.popleft()
         return ReplicaSnapshot(
             name=model.name, model=model.name, device=replica.device,
-            residency=replica.residency, toward=replica.toward, wishes=model.wishes, times=model.times,
+            residency=replica.residency, toward=replica.toward, preferences=model.preferences, times=model.times,
             device_bytes=replica.device_bytes, granted_bytes=replica.granted_bytes, asleep_bytes=model.asleep_bytes,
-            least_bytes=model.least_bytes, most_bytes=model.most_bytes,
-            memory_bytes=replica.memory_bytes, standby_bytes=model.least_bytes, resizing=replica.resizing,
+            min_bytes=model.min_bytes, max_bytes=model.max_bytes,
+            memory_bytes=replica.memory_bytes, standby_bytes=model.min_bytes, resizing=replica.resizing,
             waiting=len(replica.waiting),
             weight=max((job.request.weight for job in replica.waiting), default=1.0),
             waited_s=max((self.now - job.request.at for job in replica.waiting), default=0.0),
             running=len(replica.running),
             kv_used=len(replica.running) / max(1, replica.places),
             kv_short=bool(replica.waiting) and len(replica.running) >= replica.places,
-            asked_at=replica.asked[-1] if replica.asked else None,
-            rate=len(replica.asked) / _RATE_S,
-            arrived_at=replica.arrived_at, left_at=replica.left_at,
+            requested_at=replica.asked[-1] if replica.asked else None,
+            request_rate=len(replica.asked) / _RATE_S,
+            placed_at=replica.placed_at, evicted_at=replica.evicted_at,
             startable=self.now >= replica.start_at,
         )  # fmt: skip
 
     def _decide(self) -> None:
         decision = decide_placement(self.view(), self.allowance)
         self.allowance = decision.allowance
-        for move in decision.moves:
+        for move in decision.placements:
             self._begin(self.replicas[move.name], move)
 
-    def _begin(self, replica: Replica, move: Move) -> None:
+    def _begin(self, replica: Replica, move: Placement) -> None:
         model, redirected = replica.model, replica.residency is DISK and replica.toward is MEMORY
-        assert not replica.moving or (redirected and move.to is DEVICE), f"{move} of one that moves"
+        assert not replica.moving or (redirected and move.residency is DEVICE), f"{move} of one that moves"
         self.moves.append((self.now, replica, move))
         if redirected:
             replica.toward = DEVICE
@@ -278,26 +278,26 @@ class Machine:
         self._count_move(replica, move)
         replica.flight += 1
         flight, residency = replica.flight, replica.residency
-        if residency is DEVICE and move.to is not DEVICE:
+        if residency is DEVICE and move.residency is not DEVICE:
             self._check_leave(replica, move)
             self._preempt(replica, 0.02)
-            replica.arrived_at, replica.left_at = None, self.now
-        if residency is not DEVICE and move.to is DEVICE:
+            replica.placed_at, replica.evicted_at = None, self.now
+        if residency is not DEVICE and move.residency is DEVICE:
             self.arrivals += bool(replica.waiting)
-        if move.to is not DISK and residency is not DEVICE:
+        if move.residency is not DISK and residency is not DEVICE:
             replica.device, replica.granted_bytes = move.device, move.device_bytes
             replica.device_bytes = max(replica.device_bytes, move.device_bytes)
             replica.standby = replica.standby or move.standby
             if residency is DISK and replica.standby:
-                replica.memory_bytes = model.least_bytes
-        elif residency is DEVICE and move.to is DEVICE:
+                replica.memory_bytes = model.min_bytes
+        elif residency is DEVICE and move.residency is DEVICE:
             replica.resizing, replica.granted_bytes = True, move.device_bytes
             replica.device_bytes = max(replica.device_bytes, move.device_bytes)
-        if move.to is MEMORY and residency is DEVICE:
-            replica.memory_bytes = model.least_bytes
-        replica.toward = move.to
+        if move.residency is MEMORY and residency is DEVICE:
+            replica.memory_bytes = model.min_bytes
+        replica.toward = move.residency
         seconds = {DISK: 0.2, MEMORY: model.times.sleep_s, DEVICE: 0.01 if residency is DEVICE else model.times.wake_s}
-        takes_s = model.start_s if residency is DISK else seconds[move.to]
+        takes_s = model.start_s if residency is DISK else seconds[move.residency]
         arrive = self._die if self.fails() else self._arrive
         self._at(self.now + takes_s, lambda: arrive(replica, flight))
 
@@ -309,10 +309,10 @@ class Machine:
             self._at(self.now + replica.model.times.sleep_s, lambda: self._arrive(replica, flight))
             return
         if replica.residency is not DEVICE and replica.toward is DEVICE:
-            replica.arrived_at = self.now
+            replica.placed_at = self.now
         replica.residency, replica.resizing = replica.toward, False
         if replica.residency is DEVICE:
-            needed = replica.model.least_bytes + max(0, len(replica.running) - 1) * _KV_SEQUENCE
+            needed = replica.model.min_bytes + max(0, len(replica.running) - 1) * _KV_SEQUENCE
             replica.device_bytes = max(replica.granted_bytes, needed)
         else:
             replica.granted_bytes = 0
@@ -327,25 +327,25 @@ class Machine:
             replica.residency = replica.toward = DISK
             replica.resizing = replica.standby = False
             replica.device_bytes = replica.granted_bytes = replica.memory_bytes = 0
-            replica.arrived_at, replica.start_at = None, self.now + 1.0
+            replica.placed_at, replica.start_at = None, self.now + 1.0
 
     # What is promised
 
-    def _check_leave(self, replica: Replica, move: Move) -> None:
-        assert not replica.model.wishes.pinned, "a pinned one left"
-        assert replica.arrived_at is not None
-        assert self.now - replica.arrived_at >= replica.model.wishes.resident_s - 1e-9, "it left too early"
+    def _check_leave(self, replica: Replica, move: Placement) -> None:
+        assert not replica.model.preferences.pinned, "a pinned one left"
+        assert replica.placed_at is not None
+        assert self.now - replica.placed_at >= replica.model.preferences.resident_s - 1e-9, "it left too early"
         if replica.running:
-            assert move.to is MEMORY, "one that runs was ended"
+            assert move.residency is MEMORY, "one that runs was ended"
             assert any(
-                other.model.wishes.pinned or self._waited_s(other) >= other.model.wishes.wake_s - 1e-9
+                other.model.preferences.pinned or self._waited_s(other) >= other.model.preferences.wake_s - 1e-9
                 for other in self.replicas.values()
                 if other is not replica
             ), "one that runs was interrupted for nobody"
 
-    def _count_move(self, replica: Replica, move: Move) -> None:
+    def _count_move(self, replica: Replica, move: Placement) -> None:
         """Those of one minute and device stay within the bounds, resizes that make room with the first."""
-        resize = replica.residency is DEVICE and move.to is DEVICE
+        resize = replica.residency is DEVICE and move.residency is DEVICE
         minute = self._minutes.setdefault((move.device, resize), deque())
         minute.append(self.now)
         while minute[0] <= self.now - 60:
@@ -367,7 +367,7 @@ class Machine:
         if not replica.waiting or replica.residency is DEVICE:
             return 0.0
         since = min(job.request.at for job in replica.waiting)
-        return self.now - max(since, -math.inf if replica.left_at is None else replica.left_at)
+        return self.now - max(since, -math.inf if replica.evicted_at is None else replica.evicted_at)
 
     def waits(self) -> list[float]:
         return sorted(job.started_at - job.request.at for job in self.done if job.started_at is not None)
@@ -402,5 +402,5 @@ def _replaced(models: frozenset[str], model: str, sizes: dict[str, int], room: i
 
 def fitting(models: Sequence[Model], count: int) -> int:
     """Bytes of a device on which so many of them are awake beside the others, who sleep."""
-    least = sorted((model.least_bytes - model.asleep_bytes for model in models), reverse=True)
+    least = sorted((model.min_bytes - model.asleep_bytes for model in models), reverse=True)
     return sum(model.asleep_bytes for model in models) + list(accumulate(least))[count - 1] + GB

@@ -11,8 +11,8 @@ import pytest
 from engine.placement.capacity import MOVES_PER_MINUTE, RESIZES_PER_MINUTE
 from engine.placement.policy import HEAD_START_S, HEAD_STARTS, decide_placement, estimate_ready_ms, unplaceable_reason
 from engine.placement.snapshot import (
-    Move,
     MoveAllowance,
+    Placement,
     PlacementPreferences,
     PlacementSnapshot,
     ReplicaSnapshot,
@@ -45,21 +45,21 @@ WISHES = PlacementPreferences(resident_s=1.0, wake_s=2.0)
 def awake(name: str, **changes: Any) -> ReplicaSnapshot:
     """It has been on the device for long, and has nothing to do."""
     resident = ReplicaSnapshot(
-        name=name, model=name, device=0, residency=DEVICE, toward=DEVICE, wishes=WISHES, times=TIMES,
-        device_bytes=18 * GB, granted_bytes=18 * GB, asleep_bytes=GB, least_bytes=18 * GB, most_bytes=30 * GB,
-        memory_bytes=16 * GB, standby_bytes=16 * GB, asked_at=NOW - 100, rate=0.01, arrived_at=NOW - 200,
+        name=name, model=name, device=0, residency=DEVICE, toward=DEVICE, preferences=WISHES, times=TIMES,
+        device_bytes=18 * GB, granted_bytes=18 * GB, asleep_bytes=GB, min_bytes=18 * GB, max_bytes=30 * GB,
+        memory_bytes=16 * GB, standby_bytes=16 * GB, requested_at=NOW - 100, request_rate=0.01, placed_at=NOW - 200,
     )  # fmt: skip
     return replace(resident, **changes)
 
 
 def asleep(name: str, **changes: Any) -> ReplicaSnapshot:
-    there = {"residency": MEMORY, "toward": MEMORY, "device_bytes": GB, "granted_bytes": 0, "arrived_at": None}
-    return awake(name, **there | {"left_at": NOW - 150} | changes)
+    there = {"residency": MEMORY, "toward": MEMORY, "device_bytes": GB, "granted_bytes": 0, "placed_at": None}
+    return awake(name, **there | {"evicted_at": NOW - 150} | changes)
 
 
 def on_disk(name: str, **changes: Any) -> ReplicaSnapshot:
     there = {"residency": DISK, "toward": DISK, "device": -1, "device_bytes": 0, "granted_bytes": 0, "memory_bytes": 0}
-    return awake(name, **there | {"arrived_at": None, "asked_at": None, "rate": 0.0} | changes)
+    return awake(name, **there | {"placed_at": None, "requested_at": None, "request_rate": 0.0} | changes)
 
 
 def waits(seconds: float = 0.1, **changes: Any) -> dict[str, Any]:
@@ -67,19 +67,19 @@ def waits(seconds: float = 0.1, **changes: Any) -> dict[str, Any]:
 
 
 def view(
-    *residents: ReplicaSnapshot, devices: Sequence[int] = (39 * GB,), memory_bytes: int = 200 * GB
+    *replicas: ReplicaSnapshot, devices: Sequence[int] = (39 * GB,), memory_bytes: int = 200 * GB
 ) -> PlacementSnapshot:
-    return PlacementSnapshot(NOW, residents, tuple(devices), memory_bytes)
+    return PlacementSnapshot(NOW, replicas, tuple(devices), memory_bytes)
 
 
 def moves(seen: PlacementSnapshot) -> list[tuple[str, int]]:
     decision = decide_placement(seen, MoveAllowance())
     assert decision == decide_placement(seen, MoveAllowance())
-    return [(move.name, move.to) for move in decision.moves]
+    return [(move.name, move.residency) for move in decision.placements]
 
 
-def only(seen: PlacementSnapshot) -> Move:
-    (move,) = decide_placement(seen, MoveAllowance()).moves
+def only(seen: PlacementSnapshot) -> Placement:
+    (move,) = decide_placement(seen, MoveAllowance()).placements
     return move
 
 
@@ -88,7 +88,7 @@ def only(seen: PlacementSnapshot) -> Move:
 
 def test_a_model_that_is_waited_for_wakes() -> None:
     move = only(view(awake("a"), asleep("b", **waits())))
-    assert (move.name, move.to, move.device) == ("b", DEVICE, 0)
+    assert (move.name, move.residency, move.device) == ("b", DEVICE, 0)
     assert 18 * GB <= move.device_bytes <= 21 * GB
 
 
@@ -109,28 +109,28 @@ def test_one_wakes_after_the_other_on_each_device() -> None:
 def test_the_heavier_plan_and_the_higher_priority_wake_first() -> None:
     device = (20 * GB,)
     assert moves(view(asleep("a", **waits()), asleep("b", **waits(weight=4.0)), devices=device)) == [("b", DEVICE)]
-    urgent = asleep("b", wishes=PlacementPreferences(priority=4.0), **waits())
+    urgent = asleep("b", preferences=PlacementPreferences(priority=4.0), **waits())
     assert moves(view(asleep("a", **waits()), urgent, devices=device)) == [("b", DEVICE)]
 
 
 def test_nobody_is_passed_by_who_came_much_later() -> None:
     light = asleep(
-        "a", wishes=PlacementPreferences(wake_s=100), **waits(2 * HEAD_STARTS * HEAD_START_S + 0.2, weight=1e-6)
+        "a", preferences=PlacementPreferences(wake_s=100), **waits(2 * HEAD_STARTS * HEAD_START_S + 0.2, weight=1e-6)
     )
     heavy = asleep("b", **waits(0.1, weight=1e6))
     assert moves(view(light, heavy, devices=(20 * GB,))) == [("a", DEVICE)]
 
 
 def test_who_has_no_room_beside_the_process_of_one_that_sleeps_has_one_that_is_awake_end() -> None:
-    large = on_disk("large", least_bytes=39 * GB, **waits(5.0))
+    large = on_disk("large", min_bytes=39 * GB, **waits(5.0))
     assert moves(view(awake("a"), large)) == [("a", DISK)]
-    assert moves(view(awake("a"), replace(large, least_bytes=38 * GB))) == [("a", MEMORY)]
+    assert moves(view(awake("a"), replace(large, min_bytes=38 * GB))) == [("a", MEMORY)]
     assert moves(view(awake("a", running=1), large)) == []
 
 
 def test_the_room_that_one_waits_for_is_not_given_to_another() -> None:
-    large = asleep("large", least_bytes=30 * GB, most_bytes=30 * GB, **waits(1.0))
-    assert not moves(view(awake("a", running=1), large, asleep("small", least_bytes=10 * GB, **waits(0.5))))
+    large = asleep("large", min_bytes=30 * GB, max_bytes=30 * GB, **waits(1.0))
+    assert not moves(view(awake("a", running=1), large, asleep("small", min_bytes=10 * GB, **waits(0.5))))
 
 
 def test_a_second_replica_comes_only_when_requests_have_waited_for_long_and_interrupts_nobody() -> None:
@@ -144,7 +144,7 @@ def test_a_second_replica_comes_only_when_requests_have_waited_for_long_and_inte
 
 def test_one_that_starts_to_sleep_stays_when_it_is_asked_for() -> None:
     starting = on_disk("a", toward=MEMORY, device=0, granted_bytes=20 * GB, **waits())
-    assert only(view(starting)).to is DEVICE
+    assert only(view(starting)).residency is DEVICE
 
 
 def test_what_backs_off_is_not_started() -> None:
@@ -158,7 +158,10 @@ def test_a_start_goes_to_the_device_with_the_most_room() -> None:
 
 def test_one_start_at_a_time_on_a_device() -> None:
     seen = view(on_disk("a", **waits()), on_disk("b", **waits()), on_disk("c", **waits()), devices=(100 * GB, 100 * GB))
-    assert {(move.name, move.device) for move in decide_placement(seen, MoveAllowance()).moves} == {("a", 0), ("b", 1)}
+    assert {(move.name, move.device) for move in decide_placement(seen, MoveAllowance()).placements} == {
+        ("a", 0),
+        ("b", 1),
+    }
 
 
 # Room
@@ -167,7 +170,7 @@ def test_one_start_at_a_time_on_a_device() -> None:
 def test_kv_shrinks_before_anybody_sleeps() -> None:
     full = awake("a", device_bytes=30 * GB, granted_bytes=30 * GB)
     move = only(view(full, asleep("b", **waits())))
-    assert (move.name, move.to) == ("a", DEVICE)
+    assert (move.name, move.residency) == ("a", DEVICE)
     assert move.device_bytes == 39 * GB - 18 * GB
 
 
@@ -179,19 +182,22 @@ def test_memory_that_is_not_free_yet_is_not_given_away_and_not_freed_twice() -> 
 
 
 def test_the_idle_one_of_which_least_is_expected_sleeps() -> None:
-    rare, often = awake("rare", rate=0.1, asked_at=NOW - 2), awake("often", rate=1.0, asked_at=NOW - 2)
+    rare, often = (
+        awake("rare", request_rate=0.1, requested_at=NOW - 2),
+        awake("often", request_rate=1.0, requested_at=NOW - 2),
+    )
     assert moves(view(often, rare, asleep("c", **waits()))) == [("rare", MEMORY)]
-    silent = replace(often, name="silent", model="silent", asked_at=NOW - 60)
+    silent = replace(often, name="silent", model="silent", requested_at=NOW - 60)
     assert moves(view(silent, rare, asleep("c", **waits()))) == [("silent", MEMORY)]
-    dear = replace(rare, wishes=PlacementPreferences(priority=20.0))
+    dear = replace(rare, preferences=PlacementPreferences(priority=20.0))
     assert moves(view(often, dear, asleep("c", **waits()))) == [("often", MEMORY)]
 
 
 @pytest.mark.parametrize(
     "kept",
     [
-        {"wishes": PlacementPreferences(pinned=True)},
-        {"arrived_at": NOW - 0.9},
+        {"preferences": PlacementPreferences(pinned=True)},
+        {"placed_at": NOW - 0.9},
         {"running": 1},
         {"waiting": 1},
         {"resizing": True},
@@ -204,32 +210,41 @@ def test_who_is_pinned_has_just_come_or_runs_stays(kept: dict[str, Any]) -> None
 
 def test_who_runs_is_preempted_for_one_that_has_waited_long_enough() -> None:
     move = only(view(awake("a", running=1), asleep("b", **waits(2.0)), devices=(30 * GB,)))
-    assert (move.name, move.to, move.drain_s) == ("a", MEMORY, 0.0)
-    fresh = awake("a", running=1, arrived_at=NOW - 0.5, wishes=PlacementPreferences(resident_s=0.1))
+    assert (move.name, move.residency) == ("a", MEMORY)
+    fresh = awake("a", running=1, placed_at=NOW - 0.5, preferences=PlacementPreferences(resident_s=0.1))
     assert not moves(view(fresh, asleep("b", **waits(2.0, times=TIMES)), devices=(30 * GB,)))
 
 
 def test_one_that_made_room_does_not_come_back_for_what_had_waited_in_its_queue() -> None:
-    left = asleep("a", left_at=NOW - 0.1, **waits(30.0))
+    left = asleep("a", evicted_at=NOW - 0.1, **waits(30.0))
     assert moves(view(left, asleep("b", **waits(2.0)), devices=(30 * GB,))) == [("b", DEVICE)]
 
 
 def test_what_is_pinned_takes_its_room_from_whoever_runs() -> None:
-    pinned = asleep("b", wishes=PlacementPreferences(pinned=True))
+    pinned = asleep("b", preferences=PlacementPreferences(pinned=True))
     assert moves(view(awake("a", running=1), pinned, devices=(30 * GB,))) == [("a", MEMORY)]
 
 
 def test_where_host_memory_is_short_the_least_valuable_goes_to_disk() -> None:
-    leaves = awake("a", memory_bytes=0, rate=1.0, asked_at=NOW - 1)
-    seen = (leaves, asleep("b", rate=0.0), asleep("c", **waits()))
+    leaves = awake("a", memory_bytes=0, request_rate=1.0, requested_at=NOW - 1)
+    seen = (leaves, asleep("b", request_rate=0.0), asleep("c", **waits()))
     assert moves(view(*seen, devices=(30 * GB,), memory_bytes=40 * GB)) == [("b", DISK)]
-    valued = (replace(leaves, rate=0.0), asleep("b", rate=1.0, asked_at=NOW - 1), asleep("c", **waits()))
+    valued = (
+        replace(leaves, request_rate=0.0),
+        asleep("b", request_rate=1.0, requested_at=NOW - 1),
+        asleep("c", **waits()),
+    )
     assert moves(view(*valued, devices=(30 * GB,), memory_bytes=40 * GB)) == [("a", DISK)]
 
 
 def test_host_memory_that_will_soon_be_free_is_waited_for() -> None:
-    ends = asleep("b", toward=DISK, rate=0.0)
-    seen = (awake("a", memory_bytes=0, rate=1.0, asked_at=NOW - 1), ends, asleep("d", rate=0.0), asleep("c", **waits()))
+    ends = asleep("b", toward=DISK, request_rate=0.0)
+    seen = (
+        awake("a", memory_bytes=0, request_rate=1.0, requested_at=NOW - 1),
+        ends,
+        asleep("d", request_rate=0.0),
+        asleep("c", **waits()),
+    )
     assert not moves(view(*seen, devices=(30 * GB,), memory_bytes=50 * GB))
 
 
@@ -239,7 +254,9 @@ def test_one_that_runs_never_goes_to_disk() -> None:
 
 
 def test_processes_that_sleep_end_where_what_they_hold_is_room_that_one_needs() -> None:
-    seen = view(asleep("a", **waits()), asleep("b", rate=1.0), asleep("c", rate=0.0), devices=(19 * GB,))
+    seen = view(
+        asleep("a", **waits()), asleep("b", request_rate=1.0), asleep("c", request_rate=0.0), devices=(19 * GB,)
+    )
     assert moves(seen) == [("c", DISK)]
 
 
@@ -253,10 +270,10 @@ def test_one_that_arrives_leaves_the_room_of_the_next() -> None:
 
 def test_kv_grows_into_what_is_free_and_no_further() -> None:
     move = only(view(awake("a", kv_used=0.9), awake("b"), devices=(40 * GB,)))
-    assert (move.name, move.to) == ("a", DEVICE)
+    assert (move.name, move.residency) == ("a", DEVICE)
     assert 18 * GB < move.device_bytes <= 22 * GB
     assert not moves(view(awake("a", kv_used=0.5), awake("b"), devices=(40 * GB,)))
-    assert not moves(view(awake("a", kv_used=0.9, most_bytes=18 * GB), devices=(40 * GB,)))
+    assert not moves(view(awake("a", kv_used=0.9, max_bytes=18 * GB), devices=(40 * GB,)))
 
 
 def test_kv_that_is_short_grows_out_of_what_an_idle_one_has_too_much() -> None:
@@ -282,24 +299,24 @@ def test_what_running_sequences_need_is_not_asked_for_again() -> None:
 
 
 def test_while_nobody_waits_what_is_on_disk_is_started_to_sleep_the_most_wanted_first() -> None:
-    seen = view(awake("a"), on_disk("b"), on_disk("c", wishes=PlacementPreferences(priority=2.0)), on_disk("d"))
+    seen = view(awake("a"), on_disk("b"), on_disk("c", preferences=PlacementPreferences(priority=2.0)), on_disk("d"))
     move = only(seen)
-    assert (move.name, move.to, move.standby) == ("c", MEMORY, True)
+    assert (move.name, move.residency, move.standby) == ("c", MEMORY, True)
     assert not moves(view(awake("a", running=1), on_disk("b"), asleep("c", **waits()), devices=(30 * GB,)))
 
 
 def test_a_machine_alone_with_its_model_gives_it_all() -> None:
     move = only(view(on_disk("a"), devices=(39 * GB,)))
-    assert (move.to, move.device_bytes, move.standby) == (DEVICE, 30 * GB, False)
+    assert (move.residency, move.device_bytes, move.standby) == (DEVICE, 30 * GB, False)
 
 
 def test_what_fits_is_started_to_stay() -> None:
     move = only(view(on_disk("a"), on_disk("b")))
-    assert (move.name, move.to, move.standby) == ("a", DEVICE, False)
+    assert (move.name, move.residency, move.standby) == ("a", DEVICE, False)
 
 
 def test_nobody_ends_so_that_another_may_be_prepared_which_would_then_end_for_the_first() -> None:
-    large = on_disk("large", least_bytes=39 * GB)
+    large = on_disk("large", min_bytes=39 * GB)
     assert not moves(view(asleep("a"), large))
     assert not moves(view(awake("a", standby_bytes=300 * GB), large))
     assert moves(view(asleep("a"), replace(large, **waits()))) == [("a", DISK)]
@@ -307,12 +324,12 @@ def test_nobody_ends_so_that_another_may_be_prepared_which_would_then_end_for_th
 
 def test_nothing_is_started_to_sleep_where_host_memory_is_short() -> None:
     assert moves(view(awake("a"), on_disk("b"), on_disk("c"), memory_bytes=20 * GB)) == [("b", DEVICE)]
-    assert not moves(view(awake("a"), awake("b", arrived_at=NOW), on_disk("c"), memory_bytes=20 * GB))
+    assert not moves(view(awake("a"), awake("b", placed_at=NOW), on_disk("c"), memory_bytes=20 * GB))
 
 
 def test_a_room_that_is_free_is_filled_in_calm() -> None:
-    assert moves(view(awake("a"), asleep("b"), asleep("c", rate=1.0, asked_at=NOW - 2))) == [("c", DEVICE)]
-    assert not moves(view(awake("a", arrived_at=NOW - 4), asleep("b")))
+    assert moves(view(awake("a"), asleep("b"), asleep("c", request_rate=1.0, requested_at=NOW - 2))) == [("c", DEVICE)]
+    assert not moves(view(awake("a", placed_at=NOW - 4), asleep("b")))
 
 
 # Bounds
@@ -324,13 +341,13 @@ def _begun(seen: PlacementSnapshot, seconds: int) -> int:
     for look in range(seconds * 5):
         decision = decide_placement(replace(seen, now=NOW + look / 5), allowance)
         allowance = decision.allowance
-        begun += len(decision.moves)
+        begun += len(decision.placements)
     return begun
 
 
 def test_moves_and_resizes_of_a_minute_are_bounded() -> None:
-    small = {"least_bytes": 2 * GB, "device_bytes": 2 * GB, "granted_bytes": 2 * GB, "asleep_bytes": 0}
-    large = asleep("large", least_bytes=38 * GB, most_bytes=38 * GB, **waits())
+    small = {"min_bytes": 2 * GB, "device_bytes": 2 * GB, "granted_bytes": 2 * GB, "asleep_bytes": 0}
+    large = asleep("large", min_bytes=38 * GB, max_bytes=38 * GB, **waits())
     sleeps = view(*(awake(f"m{i}", **small) for i in range(19)), large, memory_bytes=1000 * GB)
     assert MOVES_PER_MINUTE * 0.9 < _begun(sleeps, 60) <= MOVES_PER_MINUTE
     grows = view(awake("a", kv_short=True), devices=(40 * GB,))
@@ -338,11 +355,11 @@ def test_moves_and_resizes_of_a_minute_are_bounded() -> None:
 
 
 def test_what_can_never_fit_is_said_in_words() -> None:
-    large = on_disk("large", least_bytes=40 * GB, **waits())
+    large = on_disk("large", min_bytes=40 * GB, **waits())
     assert "large needs 40,000,000,000 bytes" in unplaceable_reason(view(large), "large")
     assert estimate_ready_ms(view(large), "large") == -1
     assert not moves(view(large))
-    beside = view(awake("a", wishes=PlacementPreferences(pinned=True)), on_disk("b", least_bytes=30 * GB, **waits()))
+    beside = view(awake("a", preferences=PlacementPreferences(pinned=True)), on_disk("b", min_bytes=30 * GB, **waits()))
     assert "beside what is pinned" in unplaceable_reason(beside, "b")
     assert not moves(beside)
 
@@ -364,8 +381,8 @@ def test_the_time_until_one_could_serve_counts_its_move_the_room_and_who_is_befo
 # Over time
 
 
-def _models(count: int, **wishes: Any) -> list[Model]:
-    return [Model(f"m{i}", wishes=replace(WISHES, **wishes)) for i in range(count)]
+def _models(count: int, **preferences: Any) -> list[Model]:
+    return [Model(f"m{i}", preferences=replace(WISHES, **preferences)) for i in range(count)]
 
 
 def _names(models: Sequence[Model]) -> list[str]:
@@ -374,10 +391,10 @@ def _names(models: Sequence[Model]) -> list[str]:
 
 def _played(trace: Sequence[Request], models: Sequence[Model], rooms: int) -> Machine:
     """Nobody may wait for longer than is promised."""
-    wishes, times = models[0].wishes, models[0].times
+    preferences, times = models[0].preferences, models[0].times
     moves_s = times.wake_s + times.sleep_s
     rounds = -(-len(models) // rooms)
-    bound_s = wishes.wake_s + rounds * (max(wishes.resident_s, 2 * moves_s) + moves_s)
+    bound_s = preferences.wake_s + rounds * (max(preferences.resident_s, 2 * moves_s) + moves_s)
     machine = Machine(models, (fitting(models, rooms) + 4 * GB,), 1000 * GB, bound_s=bound_s)
     machine.run(trace)
     return machine
@@ -424,7 +441,7 @@ def test_six_models_in_two_rooms_at_two_requests_a_second() -> None:
 def test_a_trace_that_was_recorded_costs_little_more_than_it_must() -> None:
     trace = recorded(RECORDED)
     models = [
-        Model(name, wishes=PlacementPreferences(resident_s=0.1, wake_s=1.0))
+        Model(name, preferences=PlacementPreferences(resident_s=0.1, wake_s=1.0))
         for name in sorted({one.model for one in trace})
     ]
     assert _ratio(trace, _played(trace, models, 2), 2) <= 1.5
@@ -432,14 +449,14 @@ def test_a_trace_that_was_recorded_costs_little_more_than_it_must() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_machines_of_all_sizes_keep_what_is_promised_and_serve_everybody(seed: int) -> None:
-    """Several devices, models of all sizes and wishes, moves that fail, and host memory for some of them."""
+    """Several devices, models of all sizes and preferences, moves that fail, and host memory for some of them."""
     dice = random.Random(seed)
     models = [
         Model(
             f"m{i}",
-            least_bytes=(least := dice.randint(5, 30) * GB),
-            most_bytes=least + dice.randint(0, 20) * GB,
-            wishes=PlacementPreferences(
+            min_bytes=(least := dice.randint(5, 30) * GB),
+            max_bytes=least + dice.randint(0, 20) * GB,
+            preferences=PlacementPreferences(
                 i == 0 and dice.random() < 0.5, dice.choice([1, 1, 8]), dice.random() * 2, dice.random() * 3
             ),
         )

@@ -592,7 +592,7 @@ def test_a_place_is_answered_at_once_and_at_its_end_to_whoever_sent_one(start: C
     machine.until(lambda peer: len(peer.placed) == 2)
     first, second = machine.placed
     assert (first.residency, first.device_bytes, first.kv_bytes) == (Residency.DEVICE, *[16 * EXTENT_BYTES] * 2)
-    assert (first.least_bytes, first.most_bytes, first.moved_bytes) == (2 * EXTENT_BYTES, 16 * EXTENT_BYTES, 0)
+    assert (first.min_bytes, first.max_bytes, first.moved_bytes) == (2 * EXTENT_BYTES, 16 * EXTENT_BYTES, 0)
     assert (second.residency, second.device_bytes, second.problem) == (Residency.MEMORY, 0, "")
     assert second.kept_bytes == second.moved_bytes == 2 * 16 * 16, "two whole blocks of a prompt"
     machine.place(Residency.DEVICE, 5 * EXTENT_BYTES)
@@ -676,7 +676,7 @@ def test_the_longest_sequence_fits_what_there_is_at_the_least(start: Callable[..
     assert (hello.blocks, hello.context_tokens) == (40, 256 - 64), "a stamp says nothing of public prefixes"
     peer.place(Residency.DEVICE, 0)
     peer.until(lambda peer: len(peer.placed) == 2)
-    assert peer.placed[1].kv_bytes == peer.placed[1].least_bytes
+    assert peer.placed[1].kv_bytes == peer.placed[1].min_bytes
     prompt = list(range(100, 290))
     peer.submit(1, prompt, max_tokens=2)
     assert peer.until(finished(1)).tokens[1] == expected(prompt, 2)
