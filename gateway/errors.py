@@ -1,53 +1,29 @@
-"""What a caller is told when a request is refused or fails: status, code, message, and the two bodies that carry them.
+"""The errors that callers see: status, code and message of every way in which a request is refused or fails.
 
-It does not know how a request is parsed or served; whoever finds a problem raises a Refusal, and one place answers it.
+It does not know how a request is parsed or served; any layer raises an ApiError, and one place answers it.
 """
 
-import enum
 from collections.abc import Iterable
 from datetime import date
 from typing import Final
 
-import msgspec
-
 from tenants.records.batches import OPEN_BATCHES_MAX, OPEN_ITEMS_MAX
-
-_encode = msgspec.json.encode
 
 RETRY_SOON_S: Final = 1
 RETRY_LATER_S: Final = 30
-OPENAI_TYPES: Final = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-ANTHROPIC_TYPES: Final = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 class ApiError(Exception):
     """The one way in which a request ends without its result.
 
     message      what went wrong and what to change; it never holds prompt or completion text.
-    param        the field of the body at fault, where there is one.
+    param        the field of the body at fault, if there is one.
     kind         OpenAI's `error.code`, and the outcome in the usage record and the metrics.
-    routed       False where no model was reached: the envelope's result is then null instead of {}.
+    routed       False if no model was reached: the envelope's result is then null instead of {}.
     retry_after_s  whole seconds; set on every 429 and 503.
     closes       the rest of the request is not read: the connection ends with the answer.
     allowed      the methods that the path has; set on every 405.
-    lasting      of a 429: it stays so however long one waits, until a limit or the request is changed.
+    lasting      a 429 that stays however long one waits, until a limit or the request changes.
     """
 
     def __init__(
@@ -83,7 +59,7 @@ def bad_input(message: str, param: str | None = None) -> ApiError:
 
 
 def no_threads() -> ApiError:
-    """Anthropic's SDK knows the kind, and sends the whole conversation then."""
+    """A conversation by its id. Anthropic's SDK knows the kind, and then sends the whole conversation."""
     message = "AiError: Bad input: Error: 'thread' is not supported here; nothing is stored; send all messages"
     return ApiError(400, 5006, message, kind="thread_unsupported_request", param="thread")
 
@@ -109,7 +85,7 @@ def no_such_model(name: str) -> ApiError:
 
 
 def no_model_of_name(name: str) -> ApiError:
-    """Where a model is asked for itself, and not for an answer."""
+    """A model that is looked up, not called."""
     message = f"AiError: Model name invalid: there is no '{name[:200]}' for this token; GET /v1/models lists what is"
     return ApiError(404, 3042, message, kind="model_not_found", param="model")
 
@@ -120,7 +96,7 @@ def deprecated(name: str, ended_on: date) -> ApiError:
 
 
 def never_fits(message: str) -> ApiError:
-    """The replica knows a limit that the catalogue does not."""
+    """A limit that the replica knows and the catalogue does not."""
     return ApiError(400, 3030, f"AiError: Sequence too long: {message}", kind="context_length_exceeded")
 
 
@@ -130,18 +106,18 @@ def too_long(prompt_tokens: int, context_tokens: int) -> ApiError:
 
 
 def wrong_task(name: str, task: str) -> ApiError:
-    """The model is there, and does something else than the path asks for."""
+    """A model whose task is not the path's."""
     paths = {"Text Embeddings": "/v1/embeddings", "Text Classification": "/v1/rerank"}
     path = paths.get(task, "/v1/chat/completions")
     message = f"AiError: No such model {name} or task: it is for {task}; call /ai/run/{name} or {path}"
     return ApiError(400, 5007, message, kind="model_not_found", param="model")
 
 
-def text_too_long(place: str, tokens: int, most: int, *, cut: bool) -> ApiError:
-    """One of a request's texts, at this place in its body; `cut` is whether it could be shortened here."""
+def text_too_long(field: str, tokens: int, limit: int, *, cut: bool) -> ApiError:
+    """One of a request's texts; `cut` is whether the gateway could truncate it."""
     advice = "shorten it, or set 'truncate_inputs'" if cut else "shorten it"
-    message = f"AiError: Sequence too long: {tokens} > {most}: '{place}'; {advice}"
-    return ApiError(400, 3030, message, kind="context_length_exceeded", param=place)
+    message = f"AiError: Sequence too long: {tokens} > {limit}: '{field}'; {advice}"
+    return ApiError(400, 3030, message, kind="context_length_exceeded", param=field)
 
 
 def unauthenticated() -> ApiError:
@@ -150,7 +126,7 @@ def unauthenticated() -> ApiError:
 
 
 def token_ended() -> ApiError:
-    """It was in force when the request began."""
+    """A token that was in force when the request began."""
     message = "Authentication error: the token was revoked or has expired; send the request with another one"
     return ApiError(401, 10000, message, kind="invalid_api_key", routed=False)
 
@@ -265,13 +241,13 @@ def no_such_batch() -> ApiError:
 
 
 def not_kept() -> ApiError:
-    """What is queued has to be kept."""
+    """A queued request under zero retention."""
     message = "a queued request is kept until its result is fetched, which zero retention forbids: send it by itself"
     return bad_input(f"the option 'queueRequest': {message}", "queueRequest")
 
 
 def batch_ended() -> ApiError:
-    """What ends a request of a batch that was cancelled while it ran; nobody is told."""
+    """Ends a request of a batch that was cancelled while it ran; no client sees it."""
     return ApiError(409, 1009, "AiError: its batch was cancelled", kind="cancelled")
 
 
@@ -289,18 +265,18 @@ def too_many_batches() -> ApiError:
 
 
 def busy(retry_after_s: int = RETRY_SOON_S) -> ApiError:
-    """Others hold the capacity for a moment."""
+    """Capacity that others use for a moment."""
     message = "AiError: Capacity temporarily exceeded, please try again."
     return ApiError(429, 3040, message, kind="capacity_exceeded", retry_after_s=retry_after_s)
 
 
 def unavailable(message: str, retry_after_s: int = 5, *, kind: str = "unavailable") -> ApiError:
-    """Nothing here can serve the request now."""
+    """A request that nothing here can serve now."""
     return ApiError(503, 3040, f"AiError: {message}", kind=kind, retry_after_s=retry_after_s)
 
 
 def no_replica(model: str, retry_after_s: int, *, loading: bool) -> ApiError:
-    """`loading`: it may come, in so many seconds; else its machines cannot serve it, and its operator is told why."""
+    """`loading`: the model may come in so many seconds; else its machines cannot serve it, which the log explains."""
     if loading:
         return unavailable(f"{model} is being loaded; please try again.", retry_after_s, kind="loading")
     return unavailable(f"Nothing can serve {model} now; please try again later.", retry_after_s)
@@ -326,12 +302,12 @@ def replica_lost() -> ApiError:
 
 
 def failed(message: str) -> ApiError:
-    """The replica gave the request up and says why."""
+    """A request that the replica gave up, with its reason."""
     return ApiError(500, 5000, f"AiError: AiError: Internal server error: {message or 'cancelled'}", kind="failed")
 
 
 def bad_grammar(field: str, message: str) -> ApiError:
-    """The replica cannot hold an answer to what this field asks for, and says why."""
+    """A grammar in this field that the replica cannot apply, with its reason."""
     return bad_input(f"'{field}': the answer cannot be held to it: {message}", field)
 
 
@@ -350,7 +326,7 @@ def timed_out(limit_s: float) -> ApiError:
 
 
 def crashes(minutes: int) -> ApiError:
-    """A 4xx, so that no client library retries it."""
+    """A request that crashed its model twice; a 4xx, so that no client library retries it."""
     message = (
         "AiError: This request was running in two crashes of its model and is refused "
         f"for {minutes} minutes; change it before you send it again"
@@ -363,7 +339,7 @@ def internal() -> ApiError:
 
 
 def bad_head(fault: str) -> ApiError:
-    """Of a request's head that could be read in more than one way, or in none."""
+    """A request's head that could be read in more than one way, or in none."""
     return ApiError(400, 6003, f"Invalid request headers: {fault}", kind="invalid_request", routed=False, closes=True)
 
 
@@ -385,58 +361,3 @@ def too_many_connections() -> ApiError:
 def misdirected() -> ApiError:
     message = "This host is not served here; call the gateway by one of its names"
     return ApiError(421, 7000, message, kind="misdirected_request", routed=False)
-
-
-def envelope(refusal: ApiError, request_id: str) -> bytes:
-    """The native error body. Errors of a model's call name the request and come before the result, as there."""
-    if not refusal.routed:
-        errors = [{"code": refusal.code, "message": refusal.message}]
-        return _encode({"result": None, "success": False, "errors": errors, "messages": []})
-    errors = [{"message": message_with_id(refusal, request_id), "code": refusal.code}]
-    return _encode({"errors": errors, "success": False, "result": {}, "messages": []})
-
-
-class ErrorFormat(enum.Enum):
-    """What the bodies of a path's errors look like."""
-
-    ENVELOPE = "envelope"
-    OPENAI = "openai"
-    ANTHROPIC = "anthropic"
-
-
-def error_body(shape: ErrorFormat, refusal: ApiError, request_id: str) -> bytes:
-    """The body of an answer that is an error."""
-    match shape:
-        case ErrorFormat.ENVELOPE:
-            return envelope(refusal, request_id)
-        case ErrorFormat.OPENAI:
-            return openai_envelope(refusal, request_id)
-        case ErrorFormat.ANTHROPIC:
-            return anthropic_envelope(refusal, request_id)
-
-
-def anthropic_envelope(refusal: ApiError, request_id: str) -> bytes:
-    """Anthropic's error body, with the envelope's keys behind its own. Its SDK has classes for some `error_code`s."""
-    error = {
-        "type": ANTHROPIC_TYPES.get(refusal.status, "api_error"),
-        "message": message_with_id(refusal, request_id),
-        "details": {"error_code": refusal.kind},
-    }
-    head = _encode({"type": "error", "error": error, "request_id": request_id})
-    return head[:-1] + b"," + envelope(refusal, request_id)[1:]
-
-
-def message_with_id(refusal: ApiError, request_id: str) -> str:
-    """Its message with the request's id, by which its operator finds it."""
-    return f"{refusal.message} ({request_id})"
-
-
-def openai_envelope(refusal: ApiError, request_id: str) -> bytes:
-    """The error body on OpenAI's paths: its `error` object and the envelope's keys, for either kind of client."""
-    error = {
-        "message": message_with_id(refusal, request_id),
-        "type": OPENAI_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"),
-        "param": refusal.param,
-        "code": refusal.kind,
-    }
-    return b'{"error":' + _encode(error) + b"," + envelope(refusal, request_id)[1:]

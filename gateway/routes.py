@@ -6,7 +6,7 @@ from starlette.routing import BaseRoute, Mount, Route, Router
 
 from gateway.api.routes import dialect_routes
 from gateway.authentication import Authenticator, CallerHandler, below_account
-from gateway.errors import ErrorFormat
+from gateway.http.error_format import ErrorFormat
 from gateway.http.exchange import Exchange
 from gateway.http.routes import Endpoint, ExchangeServer, Handler, by_method, no_route
 from gateway.inference.generate import generate

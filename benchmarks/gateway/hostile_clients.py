@@ -38,9 +38,9 @@ async def run(connections: int, seconds: float, tls: bool) -> None:
                 fared = await go_on(gateway, context, CLIENTS, seconds)
                 during = Held.now(gateway)
             longest_s = max(ServerConfig().blocked_s, ServerConfig().body_s) + 5
-            door = gateway.server._door
-            assert door is not None
-            await until(lambda: not door.connections, longest_s)
+            listener = gateway.server._listener
+            assert listener is not None
+            await until(lambda: not listener.connections, longest_s)
             await gateway.settled()
             after = Held.now(gateway)
     shape = f"{connections} hostile connections, {'TLS' if tls else 'plain'}: "

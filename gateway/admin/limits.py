@@ -54,7 +54,7 @@ async def lower(context: AdminContext, request: OperationRequest[NoFields, Limit
 
 
 def check_below(own: Limits, most: Limits, of_class: str = "") -> None:
-    """Raises Refusal that names the limit and its ceiling."""
+    """Raises ApiError that names the limit and its ceiling."""
     for name in RANGES:
         ceiling = most.at_once if name == "burst" else getattr(most, name)
         value = getattr(own, name)

@@ -210,7 +210,7 @@ async def roll(context: AdminContext, request: OperationRequest[NoFields, Rolled
 
 
 async def own_token(context: AdminContext, account_id: str, token_id: str) -> ApiToken:
-    """Raises Refusal where this account has no such live token."""
+    """Raises ApiError where this account has no such live token."""
     try:
         token = await context.accounts.token(token_id)
     except NotFound:
@@ -221,7 +221,7 @@ async def own_token(context: AdminContext, account_id: str, token_id: str) -> Ap
 
 
 async def _changeable(context: AdminContext, request: OperationRequest[Any, Any]) -> ApiToken:
-    """An account's administrator who could roll an operator's token would be the operator. Raises Refusal."""
+    """An account's administrator who could roll an operator's token would be the operator. Raises ApiError."""
     token = await own_token(context, request.account_id, request.names["token_id"])
     if token.grant.permits(Permission.OPERATOR) and not request.caller.grant.permits(Permission.OPERATOR):
         raise errors.not_permitted(Permission.OPERATOR)

@@ -103,7 +103,7 @@ async def of_all(
 
 
 def span(context: AdminContext, query: DaysQuery) -> tuple[int, int]:
-    """The first and the last day, since 1970. Raises Refusal."""
+    """The first and the last day, since 1970. Raises ApiError."""
     today = EPOCH + timedelta(day_of(int(context.calendar() * MICRO)))
     to = query.to or today
     start = query.from_ or to - timedelta(min(DAYS_DEFAULT - 1, (to - date.min).days))
@@ -122,7 +122,7 @@ class UsageSums:
         self._sums: dict[tuple[Any, ...], list[int]] = {}
 
     def add(self, account_id: str, row: UsageRow) -> None:
-        """Raises Refusal where the columns tell more than ROWS_MAX rows apart."""
+        """Raises ApiError where the columns tell more than ROWS_MAX rows apart."""
         columns: dict[str, int | str]
         columns = {"day": row.day, "account": account_id, "model": row.model, "token": row.token_id}
         counts = (row.requests, row.micro_neurons, row.prompt_tokens, row.cached_tokens, row.completion_tokens)

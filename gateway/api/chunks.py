@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.errors import ApiError, envelope, openai_envelope
+from gateway.errors import ApiError
 from gateway.http import sse
+from gateway.http.error_format import envelope, openai_envelope
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Usage, enveloped
 

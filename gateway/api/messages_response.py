@@ -8,8 +8,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from gateway.errors import ApiError, anthropic_envelope
+from gateway.errors import ApiError
 from gateway.http import sse
+from gateway.http.error_format import anthropic_envelope
 from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 
 BlockKind = Literal["text", "thinking", "tool_use"]

@@ -9,8 +9,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from gateway.errors import ApiError, message_with_id
+from gateway.errors import ApiError
 from gateway.http import sse
+from gateway.http.error_format import message_with_id
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 

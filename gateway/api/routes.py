@@ -14,7 +14,7 @@ from gateway.api.run import RunDialect
 from gateway.api.run_chat import RunChatDialect
 from gateway.api.run_native import RunNativeDialect
 from gateway.catalogue.catalogue import Catalogue
-from gateway.errors import ErrorFormat
+from gateway.http.error_format import ErrorFormat
 from gateway.inference.reply import Dialect
 
 

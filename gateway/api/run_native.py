@@ -12,8 +12,9 @@ from msgspec import Meta
 
 from gateway.api.run_fields import refuse_lora, run_prompt
 from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
-from gateway.errors import ApiError, bad_input, envelope
+from gateway.errors import ApiError, bad_input
 from gateway.http import sse
+from gateway.http.error_format import envelope
 from gateway.http.json_body import decode_body
 from gateway.inference.prompt import (
     MaxTokens,

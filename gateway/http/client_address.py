@@ -1,5 +1,5 @@
-"""Who calls, and by which name: the caller's address behind trusted proxies, the names that are served, and whether a
-head can be read in one way only. It knows heads alone: no routes, no accounts.
+"""The caller's address behind trusted proxies, the host names that are served, and whether a head can be read in one
+way only. It knows heads alone: no routes, no accounts.
 
 A caller's address is the peer's, unless the peer is one of `[server] proxies`. Then `[server] proxy_header` is read
 from right to left, and the first hop that is no proxy is the caller. The other header never counts: a proxy that
@@ -26,9 +26,9 @@ _BLANKED: Final = bytes.maketrans(b",;", b"  ")
 
 
 def head_problem(version: str, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """What is wrong with a head that some proxy before us could read in another way than we do, in words for people.
+    """Describes, for people, a fault of a head that some proxy before us could read in another way than we do.
 
-    `headers` have lower-case names. None where all is well.
+    `headers` have lower-case names. Returns None for a good head.
     """
     if version not in ("1.0", "1.1"):
         return "speak HTTP/1.1 or HTTP/1.0"
@@ -49,8 +49,8 @@ def head_problem(version: str, target: bytes, headers: Sequence[tuple[bytes, byt
 
 @dataclass(frozen=True, slots=True)
 class ClientAddress:
-    """Where a request comes from. `address` is "" where a proxy's word cannot be read. It is `trusted` unless a proxy
-    that nobody trusts has sent the request on: then the address is that proxy's, and the caller may be anywhere."""
+    """Where a request comes from. `address` is "" if a proxy's header cannot be read. It is `trusted` unless an unknown
+    proxy has forwarded the request: then the address is that proxy's, and the caller may be anywhere."""
 
     address: str
     trusted: bool
@@ -68,7 +68,7 @@ class ClientAddressPolicy:
         self._any_name = not server.hosts
 
     def client_address(self, scope: MutableMapping[str, Any]) -> ClientAddress:
-        """Of the request with this ASGI scope."""
+        """Returns the address of the request with this ASGI scope."""
         peer: str = (scope.get("client") or ("",))[0]
         headers: RawHeaders = scope["headers"]
         if not self.trusts(peer):
@@ -81,7 +81,7 @@ class ClientAddressPolicy:
         return ClientAddress("" if address is None else str(address), True)
 
     def trusts(self, peer: str) -> bool:
-        """Whether the peer of a connection is a proxy whose word counts."""
+        """Whether the peer of a connection is a trusted proxy."""
         if not self._proxies:
             return False
         address = parse_ip_address(peer)
@@ -91,40 +91,40 @@ class ClientAddressPolicy:
         """Whether a well-formed Host header names this gateway."""
         if self._any_name:
             return True
-        found = _HOST.fullmatch(host)
-        name = "" if found is None else found[1].decode().lower().rstrip(".")
+        match = _HOST.fullmatch(host)
+        name = "" if match is None else match[1].decode().lower().rstrip(".")
         return name in self._names or name.endswith(self._endings)
 
     def shows_metrics(self, client: ClientAddress) -> bool:
-        """Whether whoever asks from there may read /metrics."""
+        """Whether a client there may read /metrics."""
         address = parse_ip_address(client.address)
         return client.trusted and address is not None and _within(address, self._metrics)
 
     def _hops(self, headers: RawHeaders) -> Iterator[bytes]:
-        """What the proxies say, the last one's word first."""
-        said = b",".join(value for name, value in headers if name == self._header)
-        if not said:
+        """The hops that the proxies name, the last one first."""
+        header = b",".join(value for name, value in headers if name == self._header)
+        if not header:
             return iter(())
-        return reversed(_forwarded(said) if self._header == b"forwarded" else said.split(b","))
+        return reversed(_forwarded(header) if self._header == b"forwarded" else header.split(b","))
 
 
 def parse_ip_address(text: str) -> IpAddress | None:
-    """An address, with or without a port; IPv4 within IPv6 as IPv4. None for anything else."""
+    """Reads an address with or without a port; IPv4 within IPv6 as IPv4. Returns None for anything else."""
     text = text.strip()
-    found = _BRACKETED.fullmatch(text) or _WITH_PORT.fullmatch(text)
+    match = _BRACKETED.fullmatch(text) or _WITH_PORT.fullmatch(text)
     try:
-        address = ipaddress.ip_address(found[1] if found else text)
+        address = ipaddress.ip_address(match[1] if match else text)
     except ValueError:
         return None
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
 
 
-def _forwarded(said: bytes) -> list[bytes]:
-    """The `for` of each hop of Forwarded headers, in their order; b"" where it has none. Escapes are not understood:
-    no address needs them."""
-    pieces = said.split(b'"')
-    if b"\\" in said or len(pieces) % 2 == 0:
+def _forwarded(header: bytes) -> list[bytes]:
+    """The `for` of each hop of Forwarded headers, in their order; b"" if it has none. Escapes are not understood: no
+    address needs them."""
+    pieces = header.split(b'"')
+    if b"\\" in header or len(pieces) % 2 == 0:
         return [b""]
     pieces[1::2] = [quoted.translate(_BLANKED) for quoted in pieces[1::2]]
     return [_for(hop) for hop in b"".join(pieces).split(b",")]
@@ -132,8 +132,8 @@ def _forwarded(said: bytes) -> list[bytes]:
 
 def _for(hop: bytes) -> bytes:
     pairs = [pair.partition(b"=") for pair in hop.split(b";")]
-    said = [value.strip() for name, _, value in pairs if name.strip().lower() == b"for"]
-    return said[0] if len(said) == 1 else b""
+    values = [value.strip() for name, _, value in pairs if name.strip().lower() == b"for"]
+    return values[0] if len(values) == 1 else b""
 
 
 def _networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:

@@ -12,9 +12,10 @@ from typing import Any, Final
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import errors
-from gateway.errors import ApiError, ErrorFormat
+from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.http.client_address import ClientAddress
+from gateway.http.error_format import ErrorFormat, error_body
 
 Header = tuple[bytes, bytes]
 
@@ -189,7 +190,7 @@ class Exchange:
                     headers.append((b"allow", refusal.allowed.encode()))
                 if refusal.closes:
                     headers.append((b"connection", b"close"))
-                body = errors.error_body(self.error_format, refusal, self.request_id)
+                body = error_body(self.error_format, refusal, self.request_id)
                 await self.answer(refusal.status, body, headers)
         except TimeoutError:
             self.abort()

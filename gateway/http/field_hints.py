@@ -1,4 +1,4 @@
-"""What may stand at a place of a typed body, in words: for messages that say what to send.
+"""Words for what a field of a typed body may be: for messages that say what to send.
 
 It reads types, and knows no requests.
 """
@@ -11,20 +11,20 @@ from msgspec import inspect
 _STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
 
 
-def allowed_words(wanted: Any, place: str) -> list[str]:
-    """The words that may stand at a place like `messages[0].role` of this type."""
-    kinds = _at(wanted, place)
+def allowed_words(kind: Any, path: str) -> list[str]:
+    """The words that a field like `messages[0].role` of this type may be."""
+    kinds = _at(kind, path)
     return sorted(str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values)
 
 
-def allowed_ranges(wanted: Any, place: str) -> str:
-    """Of the numbers, lengths and sizes that may stand there, like `a number from 0 to 2`; empty where all may."""
-    said = [one for kind in _at(wanted, place) if (one := _range(kind))]
-    return " or ".join(dict.fromkeys(said))
+def allowed_ranges(kind: Any, path: str) -> str:
+    """The numbers, lengths and sizes that the field may have, like `a number from 0 to 2`; empty without a bound."""
+    ranges = [words for kind in _at(kind, path) if (words := _range(kind))]
+    return " or ".join(dict.fromkeys(ranges))
 
 
 def union_members(kinds: list[inspect.Type]) -> list[inspect.Type]:
-    """The kinds without what is said about them, of a union each."""
+    """The types without their metadata, each union split into its members."""
     plain: list[inspect.Type] = []
     for kind in kinds:
         match kind:
@@ -37,9 +37,9 @@ def union_members(kinds: list[inspect.Type]) -> list[inspect.Type]:
     return plain
 
 
-def _at(wanted: Any, place: str) -> list[inspect.Type]:
-    kinds = union_members([inspect.type_info(wanted)])
-    for step in _STEP.findall(place):
+def _at(kind: Any, path: str) -> list[inspect.Type]:
+    kinds = union_members([inspect.type_info(kind)])
+    for step in _STEP.findall(path):
         kinds = union_members([inner for kind in kinds for inner in _inside(kind, step)])
     return kinds
 
@@ -77,5 +77,5 @@ def _upto(low: int | None, high: int) -> str:
 
 def _bounded(name: str, kind: inspect.IntType | inspect.FloatType) -> str:
     bounds = (("from", kind.ge), ("above", kind.gt), ("to", kind.le), ("below", kind.lt))
-    said = [f"{word} {int(bound) if bound == int(bound) else bound}" for word, bound in bounds if bound is not None]
-    return " ".join([name, *said]) if said else ""
+    words = [f"{word} {int(bound) if bound == int(bound) else bound}" for word, bound in bounds if bound is not None]
+    return " ".join([name, *words]) if words else ""

@@ -1,7 +1,7 @@
-"""What is answered once for each Idempotency-Key, and kept for a day for whoever asks again.
+"""One answer for each Idempotency-Key, stored for a day for requests that repeat it.
 
-It does not know what is asked. An answer may hold a secret that is shown once, so it is kept encrypted under a key
-that is made of the server's secret and of the client's own key, which is kept nowhere: the store alone opens nothing.
+It does not know what is asked. An answer may hold a secret that is shown once, so it is stored encrypted under a key
+made of the server's secret and of the client's own key, which is stored nowhere: the store alone opens nothing.
 """
 
 import hmac
@@ -23,14 +23,14 @@ _NONCE_BYTES: Final = 12
 
 
 class _StoredAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """`request` is a seal of what was asked; the answer is empty until there is one."""
+    """`request` is a seal of the request; the answer is empty until there is one."""
 
     request: bytes
     answer: bytes = b""
 
 
 class IdempotencyClaim:
-    """A key that this request took: it alone answers. One of `keep` and `free` is called once the answer is known."""
+    """A key that one request took: it alone answers. It ends with one of `store` and `release`."""
 
     def __init__(self, claims: ClaimStore, account_id: str, name: str, cipher: AESGCM, request: bytes) -> None:
         self._claims = claims
@@ -39,66 +39,67 @@ class IdempotencyClaim:
         self._cipher = cipher
         self._request = request
 
-    async def keep(self, answer: bytes) -> None:
-        """For a day. Raises StoreUnavailable."""
+    async def store(self, answer: bytes) -> None:
+        """Stores the answer for a day. Raises StoreUnavailable."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        kept = _StoredAnswer(self._request, nonce + self._cipher.encrypt(nonce, answer, self._request))
-        await self._claims.replace(self._account_id, self._name, msgspec.msgpack.encode(kept), IDEMPOTENCY_TTL_S)
+        stored = _StoredAnswer(self._request, nonce + self._cipher.encrypt(nonce, answer, self._request))
+        await self._claims.replace(self._account_id, self._name, msgspec.msgpack.encode(stored), IDEMPOTENCY_TTL_S)
 
-    async def free(self) -> None:
+    async def release(self) -> None:
         """Lets a later request take the key. Raises StoreUnavailable."""
         await self._claims.replace(self._account_id, self._name, None, IDEMPOTENCY_TTL_S)
 
 
 class IdempotencyStore:
-    """One store's. `secret` is the server's."""
+    """The keys and answers of one store. `secret` is the server's."""
 
     def __init__(self, claims: ClaimStore, secret: bytes) -> None:
         self._claims = claims
         self._secret = hmac.digest(secret, b"hearth idempotency", "sha256")
 
     async def claim(
-        self, account_id: str, asker: str, key: str, asked: bytes, lifetime_s: int
+        self, account_id: str, subject: str, key: str, content: bytes, lifetime_s: int
     ) -> IdempotencyClaim | bytes:
-        """The key, taken for so long where nothing else is done with it; or the answer that is kept under it.
+        """Takes the key, for `lifetime_s` if nothing else happens to it; or returns the answer that is stored under it.
 
-        A key is one asker's, and `asker` names the path too; `asked` is all that makes requests differ. Raises Refusal
-        where the key is no key, is another request's, or one with it is in progress; and StoreUnavailable.
+        A key belongs to one `subject`, a token and a path; `content` is all that makes requests differ. Raises ApiError
+        if the key is malformed, belongs to another request, or is in progress; and StoreUnavailable.
         """
         if not IDEMPOTENCY_KEY.fullmatch(key):
             raise errors.bad_input("the header 'Idempotency-Key' is 1 to 255 visible ASCII characters")
-        # One seal names the claim, another one, which is never kept, is the key that the answer is encrypted with.
-        named = f"{account_id}\n{asker}\n{key}".encode()
-        name, cipher = self._seal(b"name", named).hex(), AESGCM(self._seal(b"cipher", named))
-        request = self._seal(b"request", asked)
-        there = await self._claims.claim(account_id, name, msgspec.msgpack.encode(_StoredAnswer(request)), lifetime_s)
-        if there is None:
+        # One seal names the claim; another one, which is never stored, is the key that the answer is encrypted with.
+        identity = f"{account_id}\n{subject}\n{key}".encode()
+        name, cipher = self._seal(b"name", identity).hex(), AESGCM(self._seal(b"cipher", identity))
+        request = self._seal(b"request", content)
+        claim = msgspec.msgpack.encode(_StoredAnswer(request))
+        existing = await self._claims.claim(account_id, name, claim, lifetime_s)
+        if existing is None:
             return IdempotencyClaim(self._claims, account_id, name, cipher, request)
-        kept = msgspec.msgpack.decode(there, type=_StoredAnswer)
-        if not hmac.compare_digest(request, kept.request):
+        stored = msgspec.msgpack.decode(existing, type=_StoredAnswer)
+        if not hmac.compare_digest(request, stored.request):
             raise errors.key_reused()
-        if not kept.answer:
+        if not stored.answer:
             raise errors.key_in_use()
-        return cipher.decrypt(kept.answer[:_NONCE_BYTES], kept.answer[_NONCE_BYTES:], kept.request)
+        return cipher.decrypt(stored.answer[:_NONCE_BYTES], stored.answer[_NONCE_BYTES:], stored.request)
 
     async def answer(
-        self, account_id: str, asker: str, key: str, asked: bytes, create: Callable[[], Awaitable[bytes]]
+        self, account_id: str, subject: str, key: str, content: bytes, create: Callable[[], Awaitable[bytes]]
     ) -> bytes:
-        """What `create` returns, or returned to this key's first request. Raises Refusal and StoreUnavailable.
+        """Returns what `create` returns, or returned to this key's first request. Raises ApiError and StoreUnavailable.
 
-        Where it is refused the key is free again. Where it broke off nobody can know whether it had its effect: then
-        the key stays taken for a day, so that there is never a second one.
+        If the request is refused, the key is free again. If it broke off, nobody can know whether it had its effect:
+        then the key stays taken for a day, so that there is never a second effect.
         """
-        claimed = await self.claim(account_id, asker, key, asked, IDEMPOTENCY_TTL_S)
-        if isinstance(claimed, bytes):
-            return claimed
+        claim = await self.claim(account_id, subject, key, content, IDEMPOTENCY_TTL_S)
+        if isinstance(claim, bytes):
+            return claim
         try:
             answer = await create()
         except ApiError as refusal:
             if refusal.status < 500:
-                await claimed.free()
+                await claim.release()
             raise
-        await claimed.keep(answer)
+        await claim.store(answer)
         return answer
 
     def _seal(self, label: bytes, text: bytes) -> bytes:

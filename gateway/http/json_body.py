@@ -1,4 +1,4 @@
-"""A request's bytes as a checked type: strict JSON, no repeated keys, no deep nesting; errors name the field.
+"""Reads a request's bytes as a checked type: strict JSON, no repeated keys, no deep nesting; errors name the field.
 
 It does not know what the fields mean.
 """
@@ -18,9 +18,9 @@ from gateway.http.field_hints import allowed_ranges, allowed_words, union_member
 DEPTH_MAX: Final = 64
 VALUES_MAX: Final = 65_536  # more would stop all streams for as long as their decoding takes
 QUERY_FIELDS_MAX: Final = 64
-_PLACE: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
-_NONE_OF: Final = re.compile(r"Invalid (?:enum )?value '")
+_WRONG_WORD: Final = re.compile(r"Invalid (?:enum )?value '")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
 _NAME_MAX: Final = 64
 _WHOLE: Final = re.compile("[0-9]{1,18}")
@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 
 def decode_body(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
-    """The body as the decoder's type. Raises Refusal. The typed decode is first: it fails at the first wrong value."""
+    """Returns the body as the decoder's type. Raises ApiError. The typed decode comes first: it fails at the first
+    wrong value."""
     if not body.strip():
         raise body_missing()
     check_values(body)
@@ -46,8 +47,8 @@ def decode_body(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
 
 
 def check_values(body: bytes) -> None:
-    """Raises Refusal for a body of more than VALUES_MAX values, before anything is built of them. A millisecond for
-    10 MB, and some 20 where a text is full of commas."""
+    """Raises ApiError for a body of more than VALUES_MAX values, before anything is built of them. Costs a millisecond
+    for 10 MB, and some 20 if a text is full of commas."""
     if _separators(body) <= VALUES_MAX:
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -61,7 +62,7 @@ def _separators(text: bytes) -> int:
 
 
 def query_fields(query: bytes) -> dict[str, list[str]]:
-    """The query string's fields, each with all that is said of it. Raises Refusal."""
+    """Returns the query string's fields, each with all its values. Raises ApiError."""
     try:
         return parse_qs(query.decode("latin-1"), keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
     except ValueError:
@@ -78,40 +79,40 @@ def is_json(text: str) -> bool:
 
 
 def query_options(query: bytes) -> dict[str, str]:
-    """The same; of a repeated field the last counts. Raises Refusal."""
+    """Returns the query string's fields, each with its last value. Raises ApiError."""
     return {name: values[-1] for name, values in query_fields(query).items()}
 
 
-def decode_query(query: bytes, wanted: type[T]) -> T:
-    """The query string as a type of texts, words, times and whole numbers. Raises Refusal."""
-    said: dict[str, str | int] = dict(query_options(query))
-    whole = {field.encode_name for field in _fields(wanted) if _is_whole(field.type)}
-    for name in whole & said.keys():
-        if _WHOLE.fullmatch(str(said[name])):
-            said[name] = int(said[name])
+def decode_query(query: bytes, kind: type[T]) -> T:
+    """Returns the query string as a type of texts, words, times and whole numbers. Raises ApiError."""
+    options: dict[str, str | int] = dict(query_options(query))
+    whole = {field.encode_name for field in _fields(kind) if _is_whole(field.type)}
+    for name in whole & options.keys():
+        if _WHOLE.fullmatch(str(options[name])):
+            options[name] = int(options[name])
     try:
-        return msgspec.convert(said, wanted)
+        return msgspec.convert(options, kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), wanted) from None
+        raise _invalid(str(error), kind) from None
 
 
-def _fields(wanted: Any) -> Sequence[inspect.Field]:
-    kind = inspect.type_info(wanted)
-    assert isinstance(kind, inspect.StructType)
-    return kind.fields
+def _fields(kind: Any) -> Sequence[inspect.Field]:
+    described = inspect.type_info(kind)
+    assert isinstance(described, inspect.StructType)
+    return described.fields
 
 
 def _is_whole(kind: inspect.Type) -> bool:
-    return any(isinstance(one, inspect.IntType) for one in union_members([kind]))
+    return any(isinstance(member, inspect.IntType) for member in union_members([kind]))
 
 
-def check_depth(value: Any, name: str, left: int) -> None:
-    """Raises Refusal where a free-form value is nested deeper than `left` levels."""
+def check_depth(value: Any, name: str, max_depth: int) -> None:
+    """Raises ApiError if a free-form value is nested deeper than `max_depth` levels."""
     level = [value] if isinstance(value, dict | list) else []
     while level:
-        if left <= 0:
+        if max_depth <= 0:
             raise bad_input(f"'{name}' is nested too deeply; flatten it", name)
-        left -= 1
+        max_depth -= 1
         nested: list[Any] = []
         for item in level:
             if isinstance(item, dict):
@@ -122,30 +123,30 @@ def check_depth(value: Any, name: str, left: int) -> None:
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
                 raise bad_input(f"'{name[:_NAME_MAX]}' is given twice; give it once", name[:_NAME_MAX])
             seen.add(name)
-    return found
+    return fields
 
 
-def _invalid(message: str, wanted: Any) -> ApiError:
-    """msgspec's sentence, turned around so that the field comes first. It quotes types and limits, never values."""
-    place = _PLACE.search(message)
-    field = place.group(1)[:_NAME_MAX] if place else ""
-    problem = _PLACE.sub("", message).replace("`", "")
+def _invalid(message: str, kind: Any) -> ApiError:
+    """Turns msgspec's sentence around, so that the field comes first. It quotes types and limits, never values."""
+    path = _PATH.search(message)
+    field = path.group(1)[:_NAME_MAX] if path else ""
+    problem = _PATH.sub("", message).replace("`", "")
     if named := _UNKNOWN.match(message) or _MISSING.match(message):
         name = named.group(1)[:_NAME_MAX]
         field = f"{field}.{name}" if field else name
         if _MISSING.match(message):
             return bad_input(f"'{field}' is missing; give it", field)
         return bad_input(f"'{field}' is not a field of this request; leave it out", field)
-    if _NONE_OF.match(message):
-        return bad_input(f"'{field}': send one of {', '.join(allowed_words(wanted, field))}", field)
+    if _WRONG_WORD.match(message):
+        return bad_input(f"'{field}': send one of {', '.join(allowed_words(kind, field))}", field)
     if not field:
         return bad_input(f"{problem}; send one JSON object")
-    allowed = f"; send {said}" if (said := allowed_ranges(wanted, field)) else ""
+    allowed = f"; send {ranges}" if (ranges := allowed_ranges(kind, field)) else ""
     return bad_input(f"'{field}': {problem[0].lower()}{problem[1:]}{allowed}", field)

@@ -1,7 +1,6 @@
 """Accepts connections: so many at once, so many from one address, and TLS before all else. It does not know HTTP.
 
-A connection counts from its acceptance to its end, the handshake too: one that never ends it holds its place for
-`header_s` and no longer.
+A connection counts from its acceptance to its end, its handshake included, which may take `header_s`.
 """
 
 import asyncio
@@ -19,16 +18,16 @@ from gateway.http.tls import Certificate
 
 ACCEPTS: Final = 16  # connections that are accepted in one turn of the loop
 FAREWELL_S: Final = 5.0  # for a client to answer the end of TLS
-_PAUSE_S: Final = 0.1  # where the system has no descriptor left
+_PAUSE_S: Final = 0.1  # while the system has no descriptor left
 
 log = logging.getLogger(__name__)
 
 
 class Listener:
-    """One listener. `make` gives the protocol of a new connection, and is given what to call when that one is lost.
+    """One listening socket. `new_protocol` makes a connection's protocol, and gets what to call when it is lost.
 
     uvloop's own server would accept one connection in a turn of the loop, count none that is in its handshake, and
-    hold one certificate for good.
+    keep one certificate for good.
     """
 
     def __init__(
@@ -37,36 +36,36 @@ class Listener:
         server: ServerConfig,
         certificate: Certificate | None,
         too_many: bytes,
-        make: Callable[[Callable[[], None]], asyncio.Protocol],
+        new_protocol: Callable[[Callable[[], None]], asyncio.Protocol],
     ) -> None:
         self._listener = listener
         self._server = server
         self._certificate = certificate
         self._too_many = too_many
-        self._make = make
-        self._edge = ClientAddressPolicy(server)
+        self._new_protocol = new_protocol
+        self._clients = ClientAddressPolicy(server)
         self._loop = asyncio.get_running_loop()
-        self._numbers = count()
-        self._places: dict[int, str] = {}  # where each connection comes from
-        self._from: Counter[str] = Counter()
-        self._arriving: set[asyncio.Task[None]] = set()
-        self._resuming: asyncio.TimerHandle | None = None
+        self._ids = count()
+        self._sources: dict[int, str] = {}  # of each connection, by its id
+        self._connections_of: Counter[str] = Counter()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._resume_timer: asyncio.TimerHandle | None = None
 
     @property
     def connections(self) -> int:
-        """Those in their handshake too."""
-        return len(self._places)
+        """How many there are, handshakes included."""
+        return len(self._sources)
 
     def open(self) -> None:
-        self._resuming = None
+        self._resume_timer = None
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accepts no more, and drops who is still in the handshake. Others stay."""
+        """Accepts no more, and ends connections that are still in their handshake. Others stay."""
         self._loop.remove_reader(self._listener.fileno())
-        if self._resuming is not None:
-            self._resuming.cancel()
-        for task in self._arriving:
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
+        for task in self._connecting:
             task.cancel()
 
     def _accept(self) -> None:
@@ -78,26 +77,26 @@ class Listener:
             except OSError as error:
                 log.error("cannot accept connections: %s", error)
                 self._loop.remove_reader(self._listener.fileno())
-                self._resuming = self._loop.call_later(_PAUSE_S, self.open)
+                self._resume_timer = self._loop.call_later(_PAUSE_S, self.open)
                 return
             client.setblocking(False)
             self._admit(client, address[0])
 
     def _admit(self, client: socket.socket, peer: str) -> None:
         source = _source(peer)
-        crowded = self._from[source] >= self._server.address_connections and not self._edge.trusts(peer)
+        crowded = self._connections_of[source] >= self._server.address_connections and not self._clients.trusts(peer)
         if crowded or self.connections >= self._server.connections:
-            self._turn_away(client)
+            self._reject(client)
             return
-        place = next(self._numbers)
-        self._places[place] = source
-        self._from[source] += 1
-        task = self._loop.create_task(self._arrive(client, place))
-        self._arriving.add(task)
-        task.add_done_callback(self._arriving.discard)
+        connection_id = next(self._ids)
+        self._sources[connection_id] = source
+        self._connections_of[source] += 1
+        task = self._loop.create_task(self._connect(client, connection_id))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
-    def _turn_away(self, client: socket.socket) -> None:
-        """Says so where that takes no handshake."""
+    def _reject(self, client: socket.socket) -> None:
+        """Closes a connection, with an answer unless that takes a handshake."""
         try:
             if self._certificate is None:
                 client.send(self._too_many)
@@ -107,8 +106,8 @@ class Listener:
         finally:
             client.close()
 
-    async def _arrive(self, client: socket.socket, place: int) -> None:
-        protocol = self._make(lambda: self._leave(place))
+    async def _connect(self, client: socket.socket, connection_id: int) -> None:
+        protocol = self._new_protocol(lambda: self._disconnected(connection_id))
         try:
             if self._certificate is None:
                 await self._loop.connect_accepted_socket(lambda: protocol, client)
@@ -120,25 +119,25 @@ class Listener:
                 ssl_handshake_timeout=self._server.header_s,
                 ssl_shutdown_timeout=FAREWELL_S,
             )
-            if transport.is_closing():  # it may have been lost in the handshake, which nobody is told
-                self._leave(place)
+            if transport.is_closing():  # lost in the handshake: the protocol is not called
+                self._disconnected(connection_id)
         except BaseException as error:
-            self._leave(place)
+            self._disconnected(connection_id)
             client.close()
-            if not isinstance(error, OSError):  # a handshake that failed, or a client that has left already
+            if not isinstance(error, OSError):  # a failed handshake, or a client that has disconnected
                 raise
 
-    def _leave(self, place: int) -> None:
-        source = self._places.pop(place, None)
+    def _disconnected(self, connection_id: int) -> None:
+        source = self._sources.pop(connection_id, None)
         if source is None:
             return
-        self._from[source] -= 1
-        if not self._from[source]:
-            del self._from[source]
+        self._connections_of[source] -= 1
+        if not self._connections_of[source]:
+            del self._connections_of[source]
 
 
 def _source(peer: str) -> str:
-    """What counts as one address: of IPv6, the 64 bits that a customer is given."""
+    """Returns what counts as one address: for IPv6 the 64 bits that a customer is given."""
     if ":" not in peer:
         return peer
     address = parse_ip_address(peer)

@@ -13,8 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import errors
 from gateway.config import ServerConfig
-from gateway.errors import ApiError, ErrorFormat
+from gateway.errors import ApiError
 from gateway.http.client_address import ClientAddressPolicy
+from gateway.http.error_format import ErrorFormat
 from gateway.http.exchange import ClientDisconnected, Exchange, ExchangeTimeouts
 
 # Serves one exchange; what it raises is answered. Raises ApiError and ClientDisconnected.

@@ -1,5 +1,5 @@
-"""Serves an App over sockets with uvicorn, and adds what uvicorn leaves out: limits on heads, on clients that neither
-write nor read, TLS whose certificate can change, and a drain that tells. It does not know what the App answers.
+"""Serves an App over sockets with uvicorn, and adds what uvicorn leaves out: limits on heads and on clients that do not
+write or read, TLS whose certificate can change, and a drain that clients see. It does not know what the App answers.
 
 On SIGTERM or SIGINT:  readiness false, new work 503 ─► what runs ends, at most drain_s ─► the rest gets an error event
 ─► the listener closes. A second signal skips the waiting.
@@ -23,13 +23,14 @@ from gateway import errors
 from gateway.config import ServerConfig
 from gateway.errors import ApiError
 from gateway.http import client_address
+from gateway.http.error_format import envelope
 from gateway.http.listener import Listener
 from gateway.http.tls import Certificate
 
-SEND_BUFFER_BYTES: Final = 256 << 10  # of the kernel, for each connection: what a client that does not read can hold
-WRITE_BUFFER_BYTES: Final = 64 << 10  # of ours, for each connection; then `send` waits
+SEND_BUFFER_BYTES: Final = 256 << 10  # in the kernel, for each connection: what a client that does not read can occupy
+WRITE_BUFFER_BYTES: Final = 64 << 10  # in this process, for each connection; then `send` waits
 BACKLOG: Final = 4096
-PIPELINED_MAX: Final = 32  # requests that wait for the answer to one before them, on one connection
+PIPELINED_MAX: Final = 32  # requests of one connection that wait for the answer to an earlier one
 DESCRIPTORS: Final = 512  # beside connections: listeners, the store, replicas, files
 KEEP_ALIVE_S: Final = 30
 LAST_EVENTS_S: Final = 2.0  # for the last error events to be written
@@ -38,8 +39,8 @@ _CERTIFICATE_TICKS: Final = 10  # of uvicorn, a tenth of a second each
 
 
 def _answer(refusal: ApiError) -> bytes:
-    """A whole answer, for requests that never reach the App."""
-    body = errors.envelope(refusal, "")
+    """Renders a whole answer, for requests that never reach the App."""
+    body = envelope(refusal, "")
     retry = b"" if refusal.retry_after_s is None else b"retry-after: %d\r\n" % refusal.retry_after_s
     head = b"content-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n" % (retry, len(body))
     return STATUS_LINE[refusal.status] + head + body
@@ -71,38 +72,38 @@ class DrainableApp(Protocol):
 
 
 class HeadRejected(Exception):
-    """The parser stops here, and send_400_response answers."""
+    """Stops the parser; then send_400_response answers."""
 
 
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's httptools protocol with bounds on heads, and on how long a client may keep it waiting.
 
-    One timer runs at a time for what the client has to write: the head (then 408), or what is left of a body that
-    nobody reads any more (then the connection ends). Another runs while it does not take what it was sent.
+    One timer at a time runs for what the client has to write: the head (then 408), or the rest of a body that nobody
+    reads any more (then the connection ends). Another runs while the client does not take what it was sent.
     """
 
-    def __init__(self, limits: ServerConfig, lost: Callable[[], None], **uvicorns: Any) -> None:
-        super().__init__(**uvicorns)
+    def __init__(self, limits: ServerConfig, on_lost: Callable[[], None], **uvicorn_options: Any) -> None:
+        super().__init__(**uvicorn_options)
         self._limits = limits
-        self._lost = lost
+        self._on_lost = on_lost
         self._in_head = True
         self._head_bytes = 0
         self._trailer_bytes = 0
         self._refusal = _NO_HTTP
-        self._writes: asyncio.TimerHandle | None = None
-        self._reads: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)  # over TLS uvloop's own is 512 KiB
-        self._must_write(self._limits.header_s, self._end, _HEAD_TOO_SLOW)
+        self._start_write_timer(self._limits.header_s, self._reject, _HEAD_TOO_SLOW)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._has_written()
-        self._has_read()
+        self._stop_write_timer()
+        self._stop_read_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
-        self._lost()
+        self._on_lost()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -111,15 +112,15 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
         super().data_received(data)
         if self._in_head and self._head_bytes > self._limits.header_bytes_max:
-            self._end(_HEAD_TOO_LARGE)
+            self._reject(_HEAD_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["hearth.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
-        self._must_write(self._limits.header_s, self._end, _HEAD_TOO_SLOW)
+        self._start_write_timer(self._limits.header_s, self._reject, _HEAD_TOO_SLOW)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Also called for the trailers of a chunked body, which nobody reads."""
+        """Takes a header, or a trailer of a chunked body, which nobody reads."""
         if self._in_head:
             super().on_header(name, value)
             return
@@ -128,7 +129,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(_HEAD_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
-        self._has_written()
+        self._stop_write_timer()
         self._head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if self._head_bytes > self._limits.header_bytes_max:
             self._refuse(_HEAD_TOO_LARGE)
@@ -139,32 +140,32 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
         if self.parser.should_upgrade():
-            self.cycle.keep_alive = False  # it is answered here, and what follows would be of the other protocol
+            self.cycle.keep_alive = False  # it is answered here; what follows would be another protocol
 
     def on_message_complete(self) -> None:
         self._in_head, self._head_bytes, self._trailer_bytes = True, 0, 0
-        self._has_written()
+        self._stop_write_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self.cycle.body = bytearray()  # what nobody read of it would stay as long as the connection does
+        self.cycle.body = bytearray()  # unread bytes would stay as long as the connection does
         super().on_response_complete()
         if self.transport.is_closing():
             self._linger()
         elif not self._in_head and self.cycle.response_complete:
-            self._must_write(self._limits.body_s, self.transport.abort)
+            self._start_write_timer(self._limits.body_s, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        self._end(self._refusal)
+        self._reject(self._refusal)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._must_read()
+        self._start_read_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            self._has_read()
+            self._stop_read_timer()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -179,33 +180,33 @@ class HttpProtocol(HttpToolsProtocol):
         self._refusal = answer
         raise HeadRejected
 
-    def _must_write(self, seconds: float, otherwise: Callable[..., object], *arguments: bytes) -> None:
-        if self._writes is None:
-            self._writes = self.loop.call_later(seconds, otherwise, *arguments)
+    def _start_write_timer(self, seconds: float, on_timeout: Callable[..., object], *arguments: bytes) -> None:
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(seconds, on_timeout, *arguments)
 
-    def _has_written(self) -> None:
-        if self._writes is not None:
-            self._writes.cancel()
-            self._writes = None
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
-    def _must_read(self) -> None:
-        if self._reads is None:
-            self._reads = self.loop.call_later(self._limits.blocked_s, self.transport.abort)
+    def _start_read_timer(self) -> None:
+        if self._read_timer is None:
+            self._read_timer = self.loop.call_later(self._limits.blocked_s, self.transport.abort)
 
-    def _has_read(self) -> None:
-        if self._reads is not None:
-            self._reads.cancel()
-            self._reads = None
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
     def _linger(self) -> None:
-        """The connection is closed, and ends once the client has all that was written: it is not waited for forever."""
-        self._has_written()
-        self._must_read()
+        """Bounds how long a closed connection waits for its client to take all that was written."""
+        self._stop_write_timer()
+        self._start_read_timer()
 
-    def _end(self, answer: bytes) -> None:
-        """Refuses in one write, unless that could be taken for the answer to another request: then the connection just
-        ends. An open request whose own body is at fault has no answer yet, and gets this one."""
-        self._has_written()
+    def _reject(self, answer: bytes) -> None:
+        """Answers in one write and closes; only closes if that could be taken for the answer to another request. An
+        open request whose own body is at fault has no answer yet, and gets this one."""
+        self._stop_write_timer()
         if self.transport.is_closing():
             return
         answering = self.cycle is not None and not self.cycle.response_complete
@@ -230,7 +231,7 @@ class HttpServer(uvicorn.Server):
                 loop="uvloop",
                 lifespan="on",
                 log_config=None,
-                log_level="error",  # what strangers send is no warning: they would write our log
+                log_level="error",  # input of strangers is no warning: they would write our log
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
@@ -242,12 +243,12 @@ class HttpServer(uvicorn.Server):
         self._app = app
         self._limits = limits
         self._certificate = certificate
-        self._door: Listener | None = None
-        self._hurry = False
+        self._listener: Listener | None = None
+        self._skip_waiting = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal starts the drain, the second ends the waiting."""
-        self._hurry = self.should_exit
+        """Starts the drain at the first signal, and ends its waiting at the second."""
+        self._skip_waiting = self.should_exit
         self._captured_signals.append(sig)
         self.should_exit = True
 
@@ -255,15 +256,15 @@ class HttpServer(uvicorn.Server):
         assert sockets, "the listener is open before the server starts"
         (listener,) = sockets
         await super().startup([])
-        make = functools.partial(
+        new_protocol = functools.partial(
             HttpProtocol,
             self._limits,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        self._door = Listener(listener, self._limits, self._certificate, _TOO_MANY, make)
-        self._door.open()
+        self._listener = Listener(listener, self._limits, self._certificate, _TOO_MANY, new_protocol)
+        self._listener.open()
 
     async def on_tick(self, counter: int) -> bool:
         if self._certificate is not None and counter % _CERTIFICATE_TICKS == 0:
@@ -272,24 +273,24 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.drain()
-        await self._until_idle(self._limits.drain_s)
+        await self._wait_idle(self._limits.drain_s)
         self._app.interrupt()
-        await self._until_idle(LAST_EVENTS_S)
-        if self._door is not None:
-            self._door.close()
+        await self._wait_idle(LAST_EVENTS_S)
+        if self._listener is not None:
+            self._listener.close()
         await super().shutdown(sockets)
-        self._captured_signals.clear()  # they were obeyed: the process ends by itself, with status 0
+        self._captured_signals.clear()  # they are handled: the process ends by itself, with status 0
 
-    async def _until_idle(self, seconds: float) -> None:
+    async def _wait_idle(self, seconds: float) -> None:
         """Returns once no request runs, at the latest after `seconds`, and at once after a second signal."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while self._app.open_requests and loop.time() < deadline and not self._hurry:  # noqa: ASYNC110 signals set no event
+        while self._app.open_requests and loop.time() < deadline and not self._skip_waiting:  # noqa: ASYNC110 signals set no event
             await asyncio.sleep(_TICK_S)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket whose connections have a bounded send buffer. Port 0 takes a free one. Raises OSError."""
+    """Opens a socket whose connections have a bounded send buffer. Port 0 takes a free one. Raises OSError."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -305,11 +306,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_descriptors(connections: int) -> int:
-    """As many file descriptors as connections need, or as the system gives; returns how many there are now."""
+    """Allows as many file descriptors as connections need and the system gives; returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = connections + DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return soft
 

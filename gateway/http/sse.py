@@ -19,17 +19,17 @@ PADDINGS: Final = [(_ALPHABET * 2)[:length] for length in range(8, 72)]
 
 
 def event(body: bytes) -> bytes:
-    """One event. `body` is JSON, and so has no line break in it."""
+    """Renders one event. `body` is JSON without line breaks."""
     return b"data: " + body + b"\n\n"
 
 
 def named_event(name: str, body: bytes) -> bytes:
-    """One event of a kind that its own line tells."""
+    """Renders one event with a line that names its kind."""
     return b"event: " + name.encode() + b"\n" + event(body)
 
 
 def paddings() -> Iterator[bytes]:
-    """Endless padding of random length (8–71 bytes), from the system's randomness, drawn 4,096 at a time."""
+    """Yields paddings of random length (8–71 bytes) for ever, from the system's randomness, drawn 4,096 at a time."""
     while True:
         for byte in os.urandom(4096):
             yield PADDINGS[byte & 63]

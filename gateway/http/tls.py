@@ -1,7 +1,7 @@
-"""The certificate that clients see: read from PEM files, and read anew when these change. It knows no connections.
+"""The certificate that clients see: read from PEM files, and again when these change. It knows no connections.
 
 A connection keeps what it began with; only new ones get the new certificate. Files that cannot be used leave the
-certificate before in force, and are told of once.
+previous certificate in force, and are logged once.
 """
 
 import datetime
@@ -18,19 +18,19 @@ log = logging.getLogger(__name__)
 
 
 class Certificate:
-    """`context` is what new connections are to use. Raises ConfigError where there is none to begin with."""
+    """`context` is for new connections. Raises SettingsError if the first certificate cannot be used."""
 
     def __init__(self, certificate: str, key: str) -> None:
         self._paths = (certificate, key)
-        self._seen = _stamps(self._paths)
+        self._stamps = _stamps(self._paths)
         self.context = server_context(certificate, key)
 
     def refresh(self) -> None:
-        """Takes up files that have changed. Costs two looks at the folder."""
+        """Reads files that have changed. Costs two calls of stat."""
         stamps = _stamps(self._paths)
-        if stamps == self._seen:
+        if stamps == self._stamps:
             return
-        self._seen = stamps
+        self._stamps = stamps
         try:
             self.context = server_context(*self._paths)
         except SettingsError as error:
@@ -40,32 +40,32 @@ class Certificate:
 
 
 def open_certificate(server: ServerConfig) -> Certificate | None:
-    """None where [server] names none. Raises ConfigError, which says what is wrong with which file."""
+    """Returns None if [server] names no certificate. Raises SettingsError, which names the file and its fault."""
     return Certificate(server.certificate, server.key) if server.certificate else None
 
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
-    """TLS 1.2 and 1.3 with forward secrecy, HTTP/1.1 alone. Raises ConfigError."""
-    for what, path in (("certificate", certificate), ("key", key)):
+    """Builds a context for TLS 1.2 and 1.3 with forward secrecy, HTTP/1.1 alone. Raises SettingsError."""
+    for name, path in (("certificate", certificate), ("key", key)):
         try:
             with open(path, "rb"):
                 pass
         except OSError as error:
-            raise SettingsError(f"the {what} {path} cannot be read: {error.strerror}") from None
+            raise SettingsError(f"the {name} {path} cannot be read: {error.strerror}") from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
     context.set_ciphers(_CIPHERS)
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(certificate, key, password="")  # a password is not asked for: nobody sits there
+        context.load_cert_chain(certificate, key, password="")  # no prompt for a password: nobody is there
     except ssl.SSLError as error:
-        raise SettingsError(_why(error, certificate, key)) from None
+        raise SettingsError(_problem(error, certificate, key)) from None
     return context
 
 
 def expiry(certificate: str) -> datetime.datetime:
-    """When the certificate itself, the first in its file, ends. Raises ConfigError."""
+    """When the certificate itself, the first in its file, expires. Raises SettingsError."""
     from cryptography import x509  # only here: serving does without
 
     try:
@@ -75,21 +75,21 @@ def expiry(certificate: str) -> datetime.datetime:
         raise SettingsError(f"the certificate {certificate} cannot be read: {error}") from None
 
 
-def _why(error: ssl.SSLError, certificate: str, key: str) -> str:
+def _problem(error: ssl.SSLError, certificate: str, key: str) -> str:
     if error.reason == "KEY_VALUES_MISMATCH":
         return f"the key {key} is not that of the certificate {certificate}"
-    said = error.reason or str(error)
-    return f"{certificate} and {key} are no certificate chain and unencrypted key in PEM: {said}"
+    reason = error.reason or str(error)
+    return f"{certificate} and {key} are no certificate chain and unencrypted key in PEM: {reason}"
 
 
 def _stamps(paths: tuple[str, ...]) -> list[tuple[int, int, int] | None]:
-    """What differs once a file was written or replaced; None for one that is away."""
+    """Values that change when a file is written or replaced; None for a missing file."""
     stamps: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError:
             stamps.append(None)
         else:
-            stamps.append((found.st_mtime_ns, found.st_ino, found.st_size))
+            stamps.append((status.st_mtime_ns, status.st_ino, status.st_size))
     return stamps

@@ -82,7 +82,7 @@ class ReplayCache:
         try:
             await serve()
         except (ApiError, ClientDisconnected):
-            await _settled(claimed.free)
+            await _settled(claimed.release)
             raise
         await self._keep(claimed, account_id, exchange, copy.whole)
 
@@ -91,7 +91,7 @@ class ReplayCache:
         if packed is not None and not self._has_room(account_id, len(packed)):
             packed = None
         answer = msgspec.msgpack.encode(_RecordedAnswer(exchange.is_streaming, packed))
-        await _settled(lambda: claim.keep(answer))
+        await _settled(lambda: claim.store(answer))
 
     def _has_room(self, account_id: str, answer_bytes: int) -> bool:
         today = int(self._calendar() // _DAY_S)

@@ -53,13 +53,13 @@ class Held:
     def now(cls, gateway: Served) -> "Held":
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        door = gateway.server._door
-        assert door is not None
+        listener = gateway.server._listener
+        assert listener is not None
         return cls(
             gateway.app.open_requests,
             gateway.quota.open,
             gateway.fleet.running,
-            door.connections,
+            listener.connections,
             len(asyncio.all_tasks()),
             open_files(),
             psutil.Process().memory_info().rss,

@@ -23,13 +23,13 @@ def test_hundreds_of_hostile_connections_do_not_keep_the_others_out(tmp_path: Pa
         context = trusting(secure["certificate"]) if tls else None
         settings = {"connections": 260, "address_connections": 200, "header_s": 2, "body_s": 2, "blocked_s": 2}
         async with served(tmp_path, limits=UNLIMITED, **settings, **secure) as gateway:
-            door = gateway.server._door
+            listener = gateway.server._listener
             async with besieged(gateway.port, source="127.0.0.2", connections=300, tls=tls):
-                assert door._from["127.0.0.2"] > 100
+                assert listener._connections_of["127.0.0.2"] > 100
                 fared = await go_on(gateway, context, clients=8, seconds=4)
             assert len(fared.seconds) > 50
             assert fared.failures == []
-            await until(lambda: not door.connections, 10)  # whoever was cut off, or killed, has left nothing
+            await until(lambda: not listener.connections, 10)  # whoever was cut off, or killed, has left nothing
             await gateway.settled()
             assert not gateway.server.server_state.connections
 

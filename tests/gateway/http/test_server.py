@@ -382,7 +382,7 @@ async def test_one_address_has_its_share_of_connections_and_a_proxy_that_is_trus
             assert statuses.count(200) == served_ones
             for client in clients:
                 client.leave()
-            await until(lambda: not gateway.server._door.connections)
+            await until(lambda: not gateway.server._listener.connections)
             assert (await gateway.call("/healthz", b"", "GET")).status == 200
 
 
@@ -394,7 +394,7 @@ def test_an_ipv6_customer_is_one_address() -> None:
 @looped
 async def test_without_descriptors_the_door_waits_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with served(tmp_path) as gateway:
-        door = gateway.server._door
+        listener = gateway.server._listener
         full = [True]
 
         class Full:
@@ -409,7 +409,7 @@ async def test_without_descriptors_the_door_waits_and_goes_on(tmp_path: Path, ca
                     raise OSError(errno.EMFILE, "Too many open files")
                 return self._real.accept()
 
-        door._listener = Full(door._listener)
+        listener._listener = Full(listener._listener)
         client = await gateway.client()
         await client.send("GET", "/healthz", b"")
         await asyncio.sleep(0.5)

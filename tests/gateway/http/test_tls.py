@@ -1,4 +1,4 @@
-"""TLS at the door: what may speak, certificates that change, and that all bounds hold there too."""
+"""TLS at the listener: what may speak, certificates that change, and that all bounds hold there too."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ async def test_a_stream_is_served_over_tls(tmp_path: Path) -> None:
             assert [event async for event in client.events()][-1] == "[DONE]"
         assert client.writer.get_extra_info("ssl_object").version() == "TLSv1.3"
         client.leave()
-        await until(lambda: not gateway.server._door.connections)
+        await until(lambda: not gateway.server._listener.connections)
 
 
 @looped
@@ -82,7 +82,7 @@ async def test_tls_1_2_takes_only_ciphers_with_forward_secrecy_and_older_version
                 assert taken
                 assert client.writer.get_extra_info("cipher")[0].startswith("ECDHE-")
                 client.leave()
-        await until(lambda: not gateway.server._door.connections)
+        await until(lambda: not gateway.server._listener.connections)
 
 
 @looped
@@ -160,15 +160,15 @@ def test_a_key_of_another_certificate_or_with_a_password_is_refused(tmp_path: Pa
 @looped
 async def test_a_handshake_that_does_not_go_on_is_cut_off_and_counts_while_it_lasts(tmp_path: Path) -> None:
     async with secured(tmp_path, header_s=0.4, connections=3) as gateway:
-        door = gateway.server._door
+        listener = gateway.server._listener
         silent = [half_open(gateway) for _ in range(3)]
-        await until(lambda: door.connections == 3)
+        await until(lambda: listener.connections == 3)
         late = half_open(gateway)
         late.setblocking(False)
         async with asyncio.timeout(0.2):
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.get_running_loop().sock_recv(late, 1) == b""
-        await until(lambda: not door.connections, 1)
+        await until(lambda: not listener.connections, 1)
         client = await connect(gateway)
         await client.send("GET", "/healthz", b"")
         assert await client.head() == 200
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_in_its_handshake_leaves_nothing(tmp_path: Path, le
     @looped
     async def call() -> None:
         async with secured(tmp_path) as gateway:
-            door = gateway.server._door
+            listener = gateway.server._listener
             for _ in range(5):
                 raw = socket.create_connection(("127.0.0.1", gateway.port))
                 if leaves == "half way":
@@ -193,7 +193,7 @@ def test_a_client_that_leaves_in_its_handshake_leaves_nothing(tmp_path: Path, le
                     raw.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
                 await asyncio.sleep(0.02)
                 raw.close()
-            await until(lambda: not door.connections and not door._from and not door._arriving)
+            await until(lambda: not listener.connections and not listener._connections_of and not listener._connecting)
             assert not gateway.server.server_state.connections
 
     call()
@@ -227,7 +227,7 @@ async def test_a_client_that_does_not_read_is_dropped_over_tls_and_little_is_kep
         await until(lambda: connection.flow.write_paused)
         assert connection.transport.get_write_buffer_size() < 256 << 10
         await gateway.settled(5.0)
-        await until(lambda: not gateway.server._door.connections, 2)
+        await until(lambda: not gateway.server._listener.connections, 2)
         (record,) = await gateway.records()
         assert record.outcome == "client_gone"
         client.leave()
@@ -241,12 +241,12 @@ async def test_a_stream_that_outlives_the_drain_is_told_why_over_tls(tmp_path: P
         await client.post(gateway.run_path, LONG, gateway.headers)
         assert await client.head() == 200
         silent = half_open(gateway)
-        await until(lambda: gateway.server._door.connections == 2)
+        await until(lambda: gateway.server._listener.connections == 2)
         stopping = asyncio.create_task(gateway.server.shutdown())
         events = [event async for event in client.events()]
         assert events[-1] == "[DONE]"
         assert "shutting down" in events[-2]["errors"][0]["message"]
         await stopping
-        await until(lambda: not gateway.server._door.connections)
+        await until(lambda: not gateway.server._listener.connections)
         client.leave()
         silent.close()
