@@ -1,22 +1,23 @@
 """bf16 weights in 12 bits each, without loss: the code, and what it leaves out. It knows no files and no kernels.
 
-A row of a trained matrix uses few exponents. Sixteen in a row have a code, the first of which is the row's base. Of
-each number the sign, the exponent counted from the base, and the mantissa are kept, 12 bits. What has another exponent
-is an escape: its place holds the least code there is, and it stands beside the matrix with its position, exactly,
-whatever its bits are. A row of zeros has base 0: they alone have a code then. That each row has its own base costs a
-byte, and matters: rows of tokens that were never trained, and of neurons that died, are smaller than the others by far.
+A row of a trained matrix uses few exponents. Sixteen consecutive ones have a code, the first of which is the row's
+base. The code of a number is its sign, its exponent counted from the base, and its mantissa: 12 bits. A number with
+another exponent is an escape: its place holds the smallest code, and the number itself lies beside the matrix with its
+position, whatever its bits are. A row of zeros has base 0, with which zeros alone have a code. A base for each row
+costs a byte and pays: rows of tokens that were never trained, and of dead neurons, are far smaller than the others.
 
-A row is cut into blocks of 8 · L numbers, L lanes: number i · L + c of a block is lane c's i-th. A block is 3 · L words
-of 32 bits: L words of high halves, then twice L of low bytes. Four bytes at a time belong to two numbers of two lanes,
+A row is divided into blocks of 8 · L numbers, L lanes: number i · L + c of a block is lane c's i-th. A block is 3 · L
+words of 32 bits: L words of high halves, then twice L of low bytes. Each four bytes belong to two numbers of two lanes,
 q counting pairs of numbers and j pairs of lanes:
 
     bytes of (q, j)   lane 2j of number 2q, lane 2j+1 of 2q, lane 2j of 2q+1, lane 2j+1 of 2q+1
-    high              word 2j: those of q=0, and of q=1 turned left by 4 bits; word 2j+1: of q=2, and of q=3 turned
+    high              word 2j: those of q=0, and of q=1 rotated left by 4 bits; word 2j+1: of q=2, and of q=3 rotated
     low               words 2j and 2j+1 of the first L: of q=0 and q=1; of the second L: of q=2 and q=3
 
 A high byte has the sign in bit 7 and the counted exponent's upper bits in 2, 1 and 0, so that two fit into one; a low
-byte has the exponent's last bit above the mantissa. Two masks, one turn and a byte permutation per pair of numbers make
-bf16 of it: (high | 0x40) above low. That is the number times 2^(128 − base), which a matmul undoes on its float32 sums.
+byte has the exponent's last bit above the mantissa. Two masks, a rotation and a byte permutation per pair of numbers
+make bf16 of it: (high | 0x40) above low. That is the number times 2^(128 − base), which a matmul undoes on its float32
+sums.
 
 E escapes, N outputs, K inputs, W = 3 · K ÷ 8 words of a row, G groups of 16 outputs.
 """
@@ -33,7 +34,6 @@ from engine.bf12.layout import (
     BASES,
     CODES,
     GROUP_OUTPUTS,
-    LANES,
     ZEROS,
     block_of,
     is_encodable,
@@ -41,33 +41,12 @@ from engine.bf12.layout import (
     words_of,
 )
 
-__all__ = [
-    "GROUP_OUTPUTS",
-    "LANES",
-    "Bf12Matrix",
-    "Bf12Weight",
-    "EscapeIndex",
-    "Escapes",
-    "bases_for",
-    "choose_bases",
-    "count_code_use",
-    "decode",
-    "encode",
-    "expand",
-    "exponents_of",
-    "index",
-    "is_encodable",
-    "lanes_of",
-    "stack_matrices",
-    "words_of",
-]  # fmt: skip
-
 _EXPONENTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Escapes:
-    """What a coded matrix [outputs, inputs] does not hold. Positions are output · inputs + input, ascending."""
+    """The numbers of a matrix [outputs, inputs] that have no code. Positions are output · inputs + input, ascending."""
 
     outputs: int
     inputs: int
@@ -76,7 +55,7 @@ class Escapes:
     values_E: Tensor  # bfloat16
 
     def rows(self, outputs: range) -> Self:
-        """Those of some whole rows, counted within them. It takes no time to speak of."""
+        """The escapes of some whole rows, with positions counted within them. Costs some 10 µs."""
         ends = torch.tensor((outputs.start * self.inputs, outputs.stop * self.inputs), device=self.positions_E.device)
         first, last = torch.searchsorted(self.positions_E, ends).tolist()
         positions_E = self.positions_E[first:last] - outputs.start * self.inputs
@@ -104,9 +83,9 @@ class Bf12Matrix:
 @dataclass(frozen=True, slots=True)
 class EscapeIndex:
     """The escapes of several matrices of equal inputs below each other, as kernels look for them: by groups of 16
-    outputs, of which a kernel's tile has one or more.
+    outputs, one or more of which make a kernel's tile.
 
-    scales_N    float32: what a sum of each output is multiplied with: 2^(base − 128); 0 of zeros
+    scales_N    float32: the factor of each output's sums, 2^(base − 128); 0 for a row of zeros
     firsts_G    int32, G + 1 of them: the first escape of each group, and their number
     places_E    int32: the output's lowest 15 bits, then 16 bits of input
     values_E    bfloat16: the numbers themselves, not scaled
@@ -120,7 +99,7 @@ class EscapeIndex:
 
 @dataclass(frozen=True, slots=True)
 class Bf12Weight:
-    """A weight in 12 bits a number as kernels take it: coded matrices of equal inputs below each other."""
+    """A weight in 12 bits a number as kernels take it: matrices of equal inputs below each other."""
 
     words_NW: Tensor  # int32, contiguous
     index: EscapeIndex
@@ -140,9 +119,11 @@ class Bf12Weight:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def stack_matrices(coded: Sequence[Bf12Matrix]) -> Bf12Weight:
-    """Below each other in this order."""
-    return Bf12Weight(torch.cat([one.words_NW for one in coded]), index([one.escapes for one in coded]))
+def stack_matrices(matrices: Sequence[Bf12Matrix]) -> Bf12Weight:
+    """The matrices below each other in this order."""
+    return Bf12Weight(
+        torch.cat([each.words_NW for each in matrices]), index_escapes([each.escapes for each in matrices])
+    )
 
 
 def exponents_of(weight_NK: Tensor) -> Tensor:
@@ -151,7 +132,7 @@ def exponents_of(weight_NK: Tensor) -> Tensor:
     exponents = (bits >> 7).to(torch.uint8).int()
     exponents += torch.arange(len(bits), dtype=torch.int32, device=bits.device)[:, None] * _EXPONENTS
     counts_NX = torch.bincount(exponents.view(-1), minlength=len(bits) * _EXPONENTS).view(-1, _EXPONENTS)
-    some_S = counts_NX[:, 0].nonzero().view(-1)  # of few rows it is asked which of these are zeros
+    some_S = counts_NX[:, 0].nonzero().view(-1)  # few rows, whose zeros are told from subnormals
     zeros_S = (bits[some_S] & 0x7FFF == 0).sum(1)
     counts_NX[some_S, 1] += counts_NX[some_S, 0] - zeros_S
     counts_NX[some_S, 0] = zeros_S
@@ -159,11 +140,11 @@ def exponents_of(weight_NK: Tensor) -> Tensor:
 
 
 def bases_for(counts_NX: Tensor) -> Tensor:
-    """uint8 [N]: the base that leaves each row the fewest escapes, of what `exponents_of` has counted."""
+    """uint8 [N]: the base that leaves each row the fewest escapes, from the counts of `exponents_of`."""
     below_NX = torch.nn.functional.pad(counts_NX.cumsum(1), (1, 0))
-    coded_NB = below_NX[:, BASES.start + CODES : BASES.stop + CODES] - below_NX[:, BASES.start : BASES.stop]
-    most_N, bases_N = coded_NB.max(1)
-    return (bases_N + BASES.start).where(most_N > counts_NX[:, 0], ZEROS).to(torch.uint8)
+    with_code_NB = below_NX[:, BASES.start + CODES : BASES.stop + CODES] - below_NX[:, BASES.start : BASES.stop]
+    max_N, bases_N = with_code_NB.max(1)
+    return (bases_N + BASES.start).where(max_N > counts_NX[:, 0], ZEROS).to(torch.uint8)
 
 
 def choose_bases(weight_NK: Tensor) -> Tensor:
@@ -174,19 +155,19 @@ def choose_bases(weight_NK: Tensor) -> Tensor:
 def count_code_use(counts_NX: Tensor, bases_N: Tensor) -> Tensor:
     """int64 [17]: how many numbers have each code with these bases, and last how many are escapes."""
     codes_C = torch.arange(CODES, device=counts_NX.device)
-    coded_C = counts_NX.gather(1, bases_N.long()[:, None] + codes_C)
-    coded_C = coded_C.where((bases_N != ZEROS)[:, None] | (codes_C == 0), 0).sum(0)
-    return torch.cat((coded_C, (counts_NX.sum() - coded_C.sum())[None]))
+    uses_C = counts_NX.gather(1, bases_N.long()[:, None] + codes_C)
+    uses_C = uses_C.where((bases_N != ZEROS)[:, None] | (codes_C == 0), 0).sum(0)
+    return torch.cat((uses_C, (counts_NX.sum() - uses_C.sum())[None]))
 
 
 def encode(weight_NK: Tensor, bases_N: Tensor) -> Bf12Matrix:
-    """The result lies on the weight's device, as the bases do. On a GPU it takes some 6 bytes of memory a number."""
+    """The code of a matrix, on its device, where the bases lie too. On a GPU it takes some 6 bytes a number."""
     assert weight_NK.dtype == torch.bfloat16
     assert bases_N.dtype == torch.uint8
     outputs, inputs = weight_NK.shape
     assert is_encodable(outputs, inputs)
-    by = _encode_on_host if weight_NK.device.type == "cpu" else _encode
-    words_NW, positions_E = by(weight_NK.contiguous(), bases_N)
+    encode_words = _encode_on_host if weight_NK.device.type == "cpu" else _encode
+    words_NW, positions_E = encode_words(weight_NK.contiguous(), bases_N)
     return Bf12Matrix(words_NW, Escapes(outputs, inputs, bases_N, positions_E, weight_NK.reshape(-1)[positions_E]))
 
 
@@ -200,7 +181,7 @@ def _encode_on_host(weight_NK: Tensor, bases_N: Tensor) -> tuple[Tensor, Tensor]
 def _on_host(
     weight_NK: Tensor, words_NW: Tensor, bases_N: Tensor
 ) -> tuple[codec_numpy.Integers, codec_numpy.Integers, codec_numpy.Bases]:
-    """Their memory as codec_host.py has it."""
+    """The tensors' memory as codec_numpy.py takes it."""
     inputs = weight_NK.shape[1]
     pairs = lanes_of(inputs) // 2
     numbers, words = (tensor.numpy().view("u4") for tensor in (weight_NK.view(torch.int16), words_NW))
@@ -211,28 +192,28 @@ def _on_host(
 def _encode(weight_NK: Tensor, bases_N: Tensor) -> tuple[Tensor, Tensor]:
     bits = weight_NK.view(torch.int16)
     counted = (bits & 0x7FFF) - (bases_N.to(torch.int16) << 7)[:, None]
-    most_N = (bases_N != ZEROS).to(torch.int16) * (CODES * 128 - 1)
-    outside = (counted < 0) | (counted > most_N[:, None])
+    max_N = (bases_N != ZEROS).to(torch.int16) * (CODES * 128 - 1)
+    outside = (counted < 0) | (counted > max_N[:, None])
     counted.masked_fill_(outside, 0)
     high = ((bits >> 8 & 0x80) | counted >> 8).to(torch.uint8).masked_fill_(outside, 0)
     high_NBQJ, low_NBQJ = _fours(high), _fours(counted.to(torch.uint8))
-    turned = high_NBQJ[:, :, 1::2]
-    turned = (turned << 4) | ((turned >> 28) & 0xF)
-    high_NBL = (high_NBQJ[:, :, 0::2] | turned).transpose(2, 3)
+    rotated = high_NBQJ[:, :, 1::2]
+    rotated = (rotated << 4) | ((rotated >> 28) & 0xF)
+    high_NBL = (high_NBQJ[:, :, 0::2] | rotated).transpose(2, 3)
     low_NBPL = low_NBQJ.unflatten(2, (2, 2)).transpose(3, 4)  # P halves, then lanes
     words_NW = torch.cat((high_NBL.unsqueeze(2), low_NBPL), 2).reshape(len(weight_NK), -1)
     return words_NW, outside.view(-1).nonzero().view(-1)
 
 
-def decode(coded: Bf12Matrix) -> Tensor:
+def decode(matrix: Bf12Matrix) -> Tensor:
     """The matrix again, bit for bit, on the device of its code."""
-    return expand(coded.words_NW, coded.escapes)
+    return expand(matrix.words_NW, matrix.escapes)
 
 
 def expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
-    """As `decode`."""
-    by = _expand_on_host if words_NW.device.type == "cpu" else _expand
-    weight_NK = by(words_NW.contiguous(), escapes)
+    """The matrix of these words and escapes, as `decode`."""
+    expand_words = _expand_on_host if words_NW.device.type == "cpu" else _expand
+    weight_NK = expand_words(words_NW.contiguous(), escapes)
     weight_NK.view(-1)[escapes.positions_E] = escapes.values_E
     return weight_NK
 
@@ -247,8 +228,8 @@ def _expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
     lanes = lanes_of(escapes.inputs)
     words_NBSL = words_NW.view(len(words_NW), -1, 3, lanes)
     high, low = words_NBSL[:, :, 0].unflatten(2, (lanes // 2, 2)), words_NBSL[:, :, 1:]
-    turned = ((high >> 4) & 0x0FFFFFFF) | (high << 28)
-    high_NBQJ = torch.stack((high, turned), 4).flatten(3).transpose(2, 3) & _SIGNED  # lanes' pairs, then q
+    rotated = ((high >> 4) & 0x0FFFFFFF) | (high << 28)
+    high_NBQJ = torch.stack((high, rotated), 4).flatten(3).transpose(2, 3) & _SIGNED  # lanes' pairs, then q
     low_NBQJ = low.unflatten(3, (lanes // 2, 2)).transpose(3, 4).flatten(2, 3)
     high_NK, low_NK = _rows(high_NBQJ), _rows(low_NBQJ)
     counted = (high_NK & 7).to(torch.int16) << 8 | low_NK
@@ -256,30 +237,30 @@ def _expand(words_NW: Tensor, escapes: Escapes) -> Tensor:
     return ((high_NK & 0x80).to(torch.int16) << 8 | counted).view(torch.bfloat16)
 
 
-def index(escapes: Sequence[Escapes]) -> EscapeIndex:
-    """Of matrices below each other in this order."""
+def index_escapes(escapes: Sequence[Escapes]) -> EscapeIndex:
+    """The index of the escapes of matrices below each other in this order."""
     scales, places, values, counts = [], [], [], []
     first = 0
-    for one in escapes:
-        assert one.inputs == escapes[0].inputs
-        scales_N = torch.ldexp(torch.ones(one.outputs), one.bases_N.cpu().int() - 128)
-        scales.append(scales_N.to(one.bases_N.device).where(one.bases_N != ZEROS, 0.0))
-        n_E, k_E = one.positions_E // one.inputs + first, one.positions_E % one.inputs
+    for each in escapes:
+        assert each.inputs == escapes[0].inputs
+        scales_N = torch.ldexp(torch.ones(each.outputs), each.bases_N.cpu().int() - 128)
+        scales.append(scales_N.to(each.bases_N.device).where(each.bases_N != ZEROS, 0.0))
+        n_E, k_E = each.positions_E // each.inputs + first, each.positions_E % each.inputs
         places.append(((n_E & 0x7FFF) << 16 | k_E).int())
-        values.append(one.values_E)
+        values.append(each.values_E)
         counts.append(n_E // GROUP_OUTPUTS)
-        first += one.outputs
+        first += each.outputs
     groups = -(-first // GROUP_OUTPUTS)
     ends = torch.bincount(torch.cat(counts), minlength=groups).cumsum(0)
     firsts_G = torch.cat((ends.new_zeros(1), ends)).int()
     return EscapeIndex(torch.cat(scales), firsts_G, torch.cat(places), torch.cat(values))
 
 
-_SIGNED: Final = -0x78787879  # 0x87878787: of each byte the sign and the pair of exponents
+_SIGNED: Final = -0x78787879  # 0x87878787: the sign and the exponent's bits of each byte
 
 
 def _fours(bytes_NK: Tensor) -> Tensor:
-    """Bytes in the order of numbers → int32 [N, blocks, 4, L ÷ 2], the format's (q, j)."""
+    """Bytes in the order of numbers → int32 [N, blocks, 4, L ÷ 2], the code's (q, j)."""
     outputs, inputs = bytes_NK.shape
     lanes = lanes_of(inputs)
     pairs = bytes_NK.view(torch.int16).view(outputs, -1, 4, 2, lanes // 2)  # number 2q or 2q+1, pairs of lanes
@@ -287,6 +268,6 @@ def _fours(bytes_NK: Tensor) -> Tensor:
 
 
 def _rows(fours_NBQJ: Tensor) -> Tensor:
-    """What `_fours` was made of."""
+    """The inverse of `_fours`."""
     pairs = fours_NBQJ.contiguous().unsqueeze(4).view(torch.int16).transpose(3, 4).contiguous()
     return pairs.view(torch.uint8).view(len(fours_NBQJ), -1)

@@ -1,21 +1,21 @@
 """What a compressed safetensors file says of itself and of the file that it was made of. It reads no weights.
 
 A folder that `hearth models compress` wrote has the original's files under their names; only the *.safetensors differ.
-Of a tensor NAME that was coded (codec.py) such a file has
+For a tensor NAME in 12 bits (codec.py) such a file has
 
-    NAME                    I32 [outputs, words]    its words; of level DISTRIBUTION the low ones alone
-    NAME.high               U8  [bytes]             of level DISTRIBUTION: the high ones, a zstd frame for each piece
-                                                    (high.py), then zeros up to a multiple of ALIGNED_BYTES
+    NAME                    I32 [outputs, words]    its words; at level DISTRIBUTION the low ones alone
+    NAME.high               U8  [bytes]             at level DISTRIBUTION: the high ones, a zstd frame for each piece
+                                                    (zstd_plane.py), then zeros up to a multiple of ALIGNED_BYTES
     NAME.high_ends          I64 [pieces]            where each frame ends in NAME.high
     NAME.bases              U8  [outputs]           the rows' bases
     NAME.escape_positions   I64 [escapes]           output · inputs + input, ascending
     NAME.escape_values      BF16 [escapes]
 
-and every other tensor as it was. Words begin at multiples of ALIGNED_BYTES, all else at those of its numbers. What is
-said of them lies in the header's metadata as JSON, with a sum of its own.
+and every other tensor as it was. Words begin at multiples of ALIGNED_BYTES, all else at those of its numbers. The
+header's metadata describes them as JSON, with a sum of its own.
 
-A piece is what is read, checked and sent at once: of words as many whole rows as PIECE_BYTES hold, of any other tensor
-PIECE_BYTES; the last one is shorter. Its sum is that of the words as a GPU has them, whatever the level.
+A piece is what is read, checked and sent at once: as many whole rows of words as PIECE_BYTES hold, or PIECE_BYTES of
+any other tensor; the last one is shorter. Its sum is that of the words as a GPU has them, whatever the level.
 """
 
 import enum
@@ -40,7 +40,7 @@ VALUES: Final = ".escape_values"
 
 
 class Bf12MetadataError(ValueError):
-    """A file's metadata are not those of a compressed file that this version reads."""
+    """A file's metadata is not that of a compressed file which this version reads."""
 
 
 class CompressionLevel(enum.IntEnum):
@@ -59,8 +59,8 @@ class OriginalFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bf12Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By tensors' names: `codes` has the sum (xxh3_128) of the bf16 numbers that each coded one was made of, `pieces`
-    those (xxh3_64) of the pieces of each stored one, but of `.high` and `.high_ends`."""
+    """The metadata, by tensors' names: `codes` has the sum (xxh3_128) of the bf16 numbers of each tensor in 12 bits,
+    `pieces` the sums (xxh3_64) of the pieces of each stored one except `.high` and `.high_ends`."""
 
     version: int
     level: CompressionLevel
@@ -69,14 +69,14 @@ class Bf12Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pieces: dict[str, list[int]]
 
 
-def encode_metadata(notes: Bf12Metadata) -> dict[str, str]:
-    """As a header's metadata have it."""
-    text = msgspec.json.encode(notes)
+def encode_metadata(metadata: Bf12Metadata) -> dict[str, str]:
+    """The entries of a header's metadata."""
+    text = msgspec.json.encode(metadata)
     return {METADATA_KEY: text.decode(), METADATA_SUM_KEY: xxhash.xxh3_128_hexdigest(text)}
 
 
 def parse_metadata(metadata: Mapping[str, str]) -> Bf12Metadata | None:
-    """None of a file that is not compressed. Raises NotesError."""
+    """The metadata of a header; None where the file is not compressed. Raises Bf12MetadataError."""
     text = metadata.get(METADATA_KEY)
     if text is None:
         return None

@@ -1,11 +1,11 @@
 """The high words of a piece as a zstd frame, for a folder's way to other machines. It knows no files.
 
-Of a word's two bytes of sign and exponents trained weights use few, so zstd's Huffman code takes a piece of high words
-to some 68 % of what they are: to 67.0 % of bf16 with the low words, which nothing makes smaller. Gaussian weights have
-66.7 % as the bound of any code that takes byte for byte, and 65.9 % of one that also knew the exponent's last bit.
-On one core of a Xeon, in GB/s of bf16: level 1 packs 1.7 and unpacks 2.7. Levels from 3 on search for repetitions that
-are not there, ten times slower, for files that are larger; levels below 0 have no Huffman code at all. zstd's own
-parameters (its tables' sizes, the least match) change nothing at level 1, and signs apart from exponents not the size.
+Trained weights use few values of a byte of sign and exponents, so zstd's Huffman code takes a piece of high words to
+some 68 % of its size: with the low words, which nothing makes smaller, to 67.0 % of bf16. For Gaussian weights 66.7 %
+is the bound of any code of single bytes, and 65.9 % of one that also knew the exponent's last bit. One core of a Xeon
+packs 1.7 and unpacks 2.7 GB/s of bf16 at level 1. Levels from 3 on search for repetitions that are not there, ten
+times slower and for larger files; levels below 0 have no Huffman code at all. zstd's other parameters (table sizes,
+the minimum match) change nothing at level 1, and neither does dividing signs from exponents.
 
 N outputs, W words of a row, V = 2 · W ÷ 3 low words of a row.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from engine.bf12.codec import lanes_of
+from engine.bf12.layout import lanes_of
 
 _LEVEL: Final = 1
 
@@ -34,14 +34,14 @@ def pack_plane(words_NW: Tensor) -> tuple[bytes, Tensor]:
 
 
 def unpack_plane(frame: bytes | memoryview, low_NV: Tensor, words_NW: Tensor) -> None:
-    """Fills `words_NW`, contiguous in host memory, with what was packed. Raises HighError where the frame is none of
-    such a piece; whether the words are right, only their sum says. Takes a third of their memory meanwhile."""
+    """Fills `words_NW`, contiguous in host memory, with what was packed. Raises ZstdPlaneError where the frame is not
+    of such a piece; whether the words are right, only their sum says. Takes a third of their memory meanwhile."""
     words = _blocks(words_NW)
     high, low = words[:, :, 0], words[:, :, 1:]
     try:
-        said = zstandard.get_frame_parameters(frame).content_size
-        if said != high.nbytes:  # before memory is taken for what it says
-            raise ZstdPlaneError(f"a frame of {said} bytes, where {high.nbytes} are due")
+        size = zstandard.get_frame_parameters(frame).content_size
+        if size != high.nbytes:  # before memory is taken for it
+            raise ZstdPlaneError(f"a frame of {size} bytes, where {high.nbytes} are due")
         content = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ZstdPlaneError(f"a frame that cannot be read: {error}") from error
@@ -52,7 +52,7 @@ def unpack_plane(frame: bytes | memoryview, low_NV: Tensor, words_NW: Tensor) ->
 
 
 def _blocks(words_NW: Tensor) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    """[N, blocks, 3, lanes] in the same memory."""
+    """The words as [N, blocks, 3, lanes], in the same memory."""
     assert words_NW.is_contiguous()
     outputs, words = words_NW.shape
     return words_NW.numpy().reshape(outputs, -1, 3, lanes_of(words * 8 // 3))

@@ -1,6 +1,6 @@
-"""SHA256SUMS of a folder whose weights become others: what it says, and what it will say. It computes no sums.
+"""SHA256SUMS of a folder whose weights are replaced: parsed, and written with other sums. It computes no sums.
 
-The gateway checks folders against such a file (`hearth models add`), and `sha256sum --check` does.
+The gateway checks folders against such a file (`hearth models add`), and so does `sha256sum --check`.
 """
 
 import re
@@ -13,17 +13,17 @@ _LINE: Final = re.compile(r"^(\\?)([0-9A-Fa-f]{64})( [ *])(.+)$", re.MULTILINE)
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """Names → sums in lower case. Lines that are none of sha256sum's are left to whoever checks the folder."""
+    """Names → sums in lower case. Lines that sha256sum did not write are ignored."""
     return {_name(match): match[2].lower() for match in _LINE.finditer(text)}
 
 
 def replace_sums(text: str, sums: Mapping[str, str]) -> str:
-    """The same lines, those of these names with these sums."""
+    """The same lines, with these sums for these names."""
     return _LINE.sub(lambda match: f"{match[1]}{sums.get(_name(match), match[2])}{match[3]}{match[4]}", text)
 
 
 def encode_sums(text: str) -> bytes:
-    """As it was read: names may have bytes that are no text."""
+    """The bytes that were read as `text`: names may have bytes that are no UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 

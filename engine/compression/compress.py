@@ -1,11 +1,11 @@
-"""A model's folder → one whose weights take 12 bits each, without loss, in the format of notes.py.
+"""A model's folder → one whose weights take 12 bits each, without loss, in the format of bf12/metadata.py.
 
     python -m engine.compression.compress SOURCE TARGET [--level device|distribution] [--device auto|cpu|cuda:N]
                                       [--dry-run] [--json]
 
-Any architecture will do. Threads read pieces and code them, on a GPU where there is one with room; one takes what they
-made in the order of the files, sums and writes it. So memory is bounded by the pieces under way, whatever the size of
-a tensor.
+Any architecture will do. Threads read pieces and encode them, on a GPU where there is one with room; one thread takes
+the results in the order of the files, sums and writes them. So memory is bounded by the pieces that are being made,
+whatever the size of a tensor.
 """
 
 import argparse
@@ -56,14 +56,11 @@ from engine.weights.safetensors_header import TensorSpan
 from engine.weights.tensor_index import CheckpointError
 
 _ESCAPE_BYTES: Final = 10
-_SHARE_MIN: Final = {
-    CompressionLevel.DEVICE: 0.75,
-    CompressionLevel.DISTRIBUTION: 0.6,
-}  # of bf16, that what is coded takes
+_SHARE_MIN: Final = {CompressionLevel.DEVICE: 0.75, CompressionLevel.DISTRIBUTION: 0.6}  # of bf16
 
 
 class SourcePiece(NamedTuple):
-    """A run of one tensor; where it has bases it is whole rows, to be coded."""
+    """A run of one tensor's bytes; with bases it is whole rows, to be encoded."""
 
     path: Path
     tensor: TensorSpan
@@ -74,14 +71,14 @@ class SourcePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompressionJob:
-    """What is needed to make pieces."""
+    """What making pieces needs. `prefetch` pieces are made ahead of the one that is written."""
 
     folder: SourceFolder
     level: CompressionLevel
     device: torch.device
     files: SourceFiles
     pool: Executor
-    ahead: int
+    prefetch: int
     progress: ProgressBar
 
 
@@ -95,28 +92,28 @@ def compress_folder(
     if target.resolve().is_relative_to(folder.path.resolve()):
         raise TargetError(f"{target} lies in {folder.path}: name a folder elsewhere")
     require_disk_space(target, _min_bytes(folder, level))
-    size = folder.weights_bytes + folder.others_bytes
-    with _work(folder, level, device, "compressing", size) as work, atomic_folder(target) as made:
-        survey = _survey(work, lambda count: None)
-        reports = [report for name in folder.weights for report in _compress(work, survey, name, made)]
-        _copy_others(work, made)
-        work.files.require_same()
-        written = sum((made / name).stat().st_size for name in folder.weights)
+    size = folder.weights_bytes + folder.other_bytes
+    with _job(folder, level, device, "compressing", size) as job, atomic_folder(target) as partial_folder:
+        survey = _survey(job, lambda count: None)
+        reports = [report for name in folder.weights for report in _compress(job, survey, name, partial_folder)]
+        _copy_others(job, partial_folder)
+        job.files.require_unchanged()
+        written = sum((partial_folder / name).stat().st_size for name in folder.weights)
     return _report(folder, target, level, reports, written, started)
 
 
 def estimate(folder: SourceFolder, level: CompressionLevel, device: torch.device) -> CompressionReport:
-    """What `compress` would make of it, without writing, and what escapes tensors have whose shape has no code."""
+    """What `compress_folder` would make, without writing; it counts escapes of tensors whose shape has no code too."""
     started = time.monotonic()
-    with _work(folder, level, device, "looking", folder.weights_bytes) as work:
-        survey = _survey(work, work.progress.more, every=True)
+    with _job(folder, level, device, "looking", folder.weights_bytes) as job:
+        survey = _survey(job, job.progress.advance, every=True)
         reports = [
-            _reported(name, tensor, verdict, _estimated_bytes(tensor, verdict, level))
+            _tensor_report(name, tensor, decision, _estimated_bytes(tensor, decision, level))
             for name, header in folder.weights.items()
             for tensor in header.tensors
-            for verdict in [survey.of(tensor.name)]
+            for decision in [survey.decide(tensor.name)]
         ]
-        work.files.require_same()
+        job.files.require_unchanged()
     return _report(folder, None, level, reports, sum(report.bytes_after for report in reports), started)
 
 
@@ -135,20 +132,19 @@ def main() -> int:
         parser.error("a target, or --dry-run")
 
     def work() -> None:
-        level, device, folder = (
-            CompressionLevel[options.level.upper()],
-            device_for(options.device),
-            scan_folder(options.source),
-        )
-        dry = options.dry_run
-        report = estimate(folder, level, device) if dry else compress_folder(folder, options.target, level, device)
+        level, device = CompressionLevel[options.level.upper()], device_for(options.device)
+        folder = scan_folder(options.source)
+        if options.dry_run:
+            report = estimate(folder, level, device)
+        else:
+            report = compress_folder(folder, options.target, level, device)
         print_json(report) if options.json else print(*format_report(report), sep="\n")
 
     return run_program(work)
 
 
 @contextmanager
-def _work(
+def _job(
     folder: SourceFolder, level: CompressionLevel, device: torch.device, doing: str, size: int
 ) -> Iterator[CompressionJob]:
     threads = threads_for(device)
@@ -160,49 +156,49 @@ def _work(
         yield CompressionJob(folder, level, device, files, pool, threads + 2, progress)
 
 
-def _survey(work: CompressionJob, moved: Callable[[int], object], every: bool = False) -> CodingSurvey:
-    tensors = work.folder.tensors
+def _survey(job: CompressionJob, on_bytes: Callable[[int], object], every: bool = False) -> CodingSurvey:
+    tensors = job.folder.tensors
 
     def counts(tensor: TensorSpan) -> CodeCounts:
         pieces = _counted_pieces(tensors[tensor.name][0], tensor)
         parts = []
-        with closing(map_ordered(work.pool, partial(_count, work), pieces, work.ahead)) as counted:
+        with closing(map_ordered(job.pool, partial(_count, job), pieces, job.prefetch)) as counted:
             for part in counted:
                 parts.append(part)
-                moved(2 * int(part.codes_C.sum()))
+                on_bytes(2 * int(part.codes_C.sum()))
         return merge_counts(parts)
 
     by_name = {name: tensor for name, (_, tensor) in tensors.items()}
-    return CodingSurvey(by_name, tensor_groups(work.folder.path, list(tensors)), counts, every)
+    return CodingSurvey(by_name, tensor_groups(job.folder.path, list(tensors)), counts, every)
 
 
-def _compress(work: CompressionJob, survey: CodingSurvey, name: Path, made: Path) -> Iterator[TensorReport]:
+def _compress(job: CompressionJob, survey: CodingSurvey, name: Path, target: Path) -> Iterator[TensorReport]:
     """Writes one file."""
-    header, path = work.folder.weights[name], work.folder.path / name
+    header, path = job.folder.weights[name], job.folder.path / name
     digest = hashlib.sha256()
-    said = checksums.parse_sums(work.folder.sums).get(str(name))
-    pieces = (piece for tensor in header.tensors for piece in _pieces(path, tensor, survey.of(tensor.name).bases_N))
+    recorded = checksums.parse_sums(job.folder.sums).get(str(name))
+    pieces = (piece for tensor in header.tensors for piece in _pieces(path, tensor, survey.decide(tensor.name).bases_N))
     with (
-        closing(Bf12Writer(made / name, header, work.level, digest if said else None)) as writing,
-        closing(map_ordered(work.pool, partial(_make, work), pieces, work.ahead)) as ready,
+        closing(Bf12Writer(target / name, header, job.level, digest if recorded else None)) as writer,
+        closing(map_ordered(job.pool, partial(_encode, job), pieces, job.prefetch)) as ready,
     ):
         for tensor in header.tensors:
-            verdict = survey.of(tensor.name)
-            own = _track_progress(islice(ready, len(_starts(tensor, verdict.bases_N is not None))), work.progress)
-            if verdict.bases_N is None:
-                writing.keep(tensor, own)
+            decision = survey.decide(tensor.name)
+            own = _track_progress(islice(ready, len(_starts(tensor, decision.bases_N is not None))), job.progress)
+            if decision.bases_N is None:
+                writer.write_plain(tensor, own)
                 size = tensor.bytes
             else:
-                size = writing.code(tensor, own)
-            yield _reported(name, tensor, verdict, size)
-        writing.finish(partial(work.files.read, path))
-    if said and digest.hexdigest() != said:
+                size = writer.write_bf12(tensor, own)
+            yield _tensor_report(name, tensor, decision, size)
+        writer.finish(partial(job.files.read, path))
+    if recorded and digest.hexdigest() != recorded:
         raise CheckpointError(f"{path} is not what {checksums.SUMS_NAME} says: get the file again")
 
 
-def _starts(tensor: TensorSpan, coded: bool) -> range:
-    """The tensor's bytes that pieces begin at, in steps of what a piece has."""
-    step = 2 * tensor.shape[1] * piece_rows(tensor.shape[1]) if coded else PIECE_BYTES
+def _starts(tensor: TensorSpan, is_bf12: bool) -> range:
+    """The bytes of the tensor at which pieces begin, in steps of a piece's size."""
+    step = 2 * tensor.shape[1] * piece_rows(tensor.shape[1]) if is_bf12 else PIECE_BYTES
     return range(0, tensor.bytes, step)
 
 
@@ -215,7 +211,7 @@ def _pieces(path: Path, tensor: TensorSpan, bases_N: Tensor | None) -> Iterator[
 
 
 def _counted_pieces(path: Path, tensor: TensorSpan) -> Iterator[SourcePiece]:
-    """Whole rows each; what is no matrix, or has rows that are too long, is cut anywhere."""
+    """Pieces of whole rows; a tensor that is no matrix, or has longer rows than a piece, is divided anywhere."""
     width = _width(tensor)
     starts = range(0, tensor.bytes, PIECE_BYTES if width is None else PIECE_BYTES // (2 * width) * 2 * width)
     for start in starts:
@@ -223,56 +219,56 @@ def _counted_pieces(path: Path, tensor: TensorSpan) -> Iterator[SourcePiece]:
 
 
 def _width(tensor: TensorSpan) -> int | None:
-    """Of rows that a piece holds."""
+    """The width of the tensor's rows; None where a piece holds no whole one."""
     return tensor.shape[1] if len(tensor.shape) == 2 and 0 < 2 * tensor.shape[1] <= PIECE_BYTES else None
 
 
-def _count(work: CompressionJob, piece: SourcePiece) -> CodeCounts:
-    raw = work.files.read(piece.path, piece.first, piece.bytes)
+def _count(job: CompressionJob, piece: SourcePiece) -> CodeCounts:
+    raw = job.files.read(piece.path, piece.first, piece.bytes)
     numbers = torch.frombuffer(raw, dtype=torch.bfloat16)
-    return count_codes(numbers.view(-1, _width(piece.tensor) or len(numbers)).to(work.device))
+    return count_codes(numbers.view(-1, _width(piece.tensor) or len(numbers)).to(job.device))
 
 
-def _make(work: CompressionJob, piece: SourcePiece) -> EncodedPiece:
-    raw = work.files.read(piece.path, piece.first, piece.bytes)
+def _encode(job: CompressionJob, piece: SourcePiece) -> EncodedPiece:
+    raw = job.files.read(piece.path, piece.first, piece.bytes)
     if piece.bases_N is None:
         return EncodedPiece(raw, memoryview(raw), xxhash.xxh3_64_intdigest(raw))
     inputs = piece.tensor.shape[1]
-    weight_NK = torch.frombuffer(raw, dtype=torch.bfloat16).view(-1, inputs).to(work.device)
-    coded = encode(weight_NK, piece.bases_N.to(work.device))
-    words_NW = coded.words_NW.cpu()
+    weight_NK = torch.frombuffer(raw, dtype=torch.bfloat16).view(-1, inputs).to(job.device)
+    matrix = encode(weight_NK, piece.bases_N.to(job.device))
+    words_NW = matrix.words_NW.cpu()
     first = (piece.first - piece.tensor.first) // 2
-    made = EncodedPiece(
+    encoded = EncodedPiece(
         raw,
         tensor_bytes(words_NW),
         xxhash.xxh3_64_intdigest(tensor_bytes(words_NW)),
         piece.bases_N,
-        coded.escapes.positions_E.cpu() + first,
-        coded.escapes.values_E.cpu(),
+        matrix.escapes.positions_E.cpu() + first,
+        matrix.escapes.values_E.cpu(),
     )
-    if work.level is CompressionLevel.DEVICE:
-        return made
+    if job.level is CompressionLevel.DEVICE:
+        return encoded
     frame, low_NV = pack_plane(words_NW)
-    return made._replace(stored=tensor_bytes(low_NV), frame=frame)
+    return encoded._replace(stored=tensor_bytes(low_NV), frame=frame)
 
 
 def _track_progress(pieces: Iterator[EncodedPiece], progress: ProgressBar) -> Iterator[EncodedPiece]:
-    for made in pieces:
-        yield made
-        progress.more(len(made.raw))
+    for piece in pieces:
+        yield piece
+        progress.advance(len(piece.raw))
 
 
-def _copy_others(work: CompressionJob, made: Path) -> None:
-    """All that is not weights, and what the sums of the weights are now."""
-    folder = work.folder
-    said = checksums.parse_sums(folder.sums)
+def _copy_others(job: CompressionJob, target: Path) -> None:
+    """Copies all that is not weights, with the sums of the new weights."""
+    folder = job.folder
+    recorded = checksums.parse_sums(folder.sums)
     if folder.sums:
-        new = [name for name in folder.weights if str(name) in said]
-        found = dict(zip(map(str, new), work.pool.map(lambda name: _sha256(made / name), new), strict=True))
-        write_file(made / checksums.SUMS_NAME, checksums.encode_sums(checksums.replace_sums(folder.sums, found)))
-        write_file(made / checksums.ORIGINAL_SUMS_NAME, checksums.encode_sums(folder.sums))
-    for name in folder.others:
-        copy_file(folder.path / name, made / name, work.progress.more, said.get(str(name)))
+        names = [name for name in folder.weights if str(name) in recorded]
+        sums = dict(zip(map(str, names), job.pool.map(lambda name: _sha256(target / name), names), strict=True))
+        write_file(target / checksums.SUMS_NAME, checksums.encode_sums(checksums.replace_sums(folder.sums, sums)))
+        write_file(target / checksums.ORIGINAL_SUMS_NAME, checksums.encode_sums(folder.sums))
+    for name in folder.other_files:
+        copy_file(folder.path / name, target / name, job.progress.advance, recorded.get(str(name)))
 
 
 def _sha256(path: Path) -> str:
@@ -281,32 +277,32 @@ def _sha256(path: Path) -> str:
 
 
 def _min_bytes(folder: SourceFolder, level: CompressionLevel) -> int:
-    """What the new folder takes at the least."""
+    """The smallest size that the new folder can have."""
     shares = {True: _SHARE_MIN[level], False: 1.0}
     tensors = (tensor for header in folder.weights.values() for tensor in header.tensors)
-    return folder.others_bytes + int(sum(shares[not shape_reason(tensor)] * tensor.bytes for tensor in tensors))
+    return folder.other_bytes + int(sum(shares[not shape_reason(tensor)] * tensor.bytes for tensor in tensors))
 
 
-def _estimated_bytes(tensor: TensorSpan, verdict: CodingDecision, level: CompressionLevel) -> int:
-    if verdict.bases_N is None:
+def _estimated_bytes(tensor: TensorSpan, decision: CodingDecision, level: CompressionLevel) -> int:
+    if decision.bases_N is None:
         return tensor.bytes
     numbers = tensor.bytes // 2
-    high_bits = 4.0 if level is CompressionLevel.DEVICE else verdict.high_bits
-    return int(numbers * (8.0 + high_bits) / 8) + tensor.shape[0] + _ESCAPE_BYTES * (verdict.escapes or 0)
+    high_bits = 4.0 if level is CompressionLevel.DEVICE else decision.high_bits
+    return int(numbers * (8.0 + high_bits) / 8) + tensor.shape[0] + _ESCAPE_BYTES * (decision.escapes or 0)
 
 
-def _reported(file: Path, tensor: TensorSpan, verdict: CodingDecision, size: int) -> TensorReport:
+def _tensor_report(file: Path, tensor: TensorSpan, decision: CodingDecision, size: int) -> TensorReport:
     numbers = max(1, tensor.bytes // 2)
     return TensorReport(
         name=tensor.name,
         file=str(file),
         shape=tensor.shape,
-        kind=tensor.dtype.lower() if verdict.bases_N is None else BF12_KIND,
-        escapes=verdict.escapes,
-        escape_rate=None if verdict.escapes is None else verdict.escapes / numbers,
+        kind=tensor.dtype.lower() if decision.bases_N is None else BF12_KIND,
+        escapes=decision.escapes,
+        escape_rate=None if decision.escapes is None else decision.escapes / numbers,
         bytes_before=tensor.bytes,
         bytes_after=size,
-        reason=verdict.reason,
+        reason=decision.reason,
     )
 
 
@@ -325,7 +321,7 @@ def _report(
         tensors=tensors,
         bytes_before=folder.weights_bytes,
         bytes_after=size,
-        copied_files=len(folder.others),
+        copied_files=len(folder.other_files),
         seconds=round(time.monotonic() - started, 3),
     )
 

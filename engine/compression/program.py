@@ -1,5 +1,5 @@
-"""What the programs over whole folders (compress, expand) have in common: where they compute, how they end when they
-are told to, and how they say what went wrong. It knows nothing of what they do.
+"""What the programs over whole folders (compress, expand) share: where they compute, how they end on a signal, and how
+they report errors. It does not know what they do.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from engine.compression.target import TargetError
 from engine.weights.tensor_index import CheckpointError
 
 _FREE_BYTES: Final = 2 << 30  # what pieces may take of a GPU that others use as well
-_THREADS_MAX: Final = {"cpu": 16, "cuda": 8}  # with more, the one that writes is what the others wait for
+_THREADS_MAX: Final = {"cpu": 16, "cuda": 8}  # more would wait for the thread that writes
 
 
 class ComputeDeviceError(ValueError):
-    """There is no such device."""
+    """The device does not exist."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def device_for(name: str) -> torch.device:
-    """`auto` is the first GPU, where it has room. Raises DeviceError."""
+    """The device of that name; `auto` is the first GPU if it has room. Raises ComputeDeviceError."""
     if name == "auto":
         room = torch.cuda.is_available() and torch.cuda.mem_get_info(0)[0] >= _FREE_BYTES
         return torch.device("cuda", 0) if room else torch.device("cpu")
@@ -48,18 +48,18 @@ def device_for(name: str) -> torch.device:
 
 
 def threads_for(device: torch.device) -> int:
-    """How many pieces are under way at once."""
+    """How many pieces are made at once."""
     return min(len(os.sched_getaffinity(0)), _THREADS_MAX[device.type])
 
 
-def print_json(done: msgspec.Struct) -> None:
-    print(json.dumps(msgspec.to_builtins(done), indent=2, ensure_ascii=False))
+def print_json(report: msgspec.Struct) -> None:
+    print(json.dumps(msgspec.to_builtins(report), indent=2, ensure_ascii=False))
 
 
 def run_program(work: Callable[[], None]) -> int:
-    """The exit status: 0, 1 with the reason on stderr, or as the shell has it for who was told to end. `work` has then
-    left what it was in by exceptions, and taken back what it began."""
-    torch.set_num_threads(1)  # the threads that take pieces use the cores
+    """Runs `work` and returns the exit status: 0, 1 with the reason on stderr, or 128 and the number of the signal that
+    ended it. Signals are raised in `work` as exceptions, so that it undoes what it began."""
+    torch.set_num_threads(1)  # the threads that make pieces use the cores
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _end)

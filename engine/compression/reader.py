@@ -1,5 +1,5 @@
-"""A folder's safetensors files while another folder is made of them: read in pieces by several threads, and still the
-same at the end. It knows no tensors.
+"""A folder's safetensors files while another folder is made of them: read in pieces by several threads, and checked to
+be the same at the end. It knows no tensors.
 """
 
 import os
@@ -30,20 +30,20 @@ class SourceFiles:
             self._closing = closing.pop_all()
 
     def read(self, path: Path, first: int, count: int) -> bytearray:
-        """Raises CheckpointError."""
+        """These bytes of the file. Raises CheckpointError."""
         memory = bytearray(count)
-        view, got = memoryview(memory), 0
-        while got < count:
+        view, done = memoryview(memory), 0
+        while done < count:
             try:
-                read = os.preadv(self._files[path], [view[got:]], first + got)
+                read = os.preadv(self._files[path], [view[done:]], first + done)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read at {first + got}: {error.strerror}") from error
+                raise CheckpointError(f"{path} cannot be read at {first + done}: {error.strerror}") from error
             if read == 0:
-                raise CheckpointError(f"{path} ends at byte {first + got}: it was cut short while it was read")
-            got += read
+                raise CheckpointError(f"{path} ends at byte {first + done}: it was cut short while it was read")
+            done += read
         return memory
 
-    def require_same(self) -> None:
+    def require_unchanged(self) -> None:
         """Raises CheckpointError where a file was written, replaced or removed since."""
         for path, stamp in self._stamps.items():
             try:
@@ -60,13 +60,15 @@ class SourceFiles:
         self._closing.close()
 
 
-def map_ordered(pool: Executor, make: Callable[[Item], Result], items: Iterable[Item], ahead: int) -> Generator[Result]:
-    """What `make` gives of each item, in their order; so many are made ahead of the one that is taken."""
+def map_ordered(
+    pool: Executor, make: Callable[[Item], Result], items: Iterable[Item], prefetch: int
+) -> Generator[Result]:
+    """The results of `make` for each item, in order; `prefetch` of them are made ahead of the one that is taken."""
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
             waiting.append(pool.submit(make, item))
-            if len(waiting) > ahead:
+            if len(waiting) > prefetch:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -9,8 +9,8 @@ BF12_KIND: Final = "bf12"
 
 
 class TensorReport(msgspec.Struct, frozen=True):
-    """`kind` is bf12, or of a tensor that is kept its dtype, for the `reason`. `escapes` is None where nobody counted
-    them; a kept tensor's are those that it would have."""
+    """What became of a tensor. `kind` is bf12, or the dtype of a tensor that stays as it is for the `reason`. `escapes`
+    is None where they were not counted; a tensor that stays has those that it would have."""
 
     name: str
     file: str
@@ -24,8 +24,8 @@ class TensorReport(msgspec.Struct, frozen=True):
 
 
 class CompressionReport(msgspec.Struct, frozen=True):
-    """`bytes_before` and `bytes_after` are of the weights' files. Without a target nothing was written, and what would
-    be is estimated, within some thousandths of it."""
+    """What became of a folder. `bytes_before` and `bytes_after` are of the weights' files. Without a target nothing was
+    written, and `bytes_after` is an estimate that is right within some thousandths."""
 
     source: str
     target: str | None
@@ -37,14 +37,14 @@ class CompressionReport(msgspec.Struct, frozen=True):
     seconds: float
 
     @property
-    def coded_share(self) -> float:
-        """Of the bytes of all tensors, those that are coded."""
-        coded = sum(tensor.bytes_before for tensor in self.tensors if tensor.kind == BF12_KIND)
-        return coded / max(1, sum(tensor.bytes_before for tensor in self.tensors))
+    def bf12_share(self) -> float:
+        """The share of all tensors' bytes that is in 12 bits a number."""
+        bf12_bytes = sum(tensor.bytes_before for tensor in self.tensors if tensor.kind == BF12_KIND)
+        return bf12_bytes / max(1, sum(tensor.bytes_before for tensor in self.tensors))
 
 
 class ExpansionReport(msgspec.Struct, frozen=True):
-    """`bytes_before` and `bytes_after` are of the weights' files."""
+    """What became of a compressed folder. `bytes_before` and `bytes_after` are of the weights' files."""
 
     source: str
     target: str
@@ -60,18 +60,18 @@ class ExpansionReport(msgspec.Struct, frozen=True):
 
 
 def format_report(report: CompressionReport) -> Iterator[str]:
-    """A table of the tensors, and what it comes to."""
+    """A table of the tensors, and a line of totals."""
     width = max((len(tensor.name) for tensor in report.tensors), default=0)
     for tensor in report.tensors:
         escapes = "" if tensor.escapes is None else f"{tensor.escape_rate or 0.0:.4%} escapes ({tensor.escapes:,})"
         shape = "×".join(map(str, tensor.shape)) or "a number"
         size = f"{format_bytes(tensor.bytes_before):>9} → {format_bytes(tensor.bytes_after):>9}"
-        found = f"{tensor.name:{width}}  {shape:>14}  {tensor.kind:5}  {size}"
-        yield "  ".join(part for part in (found, escapes, tensor.reason) if part)
+        description = f"{tensor.name:{width}}  {shape:>14}  {tensor.kind:5}  {size}"
+        yield "  ".join(part for part in (description, escapes, tensor.reason) if part)
     share = report.bytes_after / max(1, report.bytes_before)
-    would = "would be" if report.target is None else "are"
-    coded = f"{report.coded_share:.1%} of the weights {would} in 12 bits"
-    yield f"{coded}, and all {share:.1%} of what they were: {_sizes(report)}"
+    verb = "would be" if report.target is None else "are"
+    bf12 = f"{report.bf12_share:.1%} of the weights {verb} in 12 bits"
+    yield f"{bf12}, and all {share:.1%} of what they were: {_sizes(report)}"
 
 
 def format_bytes(count: float) -> str:
@@ -83,7 +83,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def _sizes(done: CompressionReport | ExpansionReport) -> str:
-    rate = max(done.bytes_before, done.bytes_after) / 1e9 / max(done.seconds, 1e-3)
-    sizes = f"{format_bytes(done.bytes_before)} → {format_bytes(done.bytes_after)}"
-    return f"{sizes} in {done.seconds:.1f} s ({rate:.2f} GB/s of bf16)"
+def _sizes(report: CompressionReport | ExpansionReport) -> str:
+    rate = max(report.bytes_before, report.bytes_after) / 1e9 / max(report.seconds, 1e-3)
+    sizes = f"{format_bytes(report.bytes_before)} → {format_bytes(report.bytes_after)}"
+    return f"{sizes} in {report.seconds:.1f} s ({rate:.2f} GB/s of bf16)"

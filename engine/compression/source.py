@@ -1,4 +1,4 @@
-"""What there is to compress in a model's folder, from headers alone, and why a folder has nothing of it. It reads no
+"""What can be compressed in a model's folder, from headers alone, and why a folder has nothing to compress. It reads no
 weights.
 """
 
@@ -24,12 +24,12 @@ _PLANES: Final = (metadata.HIGH, metadata.HIGH_ENDS, metadata.BASES, metadata.PO
 
 @dataclass(frozen=True, slots=True)
 class SourceFolder:
-    """`weights` are its safetensors files, all else is copied. Names are below `path`; `sums` is its SHA256SUMS, empty
-    where it has none."""
+    """A folder to compress. `weights` are its safetensors files, all else is copied. Names are below `path`; `sums` is
+    its SHA256SUMS, empty where it has none."""
 
     path: Path
     weights: dict[Path, SafetensorsHeader]
-    others: tuple[Path, ...]
+    other_files: tuple[Path, ...]
     sums: str
 
     @property
@@ -37,12 +37,12 @@ class SourceFolder:
         return sum(header.bytes for header in self.weights.values())
 
     @property
-    def others_bytes(self) -> int:
-        return sum((self.path / name).stat().st_size for name in self.others)
+    def other_bytes(self) -> int:
+        return sum((self.path / name).stat().st_size for name in self.other_files)
 
     @property
     def tensors(self) -> dict[str, tuple[Path, TensorSpan]]:
-        """By their names, with the file that each lies in."""
+        """The tensors by name, each with its file."""
         return {
             tensor.name: (self.path / name, tensor)
             for name, header in self.weights.items()
@@ -51,7 +51,8 @@ class SourceFolder:
 
 
 def scan_folder(path: Path) -> SourceFolder:
-    """Raises CheckpointError where nothing of it can be compressed, TargetError where it has what cannot be copied."""
+    """Reads the folder's headers. Raises CheckpointError where nothing can be compressed, TargetError where
+    something cannot be copied."""
     if not path.is_dir():
         raise CheckpointError(f"there is no folder {path}")
     names = [name for name in list_files(path) if name != Path(checksums.SUMS_NAME)]
@@ -62,39 +63,39 @@ def scan_folder(path: Path) -> SourceFolder:
         )
     weights = {name: read_header(path / name) for name in weight_files(path, names)}
     _require_names(path, weights)
-    _require_coded(path, weights)
-    said = path / checksums.SUMS_NAME
+    _require_encodable(path, weights)
+    sums = path / checksums.SUMS_NAME
     return SourceFolder(
         path=path,
         weights=weights,
-        others=tuple(name for name in names if name not in weights),
-        sums=said.read_bytes().decode("utf-8", "surrogateescape") if said.is_file() else "",
+        other_files=tuple(name for name in names if name not in weights),
+        sums=sums.read_bytes().decode("utf-8", "surrogateescape") if sums.is_file() else "",
     )
 
 
 def weight_files(folder: Path, names: list[Path]) -> list[Path]:
-    """Of a folder's files those that the index names, or the one; where there is neither, all safetensors at its top.
+    """The files that the folder's index names, or the single one; without either, all safetensors files at its top.
     Raises CheckpointError."""
-    found = [name for name in names if name.parent == Path() and name.suffix == _SUFFIX]
+    files = [name for name in names if name.parent == Path() and name.suffix == _SUFFIX]
     if Path(_INDEX) in names:
         try:
-            said = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+            indexed = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / _INDEX} is no index of safetensors files: {error!r}") from error
-        if missing := said.difference(map(str, found)):
+        if missing := indexed.difference(map(str, files)):
             raise CheckpointError(
                 f"{folder} lacks {abbreviate_names(map(str, missing))}, which {_INDEX} names: get it again"
             )
-        found = [name for name in found if str(name) in said]
+        files = [name for name in files if str(name) in indexed]
     elif Path(_SINGLE) in names:
-        found = [Path(_SINGLE)]
-    if not found:
+        files = [Path(_SINGLE)]
+    if not files:
         pickles = any(name.suffix in _PICKLES for name in names)
         raise CheckpointError(
             f"{folder} has no *.safetensors"
             + (", only pickle files, which can run code when they are opened: convert it first" if pickles else "")
         )
-    return found
+    return files
 
 
 def _require_names(folder: Path, weights: dict[Path, SafetensorsHeader]) -> None:
@@ -114,17 +115,17 @@ def _require_names(folder: Path, weights: dict[Path, SafetensorsHeader]) -> None
 
 def _require_original(path: Path, header: SafetensorsHeader) -> None:
     try:
-        said = metadata.parse_metadata(header.metadata)
+        compressed = metadata.parse_metadata(header.metadata)
     except Bf12MetadataError as error:
         raise CheckpointError(f"{path} was compressed, and {error}") from error
-    if said is not None:
+    if compressed is not None:
         raise CheckpointError(
-            f"{path} is compressed already, at level {said.level.name.lower()}: `hearth models expand` gives the "
+            f"{path} is compressed already, at level {compressed.level.name.lower()}: `hearth models expand` gives the "
             "original, which can be compressed at another one"
         )
 
 
-def _require_coded(folder: Path, weights: dict[Path, SafetensorsHeader]) -> None:
+def _require_encodable(folder: Path, weights: dict[Path, SafetensorsHeader]) -> None:
     tensors = [tensor for header in weights.values() for tensor in header.tensors]
     if all(shape_reason(tensor) for tensor in tensors):
         dtypes = sorted({tensor.dtype for tensor in tensors if len(tensor.shape) > 1}) or ["none"]

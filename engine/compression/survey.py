@@ -1,8 +1,8 @@
-"""Which tensors of a folder are coded, from which bases, and why the others are not: by name, shape and numbers.
+"""Which tensors of a folder become bf12, with which bases, and why the others stay: by name, shape and numbers.
 
 A parameter of the model may be made of several tensors, which lie below each other on a device. All of them are coded,
-or none. Their numbers are counted by exponent, all of them, before the first is coded, so that what is written is
-known to be good; what was counted last still lies in the page cache when it is read again.
+or none. The exponents of all their numbers are counted before the first is coded, so that what is written is known to
+be good; what was counted last still lies in the page cache when it is read again.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from engine.models.encoder_names import encoder_prefix as encoder_prefix_of
 from engine.models.weight_names import decoder_entries, decoder_prefix
 from engine.weights.safetensors_header import TensorSpan
 
-ESCAPE_RATE_MAX: Final = 0.0002  # per number: more of them slow a kernel down
+ESCAPE_RATE_MAX: Final = 0.0002  # per number: more escapes slow a kernel down
 _GATED: Final = "gate_up.weight"
 
 
@@ -37,7 +37,8 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class CodeCounts:
-    """The best bases of a tensor's rows, and how many numbers have each code with them, or none (codec.codes_of)."""
+    """The best bases of a tensor's rows, and how many numbers have each code with them, or none
+    (codec.count_code_use)."""
 
     bases_N: Tensor
     codes_C: Tensor
@@ -45,8 +46,8 @@ class CodeCounts:
 
 @dataclass(frozen=True, slots=True)
 class CodingDecision:
-    """`bases_N` is None of a tensor that is kept, for that `reason`. `escapes` is None where nobody counted, and else
-    `high_bits` is the entropy of what a high byte has of a number."""
+    """Whether a tensor becomes bf12. `bases_N` is None where it stays, for the `reason`. `escapes` is None where they
+    were not counted; else `high_bits` is the entropy of a number's part of a high byte."""
 
     bases_N: Tensor | None = None
     escapes: int | None = None
@@ -55,8 +56,8 @@ class CodingDecision:
 
 
 class CodingSurvey:
-    """`counts` goes through a bf16 tensor. With `every` matrices are counted as well whose shape has no
-    code."""
+    """Decisions on a folder's tensors. `counts` reads a bf16 tensor. With `every`, matrices whose shape has no code are
+    counted as well."""
 
     def __init__(
         self,
@@ -69,37 +70,36 @@ class CodingSurvey:
         self._group = {name: group for group in groups for name in group.names}
         self._counts = counts
         self._every = every
-        self._verdicts: dict[str, CodingDecision] = {}
+        self._decisions: dict[str, CodingDecision] = {}
 
-    def of(self, name: str) -> CodingDecision:
-        """Reads all tensors that are judged together, the first time."""
-        if name not in self._verdicts:
+    def decide(self, name: str) -> CodingDecision:
+        """The decision on a tensor. Reads all tensors of its group the first time."""
+        if name not in self._decisions:
             group = self._group.get(name, TensorGroup((name,)))
-            self._verdicts |= self._judged([self._tensors[each] for each in group.names], group.gated)
-        return self._verdicts[name]
+            self._decisions |= self._decide_group([self._tensors[each] for each in group.names], group.gated)
+        return self._decisions[name]
 
-    def _judged(self, group: Sequence[TensorSpan], gated: bool) -> dict[str, CodingDecision]:
+    def _decide_group(self, group: Sequence[TensorSpan], gated: bool) -> dict[str, CodingDecision]:
         reasons = {tensor.name: shape_reason(tensor) for tensor in group}
         outputs = sum(tensor.shape[0] for tensor in group if tensor.shape)
         if not any(reasons.values()) and not bf12_pays_off(outputs, group[0].shape[1], gated):
             reasons = {tensor.name: "in 12 bits it is slower, as measured" for tensor in group}
         matrices = [tensor for tensor in group if tensor.dtype == "BF16" and len(tensor.shape) == 2]
         counted = matrices if self._every or not any(reasons.values()) else []
-        found = {tensor.name: _verdict(self._counts(tensor)) for tensor in counted}
+        decisions = {tensor.name: _decision(self._counts(tensor)) for tensor in counted}
         for tensor in counted:
-            if not reasons[tensor.name] and (found[tensor.name].escapes or 0) > ESCAPE_RATE_MAX * tensor.bytes / 2:
+            if not reasons[tensor.name] and (decisions[tensor.name].escapes or 0) > ESCAPE_RATE_MAX * tensor.bytes / 2:
                 reasons[tensor.name] = "more of its numbers have no code than pays"
-        because = next((name for name, reason in reasons.items() if reason), "")
-        verdicts = {}
+        excluded = next((name for name, reason in reasons.items() if reason), "")
         for name, reason in reasons.items():
-            verdict = found.get(name, CodingDecision())
-            kept = reason or (f"{because}, which it lies beside, is kept" if because else "")
-            verdicts[name] = replace(verdict, bases_N=None, reason=kept) if kept else verdict
-        return verdicts
+            decision = decisions.get(name, CodingDecision())
+            why = reason or (f"{excluded}, which it lies beside, is kept" if excluded else "")
+            decisions[name] = replace(decision, bases_N=None, reason=why) if why else decision
+        return decisions
 
 
 def shape_reason(tensor: TensorSpan) -> str:
-    """Why it has no code, whatever its numbers are; empty where it may have."""
+    """Why a tensor of this shape and dtype has no code; empty where it may have one."""
     if tensor.dtype != "BF16":
         return f"its numbers are {tensor.dtype}"
     if len(tensor.shape) != 2:
@@ -110,7 +110,7 @@ def shape_reason(tensor: TensorSpan) -> str:
 
 
 def tensor_groups(folder: Path, names: Sequence[str]) -> list[TensorGroup]:
-    """The tensors that become one parameter, of the architectures that are known; of others each is alone."""
+    """The tensors that become one parameter, for known architectures; tensors of others are in no group."""
     stored = set(names)
     try:
         if is_encoder(folder):
@@ -126,21 +126,21 @@ def tensor_groups(folder: Path, names: Sequence[str]) -> list[TensorGroup]:
 
 
 def count_codes(weight_NK: Tensor) -> CodeCounts:
-    """On the host."""
+    """The counts of a matrix, on the host."""
     counts_NX = exponents_of(weight_NK)
     bases_N = bases_for(counts_NX)
     return CodeCounts(bases_N.cpu(), count_code_use(counts_NX, bases_N).cpu())
 
 
 def merge_counts(parts: Sequence[CodeCounts]) -> CodeCounts:
-    """Of a tensor that was counted in parts."""
+    """The counts of a tensor that was counted in parts."""
     codes_C = torch.stack([part.codes_C for part in parts]).sum(0) if parts else torch.zeros(CODES + 1).long()
     return CodeCounts(
         torch.cat([part.bases_N for part in parts]) if parts else torch.empty(0, dtype=torch.uint8), codes_C
     )
 
 
-def _verdict(counted: CodeCounts) -> CodingDecision:
+def _decision(counted: CodeCounts) -> CodingDecision:
     escapes = int(counted.codes_C[-1])
     high_C = counted.codes_C[:-1].view(-1, 2).sum(1).double()
     high_C[0] += escapes

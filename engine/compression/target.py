@@ -1,7 +1,7 @@
-"""A folder that appears whole or not at all, and the files that go into it. It knows nothing of what is in them.
+"""A folder that appears whole or not at all, and the files that go into it. It does not know what they hold.
 
-It is written beside its place, under a name that nobody else uses, and a lock on it says that someone does. A process
-that was killed leaves one without a lock, which the next takes over, emptied.
+It is written beside its place, under a name of its own, and locked while it is written. A process that was killed
+leaves one without a lock, which the next process empties and takes over.
 """
 
 import fcntl
@@ -16,9 +16,7 @@ from typing import Final
 from engine.compression.report import format_bytes
 
 PARTIAL_SUFFIX: Final = ".partial-hearth"
-ARTIFACTS_FOLDER: Final = (
-    ".hearth"  # what a start has compiled and measured; it belongs to the folder that it was found for
-)
+ARTIFACTS_FOLDER: Final = ".hearth"  # what a start compiled and measured, for that folder alone
 _COPIED_BYTES: Final = 4 << 20
 _LAST: Final = "config.json"  # what makes a folder a model
 
@@ -29,9 +27,8 @@ class TargetError(Exception):
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A new folder to write into, which is `target` when the block has ended well and is gone when it has not. Files
-    are on the disk for good by then where whoever wrote them has synchronised them. Raises TargetError, also for what
-    the block could not write."""
+    """A new folder to write into, which becomes `target` when the block ends well and is removed when it does not. The
+    block synchronises its files itself. Raises TargetError, also for what the block could not write."""
     require_absent(target)
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
     lock = _locked(partial)
@@ -45,7 +42,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         fsync_folder(target.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None:  # of an open file: those are read by others' means
+        if isinstance(error, OSError) and error.filename is None:  # of an open file, as writing raises it
             raise TargetError(f"{target} cannot be written: {error.strerror}; nothing is left of it") from error
         raise
     finally:
@@ -53,6 +50,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def require_absent(target: Path) -> None:
+    """Raises TargetError where there is something already, or no folder around it."""
     if os.path.lexists(target):
         raise TargetError(f"{target} exists: name a folder that does not, or remove it first")
     if not target.parent.is_dir():
@@ -65,20 +63,19 @@ def require_disk_space(target: Path, needed: int) -> None:
     if free < needed:
         raise TargetError(
             f"{target} needs {format_bytes(needed)}, and {target.parent} has {format_bytes(free)} free: make room, "
-            f"or name a "
-            "folder on another disk"
+            "or name a folder on another disk"
         )
 
 
 def list_files(folder: Path) -> list[Path]:
-    """All files below it, relative, but what starts have left there; config.json comes last. What links name counts as
-    if it lay there. Raises TargetError where something is no file."""
-    found = sorted(_below(folder, Path(), ()))
-    return sorted(found, key=lambda name: name == Path(_LAST))
+    """All files below it, relative, except what starts have left there; config.json comes last. Links count as their
+    targets. Raises TargetError where something is no file."""
+    return sorted(sorted(_below(folder, Path(), ())), key=lambda name: name == Path(_LAST))
 
 
-def copy_file(source: Path, target: Path, moved: Callable[[int], object], sha256: str | None = None) -> None:
-    """Byte for byte, and on the disk for good. Raises TargetError where the sum is another one than `sha256`."""
+def copy_file(source: Path, target: Path, on_bytes: Callable[[int], object], sha256: str | None = None) -> None:
+    """Copies and synchronises a file. Calls `on_bytes` with the size of each part. Raises TargetError where the sum is
+    not `sha256`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with source.open("rb") as reading, target.open("xb") as writing:
@@ -86,7 +83,7 @@ def copy_file(source: Path, target: Path, moved: Callable[[int], object], sha256
             if sha256 is not None:
                 digest.update(piece)
             writing.write(piece)
-            moved(len(piece))
+            on_bytes(len(piece))
         writing.flush()
         os.fsync(writing.fileno())
     if sha256 is not None and digest.hexdigest() != sha256:
@@ -94,7 +91,7 @@ def copy_file(source: Path, target: Path, moved: Callable[[int], object], sha256
 
 
 def write_file(target: Path, content: bytes) -> None:
-    """On the disk for good."""
+    """Writes and synchronises a new file."""
     with target.open("xb") as writing:
         writing.write(content)
         writing.flush()
@@ -102,7 +99,7 @@ def write_file(target: Path, content: bytes) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Which names are in it."""
+    """Synchronises the names in the folder."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
@@ -111,13 +108,13 @@ def fsync_folder(folder: Path) -> None:
 
 
 def _locked(partial: Path) -> int:
-    """Makes the folder where there is none. Raises TargetError where a process has it."""
+    """Makes the folder where there is none, and locks it. Raises TargetError where another process has it."""
     while True:
         with suppress(FileExistsError):
             partial.mkdir()
         try:
             lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # whoever had it has just ended
+        except FileNotFoundError:  # its process has just ended
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +125,7 @@ def _locked(partial: Path) -> int:
             raise TargetError(f"another process writes {partial} now: wait for it, or end it") from None
         except FileNotFoundError:
             pass
-        os.close(lock)  # it was another's, renamed or removed since
+        os.close(lock)  # another process renamed or removed it since
 
 
 def _empty(folder: Path) -> None:

@@ -66,12 +66,12 @@ class CpuRunner:
     costs: CostModel | None = None
 
     def __init__(
-        self, model: ModelSpec, config: ModelConfig, origin: WeightSource, files: ModelFiles, context_tokens: int,
+        self, model: ModelSpec, config: ModelConfig, source: WeightSource, files: ModelFiles, context_tokens: int,
         beat: Callable[[], None], device_bytes: int | None,
     ) -> None:  # fmt: skip
         """The parameters are made now and at each wake. Raises DoesNotFit."""
-        parameters = origin.make(beat)
-        shape = KVShape.of(config, model.block_tokens, origin.dtype)
+        parameters = source.load(beat)
+        shape = KVShape.of(config, model.block_tokens, source.dtype)
         free = available_memory_bytes()
         sequences = model.sequences or _SEQUENCES
         blocks = kv_blocks(model, shape, context_tokens, sequences, int(free * _KV_SHARE), free)
@@ -79,7 +79,7 @@ class CpuRunner:
         self.step_tokens = self.prompt_step_tokens = model.step_tokens or _STEP_TOKENS
         self.sequences = sequences
         self._config = config
-        self._origin = origin
+        self._source = source
         self._files = files
         self._decoder: LlamaDecoder | None = LlamaDecoder(parameters)
         self._weights_bytes = weights_bytes(parameters)
@@ -159,7 +159,7 @@ class CpuRunner:
             raise OutOfDeviceMemory(
                 f"{self._weights_bytes / 1e6:.0f} MB of weights are more than the {free / 1e6:.0f} free"
             )
-        decoder = LlamaDecoder(self._files.again(lambda: self._origin.make(self._beat)))
+        decoder = LlamaDecoder(self._files.reread(lambda: self._source.load(self._beat)))
         self.pool.map(extents)
         kept_LBW = self._kept_LBW
         for layer in range(len(kept_LBW) if restored else 0):

@@ -138,7 +138,7 @@ class EncoderRunner:
         assert self._encoder is None
         try:
             with self._stream.entered():
-                self._encoder = BertEncoder(self._config, self._files.again(self._load))
+                self._encoder = BertEncoder(self._config, self._files.reread(self._load))
         except torch.OutOfMemoryError as error:
             trim_memory(self._stream.device)
             raise OutOfDeviceMemory(str(error)) from error

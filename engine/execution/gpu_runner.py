@@ -114,7 +114,7 @@ class GpuRunner:
 
     @classmethod
     def open(
-        cls, model: ModelSpec, config: ModelConfig, origin: WeightSource, context_tokens: int, beat: Callable[[], None],
+        cls, model: ModelSpec, config: ModelConfig, source: WeightSource, context_tokens: int, beat: Callable[[], None],
         device_bytes: int | None, standby: bool,
     ) -> Self:  # fmt: skip
         """Loads the weights, compiles what is not compiled yet, measures what a step needs, takes the rest for KV, or
@@ -125,7 +125,7 @@ class GpuRunner:
         """
         try:
             with ExitStack() as undoing:
-                opened = cls._open(model, config, origin, context_tokens, beat, device_bytes, standby, undoing)
+                opened = cls._open(model, config, source, context_tokens, beat, device_bytes, standby, undoing)
                 undoing.pop_all()
                 return opened
         except OutOfDeviceMemory as error:
@@ -133,30 +133,30 @@ class GpuRunner:
 
     @classmethod
     def _open(
-        cls, model: ModelSpec, config: ModelConfig, origin: WeightSource, context_tokens: int, beat: Callable[[], None],
+        cls, model: ModelSpec, config: ModelConfig, source: WeightSource, context_tokens: int, beat: Callable[[], None],
         device_bytes: int | None, standby: bool, undoing: ExitStack,
     ) -> Self:  # fmt: skip
-        device = origin.device
+        device = source.device
         arena = Arena.of(device)
-        weights = WeightBuffer(arena, origin.shapes)
+        weights = WeightBuffer(arena, source.shapes)
         undoing.callback(weights.close)
         with ThreadPoolExecutor(1) as beside:  # the one waits for files and copies, while the other computes
             named = beside.submit(name_kernels)
-            parameters = origin.make(beat, dict(weights.tensors))
+            parameters = source.load(beat, dict(weights.tensors))
             named.result()
         stream = DeviceStream(device)
         most = StepLimits.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
-        kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else origin.dtype
+        kv_dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else source.dtype
         shape = KVShape.of(config, model.block_tokens, kv_dtype)
         most_bytes = arena.most_bytes - weights.bytes
         pool = KVPool(
             shape, kv_blocks(model, shape, context_tokens, most.sequences, most_bytes, most_bytes), arena, extents=1
         )
-        held = _open_memory(model, config, origin.dtype, weights, pool, most, context_tokens, stream)
+        held = _open_memory(model, config, source.dtype, weights, pool, most, context_tokens, stream)
         undoing.callback(held.close)
         share_kernel_cache(Path(model.folder) / KERNELS_FOLDER)
         kept = gpu_artifacts(
-            model, config, context_tokens, str(origin.dtype), origin.coded, torch.cuda.get_device_name(device)
+            model, config, context_tokens, str(source.dtype), source.bf12_parameters, torch.cuda.get_device_name(device)
         )
         found, space_segments = kept.read(), len(held.workspace.segments)
         trial = cls(config, parameters, held, stream, most, graph_rows=0, standby=False)
@@ -183,7 +183,7 @@ class GpuRunner:
         left, total = torch.cuda.mem_get_info(device)
         opened.memory = MemoryReport(
             model=model.name, pid=os.getpid(), device=torch.cuda.get_device_name(device), device_bytes=total,
-            weights_bytes=weights_bytes(parameters), coded_bytes=origin.coded_bytes, bf16_bytes=origin.bf16_bytes,
+            weights_bytes=weights_bytes(parameters), coded_bytes=source.bf12_bytes, bf16_bytes=source.bf16_bytes,
             kv_blocks=mapped_blocks, kv_block_tokens=shape.block_tokens,
             kv_bytes=pool.mapped_bytes, workspace_bytes=held.workspace.bytes,
             graphs_bytes=opened.captured * GRAPH_BYTES, free_bytes=left,
@@ -456,9 +456,9 @@ def _describe_memory(memory: MemoryReport) -> str:
     return f"{memory.model} on {memory.device}, {memory.device_bytes / (1 << 30):.2f} GiB: {told}"
 
 
-def require_weights_fit(origin: WeightSource) -> None:
+def require_weights_fit(source: WeightSource) -> None:
     """Raises DoesNotFit where the weights alone are more than what is free."""
-    needed, (free, total) = origin.bytes, torch.cuda.mem_get_info(origin.device)
+    needed, (free, total) = source.bytes, torch.cuda.mem_get_info(source.device)
     if needed > free:
         fits = "other processes hold the rest: end them, or use" if needed <= total else "use"
         raise DoesNotFit(

@@ -83,15 +83,15 @@ class DecoderRunner:
         with torch.inference_mode():
             dtype = _dtype(model, config, where)
             files = ModelFiles(folder, model.random_weights)
-            origin = WeightSource.of(folder, config, dtype, where, model.random_weights)
+            source = WeightSource.open(folder, config, dtype, where, model.random_weights)
             opened: CpuRunner | GpuRunner
             if where.type == "cpu":
-                opened = CpuRunner(model, config, origin, files, tokens, beat, device_bytes)
+                opened = CpuRunner(model, config, source, files, tokens, beat, device_bytes)
             else:
                 from engine.execution import gpu_runner as gpu  # only here: a CPU needs no Triton
 
-                gpu.require_weights_fit(origin)
-                opened = gpu.GpuRunner.open(model, config, origin, tokens, beat, device_bytes, standby)
+                gpu.require_weights_fit(source)
+                opened = gpu.GpuRunner.open(model, config, source, tokens, beat, device_bytes, standby)
         blocks, size = opened.pool.blocks, opened.pool.shape.block_tokens
         log.info(
             "%s: %d KV blocks of %d tokens, %.1f MB, %d full contexts of %d tokens",
@@ -189,9 +189,9 @@ def model_artifacts(model: ModelSpec, device: str) -> ArtifactFiles[CpuArtifact]
     if where.type == "cpu":
         measured = model.dtype == "auto" and not config.vectors
         return cpu_artifacts(model, config) if measured else None
-    origin = WeightSource.of(folder, config, _dtype(model, config, where), where, model.random_weights)
+    source = WeightSource.open(folder, config, _dtype(model, config, where), where, model.random_weights)
     tokens, device_name = context_tokens(model, config), torch.cuda.get_device_name(where)
-    return gpu_artifacts(model, config, tokens, str(origin.dtype), origin.coded, device_name)
+    return gpu_artifacts(model, config, tokens, str(source.dtype), source.bf12_parameters, device_name)
 
 
 def _dtype(model: ModelSpec, config: ModelConfig, where: torch.device) -> torch.dtype:

@@ -1,7 +1,7 @@
 """A linear layer's weight on a GPU in 12 bits a number, and its matmul for any number of rows.
 
-As resident.py. Rows are multiplied by the numbers as they are decoded, or, where there are very many of them, by the
-expanded matrix, a chunk of it at a time.
+It has linear_gpu.py's interface. Rows are multiplied by the numbers as these are decoded, or, where there are very many
+rows, by the expanded matrix, a chunk of it at a time.
 
 T rows, K inputs, N outputs, P parts, I inner size.
 """
@@ -20,13 +20,13 @@ from engine.kernels.bf12_linear_hopper import HopperTiling
 from engine.kernels.swiglu import silu_and_multiply
 from engine.kernels.tuning import select_bf12_tiling
 
-CHUNK_BYTES: Final = 256 << 20  # of the expanded matrix at once: all but heads are multiplied as one
+CHUNK_BYTES: Final = 256 << 20  # of the expanded matrix: all but heads are one chunk
 
 
 class Bf12Linear:
-    """A Bf12 with an optional bias_N of the rows' dtype. `bytes` is what they occupy.
+    """A Bf12Weight with an optional bias_N of the rows' dtype. `bytes` is what they occupy.
 
-    What it returns is new memory; in a CUDA graph's capture it is the graph's.
+    Results are new memory; in a CUDA graph's capture they are the graph's.
     """
 
     def __init__(self, weight: Bf12Weight, bias_N: Tensor | None = None) -> None:
@@ -37,38 +37,38 @@ class Bf12Linear:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """[P, T, N]: in x's dtype if P is 1, else float32 parts that sum up to the result."""
-        match self._choice(x_TK, gated=False):
+        match self._tiling(x_TK, gated=False):
             case None:
                 return multiply_expanded(x_TK, self._weight, self._bias_N)[None]
             case Bf12Tiling() as tiling:
                 parts_PTN = bf12_linear.multiply(x_TK, self._weight, tiling)
-            case tile:
-                parts_PTN = bf12_linear_hopper.multiply(x_TK, self._weight, tile)
+            case tiling:
+                parts_PTN = bf12_linear_hopper.multiply(x_TK, self._weight, tiling)
         if self._bias_N is not None:
             parts_PTN[0] += self._bias_N
         return parts_PTN
 
     def gated(self, x_TK: Tensor) -> Tensor:
         """silu of the first half of the outputs · the second half, [T, I]. No kernel gates what has a bias."""
-        match None if self._bias_N is not None else self._choice(x_TK, gated=True):
+        match None if self._bias_N is not None else self._tiling(x_TK, gated=True):
             case None:
                 return silu_and_multiply(self.logits(x_TK))
             case Bf12Tiling() as tiling:
                 return bf12_linear.multiply_gated(x_TK, self._weight, tiling)
-            case tile:
-                return bf12_linear_hopper.multiply_gated(x_TK, self._weight, tile)
+            case tiling:
+                return bf12_linear_hopper.multiply_gated(x_TK, self._weight, tiling)
 
     def logits(self, x_TK: Tensor) -> Tensor:
         """[T, N] in one part, as the head's logits are wanted."""
         parts_PTN = self(x_TK)
         return parts_PTN[0] if len(parts_PTN) == 1 else parts_PTN.sum(0).to(x_TK.dtype)
 
-    def _choice(self, x_TK: Tensor, gated: bool) -> Bf12Tiling | HopperTiling | None:
+    def _tiling(self, x_TK: Tensor, gated: bool) -> Bf12Tiling | HopperTiling | None:
         return select_bf12_tiling(self.outputs, self.inputs, len(x_TK), gated, x_TK.device)
 
 
 def multiply_expanded(x_TK: Tensor, weight: Bf12Weight, bias_N: Tensor | None = None) -> Tensor:
-    """[T, N] by the library, from a copy of the matrix in x's dtype, of which there is no more than a chunk at once."""
+    """[T, N] by the library, from a copy of the matrix in x's dtype, of which one chunk exists at a time."""
     out_TN = x_TK.new_empty(len(x_TK), weight.outputs)
     outputs = CHUNK_BYTES // (weight.inputs * x_TK.itemsize) // GROUP_OUTPUTS * GROUP_OUTPUTS
     copy_NK = x_TK.new_empty(min(outputs, weight.outputs), weight.inputs)

@@ -1,4 +1,4 @@
-"""What a linear layer's weight is, and its matmul. It knows no checkpoint names and no architecture.
+"""A linear layer's weight on a CPU, and its matmul for any number of rows. It knows no names and no architecture.
 
 On a CPU the weight lies in the blocked order of oneDNN, packed once: the same matmul from a plain weight takes
 about twice as long for one row. A row's result must not depend on how many rows come with it. oneDNN keeps that
@@ -20,16 +20,16 @@ from engine.kernels.reference import silu_and_multiply
 
 _ROWS_HINT = 64  # the row count for which oneDNN chooses the order of a packed weight
 _ROWS_TRIED = (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64)
-_PROBE_OUTPUTS_MAX = 1024  # a matmul is divided along its inputs rather where outputs are few
+_PROBE_OUTPUTS_MAX = 1024  # enough: a matmul is divided along its inputs where outputs are few
 
 
 class NotBatchInvariant(RuntimeError):
-    """This machine's matrix library gives a row another result in other company, at every size tried. Another dtype may
-    do better."""
+    """This machine's matrix library gives a row other results with other row counts, at every size tried. Another dtype
+    may do better."""
 
 
 class Activation(enum.StrEnum):
-    """What becomes of a linear layer's results, and by which formula."""
+    """The function of a linear layer's results, and its formula."""
 
     NONE = "none"
     GELU = "gelu none"
@@ -39,10 +39,10 @@ class Activation(enum.StrEnum):
 
 
 class CpuLinear:
-    """weight_NK as it was given (float32, bfloat16 or float16), with an optional bias_N of the same dtype.
+    """weight_NK (float32, bfloat16 or float16) with an optional bias_N of the same dtype. `bytes` is what they occupy.
 
     Called with x_TK it returns [T, N] in the same dtype, accumulated in float32, through the `activation`, which takes
-    no time of its own. `bytes` is what it occupies.
+    no time of its own.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class CpuLinear:
         self._activation = activation
         self._packed = _pack(weight_NK)
         probed = min(self.outputs, _PROBE_OUTPUTS_MAX)
-        self._rows_least = min_invariant_rows(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
+        self._min_rows = min_invariant_rows(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         rows = x_TK.shape[0]
-        if rows >= self._rows_least:
+        if rows >= self._min_rows:
             return _multiply(x_TK, self._packed, self._bias, self._activation)
-        copies = -(-self._rows_least // rows)
+        copies = -(-self._min_rows // rows)
         return _multiply(torch.cat([x_TK] * copies), self._packed, self._bias, self._activation)[:rows]
 
     def gated(self, x_TK: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _multiply(x_TK: Tensor, packed: Tensor, bias_N: Tensor | None, activation: A
 
 
 def is_batch_invariant(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether matmuls of these (inputs, outputs) can give a row the same bits whatever its company."""
+    """Whether matmuls of these (inputs, outputs) can give a row the same bits whatever rows come with it."""
     try:
         for inputs, outputs in shapes:
             min_invariant_rows(inputs, min(outputs, _PROBE_OUTPUTS_MAX), dtype, torch.get_num_threads())
@@ -94,10 +94,10 @@ def is_batch_invariant(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) ->
 
 @cache
 def min_invariant_rows(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int:
-    """The least number of rows from which on a matmul gives a row the same bits whatever its company.
+    """The smallest number of rows from which on a matmul gives a row the same bits whatever rows come with it.
 
-    The probe's exact results are all 0: what it sees is nothing but the rounding of partial sums, which another
-    order of adding up changes. With ordinary numbers, bfloat16 results would hide that nearly always.
+    The probe's exact results are all 0: it sees nothing but the rounding of partial sums, which another order of
+    adding up changes. With ordinary numbers, bfloat16 results would nearly always hide that. Raises NotBatchInvariant.
     """
     generator = torch.Generator().manual_seed(inputs)
     half = inputs // 2
@@ -112,15 +112,15 @@ def min_invariant_rows(inputs: int, outputs: int, dtype: torch.dtype, threads: i
 
 def _min_rows(multiply: Callable[[Tensor], Tensor], x_TK: Tensor) -> int:
     full_TN = multiply(x_TK)
-    least = 1
+    min_rows = 1
     for rows in _ROWS_TRIED[:-1]:
         first = torch.equal(multiply(x_TK[:rows]), full_TN[:rows])
         last = torch.equal(multiply(x_TK[-rows:]), full_TN[-rows:])
         if not (first and last):
-            least = rows + 1
-    if least > _ROWS_TRIED[-2]:
+            min_rows = rows + 1
+    if min_rows > _ROWS_TRIED[-2]:
         raise NotBatchInvariant(
             f"no row count makes a matmul over {x_TK.shape[1]} inputs in {x_TK.dtype} independent of it on this "
             "processor: set the model's dtype to another one"
         )
-    return least
+    return min_rows

@@ -1,7 +1,7 @@
 """A linear layer's weight on a GPU, as it is, and its matmul for any number of rows.
 
-The other kind of storage beside the CPU's (storage.py). Its results come in parts, so that a kernel may leave its
-last additions to whoever takes them (kernels/linear.py).
+Its results come in parts, so that a kernel may leave the last additions to the kernel that reads them
+(kernels/linear.py).
 
 T rows, K inputs, N outputs, P parts, I inner size.
 """
@@ -17,7 +17,7 @@ from engine.kernels.tuning import select_tiling
 class GpuLinear:
     """weight_NK (contiguous) with an optional bias_N of the same dtype. `bytes` is what they occupy.
 
-    What it returns is new memory; in a CUDA graph's capture it is the graph's.
+    Results are new memory; in a CUDA graph's capture they are the graph's.
     """
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:

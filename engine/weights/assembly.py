@@ -1,4 +1,4 @@
-"""Tensors by name → the parameters of a decoder, whichever forms these have. It knows no files."""
+"""Tensors by name → the parameters of a decoder, in whichever format. It knows no files."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from engine.weights.formats import FIRSTS, PLACES, SCALES, VALUES, WORDS
 
 
 def assemble_decoder(config: ModelConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> DecoderParameters:
-    """Takes the tensors out of `tensors` one by one, so that what a linear layer packs anew is let go at once. Calls
+    """Takes the tensors out of `tensors` one by one, so that the source of a repacked weight is freed at once. Calls
     `beat` after each layer."""
     embedding = _weight(tensors, "embedding")
     layers = []
@@ -36,24 +36,24 @@ def weights_bytes(parameters: DecoderParameters) -> int:
     return table_bytes + sum(tensor.nbytes for tensor in tensors) + sum(linear.bytes for linear in linears)
 
 
-def _layer(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> DecoderLayer:
+def _layer(config: ModelConfig, tensors: dict[str, Tensor], prefix: str) -> DecoderLayer:
     return DecoderLayer(
-        attention_norm=tensors.pop(ours + "attention_norm"),
-        qkv=_linear(tensors, ours + "qkv"),
-        qk_norm=_each_head(config, tensors, ours) if config.qk_norm else None,
-        output=_linear(tensors, ours + "output"),
-        mlp_norm=tensors.pop(ours + "mlp_norm"),
-        gate_up=_linear(tensors, ours + "gate_up"),
-        down=_linear(tensors, ours + "down"),
+        attention_norm=tensors.pop(prefix + "attention_norm"),
+        qkv=_linear(tensors, prefix + "qkv"),
+        qk_norm=_stack_norms(config, tensors, prefix) if config.qk_norm else None,
+        output=_linear(tensors, prefix + "output"),
+        mlp_norm=tensors.pop(prefix + "mlp_norm"),
+        gate_up=_linear(tensors, prefix + "gate_up"),
+        down=_linear(tensors, prefix + "down"),
     )
 
 
 def _linear(tensors: dict[str, Tensor], name: str) -> Linear:
-    return _stored(_weight(tensors, name + ".weight"), tensors.pop(name + ".bias", None))
+    return _linear_of(_weight(tensors, name + ".weight"), tensors.pop(name + ".bias", None))
 
 
 def _weight(tensors: dict[str, Tensor], name: str) -> Tensor | Bf12Weight:
-    """What the tensors of one weight are together, in whichever form (forms.py)."""
+    """The tensors of one weight put together, in whichever format (formats.py)."""
     if name in tensors:
         return tensors.pop(name)
     index = EscapeIndex(*(tensors.pop(name + part) for part in (SCALES, FIRSTS, PLACES, VALUES)))
@@ -67,14 +67,14 @@ def _head(config: ModelConfig, embedding: Tensor | Bf12Weight, tensors: dict[str
 
 
 def _tied(embedding: Tensor | Bf12Weight) -> Linear:
-    """A GPU multiplies by the embedding itself, which is counted already; a CPU by a packed copy."""
-    head = _stored(embedding, None)
+    """The head that shares the embedding: itself on a GPU, counted already, and a packed copy on a CPU."""
+    head = _linear_of(embedding, None)
     if isinstance(embedding, Bf12Weight) or embedding.is_cuda:
         head.bytes = 0
     return head
 
 
-def _stored(weight_NK: Tensor | Bf12Weight, bias_N: Tensor | None) -> Linear:
+def _linear_of(weight_NK: Tensor | Bf12Weight, bias_N: Tensor | None) -> Linear:
     if isinstance(weight_NK, Bf12Weight):
         from engine.layers.linear_bf12 import Bf12Linear  # only here, like the next: a CPU needs no Triton
 
@@ -86,6 +86,6 @@ def _stored(weight_NK: Tensor | Bf12Weight, bias_N: Tensor | None) -> Linear:
     return CpuLinear(weight_NK, bias_N)
 
 
-def _each_head(config: ModelConfig, tensors: dict[str, Tensor], ours: str) -> Tensor:
-    q_norm, k_norm = tensors.pop(ours + "q_norm"), tensors.pop(ours + "k_norm")
+def _stack_norms(config: ModelConfig, tensors: dict[str, Tensor], prefix: str) -> Tensor:
+    q_norm, k_norm = tensors.pop(prefix + "q_norm"), tensors.pop(prefix + "k_norm")
     return torch.cat((q_norm.expand(config.heads, -1), k_norm.expand(config.kv_heads, -1)))

@@ -1,4 +1,4 @@
-"""A compressed file's planes → the tensors that they are, each held against what the file says of itself (notes.py).
+"""A compressed file's planes → the tensors that they are, each checked against the file's metadata.
 
 It reads no weights: whether the bytes are those that were written, only the sums of their pieces say.
 """
@@ -8,57 +8,61 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from engine.bf12 import metadata
 from engine.bf12.layout import is_encodable
-from engine.bf12.metadata import BASES, HIGH, HIGH_ENDS, POSITIONS, VALUES, Bf12Metadata, CompressionLevel, piece_rows
+from engine.bf12.metadata import (
+    BASES,
+    HIGH,
+    HIGH_ENDS,
+    PIECE_BYTES,
+    POSITIONS,
+    VALUES,
+    Bf12Metadata,
+    CompressionLevel,
+    piece_rows,
+)
 from engine.weights.safetensors_header import SafetensorsHeader, parse_header
-from engine.weights.tensor_index import BF12, CheckpointError, CodedPlanes, StoredTensor, ZstdPlane, abbreviate_names
+from engine.weights.tensor_index import BF12, Bf12Planes, CheckpointError, StoredTensor, ZstdPlane, abbreviate_names
 
 _RECOMPRESS_HINT: Final = "get the file again, or compress its model anew"
 
 
-def original_header(path: Path, said: Bf12Metadata) -> SafetensorsHeader:
-    """That of the file which was compressed. Raises CheckpointError."""
+def original_header(path: Path, metadata: Bf12Metadata) -> SafetensorsHeader:
+    """The header of the file that was compressed. Raises CheckpointError."""
     try:
-        return parse_header(said.original.header, said.original.bytes)
+        return parse_header(metadata.original.header, metadata.original.bytes)
     except ValueError as error:
         raise CheckpointError(f"{path} is a compressed file, and {error}: {_RECOMPRESS_HINT}") from error
 
 
-def gather_tensors(path: Path, stored: Mapping[str, StoredTensor], said: Bf12Metadata) -> dict[str, StoredTensor]:
-    """The tensors that it had before it was compressed, of which it has planes or themselves. Raises CheckpointError
-    unless these are all that it has, each of its dtype and shape, with a sum of each piece."""
-    suffixes = (
-        "",
-        BASES,
-        POSITIONS,
-        VALUES,
-        *((HIGH, HIGH_ENDS) if said.level is CompressionLevel.DISTRIBUTION else ()),
-    )
-    wanted = [name + suffix for name in said.codes for suffix in suffixes]
-    original = {tensor.name: tensor for tensor in original_header(path, said).tensors}
+def gather_tensors(path: Path, stored: Mapping[str, StoredTensor], metadata: Bf12Metadata) -> dict[str, StoredTensor]:
+    """The tensors that the file had before it was compressed. Raises CheckpointError unless `stored` has them, or their
+    planes, and nothing else, each of its dtype and shape, with a sum of each piece."""
+    summed_planes = ("", BASES, POSITIONS, VALUES)
+    zstd_planes = (HIGH, HIGH_ENDS) if metadata.level is CompressionLevel.DISTRIBUTION else ()
+    planes = {name + suffix: None for name in metadata.codes for suffix in (*summed_planes, *zstd_planes)}
+    original = {tensor.name: tensor for tensor in original_header(path, metadata).tensors}
     _require_none(path, "lacks", (name for name in original if name not in stored))
-    _require_none(path, "lacks", (name for name in wanted if name not in stored))
-    found = {name: _coded(path, name, stored, said) for name in said.codes}
-    planes = set(wanted)
+    _require_none(path, "lacks", (name for name in planes if name not in stored))
+    matrices = {name: _bf12(path, name, stored, metadata) for name in metadata.codes}
     plain = {name: tensor for name, tensor in stored.items() if name not in planes}
     _require_none(path, "has planes of no coded tensor:", (name for name in plain if name not in original))
-    for name, tensor in (plain | found).items():
-        dtype = "BF16" if name in found else tensor.dtype
+    for name, tensor in (plain | matrices).items():
+        dtype = "BF16" if name in matrices else tensor.dtype
         if name not in original or (original[name].dtype, original[name].shape) != (dtype, tensor.shape):
             raise CheckpointError(
                 f"{path}: {name}, {dtype} {list(tensor.shape)}, is not what was compressed: {_RECOMPRESS_HINT}"
             )
-    for name, tensor in plain.items():
-        found[name] = replace(tensor, sums=_sums(path, name, said, _pieces_of(tensor)))
-    summed = {name + suffix for name in said.codes for suffix in ("", BASES, POSITIONS, VALUES)} | plain.keys()
-    _require_none(path, "has sums of tensors that are not there:", (name for name in said.pieces if name not in summed))
-    return found
+    summed = {name + suffix for name in metadata.codes for suffix in summed_planes} | plain.keys()
+    unknown = (name for name in metadata.pieces if name not in summed)
+    _require_none(path, "has sums of tensors that are not there:", unknown)
+    return matrices | {
+        name: replace(tensor, sums=_sums(path, name, metadata, _piece_count(tensor))) for name, tensor in plain.items()
+    }
 
 
-def _coded(path: Path, name: str, stored: Mapping[str, StoredTensor], said: Bf12Metadata) -> StoredTensor:
+def _bf12(path: Path, name: str, stored: Mapping[str, StoredTensor], metadata: Bf12Metadata) -> StoredTensor:
     words = stored[name]
-    shape = _shape(path, name, words, said.level)
+    shape = _shape(path, name, words, metadata.level)
     bases = _plane(path, name + BASES, stored, "U8")
     if bases.numbers != shape[0]:
         raise CheckpointError(f"{path}: {name}, {list(shape)}, has {bases.numbers} bases: {_RECOMPRESS_HINT}")
@@ -72,29 +76,29 @@ def _coded(path: Path, name: str, stored: Mapping[str, StoredTensor], said: Bf12
         words,
         dtype=BF12,
         shape=shape,
-        sums=_sums(path, name, said, pieces),
-        code=CodedPlanes(
-            replace(bases, sums=_sums(path, name + BASES, said, _pieces_of(bases))),
-            replace(positions, sums=_sums(path, name + POSITIONS, said, _pieces_of(positions))),
-            replace(values, sums=_sums(path, name + VALUES, said, _pieces_of(values))),
-            _packed(path, name, stored, pieces) if said.level is CompressionLevel.DISTRIBUTION else None,
+        sums=_sums(path, name, metadata, pieces),
+        bf12=Bf12Planes(
+            replace(bases, sums=_sums(path, name + BASES, metadata, _piece_count(bases))),
+            replace(positions, sums=_sums(path, name + POSITIONS, metadata, _piece_count(positions))),
+            replace(values, sums=_sums(path, name + VALUES, metadata, _piece_count(values))),
+            _zstd(path, name, stored, pieces) if metadata.level is CompressionLevel.DISTRIBUTION else None,
         ),
     )
 
 
 def _shape(path: Path, name: str, words: StoredTensor, level: CompressionLevel) -> tuple[int, int]:
-    """Of the matrix: a row has 3 words for 8 numbers, 2 of them low."""
+    """The matrix's shape: a row has 3 words for 8 numbers, 2 of them low."""
     if words.dtype == "I32" and len(words.shape) == 2:
         outputs, width = words.shape
-        of_eight = 2 if level is CompressionLevel.DISTRIBUTION else 3
-        if width % of_eight == 0 and is_encodable(outputs, width // of_eight * 8):
-            return outputs, width // of_eight * 8
+        words_of_eight = 2 if level is CompressionLevel.DISTRIBUTION else 3
+        if width % words_of_eight == 0 and is_encodable(outputs, width // words_of_eight * 8):
+            return outputs, width // words_of_eight * 8
     raise CheckpointError(
         f"{path}: {name} is {words.dtype} {list(words.shape)}, which are no words: {_RECOMPRESS_HINT}"
     )
 
 
-def _packed(path: Path, name: str, stored: Mapping[str, StoredTensor], pieces: int) -> ZstdPlane:
+def _zstd(path: Path, name: str, stored: Mapping[str, StoredTensor], pieces: int) -> ZstdPlane:
     frames, ends = _plane(path, name + HIGH, stored, "U8"), _plane(path, name + HIGH_ENDS, stored, "I64")
     if ends.numbers != pieces:
         raise CheckpointError(f"{path}: {name} has {ends.numbers} frames for {pieces} pieces: {_RECOMPRESS_HINT}")
@@ -110,19 +114,19 @@ def _plane(path: Path, name: str, stored: Mapping[str, StoredTensor], dtype: str
     return plane
 
 
-def _pieces_of(stored: StoredTensor) -> int:
-    return -(-(stored.last - stored.first) // metadata.PIECE_BYTES)
+def _piece_count(stored: StoredTensor) -> int:
+    return -(-(stored.last - stored.first) // PIECE_BYTES)
 
 
-def _sums(path: Path, name: str, said: Bf12Metadata, pieces: int) -> tuple[int, ...]:
-    sums = tuple(said.pieces.get(name, ()))
+def _sums(path: Path, name: str, metadata: Bf12Metadata, pieces: int) -> tuple[int, ...]:
+    sums = tuple(metadata.pieces.get(name, ()))
     if len(sums) != pieces:
         raise CheckpointError(f"{path} has {len(sums)} sums of {name}, which has {pieces} pieces: {_RECOMPRESS_HINT}")
     return sums
 
 
 def _require_none(path: Path, problem: str, names: Iterable[str]) -> None:
-    if found := list(names):
+    if problem_names := list(names):
         raise CheckpointError(
-            f"{path} {problem} {abbreviate_names(found)}, unlike what its metadata say: {_RECOMPRESS_HINT}"
+            f"{path} {problem} {abbreviate_names(problem_names)}, unlike what its metadata say: {_RECOMPRESS_HINT}"
         )

@@ -1,4 +1,4 @@
-"""A folder's safetensors files: where each tensor lies, with every name, shape, dtype and place checked before its use.
+"""A folder's safetensors files: where each tensor lies, with every name, shape, dtype and offset checked before use.
 
 Some of the files, or all, may be compressed. It reads headers and moves no weights. It knows no architecture.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from engine.bf12 import metadata
+from engine.bf12.metadata import Bf12MetadataError, parse_metadata
 from engine.models.weight_names import TensorSource
 from engine.weights.bf12_reader import gather_tensors
 from engine.weights.safetensors_header import read_header, tensors_in
@@ -40,11 +40,11 @@ class Checkpoint:
     def bytes(self) -> int:
         return sum(stored.bytes for stored in self.tensors.values())
 
-    def require(self, sources: Iterable[TensorSource], spare: Callable[[str], bool]) -> None:
-        """Raises CheckpointError unless the tensors are exactly `sources`, apart from names that are `spare`."""
+    def require(self, sources: Iterable[TensorSource], is_unused: Callable[[str], bool]) -> None:
+        """Raises CheckpointError unless the tensors are exactly `sources`, apart from names that `is_unused`."""
         wanted = {source.name: source.shape for source in sources}
         missing = [name for name in wanted if name not in self.tensors]
-        extra = [name for name in self.tensors if name not in wanted and not spare(name)]
+        extra = [name for name in self.tensors if name not in wanted and not is_unused(name)]
         wrong = [
             f"{name} is {list(self.tensors[name].shape)}, config.json means {list(shape)}"
             for name, shape in wanted.items()
@@ -62,7 +62,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: {abbreviate_names(wrong)}")
 
     def revision(self) -> str:
-        """Names these weights: a digest of config.json, of headers, and of files or samples of their large tensors. A
+        """A digest that names these weights: of config.json, headers, and small files or samples of large tensors. A
         compressed file's header has sums of all its bytes, which are compared as they are read."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         small = self.bytes <= _SMALL_BYTES
@@ -81,7 +81,7 @@ class Checkpoint:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The one file, or those that the index names, in order. Names that leave the folder are refused."""
+    """The one file, or those that the index names, in order. Refuses names that leave the folder."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"
@@ -108,13 +108,13 @@ def _paths(folder: Path) -> list[Path]:
 def _read(path: Path) -> dict[str, StoredTensor]:
     header = read_header(path)
     try:
-        said = metadata.parse_metadata(header.metadata)
-    except metadata.Bf12MetadataError as error:
+        metadata = parse_metadata(header.metadata)
+    except Bf12MetadataError as error:
         raise CheckpointError(f"{path}: {error}") from error
     tensors = tensors_in(path, header)
-    if said is not None:
-        tensors = gather_tensors(path, tensors, said)
+    if metadata is not None:
+        tensors = gather_tensors(path, tensors, metadata)
     for name, tensor in tensors.items():
-        if tensor.code is None and tensor.dtype not in (*ITEM_BYTES, *_COUNTS):
+        if tensor.bf12 is None and tensor.dtype not in (*ITEM_BYTES, *_COUNTS):
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; {', '.join(ITEM_BYTES)} are supported")
     return tensors

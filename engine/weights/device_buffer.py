@@ -12,19 +12,19 @@ from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
 from engine.weights.formats import TensorShapes
 
-_MAPPED_BYTES: Final = 256 << 20  # at once: larger pieces are mapped no faster
+_MAPPED_BYTES: Final = 256 << 20  # of one mapping: larger ones are no faster
 _ALIGNED_BYTES: Final = 512
 
 
 class WeightBuffer:
     """Tensors one behind the other in memory of an arena, which do not change once they are loaded. Their copy in host
-    memory is made ahead, or when they sleep first; it stays.
+    memory is made ahead, or when they first go to sleep; it stays.
 
     A stage is what a step needs together: consecutive tensors whose names begin alike, `layers.3.` or `head.`.
     """
 
     def __init__(self, arena: Arena, shapes: TensorShapes) -> None:
-        """With memory, in which anything may lie. Raises OutOfDeviceMemory."""
+        """Takes memory for the shapes, in which anything may lie. Raises OutOfDeviceMemory."""
         self.arena = arena
         self._region = arena.reserve("weights", sum(_size(*shape) for shape in shapes.values()), _MAPPED_BYTES)
         self._region.map_all()
@@ -41,17 +41,17 @@ class WeightBuffer:
 
     @property
     def bytes(self) -> int:
-        """What they take of the device when they are there."""
+        """What the tensors take of the device while they are there."""
         return self._region.size
 
     @property
     def held_bytes(self) -> int:
-        """What their copy takes of host memory."""
+        """What the copy takes of host memory."""
         return self._pinned.bytes
 
     def prepare(self, copies: DeviceStream) -> int:
-        """Queues the copy of one piece more to the host; gives its bytes, 0 where all is copied. It takes some 3 ms and
-        does not wait for the copy. Raises OutOfHostMemory."""
+        """Queues the copy of one piece more to the host; returns its bytes, 0 where all is copied. It takes some 3 ms
+        and does not wait for the copy. Raises OutOfHostMemory."""
         start = self._pinned.bytes
         source = self._memory[start : start + PIECE_BYTES]
         if len(source):
@@ -61,16 +61,16 @@ class WeightBuffer:
         return len(source)
 
     def unmap(self) -> None:
-        """Gives their memory back. All of them are copied, and nothing that is queued reads them."""
+        """Gives the memory back. All tensors are copied, and nothing that is queued reads them."""
         assert self._pinned.bytes >= self._region.size, "weights that the host has no copy of"
         self._region.unmap_all()
 
     def map(self) -> None:
-        """Raises OutOfDeviceMemory."""
+        """Takes memory again. Raises OutOfDeviceMemory."""
         self._region.map_all()
 
     def send(self, copies: DeviceStream) -> list[StreamEvent]:
-        """Queues their way back to the device, with a mark behind each stage."""
+        """Queues the copies back to the device, with a mark behind each stage."""
         marks: list[StreamEvent] = []
         ends = list(self._ends.values())
         with copies.entered():
@@ -89,7 +89,7 @@ class WeightBuffer:
 
 
 def _size(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Bytes, the gap behind them included."""
+    """Bytes of a tensor, the gap behind it included."""
     return -(-shape.numel() * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 

@@ -1,6 +1,6 @@
 """How each parameter lies on its device: as it is, or in 12 bits a number. Decided from the name table, headers, dtype
-and device, before any weight is read. A format says which tensors there will be; it knows no
-maths: that is the business of the linear layer which takes its tensors (assembly.py).
+and device, before any weight is read. A format says which tensors there will be; it knows no maths, which is the
+business of the linear layer that takes its tensors (assembly.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,24 +10,22 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import GROUP_OUTPUTS, Escapes, index
-from engine.bf12.layout import words_of
+from engine.bf12.codec import Escapes, index_escapes
+from engine.bf12.layout import GROUP_OUTPUTS, words_of
 from engine.models.weight_names import ParameterEntry
-from engine.weights.tensor_index import StoredTensor, coded_sources
+from engine.weights.tensor_index import StoredTensor, bf12_sources
 
 TensorShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
-WORDS, SCALES, FIRSTS, PLACES, VALUES = ".words", ".scales", ".firsts", ".places", ".values"  # of a coded parameter
+WORDS, SCALES, FIRSTS, PLACES, VALUES = ".words", ".scales", ".firsts", ".places", ".values"  # of a bf12 parameter
 _BF16_BYTES: Final = 2
 
 
 class WeightFormat(Protocol):
-    """Of one parameter."""
+    """How one parameter lies on its device."""
 
     @property
-    def coded(self) -> bool:
-        """Whether it takes fewer bytes than its numbers do."""
-        ...
+    def is_bf12(self) -> bool: ...
 
     @property
     def numbers(self) -> int: ...
@@ -36,12 +34,12 @@ class WeightFormat(Protocol):
         """What lies in memory, by name."""
         ...
 
-    def body(self, parameter: str) -> str:
-        """Of these the one that sources are read into, below each other."""
+    def main_tensor(self, parameter: str) -> str:
+        """The one of these that sources are read into, below each other."""
         ...
 
-    def write_beside(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
-        """What lies beside the body. `escapes` are those of the sources that are coded."""
+    def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        """Fills the tensors beside the main one. `escapes` are those of the sources that are stored as bf12."""
         ...
 
 
@@ -51,7 +49,7 @@ class PlainFormat:
 
     shape: torch.Size
     dtype: torch.dtype
-    coded = False
+    is_bf12 = False
 
     @property
     def numbers(self) -> int:
@@ -60,21 +58,21 @@ class PlainFormat:
     def tensors(self, parameter: str) -> TensorShapes:
         return {parameter: (self.shape, self.dtype)}
 
-    def body(self, parameter: str) -> str:
+    def main_tensor(self, parameter: str) -> str:
         return parameter
 
-    def write_beside(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
-        """There is nothing: escapes are numbers among the others."""
+    def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        """Does nothing: escapes are numbers among the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bf12Format:
-    """A codec.Bf12: words, and an index of what they leave out."""
+    """A codec.Bf12Weight: words, and an index of what they leave out."""
 
     outputs: int
     inputs: int
     escapes: int
-    coded = True
+    is_bf12 = True
 
     @property
     def numbers(self) -> int:
@@ -90,62 +88,58 @@ class Bf12Format:
             parameter + VALUES: (torch.Size((self.escapes,)), torch.bfloat16),
         }
 
-    def body(self, parameter: str) -> str:
+    def main_tensor(self, parameter: str) -> str:
         return parameter + WORDS
 
-    def write_beside(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
-        found = index(escapes)
-        tensors[parameter + SCALES].copy_(found.scales_N)
-        tensors[parameter + FIRSTS].copy_(found.firsts_G)
-        tensors[parameter + PLACES].copy_(found.places_E)
-        tensors[parameter + VALUES].copy_(found.values_E)
+    def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        index = index_escapes(escapes)
+        tensors[parameter + SCALES].copy_(index.scales_N)
+        tensors[parameter + FIRSTS].copy_(index.firsts_G)
+        tensors[parameter + PLACES].copy_(index.places_E)
+        tensors[parameter + VALUES].copy_(index.values_E)
 
 
 WeightFormats = Mapping[str, WeightFormat]  # by parameter
 
 
 def plain_formats(table: Iterable[ParameterEntry], dtype: torch.dtype) -> dict[str, WeightFormat]:
-    """All as they are: norms in float32, the rest in `dtype`."""
+    """Every parameter as it is: norms in float32, the rest in `dtype`."""
     return {entry.parameter: _plain(entry, dtype) for entry in table}
 
 
 def select_formats(
     table: Iterable[ParameterEntry], stored: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device
 ) -> dict[str, WeightFormat]:
-    """`stored` has all sources of the table. Only GPUs multiply by words, and only in bfloat16: elsewhere what is coded
-    is expanded while it is loaded."""
+    """`stored` has all sources of the table. Only GPUs multiply by words, and only in bfloat16: elsewhere bf12 is
+    expanded while it is loaded."""
     multiplies = device.type == "cuda" and dtype is torch.bfloat16
-    forms: dict[str, WeightFormat] = {}
-    for entry in table:
-        coded = _coded(entry, stored) if multiplies else None
-        forms[entry.parameter] = coded or _plain(entry, dtype)
-    return forms
+    return {entry.parameter: (_bf12(entry, stored) if multiplies else None) or _plain(entry, dtype) for entry in table}
 
 
-def tensor_shapes(forms: WeightFormats) -> TensorShapes:
+def tensor_shapes(formats: WeightFormats) -> TensorShapes:
     """The tensors of all parameters."""
-    return {name: shape for parameter, form in forms.items() for name, shape in form.tensors(parameter).items()}
+    return {name: shape for parameter, each in formats.items() for name, shape in each.tensors(parameter).items()}
 
 
-def formats_bytes(forms: WeightFormats) -> int:
-    return sum(shape.numel() * dtype.itemsize for shape, dtype in tensor_shapes(forms).values())
+def formats_bytes(formats: WeightFormats) -> int:
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in tensor_shapes(formats).values())
 
 
-def bf12_formats_bytes(forms: WeightFormats) -> int:
-    """Of the bytes, those of what is coded."""
-    return formats_bytes({parameter: form for parameter, form in forms.items() if form.coded})
+def bf12_formats_bytes(formats: WeightFormats) -> int:
+    """The bytes of what is in 12 bits a number."""
+    return formats_bytes({parameter: each for parameter, each in formats.items() if each.is_bf12})
 
 
-def uncompressed_bytes(forms: WeightFormats) -> int:
-    """What they would take if nothing were coded."""
-    coded = sum(form.numbers for form in forms.values() if form.coded)
-    return formats_bytes(forms) - bf12_formats_bytes(forms) + _BF16_BYTES * coded
+def uncompressed_bytes(formats: WeightFormats) -> int:
+    """What the parameters would take if none were in 12 bits."""
+    bf12_numbers = sum(each.numbers for each in formats.values() if each.is_bf12)
+    return formats_bytes(formats) - bf12_formats_bytes(formats) + _BF16_BYTES * bf12_numbers
 
 
-def allocate(forms: WeightFormats, device: torch.device) -> dict[str, Tensor]:
-    """Their tensors, not yet written."""
+def allocate(formats: WeightFormats, device: torch.device) -> dict[str, Tensor]:
+    """The parameters' tensors, not yet written."""
     return {
-        name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensor_shapes(forms).items()
+        name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensor_shapes(formats).items()
     }
 
 
@@ -159,9 +153,9 @@ def _plain(entry: ParameterEntry, dtype: torch.dtype) -> PlainFormat:
     return PlainFormat(shape, torch.float32 if is_norm(entry) else dtype)
 
 
-def _coded(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> Bf12Format | None:
-    codes = coded_sources(entry, stored)
-    if not codes:
+def _bf12(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> Bf12Format | None:
+    matrices = bf12_sources(entry, stored)
+    if not matrices:
         return None
     outputs = sum(source.shape[0] for source in entry.sources)
-    return Bf12Format(outputs, entry.sources[0].shape[1], sum(code.values.numbers for code in codes))
+    return Bf12Format(outputs, entry.sources[0].shape[1], sum(planes.values.numbers for planes in matrices))

@@ -1,5 +1,5 @@
-"""A checkpoint's tensors → the pieces that carry them to a device, and all that has to be known of coded ones before:
-their escapes, and where their packed words lie. These are small, and read first.
+"""A checkpoint's tensors → the pieces that carry them to a device, and all that has to be known of bf12 ones before:
+their escapes, and where their compressed high words lie. These are small, and read first.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,11 +9,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.bf12 import layout, metadata
+from engine.bf12 import layout
 from engine.bf12.codec import Escapes
 from engine.bf12.layout import ZEROS, words_of
-from engine.bf12.metadata import BASES, HIGH_ENDS, POSITIONS, VALUES, piece_rows
-from engine.weights.streaming import CodedRows, FilePiece, split_pieces, stream_pieces
+from engine.bf12.metadata import BASES, HIGH_ENDS, PIECE_BYTES, POSITIONS, VALUES, piece_rows
+from engine.weights.streaming import Bf12Rows, FilePiece, split_pieces, stream_pieces
 from engine.weights.tensor_index import CheckpointError, StoredTensor, ZstdPlane
 
 _CPU: Final = torch.device("cpu")
@@ -23,9 +23,9 @@ _DTYPES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class CodedMatrix:
-    """A coded tensor but for its words. `frames` are the bytes of the file with each piece's high words, where they are
-    packed."""
+class StoredMatrix:
+    """A bf12 tensor without its words. `frames` are the bytes of the file with each piece's high words, where they are
+    compressed."""
 
     name: str
     stored: StoredTensor
@@ -33,7 +33,7 @@ class CodedMatrix:
     frames: list[range] | None
 
     def pieces(self, target: Tensor) -> Iterator[FilePiece]:
-        """Into its words, or numbers where the target has their shape. It is contiguous."""
+        """The pieces that fill `target`, contiguous, with words, or with numbers where it has their shape."""
         outputs, inputs = self.stored.shape
         expands, sums = target.shape == self.stored.shape, self.stored.sums
         assert sums is not None
@@ -45,41 +45,41 @@ class CodedMatrix:
             escapes = self.escapes.rows(rows) if expands else None
             yield FilePiece(
                 self.name, self.stored.path, self.stored.first + start * row_bytes, torch.int32,
-                target[start : rows.stop].view(-1), sums[index], CodedRows(len(rows), inputs, frame, escapes),
+                target[start : rows.stop].view(-1), sums[index], Bf12Rows(len(rows), inputs, frame, escapes),
             )  # fmt: skip
 
 
 def plain_pieces(name: str, stored: StoredTensor, target: Tensor) -> Iterator[FilePiece]:
-    """Of a tensor that is not coded."""
+    """The pieces of a tensor as it is."""
     return split_pieces(name, stored.path, stored.first, _DTYPES[stored.dtype], target, stored.sums)
 
 
-def read_matrices(coded: Mapping[str, StoredTensor], beat: Callable[[], None]) -> dict[str, CodedMatrix]:
-    """Reads what is known of coded tensors beside their words. Raises CheckpointError."""
+def read_matrices(stored: Mapping[str, StoredTensor], beat: Callable[[], None]) -> dict[str, StoredMatrix]:
+    """Reads what bf12 tensors have beside their words. Raises CheckpointError."""
     small: dict[str, Tensor] = {}
     pieces: list[FilePiece] = []
-    for name, tensor in coded.items():
+    for name, tensor in stored.items():
         for plane_name, plane in _planes(name, tensor):
             small[plane_name] = torch.empty(plane.shape, dtype=_DTYPES[plane.dtype])
             pieces += plain_pieces(plane_name, plane, small[plane_name])
     if pieces:
         stream_pieces(pieces, _CPU, lambda _: beat())
-    return {name: _matrix(name, tensor, small) for name, tensor in coded.items()}
+    return {name: _matrix(name, tensor, small) for name, tensor in stored.items()}
 
 
 def _planes(name: str, stored: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    assert stored.code is not None
-    yield name + BASES, stored.code.bases
-    yield name + POSITIONS, stored.code.positions
-    yield name + VALUES, stored.code.values
-    if stored.code.high is not None:
-        yield name + HIGH_ENDS, stored.code.high.ends
+    assert stored.bf12 is not None
+    yield name + BASES, stored.bf12.bases
+    yield name + POSITIONS, stored.bf12.positions
+    yield name + VALUES, stored.bf12.values
+    if stored.bf12.zstd is not None:
+        yield name + HIGH_ENDS, stored.bf12.zstd.ends
 
 
-def _matrix(name: str, stored: StoredTensor, small: Mapping[str, Tensor]) -> CodedMatrix:
-    code = stored.code
-    assert code is not None
-    bases_N, positions_E, values_E = (small[name + plane] for plane in (BASES, POSITIONS, VALUES))
+def _matrix(name: str, stored: StoredTensor, small: Mapping[str, Tensor]) -> StoredMatrix:
+    planes = stored.bf12
+    assert planes is not None
+    bases_N, positions_E, values_E = (small[name + suffix] for suffix in (BASES, POSITIONS, VALUES))
     if bool(((bases_N != ZEROS) & ((bases_N < layout.BASES.start) | (bases_N >= layout.BASES.stop))).any()):
         raise CheckpointError(f"{stored.path}: {name} has bases that are none: compress its model anew")
     if len(positions_E) and not _ascend(positions_E, stored.numbers):
@@ -87,16 +87,16 @@ def _matrix(name: str, stored: StoredTensor, small: Mapping[str, Tensor]) -> Cod
     if wrong := int((~values_E.isfinite()).sum()):
         raise CheckpointError(f"{stored.path}: {name} has {wrong} values that are not finite: the file is damaged")
     escapes = Escapes(stored.shape[0], stored.shape[1], bases_N, positions_E, values_E)
-    return CodedMatrix(name, stored, escapes, None if code.high is None else _frames(name, code.high, small))
+    return StoredMatrix(name, stored, escapes, None if planes.zstd is None else _frames(name, planes.zstd, small))
 
 
 def _ascend(positions_E: Tensor, numbers: int) -> bool:
     return bool(positions_E[0] >= 0 and positions_E[-1] < numbers and (positions_E[1:] > positions_E[:-1]).all())
 
 
-def _frames(name: str, high: ZstdPlane, small: Mapping[str, Tensor]) -> list[range]:
+def _frames(name: str, zstd: ZstdPlane, small: Mapping[str, Tensor]) -> list[range]:
     ends = small[name + HIGH_ENDS].tolist()
     frames = [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
-    if not all(0 < len(frame) <= metadata.PIECE_BYTES for frame in frames) or ends[-1] > high.frames.bytes:
-        raise CheckpointError(f"{high.ends.path}: {name} has frames that do not fit: get the file again")
-    return [range(high.frames.first + frame.start, high.frames.first + frame.stop) for frame in frames]
+    if not all(0 < len(frame) <= PIECE_BYTES for frame in frames) or ends[-1] > zstd.frames.bytes:
+        raise CheckpointError(f"{zstd.ends.path}: {name} has frames that do not fit: get the file again")
+    return [range(zstd.frames.first + frame.start, zstd.frames.first + frame.stop) for frame in frames]

@@ -12,27 +12,27 @@ _LOG_S: Final = 1.0
 
 
 class ProgressBar:
-    """`doing` is what the bar and the log say, like `compressing`."""
+    """`activity` is what the bar and the log say, like `compressing`."""
 
-    def __init__(self, doing: str, total: int) -> None:
-        self._doing = doing
+    def __init__(self, activity: str, total: int) -> None:
+        self._activity = activity
         self._total = total
         self._done = 0
-        self._told_at = time.monotonic()
-        shown = sys.stderr.isatty()
-        self._bar = tqdm(total=total, desc=doing, unit="B", unit_scale=True) if shown else None
+        self._drawn_at = time.monotonic()
+        is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=total, desc=activity, unit="B", unit_scale=True) if is_terminal else None
 
-    def more(self, count: int) -> None:
-        self.reached(self._done + count)
+    def advance(self, count: int) -> None:
+        self.advance_to(self._done + count)
 
-    def reached(self, count: int) -> None:
+    def advance_to(self, count: int) -> None:
         """`count` bytes so far."""
         self._done = count
         if self._bar is not None:
             self._bar.update(count - self._bar.n)
-        elif time.monotonic() - self._told_at >= _LOG_S:
-            self._told_at = time.monotonic()
-            log(self._doing, percent=100 * self._done // max(1, self._total))
+        elif time.monotonic() - self._drawn_at >= _LOG_S:
+            self._drawn_at = time.monotonic()
+            log(self._activity, percent=100 * self._done // max(1, self._total))
 
     def __enter__(self) -> "ProgressBar":
         return self

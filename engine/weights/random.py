@@ -1,6 +1,6 @@
-"""Tensors made up on the device, of any config's shapes: for measuring where nothing but a config.json is at hand.
+"""Tensors made up on the device, of any config's shapes, for measuring without weights: models of them write nonsense.
 
-They say nothing sensible. It reads no weights and knows no checkpoint names.
+It reads no weights and knows no checkpoint names.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def random_tensors(
     into: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Norms are 1, all else is drawn from N(0, 0.02), into the tensors of `into`, or new ones. Equal arguments on equal
-    hardware give equal tensors."""
+    hardware give equal tensors. Calls `beat` after each parameter."""
     started = time.monotonic()
     tensors = allocate(plain_formats(table, dtype), device) if into is None else into
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -45,7 +45,7 @@ def random_tensors(
 
 
 def random_revision(folder: Path, seed: int = 0) -> str:
-    """Names what `random_tensors` makes of the folder's config.json."""
+    """A name for what `random_tensors` makes of the folder's config.json."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     digest.update(seed.to_bytes(8, "little"))
     return f"random-{digest.hexdigest()[:32]}"

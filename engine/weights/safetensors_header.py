@@ -1,6 +1,6 @@
 """Headers of safetensors files: what lies where, of any dtype, read and written. It knows no models.
 
-`Checkpoint` knows which tensors can be served; here is what every such file has.
+Checkpoint decides which tensors can be served; this holds for every such file.
 """
 
 import struct
@@ -46,8 +46,8 @@ class TensorSpan:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """`text` is all of it, blanks included; `tensors` are in the order of their bytes, which lie without a gap from
-    `first` to the file's end."""
+    """A parsed header. `text` is all of it, blanks included; `tensors` are in the order of their bytes, which lie
+    without a gap from `first` to the file's end."""
 
     text: str
     metadata: dict[str, str]
@@ -57,16 +57,16 @@ class SafetensorsHeader:
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Raises CheckpointError, which names file and tensor."""
+    """Reads a file's header and checks it. Raises CheckpointError, which names file and tensor."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(size - 8, HEADER_BYTES_MAX):
             raise CheckpointError(f"{path} is no safetensors file: a header of {length} bytes in a file of {size}")
-        said = file.read(length)
+        text = file.read(length)
     try:
-        return parse_header(said.decode(), size)
+        return parse_header(text.decode(), size)
     except ValueError as error:
         raise CheckpointError(f"{path} is no safetensors file: {error}") from error
 
@@ -76,16 +76,16 @@ def parse_header(text: str, size: int) -> SafetensorsHeader:
     try:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(entries.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
-        read = {name: _entry(name, entry) for name, entry in entries.items()}
+        parsed = {name: _entry(name, entry) for name, entry in entries.items()}
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"its header: {error}") from error
     first = 8 + len(text.encode())
     tensors = [
         TensorSpan(name, entry.dtype, entry.shape, first + entry.data_offsets[0], first + entry.data_offsets[1])
-        for name, entry in read.items()
+        for name, entry in parsed.items()
     ]
     tensors.sort(key=lambda tensor: (tensor.first, tensor.last))
-    _require_places(tensors, first, size)
+    _require_offsets(tensors, first, size)
     return SafetensorsHeader(text, metadata, tuple(tensors), first, size)
 
 
@@ -95,12 +95,12 @@ def tensors_in(path: Path, header: SafetensorsHeader) -> dict[str, StoredTensor]
 
 
 def encode_header(tensors: Iterable[TensorSpan], metadata: Mapping[str, str], first: int = 0) -> bytes:
-    """How a file whose tensors begin at byte `first` starts: the header's length, the header, and blanks up to there;
-    with 0 as many as are needed for a multiple of ALIGNED_BYTES."""
+    """The start of a file whose tensors begin at byte `first`: the header's length, the header, and blanks up to there.
+    With `first` 0 the blanks end at a multiple of ALIGNED_BYTES."""
     entries: dict[str, object] = {_METADATA: metadata} if metadata else {}
     for tensor in tensors:
-        places = (tensor.first - first, tensor.last - first)
-        entries[tensor.name] = _Entry(tensor.dtype, tensor.shape, places)
+        offsets = (tensor.first - first, tensor.last - first)
+        entries[tensor.name] = _Entry(tensor.dtype, tensor.shape, offsets)
     text = msgspec.json.encode(entries)
     length = first - 8 if first else len(text) + -(len(text) + 8) % ALIGNED_BYTES
     assert len(text) <= length
@@ -120,7 +120,7 @@ def _entry(name: str, entry: msgspec.Raw) -> _Entry:
         raise ValueError(f"its entry of {name} is malformed: {error}") from error
 
 
-def _require_places(tensors: list[TensorSpan], first: int, size: int) -> None:
+def _require_offsets(tensors: list[TensorSpan], first: int, size: int) -> None:
     end = first
     for tensor in tensors:
         if tensor.first != end or tensor.last < end:

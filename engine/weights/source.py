@@ -31,18 +31,18 @@ from engine.weights.random import random_tensors
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Of one model on one device. `checkpoint` is None where parameters are made up; else what its headers say holds
-    for as long as load.Files says that the folder is the same."""
+    """The parameters of one model on one device. `checkpoint` is None where they are made up; else what its headers say
+    holds for as long as load.ModelFiles finds the folder unchanged."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     checkpoint: Checkpoint | None
     table: list[ParameterEntry]
-    forms: WeightFormats
+    formats: WeightFormats
 
     @classmethod
-    def of(cls, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, random: bool) -> Self:
+    def open(cls, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, random: bool) -> Self:
         """Reads headers. Raises CheckpointError where a tensor is missing, has no place or has the wrong shape."""
         if random:
             table = decoder_entries(config)
@@ -56,33 +56,33 @@ class WeightSource:
 
     @property
     def shapes(self) -> TensorShapes:
-        """The tensors that `make` fills."""
-        return tensor_shapes(self.forms)
+        """The tensors that `load` fills."""
+        return tensor_shapes(self.formats)
 
     @property
     def bytes(self) -> int:
-        return formats_bytes(self.forms)
+        return formats_bytes(self.formats)
 
     @property
-    def coded_bytes(self) -> int:
-        """Of the bytes, those of parameters in 12 bits a number."""
-        return bf12_formats_bytes(self.forms)
+    def bf12_bytes(self) -> int:
+        """The bytes of parameters in 12 bits a number."""
+        return bf12_formats_bytes(self.formats)
 
     @property
     def bf16_bytes(self) -> int:
-        """What the parameters would take without a code; 0 where none has one."""
-        return uncompressed_bytes(self.forms) if self.coded_bytes else 0
+        """What the parameters would take in bf16; 0 where none is in 12 bits."""
+        return uncompressed_bytes(self.formats) if self.bf12_bytes else 0
 
     @property
-    def coded(self) -> list[str]:
+    def bf12_parameters(self) -> list[str]:
         """The parameters in 12 bits a number."""
-        return [parameter for parameter, form in self.forms.items() if form.coded]
+        return [parameter for parameter, format_ in self.formats.items() if format_.is_bf12]
 
-    def make(self, beat: Callable[[], None], into: dict[str, Tensor] | None = None) -> DecoderParameters:
+    def load(self, beat: Callable[[], None], into: dict[str, Tensor] | None = None) -> DecoderParameters:
         """The parameters, in the tensors of `into` or in new ones. Calls `beat` as more is there. On a CPU the largest
-        takes its memory once more (packing). Raises as `load.fetch`."""
+        takes its memory once more, for packing. Raises as `load_tensors`."""
         if self.checkpoint is None:
             tensors = random_tensors(self.table, self.dtype, self.device, beat, into=into)
         else:
-            tensors = load_tensors(self.checkpoint, self.table, self.forms, self.device, beat, into)
+            tensors = load_tensors(self.checkpoint, self.table, self.formats, self.device, beat, into)
         return assemble_decoder(self.config, tensors, beat)

@@ -2,15 +2,15 @@
 
 It knows runs of bytes and where they belong, and nothing of models. Reading releases the GIL, and sending to a GPU is
 asynchronous, out of pinned memory: while some slabs are on their way to the device, the readers fill others. One
-thread alone speaks to the device, because several of them wait for each other there. Host memory is bounded by the
+thread alone speaks to the device, because several would wait for each other there. Host memory is bounded by the
 slabs, whatever the size of the model: `host_bytes`, 64 MiB for a GPU, pinned for this alone because pinning is slow.
 
-Readers also compare the sums of what they read, some 20 GB/s on a core, and unpack packed words, 2.7 GB/s of bf16 on a
-core; both release the GIL. Words that a CPU cannot multiply by become numbers in the readers too, on a GPU there.
+Readers also compare the sums of what they read, some 20 GB/s on a core, and decompress high words, 2.7 GB/s of bf16 on
+a core; both release the GIL. Words become numbers in the readers for a CPU, which cannot multiply by them, and on the
+device for a GPU.
 
-On an H200 with 16 cores: 42 to 45 GB/s from the page cache, where the same readers alone make 46. From a cold disk, as
-measured in turn, 2.3 GB/s, where O_DIRECT gives 2.4; but with that each further start and replica would read the disk
-again.
+On an H200 with 16 cores: 42 to 45 GB/s from the page cache, where the same readers alone make 46. From a cold disk 2.3
+GB/s, where O_DIRECT gives 2.4; but with that each further start and replica would read the disk again.
 """
 
 import mmap
@@ -45,17 +45,17 @@ class RingSize:
 
     threads: int
     slabs: int
-    sent: int
+    inflight: int
 
 
-_GPU: Final = RingSize(threads=8, slabs=16, sent=4)  # the fastest measured
-_CPU: Final = RingSize(threads=2, slabs=3, sent=0)  # a copy there uses several cores by itself
+_GPU: Final = RingSize(threads=8, slabs=16, inflight=4)  # the fastest measured
+_CPU: Final = RingSize(threads=2, slabs=3, inflight=0)  # a copy there uses several cores by itself
 
 
 @dataclass(frozen=True, slots=True)
-class CodedRows:
-    """Whole rows of a coded matrix. Where there is a `frame`, a range of the file's bytes, the high words are packed in
-    it, and the piece's own are low ones alone. Where there are `escapes`, theirs, the target takes numbers."""
+class Bf12Rows:
+    """Whole rows of a bf12 matrix. Where there is a `frame`, a range of the file's bytes, the high words are compressed
+    in it, and the piece's own are low ones alone. Where there are `escapes`, the target takes numbers."""
 
     count: int
     inputs: int
@@ -66,19 +66,19 @@ class CodedRows:
 @dataclass(frozen=True, slots=True)
 class FilePiece:
     """A run of a file that fits into a slab, of the tensor `name`. `target` is flat and contiguous, and takes as many
-    numbers; its dtype may be another than the `stored` one. Where a `sum` is known, what was read has to have it."""
+    numbers; its dtype may be another than the `stored` one. Where a `checksum` is known, what was read must have it."""
 
     name: str
     path: Path
     first: int
     stored: torch.dtype
     target: Tensor
-    sum: int | None = None
-    rows: CodedRows | None = None
+    checksum: int | None = None
+    rows: Bf12Rows | None = None
 
     @property
     def bytes(self) -> int:
-        """In a slab."""
+        """The bytes that it takes in a slab."""
         count = self.target.numel() if self.rows is None else self.rows.count * words_of(self.rows.inputs)
         return count * self.stored.itemsize
 
@@ -90,8 +90,8 @@ def split_pieces(
     flat = target.view(-1)
     numbers = SLAB_BYTES // stored.itemsize
     for index, start in enumerate(range(0, flat.numel(), numbers)):
-        into, known = flat[start : start + numbers], None if sums is None else sums[index]
-        yield FilePiece(name, path, first + start * stored.itemsize, stored, into, known)
+        into, checksum = flat[start : start + numbers], None if sums is None else sums[index]
+        yield FilePiece(name, path, first + start * stored.itemsize, stored, into, checksum)
 
 
 def ring_for(device: torch.device) -> RingSize:
@@ -103,26 +103,26 @@ def host_bytes(device: torch.device) -> int:
     return ring_for(device).slabs * SLAB_BYTES
 
 
-def stream_pieces(pieces: Iterable[FilePiece], device: torch.device, moved: Callable[[int], None]) -> None:
-    """Moves every piece and returns when all have arrived. Calls `moved` with the bytes so far as they become more,
+def stream_pieces(pieces: Iterable[FilePiece], device: torch.device, on_bytes: Callable[[int], None]) -> None:
+    """Moves every piece and returns when all have arrived. Calls `on_bytes` with the bytes so far as they become more,
     about ten times a second and at the end.
 
     Raises CheckpointError where a file is gone, cannot be read, is shorter than its header said or has other bytes than
     its sums say. However it ends, its threads have ended and its files are closed.
     """
     ring = ring_for(device)
-    assert ring.sent < ring.slabs
+    assert ring.inflight < ring.slabs
     waiting = deque(sorted(pieces, key=lambda piece: (piece.path, piece.first)))
     count, paths = len(waiting), {piece.path for piece in waiting}
     free: SimpleQueue[Slab | None] = SimpleQueue()
     full: SimpleQueue[FilledSlab] = SimpleQueue()
-    with _opened(paths) as files, allocate_slabs(ring.slabs, device) as made, ThreadPoolExecutor(ring.threads) as pool:
-        for slab in made:
+    with _opened(paths) as files, allocate_slabs(ring.slabs, device) as slabs, ThreadPoolExecutor(ring.threads) as pool:
+        for slab in slabs:
             free.put(slab)
         try:
             for _ in range(ring.threads):
                 pool.submit(_read, waiting, files, free, full)
-            _send(full, free, count, ring.sent, moved)
+            _send(full, free, count, ring.inflight, on_bytes)
         finally:
             waiting.clear()
             for _ in range(ring.threads):
@@ -148,7 +148,7 @@ def _read(
     free: "SimpleQueue[Slab | None]",
     full: "SimpleQueue[FilledSlab]",
 ) -> None:
-    """One reader: fills slabs until there are no pieces left or it gets None. What it raises, the sender raises."""
+    """One reader: fills slabs until no pieces are left or it gets None. The sender raises what it raises."""
     try:
         while waiting and (slab := free.get()) is not None:
             try:
@@ -156,7 +156,7 @@ def _read(
             except IndexError:  # another reader took the last one
                 return
             _fill(slab.memory, piece, files[piece.path])
-            slab.filled(piece)
+            slab.prepare(piece)
             full.put((slab, piece))
     except BaseException as error:
         full.put(error)
@@ -168,14 +168,14 @@ def _fill(memory: memoryview, piece: FilePiece, file: int) -> None:
         _read_at(file, piece, piece.first, into)
     else:
         _unpack(into, piece, piece.rows, piece.rows.frame, file)
-    if piece.sum is not None and xxhash.xxh3_64_intdigest(into) != piece.sum:
+    if piece.checksum is not None and xxhash.xxh3_64_intdigest(into) != piece.checksum:
         raise CheckpointError(
             f"{piece.path}: {piece.name} is not as it was written, within what begins at byte {piece.first}: "
             "get the file again"
         )
 
 
-def _unpack(into: memoryview, piece: FilePiece, rows: CodedRows, frame: range, file: int) -> None:
+def _unpack(into: memoryview, piece: FilePiece, rows: Bf12Rows, frame: range, file: int) -> None:
     low, packed = memoryview(bytearray(rows.count * rows.inputs)), memoryview(bytearray(len(frame)))
     _read_at(file, piece, piece.first, low)
     _read_at(file, piece, frame.start, packed)
@@ -187,47 +187,47 @@ def _unpack(into: memoryview, piece: FilePiece, rows: CodedRows, frame: range, f
 
 
 def _read_at(file: int, piece: FilePiece, first: int, into: memoryview) -> None:
-    if hasattr(os, "posix_fadvise"):  # or a disk is asked for little at a time: the readers look like random access
+    if hasattr(os, "posix_fadvise"):  # else the disk reads little at a time: the readers look like random access
         os.posix_fadvise(file, first, len(into), os.POSIX_FADV_WILLNEED)
-    got = 0
-    while got < len(into):
+    count = 0
+    while count < len(into):
         try:
-            read = os.preadv(file, [into[got:]], first + got)
+            read = os.preadv(file, [into[count:]], first + count)
         except OSError as error:
-            raise CheckpointError(f"{piece.path} cannot be read at {first + got}: {error.strerror}") from error
+            raise CheckpointError(f"{piece.path} cannot be read at {first + count}: {error.strerror}") from error
         if read == 0:
-            raise CheckpointError(f"{piece.path} ends at byte {first + got}: it was cut short while it was read")
-        got += read
+            raise CheckpointError(f"{piece.path} ends at byte {first + count}: it was cut short while it was read")
+        count += read
 
 
 def _send(
     full: "SimpleQueue[FilledSlab]",
     free: "SimpleQueue[Slab | None]",
     count: int,
-    most: int,
-    moved: Callable[[int], None],
+    max_inflight: int,
+    on_bytes: Callable[[int], None],
 ) -> None:
-    """Sends `count` pieces on as they come, at most `most` of them unawaited."""
-    sent: deque[Slab] = deque()
-    done, told_at = 0, time.monotonic()
+    """Sends `count` pieces on as they come, at most `max_inflight` of them unawaited."""
+    inflight: deque[Slab] = deque()
+    done, reported_at = 0, time.monotonic()
     for _ in range(count):
-        came = full.get()
-        if isinstance(came, BaseException):
-            raise came
-        slab, piece = came
+        filled = full.get()
+        if isinstance(filled, BaseException):
+            raise filled
+        slab, piece = filled
         slab.send(piece)
-        sent.append(slab)
-        if len(sent) > most:
-            oldest = sent.popleft()
+        inflight.append(slab)
+        if len(inflight) > max_inflight:
+            oldest = inflight.popleft()
             oldest.wait()
             free.put(oldest)
         done += piece.bytes
-        if time.monotonic() - told_at >= _REPORT_S:
-            told_at = time.monotonic()
-            moved(done)
-    for slab in sent:
+        if time.monotonic() - reported_at >= _REPORT_S:
+            reported_at = time.monotonic()
+            on_bytes(done)
+    for slab in inflight:
         slab.wait()
-    moved(done)
+    on_bytes(done)
 
 
 class Slab:
@@ -238,8 +238,8 @@ class Slab:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._numbers: Tensor
 
-    def filled(self, piece: FilePiece) -> None:
-        """Does in the reader's thread what the sender's would have to wait for."""
+    def prepare(self, piece: FilePiece) -> None:
+        """Does in the reader's thread what the sender's thread would have to wait for."""
         self._numbers = _numbers(piece, self._stored(piece))
 
     def send(self, piece: FilePiece) -> None:
@@ -247,7 +247,7 @@ class Slab:
         piece.target.copy_(self._numbers)
 
     def wait(self) -> None:
-        """Until the memory may be filled again."""
+        """Blocks until the memory may be filled again."""
 
     def _stored(self, piece: FilePiece) -> Tensor:
         return self._bytes[: piece.bytes].view(piece.stored)
@@ -261,11 +261,11 @@ class PinnedSlab(Slab):
         self._fetched = torch.cuda.Event()
         self._pinned = False
 
-    def filled(self, piece: FilePiece) -> None:
-        """The device expands and converts."""
+    def prepare(self, piece: FilePiece) -> None:
+        """Does nothing: the device expands and converts."""
 
     def send(self, piece: FilePiece) -> None:
-        if not self._pinned:  # only now: what was written once is pinned in a third of the time
+        if not self._pinned:  # only now: memory that was written once is pinned in a third of the time
             torch.cuda.check_error(_cudart().cudaHostRegister(self._bytes.data_ptr(), len(self.memory), 0))
             self._pinned = True
         stored = self._stored(piece)
@@ -278,14 +278,14 @@ class PinnedSlab(Slab):
         self._fetched.synchronize()
 
     def unpin(self) -> None:
-        """Waits for what was sent, however the transfer ended."""
+        """Waits for what was sent, however the transfer ended, and makes the memory ordinary again."""
         if self._pinned:
             self.wait()
             torch.cuda.check_error(_cudart().cudaHostUnregister(self._bytes.data_ptr()))
 
 
 def _numbers(piece: FilePiece, stored: Tensor) -> Tensor:
-    """What was stored as the target takes it, but for its dtype, where `stored` lies."""
+    """The numbers that the target takes, in the dtype and where `stored` lies."""
     if piece.rows is None or piece.rows.escapes is None:
         return stored
     return expand(stored.view(piece.rows.count, -1), piece.rows.escapes.to(stored.device)).view(-1)
@@ -295,7 +295,7 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
-FilledSlab = tuple[Slab, FilePiece] | BaseException  # what readers hand over: a piece in its slab, or what went wrong
+FilledSlab = tuple[Slab, FilePiece] | BaseException  # what readers hand over: a piece in its slab, or their error
 
 
 @contextmanager

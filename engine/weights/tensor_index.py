@@ -1,5 +1,5 @@
-"""Where a checkpoint's tensors lie in its files, coded ones with all that they are made of. It reads nothing, and needs
-no torch.
+"""Where a checkpoint's tensors lie in its files, those in 12 bits with all their planes. It reads nothing, and needs no
+torch.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Final
 from engine.models.weight_names import ParameterEntry
 
 ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}  # of weights
-BF12: Final = "BF12"  # the dtype of what is coded
+BF12: Final = "BF12"  # the dtype of a tensor in 12 bits a number
 _LISTED_MAX: Final = 5
 
 
@@ -24,8 +24,8 @@ class CheckpointError(ValueError):
 class StoredTensor:
     """One tensor: bytes first … last−1 of its file.
 
-    sums    of its pieces (notes.py), which every tensor of a compressed file has.
-    code    where the dtype is BF12: then `shape` is the matrix's, and the bytes are those of its words.
+    sums    one for each piece (bf12/metadata.py); every tensor of a compressed file has them.
+    bf12    the planes, where the dtype is BF12: then `shape` is the matrix's, and the bytes are those of its words.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class StoredTensor:
     first: int
     last: int
     sums: tuple[int, ...] | None = None
-    code: "CodedPlanes | None" = None
+    bf12: "Bf12Planes | None" = None
 
     @property
     def numbers(self) -> int:
@@ -42,42 +42,43 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """All that the file has of it."""
-        return self.last - self.first + (0 if self.code is None else sum(plane.bytes for plane in self.code.planes))
+        """What the file has of it, planes included."""
+        return self.last - self.first + (0 if self.bf12 is None else sum(plane.bytes for plane in self.bf12.all))
 
 
 @dataclass(frozen=True, slots=True)
 class ZstdPlane:
-    """High words, packed for their way: a frame for each piece of words, and where each of them ends."""
+    """High words, compressed for their way: a frame for each piece of words, and where each frame ends."""
 
     frames: StoredTensor
     ends: StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
-class CodedPlanes:
-    """What a coded tensor has beside its words, which are the low ones alone where the high ones are packed."""
+class Bf12Planes:
+    """What a bf12 tensor has beside its words, which are the low ones alone where the high ones are in `zstd`."""
 
     bases: StoredTensor
     positions: StoredTensor
     values: StoredTensor
-    high: ZstdPlane | None
+    zstd: ZstdPlane | None
 
     @property
-    def planes(self) -> list[StoredTensor]:
-        high = [] if self.high is None else [self.high.frames, self.high.ends]
-        return [self.bases, self.positions, self.values, *high]
+    def all(self) -> list[StoredTensor]:
+        zstd = [] if self.zstd is None else [self.zstd.frames, self.zstd.ends]
+        return [self.bases, self.positions, self.values, *zstd]
 
 
-def coded_sources(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> list[CodedPlanes]:
-    """Those of a parameter's sources, where it can stay coded: all of them are, with as many inputs. Else none."""
-    codes = [code for source in entry.sources if (code := stored[source.name].code) is not None]
+def bf12_sources(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> list[Bf12Planes]:
+    """The planes of a parameter's sources where it can stay in 12 bits: all sources are, with as many inputs. Else
+    none."""
+    planes = [bf12 for source in entry.sources if (bf12 := stored[source.name].bf12) is not None]
     alike = len({source.shape[1:] for source in entry.sources}) == 1
-    return codes if alike and len(codes) == len(entry.sources) else []
+    return planes if alike and len(planes) == len(entry.sources) else []
 
 
 def abbreviate_names(names: Iterable[str]) -> str:
-    """A few of them."""
+    """The first few names, and how many more there are."""
     names = list(names)
-    shown = ", ".join(names[:_LISTED_MAX])
-    return shown if len(names) <= _LISTED_MAX else f"{shown} and {len(names) - _LISTED_MAX} more"
+    listed = ", ".join(names[:_LISTED_MAX])
+    return listed if len(names) <= _LISTED_MAX else f"{listed} and {len(names) - _LISTED_MAX} more"

@@ -1,10 +1,10 @@
-"""Whether a folder's weights are whole and are those of its config.json, found from headers alone. It moves no weights.
+"""Whether a folder's weights are whole and are those of its config.json, from headers alone. It moves no weights.
 
     python -m engine.weights.validate '<ModelSpec JSON>'
 
-It prints what a replica would load, as a line of JSON (wire.Inspected). What is wrong is its last line on stderr, with
-exit status 1 where it is the weights, and 2 where it is config.json. Nothing here needs torch, so that looking takes a
-tenth of a second.
+It prints what a replica would load, as a line of JSON (protocol.reports.InspectionReport). What is wrong is its last
+line on stderr, with exit status 1 where it is the weights, and 2 where it is config.json. Nothing here needs torch, so
+that it takes a tenth of a second.
 """
 
 import math
@@ -25,11 +25,11 @@ from engine.models.weight_names import ParameterEntry, decoder_entries, decoder_
 from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.tensor_index import CodedPlanes, coded_sources
+from engine.weights.tensor_index import Bf12Planes, bf12_sources
 
 
 def inspect_weights(model: ModelSpec) -> InspectionReport:
-    """Raises ConfigError or CheckpointError."""
+    """What a replica would load of the folder. Raises ModelConfigError or CheckpointError."""
     folder = Path(model.folder)
     _require_known(folder)
     config = read_encoder_config(folder) if is_encoder(folder) else read_decoder_config(folder, vectors=model.vectors)
@@ -40,37 +40,37 @@ def inspect_weights(model: ModelSpec) -> InspectionReport:
     checkpoint = Checkpoint(folder)
     if config.layers > len(checkpoint.tensors):
         raise CheckpointError(f"{folder} has {len(checkpoint.tensors)} tensors for the {config.layers} layers it names")
-    table, spare = _required_tensors(config, checkpoint.tensors)
+    table, is_unused = _required_tensors(config, checkpoint.tensors)
     sources = [source for entry in table for source in entry.sources]
-    checkpoint.require(sources, spare)
+    checkpoint.require(sources, is_unused)
     decoder = [] if isinstance(config, EncoderConfig) else table
-    coded = [(entry, codes) for entry in decoder if (codes := coded_sources(entry, checkpoint.tensors))]
+    bf12 = [(entry, planes) for entry in decoder if (planes := bf12_sources(entry, checkpoint.tensors))]
     return InspectionReport(
         numbers=sum(math.prod(source.shape) for source in sources),
-        coded_numbers=sum(math.prod(source.shape) for entry, _ in coded for source in entry.sources),
-        coded_bytes=sum(_coded_bytes(entry, codes) for entry, codes in coded),
+        coded_numbers=sum(math.prod(source.shape) for entry, _ in bf12 for source in entry.sources),
+        coded_bytes=sum(_bf12_bytes(entry, planes) for entry, planes in bf12),
     )
 
 
-def _coded_bytes(entry: ParameterEntry, codes: Iterable[CodedPlanes]) -> int:
-    """Of its words, and of the index of what they leave out (forms.py, which needs torch)."""
+def _bf12_bytes(entry: ParameterEntry, sources: Iterable[Bf12Planes]) -> int:
+    """The bytes of a parameter's words and of its escape index, as formats.py has them, which needs torch."""
     outputs, inputs = sum(source.shape[0] for source in entry.sources), entry.sources[0].shape[1]
-    escapes, groups = sum(code.values.numbers for code in codes), -(-outputs // GROUP_OUTPUTS)
+    escapes, groups = sum(planes.values.numbers for planes in sources), -(-outputs // GROUP_OUTPUTS)
     return 4 * (outputs * words_of(inputs) + outputs + groups + 1) + (4 + 2) * escapes
 
 
 def _require_known(folder: Path) -> None:
-    """Raises ConfigError, which lists decoders and encoders alike."""
-    named = read_json(folder / "config.json").get("architectures")
+    """Raises ModelConfigError, which lists decoders and encoders alike."""
+    names = read_json(folder / "config.json").get("architectures")
     known = (*DECODERS, *HEADLESS, *ENCODERS)
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
-        raise ModelConfigError(f"{folder}: architectures {named!r} is not supported; one of {', '.join(known)} is")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
+        raise ModelConfigError(f"{folder}: architectures {names!r} is not supported; one of {', '.join(known)} is")
 
 
 def _required_tensors(
     config: ModelConfig | EncoderConfig, stored: Container[str]
 ) -> tuple[list[ParameterEntry], Callable[[str], bool]]:
-    """Every parameter with its tensors, and what else may be stored."""
+    """Every parameter with its tensors, and which other names may be stored."""
     if isinstance(config, EncoderConfig):
         prefix = encoder_prefix_of(stored)
         return encoder_entries(config, prefix), lambda name: is_unused_encoder_tensor(config, prefix, name)
@@ -87,7 +87,7 @@ def main() -> int:
     except ModelConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # an entry of another kind than any model's
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # an entry of a type that no model has
         print(f"{model.folder}/config.json cannot be understood: {error!r}", file=sys.stderr)
         return 2
     return 0

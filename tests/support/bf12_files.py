@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.bf12 import metadata as notes
-from engine.bf12.codec import choose_bases, encode, is_encodable
+from engine.bf12 import metadata as bf12_metadata
+from engine.bf12.codec import choose_bases, encode
+from engine.bf12.layout import is_encodable
 from engine.bf12.metadata import ALIGNED_BYTES, Bf12Metadata, CompressionLevel, OriginalFile, piece_rows
 from engine.bf12.zstd_plane import pack_plane
 
@@ -47,7 +48,7 @@ def write_coded(
     for name, tensor in tensors.items():
         if not coded(name, tensor):
             planes[name] = tensor
-            sums[name] = sums_of(raw(tensor), notes.PIECE_BYTES)
+            sums[name] = sums_of(raw(tensor), bf12_metadata.PIECE_BYTES)
             continue
         found = encode(tensor, bases(tensor))
         codes[name] = xxhash.xxh3_128_hexdigest(raw(tensor))
@@ -64,10 +65,12 @@ def write_coded(
         small = {"bases": escapes.bases_N, "escape_positions": escapes.positions_E, "escape_values": escapes.values_E}
         for plane, values in small.items():
             planes[f"{name}.{plane}"] = values
-            sums[f"{name}.{plane}"] = sums_of(raw(values), notes.PIECE_BYTES)
+            sums[f"{name}.{plane}"] = sums_of(raw(values), bf12_metadata.PIECE_BYTES)
     header, content = header_and_content(tensors)
     original = OriginalFile(header=header.decode(), bytes=8 + len(header) + len(content), xxh3_128="")
-    write_file(path, planes, notes.encode_metadata(Bf12Metadata(notes.VERSION, level, original, codes, sums)))
+    write_file(
+        path, planes, bf12_metadata.encode_metadata(Bf12Metadata(bf12_metadata.VERSION, level, original, codes, sums))
+    )
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

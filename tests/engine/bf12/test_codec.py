@@ -10,7 +10,7 @@ from engine.bf12.codec import (
     decode,
     encode,
     exponents_of,
-    index,
+    index_escapes,
     stack_matrices,
 )
 from engine.bf12.layout import BASES, INPUTS_MAX, is_encodable, lanes_of
@@ -74,7 +74,7 @@ def test_rows_of_zeros_leave_no_escapes_and_keep_their_signs() -> None:
     outputs_E = coded.escapes.positions_E // 256
     assert [output for output in outputs_E.tolist() if output % 2 == 0] == [6]
     assert same_bits(decode(coded), weight_NK)
-    assert index([coded.escapes]).scales_N[::2].eq(0).all()
+    assert index_escapes([coded.escapes]).scales_N[::2].eq(0).all()
 
 
 def test_no_other_base_of_a_row_leaves_fewer_escapes() -> None:
@@ -147,7 +147,7 @@ def test_the_index_finds_each_escape_in_its_group() -> None:
     for part in parts:
         part.view(-1)[::41] = 0.0
     coded = [encode(part, choose_bases(part)) for part in parts]
-    found, below = index([one.escapes for one in coded]), torch.cat(parts)
+    found, below = index_escapes([one.escapes for one in coded]), torch.cat(parts)
     groups = -(-len(below) // 16)
     assert len(found.firsts_G) == groups + 1
     assert found.firsts_G[-1] == len(found.places_E) == sum(len(one.escapes.positions_E) for one in coded)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import choose_bases, encode, words_of
+from engine.bf12.codec import choose_bases, encode
+from engine.bf12.layout import words_of
 from engine.bf12.zstd_plane import ZstdPlaneError, pack_plane, unpack_plane
 from tests.engine.bf12.test_codec import gaussian
 

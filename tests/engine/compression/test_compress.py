@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.bf12 import metadata as notes
+from engine.bf12 import metadata as bf12_metadata
 from engine.bf12.metadata import ALIGNED_BYTES, CompressionLevel
 from engine.compression import survey
 from engine.compression.checksums import parse_sums, replace_sums
@@ -147,7 +147,7 @@ def test_headers_and_tensors_of_every_kind_come_back(tmp_path: Path, level: Comp
     for name in tensors.keys() - {"weight", "more"}:
         assert torch.equal(loaded[name], tensors[name]), name
     with safe_open(path, "pt") as opened:
-        said = notes.parse_metadata(opened.metadata())
+        said = bf12_metadata.parse_metadata(opened.metadata())
         assert opened.metadata()["format"] == "pt"
         assert opened.get_slice("weight").get_dtype() == "I32"
     assert said is not None
@@ -395,7 +395,7 @@ def test_what_was_altered_is_named(tmp_path: Path) -> None:
 def test_a_frame_is_no_longer_than_a_piece(tmp_path: Path) -> None:
     folder, path = write_folder(tmp_path / "model", {"weight": gaussian(64, 256)}), tmp_path / "made/model.safetensors"
     compressed(folder, tmp_path / "made", CompressionLevel.DISTRIBUTION)
-    long = 2 * notes.PIECE_BYTES
+    long = 2 * bf12_metadata.PIECE_BYTES
     planes = load_file(path) | {"weight.high": torch.zeros(long).byte(), "weight.high_ends": torch.tensor([long])}
     bf12_files.write_file(path, planes, read_header(path).metadata)
     with pytest.raises(CheckpointError, match="weight has frames that end where they cannot"):
@@ -408,7 +408,7 @@ def test_every_sum_that_is_noted_counts(tmp_path: Path) -> None:
     path = tmp_path / "made" / "model.safetensors"
     compressed(folder, tmp_path / "made")
     header, good = read_header(path), path.read_bytes()
-    said = notes.parse_metadata(header.metadata)
+    said = bf12_metadata.parse_metadata(header.metadata)
     assert said is not None
     zeros = "0" * 32
     for wrong, told in (
@@ -417,7 +417,7 @@ def test_every_sum_that_is_noted_counts(tmp_path: Path) -> None:
         (structs.replace(said, pieces=said.pieces | {"bias": []}), "has 0 sums of bias, which has 1 pieces"),
         (structs.replace(said, codes={}), "weight.bases"),
     ):
-        start = encode_header(header.tensors, notes.encode_metadata(wrong), header.first)
+        start = encode_header(header.tensors, bf12_metadata.encode_metadata(wrong), header.first)
         path.write_bytes(start + good[header.first :])
         with pytest.raises(CheckpointError, match=told):
             expand_folder(tmp_path / "made", tmp_path / "back", CPU)

@@ -23,7 +23,7 @@ def test_results_come_in_order_and_no_more_are_made_than_may_wait() -> None:
         return item
 
     with ThreadPoolExecutor(4) as pool:
-        for result in map_ordered(pool, make, range(60), ahead=5):
+        for result in map_ordered(pool, make, range(60), prefetch=5):
             time.sleep(0.003)  # who takes them is the slowest
             assert result == taken
             taken += 1
@@ -58,7 +58,7 @@ def test_a_file_that_is_cut_written_or_gone_is_told(tmp_path: Path) -> None:
             assert files.read(path, 2, 4) == b"3456"
             with pytest.raises(CheckpointError, match="ends at byte 8"):
                 files.read(path, 6, 4)
-            files.require_same()
+            files.require_unchanged()
             change()
             with pytest.raises(CheckpointError, match=said):
-                files.require_same()
+                files.require_unchanged()

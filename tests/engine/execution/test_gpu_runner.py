@@ -69,18 +69,18 @@ def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **chang
     matrices."""
     model = spec(folder, **changes)
     config = read_decoder_config(folder, vectors=model.vectors)
-    origin = WeightSource.of(folder, config, torch.float32, CPU, model.random_weights)
+    weight_source = WeightSource.open(folder, config, torch.float32, CPU, model.random_weights)
     if coded:
-        on_gpu = WeightSource.of(folder, config, torch.bfloat16, torch.device("cuda"), random=False)
-        origin = replace(origin, forms=on_gpu.forms)
-    weights = WeightBuffer(Arena.of(CPU), origin.shapes)
+        on_gpu = WeightSource.open(folder, config, torch.bfloat16, torch.device("cuda"), random=False)
+        weight_source = replace(weight_source, formats=on_gpu.formats)
+    weights = WeightBuffer(Arena.of(CPU), weight_source.shapes)
     with patch.object(assembly, "_stored", Bf12Linear if coded else GpuLinear):
-        parameters = origin.make(lambda: None, dict(weights.tensors))
+        parameters = weight_source.load(lambda: None, dict(weights.tensors))
     most = StepLimits.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
     pool = KVPool(KVShape.of(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
     poison(pool)
     stream = DeviceStream(CPU)
-    held = _open_memory(model, config, origin.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
+    held = _open_memory(model, config, weight_source.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
     return GpuRunner(config, parameters, held, stream, most, graph_rows=0, standby=True)
 
 

@@ -17,11 +17,11 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.bf12 import metadata as notes
+from engine.bf12 import metadata as bf12_metadata
 from engine.bf12.codec import Bf12Matrix, Bf12Weight, EscapeIndex, Escapes, choose_bases, decode
 from engine.bf12.metadata import Bf12Metadata, CompressionLevel
 from engine.models.weight_names import ParameterEntry, TensorSource
-from engine.weights import streaming
+from engine.weights import bf12_reader, pieces, streaming
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.formats import FIRSTS, PLACES, SCALES, VALUES, WORDS, select_formats
 from engine.weights.load import load_tensors
@@ -33,8 +33,9 @@ LEVELS = list(CompressionLevel)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small tensors have several."""
-    monkeypatch.setattr(notes, "PIECE_BYTES", 4096)
+    """Gives small tensors several pieces."""
+    for module in (bf12_metadata, bf12_reader, pieces):
+        monkeypatch.setattr(module, "PIECE_BYTES", 4096)
     monkeypatch.setattr(streaming, "SLAB_BYTES", 4096)
 
 
@@ -63,9 +64,9 @@ def read(folder: Path, device: torch.device = GPU) -> dict[str, Tensor]:
     """As a CPU or a GPU has the tensors, in host memory."""
     checkpoint = Checkpoint(folder)
     checkpoint.require((source for entry in TABLE for source in entry.sources), lambda name: False)
-    forms = select_formats(TABLE, checkpoint.tensors, torch.bfloat16, device)
+    formats = select_formats(TABLE, checkpoint.tensors, torch.bfloat16, device)
     with torch.inference_mode():
-        return load_tensors(checkpoint, TABLE, forms, CPU, lambda: None)
+        return load_tensors(checkpoint, TABLE, formats, CPU, lambda: None)
 
 
 def numbers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -127,7 +128,7 @@ def test_a_coded_tensor_has_its_own_name_and_shape_and_planes_have_none(file: Pa
     tensors = Checkpoint(file.parent).tensors
     assert tensors.keys() == originals().keys()
     assert (tensors["wide"].dtype, tensors["wide"].shape) == ("BF12", (40, 256))
-    assert (tensors["kept"].dtype, tensors["kept"].code) == ("BF16", None)
+    assert (tensors["kept"].dtype, tensors["kept"].bf12) == ("BF16", None)
     assert sum(tensor.bytes for tensor in tensors.values()) == Checkpoint(file.parent).bytes
     header_bytes = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
     assert Checkpoint(file.parent).bytes == file.stat().st_size - header_bytes
@@ -147,7 +148,7 @@ Change = Callable[[Planes, dict[str, Any]], None]
 
 
 def rewrite(path: Path, change: Change) -> None:
-    """The same file with other planes or notes, whose own sum is right."""
+    """The same file with other planes or metadata, whose own sum is right."""
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
@@ -158,9 +159,9 @@ def rewrite(path: Path, change: Change) -> None:
         first, last = entry["data_offsets"]
         flat = torch.tensor(list(content[8 + length + first : 8 + length + last]), dtype=torch.uint8)
         planes[name] = flat.view(dtypes[entry["dtype"]]).view(entry["shape"])
-    said = json.loads(metadata[notes.METADATA_KEY])
+    said = json.loads(metadata[bf12_metadata.METADATA_KEY])
     change(planes, said)
-    write_file(path, planes, notes.encode_metadata(msgspec.convert(said, Bf12Metadata)))
+    write_file(path, planes, bf12_metadata.encode_metadata(msgspec.convert(said, Bf12Metadata)))
 
 
 def test_a_file_that_is_written_again_as_it_was_is_taken(file: Path) -> None:
@@ -174,6 +175,14 @@ def without(name: str) -> Change:
 
 def with_plane(name: str, tensor: Tensor) -> Change:
     return lambda planes, said: planes.update({name: tensor})
+
+
+def with_sum(text: str) -> dict[str, str]:
+    """The metadata of a header that describes itself with `text`."""
+    return {
+        bf12_metadata.METADATA_KEY: text,
+        bf12_metadata.METADATA_SUM_KEY: xxhash.xxh3_128_hexdigest(text.encode()),
+    }
 
 
 def without_sum(name: str) -> Change:
@@ -245,12 +254,19 @@ def test_metadata_that_are_not_understood_are_refused(file: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors: its metadata were altered: get the file again"):
         Checkpoint(file.parent)
     said = msgspec.json.encode({"version": 9}).decode()
-    metadata = {notes.METADATA_KEY: said, notes.METADATA_SUM_KEY: xxhash.xxh3_128_hexdigest(said.encode())}
+    metadata = {
+        bf12_metadata.METADATA_KEY: said,
+        bf12_metadata.METADATA_SUM_KEY: xxhash.xxh3_128_hexdigest(said.encode()),
+    }
     write_file(file, {}, metadata)
     with pytest.raises(CheckpointError, match=r"of version 9 of the format, this Hearth reads version 1"):
         Checkpoint(file.parent)
     said = '{"version":1,"odd":' + "[" * 100_000
-    write_file(file, {}, {notes.METADATA_KEY: said, notes.METADATA_SUM_KEY: xxhash.xxh3_128_hexdigest(said.encode())})
+    write_file(
+        file,
+        {},
+        {bf12_metadata.METADATA_KEY: said, bf12_metadata.METADATA_SUM_KEY: xxhash.xxh3_128_hexdigest(said.encode())},
+    )
     with pytest.raises(CheckpointError, match=r"its metadata cannot be understood"):
         Checkpoint(file.parent)
 
@@ -302,9 +318,9 @@ def test_rows_of_zeros_come_back_with_their_signs(file: Path, level: Compression
 
 def test_an_escape_that_is_too_large_for_float16_is_refused(file: Path) -> None:
     checkpoint = Checkpoint(file.parent)
-    forms = select_formats(TABLE, checkpoint.tensors, torch.float16, GPU)
+    formats = select_formats(TABLE, checkpoint.tensors, torch.float16, GPU)
     with pytest.raises(CheckpointError, match=r"wide, stored as BF12, has 1 values .* as torch\.float16"):
-        load_tensors(checkpoint, TABLE, forms, CPU, lambda: None)
+        load_tensors(checkpoint, TABLE, formats, CPU, lambda: None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -433,8 +449,8 @@ def test_sources_with_other_bases_lie_below_each_other(file: Path, level: Compre
 def test_a_tensor_may_be_all_escapes(file: Path, level: CompressionLevel) -> None:
     write_coded(file, originals(), level, bases=lambda weight: torch.full((len(weight),), 2, dtype=torch.uint8))
     stored = Checkpoint(file.parent).tensors["wide"]
-    assert stored.code is not None
-    assert stored.code.values.numbers > 10_000
+    assert stored.bf12 is not None
+    assert stored.bf12.values.numbers > 10_000
     assert same(read(file.parent))
     assert same(read(file.parent, CPU))
 

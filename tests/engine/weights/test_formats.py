@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_matrices_stay_coded_on_a_gpu_in_bfloat16_alone(folder: Path) -> None:
     table, stored = decoder_entries(read_decoder_config(folder)), Checkpoint(folder).tensors
-    forms = select_formats(table, stored, torch.bfloat16, GPU)
-    coded = {parameter for parameter, form in forms.items() if form.coded}
+    formats = select_formats(table, stored, torch.bfloat16, GPU)
+    coded = {parameter for parameter, format_ in formats.items() if format_.is_bf12}
     assert coded == {entry.parameter for entry in table if len(entry.sources[0].shape) == 2}
     for dtype, device in ((torch.bfloat16, CPU), (torch.float16, GPU), (torch.float32, GPU)):
         assert select_formats(table, stored, dtype, device) == plain_formats(table, dtype)
@@ -45,16 +45,16 @@ def test_matrices_stay_coded_on_a_gpu_in_bfloat16_alone(folder: Path) -> None:
 
 def test_bytes_are_those_of_the_tensors(folder: Path) -> None:
     table, stored = decoder_entries(read_decoder_config(folder)), Checkpoint(folder).tensors
-    forms = select_formats(table, stored, torch.bfloat16, GPU)
-    tensors = allocate(forms, CPU)
-    assert {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} == dict(tensor_shapes(forms))
-    assert formats_bytes(forms) == sum(tensor.nbytes for tensor in tensors.values())
+    formats = select_formats(table, stored, torch.bfloat16, GPU)
+    tensors = allocate(formats, CPU)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} == dict(tensor_shapes(formats))
+    assert formats_bytes(formats) == sum(tensor.nbytes for tensor in tensors.values())
     norms = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith("norm"))
-    assert bf12_formats_bytes(forms) == formats_bytes(forms) - norms
+    assert bf12_formats_bytes(formats) == formats_bytes(formats) - norms
     as_bf16 = plain_formats(table, torch.bfloat16)
-    assert uncompressed_bytes(forms) == uncompressed_bytes(as_bf16) == formats_bytes(as_bf16)
+    assert uncompressed_bytes(formats) == uncompressed_bytes(as_bf16) == formats_bytes(as_bf16)
     assert bf12_formats_bytes(as_bf16) == 0
-    assert formats_bytes(forms) < 0.77 * formats_bytes(as_bf16)
+    assert formats_bytes(formats) < 0.77 * formats_bytes(as_bf16)
 
 
 def test_a_form_is_what_becomes_of_the_coded_matrices() -> None:
@@ -71,8 +71,8 @@ def test_a_form_is_what_becomes_of_the_coded_matrices() -> None:
 def test_sources_of_which_one_is_not_coded_are_expanded(folder: Path) -> None:
     table, stored = decoder_entries(read_decoder_config(folder)), dict(Checkpoint(folder).tensors)
     name = "model.layers.1.self_attn.k_proj.weight"
-    stored[name] = replace(stored[name], dtype="BF16", code=None)
-    forms = select_formats(table, stored, torch.bfloat16, GPU)
-    assert forms["layers.1.qkv.weight"] == PlainFormat(torch.Size((512, 256)), torch.bfloat16)
-    assert forms["layers.0.qkv.weight"].coded
-    assert uncompressed_bytes(forms) == formats_bytes(plain_formats(table, torch.bfloat16))
+    stored[name] = replace(stored[name], dtype="BF16", bf12=None)
+    formats = select_formats(table, stored, torch.bfloat16, GPU)
+    assert formats["layers.1.qkv.weight"] == PlainFormat(torch.Size((512, 256)), torch.bfloat16)
+    assert formats["layers.0.qkv.weight"].is_bf12
+    assert uncompressed_bytes(formats) == formats_bytes(plain_formats(table, torch.bfloat16))

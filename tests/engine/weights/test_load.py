@@ -37,7 +37,7 @@ def loaded(folder: Path, beats: list[int] | None = None) -> Any:
 def made(
     folder: Path, dtype: torch.dtype, device: torch.device, beat: Callable[[], None] = lambda: None
 ) -> DecoderParameters:
-    return WeightSource.of(folder, read_decoder_config(folder), dtype, device, random=False).make(beat)
+    return WeightSource.open(folder, read_decoder_config(folder), dtype, device, random=False).load(beat)
 
 
 def test_beats_for_each_layer_and_counts_bytes(folder: Path) -> None:
@@ -65,7 +65,7 @@ def test_files_that_are_as_they_were_are_not_read_again(folder: Path, monkeypatc
     files = ModelFiles(folder, random=False)
     assert files.revision == Checkpoint(folder).revision()
     monkeypatch.setattr(Checkpoint, "revision", lambda self: pytest.fail("they were read"))
-    files.again(list)
+    files.reread(list)
 
 
 def test_a_disk_that_vanishes_as_files_are_read_is_told_of(folder: Path) -> None:
@@ -73,13 +73,13 @@ def test_a_disk_that_vanishes_as_files_are_read_is_told_of(folder: Path) -> None
         raise OSError("no such device")
 
     with pytest.raises(CheckpointError, match="no such device"):
-        ModelFiles(folder, random=False).again(read)
+        ModelFiles(folder, random=False).reread(read)
 
 
 def test_files_that_were_written_again_may_hold_the_same(folder: Path) -> None:
     files = ModelFiles(folder, random=False)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    files.again(list)
+    files.reread(list)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
@@ -88,16 +88,16 @@ def test_files_that_hold_something_else_or_are_gone_are_found(folder: Path, name
     files = ModelFiles(folder, random)
     if random and name != "config.json":
         (folder / name).unlink()
-        files.again(list)
+        files.reread(list)
         return
     path = folder / name
     held = path.read_bytes()
     path.write_bytes(held[:-2] + b" }" if name == "config.json" else held[:-1] + bytes([held[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="changed"):
-        files.again(list)
+        files.reread(list)
     path.unlink()
     with pytest.raises(CheckpointError):
-        files.again(list)
+        files.reread(list)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -137,13 +137,13 @@ def test_it_tells_percents_to_a_log_and_draws_a_bar_on_a_terminal(
     monkeypatch.setattr(module, "_LOG_S", 0.0)
     with ProgressBar("loading", 200) as progress:
         for count in (50, 86, 200):
-            progress.reached(count)
+            progress.advance_to(count)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["event"], line["percent"]) for line in lines] == [("loading", 25), ("loading", 43), ("loading", 100)]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with ProgressBar("loading", 200) as progress:
-        progress.reached(50)
-        progress.reached(200)
+        progress.advance_to(50)
+        progress.advance_to(200)
     assert "100%" in capfd.readouterr().err
 
 
@@ -153,7 +153,7 @@ def test_a_gpu_holds_what_a_cpu_does_and_refuses_what_is_not_finite(folder: Path
     with torch.inference_mode():
         here, there = made(folder, torch.bfloat16, CPU), made(folder, torch.bfloat16, gpu)
         assert torch.equal(here.embedding, there.embedding.cpu())
-        planned = WeightSource.of(folder, read_decoder_config(folder), torch.bfloat16, gpu, random=False).bytes
+        planned = WeightSource.open(folder, read_decoder_config(folder), torch.bfloat16, gpu, random=False).bytes
         assert weights_bytes(there) == planned, "a tied head is no copy"
         x = torch.randn(5, 64).bfloat16()
         for left, right in zip(here.layers, there.layers, strict=True):

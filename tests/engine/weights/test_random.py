@@ -80,11 +80,11 @@ def test_sixteen_gigabytes_are_made_within_a_second(tmp_path: Path) -> None:
         num_key_value_heads=8, architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
     gpu = torch.device("cuda", 0)
-    origin = WeightSource.of(tmp_path, read_decoder_config(tmp_path), torch.bfloat16, gpu, random=True)
+    source = WeightSource.open(tmp_path, read_decoder_config(tmp_path), torch.bfloat16, gpu, random=True)
     torch.zeros(1, device=gpu)
     began = time.monotonic()
     with torch.inference_mode():
-        parameters = origin.make(lambda: None)
+        parameters = source.load(lambda: None)
     assert time.monotonic() - began < 1.0
-    assert origin.bytes > 16e9
+    assert source.bytes > 16e9
     assert float(parameters.embedding.float().std()) == pytest.approx(0.02, rel=0.01)

@@ -49,13 +49,13 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return small_llama(tmp_path_factory.mktemp("source"), tied=request.param, shard="500KB")
 
 
-def origin_of(folder: Path, dtype: torch.dtype = torch.bfloat16, device: torch.device = CPU) -> WeightSource:
-    return WeightSource.of(folder, read_decoder_config(folder), dtype, device, random=False)
+def source_of(folder: Path, dtype: torch.dtype = torch.bfloat16, device: torch.device = CPU) -> WeightSource:
+    return WeightSource.open(folder, read_decoder_config(folder), dtype, device, random=False)
 
 
 def as_on_a_gpu(folder: Path) -> WeightSource:
     """In a GPU's forms, in host memory."""
-    return replace(origin_of(folder, device=GPU), device=CPU)
+    return replace(source_of(folder, device=GPU), device=CPU)
 
 
 def answers(runner: DecoderRunner) -> list[Tensor]:
@@ -142,24 +142,24 @@ def test_it_sleeps_and_wakes_and_sees_what_changed_meanwhile(
 
 @LEVELS
 def test_a_gpus_parameters_take_what_was_planned(source: Path, level: CompressionLevel, tmp_path: Path) -> None:
-    origin = as_on_a_gpu(compressed(source, tmp_path / "coded", level))
-    parameters = origin.make(lambda: None)
-    assert weights_bytes(parameters) == origin.bytes, "a tied head is no copy"
-    assert origin.bf16_bytes == origin_of(source).bytes
-    assert origin.coded_bytes < 0.77 * origin.bf16_bytes
+    planned = as_on_a_gpu(compressed(source, tmp_path / "coded", level))
+    parameters = planned.load(lambda: None)
+    assert weights_bytes(parameters) == planned.bytes, "a tied head is no copy"
+    assert planned.bf16_bytes == source_of(source).bytes
+    assert planned.bf12_bytes < 0.77 * planned.bf16_bytes
     linears = [linear for layer in parameters.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     assert all(isinstance(linear, Bf12Linear) for linear in (*linears, parameters.head))
     assert isinstance(parameters.embedding, Bf12Weight)
-    assert (parameters.head.bytes == 0) == origin.config.tied_head
+    assert (parameters.head.bytes == 0) == planned.config.tied_head
 
 
 @LEVELS
 def test_coded_weights_go_and_come_back_with_a_mark_for_each_layer(
     source: Path, level: CompressionLevel, tmp_path: Path
 ) -> None:
-    origin = as_on_a_gpu(compressed(source, tmp_path / "coded", level))
-    weights, copies = WeightBuffer(Arena.of(CPU), origin.shapes), DeviceStream(CPU)
-    origin.make(lambda: None, dict(weights.tensors))
+    planned = as_on_a_gpu(compressed(source, tmp_path / "coded", level))
+    weights, copies = WeightBuffer(Arena.of(CPU), planned.shapes), DeviceStream(CPU)
+    planned.load(lambda: None, dict(weights.tensors))
     before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
     while weights.prepare(copies):
         pass
@@ -172,7 +172,7 @@ def test_coded_weights_go_and_come_back_with_a_mark_for_each_layer(
 
     with patch.object(StreamEvent, "set", record):
         marks = weights.send(copies)
-    heads = [] if origin.config.tied_head else ["head"]
+    heads = [] if planned.config.tied_head else ["head"]
     stages = ["embedding", "layers.0", "layers.1", "norm", *heads]
     assert len(marks) == len(there) == len(stages)
     for stage, names in zip(stages, there, strict=True):
@@ -183,9 +183,9 @@ def test_coded_weights_go_and_come_back_with_a_mark_for_each_layer(
 def test_a_load_says_how_much_is_in_12_bits(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = compressed(source, tmp_path / "coded", CompressionLevel.DISTRIBUTION)
     caplog.set_level("INFO", logger="engine.weights.load")
-    origin = as_on_a_gpu(folder)
-    origin.make(lambda: None)
-    stored, kept, coded = (count / 1e6 for count in (Checkpoint(folder).bytes, origin.bytes, origin.coded_bytes))
+    planned = as_on_a_gpu(folder)
+    planned.load(lambda: None)
+    stored, kept, coded = (count / 1e6 for count in (Checkpoint(folder).bytes, planned.bytes, planned.bf12_bytes))
     (told,) = caplog.messages
     assert told.startswith(f"loaded {len(Checkpoint(folder).tensors)} tensors, {stored:.1f} MB in ")
     assert told.endswith(f"MB/s): {kept:.1f} MB on cpu, {coded:.1f} of them in 12 bits a number")
@@ -198,24 +198,24 @@ def test_a_load_says_how_much_is_in_12_bits(source: Path, tmp_path: Path, caplog
 
 
 def test_made_up_parameters_are_as_they_are(source: Path) -> None:
-    origin = WeightSource.of(source, read_decoder_config(source), torch.bfloat16, GPU, random=True)
-    assert origin.coded == []
-    assert (origin.coded_bytes, origin.bf16_bytes) == (0, 0)
-    assert origin.checkpoint is None
+    planned = WeightSource.open(source, read_decoder_config(source), torch.bfloat16, GPU, random=True)
+    assert planned.bf12_parameters == []
+    assert (planned.bf12_bytes, planned.bf16_bytes) == (0, 0)
+    assert planned.checkpoint is None
 
 
 def test_a_folder_that_is_not_its_configs_is_refused_before_it_is_read(source: Path, tmp_path: Path) -> None:
     folder = compressed(source, tmp_path / "coded", CompressionLevel.DEVICE)
     config = replace(read_decoder_config(folder), layers=1)
     with pytest.raises(CheckpointError, match=r"no place for: model\.layers\.1\."):
-        WeightSource.of(folder, config, torch.bfloat16, CPU, random=False)
+        WeightSource.open(folder, config, torch.bfloat16, CPU, random=False)
 
 
 def test_headers_looked_at_without_torch_say_the_same(source: Path, tmp_path: Path) -> None:
     folder = compressed(source, tmp_path / "coded", CompressionLevel.DISTRIBUTION)
-    seen, origin = inspect_weights(ModelSpec(name="m", folder=str(folder))), origin_of(folder, device=GPU)
-    assert seen.coded_bytes == origin.coded_bytes
-    assert 2 * seen.coded_numbers - seen.coded_bytes == origin.bf16_bytes - origin.bytes
+    seen, planned = inspect_weights(ModelSpec(name="m", folder=str(folder))), source_of(folder, device=GPU)
+    assert seen.coded_bytes == planned.bf12_bytes
+    assert 2 * seen.coded_numbers - seen.coded_bytes == planned.bf16_bytes - planned.bytes
 
 
 @pytest.mark.gpu
@@ -225,12 +225,13 @@ def test_a_gpu_gets_the_same_bits_as_a_cpu(
     source: Path, level: CompressionLevel, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     gpu = torch.device("cuda", 0)
-    origin = origin_of(compressed(source, tmp_path / "coded", level), dtype, gpu)
-    assert (len(origin.coded) > 0) == (dtype is torch.bfloat16)
-    assert origin.checkpoint is not None
+    planned = source_of(compressed(source, tmp_path / "coded", level), dtype, gpu)
+    assert (len(planned.bf12_parameters) > 0) == (dtype is torch.bfloat16)
+    assert planned.checkpoint is not None
     with torch.inference_mode():
         here, there = (
-            load_tensors(origin.checkpoint, origin.table, origin.forms, device, lambda: None) for device in (CPU, gpu)
+            load_tensors(planned.checkpoint, planned.table, planned.formats, device, lambda: None)
+            for device in (CPU, gpu)
         )
     assert here.keys() == there.keys()
     for name, tensor in here.items():
@@ -244,7 +245,7 @@ def test_a_model_in_12_bits_is_as_exact_as_in_bf16_also_after_a_sleep(
     folder = compressed(source, tmp_path / "coded", CompressionLevel.DEVICE)
     exact = answers(open_small(source))
     plain, coded = (open_on_gpu(spec(each, dtype="bfloat16", kv_bytes=None, sequences=8)) for each in (source, folder))
-    assert coded.memory.weights_bytes == origin_of(folder, device=GPU).bytes < 0.8 * coded.memory.bf16_bytes
+    assert coded.memory.weights_bytes == source_of(folder, device=GPU).bytes < 0.8 * coded.memory.bf16_bytes
     assert coded.memory.bf16_bytes == plain.memory.weights_bytes
     assert 0 < coded.memory.coded_bytes < coded.memory.weights_bytes
     assert (plain.memory.coded_bytes, plain.memory.bf16_bytes) == (0, 0)

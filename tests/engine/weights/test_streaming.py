@@ -27,7 +27,7 @@ SLAB_BYTES = 64
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few bytes make many pieces, and several threads carry them on any host."""
     monkeypatch.setattr(module, "SLAB_BYTES", SLAB_BYTES)
-    monkeypatch.setattr(module, "ring_for", lambda device: RingSize(threads=4, slabs=8, sent=3))
+    monkeypatch.setattr(module, "ring_for", lambda device: RingSize(threads=4, slabs=8, inflight=3))
 
 
 def written(path: Path, tensors: list[Tensor], gap: int = 0) -> list[int]:

@@ -129,10 +129,10 @@ def test_memory_is_reckoned_as_each_device_has_the_weights(
 def test_inspection_reckons_as_loading_does(twelve: Path) -> None:
     found = inspect_weights(ModelSpec(name=NAME, folder=str(twelve)))
     config, stored = read_decoder_config(twelve), Checkpoint(twelve).tensors
-    forms = select_formats(table_of(config), stored, torch.bfloat16, torch.device("cuda"))
-    assert found.coded_bytes == bf12_formats_bytes(forms) > 0
+    formats = select_formats(table_of(config), stored, torch.bfloat16, torch.device("cuda"))
+    assert found.coded_bytes == bf12_formats_bytes(formats) > 0
     norms = (2 * config.layers + 1) * config.hidden  # which are in float32
-    assert formats_bytes(forms) == found.coded_bytes + 2 * (found.numbers - found.coded_numbers) + 2 * norms
+    assert formats_bytes(formats) == found.coded_bytes + 2 * (found.numbers - found.coded_numbers) + 2 * norms
 
 
 def test_a_machine_guesses_by_what_a_device_has(twelve: Path, capsys: pytest.CaptureFixture[str]) -> None:
