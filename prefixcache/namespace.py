@@ -1,4 +1,4 @@
-"""What separates cached prefixes and what bounds them: values that callers make. It does not know who they are."""
+"""What separates cached prefixes and what bounds them: values that callers make. It does not know the callers."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ ScopeKey = tuple[int, bytes]
 class Namespace(NamedTuple):
     """All that must be equal before KV may be shared. A scope is (scope_kind, scope_id), over all its namespaces.
 
-    `behind` says which block its tokens begin after, where such come first that everybody may read; 0: none do.
+    `behind`: the number of the public block that its tokens begin after; 0: no public block comes before them.
     """
 
     model_revision: str
@@ -35,8 +35,8 @@ class CacheShare(NamedTuple):
 
 
 class RetentionPolicy(NamedTuple):
-    """What a lookup says about the blocks that it will leave: whose they are, how many of them may stay, and for how
-    many seconds after their last use they are found; None: until they are evicted."""
+    """How the blocks of a lookup are kept: for which account, how many of them, and for how many seconds after their
+    last use they are found; None: until they are evicted."""
 
     account: bytes
     share: CacheShare = CacheShare()

@@ -1,4 +1,5 @@
-"""The radix tree of one namespace: exact tokens → blocks, what of it is in use, and its unused ends by age.
+"""The radix tree of one namespace: exact tokens → blocks, which of them are in use, and its unused ends by age; and the
+account and scope that it belongs to.
 
 It does not know the other namespaces. An edge holds a run of blocks: their tokens as packed bytes and their block ids,
 so that a cached system prompt of thousands of tokens is one node and one memory comparison.
@@ -7,12 +8,10 @@ so that a cached system prompt of thousands of tokens is one node and one memory
 from array import array
 from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush, heapreplace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from prefixcache.lazy_heap import LazyHeap
 from prefixcache.namespace import Namespace
-
-if TYPE_CHECKING:
-    from prefixcache.shares import AccountShare, ScopeState
 
 TOKEN_BYTES: Final = 4
 
@@ -24,29 +23,29 @@ class RadixNode:
     it has one block, and becomes a bytearray only when it is lengthened or shortened; leaves have one dict in common.
     """
 
-    __slots__ = ("blocks", "children", "label", "parent", "pins", "queued", "reads", "used")
+    __slots__ = ("blocks", "children", "label", "parent", "pins", "queued_s", "reads", "used_s")
 
     def __init__(
-        self, parent: "RadixNode | None", label: bytes | bytearray, blocks: "array[int]", pins: int, used: float
+        self, parent: "RadixNode | None", label: bytes | bytearray, blocks: "array[int]", pins: int, used_s: float
     ) -> None:
         self.parent = parent
         self.label = label
         self.blocks = blocks
         self.children = _CHILDLESS
         self.pins = pins
-        self.used = used  # when a lease last began or ended here
+        self.used_s = used_s  # when a lease last began or ended here
         self.reads = 0  # how many requests found it
-        self.queued = 0.0  # what its root's `leaves` are ordered by; 0 outside of them
+        self.queued_s = 0.0  # what its root's `leaves` are ordered by; 0 outside of them
 
     def __lt__(self, other: "RadixNode") -> bool:
-        return self.queued < other.queued
+        return self.queued_s < other.queued_s
 
-    def adopt(self, key: bytes, child: "RadixNode") -> None:
+    def add_child(self, key: bytes, child: "RadixNode") -> None:
         if self.children is _CHILDLESS:
             self.children = {}
         self.children[key] = child
 
-    def disown(self, key: bytes) -> None:
+    def remove_child(self, key: bytes) -> None:
         del self.children[key]
         if not self.children:
             self.children = _CHILDLESS
@@ -71,14 +70,14 @@ _CHILDLESS: Final[dict[bytes, RadixNode]] = {}
 class NamespaceRoot(RadixNode):
     """The top of one namespace; its `pins` counts all its leases. It keeps its unpinned leaves by age.
 
-    A node is in `leaves` once, where it belonged when it came in; `oldest` moves those that were used since. `account`
-    is whom its blocks count for at this moment, `scope` what it is found by.
+    A node is in `leaves` once, at the place of its age when it was queued; `oldest` moves nodes that were used since.
+    Its blocks count for `account` at this moment; it is found by `scope`.
     """
 
     __slots__ = (
         "_block_bytes",
-        "_hid",
         "_hidden",
+        "_hides",
         "account",
         "cached",
         "leaves",
@@ -96,22 +95,22 @@ class NamespaceRoot(RadixNode):
         self.pinned = 0
         self.leaves: list[RadixNode] = []
         self._block_bytes = namespace.block_tokens * TOKEN_BYTES
-        self._hidden: dict[RadixNode, bytes] = {}  # forgotten nodes and what their parents call them
-        self._hid = 0
+        self._hidden: dict[RadixNode, bytes] = {}  # hidden nodes and their keys in their parents
+        self._hides = 0
 
     @property
     def unpinned(self) -> int:
         return self.cached - self.pinned
 
-    def next(self, node: RadixNode, packed: bytes, at: int, over: float) -> RadixNode | None:
+    def child_at(self, node: RadixNode, packed: bytes, at: int, expired_s: float) -> RadixNode | None:
         """The child of `node` that goes on with `packed` from `at` on, cut where they part; None where there is none.
 
-        What nobody reads and was last used at `over` or before is found no more, from now on by nobody.
+        A child that nobody reads and that was last used at `expired_s` or before is hidden instead, for everybody.
         """
         child = node.children.get(packed[at : at + self._block_bytes])
         if child is None:
             return None
-        if not child.pins and child.used <= over:
+        if not child.pins and child.used_s <= expired_s:
             self.hide(child)
             return None
         if packed.startswith(child.label, at):
@@ -130,43 +129,43 @@ class NamespaceRoot(RadixNode):
         """Cuts an edge behind its first `blocks`. The node keeps its lower part: leases that end there still do."""
         parent, cut = lower.parent, blocks * self._block_bytes
         assert parent is not None
-        parent.disown(self._key(lower))  # whose key must not outlive it beside an equal label
-        upper = RadixNode(parent, bytes(lower.label[:cut]), lower.blocks[:blocks], lower.pins, lower.used)
+        parent.remove_child(self._key(lower))  # whose key must not outlive it beside an equal label
+        upper = RadixNode(parent, bytes(lower.label[:cut]), lower.blocks[:blocks], lower.pins, lower.used_s)
         upper.reads = lower.reads
         lower.label, lower.blocks = bytes(lower.label[cut:]), lower.blocks[blocks:]
         lower.parent = upper
-        parent.adopt(self._key(upper), upper)
-        upper.adopt(self._key(lower), lower)
+        parent.add_child(self._key(upper), upper)
+        upper.add_child(self._key(lower), lower)
         return upper
 
-    def append(self, node: RadixNode, label: bytes, blocks: list[int], used: float) -> RadixNode:
-        """Puts new, pinned blocks below `node`: on its own edge where only one lease reaches it, which
-        was the first to, else on a new one."""
+    def append(self, node: RadixNode, label: bytes, blocks: list[int], used_s: float) -> RadixNode:
+        """Puts new, pinned blocks below `node`: on its own edge where the one lease that reaches it was the first to,
+        else on a new edge."""
         self.count(cached=len(blocks), pinned=len(blocks))
         if node is not self and node.pins == 1 and not node.children and not node.reads:
             node.editable().extend(label)
             node.blocks.extend(blocks)
             return node
-        child = RadixNode(node, label, array("Q", blocks), 1, used)
-        node.adopt(self._key(child), child)
+        child = RadixNode(node, label, array("Q", blocks), 1, used_s)
+        node.add_child(self._key(child), child)
         return child
 
-    def pin(self, node: RadixNode, used: float) -> None:
+    def pin(self, node: RadixNode, used_s: float) -> None:
         node.pins += 1
-        node.used = used
+        node.used_s = used_s
         if node.pins == 1:
             self.count(pinned=len(node.blocks))
         elif node.pins == 2:
-            self.account.sums.shared += len(node.blocks)
+            self.account.totals.shared += len(node.blocks)
 
-    def unpin(self, node: RadixNode, used: float) -> None:
+    def unpin(self, node: RadixNode, used_s: float) -> None:
         node.pins -= 1
-        node.used = used
+        node.used_s = used_s
         if node.pins == 0:
             self.count(pinned=-len(node.blocks))
-            self._offer(node)
+            self._queue_if_leaf(node)
         elif node.pins == 1:
-            self.account.sums.shared -= len(node.blocks)
+            self.account.totals.shared -= len(node.blocks)
 
     def count(self, cached: int = 0, pinned: int = 0) -> None:
         account = self.account
@@ -174,24 +173,24 @@ class NamespaceRoot(RadixNode):
         self.pinned += pinned
         account.cached += cached
         account.pinned += pinned
-        account.sums.cached += cached
-        account.sums.pinned += pinned
+        account.totals.cached += cached
+        account.totals.pinned += pinned
 
     def hide(self, node: RadixNode) -> None:
-        """Makes a node, and all that hangs below it, unfindable at once. Leases on it go on, and may grow."""
+        """Makes a node, and all nodes below it, unfindable at once. Leases on it go on, and may grow."""
         parent = node.parent
         assert parent is not None
-        parent.disown(self._key(node))
-        self._hid += 1
-        self._hidden[node] = self._key(node) + self._hid.to_bytes(8, "big")  # longer than any key that is looked up
-        parent.adopt(self._key(node), node)
+        parent.remove_child(self._key(node))
+        self._hides += 1
+        self._hidden[node] = self._key(node) + self._hides.to_bytes(8, "big")  # longer than any key that is looked up
+        parent.add_child(self._key(node), node)
 
-    def found(self, node: RadixNode) -> Iterator[RadixNode]:
-        """Its children, without forgotten ones."""
+    def visible_children(self, node: RadixNode) -> Iterator[RadixNode]:
+        """A node's children, without hidden ones."""
         return (child for child in node.children.values() if child not in self._hidden)
 
     def rename(self, renamed: Mapping[int, int]) -> None:
-        """Calls some blocks by other ids, wherever they are."""
+        """Renames blocks, wherever they are."""
         for node in _below(self):
             if not renamed.keys().isdisjoint(node.blocks):
                 node.blocks = array("Q", (renamed.get(block, block) for block in node.blocks))
@@ -204,59 +203,59 @@ class NamespaceRoot(RadixNode):
         while self.leaves:
             node = self.leaves[0]
             if node.pins or node.children:
-                heappop(self.leaves).queued = 0.0
-            elif node.queued < node.used:
-                node.queued = node.used
+                heappop(self.leaves).queued_s = 0.0
+            elif node.queued_s < node.used_s:
+                node.queued_s = node.used_s
                 heapreplace(self.leaves, node)
             else:
                 return node
         return None
 
-    def age(self) -> float | None:
+    def oldest_used_s(self) -> float | None:
         """When its oldest unpinned leaf was last used. It falls only where there was none."""
         node = self.oldest()
-        return None if node is None else node.used
+        return None if node is None else node.used_s
 
-    def over_s(self) -> float | None:
-        """When the time of its oldest unpinned leaf is over, if it has any."""
-        age, keep_s = self.age(), self.scope.keep_s
-        return None if age is None or keep_s is None else age + keep_s
+    def expires_s(self) -> float | None:
+        """When its oldest unpinned leaf expires, if it has any that does."""
+        used_s, keep_s = self.oldest_used_s(), self.scope.keep_s
+        return None if used_s is None or keep_s is None else used_s + keep_s
 
     def trim(self, count: int) -> list[int]:
         """Takes up to `count` blocks off the end of the least recently used leaf."""
         node = self.oldest()
         assert node is not None
-        keep = max(0, len(node.blocks) - count)
-        freed = node.blocks[keep:].tolist()
-        if keep:
-            del node.blocks[keep:], node.editable()[keep * self._block_bytes :]
+        left = max(0, len(node.blocks) - count)
+        freed = node.blocks[left:].tolist()
+        if left:
+            del node.blocks[left:], node.editable()[left * self._block_bytes :]
         else:
             parent = node.parent
             assert parent is not None
-            parent.disown(self._key(node))
+            parent.remove_child(self._key(node))
             self._hidden.pop(node, None)
             heappop(self.leaves)
-            self._offer(parent)
+            self._queue_if_leaf(parent)
         self.count(cached=-len(freed))
         return freed
 
-    def _offer(self, node: RadixNode) -> None:
-        """Lets a node be evicted from now on, if it is an unpinned leaf."""
-        if node is not self and not node.pins and not node.children and not node.queued:
-            node.queued = node.used
+    def _queue_if_leaf(self, node: RadixNode) -> None:
+        """Queues a node for eviction, if it is an unpinned leaf."""
+        if node is not self and not node.pins and not node.children and not node.queued_s:
+            node.queued_s = node.used_s
             heappush(self.leaves, node)
 
     def _key(self, node: RadixNode) -> bytes:
-        """Its parent's name for it: the bytes of its first block, unless it is forgotten."""
+        """A node's key in its parent: the bytes of its first block, unless it is hidden."""
         return self._hidden.get(node) or bytes(node.label[: self._block_bytes])
 
     def check(self, blocks: set[int]) -> int:
-        """Adds its blocks to `blocks`; gives how many of them two leases or more pin. Raises AssertionError."""
+        """Adds its blocks to `blocks`; returns how many of them two leases or more pin. Raises AssertionError."""
         cached = pinned = shared = 0
         hidden: set[RadixNode] = set()
         queued = {id(node) for node in self.leaves}
         assert len(queued) == len(self.leaves), "a node is queued twice"
-        assert all(self.leaves[(at - 1) // 2].queued <= self.leaves[at].queued for at in range(1, len(self.leaves)))
+        assert all(self.leaves[(at - 1) // 2].queued_s <= self.leaves[at].queued_s for at in range(1, len(self.leaves)))
         for node in _below(self):
             size = len(node.blocks)
             assert size > 0
@@ -264,10 +263,12 @@ class NamespaceRoot(RadixNode):
             assert node.parent is not None
             assert node.parent.children[self._key(node)] is node
             assert 0 <= node.pins <= node.parent.pins, "a pinned node hangs below an unpinned one"
-            assert node.pins or node.used <= node.parent.used, "a node was used after its parent"
+            assert node.pins or node.used_s <= node.parent.used_s, "a node was used after its parent"
             assert blocks.isdisjoint(node.blocks), "a block is cached twice"
-            assert (id(node) in queued) == (node.queued > 0)
-            assert node.pins or node.children or 0 < node.queued <= node.used, "an unpinned leaf can never be evicted"
+            assert (id(node) in queued) == (node.queued_s > 0)
+            assert node.pins or node.children or 0 < node.queued_s <= node.used_s, (
+                "an unpinned leaf can never be evicted"
+            )
             blocks.update(node.blocks)
             assert node.reads <= node.parent.reads, "a node was found without its parent"
             hidden.update({node} & self._hidden.keys())
@@ -275,10 +276,77 @@ class NamespaceRoot(RadixNode):
             pinned += size if node.pins else 0
             shared += size if node.pins > 1 else 0
         assert self.cached or self.pins, "an empty root is kept"
-        assert hidden == self._hidden.keys(), "a node that is gone is still hidden"
+        assert hidden == self._hidden.keys(), "a removed node is still hidden"
         assert (cached, pinned) == (self.cached, self.pinned), f"{self.namespace}: {cached}, {pinned}"
         assert not _CHILDLESS
         return shared
+
+
+class BlockCounts:
+    """Blocks that are cached, pinned by leases, and pinned by two or more."""
+
+    __slots__ = ("cached", "pinned", "shared")
+
+    def __init__(self) -> None:
+        self.cached = self.pinned = self.shared = 0
+
+
+class ScopeState:
+    """The namespaces of one scope's current epoch, and for how long their blocks are found."""
+
+    __slots__ = ("epoch", "keep_s", "roots")
+
+    def __init__(self, epoch: int) -> None:
+        self.roots: dict[NamespaceRoot, None] = {}
+        self.epoch = epoch
+        self.keep_s: float | None = None
+
+
+class AccountShare:
+    """The sums over one account's namespaces, its share, and its namespaces by age."""
+
+    __slots__ = ("by_age", "cached", "cap", "floor", "name", "pinned", "roots", "totals")
+
+    def __init__(self, name: bytes, totals: BlockCounts) -> None:
+        self.name = name
+        self.totals = totals  # of all accounts
+        self.roots: dict[NamespaceRoot, None] = {}
+        self.by_age: LazyHeap[NamespaceRoot] = LazyHeap(NamespaceRoot.oldest_used_s)
+        self.floor = 0  # as far as it was granted
+        self.cap: int | None = None
+        self.cached = 0
+        self.pinned = 0
+
+    @property
+    def unpinned(self) -> int:
+        return self.cached - self.pinned
+
+    @property
+    def excess(self) -> int:
+        """Blocks above the floor; negative below it."""
+        return self.cached - self.floor
+
+    @property
+    def above_cap(self) -> int:
+        """Blocks above the cap that nobody uses."""
+        return 0 if self.cap is None else max(0, min(self.cached - self.cap, self.unpinned))
+
+    def add_root(self, root: NamespaceRoot) -> None:
+        """Counts the root's blocks for this account, and no longer for the one before."""
+        before = root.account
+        if before is not self:
+            before.remove_root(root)
+            before.cached -= root.cached
+            before.pinned -= root.pinned
+            self.cached += root.cached
+            self.pinned += root.pinned
+            root.account = self
+        self.roots[root] = None
+        self.by_age.put(root)
+
+    def remove_root(self, root: NamespaceRoot) -> None:
+        del self.roots[root]
+        self.by_age.remove(root)
 
 
 def _below(root: RadixNode) -> Iterator[RadixNode]:

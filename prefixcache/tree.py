@@ -5,10 +5,9 @@ pinning are one operation: what `match` returns cannot be evicted until it is re
 
 How a sequence uses it: `match` its prompt (all but the last token, which has to be computed), compute the rest into
 blocks of its own, `insert` each block once it is full, under the same lease, also while generating; `release` at its
-end or when it is preempted. What it inserted stays until it is evicted or its time is over, or is found no more once
-the tree was told to `forget` it. Where another sequence was first to insert the same tokens, its blocks enter the
-lease: read those from then on, and free your own, which hold the same. A sequence without a scope (a REQUEST) never
-comes here.
+end or when it is preempted. What it inserted stays until it is evicted, expires, or is hidden by `forget`. Where
+another sequence was first to insert the same tokens, the other's blocks enter the lease: read those from then on, and
+free your own, which hold the same. A sequence without a scope (a REQUEST) never comes here.
 
 The method is that of SGLang's RadixAttention (Zheng et al., 2023), with a root per namespace and shares per account.
 """
@@ -23,8 +22,8 @@ from typing import Final, Literal
 
 from prefixcache.lazy_heap import LazyHeap
 from prefixcache.namespace import Namespace, RetentionPolicy, ScopeKey
-from prefixcache.radix import TOKEN_BYTES, NamespaceRoot, RadixNode
-from prefixcache.shares import AccountShare, AccountShares, ScopeState
+from prefixcache.radix import TOKEN_BYTES, AccountShare, NamespaceRoot, RadixNode, ScopeState
+from prefixcache.shares import AccountShares
 
 EPOCHS_MAX: Final = 1 << 16
 EvictionCause = Literal["space", "cap", "epoch", "age"]
@@ -50,12 +49,12 @@ class Lease:
         return len(self.blocks) * self.block_tokens
 
     def rename(self, renamed: Mapping[int, int]) -> None:
-        """Calls some blocks by other ids, as the tree does that was told the same."""
+        """Renames blocks, as `PrefixTree.rename` does."""
         self.blocks[:] = [renamed.get(block, block) for block in self.blocks]
 
 
 class PrefixTree:
-    """The cached blocks of all namespaces. Block ids are the caller's, below 2**64; it says when one is free again.
+    """The cached blocks of all namespaces. Block ids are the caller's, below 2**64; methods return ids to be freed.
 
     Every operation costs the bytes it compares or copies plus the nodes on its path; evicting costs a few heap
     operations per edge and per change of account, however many nodes, scopes and accounts there are. `counters` only
@@ -73,51 +72,46 @@ class PrefixTree:
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._clock = clock
         self._accounts = AccountShares(blocks)
-        self._sums = self._accounts.sums
-        self._wiped = AccountShare(b"", self._sums)  # roots of old epochs: never matched, swept and not evicted
+        self._totals = self._accounts.totals
+        self._wiped = AccountShare(b"", self._totals)  # roots of old epochs: never matched, swept and not evicted
         self._scopes: dict[ScopeKey, ScopeState] = {}
-        self._epochs: OrderedDict[ScopeKey, int] = OrderedDict()  # of scopes that have nothing here now
-        self._roots: dict[Namespace, NamespaceRoot] = {}  # those that can be found
-        self._ends: LazyHeap[NamespaceRoot] = LazyHeap(NamespaceRoot.over_s)
-        self._acted_s = 0.0
+        self._epochs: OrderedDict[ScopeKey, int] = OrderedDict()  # of scopes that have no blocks now
+        self._roots: dict[Namespace, NamespaceRoot] = {}  # roots that can be found
+        self._expiring: LazyHeap[NamespaceRoot] = LazyHeap(NamespaceRoot.expires_s)
+        self._operation_s = 0.0
 
     @property
-    def cached(self) -> int:
+    def cached_blocks(self) -> int:
         """Blocks that the tree holds."""
-        return self._sums.cached
+        return self._totals.cached
 
     @property
-    def unused(self) -> int:
+    def unused_blocks(self) -> int:
         """Cached blocks that no lease pins: all of them can be had, by `sweep` or by `evict`."""
-        return self._sums.cached - self._sums.pinned
+        return self._totals.cached - self._totals.pinned
 
     @property
-    def shared(self) -> int:
+    def shared_blocks(self) -> int:
         """Cached blocks that two or more leases pin at this moment."""
-        return self._sums.shared
+        return self._totals.shared
 
-    def cached_of(self, account: bytes) -> int:
-        """Cached blocks of one account, wiped ones not counted."""
-        found = self._accounts.find(account)
-        return found.cached if found else 0
-
-    def match(self, namespace: Namespace, tokens: "array[int]", keep: RetentionPolicy) -> Lease:
+    def match(self, namespace: Namespace, tokens: "array[int]", policy: RetentionPolicy) -> Lease:
         """Finds and pins the longest cached prefix, in whole blocks, of u32 `tokens`. The lease may be empty.
 
-        What `keep` says holds from now on: its share for the account, its keep_s for the scope. A scope that several
+        The policy holds from now on: its share for the account, its keep_s for the scope. A scope that several
         accounts use counts for the one that was the first to. A cap that was lowered is kept from the scope's next
         `insert` or `release` on.
         """
-        root = self._root_of(namespace, keep)
-        packed, at, over_s = tokens.tobytes(), 0, self._over_s(root)
+        root = self._root_of(namespace, policy)
+        packed, at, expired_s = tokens.tobytes(), 0, self._expired_s(root)
         node: RadixNode = root
         path, blocks = [node], list[int]()
-        while (child := root.next(node, packed, at, over_s)) is not None:
+        while (child := root.child_at(node, packed, at, expired_s)) is not None:
             node = child
             path.append(node)
             blocks += node.blocks
             at += len(node.label)
-        now_s = self._act()
+        now_s = self._tick()
         for node in path:
             root.pin(node, now_s)
         self.counters["lookups"] += 1
@@ -129,40 +123,40 @@ class PrefixTree:
         """Adds full blocks behind the lease's end and pins them too. `tokens` has exactly `blocks`' tokens.
 
         Where the tree has the same tokens already, its own blocks enter the lease. Returns the lease, now longer, and
-        the block ids that are the caller's again: its duplicates, and unused blocks that a cap made the account lose.
+        the block ids that are the caller's again: its duplicates, and unused blocks that a cap took off the account.
         """
         root = lease._root
         assert root is not None, "the lease is released"
         assert len(tokens) == len(blocks) * self.block_tokens
-        packed, at, over_s = tokens.tobytes(), 0, self._over_s(root)
+        packed, at, expired_s = tokens.tobytes(), 0, self._expired_s(root)
         node = lease._node
         spare: list[int] = []
-        while (child := root.next(node, packed, at, over_s)) is not None:
+        while (child := root.child_at(node, packed, at, expired_s)) is not None:
             node = child
             first = at // self._block_bytes
             spare += blocks[first : first + len(node.blocks)]
             lease.blocks += node.blocks
             at += len(node.label)
-            root.pin(node, self._acted_s)
+            root.pin(node, self._operation_s)
         self.counters["duplicate_blocks"] += len(spare)
         added = list(blocks[at // self._block_bytes :])
         if added:
-            node = root.append(node, packed[at:], added, self._acted_s)
+            node = root.append(node, packed[at:], added, self._operation_s)
             lease.blocks += added
             self.counters["inserted_blocks"] += len(added)
-            assert self._sums.cached <= self._blocks, "more blocks than the pool has"
+            assert self._totals.cached <= self._blocks, "more blocks than the pool has"
         lease._node = node
         return lease, spare + self._keep_cap(root.account)
 
     def release(self, lease: Lease) -> list[int]:
-        """Unpins the path; the lease is over. Returns the block ids that a cap made the account give up."""
+        """Unpins the path; the lease is over. Returns the block ids that a cap took off the account."""
         root = lease._root
         assert root is not None, "released twice"
         lease._root = None
-        now_s = self._act()
+        now_s = self._tick()
         for node in lease._node.path():
             root.unpin(node, now_s)
-        self._line_up(root)
+        self._queue_root(root)
         freed = self._keep_cap(root.account)
         self._remove_if_empty(root)
         return freed
@@ -170,34 +164,34 @@ class PrefixTree:
     def evict(self, count: int) -> list[int]:
         """Frees up to `count` unpinned blocks that could be found and returns their ids.
 
-        Those of the account that is furthest above its floor go first, its least recently used leaves first, each from
+        Blocks of the account that is furthest above its floor go first, its least recently used leaves first, each from
         its end. An account goes below its floor only where no other has unpinned blocks above its own.
         """
         freed: list[int] = []
-        while len(freed) < count and (furthest := self._accounts.furthest()) is not None:
-            account, ahead = furthest
+        while len(freed) < count and (candidate := self._accounts.next_to_evict()) is not None:
+            account, ahead = candidate
             more = self._evict_from(account, min(count - len(freed), ahead), "space")
-            assert more, "unused blocks that cannot be had"
+            assert more, "unused blocks cannot be evicted"
             freed += more
         return freed
 
     def sweep(self, count: int) -> list[int]:
-        """Frees up to `count` unpinned blocks that are found no more: of old epochs, then those whose time is over.
+        """Frees up to `count` unpinned blocks that are found no more: first those of old epochs, then expired ones.
 
         Costs next to nothing where there are none.
         """
         freed = self._evict_from(self._wiped, count, "epoch")
-        while len(freed) < count and (root := self._ends.least()) is not None:
-            age = root.age()
-            if age is None or age > self._over_s(root):
+        while len(freed) < count and (root := self._expiring.peek()) is not None:
+            used_s = root.oldest_used_s()
+            if used_s is None or used_s > self._expired_s(root):
                 break
             freed += self._trim(root, count - len(freed), "age")
         return freed
 
     def forget(self, lease: Lease, blocks: int) -> None:
-        """Makes what the lease reads behind its first `blocks`, and all that hangs below it, unfindable at once.
+        """Hides what the lease reads behind its first `blocks`, and all nodes below: it is found by nobody from now on.
 
-        Leases on it go on, and may grow. It is evicted in its turn, as if it were found no more by chance.
+        Leases on it go on, and may grow. It is evicted in its turn, like blocks that are not used any more.
         """
         root = lease._root
         assert root is not None, "the lease is released"
@@ -207,38 +201,38 @@ class PrefixTree:
             node = node.parent
             start -= len(node.blocks)
         if start + len(node.blocks) <= blocks or root.is_hidden(node):
-            return  # nothing is behind, or it is forgotten already
+            return  # nothing is behind, or it is hidden already
         if start < blocks:
             root.split(node, blocks - start)
         root.hide(node)
 
-    def read(self, lease: Lease) -> None:
-        """One more request began with what the lease has: not the same again, nor another choice of it."""
+    def count_read(self, lease: Lease) -> None:
+        """Counts one more request that began with what the lease has: once for a request and all its choices."""
         for above in lease._node.path():
             above.reads += 1
 
-    def keep_hottest(self, most: int, barred: Container[int]) -> list[int]:
-        """Evicts all that no lease pins but the `most` blocks that may be wanted soonest, and returns what it evicted.
+    def keep_hottest(self, max_blocks: int, excluded: Container[int]) -> list[int]:
+        """Evicts all that no lease pins but the `max_blocks` blocks that may be used soonest; returns what it evicted.
 
-        Prefixes that most requests began with come first, which are system prompts, then those that were used last;
-        always from a root on, and up to the first `barred` block. What was read so often counts half from then on.
+        Prefixes that most requests began with come first, which are system prompts, then the most recently used ones;
+        always from a root on, and up to the first `excluded` block. Reads until now count half from then on.
         """
-        kept = self._hottest(most, barred)
-        for root, node in kept:
-            root.pin(node, node.used)
+        hottest = self._hottest(max_blocks, excluded)
+        for root, node in hottest:
+            root.pin(node, node.used_s)
         freed: list[int] = []
         for account in self._accounts.all():
             freed += self._evict_from(account, account.unpinned, "space")
-        for root, node in kept:
+        for root, node in hottest:
             node.reads //= 2
-            root.unpin(node, node.used)
-        for root in dict.fromkeys(root for root, _ in kept):
-            self._line_up(root)
+            root.unpin(node, node.used_s)
+        for root in dict.fromkeys(root for root, _ in hottest):
+            self._queue_root(root)
             self._accounts.rank(root.account)
         return freed
 
     def rename(self, renamed: Mapping[int, int]) -> None:
-        """Calls some blocks by other ids, whose contents moved. Leases have to be told too. Walks over everything."""
+        """Renames blocks whose contents moved; leases are renamed by `Lease.rename`. Walks over everything."""
         for root in [*self._wiped.roots, *self._roots.values()]:
             root.rename(renamed)
 
@@ -257,33 +251,32 @@ class PrefixTree:
         for namespace, root in self._roots.items():
             assert root.namespace == namespace
             assert root.account.roots.keys() >= {root}
-            self._ends.check(root)
+            self._expiring.check(root)
         assert all(root.account is self._wiped for root in self._wiped.roots)
         assert self._wiped.cached == sum(root.cached for root in self._wiped.roots)
         assert self._wiped.pinned == sum(root.pinned for root in self._wiped.roots)
         assert len(self._epochs) <= EPOCHS_MAX
         assert self._epochs.keys().isdisjoint(self._scopes)
-        assert (len(blocks), shared) == (self._sums.cached, self._sums.shared)
-        assert 0 <= self._sums.pinned <= self._sums.cached <= self._blocks
+        assert (len(blocks), shared) == (self._totals.cached, self._totals.shared)
+        assert 0 <= self._totals.pinned <= self._totals.cached <= self._blocks
         return blocks
 
     # Inside
 
-    def _act(self) -> float:
-        """Now, and later than every act before: what was used when is never in doubt."""
-        self._acted_s = max(self._clock(), nextafter(self._acted_s, inf))
-        return self._acted_s
+    def _tick(self) -> float:
+        """Now, and later than every operation before, so that the order of uses is never in doubt."""
+        self._operation_s = max(self._clock(), nextafter(self._operation_s, inf))
+        return self._operation_s
 
-    def _over_s(self, root: NamespaceRoot) -> float:
-        """What was last used then or before is found no more."""
+    def _expired_s(self, root: NamespaceRoot) -> float:
+        """Blocks that were last used then or before have expired."""
         keep_s = root.scope.keep_s
         return -inf if keep_s is None else self._clock() - keep_s
 
-    def _root_of(self, namespace: Namespace, keep: RetentionPolicy) -> NamespaceRoot:
+    def _root_of(self, namespace: Namespace, policy: RetentionPolicy) -> NamespaceRoot:
         """The namespace's root, new where there is none.
 
-        A newer epoch wipes the scope. What a lookup of an older one, which somebody sends who has not heard yet, finds
-        is empty, and what it leaves is found by nobody.
+        A newer epoch wipes the scope. A late lookup of an older epoch finds nothing, and nobody finds its blocks.
         """
         assert namespace.block_tokens == self.block_tokens
         name = namespace.scope
@@ -291,7 +284,7 @@ class PrefixTree:
         newest = self._epochs.get(name, 0) if scope is None else scope.epoch
         if namespace.epoch < newest:
             root = NamespaceRoot(namespace, self._wiped, ScopeState(namespace.epoch))
-            self._wiped.take_in(root)
+            self._wiped.add_root(root)
             return root
         if scope is not None and namespace.epoch > newest:
             for old in list(scope.roots):
@@ -300,34 +293,34 @@ class PrefixTree:
         if scope is None:
             self._epochs.pop(name, None)
             scope = self._scopes[name] = ScopeState(namespace.epoch)
-        root = self._roots.get(namespace) or self._new_root(namespace, keep, scope)
-        if root.account.name == keep.account:
-            self._accounts.grant(root.account, keep.share)
-        if scope.keep_s != keep.keep_s:
-            scope.keep_s = keep.keep_s
+        root = self._roots.get(namespace) or self._new_root(namespace, policy, scope)
+        if root.account.name == policy.account:
+            self._accounts.grant(root.account, policy.share)
+        if scope.keep_s != policy.keep_s:
+            scope.keep_s = policy.keep_s
             for root_of_scope in scope.roots:
-                self._ends.put(root_of_scope)
+                self._expiring.put(root_of_scope)
         return root
 
-    def _new_root(self, namespace: Namespace, keep: RetentionPolicy, scope: ScopeState) -> NamespaceRoot:
-        account = next(iter(scope.roots)).account if scope.roots else self._accounts.named(keep.account)
+    def _new_root(self, namespace: Namespace, policy: RetentionPolicy, scope: ScopeState) -> NamespaceRoot:
+        account = next(iter(scope.roots)).account if scope.roots else self._accounts.get_or_create(policy.account)
         root = self._roots[namespace] = NamespaceRoot(namespace, account, scope)
-        account.take_in(root)
+        account.add_root(root)
         scope.roots[root] = None
         return root
 
     def _wipe(self, root: NamespaceRoot) -> None:
         account = root.account
-        self._unname(root)
-        self._wiped.take_in(root)
+        self._forget_root(root)
+        self._wiped.add_root(root)
         self._accounts.forget_if_empty(account)
         self._remove_if_empty(root)
 
-    def _unname(self, root: NamespaceRoot) -> None:
-        """Nobody finds the root any more. A scope that has no other is forgotten, but for its epoch."""
+    def _forget_root(self, root: NamespaceRoot) -> None:
+        """Makes the root unfindable. A scope without roots is forgotten, but for its epoch."""
         name = root.namespace.scope
         del self._roots[root.namespace], root.scope.roots[root]
-        self._ends.remove(root)
+        self._expiring.remove(root)
         if not root.scope.roots:
             del self._scopes[name]
             if root.scope.epoch:
@@ -339,52 +332,52 @@ class PrefixTree:
         if root.cached or root.pins or root not in root.account.roots:
             return
         if root.account is not self._wiped:
-            self._unname(root)
-        root.account.leave_out(root)
+            self._forget_root(root)
+        root.account.remove_root(root)
         self._accounts.forget_if_empty(root.account)
 
     def _keep_cap(self, account: AccountShare) -> list[int]:
         if account is self._wiped:
             return []
-        freed = self._evict_from(account, account.over, "cap")
+        freed = self._evict_from(account, account.above_cap, "cap")
         self._accounts.rank(account)
         return freed
 
-    def _hottest(self, most: int, barred: Container[int]) -> list[tuple[NamespaceRoot, RadixNode]]:
-        """The nodes that are kept, cut where they have too much; none that is pinned already. A node is never read more
-        often, nor later, than the one above it, so that the next one is always the best below those that are kept."""
+    def _hottest(self, max_blocks: int, excluded: Container[int]) -> list[tuple[NamespaceRoot, RadixNode]]:
+        """The nodes to keep, split where they have too much; none that is pinned already. A node is never read more
+        often, nor later, than the one above it, so that the next one is always the best below the nodes kept."""
         kept: list[tuple[NamespaceRoot, RadixNode]] = []
         ranks: list[tuple[int, float, int, NamespaceRoot, RadixNode]] = []
         number = numbers()
 
-        def offer(root: NamespaceRoot, node: RadixNode) -> None:
-            for child in root.found(node):
-                heappush(ranks, (-child.reads, -child.used, next(number), root, child))
+        def push_children(root: NamespaceRoot, node: RadixNode) -> None:
+            for child in root.visible_children(node):
+                heappush(ranks, (-child.reads, -child.used_s, next(number), root, child))
 
         for root in self._roots.values():
-            offer(root, root)
-        while ranks and most:
+            push_children(root, root)
+        while ranks and max_blocks:
             *_, root, node = heappop(ranks)
             if not node.pins:
                 size = len(node.blocks)
-                clear = min(most, next((at for at, block in enumerate(node.blocks) if block in barred), size))
+                clear = min(max_blocks, next((at for at, block in enumerate(node.blocks) if block in excluded), size))
                 if 0 < clear < size:
                     kept.append((root, root.split(node, clear)))
-                most -= clear
+                max_blocks -= clear
                 if clear < size:
                     continue
                 kept.append((root, node))
-            offer(root, node)
+            push_children(root, node)
         return kept
 
-    def _line_up(self, root: NamespaceRoot) -> None:
-        """What of it became free may be the next to be evicted, or to be over."""
-        root.account.ages.put(root)
-        self._ends.put(root)
+    def _queue_root(self, root: NamespaceRoot) -> None:
+        """Lets leaves of the root that became unpinned be the next to be evicted, or to expire."""
+        root.account.by_age.put(root)
+        self._expiring.put(root)
 
     def _evict_from(self, account: AccountShare, count: int, cause: EvictionCause) -> list[int]:
         freed: list[int] = []
-        while len(freed) < count and (root := account.ages.least()) is not None:
+        while len(freed) < count and (root := account.by_age.peek()) is not None:
             freed += self._trim(root, count - len(freed), cause)
         return freed
 

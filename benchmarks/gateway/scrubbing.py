@@ -51,10 +51,10 @@ def measure() -> tuple[float, float]:
             submit = Submit(
                 id=id, tokens=tokens, scope=alone, sampling=SamplingParams(temperature=0.0), max_tokens=output
             )
-            scheduler.add(door.sequences(submit, 1, 0.0))
+            scheduler.intake.add(door.sequences(submit, 1, 0.0))
         began = time.process_time()
         while loop.turn():
-            scheduler.news()
+            scheduler.intake.outputs.take()
         return time.process_time() - began
 
     run(2, 40, 4)

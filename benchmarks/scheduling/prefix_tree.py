@@ -62,15 +62,15 @@ def prompt(pick: random.Random, tokens: int) -> "array[int]":
 
 def long_edges(pick: random.Random) -> Pool:
     pool = Pool(2 * POOL)
-    while pool.tree.cached < POOL:
-        pool.tree.release(pool.add(namespace(pool.tree.cached % 100), prompt(pick, LONG_TOKENS)))
+    while pool.tree.cached_blocks < POOL:
+        pool.tree.release(pool.add(namespace(pool.tree.cached_blocks % 100), prompt(pick, LONG_TOKENS)))
     return pool
 
 
 def branching(pick: random.Random) -> Pool:
     pool = Pool(2 * POOL)
     systems = [prompt(pick, 1024) for _ in range(20)]
-    while pool.tree.cached < POOL:
+    while pool.tree.cached_blocks < POOL:
         number = pick.randrange(len(systems))
         turns = systems[number]
         for _ in range(3):
@@ -82,14 +82,14 @@ def branching(pick: random.Random) -> Pool:
 def leaves(pick: random.Random) -> Pool:
     pool = Pool(2 * POOL)
     system = prompt(pick, 1024)
-    while pool.tree.cached < POOL:
+    while pool.tree.cached_blocks < POOL:
         pool.tree.release(pool.add(namespace(0), system + prompt(pick, BLOCK_TOKENS)))
     return pool
 
 
 def chain(pick: random.Random) -> Pool:
     pool = Pool(2 * POOL)
-    while pool.tree.cached < POOL:
+    while pool.tree.cached_blocks < POOL:
         wanted = prompt(pick, BLOCK_TOKENS * 500)
         for end in range(len(wanted), 0, -BLOCK_TOKENS):
             pool.tree.release(pool.add(namespace(0), wanted[:end]))
@@ -122,7 +122,13 @@ def built(shape: str, build: Callable[[random.Random], Pool], pick: random.Rando
     gc.collect()
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    record("prefix_tree", f"{shape}: memory per cached block", held / pool.tree.cached, "bytes", bound=BYTES_PER_BLOCK)
+    record(
+        "prefix_tree",
+        f"{shape}: memory per cached block",
+        held / pool.tree.cached_blocks,
+        "bytes",
+        bound=BYTES_PER_BLOCK,
+    )
     return pool
 
 
@@ -145,7 +151,7 @@ def measure(shape: str, build: Callable[[random.Random], Pool], rounds: int) -> 
     def insert() -> None:
         leases.append(pool.add(space, next(fresh)))
 
-    rounds_that_fit = min(rounds, (2 * POOL - pool.tree.cached) // (LONG_TOKENS // BLOCK_TOKENS) - 1)
+    rounds_that_fit = min(rounds, (2 * POOL - pool.tree.cached_blocks) // (LONG_TOKENS // BLOCK_TOKENS) - 1)
     inserted = median_ms(insert, rounds_that_fit)
     record("prefix_tree", f"{shape}: match and insert of 32,768 new tokens", inserted, "ms", bound=INSERT_MS)
     grown = iter([prompt(pick, BLOCK_TOKENS) for _ in range(256)])

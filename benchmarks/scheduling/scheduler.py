@@ -21,6 +21,7 @@ from engine.execution.step_loop import StepLoop
 from engine.protocol.frames import Submit
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.prefix_groups import PrefixGroups
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
@@ -58,8 +59,7 @@ def decoding(
     blocks = DECODES * (longest // BLOCK_TOKENS + 2)
     budget = DECODES * longest
     scheduler = Scheduler(
-        PrefixTree(blocks, BLOCK_TOKENS, time.monotonic),
-        BlockPool(blocks),
+        KVManager(PrefixTree(blocks, BLOCK_TOKENS, time.monotonic), BlockPool(blocks)),
         SchedulerConfig(budget, budget, 2 * DECODES, DECODES + waiting, gap_ms=1e6, costs=costs),
         clock=time.monotonic,
     )
@@ -71,7 +71,7 @@ def decoding(
             tokens[:prompt_tokens] = array("I", range(prompt_tokens))
         scope = Scope(ScopeKind.TENANT, bytes([0 if shared else number % 16]) * 16)
         submit = Submit(number, tokens.tobytes(), scope, sampling, max_tokens=longest)
-        scheduler.add(door.sequences(submit, owner=number % 4, now_s=0.0))
+        scheduler.intake.add(door.sequences(submit, owner=number % 4, now_s=0.0))
     loop = StepLoop(Numbers(), scheduler)
     while scheduler.load(draining=False).running < DECODES:
         step(loop, scheduler)
@@ -79,7 +79,9 @@ def decoding(
     for number in range(waiting):
         tokens = np.arange(number, number + WAITING_TOKENS, dtype=np.uint32)
         scope = Scope(ScopeKind.TENANT, (1000 + number).to_bytes(16, "big"))
-        scheduler.add(door.sequences(Submit(number, tokens.tobytes(), scope, SamplingParams(), 1), owner=9, now_s=0.0))
+        scheduler.intake.add(
+            door.sequences(Submit(number, tokens.tobytes(), scope, SamplingParams(), 1), owner=9, now_s=0.0)
+        )
     return loop, scheduler
 
 
@@ -105,7 +107,7 @@ class Numbers:
 def step(loop: StepLoop, scheduler: Scheduler) -> int:
     """One turn of the replica's loop without sockets; the sequences that sampled."""
     loop.turn()
-    return sum(len(progress.ids) for progress in scheduler.news().values())
+    return sum(len(progress.ids) for progress in scheduler.intake.outputs.take().values())
 
 
 def measure(
@@ -140,13 +142,13 @@ def choosing(groups: int, members: int) -> float:
     for index in range(groups * members):
         scope = Scope(ScopeKind.TENANT, bytes([index // members]) * 16)
         (sequence,) = door.sequences(Submit(index, bytes(4 * 4096), scope, SamplingParams(), 1), owner=1, now_s=0.0)
-        sequence.grow(range(index // members * 256, index // members * 256 + 256))
-        sequence.shared = 256
-        sequence.grow([10**6 + index])
+        sequence.append_pages(range(index // members * 256, index // members * 256 + 256))
+        sequence.shared_blocks = 256
+        sequence.append_pages([10**6 + index])
         sequences.append(sequence)
     spent = []
     for _ in range(101):
-        chooser.change()
+        chooser.invalidate()
         began = time.process_time_ns()
         found = chooser.segments(sequences)
         spent.append((time.process_time_ns() - began) / 1e6)

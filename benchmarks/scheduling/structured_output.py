@@ -54,12 +54,12 @@ class PeerMatcher:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.over = False
+        self.finished = False
 
     def accept(self, token: int) -> str:
         if not self.inner.accept_token(token):
             return "it does not match"
-        self.over = bool(self.inner.is_terminated())
+        self.finished = bool(self.inner.is_terminated())
         return ""
 
 
@@ -74,7 +74,7 @@ class PeerCompilation:
             self._refused = str(error).partition("\n")[0]
             self._grammar = None
 
-    def matcher(self, stop_ids: frozenset[int]) -> PeerMatcher:
+    def new_matcher(self, stop_ids: frozenset[int]) -> PeerMatcher:
         if self._grammar is None:
             raise SubmitRejected(RejectReason.GRAMMAR, self._refused)
         return self._peer.matcher(self._grammar)
@@ -127,7 +127,7 @@ def walk(
         took_us.append(1e6 * (time.thread_time() - began))
         allowed = np.flatnonzero(np.unpackbits(mask_1W.view(np.uint8), bitorder="little"))
         allowed = allowed[allowed != end]
-        if not len(allowed) or matcher.accept(int(allowed[rng.integers(len(allowed))])) or matcher.over:
+        if not len(allowed) or matcher.accept(int(allowed[rng.integers(len(allowed))])) or matcher.finished:
             break
     return took_us
 
@@ -162,10 +162,10 @@ def measure_ours(folder: Path) -> None:
             source = SOURCE.replace("field_0", f"other_{number}")
             began = time.perf_counter()
             compilation = compiled(grammars, source)
-            compilation.matcher(frozenset({VOCABULARY - 1}))
+            compilation.new_matcher(frozenset({VOCABULARY - 1}))
             took_ms.append(1e3 * (time.perf_counter() - began))
             began = time.perf_counter()
-            compiled(grammars, source).matcher(frozenset({VOCABULARY - 1}))
+            compiled(grammars, source).new_matcher(frozenset({VOCABULARY - 1}))
             later_ms.append(1e3 * (time.perf_counter() - began))
         size = f"schema of {len(SOURCE)} bytes"
         record(
@@ -176,7 +176,7 @@ def measure_ours(folder: Path) -> None:
         for name, source in (("object", '{"type": "object"}'), (size, SOURCE)):
             took_us = []
             for seed in range(TEXTS):
-                matcher = compiled(grammars, source).matcher(frozenset({VOCABULARY - 1}))
+                matcher = compiled(grammars, source).new_matcher(frozenset({VOCABULARY - 1}))
                 took_us += walk(grammars.masks, matcher, seed, VOCABULARY - 1)
             tell_masks(name, took_us, None)
 
@@ -225,7 +225,7 @@ def measure_suite(suite: Path, peer_name: str | None) -> None:
         grammars.wait()
         scribe, judged = Scribe(grammars, STOP_ID), Counter[Judgement]()
         for schema in asked:
-            each = judge(scribe, schema, compiled(grammars, json.dumps(schema), keep=False), SEEDS)
+            each = judge(scribe, schema, compiled(grammars, json.dumps(schema), cache=False), SEEDS)
             judged[each.judgement] += 1
             if each.judgement == Judgement.WRONG:
                 print(f"  wrong: {json.dumps(schema)[:150]}: {each.told[:150]}")

@@ -108,7 +108,7 @@ class BenchSession:
         self._loop = StepLoop(cast(StepExecutor, self._watched), self._scheduler, grammars.masks if grammars else None)
         self._door = RequestValidator(
             model_revision=runner.revision, kv_layout=runner.kv_layout, block_tokens=runner.block_tokens,
-            tokens_max=runner.context_tokens, vocabulary=runner.vocabulary, stop_ids=frozenset(),
+            max_total_tokens=runner.context_tokens, vocabulary=runner.vocabulary, stop_ids=frozenset(),
         )  # fmt: skip
         self.streams: dict[int, RequestTimeline] = {}
 
@@ -117,7 +117,7 @@ class BenchSession:
 
     def __exit__(self, *_: object) -> None:
         """Ends what still runs and lands what is in the air."""
-        self._scheduler.end_all("the measurement is over")
+        self._scheduler.intake.end_all("the measurement is over")
         while self._loop.turn():
             pass
         self._runner.costs = self._costs
@@ -144,16 +144,16 @@ class BenchSession:
         sequences = self._door.sequences(submit, 0, time.perf_counter())
         if grammar is not None:
             assert self._grammars is not None
-            sequences[0].compilation = compilation = self._grammars.compile(grammar, bytes(16), keep=True)
+            sequences[0].compilation = compilation = self._grammars.compile(grammar, bytes(16), cache=True)
             while not compilation.done:
                 time.sleep(1e-3)
-        self._scheduler.add(sequences)
+        self._scheduler.intake.add(sequences)
         return self.streams[number]
 
     def turn(self) -> bool:
         """One turn of the replica's loop, its news told. False when nothing was left to do."""
         worked = self._loop.turn()
-        for progress in self._scheduler.news().values():
+        for progress in self._scheduler.intake.outputs.take().values():
             now = time.perf_counter()
             for number in progress.ids:
                 self.streams[number].told_s.append(now)

@@ -12,7 +12,7 @@ import torch
 from engine.execution.cpu_runner import pooling_output
 from engine.execution.gpu_sampler import LogprobTensors
 from engine.memory.streams import DeviceStream
-from engine.scheduling.sequence import LOGPROBS_MAX
+from engine.scheduling.validation import LOGPROBS_MAX
 from engine.step.executor import RunnerOutput
 from engine.step.layout import HEADER_WORDS, StepBatch
 

@@ -16,6 +16,8 @@ from engine.memory.errors import OutOfDeviceMemory
 from engine.protocol.specs import ModelSpec
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.encoder_scheduler import EncoderScheduler
+from engine.scheduling.intake import Intake
+from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.public_prefixes import InvalidPublicPrefix
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import GrammarMatcher, Sequence, SequenceState
@@ -41,8 +43,10 @@ class FailedLaunch:
 class StepScheduler(Protocol):
     """What the loop asks of a scheduler; those of Scheduler say what each means."""
 
+    intake: Intake
+
     @property
-    def idle(self) -> bool: ...
+    def kv(self) -> KVManager | None: ...
 
     def next_batch(self) -> StepPlan | None: ...
 
@@ -51,10 +55,6 @@ class StepScheduler(Protocol):
     def fail(self, plan: StepPlan, message: str) -> None: ...
 
     def retry_smaller(self, plan: StepPlan) -> int: ...
-
-    def sweep(self) -> bool: ...
-
-    def unerased(self) -> list[int]: ...
 
 
 class StepLoop:
@@ -67,6 +67,7 @@ class StepLoop:
         self.failures = 0
         self._runner = runner
         self._scheduler = scheduler
+        self._kv = scheduler.kv
         self._masks = masks
         self._flights: deque[tuple[StepPlan, InflightStep]] = deque()
         self._unmasked: StepPlan | None = None  # the newest flight's, while it waits for its masks
@@ -74,7 +75,7 @@ class StepLoop:
     @property
     def idle(self) -> bool:
         """Whether a turn would do nothing."""
-        return self._scheduler.idle and not self._flights
+        return self._scheduler.intake.idle and not self._flights
 
     def turn(self) -> bool:
         """Launches until as many flights are in the air as the runner takes, then lands the oldest of them.
@@ -89,7 +90,7 @@ class StepLoop:
                 while self._flights:
                     self._land()
                 return True
-            self._unmasked = plan if plan.masked else None
+            self._unmasked = plan if plan.masked_sequences else None
             self._give_masks()
             if not self._flights:
                 return True
@@ -102,7 +103,7 @@ class StepLoop:
     def sweep(self) -> bool:
         """Gives back what is cached and found no more, and erases all that waits for it. To be called between turns,
         and where there is nothing to turn for, again and again while it is True."""
-        more = self._scheduler.sweep()
+        more = self._kv is not None and self._kv.sweep()
         self.erase()
         return more
 
@@ -114,8 +115,7 @@ class StepLoop:
 
     def erase(self) -> None:
         """Before the next launch: what erases is not seen by flights in the air, which read none of these blocks."""
-        blocks = self._scheduler.unerased()
-        if blocks:
+        if self._kv is not None and (blocks := self._kv.take_unerased()):
             self._runner.erase(blocks)
 
     def _launch(self, plan: StepPlan) -> InflightStep:
@@ -133,7 +133,7 @@ class StepLoop:
         assert self._masks is not None
         self._unmasked = None
         ended = SequenceState.ENDED
-        matchers = [None if sequence.stage == ended else sequence.matcher for sequence in plan.masked]
+        matchers = [None if sequence.state == ended else sequence.matcher for sequence in plan.masked_sequences]
         try:
             self._runner.sample(flight, self._masks(matchers))
         except Exception as error:
@@ -184,12 +184,12 @@ class StepLoop:
 def publish_prefixes(loop: StepLoop, scheduler: Scheduler, sequences: list[Sequence]) -> None:
     """Computes prompts whose KV stays, for everybody to read; before anything else. Raises Unpublishable."""
     for sequence in sequences:
-        scheduler.add([sequence])
+        scheduler.intake.add([sequence])
         while loop.turn():
             pass
-    scheduler.news()
+    scheduler.intake.outputs.take()
     for number, sequence in enumerate(sequences):
-        if not scheduler.publish(sequence):
+        if not scheduler.kv.publish(sequence):
             raise InvalidPublicPrefix(f"public_prefixes[{number}] could not be computed by this model: change it")
 
 
@@ -198,18 +198,18 @@ def open_scheduler(
 ) -> Scheduler | EncoderScheduler:
     """A scheduler for all of a runner's blocks, or of texts where it has none, within what the runner and the model's
     settings allow."""
-    limits = SchedulerConfig(
+    config = SchedulerConfig(
         step_tokens=runner.step_tokens,
         prompt_step_tokens=runner.prompt_step_tokens,
-        sequences=runner.sequences,
-        waiting=model.waiting,
+        max_sequences=runner.sequences,
+        max_waiting=model.waiting,
         gap_ms=model.gap_ms,
         costs=runner.costs,
     )
     if not runner.blocks:
-        return EncoderScheduler(limits, clock)
-    blocks = BlockPool(runner.blocks, runner.extent_blocks, runner.mapped, min_mapped_blocks(runner))
-    return Scheduler(PrefixTree(runner.blocks, runner.block_tokens, clock), blocks, limits, clock)
+        return EncoderScheduler(config, clock)
+    pool = BlockPool(runner.blocks, runner.extent_blocks, runner.mapped, min_mapped_blocks(runner))
+    return Scheduler(KVManager(PrefixTree(runner.blocks, runner.block_tokens, clock), pool), config, clock)
 
 
 def min_mapped_blocks(runner: SleepableExecutor) -> int:

@@ -125,7 +125,7 @@ class Replica:
             model_revision=runner.revision,
             kv_layout=runner.kv_layout,
             block_tokens=runner.block_tokens,
-            tokens_max=tokens_max,
+            max_total_tokens=tokens_max,
             vocabulary=runner.vocabulary,
             stop_ids=frozenset(runner.stop_ids),
             share=CacheShare(model.scope_floor_blocks, model.scope_cap_blocks),
@@ -134,7 +134,7 @@ class Replica:
         self._scheduler = open_scheduler(runner, model, clock)
         self._loop = StepLoop(runner, self._scheduler, grammars.masks)
         if isinstance(self._scheduler, Scheduler):
-            publish_prefixes(self._loop, self._scheduler, [self._door.public(prefix) for prefix in prefixes])
+            publish_prefixes(self._loop, self._scheduler, [self._door.public_sequence(prefix) for prefix in prefixes])
         self._standby = SleepController(runner, self._scheduler, self._loop, model.kept_kv_bytes, clock)
         self._placing: set[int] = set()  # the connections that sent a Place
         self._placed: PlacementStatus | None = None  # to be told to them
@@ -173,7 +173,9 @@ class Replica:
                 self._step()
                 self._tell()
             failed = self._loop.failures >= _FAILURES_MAX
-            self._scheduler.end_all(f"the replica {'failed' if failed else 'is shutting down'}; send the request again")
+            self._scheduler.intake.end_all(
+                f"the replica {'failed' if failed else 'is shutting down'}; send the request again"
+            )
             self._tell()
             self._flush()
             return int(failed)
@@ -219,7 +221,7 @@ class Replica:
             self._resting = not self._loop.turn()
         self._sweeping = self._loop.sweep()
         now = self._clock()
-        if now >= self._overwrite_at and self._scheduler.secret_left():
+        if now >= self._overwrite_at and self._scheduler.intake.take_secret_ended():
             self._overwrite_at = now + _OVERWRITE_S
             scrub.overwrite_freed_objects()
 
@@ -227,15 +229,15 @@ class Replica:
         """One Progress per connection that has news, what will not run after all, how a move ended, and Load when it
         did, when sequences came or went, or half a second is over."""
         moved = False
-        for owner, progress in self._scheduler.news().items():
+        for owner, progress in self._scheduler.intake.outputs.take().items():
             moved = moved or bool(progress.started or progress.finished)
             if self._traces is not None:
                 self._traces.told(owner, progress)
             if owner in self._connections:
                 self._send(self._connections[owner], encode_frame(progress))
-        for sequence, reject in self._scheduler.rejects():
+        for sequence, reject in self._scheduler.intake.take_rejects():
             if self._traces is not None:
-                self._traces.rejected(sequence.owner, sequence.first, sequence.choices)
+                self._traces.rejected(sequence.owner, sequence.first_id, sequence.choices)
             if sequence.owner in self._connections:
                 self._send(self._connections[sequence.owner], encode_frame(reject))
         placed, self._placed = self._placed, None
@@ -255,7 +257,7 @@ class Replica:
         if self._drain_until is None:
             return False
         asleep = self._standby.residency == Residency.MEMORY
-        return asleep or self._scheduler.idle or self._clock() >= self._drain_until
+        return asleep or self._scheduler.intake.idle or self._clock() >= self._drain_until
 
     # Connections
 
@@ -288,7 +290,7 @@ class Replica:
 
     def _take(self, connection: FrameConnection, frame: Frame) -> None:
         if isinstance(frame, Cancel):
-            self._scheduler.cancel(connection.number, frame.ids)
+            self._scheduler.intake.cancel(connection.number, frame.ids)
         elif isinstance(frame, SetPlacement):
             self._place(connection, frame)
         elif not isinstance(frame, Submit):
@@ -302,7 +304,7 @@ class Replica:
                 sequences = self._door.sequences(frame, connection.number, self._clock())
                 if frame.grammar is not None:
                     self._compile(frame.grammar, frame, sequences)
-                self._scheduler.add(sequences)
+                self._scheduler.intake.add(sequences)
             except SubmitRejected as refused:
                 reject = Reject(frame.id, refused.reason, refused.message, refused.retry_after_ms)
                 self._send(connection, encode_frame(reject))
@@ -347,7 +349,7 @@ class Replica:
         if self._connections.pop(connection.number, None) is None:
             return
         self._placing.discard(connection.number)
-        self._scheduler.drop(connection.number)
+        self._scheduler.intake.drop(connection.number)
         if self._traces is not None:
             self._traces.dropped(connection.number)
         self._selector.unregister(connection.socket)

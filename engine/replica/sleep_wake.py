@@ -16,6 +16,7 @@ from engine.protocol.frames import PlacementStatus, SetPlacement
 from engine.protocol.types import Residency
 from engine.scheduling.block_pool import WakeExtents
 from engine.scheduling.encoder_scheduler import EncoderScheduler
+from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import Scheduler
 from engine.step.executor import SleepableExecutor
 from engine.weights.checkpoint import CheckpointError
@@ -48,6 +49,7 @@ class SleepController:
         self.residency = Residency.DEVICE
         self._runner = runner
         self._scheduler = scheduler
+        self._kv = scheduler.kv
         self._loop = loop
         self._kept_bytes = kept_bytes
         self._clock = clock
@@ -115,7 +117,7 @@ class SleepController:
     def _admit(self) -> None:
         """What waits may start, unless it sleeps or is to."""
         leaving = self._order is not None and self._order.place.residency == Residency.MEMORY
-        self._scheduler.admitting = self.residency == Residency.DEVICE and not leaving
+        self._scheduler.intake.admitting = self.residency == Residency.DEVICE and not leaving
 
     def _toward_memory(self, order: _PendingPlacement, resting: bool) -> PlacementStatus | None:
         if self.residency == Residency.MEMORY:
@@ -134,12 +136,12 @@ class SleepController:
         self._loop.land_all()
         self._scheduler.preempt_all()
         mapped = self._runner.mapped
-        kept = self._scheduler.sleep(self._kept_most())
+        kept = [] if self._kv is None else self._kv.sleep(self._kept_most())
         self._loop.erase()
         try:
             order.moved_bytes += self._runner.sleep(kept)
         except OutOfHostMemory as error:
-            self._scheduler.woken(WakeExtents(mapped, kept))  # all is still where it was
+            self._finish_wake(WakeExtents(mapped, kept))  # all is still where it was
             return self._end(order, str(error))
         self._extents = len(mapped)
         self.residency = Residency.MEMORY
@@ -148,12 +150,12 @@ class SleepController:
     def _wake(self, order: _PendingPlacement) -> PlacementStatus | None:
         self._begin(order)
         self._loop.erase()
-        waking = self._scheduler.waking(self._wanted(order.place))
+        plan = WakeExtents([], []) if self._kv is None else self._kv.pool.plan_wake(self._wanted(order.place))
         try:
-            order.moved_bytes += self._runner.wake(waking.extents, waking.restored)
+            order.moved_bytes += self._runner.wake(plan.extents, plan.restore)
         except (OutOfDeviceMemory, CheckpointError) as error:
             return self._end(order, str(error))
-        self._scheduler.woken(waking)
+        self._finish_wake(plan)
         self.residency = Residency.DEVICE
         self._arriving = True
         self._admit()
@@ -162,32 +164,36 @@ class SleepController:
     def _resize(self, order: _PendingPlacement) -> PlacementStatus | None:
         """Some extents more or fewer; the end where it has as many as it may, or no more can be had or spared."""
         wanted, mapped = self._wanted(order.place), len(self._runner.mapped)
-        if wanted != mapped:
-            self._begin(order)
+        if wanted == mapped or self._kv is None:
+            return self._end(order)
+        self._begin(order)
         if wanted > mapped:
-            extents = self._scheduler.growing(min(wanted - mapped, EXTENTS_AT_ONCE))
+            extents = self._kv.pool.extents_to_grow(min(wanted - mapped, EXTENTS_AT_ONCE))
             try:
                 self._runner.map(extents)
             except OutOfDeviceMemory as error:
                 return self._end(order, str(error))
-            self._scheduler.grow(extents)
+            self._kv.grow(extents)
             return None
-        if wanted < mapped and self._shrink(order, min(mapped - wanted, EXTENTS_AT_ONCE)):
-            return None
-        return self._end(order)
+        shrunk = self._shrink(order, self._kv, min(mapped - wanted, EXTENTS_AT_ONCE))
+        return None if shrunk else self._end(order)
 
-    def _shrink(self, order: _PendingPlacement, count: int) -> bool:
+    def _shrink(self, order: _PendingPlacement, kv: KVManager, count: int) -> bool:
         """False where none can be spared."""
         self._loop.land_all()
-        shrinking = self._scheduler.shrink(count)
+        plan = kv.shrink(count)
         self._loop.erase()
-        if shrinking.sources:
-            self._runner.copy(shrinking.sources, shrinking.targets)
-            self._runner.erase(shrinking.secret)
-            order.moved_bytes += len(shrinking.sources) * self._block_bytes()
-        if shrinking.extents:
-            self._runner.unmap(shrinking.extents)
-        return bool(shrinking.extents)
+        if plan.sources:
+            self._runner.copy(plan.sources, plan.targets)
+            self._runner.erase(plan.secret)
+            order.moved_bytes += len(plan.sources) * self._block_bytes()
+        if plan.extents:
+            self._runner.unmap(plan.extents)
+        return bool(plan.extents)
+
+    def _finish_wake(self, plan: WakeExtents) -> None:
+        if self._kv is not None:
+            self._kv.finish_wake(plan)
 
     def _wanted(self, place: SetPlacement) -> int:
         """How many extents fit into what it may hold, never fewer than it needs to serve at all."""

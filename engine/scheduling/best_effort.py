@@ -1,8 +1,7 @@
 """What background sequences get of a step: what live ones leave free. It knows counts and costs, not queues or blocks.
 
-Beside live sequences they may lengthen a step by SLACK of what that is predicted to take; where no costs were measured
-nobody can tell, and they get nothing. Alone they get short steps, since a live one that comes meanwhile waits for the
-end of what is in the air.
+Beside live sequences they may lengthen a step by STEP_SLACK of its predicted time; where no costs were measured they
+get nothing. Alone they get short steps, since a live sequence that arrives meanwhile waits for the steps in flight.
 """
 
 from bisect import bisect_right
@@ -13,41 +12,39 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import SchedulerConfig
 
 STEP_SLACK: Final = 0.04  # of a step's time
-HOST_US_PER_SEQUENCE: Final = (
-    10.0  # of one sequence in a step, on the host, which small models wait for; no costs tell of it
-)
+HOST_US_PER_SEQUENCE: Final = 10.0  # in a step, on the host, which small models wait for; no costs include it
 IDLE_STEP_FACTOR: Final = 2.0  # times what a step of one row takes
-IDLE_STEP_ROWS: Final = 16  # where no costs are known: about what the weights are read for in any case
+IDLE_STEP_ROWS: Final = 16  # where no costs are known: about as many as a read of the weights pays for
 
 
 class BestEffortBudget:
-    """`rows_alone` is how many rows a step of background sequences alone may have at most: no more of them run."""
+    """max_idle_rows: the most rows of a step of background sequences alone; no more of them run."""
 
-    def __init__(self, limits: SchedulerConfig) -> None:
-        self._costs = limits.costs
-        self._step_tokens = limits.step_tokens
-        self.rows_alone = min(IDLE_STEP_ROWS, limits.step_tokens)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._costs = config.costs
+        self._step_tokens = config.step_tokens
+        self.max_idle_rows = min(IDLE_STEP_ROWS, config.step_tokens)
         if self._costs is not None:
-            most_us = IDLE_STEP_FACTOR * self._costs.rows_us(1)
-            fitting = bisect_right(range(1, limits.step_tokens + 1), most_us, key=self._costs.rows_us)
-            self.rows_alone = min(max(self.rows_alone, fitting), limits.step_tokens)
+            max_us = IDLE_STEP_FACTOR * self._costs.rows_us(1)
+            fitting = bisect_right(range(1, config.step_tokens + 1), max_us, key=self._costs.rows_us)
+            self.max_idle_rows = min(max(self.max_idle_rows, fitting), config.step_tokens)
 
     def chunks(
-        self, live: Items[Sequence], taken: Items[int], waiting: Items[Sequence], spared_us: float, rows_max: int
+        self, live: Items[Sequence], live_chunks: Items[int], waiting: Items[Sequence], saved_us: float, max_rows: int
     ) -> list[int]:
-        """How many tokens each of `waiting`, oldest first, computes in a step in which each of `live` computes so many;
-        those beyond the end of what is returned none. `spared_us` is what groups take off that step, `rows_max` what
+        """How many tokens each of `waiting`, oldest first, computes in a step in which each of `live` computes its
+        chunk; those beyond the end of the list compute none. saved_us: what groups take off that step; max_rows: what
         the memory has room for."""
         costs = self._costs
         if costs is None:
-            return [] if live else _divide_rows(waiting, min(self.rows_alone, rows_max))
-        rows = sum(taken)
+            return [] if live else _divide_rows(waiting, min(self.max_idle_rows, max_rows))
+        rows = sum(live_chunks)
         if live:
-            least, most = 0, min(rows_max, self._step_tokens) - rows
-            reads_us = sum(map(costs.reads_us, (each.launched for each in live), taken)) - spared_us
+            low, high = 0, min(max_rows, self._step_tokens) - rows
+            reads_us = sum(map(costs.reads_us, (each.launched for each in live), live_chunks)) - saved_us
             left_us = STEP_SLACK * (costs.rows_us(rows) + max(0.0, reads_us))
         else:
-            least, most = 1, min(rows_max, self.rows_alone)
+            low, high = 1, min(max_rows, self.max_idle_rows)
             left_us = (IDLE_STEP_FACTOR - 1) * costs.rows_us(1)
 
         def added_us(more: int) -> float:
@@ -57,12 +54,12 @@ class BestEffortBudget:
                 costs.rows_us(rows + sum(chunks)) - costs.rows_us(rows) + reads_us + HOST_US_PER_SEQUENCE * len(chunks)
             )
 
-        fitting = bisect_right(range(1, most + 1), left_us, key=added_us)
-        return _divide_rows(waiting, max(least, fitting))
+        fitting = bisect_right(range(1, high + 1), left_us, key=added_us)
+        return _divide_rows(waiting, max(low, fitting))
 
 
 def _divide_rows(waiting: Items[Sequence], rows: int) -> list[int]:
-    """A row for each of the oldest, as far as they go, and what is left to their prompts, the oldest first."""
+    """One row for each of the oldest, as far as the rows go, and the rest for their prompts, the oldest first."""
     chunks, left = [1] * min(len(waiting), max(rows, 0)), rows - len(waiting)
     for index, sequence in enumerate(waiting[: len(chunks)]):
         if left <= 0:

@@ -1,12 +1,12 @@
-"""The block account: which blocks of the KV pool are free, which have memory, and which have to be erased. It does not
-know what is in them, nor who has the others.
+"""Which blocks of the KV pool are free, which have memory, and which have to be erased. The pool does not know what is
+in them, nor who has the others.
 
-A **page** is a block as it was taken once: the block in its low 32 bits, its tag in those above. A block's tag changes
-whenever it is freed, or its contents move to another block, so that a page says for ever whether who holds it may still
-read the block.
+A **page** is a block as it was allocated once: the block in its low 32 bits, its tag in those above. A block's tag
+changes whenever it is freed, or its contents move to another block, so that a page says for ever whether its holder may
+still read the block.
 
 An **extent** is a run of blocks that gets memory or gives it back as a whole. Where contents move, every page that
-changes is told as old → new; there is nothing else that could be outdated.
+changes is returned as old → new; no other page becomes stale.
 """
 
 from collections.abc import Iterable
@@ -24,10 +24,11 @@ _BLOCK: Final = _TAG - 1
 
 @dataclass(frozen=True, slots=True)
 class WakeExtents:
-    """The extents that get memory, and the blocks into which what was kept goes, in the order in which it was kept."""
+    """The extents that get memory, and the blocks that what was kept is restored into, in the order in which it was
+    kept."""
 
     extents: list[int]
-    restored: list[int]
+    restore: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,172 +46,174 @@ class BlockPool:
     """Blocks 0 … total−1. At any time each is free here, cached in the prefix tree, private to one sequence, or absent:
     nobody's, in an extent without memory.
 
-    A block that has to be erased is free like the others; whoever launches steps asks `unerased` before each of them,
-    so that nobody reads or writes it before.
+    A block that has to be erased is free like the others; before each launch `take_unerased` is called and its blocks
+    are erased, so that nobody reads or writes them before.
 
-    Asleep no extent has memory. What is kept stays cached under the pages that it had, its contents are elsewhere, and
-    a block that is freed is absent.
+    Asleep no extent has memory. Kept blocks stay cached under the pages that they had, their contents are elsewhere,
+    and a block that is freed is absent.
     """
 
     def __init__(
-        self, total: int, extent_blocks: int | None = None, mapped: Items[int] = (0,), least: int | None = None
+        self, total: int, extent_blocks: int | None = None, mapped: Items[int] = (0,), min_blocks: int | None = None
     ) -> None:
-        """Extents have so many blocks, the last one maybe fewer; None: there is one. Those in `mapped` have memory.
-        Awake never fewer than `least` blocks have any; None: all."""
+        """extent_blocks: the last extent may have fewer; None: there is one. `mapped`: the extents that have memory.
+        min_blocks: how many blocks always have memory while awake; None: all."""
         assert total > 0
         self.total = total
-        self.least = total if least is None else least
-        self.frees = 0  # how often blocks were freed; until it grows, no page that was current is outdated
-        self.stale = 0  # pages that came back when their block was no longer theirs
+        self.min_blocks = total if min_blocks is None else min_blocks
+        self.version = 0  # grows when blocks are freed or move; until then no current page becomes stale
+        self.stale_pages = 0  # pages that were freed when their block was no longer theirs
         self._extent_blocks = extent_blocks or total
         self._extents = -(-total // self._extent_blocks)
         self._mapped = set(mapped)
-        self._kept: Pages | None = None  # asleep: what was kept, in its order
+        self._kept_pages: Pages | None = None  # asleep: in the order of their blocks
         self._pages: Pages = np.arange(total, dtype=np.int64) + _TAG  # what each block is now; no page is 0
         self._secret = np.zeros(total, np.bool_)  # to be erased when it is freed
         self._unerased: list[int] = []
-        self._free = self._blocks_of(self._mapped)[::-1]  # the last one is taken first
-        self.absent = total - len(self._free)
-        assert self.mapped >= self.least, "less is mapped than always has to be"
+        self._free = self._blocks_of(self._mapped)[::-1]  # the last one is allocated first
+        self.absent_blocks = total - len(self._free)
+        assert self.mapped_blocks >= self.min_blocks, "fewer blocks are mapped than always have to be"
 
     @property
     def asleep(self) -> bool:
-        return self._kept is not None
+        return self._kept_pages is not None
 
     @property
-    def mapped(self) -> int:
+    def mapped_blocks(self) -> int:
         """Blocks that have memory."""
-        return self.size(self._mapped)
+        return self.blocks_in(self._mapped)
 
     @property
-    def free(self) -> int:
+    def free_blocks(self) -> int:
         return len(self._free)
 
-    def take(self, count: int, secret: bool = False) -> list[int]:
-        """`count` pages that are the caller's until it gives them back; the most recently freed blocks first. What is
-        `secret` is erased then."""
-        assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
-        kept = len(self._free) - count
-        taken = self._free[kept:][::-1]
-        del self._free[kept:]
+    def allocate(self, count: int, secret: bool = False) -> list[int]:
+        """`count` pages that are the caller's until it frees them; the most recently freed blocks first. `secret`: they
+        are erased then."""
+        assert 0 <= count <= len(self._free), f"{count} blocks requested, {len(self._free)} free"
+        remaining = len(self._free) - count
+        blocks = self._free[remaining:][::-1]
+        del self._free[remaining:]
         if secret:
-            self._secret[taken] = True
-        pages: list[int] = self._pages[taken].tolist()
+            self._secret[blocks] = True
+        pages: list[int] = self._pages[blocks].tolist()
         return pages
 
-    def give(self, pages: Items[int]) -> None:
-        """Frees blocks that were taken. One that is somebody else's meanwhile stays theirs, and is counted."""
+    def free(self, pages: Items[int]) -> None:
+        """Frees allocated blocks. A stale page frees nothing, and is counted."""
         if not pages:
             return
         blocks = self._current(pages)
-        self.frees += 1
+        self.version += 1
         self._pages[blocks] += _TAG
-        if self._kept is None:
+        if self._kept_pages is None:
             self._free += blocks.tolist()
         else:
-            self.absent += len(blocks)
+            self.absent_blocks += len(blocks)
         secret = self._secret[blocks]
         if secret.any():
             self._unerased += blocks[secret].tolist()
             self._secret[blocks] = False
 
-    def hide(self, pages: Items[int]) -> None:
-        """Pages that have to be erased when they are freed, whatever was said when they were taken."""
+    def mark_secret(self, pages: Items[int]) -> None:
+        """Has these pages erased when they are freed, however they were allocated."""
         if pages:
             self._secret[self._current(pages)] = True
 
-    def unerased(self) -> list[int]:
+    def take_unerased(self) -> list[int]:
         """The blocks to be erased now, before a step is launched and before they lose their memory; they count as
-        erased from then on. Asleep these are blocks as `sleep` gave them: their contents are erased where they are."""
+        erased from then on. Asleep these are blocks as `sleep` returned them: their contents are erased where they
+        are."""
         blocks, self._unerased = self._unerased, []
         return list(dict.fromkeys(blocks))
 
-    def outdated(self, pages_N: Pages) -> NDArray[np.bool_]:
-        """Which of these pages are no longer what they were when they were taken. About 3 ns each."""
-        outdated: NDArray[np.bool_] = self._pages[pages_N & _BLOCK] != pages_N
-        return outdated
+    def are_stale(self, pages_N: Pages) -> NDArray[np.bool_]:
+        """Which of these pages name a block that was freed or moved since. About 3 ns each."""
+        stale_N: NDArray[np.bool_] = self._pages[pages_N & _BLOCK] != pages_N
+        return stale_N
 
     # Extents
 
-    def size(self, extents: Iterable[int]) -> int:
-        """How many blocks they have."""
+    def blocks_in(self, extents: Iterable[int]) -> int:
+        """How many blocks these extents have."""
         short = self._extents * self._extent_blocks - self.total
         count = list(extents)
         return len(count) * self._extent_blocks - short * (self._extents - 1 in count)
 
-    def growing(self, count: int) -> list[int]:
+    def extents_to_grow(self, count: int) -> list[int]:
         """Up to so many extents that have no memory, to be mapped next: the lowest."""
         return [extent for extent in range(self._extents) if extent not in self._mapped][:count]
 
     def grow(self, extents: Items[int]) -> None:
-        """They have memory from now on. Their blocks are taken after those that were free before."""
-        assert self._kept is None, "asleep"
+        """Adds the blocks of newly mapped extents, to be allocated after those that were free before."""
+        assert self._kept_pages is None, "asleep"
         assert self._mapped.isdisjoint(extents), "an extent is mapped twice"
         self._mapped.update(extents)
         more = self._blocks_of(extents)
         self._free[:0] = more[::-1]
-        self.absent -= len(more)
+        self.absent_blocks -= len(more)
 
-    def cheapest(self, count: int) -> list[int]:
-        """Up to so many extents in which the fewest blocks are held, and of those the highest, the best first; `least`
-        blocks stay."""
+    def cheapest_extents(self, count: int) -> list[int]:
+        """Up to so many extents in which the fewest blocks are held, and of those the highest, the best first;
+        `min_blocks` blocks stay."""
         held = np.add.reduceat(self._held(), range(0, self.total, self._extent_blocks), dtype=np.int64).tolist()
         chosen = sorted(self._mapped, key=lambda extent: (held[extent], -extent))[:count]
-        while self.mapped - self.size(chosen) < self.least:
+        while self.mapped_blocks - self.blocks_in(chosen) < self.min_blocks:
             chosen.pop()
         return chosen
 
     def shrink(self, extents: Items[int]) -> tuple[ShrinkPlan, dict[int, int]]:
-        """They have no memory from now on. What is held in them moves to the lowest blocks that are free elsewhere, of
-        which there are enough; also gives the pages that changed."""
+        """Takes these extents out of use. What is held in them moves to the lowest blocks that are free elsewhere, of
+        which there are enough; also returns the pages that changed."""
         held, leaving = self._held(), self._blocks_of(extents)
         sources = [block for block in leaving if held[block]]
-        gone = set(leaving)
-        staying = [block for block in self._free if block not in gone]
+        removed = set(leaving)
+        staying = [block for block in self._free if block not in removed]
         targets = sorted(staying)[: len(sources)]
-        assert len(targets) == len(sources), "what is held fits nowhere else"
+        assert len(targets) == len(sources), "held blocks fit nowhere else"
         self._mapped.difference_update(extents)
         taken = set(targets)
         self._free = [block for block in staying if block not in taken]
-        self.absent += len(leaving)
+        self.absent_blocks += len(leaving)
         secret = [block for block in sources if self._secret[block]]
         return ShrinkPlan(list(extents), sources, targets, secret), self._move(sources, targets)
 
     def sleep(self) -> list[int]:
-        """No extent has memory from now on. Gives the blocks that are held, whose contents are kept, in their order."""
-        assert self._kept is None, "asleep already"
-        kept = self._held().nonzero()[0]
-        self._kept = self._pages[kept]
+        """Takes all extents out of use. Returns the blocks that are held, whose contents are kept, in their order."""
+        assert self._kept_pages is None, "asleep already"
+        held = self._held().nonzero()[0]
+        self._kept_pages = self._pages[held]
         self._mapped, self._free = set(), []
-        self.absent = self.total - len(kept)
-        blocks: list[int] = kept.tolist()
+        self.absent_blocks = self.total - len(held)
+        blocks: list[int] = held.tolist()
         return blocks
 
-    def waking(self, extents: int) -> WakeExtents:
-        """At least so many extents, and enough for `least` blocks and for what was kept: the lowest, and in them the
-        lowest blocks. What was freed meanwhile is given a block too."""
-        assert self._kept is not None, "awake"
+    def plan_wake(self, extents: int) -> WakeExtents:
+        """Plans to wake with so many extents, or more where `min_blocks` or the kept blocks need them: the lowest, and
+        in them the lowest blocks. Kept blocks that were freed meanwhile get a block too. Changes nothing; what
+        `take_unerased` returns is erased before, and the plan holds until a kept block is freed."""
+        assert self._kept_pages is not None, "awake"
         assert not self._unerased, "erase first what was freed asleep: blocks have other contents afterwards"
-        needed = max(self.least, len(self._kept))
+        needed = max(self.min_blocks, len(self._kept_pages))
         count = min(max(extents, -(-needed // self._extent_blocks)), self._extents)
-        return WakeExtents(list(range(count)), list(range(len(self._kept))))
+        return WakeExtents(list(range(count)), list(range(len(self._kept_pages))))
 
-    def woken(self, waking: WakeExtents) -> dict[int, int]:
-        """It is awake, as planned. Gives the pages that changed. With the extents that had memory before, and what
-        `sleep` gave for `restored`, a sleep that came to nothing is taken back."""
-        assert self._kept is not None, "awake"
-        current = ~self.outdated(self._kept)
-        targets = np.array(waking.restored, np.int64)[current].tolist()
-        sources = (self._kept & _BLOCK)[current].tolist()
-        self._kept, self._mapped = None, set(waking.extents)
-        taken, blocks = set(targets), self._blocks_of(waking.extents)
+    def finish_wake(self, plan: WakeExtents) -> dict[int, int]:
+        """Wakes as planned; returns the pages that changed. A sleep that failed is taken back by a plan of the extents
+        that had memory before, and the blocks that `sleep` returned."""
+        assert self._kept_pages is not None, "awake"
+        current = ~self.are_stale(self._kept_pages)
+        targets = np.array(plan.restore, np.int64)[current].tolist()
+        sources = (self._kept_pages & _BLOCK)[current].tolist()
+        self._kept_pages, self._mapped = None, set(plan.extents)
+        taken, blocks = set(targets), self._blocks_of(plan.extents)
         assert taken <= set(blocks)
-        assert len(blocks) >= self.least
+        assert len(blocks) >= self.min_blocks
         self._free = [block for block in blocks[::-1] if block not in taken]
-        self.absent = self.total - len(blocks)
+        self.absent_blocks = self.total - len(blocks)
         return self._move(sources, targets)
 
-    def secrets(self) -> set[int]:
+    def secret_pages(self) -> set[int]:
         """The pages that are to be erased when they are freed."""
         return set(self._pages[self._secret].tolist())
 
@@ -222,15 +225,15 @@ class BlockPool:
         return [block for extent in sorted(extents) for block in range(extent * size, min((extent + 1) * size, total))]
 
     def _held(self) -> NDArray[np.bool_]:
-        """Of each block, awake, whether it has memory and is not free."""
+        """Whether each block has memory and is not free; only while awake."""
         held = np.zeros(self.total, np.bool_)
         held[self._blocks_of(self._mapped)] = True
         held[self._free] = False
         return held
 
     def _move(self, sources: list[int], targets: list[int]) -> dict[int, int]:
-        """What was in the one is in the other; what each page is called from now on."""
-        self.frees += 1
+        """Notes that contents moved from one block to the other; returns the new name of each page."""
+        self.version += 1
         old: list[int] = self._pages[sources].tolist()
         secret = self._secret[sources]
         self._pages[sources] += _TAG
@@ -239,32 +242,32 @@ class BlockPool:
         return dict(zip(old, self._pages[targets].tolist(), strict=True))
 
     def _current(self, pages: Items[int]) -> NDArray[np.int64]:
-        """The blocks of those pages that still are what they say."""
+        """The blocks of those pages that are not stale."""
         pages_N = np.array(pages, np.int64)
         assert len(set(pages)) == len(pages), "a block is freed twice"
-        outdated = self.outdated(pages_N)
-        if outdated.any():
-            self.stale += int(outdated.sum())
-            pages_N = pages_N[~outdated]
+        stale_N = self.are_stale(pages_N)
+        if stale_N.any():
+            self.stale_pages += int(stale_N.sum())
+            pages_N = pages_N[~stale_N]
         return pages_N & _BLOCK
 
     def check(self, held: Iterable[int]) -> None:
-        """Raises AssertionError where a block is free twice, or free and held, by these pages, or the hold is over, or
-        where one has no memory."""
+        """Raises AssertionError where a block is free twice, or free and held by these pages, or without memory, or
+        where a held page is stale."""
         held = list(held)
-        assert not self.stale, "a block is freed twice, or was held for too long"
-        assert not self.outdated(np.array(held, np.int64)).any(), "what is held was freed"
+        assert not self.stale_pages, "a block is freed twice, or was held for too long"
+        assert not self.are_stale(np.array(held, np.int64)).any(), "a held page was freed"
         assert len(set(self._free)) == len(self._free)
         assert len(set(held)) == len(held), "a block has two owners"
-        assert len(self._free) + len(held) + self.absent == self.total, "a block is lost"
-        if self._kept is None:
-            there = set(self._blocks_of(self._mapped))
-            assert there == {*self._free, *blocks_of(held)}, "a block without memory is free, or held"
-            assert len(there) >= self.least
+        assert len(self._free) + len(held) + self.absent_blocks == self.total, "a block is lost"
+        if self._kept_pages is None:
+            mapped = set(self._blocks_of(self._mapped))
+            assert mapped == {*self._free, *blocks_of(held)}, "a block without memory is free, or held"
+            assert len(mapped) >= self.min_blocks
         else:
             assert not self._free
             assert not self._mapped
-            assert set(held) <= set(self._kept.tolist()), "what was not kept is held"
+            assert set(held) <= set(self._kept_pages.tolist()), "a block that was not kept is held"
         assert not self._secret[self._free].any(), "a free block is still to be erased when it is freed"
 
 

@@ -1,23 +1,26 @@
 """What sequences hold of the KV pool: leased prefixes and private blocks, and which of them become cached. It does not
 know who runs next, nor what steps compute.
 
-A block is free, cached in the prefix tree, private to one sequence, or spare: a duplicate of what the tree had already,
-which a flight in the air still reads. What a sequence holds is counted where its account stands. Where contents move to
-other blocks, as extents come and go, all who name them learn it here, at once, while nothing is in the air.
+A block is free, cached in the prefix tree, private to one sequence, or deferred: a duplicate of what the tree had
+already, which a step in flight still reads. What a sequence holds counts for its account. Where contents move to other
+blocks, as extents come and go, all who name them learn it here, at once, while nothing is in flight.
 """
 
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from engine.protocol.types import RejectReason
 from engine.scheduling.block_pool import BlockPool, ShrinkPlan, WakeExtents
 from engine.scheduling.fair_queue import AccountQueue
-from engine.scheduling.public_prefixes import PublicPrefixes
+from engine.scheduling.public_prefixes import PublicPrefixes, common_prefix_length
 from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.validation import SubmitRejected
 from prefixcache.tree import Lease, PrefixTree
 
 SWEEP_MAX: Final = 128  # blocks given back beside one step: erasing so many takes a fraction of it
@@ -25,244 +28,306 @@ SWEEP_MAX: Final = 128  # blocks given back beside one step: erasing so many tak
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Of what a sequence is to begin with, the pages that are there, `public` of them published, and how many blocks
+    """What a sequence is to begin with: the pages that are cached, `public_blocks` of them public, and how many blocks
     are missing."""
 
-    cached: list[int]
-    public: int
-    missing: int
+    pages: list[int]
+    public_blocks: int
+    missing_blocks: int
 
 
 class KVManager:
     """Everything that takes blocks of a pool and gives them back.
 
-    counters   erased_blocks, and what lookups that started nothing take off the tree's.
+    holders  the sequences that have blocks, in the order in which they got them.
     """
 
-    def __init__(self, tree: PrefixTree, blocks: BlockPool) -> None:
+    def __init__(self, tree: PrefixTree, pool: BlockPool) -> None:
         self.tree = tree
-        self.blocks = blocks
-        self.published = PublicPrefixes(tree.block_tokens)
-        self.counters: Counter[str] = Counter()
-        self._block_tokens = tree.block_tokens
-        self._pins: list[Lease] = []  # of what is published
-        self._spare: list[int] = []
-        self._frees = -1  # of blocks, when pages were compared last; −1: they have to be
+        self.pool = pool
+        self.block_tokens = tree.block_tokens
+        self.holders: dict[Sequence, None] = {}
+        self.public_prefixes = PublicPrefixes(tree.block_tokens)
+        self._public_leases: list[Lease] = []
+        self._deferred: list[int] = []  # pages to be freed when a step has landed
+        self._erased_blocks = 0
+        self._cancelled: Counter[str] = Counter()  # what lookups that started nothing take off the tree's counters
+        self._compared_version = -1  # of the pool, when pages were compared last; −1: they have to be
+        self._short: tuple[weakref.ref[Sequence], int] | None = None  # found too few blocks, and how many there were
 
     @property
-    def available(self) -> int:
+    def available_blocks(self) -> int:
         """Blocks that can be had at once: free ones, and cached ones that nobody reads."""
-        return self.blocks.free + self.tree.unused
+        return self.pool.free_blocks + self.tree.unused_blocks
 
     @property
-    def total(self) -> int:
-        """Blocks that one sequence may have at most: of those that always have memory, so that who runs can end alone
-        whatever shrinks."""
-        return self.blocks.least - len(self.published.pages)
+    def max_sequence_blocks(self) -> int:
+        """Blocks that one sequence may have: of those that always have memory, so that it can end alone whatever
+        shrinks."""
+        return self.pool.min_blocks - len(self.public_prefixes.pages)
 
     def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_tokens)
+        return -(-tokens // self.block_tokens)
+
+    def counters(self) -> dict[str, int]:
+        """The tree's counters, without lookups that started nothing, and erased_blocks and stale_pages."""
+        counters = Counter(self.tree.counters)
+        counters.update(self._cancelled)
+        return {**counters, "erased_blocks": self._erased_blocks, "stale_pages": self.pool.stale_pages}
 
     # From a sequence's start to its end
 
-    def lease(self, sequence: Sequence) -> PrefixMatch:
-        """Leases the longest cached prefix of a sequence that holds nothing: to be taken or given up next."""
-        public = self.published.find(sequence.tokens[:-1])
-        cached = [*public, *self._lease(sequence, public)]
-        return PrefixMatch(cached, len(public), self.blocks_for(len(sequence.tokens)) - len(cached))
+    def refuse_too_long(self, sequence: Sequence) -> None:
+        """Raises SubmitRejected for a sequence that can never run here."""
+        tokens, size, cap = sequence.max_total_tokens, self.block_tokens, sequence.terms.blocks
+        blocks, max_blocks = self.blocks_for(tokens - 1), self.max_sequence_blocks
+        if blocks > max_blocks:
+            raise SubmitRejected(RejectReason.TOO_LONG, f"{tokens} tokens can never fit a pool of {max_blocks * size}")
+        if cap is not None and blocks > cap:
+            raise SubmitRejected(
+                RejectReason.TOO_LONG,
+                f"{tokens} tokens can never fit the {cap * size} that this account may have at once; "
+                "send a shorter prompt, or ask for fewer tokens",
+            )
 
-    def give_up(self, sequence: Sequence, found: PrefixMatch) -> None:
-        """It cannot have what is missing, and does not start."""
+    def still_short(self, sequence: Sequence) -> bool:
+        """Whether this sequence was the last that found too few blocks, and no more can be had since."""
+        return self._short is not None and self._short[0]() is sequence and self.available_blocks <= self._short[1]
+
+    def lease_prefix(self, sequence: Sequence) -> PrefixMatch:
+        """Leases the longest cached prefix of a sequence that holds nothing: `allocate` or `cancel_lease` follows."""
+        public = self.public_prefixes.find(sequence.tokens[:-1])
+        pages = [*public, *self._lease(sequence, public)]
+        return PrefixMatch(pages, len(public), self.blocks_for(len(sequence.tokens)) - len(pages))
+
+    def cancel_lease(self, sequence: Sequence, match: PrefixMatch, short: bool) -> None:
+        """Gives a lease back: the sequence does not start. `short`: because the pool has too few blocks."""
         if sequence.lease is not None:
-            lookup_tokens = len(sequence.tokens) - 1 - found.public * self._block_tokens
-            self.counters.update(lookups=-1, lookup_tokens=-lookup_tokens, hit_tokens=-sequence.lease.tokens)
+            lookup_tokens = len(sequence.tokens) - 1 - match.public_blocks * self.block_tokens
+            self._cancelled.update(lookups=-1, lookup_tokens=-lookup_tokens, hit_tokens=-sequence.lease.tokens)
         self.release(sequence)
+        if short:
+            self._short = (weakref.ref(sequence), self.available_blocks)
 
-    def take(self, sequence: Sequence, found: PrefixMatch) -> None:
-        """It holds what was found, which counts as computed, and blocks for the rest, which are available."""
-        cached = found.cached
-        sequence.grow(cached)
-        sequence.public, sequence.shared = found.public, len(cached)
-        self._frees = -1
-        sequence.computed = sequence.launched = len(cached) * self._block_tokens
-        sequence.grow(self._take(found.missing, sequence.terms.erase))
-        if sequence.lease is not None and sequence.ticket < 0 and sequence.id == sequence.first:
-            self.tree.read(sequence.lease)
-        sequence.standing.hold(sequence.held())
+    def allocate(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Gives a sequence the pages that were found, which count as computed, and blocks for the rest, which are
+        available."""
+        pages = match.pages
+        self.holders[sequence] = None
+        sequence.append_pages(pages)
+        sequence.public_blocks, sequence.shared_blocks = match.public_blocks, len(pages)
+        self._compared_version = -1
+        self._short = None
+        sequence.computed = sequence.launched = len(pages) * self.block_tokens
+        sequence.append_pages(self._take(match.missing_blocks, sequence.terms.erase))
+        if sequence.lease is not None and sequence.start_order < 0 and sequence.id == sequence.first_id:
+            self.tree.count_read(sequence.lease)
+        sequence.account_queue.add_blocks(sequence.held_pages())
 
-    def grow(self, sequence: Sequence) -> None:
-        """One more block, which is available."""
-        taken = self._take(1, sequence.terms.erase)
-        sequence.grow(taken)
-        sequence.standing.hold(taken)
+    def append_block(self, sequence: Sequence) -> None:
+        """Gives a sequence one more block, which is available."""
+        pages = self._take(1, sequence.terms.erase)
+        sequence.append_pages(pages)
+        sequence.account_queue.add_blocks(pages)
 
-    def cache(self, sequence: Sequence, in_the_air: bool) -> bool:
-        """Puts the blocks that became full into the tree. Where it has them already, its own are read from now on, and
-        ours are free when nothing in the air reads them: whether that is so."""
+    def cache_full_blocks(self, sequence: Sequence, in_flight: bool) -> bool:
+        """Puts the blocks that became full into the tree. Where the tree has the same already, the sequence reads the
+        tree's from now on, and its own are freed once no step in flight reads them. Returns whether that is so."""
         if sequence.namespace is None:
             return False
-        size, shared, full = self._block_tokens, sequence.shared, sequence.computed // self._block_tokens
+        size, shared, full = self.block_tokens, sequence.shared_blocks, sequence.computed // self.block_tokens
         assert sequence.lease is not None
         pages = sequence.pages[shared:full].tolist()
         sequence.lease, spare = self.tree.insert(sequence.lease, sequence.tokens[shared * size : full * size], pages)
         if spare:
-            if in_the_air:
-                self._spare += spare
+            if in_flight:
+                self._deferred += spare
             else:
-                self.blocks.give(spare)
-            sequence.standing.let_go(sequence.pages[sequence.public : full].tolist())
-            sequence.pages[sequence.public : full] = sequence.lease.blocks
-            sequence.standing.hold(sequence.lease.blocks)
-            self._frees = -1
+                self.pool.free(spare)
+            sequence.account_queue.remove_blocks(sequence.pages[sequence.public_blocks : full].tolist())
+            sequence.pages[sequence.public_blocks : full] = sequence.lease.blocks
+            sequence.account_queue.add_blocks(sequence.lease.blocks)
+            self._compared_version = -1
             if sequence.terms.erase:
-                self.blocks.hide(sequence.lease.blocks)
-            sequence.sound = -sequence.flying  # what is in the air still reads ours
-        sequence.shared = full
+                self.pool.mark_secret(sequence.lease.blocks)
+            sequence.finite_samples = -sequence.inflight_steps  # steps in flight still read its own blocks
+        sequence.shared_blocks = full
         return bool(spare)
 
-    def landed(self) -> None:
-        """Nobody reads what was spare when the flight was launched that has landed."""
-        self.blocks.give(self._spare)
-        self._spare.clear()
+    def free_deferred(self) -> None:
+        """Frees the pages that only the step read that has landed."""
+        self.pool.free(self._deferred)
+        self._deferred.clear()
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back its lease and its private blocks. The tree keeps what was cached for as long as it likes."""
-        self.blocks.give(sequence.private())
+        """Gives back a sequence's lease and its private blocks; cached ones stay in the tree."""
+        self.pool.free(sequence.private_pages())
         if sequence.lease is not None:
-            self.blocks.give(self.tree.release(sequence.lease))
+            self.pool.free(self.tree.release(sequence.lease))
+        self.holders.pop(sequence, None)
         sequence.rewind()
 
-    def outdated(self, sequences: Items[Sequence]) -> list[Sequence]:
-        """Those of all who run who would read a block that is no longer what they were given.
+    def with_stale_pages(self, sequences: Items[Sequence]) -> list[Sequence]:
+        """Those of the running sequences that would read a block that is no longer what they were given.
 
         Pages are compared where blocks were freed or came from the tree since the last time: 160 µs for 256 sequences
         of 64 blocks.
         """
-        if self._frees == self.blocks.frees or not sequences:
+        if self._compared_version == self.pool.version or not sequences:
             return []
-        self._frees = self.blocks.frees
-        pages = [sequence.pages[: sequence.blocks] for sequence in sequences]
-        outdated = self.blocks.outdated(np.concatenate(pages))
-        if not outdated.any():
+        self._compared_version = self.pool.version
+        pages = [sequence.pages[: sequence.block_count] for sequence in sequences]
+        stale = self.pool.are_stale(np.concatenate(pages))
+        if not stale.any():
             return []
         ends = np.cumsum([len(each) for each in pages])
-        found = np.split(outdated, ends[:-1])
-        return [sequence for sequence, its in zip(sequences, found, strict=True) if its.any()]
+        parts = np.split(stale, ends[:-1])
+        return [sequence for sequence, part in zip(sequences, parts, strict=True) if part.any()]
 
-    # What is kept
+    def forget_suspect(self, suspect: Sequence, running: Items[Sequence]) -> None:
+        """Makes the blocks that a sequence read unfindable, from the first on that no other running sequence reads
+        whose tokens were sampled from finite numbers."""
+        if suspect.lease is None:
+            return
+        blocks = suspect.table[: suspect.shared_blocks]
+        verified = (
+            common_prefix_length(blocks, each.table[: each.shared_blocks])
+            for each in running
+            if each.finite_samples > 0 and each.namespace == suspect.namespace
+        )
+        self.tree.forget(suspect.lease, max(0, max(verified, default=0) - suspect.public_blocks))
+
+    # What stays cached
 
     def publish(self, sequence: Sequence) -> bool:
         """Lets everybody read the prompt of a sequence that has ended, for good. False where it was not computed."""
         assert sequence.namespace is not None
-        assert sequence.stage == SequenceState.ENDED
-        lease = self.tree.match(sequence.namespace, sequence.tokens[: sequence.prompt_tokens], sequence.keep)
-        self._pins.append(lease)
+        assert sequence.state == SequenceState.ENDED
+        lease = self.tree.match(sequence.namespace, sequence.tokens[: sequence.prompt_tokens], sequence.retention)
+        self._public_leases.append(lease)
         if lease.tokens < sequence.prompt_tokens:
             return False
-        self.published.add(sequence.tokens[: sequence.prompt_tokens], lease.blocks)
+        self.public_prefixes.add(sequence.tokens[: sequence.prompt_tokens], lease.blocks)
         return True
 
     def sweep(self) -> bool:
-        """Gives back cached blocks that are found no more, to be erased; whether there may be more of them."""
-        swept = self.tree.sweep(SWEEP_MAX)
-        self.blocks.hide(swept)
-        self.blocks.give(swept)
-        return len(swept) == SWEEP_MAX
+        """Frees cached blocks that are found no more, to be erased. Returns whether there may be more of them."""
+        pages = self.tree.sweep(SWEEP_MAX)
+        self.pool.mark_secret(pages)
+        self.pool.free(pages)
+        return len(pages) == SWEEP_MAX
 
-    def unerased(self) -> list[int]:
+    def take_unerased(self) -> list[int]:
         """Blocks that have to be erased before anything is launched; they count as erased now."""
-        blocks = self.blocks.unerased()
-        self.counters["erased_blocks"] += len(blocks)
+        blocks = self.pool.take_unerased()
+        self._erased_blocks += len(blocks)
         return blocks
 
     # Extents
 
-    def shrink(self, count: int, running: Items[Sequence]) -> ShrinkPlan:
-        """Takes up to so many extents out of use, those in which least is held. What fits nowhere else is evicted as
-        where blocks are short; of what these sequences hold, who are all that do, nothing, nor the block that each of
-        them may need next."""
-        extents = self.blocks.cheapest(count)
-        while extents and self.blocks.size(extents) > self.available - len(running):
-            extents.pop()
-        self._free_up(self.blocks.size(extents))
-        shrinking, renamed = self.blocks.shrink(extents)
-        self._rename(renamed, running)
-        return shrinking
+    def grow(self, extents: Items[int]) -> None:
+        """Adds the blocks of newly mapped extents, and lets a sequence that found too few blocks try again."""
+        self.pool.grow(extents)
+        self._short = None
 
-    def sleep(self, kept_most: int) -> list[int]:
-        """Nobody runs. Evicts all but what is published and, up to so many blocks with that, what is wanted soonest, of
-        which nothing has to be erased or is over. Gives the blocks of what is kept."""
+    def shrink(self, count: int) -> ShrinkPlan:
+        """Takes up to so many extents out of use, those in which least is held. What fits nowhere else is evicted as
+        where blocks are short, but nothing that sequences hold, nor the block that each of them may need next.
+
+        To be done next, in this order: erase the blocks of `take_unerased`, copy the plan's sources to its targets,
+        erase what is `secret` of the sources, and unmap the extents.
+        """
+        self._short = None
+        extents = self.pool.cheapest_extents(count)
+        while extents and self.pool.blocks_in(extents) > self.available_blocks - len(self.holders):
+            extents.pop()
+        self._free_up(self.pool.blocks_in(extents))
+        plan, renamed = self.pool.shrink(extents)
+        self._rename(renamed)
+        return plan
+
+    def sleep(self, max_kept_blocks: int) -> list[int]:
+        """Takes all memory off the pool, while nothing runs. Returns the blocks that are kept, in the order in which
+        they are to be restored: public prefixes, always, and with them up to so many blocks of what is wanted soonest;
+        never a secret, nor what is found no more. `take_unerased` is to be erased before the memory is unmapped.
+
+        Asleep, `take_unerased` names blocks that were kept and then freed as they were returned here.
+        """
         while self.sweep():
             pass
-        room = max(0, kept_most - len(self.published.pages))
-        self.blocks.give(self.tree.keep_hottest(room, self.blocks.secrets()))
-        return self.blocks.sleep()
+        room = max(0, max_kept_blocks - len(self.public_prefixes.pages))
+        self.pool.free(self.tree.keep_hottest(room, self.pool.secret_pages()))
+        return self.pool.sleep()
 
-    def woken(self, waking: WakeExtents) -> None:
-        """What is kept is where it was planned to be."""
-        self._rename(self.blocks.woken(waking), ())
+    def finish_wake(self, plan: WakeExtents) -> None:
+        """Wakes the pool as planned. A sleep that failed is taken back by the extents that had memory before, and the
+        blocks that `sleep` returned."""
+        self._short = None
+        self._rename(self.pool.finish_wake(plan))
 
-    def _rename(self, renamed: Mapping[int, int], running: Items[Sequence]) -> None:
-        """All who name pages that moved name them anew."""
+    def _rename(self, renamed: Mapping[int, int]) -> None:
+        """Tells all who name pages that moved their new names."""
         self.tree.rename(renamed)
-        self.published.rename(renamed)
-        for lease in self._pins:
+        self.public_prefixes.rename(renamed)
+        for lease in self._public_leases:
             lease.rename(renamed)
-        for sequence in running:
-            held = sequence.held()
-            if renamed.keys().isdisjoint(held):
+        for sequence in self.holders:
+            pages = sequence.held_pages()
+            if renamed.keys().isdisjoint(pages):
                 continue
-            sequence.standing.let_go(held)
-            sequence.pages[: sequence.blocks] = [renamed.get(page, page) for page in held]
-            sequence.standing.hold(sequence.held())
+            sequence.account_queue.remove_blocks(pages)
+            sequence.pages[: sequence.block_count] = [renamed.get(page, page) for page in pages]
+            sequence.account_queue.add_blocks(sequence.held_pages())
             if sequence.lease is not None:
                 sequence.lease.rename(renamed)
-        self._frees = -1
+        self._compared_version = -1
 
     # Inside
 
     def _lease(self, sequence: Sequence, public: list[int]) -> list[int]:
-        """The longest cached prefix of its own behind the published blocks; only behind these it was ever read."""
+        """The longest cached prefix behind the public blocks: it was only ever read behind these."""
         if sequence.namespace is None:
             return []
         namespace = sequence.namespace
         if public:
-            namespace = namespace._replace(behind=self.published.pages[public[-1]])
-        tokens = sequence.tokens[len(public) * self._block_tokens : -1]
-        sequence.lease = lease = self.tree.match(namespace, tokens, sequence.keep)
+            namespace = namespace._replace(behind=self.public_prefixes.pages[public[-1]])
+        tokens = sequence.tokens[len(public) * self.block_tokens : -1]
+        sequence.lease = lease = self.tree.match(namespace, tokens, sequence.retention)
         if sequence.terms.erase:
-            self.blocks.hide(lease.blocks)
+            self.pool.mark_secret(lease.blocks)
         return lease.blocks
 
     def _take(self, count: int, secret: bool) -> list[int]:
-        """So many pages, evicting from the tree what is missing. Only after asking `available`."""
+        """So many pages, evicting from the tree what is missing. Only after asking `available_blocks`."""
         self._free_up(count)
-        return self.blocks.take(count, secret)
+        return self.pool.allocate(count, secret)
 
     def _free_up(self, count: int) -> None:
-        """So many blocks are free, at the cost of the tree. Only after asking `available`."""
-        while self.blocks.free < count and self.sweep():
+        """Frees blocks until there are so many, at the cost of the tree. Only after asking `available_blocks`."""
+        while self.pool.free_blocks < count and self.sweep():
             pass
-        if self.blocks.free < count:
-            self.blocks.give(self.tree.evict(count - self.blocks.free))
+        if self.pool.free_blocks < count:
+            self.pool.free(self.tree.evict(count - self.pool.free_blocks))
 
-    def check(self, holding: Items[Sequence], in_the_air: bool) -> None:
-        """Every block is free, cached, private to one of these sequences or spare, and accounts hold what those do."""
-        private = [page for sequence in holding for page in sequence.private()]
+    def check(self, in_flight: bool) -> None:
+        """Every block is free, cached, private to one holder or deferred, and leases match tables."""
+        private = [page for sequence in self.holders for page in sequence.private_pages()]
         cached = self.tree.check()
-        self.blocks.check([*cached, *private, *self._spare])
-        assert self.published.pages.keys() == {page for lease in self._pins for page in lease.blocks} <= cached
-        assert in_the_air or not self._spare, "blocks are kept for nothing in the air"
-        for sequence in holding:
+        public = self.public_prefixes.pages.keys()
+        self.pool.check([*cached, *private, *self._deferred])
+        assert public == {page for lease in self._public_leases for page in lease.blocks} <= cached
+        assert in_flight or not self._deferred, "blocks are kept for no step in flight"
+        for sequence in self.holders:
             if sequence.lease is not None:
-                assert sequence.lease.blocks == sequence.pages[sequence.public : sequence.shared].tolist()
-            assert self.published.pages.keys() >= set(sequence.held()[: sequence.public])
+                own = sequence.pages[sequence.public_blocks : sequence.shared_blocks].tolist()
+                assert sequence.lease.blocks == own
+            assert public >= set(sequence.held_pages()[: sequence.public_blocks])
 
 
-def exceeds_cap(standing: AccountQueue[Sequence], missing: int, cached: Iterable[int]) -> bool:
-    """Whether so many new blocks and these cached ones, and one more for each that runs, pass an account's cap."""
-    cap = standing.terms.blocks
-    if cap is None or not standing.running:
+def exceeds_cap(account: "AccountQueue[Sequence]", match: PrefixMatch) -> bool:
+    """Whether the missing blocks and the cached ones, and one more for each that runs, pass an account's cap."""
+    cap = account.terms.blocks
+    if cap is None or not account.running:
         return False
-    more = missing + sum(block not in standing.readers for block in cached)
-    return standing.blocks + more + standing.running > cap
+    more = match.missing_blocks + sum(page not in account.readers for page in match.pages)
+    return account.blocks + more + account.running > cap

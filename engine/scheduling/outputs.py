@@ -1,4 +1,4 @@
-"""What each owner is to be told next: one Progress in the making for each of them. It does not know who owners are."""
+"""What each owner is sent next: one StepOutputs in the making for each of them. It does not know who owners are."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from engine.protocol.frames import PoolingOutput, SequenceFinished, SequenceStar
 
 @dataclass(slots=True)
 class PendingOutputs:
-    """What one owner has not been told yet."""
+    """What one owner has not been sent yet."""
 
     ids: list[int] = field(default_factory=list)  # one for each token
     tokens: "array[int]" = field(default_factory=lambda: array("I"))
@@ -17,7 +17,7 @@ class PendingOutputs:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     vectors: list[PoolingOutput] = field(default_factory=list)
 
-    def progress(self) -> StepOutputs:
+    def build(self) -> StepOutputs:
         counts = [1] * len(self.ids)
         tokens = self.tokens.tobytes()
         return StepOutputs(self.ids, counts, tokens, self.started, self.finished, self.logprobs, self.vectors)
@@ -25,21 +25,21 @@ class PendingOutputs:
 
 class OutputCollector:
     def __init__(self) -> None:
-        self._untold: dict[int, PendingOutputs] = {}
+        self._pending: dict[int, PendingOutputs] = {}
 
-    def of(self, owner: int) -> PendingOutputs:
-        """To be added to, until it is taken."""
-        untold = self._untold.get(owner)
-        if untold is None:
-            untold = self._untold[owner] = PendingOutputs()
-        return untold
+    def of_owner(self, owner: int) -> PendingOutputs:
+        """The owner's outputs, to be added to until they are taken."""
+        pending = self._pending.get(owner)
+        if pending is None:
+            pending = self._pending[owner] = PendingOutputs()
+        return pending
 
     def forget(self, owner: int) -> None:
-        """There is nobody to tell any more."""
-        self._untold.pop(owner, None)
+        """Discards the outputs of an owner that has left."""
+        self._pending.pop(owner, None)
 
     def take(self) -> dict[int, StepOutputs]:
-        """All of it, by owner; it counts as told now."""
-        told = {owner: untold.progress() for owner, untold in self._untold.items()}
-        self._untold.clear()
-        return told
+        """All outputs by owner. Each is returned once."""
+        outputs = {owner: pending.build() for owner, pending in self._pending.items()}
+        self._pending.clear()
+        return outputs

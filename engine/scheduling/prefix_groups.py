@@ -8,7 +8,7 @@ the same ones before it:
     b  1 2 3 4 6      2 … 4 another one of a and b, behind it, or, if c is not worth it, 0 … 4 one of a and b alone
     c  1 2 7
 
-A block of the tree belongs to one namespace, and so does a group, unless it is published for everybody.
+A block of the tree belongs to one namespace, and so does a group, unless its blocks are public.
 """
 
 from collections.abc import Sequence as Items
@@ -23,10 +23,11 @@ from engine.step.layout import SEGMENTS_MAX, PrefixSegment
 
 
 class PrefixGroups:
-    """The segments of one step after another. They are computed again only where who runs, or what they share, changed.
+    """The segments of one step after another, computed anew only where the running sequences, or what they share,
+    changed.
 
-    A sequence that runs lengthens what it has in the tree by blocks that are its alone, which changes no group. Where
-    it comes by blocks of others, or comes back with other blocks, `change` has to be told.
+    A running sequence lengthens what it has in the tree by blocks that are its alone, which changes no group. Where it
+    gets blocks of others, or resumes with other blocks, `invalidate` has to be called.
     """
 
     def __init__(self, costs: CostModel, block_tokens: int) -> None:
@@ -34,14 +35,14 @@ class PrefixGroups:
         self._block_tokens = block_tokens
         self._slices: list[Sequence | None] = []
         self._segments: list[PrefixSegment] = []
-        self.saved_us = 0.0  # by what `segments` gave last
+        self.saved_us = 0.0  # by the segments returned last
 
-    def change(self) -> None:
-        """What some sequence shares is not what it was."""
+    def invalidate(self) -> None:
+        """Has the segments computed anew: some sequence shares other blocks than before."""
         self._slices = []
 
     def segments(self, slices: list[Sequence | None]) -> list[PrefixSegment]:
-        """What pays, for a step of these slices: their sequences, or None where a slice has more than one row.
+        """The segments that pay in a step of these slices: a slice is its sequence, or None where it has several rows.
 
         Costs a comparison of lists, or about 2 µs per sequence where something changed. Neither list may be changed.
         """
@@ -54,13 +55,13 @@ class PrefixGroups:
         return self._segments
 
     def _computed(self, slices: list[Sequence | None]) -> list[PrefixSegment]:
-        sharing = [index for index, sequence in enumerate(slices) if sequence is not None and sequence.shared]
-        leading = {index: _leading(slices[index]) for index in sharing}
+        sharing = [index for index, sequence in enumerate(slices) if sequence is not None and sequence.shared_blocks]
+        leading = {index: _shared_table(slices[index]) for index in sharing}
         sharing.sort(key=leading.__getitem__)
         if len(sharing) < 2 or self._costs.key_us <= self._costs.pair_us:
             return []
         blocks_N = _common_blocks([leading[index] for index in sharing])
-        chosen = _Choice(self._costs).of(_tree((blocks_N * self._block_tokens).tolist()))
+        chosen = _Choice(self._costs).nodes_of(_tree((blocks_N * self._block_tokens).tolist()))
         segments = [PrefixSegment(sorted(sharing[node.start : node.end]), first, node.keys) for node, first in chosen]
         for segment in segments:
             _assert_one_namespace([slices[index] for index in segment.members], segment.last // self._block_tokens)
@@ -72,18 +73,18 @@ class PrefixGroups:
 
 
 def _key_saves_us(costs: CostModel, members: int) -> float:
-    """What is saved where so many read a key together."""
+    """What is saved where so many sequences read a key together."""
     return members * (costs.key_us - costs.pair_us) - costs.shared_key_us
 
 
-def _leading(sequence: Sequence | None) -> bytes:
+def _shared_table(sequence: Sequence | None) -> bytes:
     assert sequence is not None
-    return sequence.table[: sequence.shared].tobytes()
+    return sequence.table[: sequence.shared_blocks].tobytes()
 
 
 def _assert_one_namespace(members: Items[Sequence | None], blocks: int) -> None:
-    """So many blocks are read by all of them: those that are not published for everybody belong to one namespace."""
-    namespaces = [member.namespace for member in members if member is not None and member.public < blocks]
+    """Asserts that the blocks which all members read belong to one namespace, unless they are public."""
+    namespaces = [member.namespace for member in members if member is not None and member.public_blocks < blocks]
     if not namespaces:
         return
     assert None not in namespaces
@@ -98,15 +99,15 @@ def _common_blocks(leading: list[bytes]) -> NDArray[np.int64]:
     blocks = np.frombuffer(b"".join(leading), np.int32)
     lengths_N = np.array([len(table) // 4 for table in leading])
     starts_N = lengths_N.cumsum() - lengths_N
-    most_N = np.minimum(lengths_N[:-1], lengths_N[1:])
+    max_N = np.minimum(lengths_N[:-1], lengths_N[1:])
     ends_N, next_ends_N = starts_N[:-1] - 1, starts_N[1:] - 1
-    common_N: NDArray[np.int64] = np.zeros_like(most_N)
-    step = 1 << int(most_N.max()).bit_length()
+    common_N: NDArray[np.int64] = np.zeros_like(max_N)
+    step = 1 << int(max_N.max()).bit_length()
     while step := step >> 1:
         longer_N = common_N + step
-        tried_N = np.minimum(longer_N, most_N)
+        tried_N = np.minimum(longer_N, max_N)
         same_N = blocks[ends_N + tried_N] == blocks[next_ends_N + tried_N]
-        common_N += step * (same_N & (longer_N <= most_N))
+        common_N += step * (same_N & (longer_N <= max_N))
     return common_N
 
 
@@ -127,10 +128,10 @@ class _Node:
     leave_rate: float = 0.0
     leave_value: float = 0.0
 
-    def taken(self, above: int) -> float:
+    def saving_if_taken(self, above: int) -> float:
         return self.take_value - self.take_rate * above
 
-    def left(self, above: int) -> float:
+    def saving_if_left(self, above: int) -> float:
         return self.leave_value - self.leave_rate * above
 
 
@@ -155,16 +156,16 @@ def _tree(common_N: list[int]) -> _Node:
 class _Choice:
     """Which nodes of a tree become segments. Up from the leaves it weighs, down from the root it chooses.
 
-    A node that is left gives its keys to those below it that are taken, whose segments then begin earlier. What leaving
-    is worth is weighed as if the node above were taken, so that each node is looked at twice and no more: what that
-    misses is a fraction of a percent.
+    A node that is left gives its keys to the taken nodes below it, whose segments then begin earlier. Leaving is
+    weighed as if the node above were taken, so that each node is looked at twice and no more: what that misses is a
+    fraction of a percent.
     """
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
 
-    def of(self, root: _Node) -> list[tuple[_Node, int]]:
-        """The nodes taken, each with the key at which its segment begins, those above others before them."""
+    def nodes_of(self, root: _Node) -> list[tuple[_Node, int]]:
+        """The nodes taken, each with the key at which its segment begins, upper nodes first."""
         order = [(root, 0)]
         for node, _ in order:
             order += [(child, node.keys) for child in node.children]
@@ -173,7 +174,7 @@ class _Choice:
         taken = []
         nodes = [(root, 0, 0)]
         for node, above, segments in nodes:
-            if node.taken(above) > node.left(above):
+            if node.saving_if_taken(above) > node.saving_if_left(above):
                 taken.append((node, above))
                 above, segments = node.keys, segments + 1
             if segments < SEGMENTS_MAX:
@@ -184,8 +185,8 @@ class _Choice:
         node.take_rate = _key_saves_us(self._costs, node.end - node.start)
         node.take_value = node.take_rate * node.keys - self._costs.segment_us
         for child in node.children:
-            node.take_value += max(child.taken(node.keys), child.left(node.keys))
-            if child.taken(above) > child.left(above):
+            node.take_value += max(child.saving_if_taken(node.keys), child.saving_if_left(node.keys))
+            if child.saving_if_taken(above) > child.saving_if_left(above):
                 node.leave_rate += child.take_rate
                 node.leave_value += child.take_value
             else:

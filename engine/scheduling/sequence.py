@@ -1,6 +1,5 @@
-"""The one record that changes while a request runs: its tokens, its KV blocks and how far it has come.
-
-It also opens the door: a `Submit` becomes sequences here or is refused. It decides nothing about when they run.
+"""The one record that changes while a request runs: its tokens, its KV blocks and how far it has come. It decides
+nothing about when it runs.
 """
 
 import enum
@@ -16,20 +15,11 @@ from engine.protocol.types import Pooling, SamplingParams, SchedulingTerms
 from engine.scheduling.block_pool import Pages
 from engine.scheduling.fair_queue import AccountQueue
 from engine.step.layout import Int32s
-from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
+from prefixcache.namespace import Namespace, RetentionPolicy
 from prefixcache.tree import Lease
 
-CHOICES_MAX: Final = 128
-STOP_IDS_MAX: Final = 64
-BIASES_MAX: Final = 300
-LOGPROBS_MAX: Final = 20
-SCOPE_BYTES: Final = 16
-WEIGHT_RANGE: Final = (0.001, 1000.0)
 DEFAULT_TERMS: Final = SchedulingTerms()
-UNLIMITED_SHARE: Final = CacheShare()
 ANONYMOUS_POLICY: Final = RetentionPolicy(b"")
-_SEEDS: Final = 1 << 63
-_IDS_MAX: Final = 1 << 62
 
 
 class SequenceState(enum.IntEnum):
@@ -41,89 +31,87 @@ class SequenceState(enum.IntEnum):
 
 
 class GrammarMatcher(Protocol):
-    """Keeps one text to its grammar. `over`: only its end may follow."""
+    """Keeps one text to its grammar. `finished`: only the end of the text may follow."""
 
-    over: bool
+    finished: bool
 
     def accept(self, token: int) -> str:
-        """Takes what was sampled for it. What is wrong, where it cannot go on, or nothing."""
+        """Takes the token that was sampled for the text. Returns what is wrong where it cannot go on, or nothing."""
         ...
 
 
 class GrammarCompilation(Protocol):
-    """A grammar that becomes matchers once it is `done`."""
+    """A grammar on its way to matchers, which it gives once it is `done`."""
 
     done: bool
 
-    def matcher(self, stop_ids: frozenset[int]) -> GrammarMatcher:
-        """One for a text that these tokens end. Raises Refused where it could not be compiled."""
+    def new_matcher(self, stop_ids: frozenset[int]) -> GrammarMatcher:
+        """A matcher for a text that these tokens end. Raises SubmitRejected where the grammar could not be compiled."""
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One choice of one request. `owner` and `id` name it to whoever submitted it.
 
-    tokens[:computed] have their KV written in pages[:blocks], whose blocks are table[:blocks]: the first `public` of
-    them are published, those up to `shared` belong to the prefix tree and are pinned by `lease`, the rest to this
-    sequence alone. The next token is sampled by the step that computes the last of `tokens`. It ends by length when
-    `tokens` reaches `tokens_max`.
+    tokens[:computed] have their KV written in pages[:block_count], whose blocks are table[:block_count]: the first
+    `public_blocks` of them are public, those up to `shared_blocks` belong to the prefix tree and are pinned by `lease`,
+    the rest to this sequence alone. The next token is sampled by the step that computes the last of `tokens`. The
+    sequence ends by length when `tokens` reaches `max_total_tokens`.
 
         0 ≤ computed ≤ launched ≤ len(tokens) + 1
 
-    The flights in the air that it is in compute positions computed … launched−1. Where all of `tokens` are launched,
-    the next one is being sampled by the newest of them, in row `row`, and may be launched before anybody knows it.
+    Its steps in flight compute positions computed … launched−1. Where all of `tokens` are launched, the newest of these
+    steps samples the next one, in row `sampled_row`, and that token may be launched before it is known.
     """
 
     owner: int
     id: int
-    account: bytes  # whose turn it takes among those that wait
-    namespace: Namespace | None  # None: shares with nobody and never touches the tree
+    account: bytes  # whose turn it takes among waiting ones
+    namespace: Namespace | None  # None: it shares with nobody and never touches the tree
     tokens: "array[int]"  # u32: prompt, then output
     prompt_tokens: int
-    tokens_max: int
+    max_total_tokens: int
     sampling: SamplingParams
     stop_ids: frozenset[int]
     arrived_s: float
     terms: SchedulingTerms = DEFAULT_TERMS
-    pooling: Pooling | None = None  # its prompt is to become a vector, and nothing is written
-    keep: RetentionPolicy = ANONYMOUS_POLICY  # for whom and how long the tree keeps what it leaves
-    first: int = 0  # the id of choice 0 of its request,
+    pooling: Pooling | None = None  # how its prompt becomes a vector; no tokens are generated then
+    retention: RetentionPolicy = ANONYMOUS_POLICY  # for whom and how long the tree keeps its blocks
+    first_id: int = 0  # the id of choice 0 of its request,
     choices: int = 1  # and how many there are
-    deadline_s: float = math.inf  # when nothing of its request has started by then, nothing will
+    deadline_s: float = math.inf  # its request is rejected if no choice has started by then
 
-    compilation: GrammarCompilation | None = None  # of its grammar, without which it does not start
+    compilation: GrammarCompilation | None = None  # of its grammar, before which it does not start
     matcher: GrammarMatcher | None = None
 
-    stage: SequenceState = SequenceState.WAITING
-    ticket: int = -1  # the order of first admission; of one account's the highest is preempted first
-    standing: "AccountQueue[Sequence]" = field(
-        default_factory=AccountQueue
-    )  # its account's, once a scheduler has taken it in
-    counted: int = 0  # tokens of its prompt that its account was charged for, or that were found in the cache
-    spared: int = 0  # tokens of its prompt that were found when it first started
-    behind: "tuple[Sequence, int] | None" = None  # who computes a prefix of it first, and how many blocks that is
-    flying: int = 0  # flights in the air that it is in
+    state: SequenceState = SequenceState.WAITING
+    start_order: int = -1  # when it first started, counted; the highest of an account is preempted first
+    account_queue: "AccountQueue[Sequence]" = field(default_factory=AccountQueue)  # set when it is queued
+    charged_tokens: int = 0  # of its prompt: its account was charged for them, or they were cached
+    cached_tokens: int = 0  # of its prompt: found when it first started
+    prefix_source: "tuple[Sequence, int] | None" = None  # which sequence computes a prefix of it, of how many blocks
+    inflight_steps: int = 0
     computed: int = 0
     launched: int = 0
-    row: int = -1
-    sound: int = 0  # tokens sampled from finite numbers, each from all the KV that its table now names
+    sampled_row: int = -1
+    finite_samples: int = 0  # tokens sampled from finite numbers, each from all the KV that its table now names
     lease: Lease | None = None
-    public: int = 0
-    shared: int = 0
-    blocks: int = 0
+    public_blocks: int = 0
+    shared_blocks: int = 0
+    block_count: int = 0
     pages: Pages = field(default_factory=lambda: np.empty(0, np.int64))
     table: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # the low halves of `pages`, in their memory
 
     @property
     def pending(self) -> int:
-        """Known tokens that no step computes yet; the next one is sampled by the step that computes the last."""
+        """Known tokens that no step computes yet; the step that computes the last of them samples the next one."""
         return len(self.tokens) - self.launched
 
     @property
     def launchable(self) -> bool:
-        """Whether a step can compute more of it: never the last token, after which nothing is sampled."""
-        return self.launched + 1 < self.tokens_max
+        """Whether a step can compute more of it. The last token is never computed: nothing is sampled after it."""
+        return self.launched + 1 < self.max_total_tokens
 
     @property
     def background(self) -> bool:
@@ -141,27 +129,27 @@ class Sequence:
             sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         )
 
-    def grow(self, pages: Items[int]) -> None:
-        """Appends private pages to the table, which keeps room for later ones."""
-        wanted = self.blocks + len(pages)
-        if wanted > len(self.pages):
-            grown = np.zeros(max(wanted, 2 * len(self.pages), 8), np.int64)
-            grown[: self.blocks] = self.pages[: self.blocks]
-            self.pages, self.table = grown, grown.view("<i4")[::2]
-        self.pages[self.blocks : wanted] = pages
-        self.blocks = wanted
+    def append_pages(self, pages: Items[int]) -> None:
+        """Appends pages to the table, which has room for later ones."""
+        count = self.block_count + len(pages)
+        if count > len(self.pages):
+            larger = np.zeros(max(count, 2 * len(self.pages), 8), np.int64)
+            larger[: self.block_count] = self.pages[: self.block_count]
+            self.pages, self.table = larger, larger.view("<i4")[::2]
+        self.pages[self.block_count : count] = pages
+        self.block_count = count
 
-    def held(self) -> list[int]:
+    def held_pages(self) -> list[int]:
         """The pages that it reads, or will."""
-        held: list[int] = self.pages[: self.blocks].tolist()
-        return held
+        pages: list[int] = self.pages[: self.block_count].tolist()
+        return pages
 
-    def private(self) -> list[int]:
-        """The pages that no one else holds."""
-        return self.held()[self.shared :]
+    def private_pages(self) -> list[int]:
+        """The pages that no other sequence holds."""
+        return self.held_pages()[self.shared_blocks :]
 
     def rewind(self) -> None:
-        """Forgets all KV: it has to be matched or computed again. The blocks are the caller's to free before."""
-        self.computed = self.launched = self.public = self.shared = self.blocks = 0
-        self.sound = 0
+        """Forgets all KV: it has to be matched or computed again. The caller frees the blocks before."""
+        self.computed = self.launched = self.public_blocks = self.shared_blocks = self.block_count = 0
+        self.finite_samples = 0
         self.lease = None

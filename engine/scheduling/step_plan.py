@@ -1,5 +1,5 @@
-"""One step as it is planned: which sequences compute how many of their tokens, packed for a runner. It does not know
-why these, nor what comes of it.
+"""One step as it is planned: which sequences compute how many of their tokens, packed for an executor. It does not know
+why these, nor what their outcome means.
 """
 
 from collections.abc import Sequence as Items
@@ -14,9 +14,9 @@ INFLIGHT_STEPS_MAX: Final = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; rows[i] of what is sampled is its
-    next token, or none where that is −1. planned_us is what it is to take, 0 where nobody needs to know; planned_s when
-    it was planned. The rows of `masked` are sampled by their masks, in this order."""
+    """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; row rows[i] of what is sampled is
+    its next token, −1: none is. planned_us: how long the step is to take, 0 where that is not needed; planned_s: when
+    it was planned. masked_sequences: the rows that are sampled by masks, in this order."""
 
     packed: Int32s
     sequences: list[Sequence]
@@ -24,7 +24,7 @@ class StepPlan:
     rows: list[int]
     planned_us: float
     planned_s: float
-    masked: list[Sequence] = field(default_factory=list)
+    masked_sequences: list[Sequence] = field(default_factory=list)
 
 
 def plan_step(
@@ -35,25 +35,26 @@ def plan_step(
     planned_us: float,
     planned_s: float,
 ) -> StepPlan:
-    """Packs the next tokens of each, which count as launched from now on; `segments` are read once for several."""
+    """Packs the next tokens of each sequence, which count as launched from now on; `segments` are read once for several
+    slices."""
     slices = [_slice(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
     rows, sampled = [-1] * len(slices), 0
     for index, sequence in enumerate(sequences):
-        sequence.flying += 1
+        sequence.inflight_steps += 1
         sequence.launched += chunks[index]
         if slices[index].sampling is not None:
-            rows[index] = sequence.row = sampled
+            rows[index] = sequence.sampled_row = sampled
             sampled += 1
     masked = [sequence for sequence, each in zip(sequences, slices, strict=True) if each.masked]
     return StepPlan(pack_step(slices, block_tokens, segments), sequences, chunks, rows, planned_us, planned_s, masked)
 
 
 def _slice(sequence: Sequence, chunk: int) -> SequenceSlice:
-    """Its next `chunk` tokens as a step computes them."""
+    """The sequence's next `chunk` tokens as a step computes them."""
     tokens, start = sequence.tokens, sequence.launched
-    table, end = sequence.table[: sequence.blocks], start + chunk
+    table, end = sequence.table[: sequence.block_count], start + chunk
     if end < len(tokens):
         return SequenceSlice(tokens[start:end], start, table)
     history = (tokens, sequence.prompt_tokens) if sequence.penalized else None
-    computed = tokens[start:end] if start < len(tokens) else (-1 - sequence.row,)
+    computed = tokens[start:end] if start < len(tokens) else (-1 - sequence.sampled_row,)
     return SequenceSlice(computed, start, table, sequence.sampling, history, sequence.matcher is not None)

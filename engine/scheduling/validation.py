@@ -1,26 +1,27 @@
-"""A Submit becomes sequences, or is refused by name. It knows no pool and no turn."""
+"""Turns a Submit into sequences, or refuses it with a reason. It knows no pool and no turn."""
 
 import math
 from array import array
 from dataclasses import dataclass
+from typing import Final
 
+import msgspec
 import numpy as np
 
 from engine.protocol.frames import Submit
 from engine.protocol.types import Pooling, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
-from engine.scheduling.sequence import (
-    _IDS_MAX,
-    _SEEDS,
-    BIASES_MAX,
-    CHOICES_MAX,
-    LOGPROBS_MAX,
-    SCOPE_BYTES,
-    STOP_IDS_MAX,
-    UNLIMITED_SHARE,
-    WEIGHT_RANGE,
-    Sequence,
-)
+from engine.scheduling.sequence import Sequence
 from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
+
+CHOICES_MAX: Final = 128
+STOP_IDS_MAX: Final = 64
+BIASES_MAX: Final = 300
+LOGPROBS_MAX: Final = 20
+SCOPE_BYTES: Final = 16
+WEIGHT_RANGE: Final = (0.001, 1000.0)
+UNLIMITED_SHARE: Final = CacheShare()
+_SEEDS: Final = 1 << 63
+_IDS_MAX: Final = 1 << 62
 
 
 class SubmitRejected(Exception):
@@ -35,30 +36,30 @@ class SubmitRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """What a model can take, and how its KV is named and kept. `tokens_max` counts prompt and output of one sequence;
-    `share` is what an account has whose terms say nothing. `poolings` are how a model gives vectors; one that has none
-    gives text."""
+    """What a model can take, and how its KV is named and kept. `max_total_tokens` counts prompt and output of one
+    sequence; `share` is for accounts whose terms set none. `poolings` are how a model gives vectors; a model without
+    any gives text."""
 
     model_revision: str
     kv_layout: str
     block_tokens: int
-    tokens_max: int
+    max_total_tokens: int
     vocabulary: int
     stop_ids: frozenset[int]
     share: CacheShare = UNLIMITED_SHARE
     poolings: frozenset[Pooling] = frozenset()
 
     def sequences(self, submit: Submit, owner: int, now_s: float) -> list[Sequence]:
-        """The choices of this Submit, waiting. Raises Refused where it can never run."""
-        self._examine(submit)
+        """The choices of this Submit, waiting. Raises SubmitRejected where it can never run."""
+        self._validate(submit)
         tokens = np.frombuffer(submit.tokens, "<u4")
         if len(tokens) and int(tokens.max()) >= self.vocabulary:
             raise _invalid(f"a token id is not below the vocabulary of {self.vocabulary}")
         output_tokens = 0 if submit.pooling is not None else 1
-        if len(tokens) + output_tokens > self.tokens_max:
+        if len(tokens) + output_tokens > self.max_total_tokens:
             raise SubmitRejected(
                 RejectReason.TOO_LONG,
-                f"the prompt has {len(tokens)} tokens; this model takes {self.tokens_max}, its output included",
+                f"the prompt has {len(tokens)} tokens; this model takes {self.max_total_tokens}, its output included",
             )
         wait_s = submit.deadline_ms / 1e3 if submit.deadline_ms and not submit.terms.background else math.inf
         return [
@@ -67,16 +68,16 @@ class RequestValidator:
                 id=submit.id + choice,
                 account=submit.scope.account or submit.scope.id,
                 namespace=self._namespace(submit),
-                keep=self._keep(submit),
+                retention=self._retention(submit),
                 tokens=array("I", tokens.astype(np.uint32).tobytes()),
                 prompt_tokens=len(tokens),
-                tokens_max=min(len(tokens) + submit.max_tokens, self.tokens_max + 1 - output_tokens),
+                max_total_tokens=min(len(tokens) + submit.max_tokens, self.max_total_tokens + 1 - output_tokens),
                 pooling=submit.pooling,
                 sampling=_seeded(submit.sampling, choice),
                 stop_ids=self.stop_ids.union(submit.stop_ids),
                 arrived_s=now_s,
                 terms=submit.terms,
-                first=submit.id,
+                first_id=submit.id,
                 choices=submit.n,
                 deadline_s=now_s + wait_s,
             )
@@ -85,9 +86,9 @@ class RequestValidator:
 
     def _namespace(self, submit: Submit) -> Namespace | None:
         scope = submit.scope
-        return None if scope.kind == ScopeKind.REQUEST or not scope.id else self._name(scope)
+        return None if scope.kind == ScopeKind.REQUEST or not scope.id else self._scoped_namespace(scope)
 
-    def _name(self, scope: Scope) -> Namespace:
+    def _scoped_namespace(self, scope: Scope) -> Namespace:
         return Namespace(
             model_revision=self.model_revision,
             adapter_revision="",
@@ -99,29 +100,29 @@ class RequestValidator:
             epoch=scope.epoch,
         )
 
-    def _keep(self, submit: Submit) -> RetentionPolicy:
+    def _retention(self, submit: Submit) -> RetentionPolicy:
         terms = submit.terms
         floor = self.share.floor if terms.floor_blocks is None else terms.floor_blocks
         cap = self.share.cap if terms.cap_blocks is None else terms.cap_blocks
         return RetentionPolicy(submit.scope.account or submit.scope.id, CacheShare(floor, cap), terms.keep_s)
 
-    def public(self, tokens: "array[int]") -> Sequence:
-        """A sequence that computes a prefix for everybody. No Submit names its scope."""
+    def public_sequence(self, tokens: "array[int]") -> Sequence:
+        """A sequence that computes a prefix for everybody. No Submit can name its scope."""
         return Sequence(
             owner=0,
             id=0,
             account=b"",
-            namespace=self._name(Scope(ScopeKind.PUBLIC)),
+            namespace=self._scoped_namespace(Scope(ScopeKind.PUBLIC)),
             tokens=tokens[:],
             prompt_tokens=len(tokens),
-            tokens_max=len(tokens) + 1,
+            max_total_tokens=len(tokens) + 1,
             sampling=SamplingParams(),
             stop_ids=frozenset(),
             arrived_s=0.0,
         )
 
-    def _examine(self, submit: Submit) -> None:
-        """Raises Refused(INVALID) for what a correct gateway does not send."""
+    def _validate(self, submit: Submit) -> None:
+        """Raises SubmitRejected(INVALID) for what a correct gateway does not send."""
         if not 0 <= submit.id < _IDS_MAX:
             raise _invalid("id must be at least 0 and below 2**62")
         if not submit.tokens or len(submit.tokens) % 4:
@@ -156,15 +157,14 @@ def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
     """The sampling of choice i: seed + i, wrapped into the seeds' range."""
     if not choice:
         return sampling
-    changed = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
-    return SamplingParams(**{**changed, "seed": (sampling.seed + choice) % _SEEDS})
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) % _SEEDS)
 
 
 def _terms_problem(terms: SchedulingTerms) -> str:
     """What is out of range, or nothing."""
-    least, most = WEIGHT_RANGE
-    if not least <= terms.weight <= most:
-        return f"weight must be {least:g} to {most:g}"
+    low, high = WEIGHT_RANGE
+    if not low <= terms.weight <= high:
+        return f"weight must be {low:g} to {high:g}"
     for name, cap in (("sequences", terms.sequences), ("blocks", terms.blocks)):
         if cap is not None and cap < 1:
             return f"{name} must be at least 1"
@@ -179,7 +179,7 @@ def _terms_problem(terms: SchedulingTerms) -> str:
 
 
 def _sampling_problem(sampling: SamplingParams, vocabulary: int) -> str:
-    """What is out of range, or nothing. The ranges are those that a packed batch can carry and a sampler can use."""
+    """What is out of range, or nothing. The ranges are what a packed step can carry and a sampler can use."""
     numbers = (
         ("temperature", sampling.temperature, 0.0, 1e4),
         ("top_k", sampling.top_k, 0, 2**31 - 1),
@@ -191,9 +191,9 @@ def _sampling_problem(sampling: SamplingParams, vocabulary: int) -> str:
         ("seed", sampling.seed, 0, _SEEDS - 1),
         ("logprobs", sampling.logprobs or 0, 0, LOGPROBS_MAX),
     )
-    for name, value, least, most in numbers:
-        if not least <= value <= most:
-            return f"{name} must be {least:g} to {most:g}"
+    for name, value, low, high in numbers:
+        if not low <= value <= high:
+            return f"{name} must be {low:g} to {high:g}"
     if len(sampling.logit_bias) > BIASES_MAX:
         return f"at most {BIASES_MAX} entries of logit_bias"
     for token, bias in sampling.logit_bias.items():

@@ -1,7 +1,7 @@
-"""What a caller's grammar is in llguidance's Lark dialect, with our options, or which part of it is not supported.
+"""Translates a caller's grammar into llguidance's Lark dialect, with our options, or says which part is not supported.
 
-It compiles nothing. A schema's `format` that names no string the library knows is left out: by the standard it says
-something about a value and asserts nothing.
+Nothing is compiled here. A schema's `format` that the library does not know is left out: by the standard it annotates a
+value and asserts nothing.
 """
 
 import json
@@ -20,16 +20,14 @@ SOURCE_BYTES_MAX: Final = {
 }
 SCHEMA_DEPTH_MAX: Final = 16
 # Where text is forced the library would tokenize all of it anew for every token: 8 ms each behind a constant of 24 KB.
-# Without forcing the mask allows each of its tokenizations, and the model takes the one that it knows.
+# Without forcing the mask allows each of its tokenizations, and the model samples the one that it knows.
 _OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 _SCHEMA_OPTIONS: Final = {
-    # Between two tokens of JSON a space, or a line's end and an indent: small models do not leave more, once begun.
+    # Between two tokens of JSON a space, or a line end and an indent: a small model that begins more does not stop.
     "whitespace_pattern": r" |\n {0,32}|\n\t{0,8}",
     "json_allow_general_unicode_escapes": True,
 }
-_OPTIONS_KEY: Final = (
-    "x-guidance"  # where a schema would set the library's options, such as to ignore what it cannot do
-)
+_OPTIONS_KEY: Final = "x-guidance"  # under it a schema would set the library's options
 _FORMATS: Final = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
@@ -41,15 +39,15 @@ _SINGLE: Final = frozenset(
         *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
     )
 )
-# A literal, a regex, a comment, or what we look for, whichever begins first.
+# A literal, a regex, a comment, or an embedded schema, whichever begins first.
 _PIECES: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|\#)[^\n]*|(?P<schema>%json\b\s*)')
 
 
 def to_lark(grammar: Grammar) -> str:
-    """Raises Refused."""
-    most, length = SOURCE_BYTES_MAX[grammar.kind], len(grammar.source.encode())
-    if length > most:
-        raise _refused(f"it has {length} bytes; at most {most} are taken")
+    """The grammar as Lark. Raises SubmitRejected."""
+    max_bytes, size = SOURCE_BYTES_MAX[grammar.kind], len(grammar.source.encode())
+    if size > max_bytes:
+        raise _refused(f"it has {size} bytes; at most {max_bytes} are taken")
     if grammar.kind == GrammarKind.REGEX:
         return f"{_OPTIONS}start: /{regex_to_lark(_unanchored(grammar.source), use_ascii='dw') or '()'}/\n"
     if grammar.kind == GrammarKind.LARK:
@@ -70,19 +68,19 @@ def _no_json(name: str) -> None:
 
 
 def _unanchored(regex: str) -> str:
-    """A grammar's regex is about all of the text: anchors at its ends say nothing more."""
+    """The regex without anchors at its ends: a grammar's regex matches the whole text anyway."""
     if regex.endswith("$") and not re.search(r"(?<!\\)(?:\\\\)*\\\$$", regex):
         regex = regex[:-1]
     return regex.removeprefix("^")
 
 
 def _with_embedded_schemas(lark: str) -> str:
-    """The text with each of its schemas as we give them to the library."""
+    """The text with each of its schemas as the library gets them."""
     parts, end = [], 0
-    while found := _PIECES.search(lark, end):
-        parts.append(lark[end : found.end()])
-        end = found.end()
-        if found["schema"] is not None:
+    while piece := _PIECES.search(lark, end):
+        parts.append(lark[end : piece.end()])
+        end = piece.end()
+        if piece["schema"] is not None:
             try:
                 schema, end = _DECODER.raw_decode(lark, end)
             except (ValueError, RecursionError) as error:
@@ -103,7 +101,7 @@ def _with_schema_options(schema: Any) -> str:
 
 
 def _supported(schema: Any, depth: int) -> Any:
-    """The schema without what asserts nothing and the library would refuse all the same."""
+    """The schema without keywords that assert nothing, which the library would refuse."""
     if not isinstance(schema, dict):
         return schema
     if depth > SCHEMA_DEPTH_MAX:

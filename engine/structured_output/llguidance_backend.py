@@ -1,4 +1,4 @@
-"""What we ask of llguidance: a model's tokenizer, and matchers within limits. It knows no callers and no threads."""
+"""Opens a model's tokenizer and matchers within limits by llguidance. It knows no callers and no threads."""
 
 from pathlib import Path
 from typing import Final
@@ -19,11 +19,11 @@ PARSER_LIMITS: Final = llguidance.LLParserLimits(
 
 
 class GrammarTokenizerError(Exception):
-    """A model's folder from which no grammar can be compiled; the message says why."""
+    """No grammar can be compiled for a model's folder; the message says why."""
 
 
 def open_tokenizer(folder: Path) -> llguidance.LLTokenizer:
-    """From tokenizer.json and config.json. At 128,256 tokens it takes 0.7 s, in which no other thread runs."""
+    """Reads tokenizer.json and config.json. With 128,256 tokens it takes 0.7 s, in which no other thread runs."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise GrammarTokenizerError("this model's folder has no tokenizer.json, so it knows no grammars")
@@ -36,7 +36,7 @@ def open_tokenizer(folder: Path) -> llguidance.LLTokenizer:
 
 
 def open_matcher(tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMatcher:
-    """Of a new text; its `get_error` says what is wrong with the grammar. What its first mask costs is spent."""
+    """A matcher of a new text; its `get_error` says what is wrong with the grammar. Its first mask is computed."""
     matcher = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=PARSER_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()

@@ -1,7 +1,7 @@
-"""A model's grammars: compiled beside the replica's loop, kept per account, and turned into masks of a step's rows.
+"""A model's grammars: compiled beside the replica's loop, cached per account, and turned into masks of a step's rows.
 
-Two threads compile, each after a trial in a process of its own. Accounts take turns, and nothing of one is another's:
-what a grammar costs tells nobody whether somebody else has it. It knows no sequences and no tensors.
+Two threads compile, each after a trial in a process of its own. Accounts take turns, and each has a cache of its own:
+what a grammar costs tells nobody whether somebody else has it. The manager knows no sequences and no tensors.
 
 M masked rows, W words of a bit mask.
 """
@@ -33,7 +33,7 @@ from engine.structured_output.sandbox import GrammarSandbox, SandboxGone
 COMPILER_THREADS: Final = 2
 PENDING_PER_ACCOUNT_MAX: Final = 64  # of one account
 CACHED_MAX, CACHED_PER_ACCOUNT_MAX = 512, 16
-RECOMPILE_TOKENS: Final = 50_000  # what a grammar learns of texts is memory: after so many tokens it is compiled anew
+RECOMPILE_TOKENS: Final = 50_000  # a grammar's memory grows with its texts: after so many tokens it is compiled anew
 _FILLERS_MAX: Final = 8  # threads that write the masks of one step
 _DETAIL_MAX: Final = 300  # characters
 _BUSY: Final = "too many grammars of this account are being compiled; try again later"
@@ -43,38 +43,38 @@ _UNFINISHED: Final = "the grammar goes on behind a token that ends the text; let
 
 
 class LarkMatcher:
-    """As sequence.Matcher, of one text."""
+    """A GrammarMatcher of one text."""
 
     def __init__(self, compilation: "LarkCompilation", inner: llguidance.LLMatcher, stop_ids: frozenset[int]) -> None:
         self.inner = inner
-        self.over = False
+        self.finished = False
         self._compilation = compilation
         self._stop_ids = stop_ids
         tokenizer = compilation.tokenizer
-        self._own = stop_ids.difference(tokenizer.eos_tokens)  # the library ends texts at the others by itself
-        self._own_bits = _bits(self._own)
-        self._plain_bits = _bits(token for token in self._own if not tokenizer.is_special_token(token))
+        self._extra_stops = stop_ids.difference(tokenizer.eos_tokens)  # the library ends texts at the others
+        self._extra_bits = _bits(self._extra_stops)
+        self._plain_bits = _bits(token for token in self._extra_stops if not tokenizer.is_special_token(token))
 
     def accept(self, token: int) -> str:
         inner = self.inner
         ends = token in self._stop_ids
-        if ends and token in self._own and not inner.is_error() and inner.is_accepting():
+        if ends and token in self._extra_stops and not inner.is_error() and inner.is_accepting():
             return ""
-        if inner.is_error() or not inner.consume_token(token):  # of one that has failed it would take a token at an end
-            self._compilation.worn = True  # what they learn is common to its matchers: the next one would fail as well
+        if inner.is_error() or not inner.consume_token(token):  # a failed one would take a token at an end
+            self._compilation.needs_recompile = True  # its matchers learn together: the next one would fail as well
             return _BROKEN + _detail(inner.get_error())
         self._compilation.tokens += 1
         if ends and not inner.is_accepting():
             return _UNFINISHED
-        self.over = inner.is_stopped()
+        self.finished = inner.is_stopped()
         return ""
 
-    def mend(self, mask_W: Int32s) -> None:
-        """Lets the request's own stop tokens come where the text is whole. Elsewhere those that are text may not."""
-        if not self._own:
+    def fix_mask(self, mask_W: Int32s) -> None:
+        """Allows the request's own stop tokens where the text is complete; elsewhere forbids those that are text."""
+        if not self._extra_stops:
             return
         if self.inner.is_accepting():
-            words, bits = self._own_bits
+            words, bits = self._extra_bits
             np.bitwise_or.at(mask_W, words, bits)
         else:
             words, bits = self._plain_bits
@@ -82,14 +82,14 @@ class LarkMatcher:
 
 
 class LarkCompilation:
-    """As sequence.Compilation. Once it is done its matchers are copies of one, and learn together."""
+    """A GrammarCompilation. Once it is done its matchers are copies of one, and learn together."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer | None, grammar: Grammar, account: bytes) -> None:
         self.account = account
         self.grammar = grammar
         self.done = False
-        self.worn = False
-        self.tokens = 0  # that its matchers have taken
+        self.needs_recompile = False
+        self.tokens = 0  # that its matchers have accepted
         self._tokenizer = tokenizer
         self._refusal: tuple[RejectReason, str] | None = None
         self._first: llguidance.LLMatcher | None = None
@@ -99,7 +99,7 @@ class LarkCompilation:
         assert self._tokenizer is not None
         return self._tokenizer
 
-    def matcher(self, stop_ids: frozenset[int]) -> LarkMatcher:
+    def new_matcher(self, stop_ids: frozenset[int]) -> LarkMatcher:
         assert self.done
         if self._refusal is not None:
             raise SubmitRejected(*self._refusal)
@@ -109,10 +109,10 @@ class LarkCompilation:
     def refuse(self, reason: RejectReason, message: str) -> None:
         self._refusal, self.done = (reason, message), True
 
-    def compile(self, trial: GrammarSandbox) -> None:
-        """In any thread, mostly without the interpreter's lock. Raises Refused and Unavailable."""
+    def compile(self, sandbox: GrammarSandbox) -> None:
+        """Runs in any thread, mostly without the interpreter's lock. Raises SubmitRejected and SandboxGone."""
         lark = to_lark(self.grammar)
-        problem = trial.problem(lark)
+        problem = sandbox.check(lark)
         if not problem:
             first = open_matcher(self.tokenizer, lark)
             problem = first.get_error()
@@ -122,24 +122,24 @@ class LarkCompilation:
 
 
 class StructuredOutputManager:
-    """`compile` and `masks` are for the loop's thread. `bell` can be read when a compilation is done; `close` ends the
+    """`compile` and `masks` are for the loop's thread. `bell` is readable when a compilation is done; `close` ends the
     threads."""
 
     def __init__(self, folder: Path, threads: int | None) -> None:
-        """Begins to read the folder's tokenizer; `wait` until that is done. Masks are written by so many threads."""
-        self.bell, self._clapper = socket.socketpair()
+        """Starts to read the folder's tokenizer; `wait` for the end. `threads` write masks; None: one for each core."""
+        self.bell, self._bell_writer = socket.socketpair()
         self.bell.setblocking(False)
-        self._clapper.setblocking(False)
+        self._bell_writer.setblocking(False)
         self._executor = llguidance.LLExecutor(min(threads or os.cpu_count() or 1, _FILLERS_MAX))
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._words = 0
         self._problem = ""
-        self._kept: dict[bytes, OrderedDict[Grammar, LarkCompilation]] = {}
-        self._pending: OrderedDict[bytes, deque[LarkCompilation]] = OrderedDict()  # whose turn is next comes first
+        self._cache: dict[bytes, OrderedDict[Grammar, LarkCompilation]] = {}
+        self._pending: OrderedDict[bytes, deque[LarkCompilation]] = OrderedDict()  # by account, the next in turn first
         self._compiling: set[bytes] = set()  # accounts
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._closed = False
-        self._trials: list[GrammarSandbox] = []
+        self._sandboxes: list[GrammarSandbox] = []
         self._opened = threading.Event()
         self._threads: list[threading.Thread] = []
         if (folder / "tokenizer.json").exists():
@@ -151,20 +151,20 @@ class StructuredOutputManager:
             self._open(folder)
 
     def wait(self) -> None:
-        """Until the tokenizer is read, in which time no other thread may run."""
+        """Blocks until the tokenizer is read; the library lets no other thread run meanwhile."""
         self._opened.wait()
 
-    def compile(self, grammar: Grammar, account: bytes, keep: bool) -> LarkCompilation:
-        """A compilation that is done, if it is kept, or will be. What `keep` forbids is found by nobody later."""
+    def compile(self, grammar: Grammar, account: bytes, cache: bool) -> LarkCompilation:
+        """A compilation that is done, if it is cached, or will be. Without `cache` nothing of it is found later."""
         self.wait()
-        kept = self._kept.setdefault(account, OrderedDict()) if keep and account else OrderedDict()
-        compilation = kept.get(grammar)
-        if compilation is not None and not compilation.worn and compilation.tokens < RECOMPILE_TOKENS:
-            kept.move_to_end(grammar)
+        cached = self._cache.setdefault(account, OrderedDict()) if cache and account else OrderedDict()
+        compilation = cached.get(grammar)
+        if compilation is not None and not compilation.needs_recompile and compilation.tokens < RECOMPILE_TOKENS:
+            cached.move_to_end(grammar)
             return compilation
-        compilation = kept[grammar] = LarkCompilation(self._tokenizer, grammar, account)
-        kept.move_to_end(grammar)
-        self._forget(kept)
+        compilation = cached[grammar] = LarkCompilation(self._tokenizer, grammar, account)
+        cached.move_to_end(grammar)
+        self._evict(cached)
         if self._problem:
             compilation.refuse(RejectReason.GRAMMAR, self._problem)
         else:
@@ -188,39 +188,39 @@ class StructuredOutputManager:
             inner = [(matcher.inner, row) for matcher, row in rows]
             self._executor.unsafe_compute_mask_ptr(inner, masks_MW.ctypes.data, 4 * self._words, len(matchers))
         for matcher, row in rows:
-            matcher.mend(masks_MW[row])
+            matcher.fix_mask(masks_MW[row])
         return masks_MW
 
     def close(self) -> None:
-        with self._turn:
+        with self._changed:
             self._closed = True
-            self._turn.notify_all()
-        for trial in self._trials:
-            trial.end()
+            self._changed.notify_all()
+        for sandbox in self._sandboxes:
+            sandbox.end()
         for thread in self._threads:
             thread.join()
         self.bell.close()
-        self._clapper.close()
+        self._bell_writer.close()
 
-    def _forget(self, kept: "OrderedDict[Grammar, LarkCompilation]") -> None:
-        """What was not used for longest, of the account itself, then of the one that has most."""
-        if len(kept) > CACHED_PER_ACCOUNT_MAX:
-            kept.popitem(last=False)
-        if sum(map(len, self._kept.values())) > CACHED_MAX:
-            account = max(self._kept, key=lambda each: len(self._kept[each]))
-            self._kept[account].popitem(last=False)
-            if not self._kept[account]:
-                del self._kept[account]
+    def _evict(self, cached: "OrderedDict[Grammar, LarkCompilation]") -> None:
+        """Evicts the least recently used grammar: of the account itself, then of the account that has most."""
+        if len(cached) > CACHED_PER_ACCOUNT_MAX:
+            cached.popitem(last=False)
+        if sum(map(len, self._cache.values())) > CACHED_MAX:
+            account = max(self._cache, key=lambda each: len(self._cache[each]))
+            self._cache[account].popitem(last=False)
+            if not self._cache[account]:
+                del self._cache[account]
 
     def _queue(self, compilation: LarkCompilation) -> None:
-        with self._turn:
+        with self._changed:
             pending = self._pending.setdefault(compilation.account, deque())
             if len(pending) >= PENDING_PER_ACCOUNT_MAX:
-                compilation.worn = True
+                compilation.needs_recompile = True
                 compilation.refuse(RejectReason.BUSY, _BUSY)
             else:
                 pending.append(compilation)
-                self._turn.notify()
+                self._changed.notify()
 
     def _open(self, folder: Path) -> None:
         try:
@@ -235,42 +235,42 @@ class StructuredOutputManager:
         self._opened.wait()
         if self._problem:
             return
-        trial = self._open_trial(folder)
+        sandbox = self._open_sandbox(folder)
         while (compilation := self._next()) is not None:
-            for tries_left in (1, 0):  # it may be the one before that ended the process
+            for tries_left in (1, 0):  # the grammar before may have ended the process
                 try:
-                    compilation.compile(trial)
+                    compilation.compile(sandbox)
                 except SubmitRejected as refused:
                     compilation.refuse(refused.reason, refused.message)
                 except SandboxGone as error:
                     log("grammar_trial_ended", error=str(error))
-                    trial.end()
-                    self._trials.remove(trial)
-                    trial = self._open_trial(folder)
+                    sandbox.end()
+                    self._sandboxes.remove(sandbox)
+                    sandbox = self._open_sandbox(folder)
                     if tries_left:
                         continue
-                    compilation.worn = True
+                    compilation.needs_recompile = True
                     compilation.refuse(RejectReason.BUSY, _UNAVAILABLE)
                 break
-            with self._turn:
+            with self._changed:
                 self._compiling.discard(compilation.account)
-                self._turn.notify()
-            with contextlib.suppress(BlockingIOError):  # it is full: it rings already
-                self._clapper.send(b"!")
-        trial.end()
+                self._changed.notify()
+            with contextlib.suppress(BlockingIOError):  # it is full: it is readable already
+                self._bell_writer.send(b"!")
+        sandbox.end()
 
-    def _open_trial(self, folder: Path) -> GrammarSandbox:
-        trial = GrammarSandbox(folder)
-        self._trials.append(trial)
-        return trial
+    def _open_sandbox(self, folder: Path) -> GrammarSandbox:
+        sandbox = GrammarSandbox(folder)
+        self._sandboxes.append(sandbox)
+        return sandbox
 
     def _next(self) -> LarkCompilation | None:
-        """Waits for the next one in turn; of each account one at a time. None when there will be no more."""
-        with self._turn:
+        """Waits for the next compilation in turn, one at a time for each account. None when there will be no more."""
+        with self._changed:
             while not self._closed:
                 account = next((each for each in self._pending if each not in self._compiling), None)
                 if account is None:
-                    self._turn.wait()
+                    self._changed.wait()
                     continue
                 pending = self._pending[account]
                 compilation = pending.popleft()
@@ -290,8 +290,8 @@ def _bits(tokens: Iterable[int]) -> tuple[NDArray[np.int64], Int32s]:
 
 
 def _detail(problem: str, *, placed: bool = False) -> str:
-    """What the library says is wrong, without its own options; `placed`: with the line of a text that a caller wrote,
-    before which we put one of ours."""
+    """The library's message without its own options; `placed`: with the line in the caller's text, before which one of
+    ours was put."""
     regex_error = re.search(r"^error: (.*)$", problem, re.MULTILINE)
     line = regex_error[1] if regex_error else re.sub(r"^at \d+\(\d+\): ", "", problem.partition("\n")[0])
     line = line.partition("failed to compile JSON schema: ")[2] or line

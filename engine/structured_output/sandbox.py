@@ -3,7 +3,7 @@
     python -m engine.structured_output.sandbox FOLDER SECONDS BYTES
 
 reads one Lark text after the other and answers each with what is wrong with it, or nothing. Each is tried by a fork
-that ends with it: what it took, and what the text said, is gone then. It knows no masks.
+that ends with it, and with its memory. The program knows no masks.
 """
 
 import gc
@@ -24,7 +24,7 @@ from engine.structured_output.llguidance_backend import open_matcher, open_token
 SANDBOX_TIME_S: Final = 0.5  # of a processor
 SANDBOX_MEMORY_BYTES: Final = 512 << 20  # beside the tokenizer
 _LENGTH: Final = struct.Struct(">I")
-_OVER: Final = 3  # the exit status of a fork that was asked nothing more,
+_END_STATUS: Final = 3  # of a fork that found the end of its input,
 _TOO_MUCH_STATUS: Final = 4  # and of one that found no memory
 
 
@@ -33,10 +33,10 @@ class SandboxGone(Exception):
 
 
 class GrammarSandbox:
-    """The process, for one thread to use."""
+    """The process, to be used by one thread."""
 
     def __init__(self, folder: Path, time_s: float = SANDBOX_TIME_S, memory_bytes: int = SANDBOX_MEMORY_BYTES) -> None:
-        """With the tokenizer of a model's folder."""
+        """Starts the process with the tokenizer of a model's folder."""
         command = [
             sys.executable,
             "-m",
@@ -48,8 +48,8 @@ class GrammarSandbox:
         root = Path(__file__).parents[2]
         self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def problem(self, lark: str) -> str:
-        """What is wrong with it, or nothing. Raises Unavailable."""
+    def check(self, lark: str) -> str:
+        """What is wrong with the grammar, or nothing. Raises SandboxGone."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -62,7 +62,7 @@ class GrammarSandbox:
         return problem
 
     def end(self) -> None:
-        """From any thread: who waits in `problem` hears that it has ended."""
+        """Ends the process, from any thread; a `check` that waits raises SandboxGone."""
         self._process.kill()
         self._process.wait()
 
@@ -86,7 +86,7 @@ def main(folder: str, time_s: float, memory_bytes: int) -> int:
     tokenizer = open_tokenizer(Path(folder))
     try:
         address_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory_bytes
-    except OSError:  # only Linux tells, and only there it is a limit
+    except OSError:  # only Linux has it, and only there it is a limit
         address_bytes = resource.RLIM_INFINITY
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its replica
@@ -94,26 +94,26 @@ def main(folder: str, time_s: float, memory_bytes: int) -> int:
     while True:
         fork = os.fork()
         if fork == 0:
-            die()  # or it would answer for one that is gone, once
+            die()  # or it would answer once for a parent that is gone
             _try_one(tokenizer, time_s, address_bytes)
         _, status = os.waitpid(fork, 0)
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _OVER:
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _END_STATUS:
             return 0
         if status != 0:
             late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-            most = f"{time_s:g} s" if late else f"{memory_bytes >> 20} MB"
-            _send(sys.stdout.buffer, f"it takes more than {most} to compile")
+            limit = f"{time_s:g} s" if late else f"{memory_bytes >> 20} MB"
+            _send(sys.stdout.buffer, f"it takes more than {limit} to compile")
 
 
 def _try_one(tokenizer: llguidance.LLTokenizer, time_s: float, address_bytes: int) -> None:
-    """The fork's life."""
+    """Runs one fork, and ends it."""
     status = _TOO_MUCH_STATUS
     try:
         lark = _receive(sys.stdin.buffer)
         if lark is None:
-            status = _OVER
+            status = _END_STATUS
             return
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what is said of its end may quote the text
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # messages about its end may quote the text
         resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
         signal.setitimer(signal.ITIMER_PROF, time_s)  # it ends the process then, whatever that does
         problem = open_matcher(tokenizer, lark).get_error()

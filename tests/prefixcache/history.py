@@ -14,7 +14,7 @@ from types import ModuleType
 from engine.scheduling.block_pool import BlockPool
 from prefixcache import tree as unbroken
 from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy, ScopeKey
-from prefixcache.tree import Lease
+from prefixcache.tree import Lease, PrefixTree
 
 SIZE = 4
 SCOPES = [(2, bytes([number]) * 16) for number in range(4)] + [(1, bytes(16))]
@@ -101,11 +101,11 @@ class History:
             self.compare()
         self.give(self.tree.evict(self.total), "space")
         self.give(self.tree.sweep(self.total), "age")
-        assert self.account.free == self.total
+        assert self.account.free_blocks == self.total
         assert not self.tree._roots
         assert not self.tree._scopes
         assert not self.tree._wiped.roots
-        assert not self.tree._accounts._known
+        assert not self.tree._accounts._by_name
         return self
 
     # Acts
@@ -127,7 +127,7 @@ class History:
         lease = self.tree.match(space, ids, keep)
         assert lease.blocks == root.find(ids), "not the longest cached prefix"
         if self.sleepy and self.pick.random() < 0.7:
-            self.tree.read(lease)
+            self.tree.count_read(lease)
             root.reads.update(lease.blocks)
         self.counters["lookups"] += 1
         self.counters["lookup_tokens"] += len(ids)
@@ -135,11 +135,11 @@ class History:
         self.runs.append(Run(root, lease, list(ids[: lease.tokens])))
 
     def grow(self) -> None:
-        if not self.runs or not self.account.free:
+        if not self.runs or not self.account.free_blocks:
             return
         run = self.pick.choice(self.runs)
-        count = self.pick.randrange(1, min(6, self.account.free + 1))
-        more, mine = self.ids(len(run.ids), count * SIZE), self.account.take(count)
+        count = self.pick.randrange(1, min(6, self.account.free_blocks + 1))
+        more, mine = self.ids(len(run.ids), count * SIZE), self.account.allocate(count)
         before, ids = list(run.lease.blocks), run.ids + list(more)
         self.expire(run.root, ids)
         known = run.root.find(ids)[len(before) :]
@@ -153,7 +153,7 @@ class History:
         self.counters["duplicate_blocks"] += len(known)
         self.counters["inserted_blocks"] += count - len(known)
         assert spare[: len(known)] == mine[: len(known)], "duplicates are the caller's again"
-        self.account.give(spare[: len(known)])
+        self.account.free(spare[: len(known)])
         self.give_capped(run.root, spare[len(known) :])
 
     def release(self) -> None:
@@ -204,7 +204,7 @@ class History:
         for root, prefix in kept:
             root.reads[root.blocks[prefix]] //= 2
         self.counters["evicted_space_blocks"] += len(freed)
-        self.account.give(list(freed))
+        self.account.free(list(freed))
 
     def heat(self, root: Root, prefix: tuple[Id, ...]) -> tuple[int, tuple[int, int]]:
         block = root.blocks[prefix]
@@ -213,8 +213,8 @@ class History:
     def rename(self) -> None:
         """Contents of some blocks move to free ones."""
         held = [block for root in self.roots for block in root.blocks.values()]
-        moved = self.pick.sample(held, self.pick.randrange(1 + min(len(held), self.account.free)))
-        renamed = dict(zip(moved, self.account.take(len(moved)), strict=True))
+        moved = self.pick.sample(held, self.pick.randrange(1 + min(len(held), self.account.free_blocks)))
+        renamed = dict(zip(moved, self.account.allocate(len(moved)), strict=True))
         self.tree.rename(renamed)
         for run in self.runs:
             run.lease.rename(renamed)
@@ -222,7 +222,7 @@ class History:
             root.blocks = {prefix: renamed.get(block, block) for prefix, block in root.blocks.items()}
             root.used = {renamed.get(block, block): used for block, used in root.used.items()}
             root.reads = Counter({renamed.get(block, block): reads for block, reads in root.reads.items()})
-        self.account.give(moved)
+        self.account.free(moved)
 
     def set_share(self) -> None:
         """The account's next lookup says so."""
@@ -350,7 +350,7 @@ class History:
             self.counters[f"evicted_{root.cause if root.wiped else cause}_blocks"] += lost
             assert all(len(prefix) == SIZE or prefix[:-SIZE] in kept for prefix in kept), "a start went before its end"
             root.blocks = kept
-        self.account.give(freed)
+        self.account.free(freed)
 
     def give_capped(self, root: Root, freed: list[int]) -> None:
         """What an account lost because it was above its cap: its own blocks, exactly as many as it must."""
@@ -369,17 +369,23 @@ class History:
         held = [block for root in self.roots for block in root.blocks.values()]
         self.account.check(held)
         uses = Counter(block for run in self.runs for block in run.lease.blocks)
-        assert self.tree.cached == len(held)
-        assert self.tree.unused == len(set(held)) - len(uses)
-        assert self.tree.shared == sum(count > 1 for count in uses.values())
-        assert self.account.free + self.tree.cached == self.total
+        assert self.tree.cached_blocks == len(held)
+        assert self.tree.unused_blocks == len(set(held)) - len(uses)
+        assert self.tree.shared_blocks == sum(count > 1 for count in uses.values())
+        assert self.account.free_blocks + self.tree.cached_blocks == self.total
         assert +self.tree.counters == +self.counters
         for run in self.runs:
             assert run.lease.blocks == run.root.find(run.ids), "a lease's blocks changed"
         for account in self.shares:
-            assert self.tree.cached_of(account) == self.cached(account)
-            found = self.tree._accounts.find(account)
+            assert cached_of(self.tree, account) == self.cached(account)
+            found = self.tree._accounts._by_name.get(account)
             assert found is None or (found.floor, found.cap) == self.granted[account]
             assert (found is None) == (not self.account_of(account)), "an account outlives its last root"
         spaces = {root.space for root in self.roots if not root.wiped}
         assert set(self.tree._roots) == spaces, "a root outlives its last block and lease, or goes before"
+
+
+def cached_of(tree: PrefixTree, account: bytes) -> int:
+    """Cached blocks of one account, wiped ones not counted."""
+    share = tree._accounts._by_name.get(account)
+    return share.cached if share else 0

@@ -12,6 +12,7 @@ from engine.scheduling.block_pool import BlockPool
 from prefixcache import tree as module
 from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
 from prefixcache.tree import Lease
+from tests.prefixcache.history import cached_of
 
 SIZE = 4
 OPEN = CacheShare()
@@ -47,9 +48,9 @@ def fill(tree: Tree, account: BlockPool, space: Namespace, ids: "array[int]") ->
     """What a sequence does with a prompt: match, compute the rest, insert its whole blocks."""
     lease = tree.match(space, ids)
     rest = ids[lease.tokens : len(ids) // SIZE * SIZE]
-    blocks = account.take(len(rest) // SIZE)
+    blocks = account.allocate(len(rest) // SIZE)
     lease, spare = tree.insert(lease, rest, blocks)
-    account.give(spare)
+    account.free(spare)
     return lease
 
 
@@ -114,19 +115,19 @@ def test_tokens_are_compared_not_their_text(tree: Tree, account: BlockPool) -> N
 
 def test_a_duplicate_gives_way_to_the_trees_block(tree: Tree, account: BlockPool) -> None:
     first, second = tree.match(namespace(), run(0, 12)), tree.match(namespace(), run(0, 12))
-    mine, theirs = account.take(3), account.take(3)
+    mine, theirs = account.allocate(3), account.allocate(3)
     tree.insert(first, run(0, 12), mine)
     second, spare = tree.insert(second, run(0, 12), theirs)
     assert (second.blocks, spare) == (mine, theirs)
     assert tree.counters["duplicate_blocks"] == 3
-    assert tree.shared == 3
+    assert tree.shared_blocks == 3
     tree.check()
 
 
 def test_a_lease_grows_block_by_block_on_its_own_edge(tree: Tree, account: BlockPool) -> None:
     lease = fill(tree, account, namespace(), run(0, 8))
     for at in range(8, 40, SIZE):
-        lease, spare = tree.insert(lease, run(at, SIZE), account.take(1))
+        lease, spare = tree.insert(lease, run(at, SIZE), account.allocate(1))
         assert spare == []
         tree.check()
     assert tree.match(namespace(), run(0, 40)).blocks == lease.blocks
@@ -135,8 +136,8 @@ def test_a_lease_grows_block_by_block_on_its_own_edge(tree: Tree, account: Block
 def test_what_two_leases_share_is_not_lengthened_under_either(tree: Tree, account: BlockPool) -> None:
     one = fill(tree, account, namespace(), run(0, 8))
     two = tree.match(namespace(), run(0, 8))
-    tree.insert(one, run(100, 4), account.take(1))
-    tree.insert(two, run(200, 4), account.take(1))
+    tree.insert(one, run(100, 4), account.allocate(1))
+    tree.insert(two, run(200, 4), account.allocate(1))
     assert one.blocks[:2] == two.blocks[:2]
     assert one.blocks[2] != two.blocks[2]
     assert tree.match(namespace(), run(0, 8) + run(200, 4)).blocks == two.blocks
@@ -147,7 +148,7 @@ def test_a_leased_block_is_never_evicted(tree: Tree, account: BlockPool) -> None
     kept = fill(tree, account, namespace(), run(0, 32))
     gone = fill(tree, account, namespace(), run(0, 16) + run(500, 16))
     assert tree.release(gone) == []
-    assert tree.unused == 4
+    assert tree.unused_blocks == 4
     freed = tree.evict(64)
     assert set(freed).isdisjoint(kept.blocks)
     assert len(freed) == 4
@@ -169,9 +170,9 @@ def test_the_scope_furthest_above_its_floor_is_evicted_first(tree: Tree, account
     for space, blocks in ((guarded, 18), (small, 6), (large, 12)):
         tree.release(fill(tree, account, space, run(0, blocks * SIZE)))
     tree.evict(10)
-    assert [tree.cached_of(space.scope_id) for space in (small, large, guarded)] == [4, 4, 18]
+    assert [cached_of(tree, space.scope_id) for space in (small, large, guarded)] == [4, 4, 18]
     tree.evict(9)
-    assert tree.cached_of(guarded.scope_id) == 17  # only when nobody else has any left
+    assert cached_of(tree, guarded.scope_id) == 17  # only when nobody else has any left
     tree.check()
 
 
@@ -179,13 +180,13 @@ def test_a_scope_above_its_cap_keeps_only_what_it_uses(tree: Tree, account: Bloc
     space = namespace()
     tree.shares[space.scope_id] = CacheShare(cap=4)
     used = fill(tree, account, space, run(0, 24))
-    assert tree.cached_of(space.scope_id) == 6
-    account.give(tree.release(used))
-    assert tree.cached_of(space.scope_id) == 4
+    assert cached_of(tree, space.scope_id) == 6
+    account.free(tree.release(used))
+    assert cached_of(tree, space.scope_id) == 4
     assert tree.counters["evicted_cap_blocks"] == 2
-    account.give(tree.release(fill(tree, account, space, run(900, 12))))
-    assert tree.cached_of(space.scope_id) == 4
-    assert account.free + tree.cached == account.total
+    account.free(tree.release(fill(tree, account, space, run(900, 12))))
+    assert cached_of(tree, space.scope_id) == 4
+    assert account.free_blocks + tree.cached_blocks == account.total
     tree.check()
 
 
@@ -195,12 +196,12 @@ def test_a_newer_epoch_wipes_the_scope_and_an_older_one_finds_nothing(tree: Tree
     assert tree.match(namespace(epoch=1), run(0, 16)).tokens == 0
     fill(tree, account, namespace(epoch=1), run(0, 16))
     assert tree.match(namespace(epoch=0), run(0, 16)).tokens == 0
-    running, _ = tree.insert(running, run(16, 4), account.take(1))  # goes on undisturbed
+    running, _ = tree.insert(running, run(16, 4), account.allocate(1))  # goes on undisturbed
     assert len(running.blocks) == 5
     tree.release(running)
     tree.check()
     assert tree.evict(9) == []
-    account.give(tree.sweep(9))
+    account.free(tree.sweep(9))
     assert tree.counters["evicted_epoch_blocks"] == 9
     assert tree.match(namespace(epoch=1), run(0, 16)).tokens == 16
     tree.check()
@@ -237,10 +238,10 @@ def test_a_share_is_kept_over_all_scopes_of_an_account(tree: Tree, account: Bloc
     for number in range(10):  # an account's users
         keep = RetentionPolicy(b"one", CacheShare(cap=6))
         lease = tree.match(namespace(bytes([number]) * 16), run(0, 12), keep)
-        lease, spare = tree.insert(lease, run(0, 12), account.take(3))
-        account.give(spare + tree.release(lease))
+        lease, spare = tree.insert(lease, run(0, 12), account.allocate(3))
+        account.free(spare + tree.release(lease))
         tree.check()
-    assert tree.cached_of(b"one") == 6
+    assert cached_of(tree, b"one") == 6
     assert [tree.match(namespace(bytes([number]) * 16), run(0, 12)).tokens for number in (7, 8, 9)] == [0, 12, 12]
 
 
@@ -250,9 +251,9 @@ def test_a_flood_over_many_scopes_leaves_an_account_what_its_floor_covers(tree: 
     for number in range(640 // 4):
         keep = RetentionPolicy(b"flood", CacheShare(floor=2))
         lease = tree.match(namespace(number.to_bytes(16, "big")), run(0, 16), keep)
-        if account.free < 4:
-            account.give(tree.evict(4 - account.free))
-        tree.release(tree.insert(lease, run(0, 16), account.take(4))[0])
+        if account.free_blocks < 4:
+            account.free(tree.evict(4 - account.free_blocks))
+        tree.release(tree.insert(lease, run(0, 16), account.allocate(4))[0])
         tree.check()
     assert tree.match(namespace(b"q" * 16), run(0, 32)).tokens == 32
 
@@ -261,7 +262,7 @@ def test_floors_are_granted_as_far_as_the_pool_goes_and_are_free_again_afterward
     tree: Tree, account: BlockPool
 ) -> None:
     def floor(name: bytes) -> int:
-        found = tree._accounts.find(name * 16)
+        found = tree._accounts._by_name.get(name * 16)
         return found.floor if found else 0
 
     leases = []
@@ -302,7 +303,7 @@ def test_what_is_over_is_found_no_more_at_once_and_swept(tree: Tree, account: Bl
     assert tree.sweep(64) == []
     tree.seconds = 65.1
     assert len(tree.sweep(64)) == 2
-    assert not tree.cached
+    assert not tree.cached_blocks
 
 
 def test_what_is_over_does_not_come_back_as_a_duplicate(tree: Tree, account: BlockPool) -> None:
@@ -311,7 +312,7 @@ def test_what_is_over_does_not_come_back_as_a_duplicate(tree: Tree, account: Blo
     old = fill(tree, account, namespace(), run(0, 16))
     tree.release(old)
     tree.seconds = 6.0
-    blocks = account.take(4)
+    blocks = account.allocate(4)
     lease, spare = tree.insert(lease, run(0, 16), blocks)
     assert (lease.blocks, spare) == (blocks, [])
     tree.check()
@@ -343,7 +344,7 @@ def test_what_is_forgotten_is_found_no_more_and_stays_valid_for_its_readers(tree
     tree.check()
     assert tree.match(namespace(), run(0, 16)).tokens == 8
     assert tree.match(namespace(), tokens(*run(0, 8), 50, 51, 52, 53)).blocks == beside.blocks
-    reader, spare = tree.insert(reader, run(16, 4), account.take(1))
+    reader, spare = tree.insert(reader, run(16, 4), account.allocate(1))
     assert not spare
     assert tree.release(lease) == []
     tree.check()
@@ -375,7 +376,7 @@ def test_a_scope_without_blocks_and_leases_is_forgotten(tree: Tree, account: Blo
     tree.evict(4)
     assert tree._scopes == {}
     assert tree._roots == {}
-    assert not tree._accounts._known
+    assert not tree._accounts._by_name
 
 
 def test_counters_are_exact(tree: Tree, account: BlockPool) -> None:
@@ -396,7 +397,7 @@ def test_a_lease_ends_once(tree: Tree, account: BlockPool) -> None:
     with pytest.raises(AssertionError, match="released twice"):
         tree.release(lease)
     with pytest.raises(AssertionError, match="is released"):
-        tree.insert(lease, run(8, 4), account.take(1))
+        tree.insert(lease, run(8, 4), account.allocate(1))
     tree.check()
 
 
@@ -432,7 +433,7 @@ def test_making_room_costs_the_same_however_much_is_cached(gone: str, users: boo
                     keep = RetentionPolicy(b"" if users else name, OPEN, tree.keep_s)
                     lease = tree.match(space, ids, keep)
                     rest = ids[lease.tokens :]
-                    tree.release(tree.insert(lease, rest, account.take(len(rest) // SIZE))[0])
+                    tree.release(tree.insert(lease, rest, account.allocate(len(rest) // SIZE))[0])
                 if epoch:
                     tree.release(tree.match(space, run(0, 4)))
         tree.seconds = 10.0
@@ -470,10 +471,10 @@ def opcodes(act: Callable[[], object]) -> int:
 def read(tree: Tree, account: BlockPool, space: Namespace, ids: "array[int]") -> None:
     """A request from its start to its end."""
     lease = tree.match(space, ids)
-    tree.read(lease)
+    tree.count_read(lease)
     rest = ids[lease.tokens : len(ids) // SIZE * SIZE]
-    lease, spare = tree.insert(lease, rest, account.take(len(rest) // SIZE))
-    account.give([*spare, *tree.release(lease)])
+    lease, spare = tree.insert(lease, rest, account.allocate(len(rest) // SIZE))
+    account.free([*spare, *tree.release(lease)])
 
 
 def test_what_most_requests_began_with_is_kept_and_then_what_was_used_last(tree: Tree, account: BlockPool) -> None:
@@ -481,9 +482,9 @@ def test_what_most_requests_began_with_is_kept_and_then_what_was_used_last(tree:
     for turn in turns:
         read(tree, account, namespace(), system + turn)
     read(tree, account, namespace(b"b" * 16), run(500, 12))
-    assert tree.cached == 2 + 3 * 2 + 3
-    freed = tree.keep_hottest(2 + 3 + 1, barred=())
-    assert (len(freed), tree.cached, tree.unused) == (5, 6, 6)
+    assert tree.cached_blocks == 2 + 3 * 2 + 3
+    freed = tree.keep_hottest(2 + 3 + 1, excluded=())
+    assert (len(freed), tree.cached_blocks, tree.unused_blocks) == (5, 6, 6)
     tree.check()
     assert tree.match(namespace(), system + turns[0]).tokens == 8
     assert tree.match(namespace(b"b" * 16), run(500, 12)).tokens == 12
@@ -493,11 +494,11 @@ def test_what_most_requests_began_with_is_kept_and_then_what_was_used_last(tree:
 def test_choices_of_one_request_and_its_own_return_make_nothing_hot(tree: Tree, account: BlockPool) -> None:
     read(tree, account, namespace(b"a" * 16), run(0, 8))
     for _ in range(5):
-        account.give(tree.release(tree.match(namespace(b"a" * 16), run(0, 8))))
+        account.free(tree.release(tree.match(namespace(b"a" * 16), run(0, 8))))
     for _ in range(2):
         read(tree, account, namespace(b"b" * 16), run(0, 8))
-    account.give(tree.release(tree.match(namespace(b"a" * 16), run(0, 8))))
-    tree.keep_hottest(2, barred=())
+    account.free(tree.release(tree.match(namespace(b"a" * 16), run(0, 8))))
+    tree.keep_hottest(2, excluded=())
     assert tree.match(namespace(b"b" * 16), run(0, 8)).tokens == 8
 
 
@@ -506,7 +507,7 @@ def test_what_one_request_adds_to_a_hot_prefix_is_not_hot(tree: Tree, account: B
         read(tree, account, namespace(b"a" * 16), run(0, 8 + 40 * (turn == 3)))
     read(tree, account, namespace(b"b" * 16), run(0, 8))
     read(tree, account, namespace(b"b" * 16), run(0, 8))
-    tree.keep_hottest(4, barred=())
+    tree.keep_hottest(4, excluded=())
     assert tree.match(namespace(b"a" * 16), run(0, 48)).tokens == 8
     assert tree.match(namespace(b"b" * 16), run(0, 8)).tokens == 8
 
@@ -516,7 +517,7 @@ def test_the_upper_part_of_a_prefix_was_read_by_all_who_read_the_whole(tree: Tre
         read(tree, account, namespace(b"a" * 16), ids)
     for _ in range(2):
         read(tree, account, namespace(b"b" * 16), run(0, 8))
-    tree.keep_hottest(2, barred=())
+    tree.keep_hottest(2, excluded=())
     assert tree.match(namespace(b"a" * 16), run(0, 8)).tokens == 8
 
 
@@ -524,9 +525,9 @@ def test_popularity_fades_with_every_time_that_it_was_asked_for(tree: Tree, acco
     for _ in range(4):
         read(tree, account, namespace(b"a" * 16), run(0, 8))
     for _ in range(3):
-        tree.keep_hottest(64, barred=())
+        tree.keep_hottest(64, excluded=())
     read(tree, account, namespace(b"b" * 16), run(0, 8))
-    tree.keep_hottest(2, barred=())
+    tree.keep_hottest(2, excluded=())
     assert tree.match(namespace(b"a" * 16), run(0, 8)).tokens == 0
 
 
@@ -534,7 +535,7 @@ def test_nothing_is_kept_from_a_barred_block_on(tree: Tree, account: BlockPool) 
     read(tree, account, namespace(), run(0, 24))
     lease = tree.match(namespace(), run(0, 24))
     barred = lease.blocks[2]
-    account.give(tree.release(lease))
+    account.free(tree.release(lease))
     freed = tree.keep_hottest(64, {barred})
     assert barred in freed
     assert tree.match(namespace(), run(0, 24)).tokens == 8
@@ -546,9 +547,9 @@ def test_what_is_leased_is_kept_beside_and_what_is_forgotten_is_not(tree: Tree, 
     read(tree, account, namespace(b"b" * 16), run(0, 16))
     other = tree.match(namespace(b"b" * 16), run(0, 16))
     tree.forget(other, 1)
-    account.give(tree.release(other))
-    assert len(tree.keep_hottest(1, barred=())) == 3
-    assert (tree.cached, tree.unused) == (5, 1)
+    account.free(tree.release(other))
+    assert len(tree.keep_hottest(1, excluded=())) == 3
+    assert (tree.cached_blocks, tree.unused_blocks) == (5, 1)
     assert lease.tokens == 16
     tree.check()
 
@@ -558,7 +559,7 @@ def test_what_is_kept_is_over_and_evicted_and_capped_as_before(tree: Tree, accou
     read(tree, account, namespace(b"a" * 16), run(0, 16))
     tree.seconds = 5.0
     read(tree, account, namespace(b"b" * 16), run(0, 16))
-    account.give(tree.keep_hottest(8, barred=()))
+    account.free(tree.keep_hottest(8, excluded=()))
     tree.seconds = 11.0
     assert len(tree.sweep(64)) == 4, "it is as old as it was"
     assert len(tree.evict(64)) == 4

@@ -23,7 +23,7 @@ def at_launch(*failing: int, error: Exception, late: bool = False) -> Callable[[
 def test_it_launches_until_depth_and_then_lands_the_oldest(depth: int) -> None:
     simulation = Simulation(depth=depth)
     in_the_air: list[int] = []
-    simulation.meanwhile = lambda: in_the_air.append(len(simulation.scheduler._flights))
+    simulation.meanwhile = lambda: in_the_air.append(len(simulation.scheduler.running.inflight))
     simulation.submit(1, PROMPT, max_tokens=20)
     for _ in range(10):
         simulation.step()
@@ -35,7 +35,7 @@ def test_it_launches_until_depth_and_then_lands_the_oldest(depth: int) -> None:
 def test_constrained_sequences_keep_as_many_flights_in_the_air(depth: int) -> None:
     simulation = Simulation(depth=depth)
     in_the_air: list[int] = []
-    simulation.meanwhile = lambda: in_the_air.append(len(simulation.scheduler._flights))
+    simulation.meanwhile = lambda: in_the_air.append(len(simulation.scheduler.running.inflight))
     (entry,) = simulation.submit(1, PROMPT, max_tokens=20, rule=Rule(20))
     for _ in range(10):
         simulation.step()
@@ -53,12 +53,12 @@ def test_what_ended_in_the_air_still_lands() -> None:
     simulation = Simulation(depth=2)
     simulation.submit(1, PROMPT, max_tokens=20)
     simulation.step()
-    simulation.scheduler.cancel(1, [1])
-    assert simulation.scheduler.idle
+    simulation.scheduler.intake.cancel(1, [1])
+    assert simulation.scheduler.intake.idle
     assert not simulation.loop.idle
     simulation.step()
     assert simulation.loop.idle
-    assert simulation.account.free == simulation.account.total
+    assert simulation.account.free_blocks == simulation.account.total
 
 
 @pytest.mark.parametrize("rule", [None, Rule(20)])
@@ -68,9 +68,9 @@ def test_landing_all_gives_every_token_and_launches_nothing(rule: Rule | None) -
     for _ in range(3):
         simulation.step()
     simulation.meanwhile = lambda: None
-    flying, told = len(simulation.scheduler._flights), len(entry.sequence.tokens)
+    flying, told = len(simulation.scheduler.running.inflight), len(entry.sequence.tokens)
     simulation.loop.land_all()
-    assert (flying, len(simulation.scheduler._flights)) == (1, 0)
+    assert (flying, len(simulation.scheduler.running.inflight)) == (1, 0)
     assert len(entry.sequence.tokens) == told + 1
     simulation.run()
     simulation.assert_all_finished()

@@ -11,6 +11,7 @@ from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_budget import SchedulerConfig
 from engine.scheduling.validation import RequestValidator
@@ -45,8 +46,7 @@ class Turns:
     def __init__(self, runner: DecoderRunner, blocks: int, step_tokens: int) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
-            PrefixTree(blocks, BLOCK_TOKENS, lambda: 0.0),
-            BlockPool(blocks),
+            KVManager(PrefixTree(blocks, BLOCK_TOKENS, lambda: 0.0), BlockPool(blocks)),
             SchedulerConfig(step_tokens, step_tokens, 8, 64),
             clock=lambda: 0.0,
         )
@@ -58,13 +58,13 @@ class Turns:
     def submit(self, id: int, tokens: Sequence[int], sampling: SamplingParams) -> None:
         scope = Scope(ScopeKind.TENANT, b"t" * 16)
         submit = Submit(id, array("I", tokens).tobytes(), scope, sampling, OUTPUT)
-        self.scheduler.add(self.door.sequences(submit, 1, 0.0))
+        self.scheduler.intake.add(self.door.sequences(submit, 1, 0.0))
         self.texts[id] = []
 
     def run(self) -> dict[int, list[int]]:
         while (plan := self.scheduler.next_batch()) is not None:
             self.scheduler.commit(plan, self.runner.launch(plan.packed).wait())
-            for progress in self.scheduler.news().values():
+            for progress in self.scheduler.intake.outputs.take().values():
                 for id, token in zip(progress.ids, array("I", progress.tokens), strict=True):
                     self.texts[id].append(token)
             self.scheduler.check()

@@ -53,12 +53,12 @@ class Served:
         for text in texts:
             packed = array("I", text).tobytes()
             submit = Submit(self._next, packed, scope, SamplingParams(), max_tokens=1, pooling=Pooling.LAST)
-            self.scheduler.add(self.door.sequences(submit, 1, 0.0))
+            self.scheduler.intake.add(self.door.sequences(submit, 1, 0.0))
             self._next += 1
         found, finished = {}, {}
         while self.loop.turn():
             self.scheduler.check()
-            for progress in self.scheduler.news().values():
+            for progress in self.scheduler.intake.outputs.take().values():
                 assert not progress.ids, "a vector's prompt writes nothing"
                 self.cached |= {started.id: started.cached_tokens for started in progress.started}
                 found |= {vector.id: np.frombuffer(vector.values, "<f4") for vector in progress.vectors}

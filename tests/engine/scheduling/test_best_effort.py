@@ -51,13 +51,13 @@ def test_without_costs_none_runs_beside_live_ones_and_all_goes_on_afterwards() -
     behind = submitted(simulation, 1, 6, max_tokens=20)
     for _ in range(4):
         simulation.step()
-    before, blocks = len(behind.tokens), behind.sequence.blocks
+    before, blocks = len(behind.tokens), behind.sequence.block_count
     assert before
     live = submitted(simulation, 2, 6, SchedulingTerms(), max_tokens=10)
     while live.finish is None:
         simulation.step()
         assert len(behind.tokens) <= before
-        assert behind.sequence.blocks == blocks, "it keeps what it has"
+        assert behind.sequence.block_count == blocks, "it keeps what it has"
     simulation.run()
     simulation.assert_all_finished()
     assert ended(behind)
@@ -88,7 +88,7 @@ def timings(seed: int, depth: int, behind: int) -> dict[int, float]:
         for id in [id for id, at in comes.items() if at <= simulation.seconds and (1, id) not in simulation.heard]:
             submitted(simulation, id, sizes[id][0], SchedulingTerms(), max_tokens=sizes[id][1])
         if not simulation.step():
-            assert simulation.scheduler.idle
+            assert simulation.scheduler.intake.idle
         for id in comes:
             entry = simulation.heard.get((1, id))
             if entry is not None and entry.finish is not None:
@@ -168,8 +168,8 @@ def test_accounts_take_turns_in_the_background_too_and_owe_nothing_for_it_afterw
         order += [id for (_, id), entry in simulation.heard.items() if entry.finish and id not in order]
     last = max(order.index(id) for id in range(20, 24))
     assert last < 10, "the account with few had to wait for the other's many"
-    live = simulation.scheduler._waiting.queue
-    assert live.standing(A.id, SchedulingTerms()).level == 0
+    live = simulation.scheduler.intake.waiting.live
+    assert live.account_queue(A.id, SchedulingTerms()).level == 0
 
 
 def test_no_deadline_ends_it() -> None:
@@ -201,7 +201,7 @@ def test_with_costs_a_step_of_its_own_takes_at_most_twice_that_of_one_row() -> N
         behind = [running(100, computed) for _ in range(count)]
         chunks = background.chunks([], [], behind, 0.0, 8192)
         assert len(chunks) == min(count, sum(chunks))
-        assert IDLE_STEP_ROWS < sum(chunks) <= background.rows_alone
+        assert IDLE_STEP_ROWS < sum(chunks) <= background.max_idle_rows
         extra = {each: chunk - 1 for each, chunk in zip(behind, chunks, strict=False)}
         assert predicted_us(behind[: len(chunks)], extra) <= IDLE_STEP_FACTOR * COSTS.rows_us(1)
 

@@ -15,7 +15,7 @@ def test_every_text_of_a_random_life_ends_once_with_its_own_vector(seed: int) ->
     for (owner, _), heard in life.heard.items():
         told = (heard.finish is not None) + (heard.reject is not None)
         assert told == 1 or owner in life.gone
-    assert life.scheduler.idle
+    assert life.scheduler.intake.idle
     load = life.scheduler.load(draining=False)
     assert (load.running, load.waiting, load.waiting_tokens, load.background) == (0, 0, 0, 0)
 
@@ -128,7 +128,7 @@ def test_what_would_wait_for_longer_than_it_may_is_refused_at_once() -> None:
 def test_a_text_cancelled_in_the_air_ends_once_and_its_vector_is_thrown_away() -> None:
     sim = Simulation()
     text = sim.submit(1, [1, 2])
-    sim.meanwhile = lambda: sim.scheduler.cancel(1, [1])
+    sim.meanwhile = lambda: sim.scheduler.intake.cancel(1, [1])
     sim.run()
     assert text.finish is not None
     assert text.finish.reason is FinishReason.CANCELLED
@@ -195,16 +195,13 @@ def test_an_id_in_use_and_a_token_past_the_vocabulary_are_refused() -> None:
 
 def test_texts_that_come_while_the_model_sleeps_wait_or_expire_and_run_when_it_is_awake() -> None:
     sim = Simulation()
-    scheduler = sim.scheduler
-    scheduler.preempt_all()
-    assert scheduler.sleep(kept_most=10) == []
+    sim.scheduler.preempt_all()
+    sim.scheduler.intake.admitting = False
     late, waiting = sim.submit(1, [1] * 5, deadline_ms=1500), sim.submit(2, [2] * 5)
     for _ in range(3):
         assert not sim.step()
     assert late.reject is not None
-    waking = scheduler.waking(3)
-    assert (waking.extents, waking.restored, scheduler.growing(3), scheduler.shrink(3).extents) == ([], [], [], [])
-    scheduler.woken(waking)
+    sim.scheduler.intake.admitting = True
     sim.run()
     assert waiting.finish is not None
     assert waiting.finish.reason == FinishReason.STOP
@@ -212,9 +209,9 @@ def test_texts_that_come_while_the_model_sleeps_wait_or_expire_and_run_when_it_i
 
 def test_nothing_starts_while_it_is_not_to() -> None:
     sim = Simulation()
-    sim.scheduler.admitting = False
+    sim.scheduler.intake.admitting = False
     heard = sim.submit(1, [1] * 5)
     assert not sim.step()
-    sim.scheduler.admitting = True
+    sim.scheduler.intake.admitting = True
     sim.run()
     assert heard.finish is not None

@@ -15,8 +15,8 @@ from engine.scheduling.fair_queue import CREDIT, GENERATED_TOKEN, PROMPT_TOKEN, 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
-def head(standing: AccountQueue[int]) -> int | None:
-    return next(iter(standing.resuming or standing.waiting))
+def head(account: AccountQueue[int]) -> int | None:
+    return next(iter(account.resuming or account.waiting))
 
 
 class Turns:
@@ -28,50 +28,50 @@ class Turns:
         self.terms: dict[bytes, SchedulingTerms] = {}
         self._count = 0
 
-    def standing(self, account: bytes) -> AccountQueue[int]:
-        return self.queue.standing(account, self.terms.get(account, SchedulingTerms()))
+    def account_queue(self, account: bytes) -> AccountQueue[int]:
+        return self.queue.account_queue(account, self.terms.get(account, SchedulingTerms()))
 
     def push(self, account: bytes, count: int = 1, work: float = 0.0) -> list[int]:
         items = list(range(self._count, self._count + count))
         self._count += count
         for item in items:
             self.account[item] = account
-            self.queue.push(self.standing(account), item, work)
+            self.queue.push(self.account_queue(account), item, work)
         return items
 
     def start(self, tokens: int = 10) -> bytes:
         """Whose turn it is; it is served so many tokens and goes on running."""
-        item = self.queue.first(head)
+        item = self.queue.peek(head)
         assert item is not None
         account = self.account[item]
-        self.queue.start(self.standing(account), item)
+        self.queue.start(self.account_queue(account), item)
         self.serve(account, tokens)
         self.queue.check()
         return account
 
     def serve(self, account: bytes, tokens: int) -> None:
-        self.standing(account).level += tokens * self.standing(account).prompt_cost
+        self.account_queue(account).level += tokens * self.account_queue(account).prompt_cost
 
     def take(self, tokens: int = 10) -> bytes:
         """The same, and it ends."""
         account = self.start(tokens)
-        self.queue.stop(self.standing(account))
+        self.queue.stop(self.account_queue(account))
         return account
 
 
 def test_inside_one_account_first_come_is_first_served_and_who_was_preempted_comes_before() -> None:
     turns = Turns()
     items = turns.push(A, 4)
-    standing = turns.standing(A)
+    account = turns.account_queue(A)
     for item in items[:2]:
-        turns.queue.start(standing, item)
+        turns.queue.start(account, item)
     for item in reversed(items[:2]):
-        turns.queue.stop(standing)
-        turns.queue.resume(standing, item, 1.0)
+        turns.queue.stop(account)
+        turns.queue.resume(account, item, 1.0)
     order = []
-    while (first := turns.queue.first(head)) is not None:
+    while (first := turns.queue.peek(head)) is not None:
         order.append(first)
-        turns.queue.remove(standing, first)
+        turns.queue.remove(account, first)
     assert order == items
     assert len(turns.queue) == 0
 
@@ -80,7 +80,7 @@ def test_accounts_take_turns_by_tokens_and_not_by_requests() -> None:
     turns = Turns()
     turns.push(A, 10)
     turns.push(B, 40)
-    served = [turns.take(30 if turns.queue.first(head) in range(10) else 10) for _ in range(24)]
+    served = [turns.take(30 if turns.queue.peek(head) in range(10) else 10) for _ in range(24)]
     assert 5 <= served.count(A) <= 7
 
 
@@ -103,10 +103,10 @@ def test_what_is_promised_counts_for_the_next_turn_and_not_for_rows() -> None:
     turns.push(A, 4)
     turns.push(B, 4)
     turns.start(0)
-    turns.queue.promise(turns.standing(A), 100)
+    turns.queue.add_pending(turns.account_queue(A), 100)
     assert turns.take() == turns.take() == B
-    assert turns.standing(A).level < turns.standing(B).level
-    turns.queue.promise(turns.standing(A), -100)  # cancelled before any of it was computed
+    assert turns.account_queue(A).level < turns.account_queue(B).level
+    turns.queue.add_pending(turns.account_queue(A), -100)  # cancelled before any of it was computed
     assert turns.take() == A
 
 
@@ -123,7 +123,7 @@ def test_a_returning_account_neither_bursts_nor_starves() -> None:
     turns = Turns()
     turns.push(A, 60)
     turns.push(B, 5)
-    while turns.standing(B).waiting:
+    while turns.account_queue(B).waiting:
         turns.take()
     for _ in range(20):  # A is served while B is away
         turns.take(1000)
@@ -137,7 +137,7 @@ def test_returning_again_and_again_saves_up_no_more_than_once() -> None:
     turns.push(A, 200)
     served = Counter[bytes]()
     for _ in range(150):
-        if not turns.standing(B).waiting:
+        if not turns.account_queue(B).waiting:
             turns.push(B)
         served[turns.take(100)] += 100
     assert abs(served[A] - served[B]) <= CREDIT + 200
@@ -171,7 +171,7 @@ def test_who_is_at_its_cap_is_passed_over_and_saves_up_nothing() -> None:
     assert {turns.start(), turns.start()} == {A, B}
     for _ in range(100):
         assert turns.take(1000) == B
-    turns.queue.stop(turns.standing(A))
+    turns.queue.stop(turns.account_queue(A))
     turns.terms = {}
     assert 5 <= [turns.take(1000) for _ in range(10)].count(A) <= 6
 
@@ -179,25 +179,25 @@ def test_who_is_at_its_cap_is_passed_over_and_saves_up_nothing() -> None:
 def test_an_account_that_is_full_has_its_turn_when_one_of_its_own_lets_blocks_go() -> None:
     turns = Turns()
     turns.push(A, 2)
-    standing = turns.standing(A)
+    account = turns.account_queue(A)
     turns.start()
-    standing.hold([3, 4])
-    turns.queue.pass_over(standing)
-    assert turns.queue.first(head) is None
-    turns.queue.let_go(standing, [4])
+    account.add_blocks([3, 4])
+    turns.queue.skip(account)
+    assert turns.queue.peek(head) is None
+    turns.queue.remove_blocks(account, [4])
     turns.queue.check()
-    assert turns.queue.first(head) is not None
+    assert turns.queue.peek(head) is not None
 
 
 def test_a_block_that_several_hold_counts_once_until_the_last_lets_it_go() -> None:
-    standing = AccountQueue[int]()
-    standing.hold([1, 2, 3])
-    standing.hold([1, 2, 9])
-    assert standing.blocks == 4
-    standing.let_go([1, 2, 3])
-    assert standing.blocks == 3
-    standing.let_go([1, 2, 9])
-    assert standing.blocks == 0
+    account = AccountQueue[int]()
+    account.add_blocks([1, 2, 3])
+    account.add_blocks([1, 2, 9])
+    assert account.blocks == 4
+    account.remove_blocks([1, 2, 3])
+    assert account.blocks == 3
+    account.remove_blocks([1, 2, 9])
+    assert account.blocks == 0
 
 
 def test_changed_terms_hold_from_the_next_turn_on() -> None:
@@ -215,22 +215,22 @@ def test_changed_terms_hold_from_the_next_turn_on() -> None:
 def test_removed_item_loses_its_turn_and_an_unknown_one_is_an_error() -> None:
     turns = Turns()
     first, second = turns.push(A, 2)
-    turns.queue.remove(turns.standing(A), first)
+    turns.queue.remove(turns.account_queue(A), first)
     with pytest.raises(KeyError):
-        turns.queue.remove(turns.standing(A), first)
-    assert turns.queue.first(head) == second
+        turns.queue.remove(turns.account_queue(A), first)
+    assert turns.queue.peek(head) == second
 
 
 def test_what_is_ahead_is_what_others_get_until_the_turn_comes() -> None:
     turns = Turns()
     turns.push(A, 50, work=100.0)
-    assert turns.queue.ahead(turns.standing(A), 1.0) == 5000.0
-    assert turns.queue.ahead(turns.standing(A), 0.5) == 2500.0
-    assert turns.queue.ahead(turns.standing(B), 1.0) == 0.0  # it is the next
+    assert turns.queue.work_ahead(turns.account_queue(A), 1.0) == 5000.0
+    assert turns.queue.work_ahead(turns.account_queue(A), 0.5) == 2500.0
+    assert turns.queue.work_ahead(turns.account_queue(B), 1.0) == 0.0  # it is the next
     turns.push(B, 3, work=100.0)
-    assert turns.queue.ahead(turns.standing(B), 1.0) == 600.0  # its own, and as much of A's
+    assert turns.queue.work_ahead(turns.account_queue(B), 1.0) == 600.0  # its own, and as much of A's
     turns.terms = {B: SchedulingTerms(weight=3.0)}
-    assert turns.queue.ahead(turns.standing(B), 1.0) == pytest.approx(400.0)
+    assert turns.queue.work_ahead(turns.account_queue(B), 1.0) == pytest.approx(400.0)
 
 
 def test_the_longest_is_who_has_most_for_its_weight() -> None:
@@ -238,7 +238,7 @@ def test_the_longest_is_who_has_most_for_its_weight() -> None:
     turns.terms = {A: SchedulingTerms(weight=10.0)}
     turns.push(A, 50)
     turns.push(B, 6)
-    assert turns.queue.longest() is turns.standing(B)
+    assert turns.queue.longest_account() is turns.account_queue(B)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -249,24 +249,25 @@ def test_the_next_item_is_that_of_the_lowest_account_where_it_fits(seed: int) ->
     turns, caps = Turns(), [None, None, 1, 3]
     turns.terms = {bytes([key]): SchedulingTerms(pick.choice([0.3, 1.0, 5.0]), pick.choice(caps)) for key in range(10)}
     for _ in range(600):
-        standing = turns.standing(account := bytes([pick.randrange(8)]))
+        name = bytes([pick.randrange(8)])
+        account = turns.account_queue(name)
         if pick.random() < 0.5:
-            turns.push(account)
-        elif standing.waiting and pick.random() < 0.3:
-            turns.queue.remove(standing, pick.choice(list(standing.waiting)))
-        elif standing.running and pick.random() < 0.5:
-            turns.queue.stop(standing)
+            turns.push(name)
+        elif account.waiting and pick.random() < 0.3:
+            turns.queue.remove(account, pick.choice(list(account.waiting)))
+        elif account.running and pick.random() < 0.5:
+            turns.queue.stop(account)
         else:
-            line = [each for each in map(turns.standing, turns.terms) if each.wants]
+            line = [each for each in map(turns.account_queue, turns.terms) if each.is_eligible]
             refused = {head(each) for each in line if pick.random() < 0.3}
             fitting = [each for each in line if head(each) not in refused]
-            item = turns.queue.first(lambda each, refused=refused: None if head(each) in refused else head(each))  # type: ignore[misc]
-            least = min((each.turn for each in fitting), default=None)
-            assert item in [head(each) for each in fitting if each.turn == least] or item is least is None
+            item = turns.queue.peek(lambda each, refused=refused: None if head(each) in refused else head(each))  # type: ignore[misc]
+            least = min((each.priority for each in fitting), default=None)
+            assert item in [head(each) for each in fitting if each.priority == least] or item is least is None
             if item is not None:
-                turns.queue.start(turns.standing(turns.account[item]), item)
-        turns.queue.promise(standing, pick.randrange(30))
-        turns.queue.promise(standing, -pick.randrange(standing.promised + 1))
+                turns.queue.start(turns.account_queue(turns.account[item]), item)
+        turns.queue.add_pending(account, pick.randrange(30))
+        turns.queue.add_pending(account, -pick.randrange(account.pending_tokens + 1))
         turns.serve(bytes([pick.randrange(10)]), pick.randrange(30))
         turns.queue.check()
 
@@ -276,9 +277,9 @@ def test_accounts_that_come_and_go_leave_no_turns_behind() -> None:
     turns.push(A)
     for _ in range(10_000):
         (item,) = turns.push(B)
-        turns.queue.remove(turns.standing(B), item)
-    assert len(turns.queue._turns) <= 64 + 2 * 2 + 1
-    assert turns.queue.first(head) == 0
+        turns.queue.remove(turns.account_queue(B), item)
+    assert len(turns.queue._heap) <= 64 + 2 * 2 + 1
+    assert turns.queue.peek(head) == 0
 
 
 def test_accounts_that_are_gone_are_forgotten() -> None:
@@ -290,9 +291,9 @@ def test_accounts_that_are_gone_are_forgotten() -> None:
         account = number.to_bytes(16, "big")
         turns.push(account)
         turns.take(number % 7)
-    assert len(turns.queue._standings) <= 4096 + 2
+    assert len(turns.queue._accounts) <= 4096 + 2
     turns.push(B)
-    assert len(turns.queue._standings) <= 2, "where nobody waits for a turn only those stay that wait or run"
+    assert len(turns.queue._accounts) <= 2, "where nobody waits for a turn only those stay that wait or run"
     turns.queue.check()
 
 

@@ -38,8 +38,8 @@ def _sequence(shared: Items[int], own: Items[int] = (10**6,), namespace: Namespa
         frozenset(),
         0.0, computed=computed, launched=computed,
     )  # fmt: skip
-    sequence.grow([*shared, *own])
-    sequence.shared = len(shared)
+    sequence.append_pages([*shared, *own])
+    sequence.shared_blocks = len(shared)
     return sequence
 
 
@@ -123,11 +123,11 @@ def test_groups_are_computed_again_where_somebody_came_or_was_told_to_have_chang
     groups, sequences = PrefixGroups(CHEAP, SIZE), [_sequence(each) for each in ([1, 2], [1, 3], [4])]
     before = groups.segments([*sequences])
     assert groups.segments([*sequences]) is before
-    sequences[1].grow([9])
-    sequences[1].shared += 1  # a block of its own became full
+    sequences[1].append_pages([9])
+    sequences[1].shared_blocks += 1  # a block of its own became full
     assert groups.segments([*sequences]) is before
     sequences[2].table[0] = 1
-    groups.change()
+    groups.invalidate()
     assert [list(each.members) for each in groups.segments([*sequences])] == [[0, 1, 2]]
     assert [list(each.members) for each in groups.segments([*sequences[1:]])] == [[0, 1]]
 
@@ -167,13 +167,13 @@ def test_no_group_reads_what_is_not_its_members(seed: int) -> None:
     for segment in segments:
         members = [sequences[index] for index in segment.members]
         first, last = segment.first // SIZE, segment.last // SIZE
-        reading = [each for each in members if each is not None and each.shared >= last]
+        reading = [each for each in members if each is not None and each.shared_blocks >= last]
         assert len(reading) == len(members) > 1
         assert len({each.namespace for each in reading}) == 1
         assert len({each.table[first:last].tobytes() for each in reading}) == 1
     taking_part = [each for each in sequences if each is not None]
     numbers = {index: number for number, index in enumerate(i for i, each in enumerate(sequences) if each is not None)}
-    slices = [SequenceSlice([0], each.launched, each.table[: each.blocks]) for each in taking_part]
+    slices = [SequenceSlice([0], each.launched, each.table[: each.block_count]) for each in taking_part]
     renamed = [PrefixSegment([numbers[i] for i in each.members], each.first, each.last) for each in segments]
     if slices:
         batch = unpack_step(pack_step(slices, SIZE, renamed))  # asserts that there is no gap, and a key left for each
@@ -212,7 +212,7 @@ def test_choices_are_the_best_there_are_but_for_little(monkeypatch: pytest.Monke
     for seed in range(300):
         pick = random.Random(seed)
         sequences, costs = _plan(pick), _random_costs(pick)
-        tables = [each.table[: each.shared].tolist() for each in sequences if each is not None]
+        tables = [each.table[: each.shared_blocks].tolist() for each in sequences if each is not None]
         best += (most := _best(tables, 0, costs))
         groups = PrefixGroups(costs, SIZE)
         saved += (some := _saved(groups.segments(sequences), costs))
@@ -226,7 +226,7 @@ def _took_ms(groups: PrefixGroups, sequences: list[Sequence | None], changed: bo
     took = []
     for _ in range(9):
         if changed:
-            groups.change()
+            groups.invalidate()
         start = time.thread_time()
         groups.segments(sequences)
         took.append((time.thread_time() - start) * 1e3)

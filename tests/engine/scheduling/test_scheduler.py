@@ -154,11 +154,11 @@ def test_isolation_gate_with_its_positive_control() -> None:
     prompt = words(22)
     cold, cross, same = (simulation.submit(id, prompt, scope) for id, scope in ((1, A), (2, B), (3, A)))
     tables = {}
-    while not simulation.scheduler.idle:
+    while not simulation.scheduler.intake.idle:
         plan = simulation.plan()
         assert plan is not None
         for sequence in plan.sequences:
-            tables.setdefault(sequence.id, set()).update(sequence.table[: sequence.blocks].tolist())
+            tables.setdefault(sequence.id, set()).update(sequence.table[: sequence.block_count].tolist())
         simulation.scheduler.commit(plan, simulation.fly(plan))
         simulation.listen()
     assert [heard[0].started.cached_tokens for heard in (cold, cross, same) if heard[0].started] == [0, 0, 20]
@@ -195,8 +195,8 @@ def test_request_scope_never_touches_the_tree() -> None:
     simulation = Simulation()
     simulation.submit(1, words(22), Scope(ScopeKind.REQUEST, A.id), n=3)
     simulation.run()
-    assert simulation.tree.cached == 0
-    assert simulation.account.free == simulation.account.total
+    assert simulation.tree.cached_blocks == 0
+    assert simulation.account.free_blocks == simulation.account.total
     assert [simulation.heard[1, id].started.cached_tokens for id in (1, 2, 3)] == [0, 0, 0]  # type: ignore[union-attr]
     simulation.assert_all_finished()
 
@@ -286,7 +286,7 @@ def test_who_waited_for_a_prefix_goes_on_when_its_leader_is_cancelled() -> None:
     simulation.submit(1, words(160), A, n=2)
     simulation.step()
     simulation.step()
-    simulation.scheduler.cancel(1, [1])
+    simulation.scheduler.intake.cancel(1, [1])
     simulation.run()
     started = simulation.heard[1, 2].started
     assert started is not None
@@ -302,9 +302,9 @@ def test_the_youngest_is_preempted_and_nobody_notices(depth: int) -> None:
     simulation = Simulation(blocks=12, block_tokens=4, step_tokens=64, depth=depth)
     entries = [simulation.submit(id, words(9, id), max_tokens=30)[0] for id in range(4)]
     oldest_preempted = False
-    while not simulation.scheduler.idle:
+    while not simulation.scheduler.intake.idle:
         assert simulation.step()
-        oldest_preempted |= entries[0].started is not None and entries[0].sequence.stage == SequenceState.WAITING
+        oldest_preempted |= entries[0].started is not None and entries[0].sequence.state == SequenceState.WAITING
     assert not oldest_preempted
     assert simulation.scheduler.load(draining=False).counters["preemptions"] >= 3
     simulation.assert_all_finished()
@@ -317,8 +317,8 @@ def test_preempted_sequence_resumes_before_anything_new_starts() -> None:
     (new,) = simulation.submit(2, words(9, 2), max_tokens=20)
     simulation.scheduler.preempt(old.sequence)
     simulation.step()
-    assert old.sequence.stage == SequenceState.RUNNING
-    assert old.sequence.ticket < new.sequence.ticket
+    assert old.sequence.state == SequenceState.RUNNING
+    assert old.sequence.start_order < new.sequence.start_order
     simulation.run()
     simulation.assert_all_finished()
 
@@ -431,7 +431,7 @@ def test_an_account_grows_into_its_cap_of_blocks_and_not_past_it() -> None:
     together = 0
     while not simulation.loop.idle:
         assert simulation.step()
-        together = max(together, sum(entry.sequence.stage == SequenceState.RUNNING for entry in entries))
+        together = max(together, sum(entry.sequence.state == SequenceState.RUNNING for entry in entries))
     assert 2 <= together < 4
     assert simulation.scheduler.load(draining=False).counters["preemptions_cap"] >= 1
     simulation.assert_all_finished()
@@ -483,8 +483,8 @@ def test_blocks_are_taken_from_the_account_with_most_for_its_weight_and_from_its
     gave_way = []
     while not simulation.loop.idle:
         assert simulation.step()
-        gave_way += [each.sequence.id for each in many if each.started and each.sequence.stage == SequenceState.WAITING]
-        assert all(each.sequence.stage != SequenceState.WAITING for each in [*few, late] if each.started)
+        gave_way += [each.sequence.id for each in many if each.started and each.sequence.state == SequenceState.WAITING]
+        assert all(each.sequence.state != SequenceState.WAITING for each in [*few, late] if each.started)
     assert gave_way[0] == 6
     simulation.assert_all_finished()
 
@@ -520,10 +520,10 @@ def test_the_oldest_always_moves_on_and_so_all_end(seed: int) -> None:
         oldest = running[0] if running else None
         was = oldest.launched if oldest is not None else 0
         assert simulation.step()
-        if oldest is not None and oldest.stage != SequenceState.ENDED:
-            assert oldest.stage == SequenceState.RUNNING, "the oldest was preempted"
+        if oldest is not None and oldest.state != SequenceState.ENDED:
+            assert oldest.state == SequenceState.RUNNING, "the oldest was preempted"
             assert oldest.launched > was or not oldest.launchable or simulation.depth == 2
-        running = list(simulation.scheduler._running)
+        running = list(simulation.scheduler.running.sequences)
         assert simulation.seconds < 2000
     assert simulation.scheduler.load(draining=False).counters["preemptions"] > 0
     simulation.assert_all_finished()
@@ -594,7 +594,7 @@ def test_deadlines_of_what_is_gone_are_forgotten() -> None:
     for id in range(500):
         simulation.submit(id, words(3, id), max_tokens=1, deadline_ms=10**9)
         simulation.run()
-    assert len(simulation.scheduler._waiting._deadlines) <= 64 + 2
+    assert len(simulation.scheduler.intake.waiting._deadlines) <= 64 + 2
 
 
 def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
@@ -689,17 +689,17 @@ def test_a_stop_is_found_one_step_late_and_what_was_computed_meanwhile_is_thrown
         planned = simulation.plan()
         assert planned is not None
         younger, late = planned, simulation.fly(planned)
-    held = simulation.account.free
+    held = simulation.account.free_blocks
     simulation.scheduler.commit(plan, sampled)
     simulation.listen()
     assert entry.finish is not None
     assert entry.finish.reason == FinishReason.STOP
-    assert simulation.account.free == held, "blocks are freed while a flight reads them"
+    assert simulation.account.free_blocks == held, "blocks are freed while a flight reads them"
     assert simulation.plan() is None
     simulation.scheduler.commit(younger, late)
     simulation.listen()
-    assert simulation.account.free + simulation.tree.cached == simulation.account.total
-    assert simulation.tree.cached == (9 + 2) // 4
+    assert simulation.account.free_blocks + simulation.tree.cached_blocks == simulation.account.total
+    assert simulation.tree.cached_blocks == (9 + 2) // 4
     simulation.assert_all_finished()
 
 
@@ -729,13 +729,13 @@ def test_a_duplicate_is_kept_until_the_flight_that_reads_it_has_landed() -> None
     third = simulation.plan()
     assert third is not None
     simulation.fly(third)
-    free = simulation.account.free
+    free = simulation.account.free_blocks
     simulation.scheduler.commit(younger, second)  # position 3 fills the first block of both
     simulation.scheduler.check()
     assert simulation.tree.counters["duplicate_blocks"] == 1
-    assert simulation.account.free == free
+    assert simulation.account.free_blocks == free
     simulation.scheduler.fail(third, "over")
-    assert simulation.account.free == simulation.account.total - 1
+    assert simulation.account.free_blocks == simulation.account.total - 1
 
 
 def test_who_shares_a_prompt_waits_while_its_last_piece_is_in_the_air() -> None:
@@ -790,7 +790,7 @@ def test_a_prefix_that_nobody_proved_is_dropped_whole() -> None:
     faults = iter([Fault(glitch=3)])
     simulation.misfortune = lambda: next(faults, Fault())
     simulation.step()
-    simulation.scheduler.cancel(1, [1])  # before it could tell that its first block is bad
+    simulation.scheduler.intake.cancel(1, [1])  # before it could tell that its first block is bad
     simulation.run()
     reasons = []
     for id in (2, 3):
@@ -832,7 +832,7 @@ def test_steps_that_find_too_little_memory_are_halved_until_they_fit_and_no_text
     rows = []
 
     def misfortune() -> Fault:
-        rows.append(sum(simulation.scheduler._flights[-1].chunks))
+        rows.append(sum(simulation.scheduler.running.inflight[-1].chunks))
         return Fault(OutOfDeviceMemory("told to"), late) if rows[-1] > 20 else Fault()
 
     simulation.misfortune = misfortune
@@ -854,7 +854,7 @@ def test_one_row_that_finds_too_little_memory_costs_its_sequence_and_no_other(de
     bad, *good = (simulation.submit(id, words(5, id), max_tokens=9)[0] for id in range(3))
 
     def misfortune() -> Fault:
-        flying = simulation.scheduler._flights[-1].sequences
+        flying = simulation.scheduler.running.inflight[-1].sequences
         return Fault(OutOfDeviceMemory("told to")) if bad.sequence in flying else Fault()
 
     simulation.misfortune = misfortune
@@ -876,7 +876,7 @@ def test_those_who_share_a_prefix_read_it_together_and_those_of_another_scope_ap
     groups = set()
 
     def look() -> None:
-        for plan in simulation.scheduler._flights:
+        for plan in simulation.scheduler.running.inflight:
             batch = unpack_step(plan.packed)
             ids = [plan.sequences[member].id for member in batch.members_M.tolist()]
             start = 0
@@ -913,13 +913,13 @@ def test_cancel_in_flight_keeps_the_blocks_until_the_step_is_over() -> None:
     simulation.step()
     plan = simulation.plan()
     assert plan is not None
-    free = simulation.account.free
-    simulation.scheduler.cancel(1, [1])
+    free = simulation.account.free_blocks
+    simulation.scheduler.intake.cancel(1, [1])
     simulation.scheduler.check()
-    assert simulation.account.free == free
+    assert simulation.account.free_blocks == free
     simulation.scheduler.commit(plan, simulation.fly(plan))
     simulation.listen()
-    assert simulation.account.free == simulation.account.total
+    assert simulation.account.free_blocks == simulation.account.total
     assert entry.finish is not None
     assert (entry.finish.reason, entry.finish.completion_tokens) == (FinishReason.CANCELLED, 1)
     assert len(entry.tokens) == 1
@@ -930,7 +930,7 @@ def test_waiting_sequence_can_be_cancelled_and_never_starts() -> None:
     simulation.submit(1, words(9))
     (waiting,) = simulation.submit(2, words(9))
     simulation.step()
-    simulation.scheduler.cancel(1, [2, 77])
+    simulation.scheduler.intake.cancel(1, [2, 77])
     simulation.run()
     simulation.listen()
     assert waiting.started is None

@@ -16,7 +16,7 @@ DOOR = RequestValidator(
     model_revision="r1",
     kv_layout="f32",
     block_tokens=4,
-    tokens_max=20,
+    max_total_tokens=20,
     vocabulary=100,
     stop_ids=frozenset({7}),
 )
@@ -45,7 +45,7 @@ def test_submit_becomes_a_waiting_sequence_with_its_prompt() -> None:
     (sequence,) = admitted()
     assert (sequence.owner, sequence.id, sequence.tokens.tolist()) == (9, 5, [1, 2, 3])
     assert (sequence.prompt_tokens, sequence.pending, sequence.emitted) == (3, 3, 0)
-    assert (sequence.blocks, sequence.lease, sequence.arrived_s) == (0, None, 1.5)
+    assert (sequence.block_count, sequence.lease, sequence.arrived_s) == (0, None, 1.5)
 
 
 def test_choices_take_consecutive_ids_and_seeds_and_share_no_state() -> None:
@@ -62,12 +62,12 @@ def test_stop_tokens_are_those_of_the_model_and_of_the_request() -> None:
 
 
 def test_output_ends_at_max_tokens_or_at_the_end_of_the_context() -> None:
-    assert admitted(max_tokens=4)[0].tokens_max == 7
-    assert admitted(max_tokens=1000)[0].tokens_max == 20
+    assert admitted(max_tokens=4)[0].max_total_tokens == 7
+    assert admitted(max_tokens=1000)[0].max_total_tokens == 20
 
 
 def test_prompt_that_leaves_no_room_for_a_token_is_too_long() -> None:
-    assert admitted(tokens=packed(*range(19)))[0].tokens_max == 20
+    assert admitted(tokens=packed(*range(19)))[0].max_total_tokens == 20
     assert refusal(tokens=packed(*range(20))).reason == RejectReason.TOO_LONG
 
 
@@ -161,7 +161,7 @@ def test_what_a_correct_gateway_does_not_send_is_invalid(changes: dict[str, obje
 
 
 def test_no_submit_reaches_the_scope_of_what_is_published() -> None:
-    published = DOOR.public(array("I", [1, 2, 3, 4])).namespace
+    published = DOOR.public_sequence(array("I", [1, 2, 3, 4])).namespace
     assert published is not None
     for kind in ScopeKind:
         for id in (b"", bytes(16)):
@@ -171,15 +171,15 @@ def test_no_submit_reaches_the_scope_of_what_is_published() -> None:
 def test_growing_keeps_the_table_and_makes_room_for_more() -> None:
     (sequence,) = admitted()
     pages = [block + (number << 32) for number, block in enumerate(range(4, 30), 1)]
-    sequence.grow(pages[:2])
-    sequence.shared = 2
+    sequence.append_pages(pages[:2])
+    sequence.shared_blocks = 2
     for page in pages[2:]:
-        sequence.grow([page])
-    assert sequence.table[: sequence.blocks].tolist() == list(range(4, 30))
-    assert sequence.held() == pages
-    assert sequence.private() == pages[2:]
+        sequence.append_pages([page])
+    assert sequence.table[: sequence.block_count].tolist() == list(range(4, 30))
+    assert sequence.held_pages() == pages
+    assert sequence.private_pages() == pages[2:]
     sequence.rewind()
-    assert (sequence.blocks, sequence.shared, sequence.private()) == (0, 0, [])
+    assert (sequence.block_count, sequence.shared_blocks, sequence.private_pages()) == (0, 0, [])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def running(tokens: int, computed: int, standing: AccountQueue[Sequence] = ONE) 
     prompt = array("I", [1]) * tokens
     sequence = Sequence(1, 1, b"", None, prompt, tokens, tokens + 100, SamplingParams(), frozenset(), 0.0)
     sequence.computed = sequence.launched = computed
-    sequence.standing = standing
+    sequence.account_queue = standing
     return sequence
 
 
@@ -48,7 +48,9 @@ def predicted_us(sequences: list[Sequence], extra: dict[Sequence, int]) -> float
 
 
 def limits(**changed: object) -> SchedulerConfig:
-    return SchedulerConfig(**{**dict(step_tokens=8192, prompt_step_tokens=8192, sequences=512, waiting=64), **changed})  # type: ignore[arg-type]
+    return SchedulerConfig(
+        **{**dict(step_tokens=8192, prompt_step_tokens=8192, max_sequences=512, max_waiting=64), **changed}
+    )  # type: ignore[arg-type]
 
 
 def exact(**changed: object) -> TokenBudget:
@@ -80,7 +82,7 @@ def test_what_groups_spare_is_left_to_prompts() -> None:
     budget = exact(costs=COSTS, gap_ms=16.0)
     alone = budget.share([*decodes, prompt])[prompt]
     rows = budget.rows([*decodes, prompt])
-    budget.spared_us = 63 * 4096 * COSTS.key_us
+    budget.saved_us = 63 * 4096 * COSTS.key_us
     assert budget.share([*decodes, prompt])[prompt] > 2 * alone
     assert budget.rows([*decodes, prompt]) > rows
 
@@ -128,12 +130,12 @@ def test_no_account_gets_more_rows_than_it_wants() -> None:
 def test_a_step_that_did_not_fit_halves_the_next_and_each_that_fits_lets_it_grow() -> None:
     budget = TokenBudget(limits(step_tokens=512, prompt_step_tokens=512))
     budget.halve(400)
-    assert budget.rows_max == 200
+    assert budget.max_rows == 200
     budget.halve(7)
-    assert budget.rows_max == 3
+    assert budget.max_rows == 3
     for steps in range(1, 1000):
         budget.recover()
-        if budget.rows_max == 512:
+        if budget.max_rows == 512:
             assert 50 < steps < 200
             return
     raise AssertionError("it never recovers")
@@ -155,7 +157,7 @@ def test_streams_keep_their_gap_while_long_prompts_arrive(depth: int) -> None:
     rows = []
 
     def misfortune() -> Fault:
-        plan = simulation.scheduler._flights[-1]
+        plan = simulation.scheduler.running.inflight[-1]
         if any(sequence.emitted for sequence in plan.sequences):
             took_us = COSTS.rows_us(sum(plan.chunks))
             for context, chunk in zip(unpack_step(plan.packed).contexts_S.tolist(), plan.chunks, strict=True):

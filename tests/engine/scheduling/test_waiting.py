@@ -16,7 +16,7 @@ def test_a_deadline_is_not_that_of_the_next_request_with_its_id() -> None:
     waiting = WaitingQueue(8, lambda sequence: 1.0, clock)
     first, second = asked(1, deadline_ms=1_000), asked(1, deadline_ms=5_000)
     waiting.add([first])
-    waiting.leave(first)
+    waiting.remove(first)
     waiting.add([second])
     assert rejected(waiting, clock, at_s=2.0) == []
     assert rejected(waiting, clock, at_s=5.0) == [second]
@@ -25,13 +25,13 @@ def test_a_deadline_is_not_that_of_the_next_request_with_its_id() -> None:
 def test_an_id_is_in_use_from_its_arrival_to_its_end() -> None:
     waiting = WaitingQueue(8, lambda sequence: 1.0, Clock())
     sequence = asked(1)
-    waiting.examine(sequence)
+    waiting.refuse_known_id(sequence)
     waiting.add([sequence])
     waiting.start(sequence)
     with pytest.raises(SubmitRejected, match="id 1 is still in use"):
-        waiting.examine(asked(1))
-    waiting.leave(sequence)
-    waiting.examine(asked(1))
+        waiting.refuse_known_id(asked(1))
+    waiting.remove(sequence)
+    waiting.refuse_known_id(asked(1))
     assert not waiting.sequences
 
 
@@ -53,4 +53,4 @@ def rejected(waiting: WaitingQueue, clock: Clock, at_s: float) -> list[Sequence]
     clock.now_s = at_s
     waiting.expire()
     waiting.check()
-    return [sequence for sequence, _ in waiting.rejects()]
+    return [sequence for sequence, _ in waiting.take_rejects()]

@@ -43,12 +43,12 @@ def problem(
     grammars: StructuredOutputManager, source: str, kind: GrammarKind = GrammarKind.JSON_SCHEMA
 ) -> tuple[str, str]:
     with pytest.raises(SubmitRejected) as refused:
-        compiled(grammars, source, kind).matcher(STOPS)
+        compiled(grammars, source, kind).new_matcher(STOPS)
     return refused.value.reason, refused.value.message
 
 
 def matcher_of(grammars: StructuredOutputManager, lark: str, stop_ids: frozenset[int] = STOPS) -> LarkMatcher:
-    return compiled(grammars, lark, GrammarKind.LARK).matcher(stop_ids)
+    return compiled(grammars, lark, GrammarKind.LARK).new_matcher(stop_ids)
 
 
 def allowed(grammars: StructuredOutputManager, matcher: GrammarMatcher) -> set[int]:
@@ -76,12 +76,12 @@ def test_random_texts_always_match_their_grammars_whatever_their_company(scribe:
     """A hundred and fifty texts, in batches of mixed rows; a row's text is the same alone and beside others."""
     compilations = [compiled(scribe.grammars, source, kind) for kind, source, _ in CHECKED]
     for seed in range(10):
-        matchers: list[GrammarMatcher | None] = [compilations[row % 3].matcher(STOPS) for row in range(15)]
+        matchers: list[GrammarMatcher | None] = [compilations[row % 3].new_matcher(STOPS) for row in range(15)]
         texts = scribe.write([*matchers, None], seed, temperature=(seed % 2) * 0.8)
         for row, (text, end) in enumerate(texts[:-1]):
             assert end == "stop", (text, end)
             assert CHECKED[row % 3][2](text), text
-        alone = scribe.write([compilations[0].matcher(STOPS)], seed, temperature=(seed % 2) * 0.8)
+        alone = scribe.write([compilations[0].new_matcher(STOPS)], seed, temperature=(seed % 2) * 0.8)
         assert alone[0] == texts[0]
 
 
@@ -123,11 +123,11 @@ def test_a_text_is_over_where_only_its_end_may_follow(grammars: StructuredOutput
     matcher = matcher_of(grammars, 'start: "a" | "ab"')
     a = next(iter(allowed(grammars, matcher_of(grammars, 'start: "a"'))))
     assert matcher.accept(a) == ""
-    assert not matcher.over
+    assert not matcher.finished
     assert END in allowed(grammars, matcher)
     matcher = matcher_of(grammars, 'start: "a"')
     assert matcher.accept(a) == ""
-    assert matcher.over
+    assert matcher.finished
 
 
 def test_a_requests_own_stop_tokens_come_where_the_text_is_whole_and_nowhere_else(
@@ -157,7 +157,7 @@ def test_what_does_not_match_is_a_problem_and_stays_one(grammars: StructuredOutp
 def test_a_text_that_passes_a_limit_fails_and_the_next_one_starts_anew(grammars: StructuredOutputManager) -> None:
     source = r"(\p{L}\w{1,200}\s?){1,200}"
     compilation = compiled(grammars, source, GrammarKind.REGEX)
-    matcher = compilation.matcher(STOPS)
+    matcher = compilation.new_matcher(STOPS)
     rng, end = np.random.default_rng(1), ""
     for _ in range(60):
         end = matcher.accept(int(rng.choice(sorted(allowed(grammars, matcher)))))
@@ -166,12 +166,12 @@ def test_a_text_that_passes_a_limit_fails_and_the_next_one_starts_anew(grammars:
     assert "too many expressions" in end
     again = compiled(grammars, source, GrammarKind.REGEX)
     assert again is not compilation
-    assert len(allowed(grammars, again.matcher(STOPS))) > 100
+    assert len(allowed(grammars, again.new_matcher(STOPS))) > 100
 
 
 def test_no_forced_text_is_tokenized_for_each_mask(grammars: StructuredOutputManager) -> None:
     """A constant of 24 KB: the mask of each token takes as long as any other."""
-    matcher = compiled(grammars, json.dumps({"const": "abc def " * 3000})).matcher(STOPS)
+    matcher = compiled(grammars, json.dumps({"const": "abc def " * 3000})).new_matcher(STOPS)
     took = []
     for _ in range(30):
         began = time.perf_counter()
@@ -185,16 +185,16 @@ def test_a_grammar_is_kept_for_its_account_alone(grammars: StructuredOutputManag
     source = json.dumps({"const": "kept"})
     first = compiled(grammars, source)
     grammar = Grammar(GrammarKind.JSON_SCHEMA, source)
-    assert grammars.compile(grammar, ACCOUNT, keep=True) is first
-    with grammars._turn:  # no thread takes up a compilation meanwhile
-        other = grammars.compile(grammar, b"b" * 16, keep=True)
+    assert grammars.compile(grammar, ACCOUNT, cache=True) is first
+    with grammars._changed:  # no thread takes up a compilation meanwhile
+        other = grammars.compile(grammar, b"b" * 16, cache=True)
         assert other is not first
         assert not other.done, "it takes its time for another account"
-    for account, keep in ((ACCOUNT, False), (b"", True)):
-        once = compiled(grammars, source, account=account, keep=keep)
+    for account, cache in ((ACCOUNT, False), (b"", True)):
+        once = compiled(grammars, source, account=account, cache=cache)
         assert once is not first
-        assert grammars.compile(grammar, account, keep) is not once
-    assert grammars.compile(grammar, ACCOUNT, keep=True) is first
+        assert grammars.compile(grammar, account, cache) is not once
+    assert grammars.compile(grammar, ACCOUNT, cache=True) is first
 
 
 def test_what_was_not_used_for_longest_is_forgotten_of_the_account_that_has_most(
@@ -204,7 +204,7 @@ def test_what_was_not_used_for_longest_is_forgotten_of_the_account_that_has_most
     with closing(StructuredOutputManager(Path("/nowhere"), 1)) as grammars:
 
         def ask(account: bytes, number: int) -> int:
-            return id(grammars.compile(Grammar(GrammarKind.REGEX, str(number)), account, keep=True))
+            return id(grammars.compile(Grammar(GrammarKind.REGEX, str(number)), account, cache=True))
 
         first = [ask(b"a", number) for number in range(CACHED_PER_ACCOUNT_MAX)]
         assert [ask(b"a", number) for number in range(CACHED_PER_ACCOUNT_MAX)] == first
@@ -212,59 +212,61 @@ def test_what_was_not_used_for_longest_is_forgotten_of_the_account_that_has_most
         assert ask(b"a", 0) == first[0], "used last"
         ask(b"c", 0)
         assert [ask(b"b", number) for number in range(2)] == others
-        assert sum(map(len, grammars._kept.values())) == CACHED_PER_ACCOUNT_MAX + 2
-        assert Grammar(GrammarKind.REGEX, "1") not in grammars._kept[b"a"]
-        assert Grammar(GrammarKind.REGEX, "0") in grammars._kept[b"a"]
+        assert sum(map(len, grammars._cache.values())) == CACHED_PER_ACCOUNT_MAX + 2
+        assert Grammar(GrammarKind.REGEX, "1") not in grammars._cache[b"a"]
+        assert Grammar(GrammarKind.REGEX, "0") in grammars._cache[b"a"]
 
 
-def test_worn_grammars_are_compiled_anew(grammars: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_has_served_many_tokens_is_compiled_anew(
+    grammars: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "RECOMPILE_TOKENS", 2)
     first = compiled(grammars, 'start: "wwww"', GrammarKind.LARK)
-    matcher = first.matcher(STOPS)
+    matcher = first.new_matcher(STOPS)
     for _ in range(2):
-        assert grammars.compile(first.grammar, ACCOUNT, keep=True) is first
+        assert grammars.compile(first.grammar, ACCOUNT, cache=True) is first
         matcher.accept(min(allowed(grammars, matcher)))
     assert compiled(grammars, 'start: "wwww"', GrammarKind.LARK) is not first
 
 
 def test_accounts_take_turns_and_none_may_have_many_pending(grammars: StructuredOutputManager) -> None:
     slow = [f"{ENDLESS}\n// {number}" for number in range(PENDING_PER_ACCOUNT_MAX + 2)]
-    mine = [grammars.compile(Grammar(GrammarKind.LARK, source), b"s" * 16, keep=False) for source in slow]
+    mine = [grammars.compile(Grammar(GrammarKind.LARK, source), b"s" * 16, cache=False) for source in slow]
     assert mine[-1].done
     with pytest.raises(SubmitRejected) as refused:
-        mine[-1].matcher(STOPS)
+        mine[-1].new_matcher(STOPS)
     assert refused.value.reason == RejectReason.BUSY
     began = time.perf_counter()
-    compiled(grammars, json.dumps({"const": "mine"}), account=b"t" * 16, keep=False).matcher(STOPS)
+    compiled(grammars, json.dumps({"const": "mine"}), account=b"t" * 16, cache=False).new_matcher(STOPS)
     assert not all(compilation.done for compilation in mine)
     assert time.perf_counter() - began < 5.0
-    with grammars._turn:
+    with grammars._changed:
         grammars._pending.clear()
 
 
 def test_a_trial_that_ends_is_replaced_and_costs_no_grammar() -> None:
     with closing(StructuredOutputManager(EMBER, 1)) as grammars:
         compiled(grammars, '{"const": 1}')
-        for trial in grammars._trials:
+        for trial in grammars._sandboxes:
             trial._process.kill()
         for number in range(4):
-            compiled(grammars, json.dumps({"const": number}), account=bytes([number]) * 16).matcher(STOPS)
+            compiled(grammars, json.dumps({"const": number}), account=bytes([number]) * 16).new_matcher(STOPS)
 
 
 def test_a_grammar_that_ends_every_trial_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = module.Trial.problem
+    checked = module.GrammarSandbox.check
 
-    def problem(trial: module.Trial, lark: str) -> str:
+    def check(sandbox: module.GrammarSandbox, lark: str) -> str:
         if "deadly" in lark:
-            trial._process.kill()
-        return asked(trial, lark)
+            sandbox._process.kill()
+        return checked(sandbox, lark)
 
-    monkeypatch.setattr(module.Trial, "problem", problem)
+    monkeypatch.setattr(module.GrammarSandbox, "check", check)
     with closing(StructuredOutputManager(EMBER, 1)) as grammars:
         with pytest.raises(SubmitRejected) as refused:
-            compiled(grammars, '{"const": "deadly"}').matcher(STOPS)
+            compiled(grammars, '{"const": "deadly"}').new_matcher(STOPS)
         assert refused.value.reason is RejectReason.BUSY
-        compiled(grammars, '{"const": 1}').matcher(STOPS)
+        compiled(grammars, '{"const": 1}').new_matcher(STOPS)
 
 
 @pytest.mark.parametrize("content", [None, "{}", "nonsense"])

@@ -22,37 +22,37 @@ def trial() -> Iterator[GrammarSandbox]:
 
 
 def test_it_says_what_is_wrong_and_goes_on(trial: GrammarSandbox) -> None:
-    assert trial.problem('start: "a"') == ""
-    assert "unknown name" in trial.problem("start: nobody")
-    assert "unknown special token" in trial.problem("start: <|nobody|>")
-    assert trial.problem('start: <|tool|> "a"') == ""
+    assert trial.check('start: "a"') == ""
+    assert "unknown name" in trial.check("start: nobody")
+    assert "unknown special token" in trial.check("start: <|nobody|>")
+    assert trial.check('start: <|tool|> "a"') == ""
 
 
 def test_what_takes_too_long_is_ended_by_the_time_of_its_processor(trial: GrammarSandbox) -> None:
-    assert trial.problem(ENDLESS) == "it takes more than 0.2 s to compile"
-    assert trial.problem('start: "a"') == ""
+    assert trial.check(ENDLESS) == "it takes more than 0.2 s to compile"
+    assert trial.check('start: "a"') == ""
 
 
 def test_what_takes_too_much_memory_is_ended() -> None:
     trial = GrammarSandbox(EMBER, time_s=5.0, memory_bytes=24 << 20)
-    assert trial.problem(LARGE) == "it takes more than 24 MB to compile"
-    assert trial.problem('start: "a"') == ""
+    assert trial.check(LARGE) == "it takes more than 24 MB to compile"
+    assert trial.check('start: "a"') == ""
     trial.end()
 
 
 def test_what_is_nested_deeply_harms_nobody(trial: GrammarSandbox) -> None:
     for opening, closing in (("(", ")"), ("[", "]")):
-        assert trial.problem(f'start: {opening * 20_000}"a"{closing * 20_000}')
-    assert trial.problem(f"start: /{'(' * 20_000}a{')' * 20_000}/")
-    assert trial.problem('start: "a"') == ""
+        assert trial.check(f'start: {opening * 20_000}"a"{closing * 20_000}')
+    assert trial.check(f"start: /{'(' * 20_000}a{')' * 20_000}/")
+    assert trial.check('start: "a"') == ""
 
 
 def test_who_waits_for_one_that_is_gone_is_told() -> None:
     trial = GrammarSandbox(EMBER)
-    assert trial.problem('start: "a"') == ""
+    assert trial.check('start: "a"') == ""
     time.sleep(0.2)  # until it has the next fork
     os.kill(trial._process.pid, signal.SIGKILL)
     trial._process.wait()
     with pytest.raises(SandboxGone):
-        trial.problem('start: "a"')
+        trial.check('start: "a"')
     trial.end()

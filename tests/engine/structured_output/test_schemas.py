@@ -15,7 +15,7 @@ def test_what_is_written_under_a_schema_is_accepted_and_what_is_not_supported_is
 ) -> None:
     judged = {}
     for case in SAMPLE:
-        compilation = compiled(grammars, json.dumps(case["schema"]), keep=False)
+        compilation = compiled(grammars, json.dumps(case["schema"]), cache=False)
         judged[case["from"], case["description"]] = judge(scribe, case["schema"], compilation, seeds=2)
     assert {case: each.told for case, each in judged.items() if each.judgement == Judgement.WRONG} == {}
     assert sum(each.judgement == Judgement.ACCEPTED for each in judged.values()) > 0.4 * len(judged)

@@ -32,10 +32,10 @@ LONGEST = 400  # tokens
 def compiled(
     grammars: StructuredOutputManager, source: str, kind: GrammarKind = GrammarKind.JSON_SCHEMA,
     account: bytes = ACCOUNT,
-    keep: bool = True, limit_s: float = 30.0,
+    cache: bool = True, limit_s: float = 30.0,
 ) -> LarkCompilation:  # fmt: skip
     """Its compilation, once it is done."""
-    compilation = grammars.compile(Grammar(kind, source), account, keep)
+    compilation = grammars.compile(Grammar(kind, source), account, cache)
     deadline = time.monotonic() + limit_s
     while not compilation.done:
         left = deadline - time.monotonic()
@@ -87,7 +87,7 @@ class Scribe:
                     written[row].append(token)
                 if problem:
                     ends[row] = problem
-                elif token == self.stop_id or (matcher is not None and matcher.over):
+                elif token == self.stop_id or (matcher is not None and matcher.finished):
                     ends[row] = "stop"
         texts = [b"".join(self.bytes[token] for token in tokens).decode("utf-8", "replace") for tokens in written]
         return [(text, end or "length") for text, end in zip(texts, ends, strict=True)]
@@ -129,7 +129,7 @@ class Judged:
 def judge(scribe: Scribe, schema: Any, compilation: GrammarCompilation, seeds: int) -> Judged:
     """What jsonschema says of so many texts under a schema that was compiled."""
     try:
-        texts = scribe.write([compilation.matcher(frozenset({scribe.stop_id})) for _ in range(seeds)], seed=1)
+        texts = scribe.write([compilation.new_matcher(frozenset({scribe.stop_id})) for _ in range(seeds)], seed=1)
     except SubmitRejected as refused:
         return Judged(Judgement.REFUSED, refused.message)
     validator = validator_for(schema, Draft202012Validator)(schema)

@@ -100,7 +100,7 @@ class Simulation:
             id, packed, scope, SamplingParams(), max_tokens=1, terms=terms, deadline_ms=deadline_ms, pooling=pooling
         )
         (sequence,) = self.door.sequences(submit, owner, self.seconds)
-        self.scheduler.add([sequence])
+        self.scheduler.intake.add([sequence])
         self.heard[owner, id] = Heard(sequence, list(tokens))
         return self.heard[owner, id]
 
@@ -129,7 +129,7 @@ class Simulation:
         return turned
 
     def listen(self) -> None:
-        for owner, progress in self.scheduler.news().items():
+        for owner, progress in self.scheduler.intake.outputs.take().items():
             assert owner not in self.gone, "somebody is told who is gone"
             assert not progress.ids
             for started in progress.started:
@@ -149,7 +149,7 @@ class Simulation:
                 assert (heard.vector is not None) == (finish.reason == FinishReason.STOP)
                 heard.finish = finish
                 self._assert_own(heard)
-        for sequence, reject in self.scheduler.rejects():
+        for sequence, reject in self.scheduler.intake.take_rejects():
             if sequence.owner in self.gone:
                 continue
             heard = self.heard[sequence.owner, reject.id]
@@ -187,10 +187,10 @@ def live(seed: int) -> Simulation:
         present = [owner for owner in range(1, 4) if owner not in life.gone]
         if pick.random() < 0.3 and life.heard:
             owner, id = pick.choice(list(life.heard))
-            life.scheduler.cancel(owner, [id, id + 1000])
+            life.scheduler.intake.cancel(owner, [id, id + 1000])
         if pick.random() < 0.02 and len(present) > 1:
             life.gone.add(present[-1])
-            life.scheduler.drop(present[-1])
+            life.scheduler.intake.drop(present[-1])
 
     life.misfortune, life.meanwhile = misfortune, disturb
     for id in range(pick.randint(20, 120)):

@@ -19,6 +19,7 @@ from engine.protocol.frames import Reject, SequenceFinished, SequenceStarted, St
 from engine.protocol.types import FinishReason, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling.best_effort import IDLE_STEP_ROWS, STEP_SLACK
 from engine.scheduling.block_pool import BlockPool, WakeExtents, blocks_of
+from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY, Scheduler
 from engine.scheduling.sequence import DEFAULT_TERMS, GrammarMatcher, Sequence, SequenceState
 from engine.scheduling.step_plan import StepPlan
@@ -75,12 +76,12 @@ class RuleMatcher:
     rule: Rule
     vocabulary: int
     written: list[int] = field(default_factory=list)
-    over: bool = False
+    finished: bool = False
 
     def accept(self, token: int) -> str:
         assert self.rule.allowed(self.written, self.vocabulary)[token], "it was sampled by another mask"
         self.written.append(token)
-        self.over = len(self.written) >= self.rule.length
+        self.finished = len(self.written) >= self.rule.length
         return ""
 
 
@@ -97,7 +98,7 @@ class RuleCompilation:
     def done(self) -> bool:
         return self.clock() >= self.done_s
 
-    def matcher(self, stop_ids: frozenset[int]) -> RuleMatcher:
+    def new_matcher(self, stop_ids: frozenset[int]) -> RuleMatcher:
         assert self.done
         if self.rule is None:
             raise SubmitRejected(RejectReason.GRAMMAR, "told to")
@@ -153,13 +154,13 @@ class Simulation:
         self.meanwhile: Callable[[], None] = lambda: None
         self.limits = SchedulerConfig(step_tokens, self.prompt_step_tokens, sequences, waiting, gap_ms, costs)
         self.seconds = 0.0
-        self.scheduler = Scheduler(self.tree, self.account, self.limits, lambda: self.seconds)
+        self.scheduler = Scheduler(KVManager(self.tree, self.account), self.limits, lambda: self.seconds)
         self.loop = StepLoop(self, self.scheduler, masks_of)
         self.door = RequestValidator(
             self.stamps.revision,
             self.stamps.kv_layout,
             block_tokens,
-            min(context_tokens, self.account.least * block_tokens - sum(map(len, public))),
+            min(context_tokens, self.account.min_blocks * block_tokens - sum(map(len, public))),
             vocabulary,
             frozenset(stop_ids),
             share or CacheShare(),
@@ -174,7 +175,9 @@ class Simulation:
         self._not_finite: dict[Sequence, set[int]] = {}  # what was read of that kind
         self._wrong: list[Exception] = []
         self._smallest: set[Sequence] = set()  # those whose step of one row had too little memory
-        publish_prefixes(self.loop, self.scheduler, [self.door.public(array("I", prefix)) for prefix in public])
+        publish_prefixes(
+            self.loop, self.scheduler, [self.door.public_sequence(array("I", prefix)) for prefix in public]
+        )
 
     def submit(
         self,
@@ -211,7 +214,7 @@ class Simulation:
             for sequence in sequences:
                 sequence.compilation = compilation
                 self._rules[sequence] = rule
-        self.scheduler.add(sequences)
+        self.scheduler.intake.add(sequences)
         entries = [Heard(sequence, submit) for sequence in sequences]
         self._asked |= {sequence: submit for sequence in sequences}
         self.heard |= {(owner, entry.sequence.id): entry for entry in entries}
@@ -228,17 +231,17 @@ class Simulation:
     def kept_to_rules(self) -> int:
         """How many texts ended where their grammar does."""
         matchers = [sequence.matcher for sequence in self._rules]
-        return sum(matcher is not None and matcher.over for matcher in matchers)
+        return sum(matcher is not None and matcher.finished for matcher in matchers)
 
     @property
     def compiling(self) -> bool:
         """Whether something waits for its grammar."""
-        return bool(self.scheduler._waiting._compiling)
+        return bool(self.scheduler.intake.waiting._compiling)
 
     def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
         """Masks come when nothing else is in the air, and may find too little memory too."""
         assert isinstance(flight, SimulatedFlight)
-        plan, fault = self.scheduler._flights[0], self.misfortune()
+        plan, fault = self.scheduler.running.inflight[0], self.misfortune()
         if isinstance(flight.outcome, Exception):
             return
         if fault.error is not None:
@@ -246,8 +249,8 @@ class Simulation:
                 self._smallest.add(plan.sequences[0])
             raise fault.error
         try:
-            assert len(self.scheduler._flights) == 1, "tokens before its own are not known yet"
-            assert len(masks_MW) == len(plan.masked)
+            assert len(self.scheduler.running.inflight) == 1, "tokens before its own are not known yet"
+            assert len(masks_MW) == len(plan.masked_sequences)
             self.stamps.sample(flight.outcome, masks_MW)
         except Exception as error:
             self._wrong.append(error)
@@ -256,10 +259,10 @@ class Simulation:
 
     def launch(self, packed: Int32s) -> InflightStep:
         """Runs the step on the stamps, which check every slot against the plan's sequences."""
-        plan = self.scheduler._flights[-1]
+        plan = self.scheduler.running.inflight[-1]
         assert plan.packed is packed
         fault = self.misfortune()
-        if len(self.scheduler._flights) == 1:
+        if len(self.scheduler.running.inflight) == 1:
             self._lost = set()
         if isinstance(fault.error, OutOfDeviceMemory) and sum(plan.chunks) == 1:
             self._smallest.add(plan.sequences[0])
@@ -300,15 +303,15 @@ class Simulation:
     def asleep(self) -> bool:
         return self.account.asleep
 
-    def sleep(self, kept_most: int, fails: bool = False) -> list[int]:
+    def sleep(self, max_kept_blocks: int, fails: bool = False) -> list[int]:
         """What is kept. Where it fails, it is awake as before."""
         self.land()
         self.scheduler.preempt_all()
         mapped = self.mapped
-        kept = self.scheduler.sleep(kept_most)
-        self.erase(self.scheduler.unerased())
+        kept = self.scheduler.kv.sleep(max_kept_blocks)
+        self.erase(self.scheduler.kv.take_unerased())
         if fails:
-            self.scheduler.woken(WakeExtents(mapped, kept))
+            self.scheduler.kv.finish_wake(WakeExtents(mapped, kept))
         else:
             self.stamps.sleep(kept)
         self.moves.update(sleeps=not fails, failed_sleeps=fails, kept_blocks=len(kept))
@@ -317,17 +320,17 @@ class Simulation:
 
     def wake(self, extents: int = 0, fails: bool = False) -> None:
         """Where it fails, it sleeps as before."""
-        waking = self.scheduler.waking(extents)
+        waking = self.scheduler.kv.pool.plan_wake(extents)
         if not fails:
-            self.stamps.wake(waking.extents, waking.restored)
-            self.scheduler.woken(waking)
+            self.stamps.wake(waking.extents, waking.restore)
+            self.scheduler.kv.finish_wake(waking)
         self.moves.update(wakes=not fails, failed_wakes=fails)
         self.listen()
 
     def grow(self, count: int) -> None:
-        extents = self.scheduler.growing(count)
+        extents = self.scheduler.kv.pool.extents_to_grow(count)
         self.map(extents)
-        self.scheduler.grow(extents)
+        self.scheduler.kv.grow(extents)
         self.loop.sweep()
         self.moves["grown_extents"] += len(extents)
         self.listen()
@@ -335,8 +338,8 @@ class Simulation:
     def shrink(self, count: int) -> int:
         """How many extents it gave up."""
         self.land()
-        shrinking = self.scheduler.shrink(count)
-        self.erase(self.scheduler.unerased())
+        shrinking = self.scheduler.kv.shrink(count)
+        self.erase(self.scheduler.kv.take_unerased())
         self.copy(shrinking.sources, shrinking.targets)
         self.erase(shrinking.secret)
         self.unmap(shrinking.extents)
@@ -379,7 +382,7 @@ class Simulation:
         """Lands all that is in the air, and launches nothing."""
         self.loop.land_all()
         self.loop.sweep()
-        assert not self.scheduler._flights
+        assert not self.scheduler.running.inflight
         if self._wrong:
             raise self._wrong[0]
         self.listen()
@@ -387,10 +390,10 @@ class Simulation:
     def listen(self) -> None:
         """Takes the news and checks everything."""
         self.seconds += 1
-        for owner, progress in self.scheduler.news().items():
+        for owner, progress in self.scheduler.intake.outputs.take().items():
             assert owner not in self.gone, "news for an owner that is gone"
             self._hear(owner, progress)
-        for sequence, reject in self.scheduler.rejects():
+        for sequence, reject in self.scheduler.intake.take_rejects():
             self._hear_reject(sequence, reject)
         self.scheduler.check()
         self._assert_erased()
@@ -406,12 +409,12 @@ class Simulation:
 
     def drop(self, owner: int) -> None:
         self.gone.add(owner)
-        self.scheduler.drop(owner)
+        self.scheduler.intake.drop(owner)
 
     def assert_all_finished(self) -> None:
         """Every sequence ended once with the text of a solo run, and no block is held by anybody."""
         for (owner, id), entry in self.heard.items():
-            assert entry.sequence.stage == SequenceState.ENDED
+            assert entry.sequence.state == SequenceState.ENDED
             if owner in self.gone or entry.reject is not None:
                 continue
             assert entry.finish is not None, f"sequence {id} of {owner} never finished"
@@ -422,16 +425,16 @@ class Simulation:
                 assert entry.tokens == expected[: len(entry.tokens)]
             else:
                 assert (entry.tokens, entry.finish.reason) == (expected, reason)
-        assert self.account.free + self.tree.cached + self.account.absent == self.account.total
-        pinned = self.tree.cached - self.tree.unused
-        assert pinned == len(self.scheduler._holdings.published.pages), "a block is pinned by nobody that lives"
+        assert self.account.free_blocks + self.tree.cached_blocks + self.account.absent_blocks == self.account.total
+        pinned = self.tree.cached_blocks - self.tree.unused_blocks
+        assert pinned == len(self.scheduler.kv.public_prefixes.pages), "a block is pinned by nobody that lives"
 
     def expected(self, entry: Heard) -> tuple[list[int], str]:
         """Text and finish of a solo run, from what was submitted alone."""
         submit, stamps = entry.submit, self.stamps
         prompt = array("I", submit.tokens).tolist()
         seed = (submit.sampling.seed + entry.sequence.id - submit.id) % 2**63
-        longest = min(self.door.tokens_max, len(prompt) + submit.max_tokens)
+        longest = min(self.door.max_total_tokens, len(prompt) + submit.max_tokens)
         sampling = msgspec.structs.replace(submit.sampling, seed=seed)
         rule = self._rules.get(entry.sequence)
         return solo(prompt, sampling, longest, [*submit.stop_ids, *stamps.stop_ids], stamps.vocabulary, rule)
@@ -467,7 +470,7 @@ class Simulation:
 
     def _hear_reject(self, sequence: Sequence, reject: Reject) -> None:
         """It is of a whole request, of which nothing was told before and nothing will be."""
-        assert reject.id == sequence.first
+        assert reject.id == sequence.first_id
         by_grammar = reject.reason == RejectReason.GRAMMAR
         assert not sequence.background or by_grammar or "needed the place in the queue" in reject.message
         for id in range(reject.id, reject.id + sequence.choices):
@@ -481,7 +484,7 @@ class Simulation:
         owner = self._owner(sequence)
         lost, secret = sequence in self._lost, sequence.terms.erase
         scope = PUBLIC if sequence not in self._asked else self._number(owner)
-        return Claim(scope, self._number(sequence), owner is not sequence, lost, sequence.public, secret)
+        return Claim(scope, self._number(sequence), owner is not sequence, lost, sequence.public_blocks, secret)
 
     def _owner(self, sequence: Sequence) -> object:
         """Who may read the sequence's KV, by what was asked for: the sequence alone, or all of one scope and epoch."""
@@ -496,9 +499,11 @@ class Simulation:
     def _assert_within_limits(self, plan: StepPlan) -> None:
         assert sum(plan.chunks) <= self.limits.prompt_step_tokens
         assert max(plan.chunks) > 1 or len(plan.chunks) <= self.limits.step_tokens
-        assert len(plan.sequences) <= self.limits.sequences
+        assert len(plan.sequences) <= self.limits.max_sequences
         assert min(plan.chunks) >= 1
-        assert all(sequence.launched < sequence.tokens_max for sequence in plan.sequences), "the last token is computed"
+        assert all(sequence.launched < sequence.max_total_tokens for sequence in plan.sequences), (
+            "the last token is computed"
+        )
 
     def _assert_caps_kept(self, plan: StepPlan) -> None:
         """Nobody has more running, or several that hold more blocks, than the terms of all of them allow."""
@@ -508,7 +513,7 @@ class Simulation:
         for own in accounts.values():
             places = [sequence.terms.sequences or self.sequences for sequence in own]
             assert len(own) <= max(places), "more run than its account's cap"
-            blocks = {block for sequence in own for block in sequence.table[: sequence.blocks].tolist()}
+            blocks = {block for sequence in own for block in sequence.table[: sequence.block_count].tolist()}
             caps = [sequence.terms.blocks or self.blocks for sequence in own]
             assert len(blocks) <= max(caps), "they hold more than their account's cap"
 
@@ -519,9 +524,9 @@ class Simulation:
         if not behind:
             return
         live = [sequence for sequence in plan.sequences if not sequence.background]
-        assert not self.scheduler._waiting.live_wait, "a live one waits, and not for its grammar alone"
+        assert not self.scheduler.intake.waiting.live_contended, "a live one waits, and not for its grammar alone"
         if self.costs is None:
-            assert not any(self.scheduler._waiting.queue.running), "it is launched beside live ones"
+            assert not any(self.scheduler.intake.waiting.live.running_accounts), "it is launched beside live ones"
             assert sum(plan.chunks) <= IDLE_STEP_ROWS
         elif live:
             with_us, live_us = self._predicted_us(plan, len(plan.sequences)), self._predicted_us(plan, len(live))
@@ -538,16 +543,16 @@ class Simulation:
         owner_of: dict[int, object] = {}
         for sequence in plan.sequences:
             owner = self._owner(sequence)
-            for at, block in enumerate(sequence.table[: sequence.blocks].tolist()):
-                whose = PUBLIC if at < sequence.public else owner
+            for at, block in enumerate(sequence.table[: sequence.block_count].tolist()):
+                whose = PUBLIC if at < sequence.public_blocks else owner
                 assert owner_of.setdefault(block, whose) == whose, f"block {block} is in two scopes"
 
     def _assert_kept_to_rules(self) -> None:
         """A matcher has taken all that was written and nothing more, through preemptions too."""
         for sequence in self._rules:
-            if sequence.stage != SequenceState.ENDED and isinstance(sequence.matcher, RuleMatcher):
+            if sequence.state != SequenceState.ENDED and isinstance(sequence.matcher, RuleMatcher):
                 assert sequence.matcher.written == sequence.tokens[sequence.prompt_tokens :].tolist()
-            assert sequence.ticket < 0 or sequence.matcher is not None, "it started without its grammar"
+            assert sequence.start_order < 0 or sequence.matcher is not None, "it started without its grammar"
 
     def _assert_erased(self) -> None:
         """No secret is in a free block, nor in one that somebody else holds."""
@@ -556,7 +561,7 @@ class Simulation:
 
     def _assert_flights_apart(self) -> None:
         """What a flight writes, the one before it neither reads nor writes for others."""
-        older, younger = ([None, *self.scheduler._flights])[-2:]
+        older, younger = ([None, *self.scheduler.running.inflight])[-2:]
         if older is None:
             return
         writers: dict[int, Sequence] = {}
@@ -571,13 +576,13 @@ class Simulation:
 
     def _assert_not_matched_again(self, sequence: Sequence) -> None:
         if sequence.namespace is not None:
-            published = self.scheduler._holdings.published
+            published = self.scheduler.kv.public_prefixes
             public = published.find(sequence.tokens[:-1])
             namespace = sequence.namespace._replace(behind=published.pages[public[-1]] if public else 0)
             tokens = sequence.tokens[len(public) * self.block_tokens : -1]
-            lease = self.tree.match(namespace, tokens, sequence.keep)
+            lease = self.tree.match(namespace, tokens, sequence.retention)
             assert self._not_finite[sequence].isdisjoint(blocks_of(lease.blocks)), "what is not finite can be found"
-            self.account.give(self.tree.release(lease))
+            self.account.free(self.tree.release(lease))
 
 
 TENANTS = [Scope(ScopeKind.TENANT, bytes([letter]) * 16) for letter in b"abc"]
@@ -652,9 +657,9 @@ class Chaos:
                 self._disturb()
             if pick.random() < self.motion * (1 + 4 * simulation.asleep):
                 self._move()
-            rests = simulation.scheduler.idle or simulation.compiling
-            rests |= simulation.asleep or not simulation.scheduler.admitting
-            assert simulation.step() or rests or simulation.scheduler.idle, "sequences wait and nothing can run"
+            rests = simulation.scheduler.intake.idle or simulation.compiling
+            rests |= simulation.asleep or not simulation.scheduler.intake.admitting
+            assert simulation.step() or rests or simulation.scheduler.intake.idle, "sequences wait and nothing can run"
             assert simulation.seconds < 5000, "no end in sight"
         simulation.assert_all_finished()
         counters = simulation.scheduler.load(draining=False).counters
@@ -669,11 +674,11 @@ class Chaos:
         pick.shuffle(simulation.account._free)
         if simulation.asleep:
             simulation.wake(pick.randint(0, extents), fails)
-            simulation.scheduler.admitting = True
+            simulation.scheduler.intake.admitting = True
         elif pick.random() < 0.2:
             simulation.sleep(pick.choice([0, pick.randint(1, 8), 30]), fails)
         elif pick.random() < 0.2:
-            simulation.scheduler.admitting = not simulation.scheduler.admitting
+            simulation.scheduler.intake.admitting = not simulation.scheduler.intake.admitting
         elif pick.random() < 0.5:
             simulation.grow(pick.randint(1, extents))
         else:
@@ -727,7 +732,7 @@ class Chaos:
 
     def _disturb(self) -> None:
         sequences = [entry.sequence for entry in self.simulation.heard.values()]
-        running = [each for each in sequences if each.stage == SequenceState.RUNNING and not each.flying]
+        running = [each for each in sequences if each.state == SequenceState.RUNNING and not each.inflight_steps]
         if running and self.random.random() < 0.5:
             self.simulation.scheduler.preempt(self.random.choice(running))
         else:
@@ -737,7 +742,7 @@ class Chaos:
         if self.simulation.heard and self.random.random() < 0.9:
             owner, id = self.random.choice(list(self.simulation.heard))
             if owner not in self.simulation.gone:
-                self.simulation.scheduler.cancel(owner, [id, 10**9])
+                self.simulation.scheduler.intake.cancel(owner, [id, 10**9])
         elif not self.simulation.gone:
             self.simulation.drop(self.random.randint(1, 3))
 

@@ -15,6 +15,7 @@ from prefixcache.tree import PrefixTree
 from tests.engine.scheduling.simulation.replica import GROUPING, SCOPES, Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
 from tests.engine.scheduling.test_scheduler import words
+from tests.prefixcache.history import cached_of
 
 ONE, TWO = b"1" * 16, b"2" * 16
 TENANT = Scope(ScopeKind.TENANT, ONE, account=ONE)
@@ -56,10 +57,10 @@ def test_what_is_cached_moves_to_where_there_is_room_and_is_found_there() -> Non
     simulation = scattered(pool())
     for id in range(1, 6):
         served(simulation, id, words(41, 10 * id))  # ten blocks each
-    assert simulation.tree.cached == 50
+    assert simulation.tree.cached_blocks == 50
     assert simulation.shrink(1) == 1
-    assert (simulation.account.mapped, simulation.account.absent) == (48, 16)
-    assert simulation.tree.cached == 48, "two blocks more than there was room for"
+    assert (simulation.account.mapped_blocks, simulation.account.absent_blocks) == (48, 16)
+    assert simulation.tree.cached_blocks == 48, "two blocks more than there was room for"
     assert simulation.moves["copied_blocks"] > 5
     found = [served(simulation, 10 + id, words(41, 10 * id)) for id in (5, 4, 3, 2, 1)]
     assert found[:4] == [40, 40, 40, 40], "what was used last stays"
@@ -97,7 +98,7 @@ def test_what_runs_keeps_what_it_holds_and_a_block_more_for_each() -> None:
 
 def test_what_can_never_fit_the_least_is_refused_though_there_is_room_now() -> None:
     simulation = pool(public=[PUBLIC])
-    simulation.door = replace(simulation.door, tokens_max=1000)
+    simulation.door = replace(simulation.door, max_total_tokens=1000)
     longest = 14 * 4 + 1  # the last one is not computed
     simulation.submit(1, words(longest - 3), TENANT, max_tokens=3)
     with pytest.raises(SubmitRejected) as refused:
@@ -140,12 +141,12 @@ def test_a_sleep_keeps_what_is_published_and_the_prefixes_that_most_requests_beg
     served(simulation, 3, [*system, *words(6, 13)], OTHER)
     served(simulation, 4, [*once, *words(6, 14)])
     served(simulation, 5, [*PUBLIC, *words(6, 15)])
-    kept = simulation.sleep(kept_most=2 + 6)
+    kept = simulation.sleep(max_kept_blocks=2 + 6)
     assert len(kept) == 2 + 6
     load = simulation.scheduler.load(draining=False)
     assert (load.blocks, load.free_blocks, load.cached_blocks) == (0, 0, 8)
     simulation.wake()
-    assert simulation.account.mapped == 16, "no more than what it needs"
+    assert simulation.account.mapped_blocks == 16, "no more than what it needs"
     assert served(simulation, 6, [*system, *words(6, 16)]) == 24
     assert served(simulation, 7, [*once, *words(6, 17)]) == 0
     assert served(simulation, 8, [*system, *words(6, 18)], OTHER) == 0, "its scope is another one"
@@ -157,7 +158,7 @@ def test_of_what_was_read_once_the_last_is_kept() -> None:
     simulation = pool()
     for id in (1, 2, 3):
         served(simulation, id, words(17, 20 * id))
-    simulation.sleep(kept_most=6)
+    simulation.sleep(max_kept_blocks=6)
     simulation.wake()
     assert [served(simulation, 10 + id, words(17, 20 * id)) for id in (3, 2, 1)] == [16, 8, 0]
 
@@ -167,7 +168,7 @@ def test_nothing_is_kept_that_has_to_be_erased_or_is_over() -> None:
     served(simulation, 1, words(17, 1), TENANT, SECRET)
     served(simulation, 2, words(17, 2), OTHER, SchedulingTerms(keep_s=3.0))
     simulation.seconds += 5
-    assert simulation.sleep(kept_most=64) == []
+    assert simulation.sleep(max_kept_blocks=64) == []
     assert not simulation.stamps.secret_blocks()
 
 
@@ -179,7 +180,7 @@ def test_who_ran_goes_on_after_the_sleep_with_what_it_had() -> None:
     for _ in range(5):
         simulation.step()
     assert all(entry.tokens for entry in entries)
-    simulation.sleep(kept_most=64)
+    simulation.sleep(max_kept_blocks=64)
     load = simulation.scheduler.load(draining=False)
     assert (load.running, load.waiting) == (0, 2)
     assert not simulation.step(), "nothing runs while it sleeps"
@@ -198,7 +199,7 @@ def test_what_is_over_while_it_sleeps_is_erased_where_it_is_kept() -> None:
     simulation = pool()
     served(simulation, 1, words(17, 1), TENANT, SchedulingTerms(keep_s=20.0))
     served(simulation, 2, words(17, 2), OTHER)
-    kept = simulation.sleep(kept_most=64)
+    kept = simulation.sleep(max_kept_blocks=64)
     assert len(kept) == 8
     simulation.seconds += 30
     erased = simulation.stamps.erased
@@ -206,7 +207,7 @@ def test_what_is_over_while_it_sleeps_is_erased_where_it_is_kept() -> None:
     assert simulation.stamps.erased - erased == 4
     assert simulation.scheduler.load(draining=False).cached_blocks == 4
     simulation.wake()
-    assert simulation.account.free == 16 - 4
+    assert simulation.account.free_blocks == 16 - 4
     assert served(simulation, 3, words(17, 1)) == 0
     assert served(simulation, 4, words(17, 2), OTHER) == 16
     simulation.assert_all_finished()
@@ -215,7 +216,7 @@ def test_what_is_over_while_it_sleeps_is_erased_where_it_is_kept() -> None:
 def test_an_epoch_that_is_raised_during_the_sleep_wipes_what_was_kept() -> None:
     simulation = pool()
     served(simulation, 1, words(17), TENANT)
-    simulation.sleep(kept_most=64)
+    simulation.sleep(max_kept_blocks=64)
     raised = msgspec.structs.replace(TENANT, epoch=1)
     (entry,) = simulation.submit(2, words(17), raised)
     simulation.wake()
@@ -229,7 +230,7 @@ def test_a_sleep_that_comes_to_nothing_changes_nothing() -> None:
     simulation = pool(public=[PUBLIC])
     served(simulation, 1, words(17))
     mapped = simulation.mapped
-    simulation.sleep(kept_most=64, fails=True)
+    simulation.sleep(max_kept_blocks=64, fails=True)
     assert not simulation.asleep
     assert simulation.mapped == mapped
     assert served(simulation, 2, words(17)) == 16
@@ -240,18 +241,18 @@ def test_a_sleep_that_comes_to_nothing_changes_nothing() -> None:
 def test_a_wake_that_fails_may_be_tried_again() -> None:
     simulation = pool()
     served(simulation, 1, words(17))
-    simulation.sleep(kept_most=64)
+    simulation.sleep(max_kept_blocks=64)
     simulation.wake(4, fails=True)
     assert simulation.asleep
     simulation.wake(3)
-    assert simulation.account.mapped == 48
+    assert simulation.account.mapped_blocks == 48
     assert served(simulation, 2, words(17)) == 16
 
 
 def test_floors_and_caps_hold_across_a_sleep() -> None:
     simulation = pool()
     served(simulation, 1, words(17, 1), TENANT, SchedulingTerms(floor_blocks=4))
-    simulation.sleep(kept_most=4)
+    simulation.sleep(max_kept_blocks=4)
     simulation.wake()
     for id in range(2, 8):
         served(simulation, id, words(33, 10 * id), OTHER)
@@ -259,21 +260,21 @@ def test_floors_and_caps_hold_across_a_sleep() -> None:
         "a flood took what a floor covers"
     )
     served(simulation, 10, words(33, 3), OTHER, SchedulingTerms(cap_blocks=2))
-    assert simulation.tree.cached_of(TWO) <= 2
+    assert cached_of(simulation.tree, TWO) <= 2
 
 
 def test_nothing_starts_that_is_not_to_and_who_runs_goes_on() -> None:
     simulation = pool()
     (running,) = simulation.submit(1, words(9), TENANT, max_tokens=6)
     simulation.step()
-    simulation.scheduler.admitting = False
+    simulation.scheduler.intake.admitting = False
     (waiting,) = simulation.submit(2, words(9), TENANT, max_tokens=6)
     while simulation.step():
         pass
     assert running.finish is not None
     assert running.finish.reason == FinishReason.LENGTH
     assert waiting.started is None
-    simulation.scheduler.admitting = True
+    simulation.scheduler.intake.admitting = True
     simulation.run()
     simulation.assert_all_finished()
 
@@ -303,7 +304,7 @@ class Flux:
         while not simulation.loop.idle:
             pick.shuffle(simulation.account._free)
             self._move()
-            assert simulation.step() or simulation.asleep or simulation.scheduler.idle
+            assert simulation.step() or simulation.asleep or simulation.scheduler.intake.idle
             assert simulation.seconds < 2000
         simulation.assert_all_finished()
         counters = simulation.scheduler.load(draining=False).counters
@@ -342,23 +343,23 @@ def test_a_busy_replica_whose_memory_comes_and_goes_gives_the_texts_of_solo_runs
 BREAKS = {
     "a running one's pages are not told": (
         "scheduling.kv_manager",
-        "sequence.pages[: sequence.blocks] = [renamed",
+        "sequence.pages[: sequence.block_count] = [renamed",
         "_ = [renamed",
     ),
     "a running one's lease is not told": ("scheduling.kv_manager", "sequence.lease.rename(renamed)", "pass"),
     "what an account holds is not told": (
         "scheduling.kv_manager",
-        "sequence.standing.let_go(held)\n            seq",
+        "sequence.account_queue.remove_blocks(pages)\n            seq",
         "seq",
     ),
     "the tree is not told": ("scheduling.kv_manager", "self.tree.rename(renamed)", "pass"),
-    "what is published is not told": ("scheduling.kv_manager", "self.published.rename(renamed)", "pass"),
+    "what is published is not told": ("scheduling.kv_manager", "self.public_prefixes.rename(renamed)", "pass"),
     "the pins are not told": (
         "scheduling.kv_manager",
         "            lease.rename(renamed)\n        for",
         "            pass\n        for",
     ),
-    "secrets are kept": ("scheduling.kv_manager", "self.blocks.secrets()", "set()"),
+    "secrets are kept": ("scheduling.kv_manager", "self.pool.secret_pages()", "set()"),
     "a secret is forgotten as it moves": ("scheduling.block_pool", "self._secret[targets] = secret", "pass"),
     "a secret stays where it was": (
         "scheduling.block_pool",
@@ -367,8 +368,8 @@ BREAKS = {
     ),
     "what was moved counts as free": (
         "scheduling.block_pool",
-        "if block not in taken]\n        self.absent += ",
-        "]\n        self.absent += ",
+        "if block not in taken]\n        self.absent_blocks += ",
+        "]\n        self.absent_blocks += ",
     ),
     "a woken block is free and restored": (
         "scheduling.block_pool",
@@ -377,13 +378,17 @@ BREAKS = {
     ),
     "what was freed asleep is restored": (
         "scheduling.block_pool",
-        "current = ~self.outdated(self._kept)",
-        "current = self._kept > 0",
+        "current = ~self.are_stale(self._kept_pages)",
+        "current = self._kept_pages > 0",
     ),
-    "more is taken than what runs can spare": ("scheduling.kv_manager", "self.available - len(running)", "10**6"),
+    "more is taken than what runs can spare": (
+        "scheduling.kv_manager",
+        "self.available_blocks - len(self.holders)",
+        "10**6",
+    ),
     "it shrinks below the least": (
         "scheduling.block_pool",
-        "while self.mapped - self.size(chosen) < self.least:",
+        "while self.mapped_blocks - self.blocks_in(chosen) < self.min_blocks:",
         "while False:",
     ),
 }

@@ -19,6 +19,7 @@ from engine.scheduling.scheduler import STALE_BLOCKS
 from tests.engine.scheduling.simulation.replica import GROUPING, Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
 from tests.engine.scheduling.test_scheduler import words
+from tests.prefixcache.history import cached_of
 
 ONE, TWO = b"1" * 16, b"2" * 16
 TENANT = Scope(ScopeKind.TENANT, ONE, account=ONE)
@@ -47,8 +48,8 @@ def held(simulation: Simulation) -> dict[int, set[int]]:
     tables: dict[int, set[int]] = {}
     while not simulation.loop.idle:
         assert simulation.step()
-        for sequence in simulation.scheduler._running:
-            own = sequence.table[sequence.public : sequence.blocks]
+        for sequence in simulation.scheduler.running.sequences:
+            own = sequence.table[sequence.public_blocks : sequence.block_count]
             tables.setdefault(sequence.id, set()).update(own.tolist())
     return tables
 
@@ -169,17 +170,17 @@ def test_an_account_cannot_flood_by_its_users() -> None:
         scope = Scope(ScopeKind.USER, bytes([number]) * 16, account=ONE)
         simulation.submit(number, words(31, number), scope, max_tokens=1, terms=SchedulingTerms(cap_blocks=10))
         simulation.run()
-    assert simulation.tree.cached_of(ONE) == 10
+    assert cached_of(simulation.tree, ONE) == 10
 
 
 def test_terms_that_say_nothing_mean_what_the_replica_says() -> None:
     simulation = Simulation()
     submit = Submit(1, array("I", [1]).tobytes(), TENANT, SamplingParams(), 1)
     (said,) = simulation.door.sequences(submit, 1, 0.0)
-    assert (said.keep.account, said.keep.share, said.keep.keep_s) == (ONE, simulation.door.share, None)
+    assert (said.retention.account, said.retention.share, said.retention.keep_s) == (ONE, simulation.door.share, None)
     terms = SchedulingTerms(floor_blocks=1, cap_blocks=2, keep_s=3.0)
     (said,) = simulation.door.sequences(msgspec.structs.replace(submit, terms=terms), 1, 0.0)
-    assert (said.keep.share.floor, said.keep.share.cap, said.keep.keep_s) == (1, 2, 3.0)
+    assert (said.retention.share.floor, said.retention.share.cap, said.retention.keep_s) == (1, 2, 3.0)
 
 
 # The rank gate
@@ -199,7 +200,7 @@ def order_of_starts(warm: bool) -> list[int]:
     order: list[int] = []
     while not simulation.loop.idle:
         assert simulation.step()
-        order += [s.id for s in simulation.scheduler._running if s.id not in order]
+        order += [s.id for s in simulation.scheduler.running.sequences if s.id not in order]
     return [id for id in order if 10 <= id < 20]
 
 
@@ -221,7 +222,7 @@ def test_cached_blocks_are_found_until_their_time_is_over_and_a_hit_refreshes_it
     assert found == [0, 20, 20, 0]
     simulation.seconds += 40
     simulation.loop.sweep()
-    assert simulation.tree.cached == 0
+    assert simulation.tree.cached_blocks == 0
     assert secrets(simulation) == 0
     assert simulation.stamps.erased >= 10  # what time took is erased, whatever the terms say
 
@@ -233,9 +234,9 @@ def test_what_is_over_is_swept_in_idle_time_a_bounded_part_at_once() -> None:
     simulation.seconds += 10
     left = []
     while simulation.loop.sweep():
-        left.append(simulation.tree.cached)
+        left.append(simulation.tree.cached_blocks)
     assert left == [350 - SWEEP_MAX, 350 - 2 * SWEEP_MAX]
-    assert simulation.tree.cached == 0
+    assert simulation.tree.cached_blocks == 0
 
 
 # Erasing
@@ -255,11 +256,11 @@ def test_what_asked_for_it_is_erased_however_it_ends(scope: Scope) -> None:
         assert secrets(simulation) > 0, "the control: it is there while it runs"
         simulation.land()
         if leave == "cancel":
-            simulation.scheduler.cancel(1, [id])
+            simulation.scheduler.intake.cancel(1, [id])
         elif leave == "preempt":
             simulation.scheduler.preempt(entry.sequence)
         else:
-            simulation.scheduler.end_all("told to")
+            simulation.scheduler.intake.end_all("told to")
         simulation.loop.sweep()
         simulation.listen()
         if leave == "preempt":
@@ -286,8 +287,8 @@ def test_what_such_a_request_only_read_is_erased_as_well() -> None:
     simulation.run()
     simulation.submit(2, words(22), TENANT, max_tokens=1, terms=SchedulingTerms(erase=True))
     simulation.run()
-    simulation.account.give(simulation.tree.evict(64))
-    assert len(simulation.account.unerased()) == 5
+    simulation.account.free(simulation.tree.evict(64))
+    assert len(simulation.account.take_unerased()) == 5
 
 
 # Epochs
@@ -302,7 +303,7 @@ def test_a_raised_epoch_erases_and_a_late_lookup_brings_nothing_back() -> None:
         simulation.run()
         simulation.step()
         found.append(cached(entry))
-        assert simulation.tree.cached == 5, "what an old epoch left is still there"
+        assert simulation.tree.cached_blocks == 5, "what an old epoch left is still there"
     assert found == [0, 0, 0, 0, 20]
     assert simulation.stamps.erased == 15
     simulation.assert_all_finished()
@@ -338,7 +339,7 @@ def test_what_lies_behind_one_published_prefix_is_not_found_behind_another() -> 
 def test_what_lies_behind_published_prefixes_is_seen_to_mix_where_it_is_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install_broken("scheduling.kv_manager", "behind=self.published.pages[public[-1]]", "behind=1", monkeypatch)
+    install_broken("scheduling.kv_manager", "behind=self.public_prefixes.pages[public[-1]]", "behind=1", monkeypatch)
     with pytest.raises(AssertionError):
         test_what_lies_behind_one_published_prefix_is_not_found_behind_another()
 
@@ -358,7 +359,7 @@ def test_a_published_prefix_is_there_for_good() -> None:
     (entry,) = simulation.submit(1, [*PUBLIC, 1], OTHER, max_tokens=1)
     simulation.run()
     assert cached(entry) == 16
-    assert simulation.door.tokens_max == 12 * 4
+    assert simulation.door.max_total_tokens == 12 * 4
     simulation.assert_all_finished()
 
 
@@ -393,12 +394,12 @@ def test_a_block_that_was_freed_under_its_reader_ends_it_before_it_is_read() -> 
     simulation.step()
     simulation.step()
     simulation.step()
-    page = victim.sequence.held()[2]
-    simulation.account.give([page])  # the fault
+    page = victim.sequence.held_pages()[2]
+    simulation.account.free([page])  # the fault
     (other,) = simulation.submit(2, words(6, 2), OTHER, max_tokens=3)
     while not simulation.loop.idle:  # without the account's own check, which has noticed already
         simulation.loop.turn()
-        for owner, progress in simulation.scheduler.news().items():
+        for owner, progress in simulation.scheduler.intake.outputs.take().items():
             simulation._hear(owner, progress)
     assert victim.finish is not None
     assert (victim.finish.reason, victim.finish.message) == (FinishReason.ERROR, STALE_BLOCKS)
@@ -407,7 +408,7 @@ def test_a_block_that_was_freed_under_its_reader_ends_it_before_it_is_read() -> 
     counters = simulation.scheduler.load(draining=False).counters
     assert counters["stale_reads"] == 1
     assert counters["stale_pages"] == 1, "its other blocks came back, this one stays with whom it is given to"
-    assert simulation.account.free + simulation.tree.cached == simulation.account.total
+    assert simulation.account.free_blocks + simulation.tree.cached_blocks == simulation.account.total
 
 
 def test_a_stale_block_of_the_tree_is_read_by_nobody() -> None:
@@ -415,15 +416,15 @@ def test_a_stale_block_of_the_tree_is_read_by_nobody() -> None:
     simulation.submit(1, words(22), TENANT, max_tokens=1)
     simulation.run()
     lease = simulation.tree.match(*_lookup(simulation))
-    simulation.account.give(lease.blocks[:1])  # the fault
+    simulation.account.free(lease.blocks[:1])  # the fault
     simulation.tree.release(lease)
-    taken = simulation.account.take(64 - 5 + 1)
+    taken = simulation.account.allocate(64 - 5 + 1)
     assert blocks_of(lease.blocks[:1])[0] in blocks_of(taken)
-    simulation.account.give(taken[1:])
+    simulation.account.free(taken[1:])
     (victim,) = simulation.submit(2, words(22), TENANT, max_tokens=3)
     while not simulation.loop.idle:
         simulation.loop.turn()
-        for owner, progress in simulation.scheduler.news().items():
+        for owner, progress in simulation.scheduler.intake.outputs.take().items():
             simulation._hear(owner, progress)
     assert victim.finish is not None
     assert victim.finish.message == STALE_BLOCKS
@@ -432,10 +433,10 @@ def test_a_stale_block_of_the_tree_is_read_by_nobody() -> None:
 
 def _lookup(simulation: Simulation) -> tuple[object, ...]:
     sequence = simulation.heard[1, 1].sequence
-    return sequence.namespace, array("I", words(22)[:-1]), sequence.keep
+    return sequence.namespace, array("I", words(22)[:-1]), sequence.retention
 
 
 def test_a_stale_read_is_seen_where_pages_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_broken("scheduling.scheduler", "        self._end_outdated()\n", "", monkeypatch)
+    install_broken("scheduling.scheduler", "        self._end_stale()\n", "", monkeypatch)
     with pytest.raises(AssertionError):
         test_a_block_that_was_freed_under_its_reader_ends_it_before_it_is_read()

@@ -95,9 +95,9 @@ def live(
             except SubmitRejected:
                 life.refused[following.account] += 1
             following = next(left, None)
-        began_s, rows = simulation.seconds, simulation.scheduler._counters["computed_tokens"]
+        began_s, rows = simulation.seconds, simulation.scheduler.intake.counters["computed_tokens"]
         simulation.step()
-        rows = simulation.scheduler._counters["computed_tokens"] - rows
+        rows = simulation.scheduler.intake.counters["computed_tokens"] - rows
         simulation.seconds = began_s + STEP_S + ROW_S * rows
         for number in list(open_):
             ask, heard = open_[number]
@@ -170,10 +170,10 @@ def test_an_aggressor_at_fifty_times_the_load_is_hardly_noticed(longest: int, de
 BREAKS = {
     "whoever came first goes on": (
         "scheduling.fair_queue",
-        "return self.level + self.promised * self.prompt_cost",
+        "return self.level + self.pending_tokens * self.prompt_cost",
         "return 0.0",
     ),
-    "places are never given up": ("scheduling.scheduler", "if most is standing or", "if True or"),
+    "places are never given up": ("scheduling.preemption", "if richest is account or", "if True or"),
 }
 
 
@@ -206,7 +206,10 @@ def test_who_always_waits_is_served_by_weight_whatever_it_asks_for() -> None:
 
 def test_service_is_not_by_weight_where_generated_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     install_broken(
-        "scheduling.scheduler", "sequence.standing.level += sequence.standing.generated_cost", "pass", monkeypatch
+        "scheduling.scheduler",
+        "sequence.account_queue.level += sequence.account_queue.generated_cost",
+        "pass",
+        monkeypatch,
     )
     _, life = weighted()
     assert jain([life.served[account] / weight for account, weight in WEIGHTS.items()]) < 0.95

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduling import scheduler, validation, waiting
+from engine.scheduling import intake, scheduler, validation, waiting
 from tests.engine.scheduling.simulation import replica as simulated
 from tests.engine.scheduling.simulation.replica import Chaos
 
@@ -68,33 +68,37 @@ BREAKS = {
     "choices have the same seed": ("scheduling.validation", "sampling.seed + choice", "sampling.seed"),
     "the prompt's last token is not computed": (
         "scheduling.kv_manager",
-        "self._block_tokens : -1]",
-        "self._block_tokens :]",
+        "self.block_tokens : -1]",
+        "self.block_tokens :]",
     ),
     "a block that is not full is shared": (
         "scheduling.kv_manager",
-        "sequence.computed // self._block_tokens\n        assert",
-        "-(-sequence.computed // self._block_tokens)\n        assert",
+        "sequence.computed // self.block_tokens\n        assert",
+        "-(-sequence.computed // self.block_tokens)\n        assert",
     ),
     "a duplicate is freed and still read": (
         "scheduling.kv_manager",
-        "sequence.pages[sequence.public : full] = sequence.lease.blocks",
+        "sequence.pages[sequence.public_blocks : full] = sequence.lease.blocks",
         "pass",
     ),
-    "duplicates leak": ("scheduling.kv_manager", "self.blocks.give(spare)", "pass"),
-    "private blocks leak": ("scheduling.kv_manager", "self.blocks.give(sequence.private())", "pass"),
+    "duplicates leak": ("scheduling.kv_manager", "self.pool.free(spare)", "pass"),
+    "private blocks leak": ("scheduling.kv_manager", "self.pool.free(sequence.private_pages())", "pass"),
     "a lease is never released": (
         "scheduling.kv_manager",
-        "self.blocks.give(self.tree.release(sequence.lease))",
+        "self.pool.free(self.tree.release(sequence.lease))",
         "pass",
     ),
     "one token of the prefix is skipped": (
         "scheduling.kv_manager",
-        "sequence.launched = len(cached) * self._block_tokens",
-        "sequence.launched = len(cached) * self._block_tokens + 1",
+        "sequence.launched = len(pages) * self.block_tokens",
+        "sequence.launched = len(pages) * self.block_tokens + 1",
     ),
-    "blocks are freed while they are read": ("scheduling.scheduler", "if sequence.flying:", "if False:"),
-    "preemption keeps its blocks": ("scheduling.sequence", "self.shared = self.blocks = 0", "self.shared = 0"),
+    "blocks are freed while they are read": ("scheduling.running", "if sequence.inflight_steps:", "if False:"),
+    "preemption keeps its blocks": (
+        "scheduling.sequence",
+        "self.shared_blocks = self.block_count = 0",
+        "self.shared_blocks = 0",
+    ),
     "penalties miss the last token": (
         "scheduling.step_plan",
         "(tokens, sequence.prompt_tokens)",
@@ -102,20 +106,24 @@ BREAKS = {
     ),
     "a preempted sequence starts twice": (
         "scheduling.scheduler",
-        "if sequence.ticket < 0:\n            self._first",
+        "if sequence.start_order < 0:\n            self._first",
         "if 1:\n            self._first",
     ),
-    "a token that is coming is read from another row": ("scheduling.step_plan", "(-1 - sequence.row,)", "(-1,)"),
-    "the last token is computed as well": ("scheduling.sequence", "self.launched + 1 < self.tokens_max", "True"),
+    "a token that is coming is read from another row": (
+        "scheduling.step_plan",
+        "(-1 - sequence.sampled_row,)",
+        "(-1,)",
+    ),
+    "the last token is computed as well": ("scheduling.sequence", "self.launched + 1 < self.max_total_tokens", "True"),
     "a duplicate is free while a flight reads it": (
         "scheduling.kv_manager",
-        "if in_the_air:\n                self._spare",
-        "if False:\n                self._spare",
+        "if in_flight:\n                self._deferred",
+        "if False:\n                self._deferred",
     ),
-    "spare blocks leak": ("scheduling.kv_manager", "self.blocks.give(self._spare)", "pass"),
+    "spare blocks leak": ("scheduling.kv_manager", "self.pool.free(self._deferred)", "pass"),
     "what is sampled for an ended sequence is told": (
         "scheduling.scheduler",
-        "if sequence.stage == SequenceState.ENDED:\n                continue",
+        "if sequence.state == SequenceState.ENDED:\n                continue",
         "",
     ),
     "a step that is taken back is not computed again": (
@@ -124,11 +132,11 @@ BREAKS = {
         "pass",
     ),
     "what is not finite is matched again": (
-        "scheduling.scheduler",
-        "self._holdings.tree.forget(sequence.lease, max(0, self._proven(sequence) - sequence.public))",
+        "scheduling.kv_manager",
+        "self.tree.forget(suspect.lease, max(0, max(verified, default=0) - suspect.public_blocks))",
         "pass",
     ),
-    "a step without memory ends a sequence at once": ("scheduling.scheduler", "if rows == 1 and", "if"),
+    "a step without memory ends a sequence at once": ("scheduling.scheduler", "if rows == 1:", "if True:"),
     "a group reads blocks that only some of it have": (
         "scheduling.prefix_groups",
         "step * (same_N &",
@@ -143,44 +151,56 @@ BREAKS = {
     "prompts are in groups": ("scheduling.scheduler", "sequence if chunk == 1 else None", "sequence"),
     "an account grows past its cap": (
         "scheduling.scheduler",
-        "standing.running > 1 and standing.blocks >= cap",
+        "account.running > 1 and account.blocks >= cap",
         "False",
     ),
     "caps of running sequences are forgotten": ("scheduling.fair_queue", "self.running < self.terms.sequences", "True"),
-    "what an account holds is never let go": ("scheduling.scheduler", "if sequence.blocks:", "if False:"),
+    "what an account holds is never let go": ("scheduling.running", "if sequence.block_count:", "if False:"),
     "a request that expired goes on": (
         "scheduling.waiting",
         'self._reject(choices, "it waited for as long as it may; try again later")',
         'self._rejects.append((first, Reject(id, RejectReason.BUSY, "")))',
     ),
-    "a prompt is charged again after a preemption": ("scheduling.scheduler", "sequence.counted = upto", "pass"),
-    "secrets are given on": ("scheduling.block_pool", "self._secret[taken] = True", "pass"),
+    "a prompt is charged again after a preemption": (
+        "scheduling.scheduler",
+        "sequence.charged_tokens = charged",
+        "pass",
+    ),
+    "secrets are given on": ("scheduling.block_pool", "self._secret[blocks] = True", "pass"),
     "erasing waits until blocks are used again": ("execution.step_loop", "self.erase()\n            flight", "flight"),
     "nothing is erased between turns": ("execution.step_loop", "sweep()\n        self.erase()", "sweep()"),
     "erasing is done for some of the blocks": ("scheduling.block_pool", "list(dict.fromkeys(blocks))", "blocks[1:]"),
-    "what is swept is lost": ("scheduling.kv_manager", "        self.blocks.give(swept)\n", ""),
+    "what is swept is lost": ("scheduling.kv_manager", "        self.pool.free(pages)\n", ""),
     "what lies behind a published prefix is found without it": (
         "scheduling.kv_manager",
-        "behind=self.published.pages[public[-1]]",
+        "behind=self.public_prefixes.pages[public[-1]]",
         "behind=0",
     ),
     "published blocks are freed by their readers": (
         "scheduling.sequence",
-        "self.held()[self.shared :]",
-        "self.held()[self.shared - self.public :]",
+        "self.held_pages()[self.shared_blocks :]",
+        "self.held_pages()[self.shared_blocks - self.public_blocks :]",
     ),
-    "published blocks are not kept": ("scheduling.kv_manager", "self._pins.append(lease)", "self.tree.release(lease)"),
+    "published blocks are not kept": (
+        "scheduling.kv_manager",
+        "self._public_leases.append(lease)",
+        "self.tree.release(lease)",
+    ),
     "others' blocks are put over published ones": (
         "scheduling.kv_manager",
-        "pages[sequence.public : full] =",
+        "pages[sequence.public_blocks : full] =",
         "pages[:full] =",
     ),
     "the background runs beside live ones": (
         "scheduling.scheduler",
-        "self._limits.costs is None and any(self._waiting.queue.running)",
+        "self._config.costs is None and any(live.running_accounts)",
         "False",
     ),
-    "the background does not make way": ("scheduling.scheduler", "if behind and not self._paused:", "if behind:"),
+    "the background does not make way": (
+        "scheduling.scheduler",
+        "if best_effort and not self._best_effort_paused:",
+        "if best_effort:",
+    ),
     "the background expires": (
         "scheduling.validation",
         "submit.deadline_ms and not submit.terms.background",
@@ -190,13 +210,13 @@ BREAKS = {
     "a sequence starts without its grammar": ("scheduling.admission", "if each.compilation is None)", "if True)"),
     "a text goes on behind its grammar's end": (
         "scheduling.scheduler",
-        " or (matcher is not None and matcher.over)",
+        " or (matcher is not None and matcher.finished)",
         "",
     ),
     "masks are given to others' rows": (
         "execution.step_loop",
-        "for sequence in plan.masked]",
-        "for sequence in plan.masked[::-1]]",
+        "for sequence in plan.masked_sequences]",
+        "for sequence in plan.masked_sequences[::-1]]",
     ),
     "masks are made of what was known at the launch": (
         "execution.step_loop",
@@ -205,8 +225,8 @@ BREAKS = {
     ),
     "an ended row's mask is taken for another's": (
         "execution.step_loop",
-        "matchers = [None if sequence.stage == ended else sequence.matcher for sequence in plan.masked]",
-        "matchers = [sequence.matcher for sequence in plan.masked if sequence.stage != ended]",
+        "matchers = [None if sequence.state == ended else sequence.matcher for sequence in plan.masked_sequences]",
+        "matchers = [sequence.matcher for sequence in plan.masked_sequences if sequence.state != ended]",
     ),
     "a grammar that does not compile is waited for": (
         "scheduling.waiting",
@@ -249,10 +269,12 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
         (simulated, "RequestValidator"),
         (scheduler, "TokenBudget"),
         (scheduler, "PrefixGroups"),
-        (scheduler, "KVManager"),
+        (simulated, "KVManager"),
         (scheduler, "PrefillAdmission"),
-        (scheduler, "WaitingQueue"),
+        (intake, "WaitingQueue"),
+        (scheduler, "RunningSequences"),
         (scheduler, "plan_step"),
+        (scheduler, "victim_for_turn"),
         (waiting, "FairQueue"),
         (validation, "Sequence"),
     ):

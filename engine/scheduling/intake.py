@@ -1,0 +1,124 @@
+"""What a connection asks of a scheduler and what it is sent: requests come, are cancelled, and end. It does not know
+what a sequence needs in order to run.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from engine.protocol.frames import Reject, ReplicaLoad, SequenceFinished, SequenceStarted
+from engine.protocol.types import FinishReason
+from engine.scheduling.outputs import OutputCollector
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.waiting import WaitingQueue
+
+
+class EndSequence(Protocol):
+    """How a scheduler ends a sequence that waits or runs: it calls `Intake.report_end` among other things."""
+
+    def __call__(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None: ...
+
+
+class Intake:
+    """The side of a scheduler that faces connections; both schedulers have one.
+
+    admitting  whether waiting sequences may start.
+    waiting    the queues, and all sequences that have not ended.
+    outputs    what owners are sent next.
+    counters   those of `waiting` too; they only grow.
+    """
+
+    def __init__(
+        self,
+        max_waiting: int,
+        work: Callable[[Sequence], float],
+        clock: Callable[[], float],
+        end: EndSequence,
+        refuse: Callable[[Sequence], None] | None = None,
+    ) -> None:
+        """`refuse` raises SubmitRejected for a sequence that can never run here; max_waiting and work as in
+        WaitingQueue."""
+        self.admitting = True
+        self.waiting = WaitingQueue(max_waiting, work, clock)
+        self.outputs = OutputCollector()
+        self.counters: Counter[str] = self.waiting.counters
+        self._end = end
+        self._refuse = refuse
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return not self.waiting.sequences
+
+    # From connections
+
+    def add(self, sequences: Items[Sequence]) -> None:
+        """Queues the choices of one request, all or none. Raises SubmitRejected: the queue is full, an id is in use,
+        the request can never run, or it would wait for longer than it may. A full queue drops requests of the account
+        that has most in it for its weight."""
+        for sequence in sequences:
+            self.waiting.refuse_known_id(sequence)
+            if self._refuse is not None:
+                self._refuse(sequence)
+        self.waiting.add(sequences)
+
+    def cancel(self, owner: int, ids: Items[int]) -> None:
+        """Ends these sequences. Ids that are unknown or have ended are ignored."""
+        for id in ids:
+            sequence = self.waiting.sequences.get((owner, id))
+            if sequence is not None:
+                self._end(sequence, FinishReason.CANCELLED)
+
+    def drop(self, owner: int) -> None:
+        """Ends all sequences of an owner that has left, and discards its outputs."""
+        self.cancel(owner, [id for other, id in self.waiting.sequences if other == owner])
+        self.outputs.forget(owner)
+
+    def fail(self, sequences: Iterable[Sequence], message: str) -> None:
+        """Ends these sequences with an error, except those that have ended."""
+        for sequence in sequences:
+            if sequence.state != SequenceState.ENDED:
+                self._end(sequence, FinishReason.ERROR, message)
+
+    def end_all(self, message: str) -> None:
+        """Ends every sequence with an error."""
+        self.fail(list(self.waiting.sequences.values()), message)
+
+    # To connections
+
+    def report_first_start(self, sequence: Sequence) -> None:
+        """Counts and reports that a sequence runs for the first time."""
+        waited_ms = self.waiting.first_start(sequence)
+        started = SequenceStarted(sequence.id, sequence.computed, waited_ms)
+        self.outputs.of_owner(sequence.owner).started.append(started)
+
+    def report_end(self, sequence: Sequence, reason: FinishReason, message: str) -> None:
+        """Counts and reports the end of a sequence."""
+        self.counters[f"finished_{reason}"] += 1
+        finished = SequenceFinished(sequence.id, reason, sequence.emitted, message)
+        self.outputs.of_owner(sequence.owner).finished.append(finished)
+
+    def take_rejects(self) -> list[tuple[Sequence, Reject]]:
+        """Requests that were queued and will not run, by their choice 0. Each is returned once."""
+        return self.waiting.take_rejects()
+
+    def take_secret_ended(self) -> bool:
+        """Whether a sequence of which nothing may be kept has ended since the last call."""
+        return self.waiting.take_secret_ended()
+
+    def load(self, steps: int, draining: bool) -> ReplicaLoad:
+        """How full the queues are. A scheduler with a KV pool adds its blocks."""
+        live = sum(account.running for account in self.waiting.live.running_accounts)
+        best_effort = sum(account.running for account in self.waiting.best_effort.running_accounts)
+        return ReplicaLoad(
+            running=live,
+            waiting=len(self.waiting.live),
+            waiting_tokens=self.waiting.live_tokens,
+            free_blocks=0,
+            cached_blocks=0,
+            steps=steps,
+            draining=draining,
+            counters=dict(self.counters),
+            background=best_effort + len(self.waiting.best_effort),
+        )
