@@ -17,12 +17,11 @@ from gateway.batch.encryption import BatchEncryption
 from gateway.batch.worker import BatchWorker
 from gateway.config import Config
 from gateway.http.routes import Endpoint, ExchangeServer, Handler, by_method, no_route
-from gateway.inference.open import open_inference
-from gateway.inference.request import InferenceContext
 from gateway.observability.endpoints import MetricsEndpoint, Readiness, healthz
 from gateway.observability.tracing import RequestTracer
 from gateway.open_requests import OpenRequests
 from gateway.routes import account_routes
+from gateway.serving import Serving, open_serving
 from gateway.tenancy import Tenancy, open_tenancy
 
 
@@ -30,13 +29,20 @@ class App:
     """The gateway as an ASGI application. Its lifespan runs the fleet's connections, the batches, and what the tenants'
     side does in the background."""
 
-    def __init__(self, context: InferenceContext, tenancy: Tenancy) -> None:
-        self._gateway = context
+    def __init__(self, serving: Serving, tenancy: Tenancy) -> None:
+        self._serving = serving
         self._tenancy = tenancy
-        run = dialect_routes(context.catalogue)["/run"].dialect
-        self._batches = BatchWorker(context, tenancy.store.batches, BatchEncryption(tenancy.secret), run)
-        context.metrics.watch_batches(self._batches, context.calendar)
-        authenticator = Authenticator(context.accounts, context.outage.begin)
+        context, endpoint = serving.context, serving.endpoint
+        self._batches = BatchWorker(
+            endpoint,
+            tenancy.accounts,
+            tenancy.store.batches,
+            BatchEncryption(tenancy.secret),
+            dialect_routes(endpoint.catalogue)["/run"].dialect,
+            serving.batches.arrived,
+        )
+        context.metrics.watch_batches(self._batches, endpoint.calendar)
+        authenticator = Authenticator(tenancy.accounts, context.store_health.begin)
         self._requests = OpenRequests(authenticator, context.limits.requests, context.metrics.open_requests.set)
         server = ExchangeServer.of(context.limits, context.clock, context.metrics.answered)
         readiness = Readiness(context.fleet, tenancy.store, context.limits.wait_s, lambda: self.draining)
@@ -50,7 +56,7 @@ class App:
                 probe("healthz", healthz),
                 probe("readyz", readiness.serve),
                 probe("metrics", metrics.serve),
-                *account_routes(server, authenticator, self._requests, context),
+                *account_routes(server, authenticator, self._requests, serving),
                 *admin_routes(server, authenticator, tenancy, context, lambda: self.open_requests),
             ],
             redirect_slashes=False,
@@ -81,15 +87,15 @@ class App:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
-        context, requests = self._gateway, self._requests
-        jobs = (context.fleet.run, self._batches.run, requests.end_revoked, context.residue.run)
+        context, requests = self._serving.context, self._requests
+        jobs = (context.fleet.run, self._batches.run, requests.end_revoked, self._serving.endpoint.scrubber.run)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(job()) for job in (*jobs, *self._tenancy.background)]
             yield
             for task in tasks:
                 task.cancel()
         await self._tenancy.close()
-        await asyncio.to_thread(context.traces.close)
+        await asyncio.to_thread(context.tracer.close)
 
 
 def build_app(config: Config, secret: bytes, tracer: RequestTracer | None = None) -> App:
@@ -99,4 +105,4 @@ def build_app(config: Config, secret: bytes, tracer: RequestTracer | None = None
     does.
     """
     tenancy = open_tenancy(config, secret)
-    return App(open_inference(config, tenancy, tracer), tenancy)
+    return App(open_serving(config, tenancy, tracer), tenancy)

@@ -4,22 +4,24 @@ from functools import partial
 
 from starlette.routing import BaseRoute, Mount, Route, Router
 
+from gateway.api.dialect import Dialect
+from gateway.api.endpoint import InferenceEndpoint
 from gateway.api.routes import dialect_routes
 from gateway.authentication import Authenticator, CallerHandler, below_account
+from gateway.batch.api import BatchApi
 from gateway.http.error_format import ErrorFormat
 from gateway.http.exchange import Exchange
 from gateway.http.routes import Endpoint, ExchangeServer, Handler, by_method, no_route
-from gateway.inference.generate import generate
-from gateway.inference.reply import Dialect
-from gateway.inference.request import InferenceContext
+from gateway.listing.context import ListingContext
 from gateway.listing.table import LISTS, serve_list
 from gateway.open_requests import OpenRequests
+from gateway.serving import Serving
 from tenants.auth.caller import Caller
 from tenants.records.grants import Permission
 
 
 def account_routes(
-    server: ExchangeServer, authenticator: Authenticator, requests: OpenRequests, context: InferenceContext
+    server: ExchangeServer, authenticator: Authenticator, requests: OpenRequests, serving: Serving
 ) -> list[BaseRoute]:
     """`/client/v4/accounts/{account_id}/ai` and `/ai` have all paths, `/v1` without a prefix those below it."""
 
@@ -30,32 +32,36 @@ def account_routes(
     def permitted(serve: CallerHandler) -> Handler:
         return authenticator.permitted(serve, Permission.INFERENCE)
 
-    dialects = dialect_routes(context.catalogue)
+    endpoint = serving.endpoint
+    dialects = dialect_routes(endpoint.catalogue)
     run = dialects["/run"]
-    below = [route("/run/", no_route), route("/run/{model:path}", _inference(context, requests, run.name, run.dialect))]
+    run_model = _inference(endpoint, requests, run.name, run.dialect)
+    below = [route("/run/", no_route), route("/run/{model:path}", run_model)]
     for path, dialect in dialects.items():
-        below.append(route(path, _inference(context, requests, dialect.name, dialect.dialect), dialect.shape))
-    one = permitted(partial(_batch, context))
+        below.append(route(path, _inference(endpoint, requests, dialect.name, dialect.dialect), dialect.shape))
+    one = permitted(partial(_batch, serving.batches))
     below += [
-        route("/batches", by_method("batches", GET=permitted(context.desk.list))),
+        route("/batches", by_method("batches", GET=permitted(serving.batches.list_batches))),
         route("/batches/{request_id:path}", by_method("batch", GET=one, DELETE=one)),
         route("/v1/models/", no_route),
     ]
+    context = serving.context
+    listing = ListingContext(endpoint.catalogue, context.fleet, context.limits.neuron_usd, endpoint.calendar)
     for path, render in LISTS.items():
-        below.append(route(path, by_method("models", GET=permitted(partial(serve_list, context, render)))))
+        below.append(route(path, by_method("models", GET=permitted(partial(serve_list, listing, render)))))
     v1 = [*(each for each in below if each.path.startswith("/v1/")), route("/v1/{path:path}", no_route)]
     ai = Router([*below, v1[-1]], redirect_slashes=False, default=Endpoint(server, below_account(no_route)))
     return [Mount("/client/v4/accounts/{account_id}/ai", ai), Mount("/ai", ai), *v1]
 
 
-def _inference(context: InferenceContext, requests: OpenRequests, name: str, dialect: Dialect) -> Handler:
+def _inference(endpoint: InferenceEndpoint, requests: OpenRequests, name: str, dialect: Dialect) -> Handler:
     """Serves calls of a model, which the path names or the body."""
 
     async def serve(exchange: Exchange, caller: Caller) -> None:
-        await generate(context, exchange, caller, dialect, exchange.path_params.get("model"))
+        await endpoint.serve(exchange, caller, dialect, exchange.path_params.get("model"))
 
     return by_method(name, POST=requests.handler(serve))
 
 
-async def _batch(context: InferenceContext, exchange: Exchange, caller: Caller) -> None:
-    await context.desk.one(exchange, caller, exchange.path_params["request_id"])
+async def _batch(batches: BatchApi, exchange: Exchange, caller: Caller) -> None:
+    await batches.get_or_cancel(exchange, caller, exchange.path_params["request_id"])

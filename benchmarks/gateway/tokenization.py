@@ -22,13 +22,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from benchmarks.record import record
 from gateway.api.chat import ChatDialect
+from gateway.api.dialect import Dialect, GenerationRequest
 from gateway.api.responses_request import ResponsesDialect
 from gateway.api.run_native import RunNativeDialect
 from gateway.catalogue.catalogue import Model, open_catalogue
-from gateway.cluster.client import OutputDelta
+from gateway.cluster.stream import OutputDelta
 from gateway.config import load_config
 from gateway.inference.completion import CompletionBuilder
-from gateway.inference.reply import Dialect, GenerationRequest
 from gateway.text.control_tokens import encode_ids
 from gateway.text.tokenizer import ModelTokenizer
 
@@ -129,7 +129,7 @@ def events_us(model: Model, dialect: Dialect, named: str | None, body: dict[str,
         reply.begin(5, 0)
         began = time.process_time()
         for step in steps:
-            parts = choice.take(step)
+            parts = choice.push(step)
             if parts:
                 choice.render(reply, 0, parts, [])
         best = min(best, time.process_time() - began)

@@ -84,7 +84,7 @@ async def show(context: AdminContext, request: OperationRequest[NoFields, NoFiel
 
 
 def _machine(fleet: ReplicaFleet, machine: MachineView) -> MachineItem:
-    said = machine.said
+    said = machine.report
     return MachineItem(
         name=said.machine,
         address=machine.address,
@@ -132,8 +132,8 @@ def load_of(seen: ReplicaView) -> LoadItem | None:
         shared_blocks=load.shared_blocks,
         background=load.background,
         draining=load.draining,
-        hit_ratio=seen.lately.hit_ratio,
-        tokens_per_s=seen.lately.tokens_per_s,
+        hit_ratio=seen.recent_load.hit_ratio,
+        tokens_per_s=seen.recent_load.tokens_per_s,
         steps=load.steps,
     )
 

@@ -1,5 +1,6 @@
 """The routes of the API beside inference, and the document that describes all routes."""
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -13,7 +14,7 @@ from gateway.authentication import Authenticator
 from gateway.http.exchange import JSON_CONTENT, Exchange
 from gateway.http.idempotency import IdempotencyStore
 from gateway.http.routes import Endpoint, ExchangeServer, by_method
-from gateway.inference.request import InferenceContext
+from gateway.inference.context import InferenceContext
 from gateway.tenancy import Tenancy
 from tenants.audit import AuditLog
 from tenants.limits.soft_caps import notice_signer
@@ -33,12 +34,12 @@ def admin_routes(
         accounts=tenancy.accounts,
         quota=tenancy.quota,
         fleet=inference.fleet,
-        store_health=inference.outage,
+        store_health=inference.store_health,
         audit=AuditLog(tenancy.store.audit, tenancy.secret),
         idempotency=IdempotencyStore(tenancy.store.claims, tenancy.secret),
         notice_key=notice_signer(tenancy.secret),
         open_requests=open_requests,
-        calendar=inference.calendar,
+        calendar=time.time,
     )
     document = msgspec.json.encode(openapi_document(OPERATIONS, ROUTES))
 

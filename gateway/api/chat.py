@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.chunks import ChunkWriter, StreamOptions
+from gateway.api.dialect import GenerationRequest
 from gateway.api.run_fields import RunPrompt, refuse_lora
 from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
 from gateway.errors import ApiError, bad_input
@@ -35,7 +36,7 @@ from gateway.inference.prompt import (
     template_options,
     tool_definitions,
 )
-from gateway.inference.reply import Completion, GenerationRequest, ScoredToken, ToolUse, Usage
+from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 from gateway.inference.run_options import RunOptionsBody
 from gateway.inference.tool_choice import ToolChoiceField, select_tools
 

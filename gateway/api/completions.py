@@ -10,12 +10,13 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.chunks import ChunkWriter, StreamOptions
+from gateway.api.dialect import GenerationRequest
 from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
 from gateway.errors import ApiError, bad_input
 from gateway.http import sse
 from gateway.http.json_body import decode_body
 from gateway.inference.prompt import CHOICES_MAX, Probability, Prompt, ShortText, TokenId, refuse_field, stops
-from gateway.inference.reply import Completion, GenerationRequest, ScoredToken, ToolUse, Usage
+from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 
 TEMPERATURE_DEFAULT: Final = 1.0
 MAX_TOKENS_DEFAULT: Final = 16

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from engine.protocol.types import SamplingParams
 from gateway.api.conversation import ConversationBuilder
+from gateway.api.dialect import GenerationRequest, TokenCountRequest
 from gateway.api.messages_response import MessagesReply
 from gateway.api.sampling_fields import TOP_P_MIN
 from gateway.errors import bad_input, no_threads
@@ -37,7 +38,6 @@ from gateway.inference.prompt import (
     tool_definitions,
 )
 from gateway.inference.prompt import Tool as AnyTool
-from gateway.inference.reply import GenerationRequest, TokenCountRequest
 from gateway.inference.response_format import UNCONSTRAINED, schema_constraint
 from gateway.inference.tool_choice import ChosenTool, ToolChoiceField, select_tools
 
@@ -239,7 +239,7 @@ def messages_prompt(asked: CountTokensBody) -> Prompt:
         json=constraint.json,
         sampling=SamplingParams(),
         stop=[],
-        words=FIELD_NAMES,
+        field_names=FIELD_NAMES,
     )
 
 

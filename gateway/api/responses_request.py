@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from engine.protocol.types import SamplingParams
 from gateway.api.conversation import ConversationBuilder
+from gateway.api.dialect import GenerationRequest, TokenCountRequest
 from gateway.api.responses_response import ResponsesReply
 from gateway.api.sampling_fields import TOP_P_MIN
 from gateway.errors import bad_input
@@ -35,7 +36,6 @@ from gateway.inference.prompt import (
     tool_definitions,
 )
 from gateway.inference.prompt import Tool as AnyTool
-from gateway.inference.reply import GenerationRequest, TokenCountRequest
 from gateway.inference.response_format import UNCONSTRAINED, ResponseConstraint, schema_constraint
 from gateway.inference.tool_choice import Allowed, AllowedTool, ChosenTool, ToolChoiceField, select_tools
 
@@ -308,7 +308,7 @@ def responses_prompt(asked: ResponsesFields) -> Prompt:
         json=constraint.json,
         sampling=SamplingParams(),
         stop=[],
-        words=RESPONSES_FIELD_NAMES,
+        field_names=RESPONSES_FIELD_NAMES,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gateway.api import embeddings, rerank
 from gateway.api.chat import ChatDialect
 from gateway.api.completions import CompletionsDialect
+from gateway.api.dialect import Dialect
 from gateway.api.messages_request import CountTokensDialect, MessagesDialect
 from gateway.api.responses_request import InputTokensDialect, ResponsesDialect
 from gateway.api.run import RunDialect
@@ -15,7 +16,6 @@ from gateway.api.run_chat import RunChatDialect
 from gateway.api.run_native import RunNativeDialect
 from gateway.catalogue.catalogue import Catalogue
 from gateway.http.error_format import ErrorFormat
-from gateway.inference.reply import Dialect
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from gateway import errors
-from gateway.api import run_batch as batch
-from gateway.api.run_batch import BatchRequest, BatchResultsRequest
+from gateway.api.dialect import AnyRequest, Dialect
+from gateway.api.run_batch import read_batch
 from gateway.catalogue.catalogue import Catalogue
 from gateway.http.json_body import decode_body
-from gateway.inference.embedding_types import EmbeddingRequest
-from gateway.inference.reply import Dialect, GenerationRequest, TokenCountRequest
 
 
 class RunBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,14 +33,12 @@ class RunDialect:
         self._catalogue = catalogue
         self._families = families
 
-    def read(
-        self, body: bytes, query: bytes, model: str | None, drawn_seed: int
-    ) -> GenerationRequest | TokenCountRequest | EmbeddingRequest | BatchRequest | BatchResultsRequest:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> AnyRequest:
         if model is None:
-            asked = decode_body(body, _decoder)
-            model, body = asked.model, bytes(asked.input)
-        found = self._catalogue.find(model)
-        if found is None:
+            request = decode_body(body, _decoder)
+            model, body = request.model, bytes(request.input)
+        entry = self._catalogue.find(model)
+        if entry is None:
             raise errors.no_such_model(model)
-        family = self._families[found.family]
-        return batch.read_batch(body, query, model, family) or family.read(body, query, model, drawn_seed)
+        family = self._families[entry.family]
+        return read_batch(body, query, model, family) or family.read(body, query, model, drawn_seed)

@@ -1,22 +1,19 @@
-"""What bodies of `/ai/run` say of batches: many requests for one model, or the id under which their results are asked.
+"""Bodies of `/ai/run` about batches: many requests for one model, or the id under which their results are asked for.
 
-It splits a batch and checks one request of it at a time, with the dialect of the model's own bodies. It keeps nothing.
+It splits a batch and checks one request of it at a time, with the dialect of the model's own bodies. It stores nothing.
 """
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from gateway.api.dialect import AnyRequest, BatchRequest, BatchResultsRequest, Dialect, GenerationRequest
 from gateway.errors import ApiError, bad_input
 from gateway.http.json_body import decode_body, query_options
 from gateway.inference.embedding_types import EmbeddingRequest
 from tenants.records.batches import BATCH_BYTES_MAX, BATCH_ITEMS_MAX
-
-if TYPE_CHECKING:
-    from gateway.inference.reply import Dialect
 
 REFERENCE_MAX: Final = 512
 _POLL_BYTES_MAX: Final = 256
@@ -41,35 +38,20 @@ class ResultsInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: Annotated[str, Meta(max_length=64)]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """`dialect` reads each of the requests."""
-
-    model: str
-    requests: list[msgspec.Raw]
-    dialect: "Dialect"
-
-
-@dataclass(frozen=True, slots=True)
-class BatchResultsRequest:
-    model: str
-    request_id: str
-
-
 _batches: Final = msgspec.json.Decoder(BatchInput)
 _results: Final = msgspec.json.Decoder(ResultsInput)
 _requests: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _references: Final = msgspec.json.Decoder(Annotated[str, Meta(max_length=REFERENCE_MAX)] | None)
 
 
-def read_batch(body: bytes, query: bytes, model: str, dialect: "Dialect") -> BatchRequest | BatchResultsRequest | None:
-    """None where the body is no batch's. Raises Refusal."""
+def read_batch(body: bytes, query: bytes, model: str, dialect: Dialect) -> BatchRequest | BatchResultsRequest | None:
+    """The body's batch, or the question for one; None where it is neither. Raises ApiError."""
     if len(body) <= _POLL_BYTES_MAX and _ASKS_RESULTS.match(body):
         return BatchResultsRequest(model, decode_body(body, _results).request_id)
-    said = query_options(query).get("queueRequest", "") if query else ""
-    if said in ("", "false", "0"):
+    queued = query_options(query).get("queueRequest", "") if query else ""
+    if queued in ("", "false", "0"):
         return None
-    if said not in ("true", "1"):
+    if queued not in ("true", "1"):
         raise bad_input("the option 'queueRequest' is true or false", "queueRequest")
     if len(body) > BATCH_BYTES_MAX:
         raise bad_input(f"a batch has at most {BATCH_BYTES_MAX} bytes; send it in parts", "requests")
@@ -77,7 +59,7 @@ def read_batch(body: bytes, query: bytes, model: str, dialect: "Dialect") -> Bat
 
 
 def _split(body: bytes) -> list[msgspec.Raw]:
-    """What is inside of the requests is looked at one by one: 15 ms for 10 MB, which hold up nobody for long."""
+    """The requests, whose contents are checked one by one later: 15 ms for 10 MB, which delay nobody for long."""
     try:
         return _batches.decode(body).requests
     except msgspec.ValidationError as error:
@@ -87,41 +69,42 @@ def _split(body: bytes) -> list[msgspec.Raw]:
         raise bad_input("the body is not valid JSON (UTF-8, no NaN, no comments); send one JSON object") from None
 
 
-def check_item(asked: BatchRequest, place: int) -> tuple[bytes, str | None]:
-    """The body of the request at this place without its reference, and that. Raises Refusal, which names the place."""
+def check_item(batch: BatchRequest, index: int) -> tuple[bytes, str | None]:
+    """The body of the batch's request at this index without its reference, and the reference. Raises ApiError, which
+    names the index."""
     try:
-        fields = decode_body(bytes(asked.requests[place]), _requests)
+        fields = decode_body(bytes(batch.requests[index]), _requests)
         reference = _reference(fields.pop("external_reference", None))
         body = msgspec.json.encode(fields)
-        _refuse_unqueued(asked.dialect.read(body, b"", asked.model, 0))
+        _refuse_unqueued(batch.dialect.read(body, b"", batch.model, 0))
     except ApiError as refusal:
-        raise _placed(refusal, f"requests[{place}]") from None
+        raise _placed(refusal, f"requests[{index}]") from None
     return body, reference
 
 
-def _reference(said: msgspec.Raw | None) -> str | None:
-    if said is None:
+def _reference(raw: msgspec.Raw | None) -> str | None:
+    if raw is None:
         return None
     try:
-        reference: str | None = _references.decode(said)
+        reference: str | None = _references.decode(raw)
     except msgspec.ValidationError:
         problem = f"is a text of at most {REFERENCE_MAX} characters"
         raise bad_input(f"'external_reference' {problem}", "external_reference") from None
     return reference
 
 
-def _refuse_unqueued(asked: Any) -> None:
-    """What only has a sense where somebody waits for the answer."""
-    vectors = isinstance(asked, EmbeddingRequest)
-    if not vectors and asked.prompt.stream:
+def _refuse_unqueued(request: AnyRequest) -> None:
+    """Raises ApiError for wishes that make sense only while somebody waits for the answer."""
+    if isinstance(request, GenerationRequest) and request.prompt.stream:
         raise bad_input("'stream' needs somebody who listens; leave it out of a queued request", "stream")
-    within = asked.texts.options if vectors else asked.prompt.options
-    if within is not None and (within.rejectIfBusy or within.requestTimeoutMs is not None):
+    assert isinstance(request, GenerationRequest | EmbeddingRequest), "a batch holds requests for text or vectors"
+    options = request.texts.options if isinstance(request, EmbeddingRequest) else request.prompt.options
+    if options is not None and (options.rejectIfBusy or options.requestTimeoutMs is not None):
         raise bad_input("'options': a queued request waits for its turn; leave its time limits out", "options")
 
 
 def _placed(refusal: ApiError, place: str) -> ApiError:
-    """The same, of the request at this place: `'messages'` becomes `'requests[3].messages'`."""
+    """The same error with the place of the request in its field: `'messages'` becomes `'requests[3].messages'`."""
     param, message = refusal.param, refusal.message
     if param is not None and f"'{param}" in message:
         message = message.replace(f"'{param}", f"'{place}.{param}", 1)

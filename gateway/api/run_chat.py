@@ -9,12 +9,13 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api import chat, completions
+from gateway.api.dialect import GenerationRequest
 from gateway.api.run_fields import run_prompt
 from gateway.errors import bad_input
 from gateway.http import sse
 from gateway.http.json_body import decode_body
-from gateway.inference import reply
 from gateway.inference.prompt import Messages, ShortText, check_same_model
+from gateway.inference.reply import Reply
 from gateway.inference.run_options import RunOptionsBody
 
 
@@ -37,7 +38,7 @@ class RunChatDialect:
     def __init__(self) -> None:
         self._paddings = sse.paddings()
 
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> reply.GenerationRequest:
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is not None, "the path names the model"
         asked = decode_body(body, _decoder)
         check_same_model(asked.model, model)
@@ -46,10 +47,10 @@ class RunChatDialect:
             raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
         prompt = chat.prompt_of(asked, found, drawn_seed, asked.options)
 
-        def answer(model: str, id: str, taken: int) -> reply.Reply:
+        def answer(model: str, id: str, taken: int) -> Reply:
             if prompt.messages is not None:
                 return chat.ChatReply(prompt, chat.chunks_of(prompt, model, id, taken, self._paddings, enveloped=True))
             chunks = completions.chunks_of(prompt, model, id, taken, self._paddings, enveloped=True)
             return completions.CompletionsReply(prompt, chunks, shown=prompt.n, scored=bool(asked.logprobs))
 
-        return reply.GenerationRequest(model, prompt, answer)
+        return GenerationRequest(model, prompt, answer)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from gateway.api.dialect import GenerationRequest
 from gateway.api.run_fields import refuse_lora, run_prompt
 from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
 from gateway.errors import ApiError, bad_input
@@ -33,7 +34,7 @@ from gateway.inference.prompt import (
     template_options,
     tool_definitions,
 )
-from gateway.inference.reply import Completion, GenerationRequest, ScoredToken, ToolUse, Usage, enveloped
+from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage, enveloped
 from gateway.inference.run_options import RunOptionsBody
 from gateway.inference.tool_choice import ToolChoiceField, select_tools
 

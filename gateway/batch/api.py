@@ -13,7 +13,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway import errors
-from gateway.api.run_batch import BatchRequest, BatchResultsRequest, check_item
+from gateway.api.dialect import BatchRequest, BatchResultsRequest
+from gateway.api.run_batch import check_item
 from gateway.batch.encryption import BatchEncryption, StoredRequest, join_responses
 from gateway.catalogue.catalogue import Model
 from gateway.errors import bad_input
@@ -31,7 +32,7 @@ _UNKEPT: Final = (b"cache-control", b"no-store")
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Of a batch's requests. Those that neither succeeded nor failed wait, run, or were cancelled."""
+    """The requests of a batch. The others wait, run, or were cancelled."""
 
     total: int
     succeeded: int
@@ -64,31 +65,38 @@ class BatchesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BatchApi:
-    """One store's. `came` is set when a batch came."""
+    """One store's. `arrived` is set when a batch arrives."""
 
     def __init__(
-        self, batches: BatchStore, vault: BatchEncryption, keep_s: float, calendar: Callable[[], float]
+        self, batches: BatchStore, encryption: BatchEncryption, keep_s: float, calendar: Callable[[], float]
     ) -> None:
         self._batches = batches
-        self._vault = vault
+        self._encryption = encryption
         self._keep_s = int(keep_s)
         self._calendar = calendar
-        self.came = asyncio.Event()
+        self.arrived = asyncio.Event()
 
     async def answer(
-        self, exchange: Exchange, caller: Caller, model: Model, asked: BatchRequest | BatchResultsRequest, zero: bool
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        model: Model,
+        request: BatchRequest | BatchResultsRequest,
+        zero_retention: bool,
     ) -> None:
-        """One call of `/ai/run` about a batch. Raises Refusal and ClientGone."""
+        """One call of `/ai/run` about a batch. Raises ApiError and ClientDisconnected."""
         try:
-            if isinstance(asked, BatchRequest):
-                await self._submit(exchange, caller, model, asked, zero)
+            if isinstance(request, BatchRequest):
+                await self._submit(exchange, caller, model, request, zero_retention)
             else:
-                await self._results(exchange, await self._find(caller, asked.request_id, model.name))
+                await self._results(exchange, await self._find(caller, request.request_id, model.name))
         except StoreUnavailable:
             raise errors.store_unavailable() from None
 
-    async def _submit(self, exchange: Exchange, caller: Caller, model: Model, asked: BatchRequest, zero: bool) -> None:
-        if zero:
+    async def _submit(
+        self, exchange: Exchange, caller: Caller, model: Model, request: BatchRequest, zero_retention: bool
+    ) -> None:
+        if zero_retention:
             raise errors.not_kept()
         options = run_options(exchange.headers, exchange.query)
         if options.reject_if_busy or options.timeout_ms is not None:
@@ -99,34 +107,35 @@ class BatchApi:
             account_id=caller.account.id,
             token_id=caller.token_id,
             model=model.name,
-            items=len(asked.requests),
+            items=len(request.requests),
             keep_s=self._keep_s,
             created_at=now,
             expires_at=now + ARRIVING_S,
         )
         read = []
         for place in range(batch.items):
-            read.append(check_item(asked, place))
+            read.append(check_item(request, place))
             if place % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)
         if not await self._batches.begin(batch):
             raise errors.too_many_batches()
-        safe = self._vault.safe(batch.account_id, batch.id)
+        cipher = self._encryption.cipher(batch.account_id, batch.id)
         for first in range(0, batch.items, _SLICE):
-            kept = (StoredRequest(*one, options.tags, options.metadata) for one in read[first : first + _SLICE])
-            sealed = [safe.seal_request(place, one) for place, one in enumerate(kept, first)]
+            stored = (StoredRequest(*one, options.tags, options.metadata) for one in read[first : first + _SLICE])
+            sealed = [cipher.seal_request(place, one) for place, one in enumerate(stored, first)]
             await self._batches.add_items(batch.account_id, batch.id, first, sealed)
             await asyncio.sleep(0)
         await self._batches.open(batch.account_id, batch.id)
-        self.came.set()
+        self.arrived.set()
         await _answer(exchange, {"status": "queued", "request_id": batch.id, "model": model.name})
 
     async def _find(self, caller: Caller, batch_id: str, model: str | None = None) -> BatchJob:
-        """Another account's is as one that is not there, and so is one of a model that the token may not call."""
-        found = await self._batches.get(caller.account.id, batch_id)
-        if found is None or found.model != (model or found.model) or not caller.grant.serves(found.model):
+        """The account's batch. Raises ApiError, which is the same for another account's batch, for a model that the
+        token may not call, and for a batch that does not exist."""
+        batch = await self._batches.get(caller.account.id, batch_id)
+        if batch is None or batch.model != (model or batch.model) or not caller.grant.serves(batch.model):
             raise errors.no_such_batch()
-        return found
+        return batch
 
     async def _results(self, exchange: Exchange, batch: BatchJob) -> None:
         if batch.status.open:
@@ -138,26 +147,26 @@ class BatchApi:
         await _answer(exchange, result)
 
     async def _responses(self, batch: BatchJob) -> msgspec.Raw:
-        """Of all that ended."""
-        safe, found = self._vault.safe(batch.account_id, batch.id), []
+        """The results of all requests that have ended."""
+        cipher, opened = self._encryption.cipher(batch.account_id, batch.id), []
         for first in range(0, batch.items, _SLICE):
             ended = await self._batches.results(batch.account_id, batch.id, first, _SLICE)
-            found += [(one.place, safe.open_result(one.place, one.result)) for one in ended]
+            opened += [(one.place, cipher.open_result(one.place, one.result)) for one in ended]
             await asyncio.sleep(0)
-        return msgspec.Raw(join_responses(found))
+        return msgspec.Raw(join_responses(opened))
 
-    async def list(self, exchange: Exchange, caller: Caller) -> None:
-        """All of the account's, the newest first. Raises Refusal."""
+    async def list_batches(self, exchange: Exchange, caller: Caller) -> None:
+        """The account's batches, the newest first. Raises ApiError."""
         wanted = decode_query(exchange.query, BatchesQuery).status
         try:
-            found = await self._batches.of_account(caller.account.id)
+            batches = await self._batches.of_account(caller.account.id)
         except StoreUnavailable:
             raise errors.store_unavailable() from None
-        shown = [batch for batch in found if caller.grant.serves(batch.model) and wanted in (None, batch.status)]
+        shown = [batch for batch in batches if caller.grant.serves(batch.model) and wanted in (None, batch.status)]
         await _answer(exchange, [_item(batch) for batch in shown])
 
-    async def one(self, exchange: Exchange, caller: Caller, batch_id: str) -> None:
-        """GET says how far it is, DELETE cancels what has not ended of it. Raises Refusal."""
+    async def get_or_cancel(self, exchange: Exchange, caller: Caller, batch_id: str) -> None:
+        """GET tells how far the batch is, DELETE cancels what has not ended. Raises ApiError."""
         try:
             batch = await self._find(caller, batch_id)
             if exchange.method == "DELETE":

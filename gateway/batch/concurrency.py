@@ -14,24 +14,24 @@ _RISE, _FALL = 1.0, 0.8
 
 
 class ConcurrencyController:
-    """`most` at once. Call `adjust` every so often."""
+    """At most `limit` requests at once. Call `adjust` every so often."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._most = _FIRST
+        self._limit = _FIRST
         self._taken_s = 0.0
         self._since = clock()
 
     @property
-    def most(self) -> int:
-        return int(self._most)
+    def limit(self) -> int:
+        return int(self._limit)
 
     def adjust(self) -> None:
         """By what was taken of the loop's time since the last call: slowly more, quickly less."""
         now = self._clock()
         share, self._taken_s, self._since = self._taken_s / max(now - self._since, 1e-9), 0.0, now
-        self._most = (
-            max(1.0, self._most * _FALL) if share > LOOP_SHARE_MAX else min(CONCURRENCY_MAX, self._most + _RISE)
+        self._limit = (
+            max(1.0, self._limit * _FALL) if share > LOOP_SHARE_MAX else min(CONCURRENCY_MAX, self._limit + _RISE)
         )
 
     @coroutine

@@ -1,6 +1,6 @@
 """Bodies and results of batches at rest: encrypted under keys that are made of the server's secret, one for each batch.
 
-Whoever has the store alone opens nothing. It knows neither what is sealed nor where it is kept.
+The store alone opens nothing. This module knows neither what is sealed nor where it is stored.
 """
 
 import hmac
@@ -15,7 +15,7 @@ _NONCE_BYTES: Final = 12
 
 
 class StoredRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request of a batch: its body, and what the caller said beside it."""
+    """A request of a batch: its body, and what came beside it."""
 
     body: bytes
     reference: str | None
@@ -24,12 +24,12 @@ class StoredRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchCipher(NamedTuple):
-    """One batch's. What is sealed for a place and a purpose opens for no other."""
+    """The cipher of one batch. What is sealed for a place and a purpose opens for no other."""
 
     cipher: AESGCM
 
-    def seal_request(self, place: int, kept: StoredRequest) -> bytes:
-        return self._seal(b"request", place, msgspec.msgpack.encode(kept))
+    def seal_request(self, place: int, request: StoredRequest) -> bytes:
+        return self._seal(b"request", place, msgspec.msgpack.encode(request))
 
     def open_request(self, place: int, sealed: bytes) -> StoredRequest:
         return msgspec.msgpack.decode(self._open(b"request", place, sealed), type=StoredRequest)
@@ -49,12 +49,12 @@ class BatchCipher(NamedTuple):
 
 
 class BatchEncryption:
-    """`secret` is the server's."""
+    """Gives each batch its cipher. `secret` is the server's."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = hmac.digest(secret, b"hearth batches", "sha256")
 
-    def safe(self, account_id: str, batch_id: str) -> BatchCipher:
+    def cipher(self, account_id: str, batch_id: str) -> BatchCipher:
         return BatchCipher(AESGCM(hmac.digest(self._secret, f"{account_id}\n{batch_id}".encode(), "sha256")))
 
 

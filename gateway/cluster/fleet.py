@@ -1,7 +1,7 @@
-"""Who can serve: what machines say of their replicas, the connections to both, and requests that wait for a model.
+"""The replicas that can serve: what machines report, the connections to both, and requests that wait for a model.
 
-It knows asyncio, and nothing of HTTP, text or tenants. A model that is not on a device is asked for: its requests wait
-here, their machines are told how many there are, and all go on once a replica moves toward the device.
+It knows asyncio, and nothing of HTTP, text or tenants. Requests for a model that is not on a device wait here; machines
+are told how many there are, and all go on once a replica moves toward the device.
 """
 
 import asyncio
@@ -12,20 +12,23 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from engine.protocol import frames
 from engine.protocol.address import parse_address
 from engine.protocol.types import Residency
 from gateway.cluster import route
-from gateway.cluster.client import MachineConnection, ReplicaClient, ReplicaConnection, connect, error_text
+from gateway.cluster.client import ReplicaClient, ReplicaConnection
+from gateway.cluster.connection import connect, error_text
+from gateway.cluster.machine_link import MachineConnection
 from gateway.cluster.replica_counters import RecentLoad, ReplicaCounters
 from gateway.cluster.wake_queue import WakeQueue
 
 BACKOFF_S: Final = (0.05, 2.0)
-LEAVING_MS: Final = 1000  # what leaves the device is reckoned to be back in
-RETRY_SOON_S: Final = 5  # where no machine can tell when it serves
-RETRY_LATER_S: Final = 30  # where none can serve it
+LEAVING_MS: Final = 1000  # the estimate for a replica that leaves the device to be back
+RETRY_SOON_S: Final = 5  # where no machine can tell when the model is ready
+RETRY_LATER_S: Final = 30  # where no machine can serve it
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ class NoReplicaAvailable(Exception):
 
 @dataclass(slots=True)
 class _ReplicaEntry:
-    """A replica that a machine told of, and the task that keeps the connection to it."""
+    """A replica that a machine reported, and the task that keeps the connection to it."""
 
     state: frames.ReplicaState
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,7 +56,7 @@ class _ReplicaEntry:
 
     @property
     def present(self) -> bool:
-        """Whether it is on the device, to stay."""
+        """Whether it is on the device and stays there."""
         return self.state.residency is self.state.toward is Residency.DEVICE
 
     @property
@@ -62,18 +65,18 @@ class _ReplicaEntry:
         return self.state.residency < self.state.toward is Residency.DEVICE
 
     @property
-    def resting(self) -> bool:
-        """Whether it is where it is to be, and not on the device."""
+    def at_rest(self) -> bool:
+        """Whether it is where its machine wants it, and not on the device."""
         return self.state.residency is self.state.toward is not Residency.DEVICE
 
     @property
     def hopeless(self) -> bool:
-        """Whether nobody needs to wait for it: it cannot be, or died so often that it is not started for a while."""
+        """Whether waiting is in vain: it cannot run, or died so often that it is not started for a while."""
         return self.state.ready_ms < 0 or self.state.quarantined
 
     @property
     def expected_ms(self) -> int | None:
-        """Until it could serve, as far as its machine can tell. One that is about to leave may soon be back."""
+        """Time until it could serve, as far as its machine can tell. A replica that leaves may soon be back."""
         if self.hopeless:
             return None
         leaves = self.state.toward < self.state.residency is Residency.DEVICE
@@ -86,7 +89,7 @@ class _ReplicaEntry:
 
     @property
     def reachable(self) -> bool:
-        """Whether there is a process, or is to be."""
+        """Whether its process exists or is about to start."""
         return self.state.residency is not Residency.DISK or self.starting
 
     @property
@@ -99,9 +102,9 @@ class _ReplicaEntry:
 class ReplicaView:
     """One replica as this gateway sees it, for readiness, metrics and operators.
 
-    machine     the address of its own.
-    ready       it serves.
-    expected_s  until it could serve if it were asked for now; None: it cannot, or nobody can tell.
+    machine     the address of its machine.
+    ready       whether it serves.
+    expected_s  the time until it could serve a request of now; None: it cannot, or no machine can tell.
     load        None while there is no connection.
     """
 
@@ -111,7 +114,7 @@ class ReplicaView:
     expected_s: float | None
     problem: str
     load: frames.ReplicaLoad | None
-    lately: RecentLoad
+    recent_load: RecentLoad
 
     @property
     def model(self) -> str:
@@ -120,74 +123,74 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class MachineView:
-    """What a machine said last, and why there is no connection to it, where there is none."""
+    """A machine's last report, and why there is no connection to it, if there is none."""
 
     address: str
-    said: frames.MachineState
+    report: frames.MachineState
     problem: str
     replicas: list[ReplicaView]
 
 
 class ReplicaFleet:
-    """All machines' replicas. `run` keeps the connections; `link` chooses among those that can serve. `waited` is told
-    of each request that found its model asleep for how long it waited: until a replica began with it, or it gave up.
+    """All machines' replicas. `run` keeps the connections; `acquire` chooses among those that can serve. `on_waited`
+    gets, for each request that found its model asleep, how long it waited until a replica began with it or it gave up.
     """
 
     def __init__(
         self,
         machine_addresses: Sequence[str],
         *,
-        waited: Callable[[str, float], None] = lambda model, seconds: None,
+        on_waited: Callable[[str, float], None] = lambda model, seconds: None,
         rng: random.Random | None = None,
     ) -> None:
         for address in machine_addresses:
-            parse_address(address)  # a wrong one is an error at the start, not a retry for ever
+            parse_address(address)  # a wrong address is an error at the start, not a retry for ever
         self._addresses = list(dict.fromkeys(machine_addresses))
         self._rng = rng or random.Random()
-        self.tally = ReplicaCounters()
-        self._waited = waited
-        self._waiters = WakeQueue(self._tell)
-        self._known: dict[tuple[str, str], _ReplicaEntry] = {}
+        self.counters = ReplicaCounters()
+        self._on_waited = on_waited
+        self._wake_queue = WakeQueue(self._send_demand)
+        self._replicas: dict[tuple[str, str], _ReplicaEntry] = {}
         self._machines: dict[str, MachineConnection] = {}
-        self._said: dict[str, frames.MachineState] = {}
+        self._reports: dict[str, frames.MachineState] = {}
         self._problems: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Connects to the machines and to what they tell of, again and again, until cancelled."""
+        """Connects to the machines and to the replicas they report, again and again, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._waiters.run())
+            group.create_task(self._wake_queue.run())
             for address in self._addresses:
                 group.create_task(self._keep_machine(address, group))
 
     # What is known
 
     def replicas(self) -> list[ReplicaView]:
-        """What is known now, in the order in which it became known."""
-        return [self._seen(machine, known) for (machine, _), known in self._known.items()]
+        """All known replicas, in the order in which they were reported first."""
+        return [self._view(machine, entry) for (machine, _), entry in self._replicas.items()]
 
-    def _seen(self, machine: str, known: _ReplicaEntry) -> ReplicaView:
-        state, connection = known.state, known.connection
-        serves = known.ready and known.present
-        expected_ms = known.expected_ms if machine in self._machines else None
+    def _view(self, machine: str, entry: _ReplicaEntry) -> ReplicaView:
+        state, connection = entry.state, entry.connection
+        serves = entry.ready and entry.present
+        expected_ms = entry.expected_ms if machine in self._machines else None
         return ReplicaView(
             machine=machine,
             state=state,
             ready=serves,
             expected_s=0.0 if serves else None if expected_ms is None else expected_ms / 1000,
-            problem="" if serves else state.problem or (known.problem if known.reachable else ""),
+            problem="" if serves else state.problem or (entry.problem if entry.reachable else ""),
             load=connection.load if connection else None,
-            lately=connection.lately if connection else RecentLoad(),
+            recent_load=connection.recent_load if connection else RecentLoad(),
         )
 
     def machines(self) -> list[MachineView]:
-        """All of the configuration, in its order."""
-        seen = self.replicas()
+        """All machines of the configuration, in its order."""
+        views = self.replicas()
         return [
             MachineView(
                 address,
-                self._said.get(address, frames.MachineState("", [])),
+                self._reports.get(address, frames.MachineState("", [])),
                 self._problems.get(address, ""),
-                [replica for replica in seen if replica.machine == address],
+                [view for view in views if view.machine == address],
             )
             for address in self._addresses
         ]
@@ -197,47 +200,52 @@ class ReplicaFleet:
         return dict(self._problems)
 
     def waiting(self, model: str) -> int:
-        """Requests that wait here for the model to come."""
-        return self._waiters.count(model)
+        """How many requests wait here for the model."""
+        return self._wake_queue.count(model)
 
     def hello(self, model: str) -> frames.Hello | None:
-        """What a replica of this model said of itself, on the device or asleep; None while none is connected."""
-        of = [known for known in self._of(model) if known.ready]
-        first = min(of, key=lambda known: not known.present, default=None)
+        """What a replica of this model reported about itself, on the device or asleep; None while none is connected."""
+        ready = [entry for entry in self._entries(model) if entry.ready]
+        first = min(ready, key=lambda entry: not entry.present, default=None)
         return first.connection.hello if first and first.connection else None
+
+    def context_tokens(self, model: str, default: int) -> int:
+        """The context of the model's replicas; `default` while none is connected."""
+        hello = self.hello(model)
+        return default if hello is None else hello.context_tokens
 
     def serves(self, model: str) -> bool:
         """Whether a replica of the model is on a device, and connected."""
-        return bool(self._present(model))
+        return bool(self._serving(model))
 
     def busy(self, model: str) -> int | None:
-        """In how many seconds one more request could begin, where it would have to wait for others or for the model
-        itself. None where it would not, and where nobody can say that it ever could."""
-        present = self._present(model)
-        if present:
-            waits = all(replica.load is not None and replica.load.waiting > 0 for replica in present)
+        """Seconds until one more request could begin, if it had to wait for others or for the model itself. None if it
+        had not, and if no machine can tell."""
+        serving = self._serving(model)
+        if serving:
+            waits = all(replica.load is not None and replica.load.waiting > 0 for replica in serving)
             return 1 if waits else None
         return self.expected_s(model)
 
     def expected_s(self, model: str) -> int | None:
-        """In how many whole seconds a model that sleeps could serve. None where it does, and where nobody can tell."""
-        waits_ms = [known.expected_ms for known in self._of(model) if known.expected_ms is not None]
+        """Whole seconds until a model that sleeps could serve. None if it serves now, and if no machine can tell."""
+        waits_ms = [entry.expected_ms for entry in self._entries(model) if entry.expected_ms is not None]
         return math.ceil(min(waits_ms) / 1000) if waits_ms and not self.serves(model) else None
 
-    def spare(self, model: str, most: int) -> int:
-        """How many more sequences may go into the background, where each replica of this model on the device without
-        live ones that wait has so many."""
-        calm = [each for each in self._present(model) if not (each.load and each.load.waiting)]
-        return sum(max(0, most - each.background) for each in calm)
+    def spare(self, model: str, limit: int) -> int:
+        """How many more background sequences this model's replicas may get: each of them `limit` in all, while no live
+        sequence waits there."""
+        idle = [replica for replica in self._serving(model) if not (replica.load and replica.load.waiting)]
+        return sum(max(0, limit - replica.background) for replica in idle)
 
-    def queue(self, model: str, requests: int, weight: float) -> None:
-        """So many requests of batches wait for a model that sleeps, until it is said otherwise: machines hear of them
-        while nobody else waits for it."""
-        self._waiters.queue(model, requests, weight)
+    def set_batch_demand(self, model: str, requests: int, weight: float) -> None:
+        """Sets how many requests of batches wait for a model that sleeps: machines hear of them while no live request
+        waits for it."""
+        self._wake_queue.set_batch_demand(model, requests, weight)
 
     # Choosing
 
-    async def link(
+    async def acquire(
         self,
         model: str,
         scope: bytes,
@@ -248,189 +256,189 @@ class ReplicaFleet:
         weight: float = 1.0,
         background: bool = False,
     ) -> ReplicaClient:
-        """A replica for this prompt (packed u32), waiting until the loop's clock shows `deadline` at the latest. The
-        same one for all calls of a scope's session, as long as it lives and has no more than its share of the load. For
-        live calls what is in the background there is no load, and what is in the background waits for no model: it
-        would wake it. Those of more `weight` go on first.
+        """A replica for this prompt (packed u32), waiting until the loop's clock shows `deadline` at the latest.
 
-        Raises Unavailable.
+        All calls of a scope's session get the same replica, while it lives and has no more than its share of the load.
+        Background sequences are no load for live calls. A call in the background never waits for a model: that would
+        wake it. Waiting calls of more `weight` go on first. Raises NoReplicaAvailable.
         """
         began_s, waited = time.monotonic(), False
         late = background or asyncio.get_running_loop().time() >= deadline
-        while not (able := self._able(model)):
+        while not (replicas := self._serving_or_starting(model)):
             if late or self._hopeless(model):
                 if waited:
-                    self._waited(model, time.monotonic() - began_s)
+                    self._on_waited(model, time.monotonic() - began_s)
                 raise self._unavailable(model)
             waited = True
             try:
-                await self._waiters.wait(model, weight, deadline)
+                await self._wake_queue.wait(model, weight, deadline)
             except TimeoutError:
                 late = True
         candidates = [
             route.Candidate(replica.address, replica.sequences + (replica.background if background else 0))
-            for replica in able
+            for replica in replicas
         ]
-        chosen = able[route.pick(candidates, scope, tokens, session)]
-        asleep = waited or not self._present(model)
+        chosen = replicas[route.pick(candidates, scope, tokens, session)]
+        asleep = waited or not self._serving(model)
         return ReplicaClient(chosen, time.monotonic() - began_s if waited else 0.0, began_s if asleep else None)
 
-    def _of(self, model: str) -> list[_ReplicaEntry]:
-        return [known for known in self._known.values() if known.state.model == model]
+    def _entries(self, model: str) -> list[_ReplicaEntry]:
+        return [entry for entry in self._replicas.values() if entry.state.model == model]
 
-    def _present(self, model: str) -> list[ReplicaConnection]:
-        """Those that serve it."""
-        return [known.connection for known in self._of(model) if known.connection and known.ready and known.present]
+    def _serving(self, model: str) -> list[ReplicaConnection]:
+        """Replicas that serve `model` now."""
+        ready = [entry for entry in self._entries(model) if entry.ready and entry.present]
+        return [entry.connection for entry in ready if entry.connection]
 
-    def _able(self, model: str) -> list[ReplicaConnection]:
-        """Those that serve it; where there are none, those that will in a moment: what they are sent waits there."""
-        return self._present(model) or [
-            known.connection for known in self._of(model) if known.connection and known.ready and known.coming
+    def _serving_or_starting(self, model: str) -> list[ReplicaConnection]:
+        """Replicas that serve `model` now; if none, those about to, where requests queue."""
+        return self._serving(model) or [
+            entry.connection for entry in self._entries(model) if entry.connection and entry.ready and entry.coming
         ]
 
-    def _away(self, model: str) -> list[str]:
-        """Machines that may have the model, and cannot be asked now: those that had it, or were never heard."""
+    def _unreachable(self, model: str) -> list[str]:
+        """Machines without a connection that may have the model: they had it, or never sent a report."""
         return [
             address
             for address in self._addresses
             if address not in self._machines
-            and (address not in self._said or model in {state.model for state in self._said[address].replicas})
+            and (address not in self._reports or model in {state.model for state in self._reports[address].replicas})
         ]
 
     def _hopeless(self, model: str) -> bool:
-        """Whether its machines say that it cannot be served, now or ever. One that comes back may say otherwise."""
-        of = self._of(model)
-        return bool(of) and not self._away(model) and all(known.hopeless for known in of)
+        """Whether all its machines report that it cannot be served. A machine that comes back may report otherwise."""
+        entries = self._entries(model)
+        return bool(entries) and not self._unreachable(model) and all(entry.hopeless for entry in entries)
 
     def _unavailable(self, model: str) -> NoReplicaAvailable:
-        of = self._of(model)
-        if not of:
-            why = "; ".join(self._problems.values()) or "no machine serves it"
-            return NoReplicaAvailable(f"nothing serves {model} now: {why}", False, RETRY_LATER_S)
-        why = self._why(model)
+        entries = self._entries(model)
+        if not entries:
+            reason = "; ".join(self._problems.values()) or "no machine serves it"
+            return NoReplicaAvailable(f"nothing serves {model} now: {reason}", False, RETRY_LATER_S)
+        reason = self._unavailable_reason(model)
         if self._hopeless(model):
-            pauses_ms = [known.state.ready_ms for known in of if known.state.ready_ms > 0]
+            pauses_ms = [entry.state.ready_ms for entry in entries if entry.state.ready_ms > 0]
             retry_after_s = math.ceil(min(pauses_ms) / 1000) if pauses_ms else RETRY_LATER_S
-            return NoReplicaAvailable(f"{model} cannot be served: {why}", False, retry_after_s)
-        return NoReplicaAvailable(f"{model} is not ready: {why}", True, self.expected_s(model) or RETRY_SOON_S)
+            return NoReplicaAvailable(f"{model} cannot be served: {reason}", False, retry_after_s)
+        return NoReplicaAvailable(f"{model} is not ready: {reason}", True, self.expected_s(model) or RETRY_SOON_S)
 
-    def _why(self, model: str) -> str:
-        """What its machines say, and of those that are away that they are."""
-        away = self._away(model)
-        told = {
-            known.state.problem or known.problem or ("asleep" if known.resting else "loading")
-            for (machine, _), known in self._known.items()
-            if known.state.model == model and machine not in away
+    def _unavailable_reason(self, model: str) -> str:
+        """What its connected machines report, and which machines have no connection."""
+        unreachable = self._unreachable(model)
+        problems = {
+            entry.state.problem or entry.problem or ("asleep" if entry.at_rest else "loading")
+            for (machine, _), entry in self._replicas.items()
+            if entry.state.model == model and machine not in unreachable
         }
-        return "; ".join(sorted(told.union(self._problems.get(address, "loading") for address in away)))
+        return "; ".join(sorted(problems.union(self._problems.get(address, "loading") for address in unreachable)))
 
-    def _changed(self) -> None:
-        """Something can serve now, or not any more."""
-        for model in self._waiters.models:
-            if self._able(model) or self._hopeless(model):
-                self._waiters.release(model)
+    def _on_change(self) -> None:
+        """Releases the requests of models that can be served now, or not any more."""
+        for model in self._wake_queue.models:
+            if self._serving_or_starting(model) or self._hopeless(model):
+                self._wake_queue.release(model)
 
-    def _tell(self, wake: frames.ModelDemand) -> None:
+    def _send_demand(self, demand: frames.ModelDemand) -> None:
         for machine in self._machines.values():
-            if wake.model in machine.models:
-                machine.tell(wake)
+            if demand.model in machine.models:
+                machine.send_demand(demand)
 
     # Connections
 
     async def _keep_machine(self, address: str, group: asyncio.TaskGroup) -> None:
-        def told(machine: MachineConnection, fleet: frames.MachineState) -> None:
+        def on_report(machine: MachineConnection, report: frames.MachineState) -> None:
             self._machines[address] = machine
-            self._told(address, machine, fleet, group)
+            self._on_report(address, machine, report, group)
 
-        waits = self._waits()
+        backoff = self._backoff()
         while True:
             try:
-                machine = await connect(address, lambda: MachineConnection(told))
+                machine = await connect(address, lambda: MachineConnection(on_report))
             except (OSError, TimeoutError) as error:
                 self._problems[address] = f"the machine at {address} cannot be reached: {error_text(error)}"
             else:
                 self._problems.pop(address, None)
-                await machine.until_lost()
+                await machine.wait_closed()
                 self._machines.pop(address, None)
-                self._problems[address] = f"the machine at {address} was lost: {machine.why}"
-                waits = self._waits()
-            await asyncio.sleep(next(waits))
+                self._problems[address] = f"the machine at {address} was lost: {machine.close_reason}"
+                backoff = self._backoff()
+            await asyncio.sleep(next(backoff))
 
-    def _told(
-        self, address: str, machine: MachineConnection, fleet: frames.MachineState, group: asyncio.TaskGroup
+    def _on_report(
+        self, address: str, machine: MachineConnection, report: frames.MachineState, group: asyncio.TaskGroup
     ) -> None:
-        """A machine's new word replaces its old one. Connections stay: they end by themselves when a replica does."""
-        self._said[address] = fleet
-        told = {state.address: state for state in fleet.replicas}
-        for key in [key for key in self._known if key[0] == address and key[1] not in told]:
-            known = self._known.pop(key)
-            self.tally.forget(known.state.address)
-            if known.task is not None:
-                known.task.cancel()
-        for replica, state in told.items():
-            before = self._known.get((address, replica))
+        """Replaces a machine's last report. Connections stay: they end by themselves when a replica does."""
+        self._reports[address] = report
+        states = {state.address: state for state in report.replicas}
+        for key in [key for key in self._replicas if key[0] == address and key[1] not in states]:
+            entry = self._replicas.pop(key)
+            self.counters.remove(entry.state.address)
+            if entry.task is not None:
+                entry.task.cancel()
+        for replica, state in states.items():
+            before = self._replicas.get((address, replica))
             hopeless = before is not None and before.hopeless
-            known = self._known.setdefault((address, replica), _ReplicaEntry(state))
-            known.state = state
-            if known.hopeless and not hopeless:
-                _tell_operators(fleet.machine, state)
-            self._follow(known, group)
-        models = frozenset(state.model for state in fleet.replicas)
-        unheard, machine.models = models - machine.models, models
-        for model in unheard.intersection(self._waiters.models):
-            machine.tell(self._waiters.wake(model))
-        self._changed()
+            entry = self._replicas.setdefault((address, replica), _ReplicaEntry(state))
+            entry.state = state
+            if entry.hopeless and not hopeless:
+                _log_hopeless(report.machine, state)
+            self._follow(entry, group)
+        models = frozenset(state.model for state in report.replicas)
+        added, machine.models = models - machine.models, models
+        for model in added.intersection(self._wake_queue.models):
+            machine.send_demand(self._wake_queue.demand(model))
+        self._on_change()
 
-    def _follow(self, known: _ReplicaEntry, group: asyncio.TaskGroup) -> None:
-        """What a machine's new word of a replica means for the connection to it."""
-        known.changed.set()
-        if known.task is None and known.reachable:
-            known.task = group.create_task(self._keep_replica(known))
-        if known.connection is not None and not (known.present or known.coming):
-            known.connection.take_back()
+    def _follow(self, entry: _ReplicaEntry, group: asyncio.TaskGroup) -> None:
+        """Adapts the connection to a replica to its machine's last report."""
+        entry.changed.set()
+        if entry.task is None and entry.reachable:
+            entry.task = group.create_task(self._keep_replica(entry))
+        if entry.connection is not None and not (entry.present or entry.coming):
+            entry.connection.abort_unstarted()
 
-    async def _keep_replica(self, known: _ReplicaEntry) -> None:
-        address, model = known.state.address, known.state.model
-        waits = self._waits()
+    async def _keep_replica(self, entry: _ReplicaEntry) -> None:
+        address, model = entry.state.address, entry.state.model
+        backoff = self._backoff()
 
         def make() -> ReplicaConnection:
-            return ReplicaConnection(address, self._changed, self.tally, lambda seconds: self._waited(model, seconds))
+            return ReplicaConnection(address, self._on_change, self.counters, partial(self._on_waited, model))
 
         while True:
-            known.changed.clear()
-            if known.reachable:
+            entry.changed.clear()
+            if entry.reachable:
                 try:
-                    known.connection = await connect(address, make)
+                    entry.connection = await connect(address, make)
                 except (OSError, TimeoutError) as error:
-                    known.problem = f"the replica at {address} cannot be reached: {error_text(error)}"
+                    entry.problem = f"the replica at {address} cannot be reached: {error_text(error)}"
                 else:
-                    known.problem = ""
-                    if await self._use(known, known.connection):
-                        waits = self._waits()
-            wait_s = BACKOFF_S[0] if known.starting else next(waits) if known.reachable else None
-            with contextlib.suppress(TimeoutError):  # a machine's new word ends the wait at once
+                    entry.problem = ""
+                    if await self._use_until_closed(entry, entry.connection):
+                        backoff = self._backoff()
+            wait_s = BACKOFF_S[0] if entry.starting else next(backoff) if entry.reachable else None
+            with contextlib.suppress(TimeoutError):  # a machine's new report ends the wait at once
                 async with asyncio.timeout(wait_s):
-                    await known.changed.wait()
+                    await entry.changed.wait()
 
-    async def _use(self, known: _ReplicaEntry, replica: ReplicaConnection) -> bool:
-        """Until the connection ends; whether anything could be submitted on it."""
-        self._changed()  # what it says of itself may have come with the connection
+    async def _use_until_closed(self, entry: _ReplicaEntry, replica: ReplicaConnection) -> bool:
+        """Waits until the connection ends; returns whether anything could be submitted on it."""
+        self._on_change()  # its hello may have come with the connection
         try:
-            await replica.until_lost()
+            await replica.wait_closed()
         finally:
-            known.connection = None
-            known.problem = f"the replica at {replica.address} was lost: {replica.why}"
+            entry.connection = None
+            entry.problem = f"the replica at {replica.address} was lost: {replica.close_reason}"
         return replica.hello is not None
 
-    def _waits(self) -> Iterator[float]:
-        """Back-off without end: doubling, jittered, bounded."""
-        wait, most = BACKOFF_S
+    def _backoff(self) -> Iterator[float]:
+        """Yields waits without end: doubling, jittered, bounded."""
+        wait, max_wait = BACKOFF_S
         while True:
             yield wait * self._rng.uniform(0.5, 1.0)
-            wait = min(2 * wait, most)
+            wait = min(2 * wait, max_wait)
 
 
-def _tell_operators(machine: str, state: frames.ReplicaState) -> None:
-    """Why calls of the model are refused; its callers are told only that they are."""
+def _log_hopeless(machine: str, state: frames.ReplicaState) -> None:
+    """Tells operators why calls of the model are refused; its callers learn only that they are."""
     fields = {"machine": machine, "model": state.model, "problem": state.problem, "quarantined": state.quarantined}
     log.error("replica_cannot_serve", extra={"fields": fields})

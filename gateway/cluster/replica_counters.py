@@ -1,5 +1,5 @@
-"""What replicas' caches count, summed by model, and what one did lately. It knows no connections, and nothing of any
-tenant."""
+"""The counters of replicas, summed by model, and the recent load of one replica. It knows neither connections nor
+tenants."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ QUEUE_REJECTIONS: Final = (
     "refused_deadline",
     "expired_requests",
     "displaced_requests",
-)  # from the queue
+)
 COUNTER_NAMES: Final = (
     *("lookups", "lookup_tokens", "hit_tokens", "inserted_blocks", "duplicate_blocks", "spared_keys"),
     *(f"evicted_{cause}_blocks" for cause in EVICTION_CAUSES),
@@ -26,12 +26,12 @@ RECENT_S: Final = 5.0
 
 
 class RecentLoad:
-    """What one start of a replica counted in its last seconds."""
+    """The counters of one start of a replica over its last seconds."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int, int, int]] = deque()
 
-    def take(self, now: float, load: ReplicaLoad) -> None:
+    def append(self, now: float, load: ReplicaLoad) -> None:
         counted = load.counters.get
         marks = self._marks
         marks.append((now, counted("computed_tokens", 0), counted("lookup_tokens", 0), counted("hit_tokens", 0)))
@@ -40,17 +40,17 @@ class RecentLoad:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of prompts and answers, that its steps computed."""
-        seconds, tokens, _, _ = self._gained()
+        """Tokens of prompts and answers that its steps computed, per second."""
+        seconds, tokens, _, _ = self._window_delta()
         return tokens / seconds if seconds > 0 else 0.0
 
     @property
     def hit_ratio(self) -> float | None:
-        """Of the prompts' tokens that were looked up, those found in the cache; None where there were none."""
-        _, _, looked_up, hit = self._gained()
+        """The share of looked-up prompt tokens that the cache had; None without a look-up."""
+        _, _, looked_up, hit = self._window_delta()
         return min(max(hit / looked_up, 0.0), 1.0) if looked_up > 0 else None
 
-    def _gained(self) -> tuple[float, int, int, int]:
+    def _window_delta(self) -> tuple[float, int, int, int]:
         if not self._marks:
             return 0.0, 0, 0, 0
         (began, *first), (ended, *last) = self._marks[0], self._marks[-1]
@@ -60,7 +60,7 @@ class RecentLoad:
 
 @dataclass(slots=True)
 class _LastReport:
-    """What a replica said last, and which start of it that was."""
+    """A replica's last counters, and the start of the replica that they belong to."""
 
     model: str
     start: tuple[str, int]
@@ -71,7 +71,7 @@ class _LastReport:
 class ReplicaCounters:
     """Sums that never go back: a replica that starts again counts from zero, one that is gone keeps what it counted.
 
-    Bounded by the replicas that are told of and the models they ever served.
+    Bounded by the number of reported replicas and of models they ever served.
     """
 
     def __init__(self) -> None:
@@ -79,8 +79,8 @@ class ReplicaCounters:
         self._sums: dict[str, Counter[str]] = {}
         self._restarts: Counter[str] = Counter()
 
-    def take(self, address: str, hello: Hello, load: ReplicaLoad) -> None:
-        """A replica's new word. Costs a few microseconds."""
+    def update(self, address: str, hello: Hello, load: ReplicaLoad) -> None:
+        """Adds a replica's new load. Costs a few microseconds."""
         start = (hello.boot, hello.pid)
         last = self._last.get(address)
         before = last.counters if last is not None and last.start == start else {}
@@ -91,21 +91,21 @@ class ReplicaCounters:
             sums[name] += max(0, count - before.get(name, 0))
         self._last[address] = _LastReport(hello.model, start, counters, load.shared_blocks)
 
-    def lost(self, address: str) -> None:
-        """The connection ended: what was counted stays, what is held now is unknown."""
+    def disconnected(self, address: str) -> None:
+        """Notes that the connection ended: counters stay, the shared blocks of now are unknown."""
         if address in self._last:
             self._last[address].shared_blocks = 0
 
-    def forget(self, address: str) -> None:
-        """No machine tells of this replica any more."""
+    def remove(self, address: str) -> None:
+        """Removes a replica that no machine reports any more."""
         self._last.pop(address, None)
 
     def sums(self) -> dict[str, dict[str, int]]:
-        """By model, a number for each of COUNTED."""
+        """By model, a number for each of COUNTER_NAMES."""
         return {model: dict(sums) for model, sums in self._sums.items()}
 
     def restarts(self) -> dict[str, int]:
-        """By model, how often a replica that was known began anew."""
+        """By model, how often a known replica started again."""
         return dict(self._restarts)
 
     def shared_blocks(self) -> dict[str, int]:

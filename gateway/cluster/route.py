@@ -1,4 +1,4 @@
-"""Which replica takes a request: a pure choice by cache affinity, bounded by load. It opens no connection."""
+"""The choice of a replica for a request: by cache affinity, bounded by load. It opens no connection."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ import xxhash
 
 KEY_TOKENS = 64
 BALANCE = 1.25
-LIGHT_LOAD = 4  # sequences that a replica runs together at little cost: below it, the cache counts for more
+LIGHT_LOAD = 4  # sequences that a replica runs together at little cost; below it the cache counts for more
 
 
 class Candidate(NamedTuple):
-    """A replica that can serve. `load` counts its running and waiting sequences."""
+    """A replica that can serve. `load` is the number of its running and waiting sequences."""
 
     name: str
     load: int
@@ -23,11 +23,11 @@ def pick(
 ) -> int:
     """The index of the replica for a prompt of this scope; `tokens` is packed u32.
 
-    A caller that names a `session` says what belongs together: it takes the tokens' place, and only its scope's.
+    A `session` named by the caller takes the place of the tokens, within its scope.
 
     Rendezvous hashing on (scope, first tokens) sends equal system prompts of one tenant to one replica, and moves
-    only the keys of a replica that goes. A replica whose load would pass `balance` × the mean, and LIGHT, is passed
-    over for the next in the key's own order (consistent hashing with bounded loads, Mirrokni et al. 2016).
+    only the keys of a replica that goes. A replica whose load would pass `balance` × the mean, and LIGHT_LOAD, is
+    passed over for the next in the key's own order (consistent hashing with bounded loads, Mirrokni et al. 2016).
     Deterministic, O(n log n). xxhash only spreads here: a collision costs time and nothing else.
     """
     assert candidates, "the caller waits until there is one"

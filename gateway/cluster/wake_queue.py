@@ -1,5 +1,7 @@
-"""Requests that wait for a model: in which order they go on, and what machines are told of them. It knows neither
-machines nor replicas."""
+"""Requests that wait for a model: the order in which they go on, and the demand that machines are told.
+
+It knows neither machines nor replicas.
+"""
 
 import asyncio
 import math
@@ -9,39 +11,39 @@ from typing import Final
 
 from engine.protocol.frames import ModelDemand
 
-REPEAT_S: Final = 1.0  # a machine hears of them anew after it
-COALESCE_S: Final = 0.005  # what changes within it is told at once
-QUEUED_PATIENCE_MS: Final = 3_600_000  # of batches, which give up after a day
+REPEAT_S: Final = 1.0  # demand is sent again after so long
+COALESCE_S: Final = 0.005  # changes within it are sent together
+QUEUED_PATIENCE_MS: Final = 3_600_000  # of batches, which wait a day
 
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
     weight: float
     deadline: float
-    turn: asyncio.Future[None]
+    ready: asyncio.Future[None]
 
 
 class WakeQueue:
-    """One gateway's, by model. `tell` gets a Wake at each change, the first at once, later ones gathered for some
-    milliseconds; `run` repeats it each second. So what they cost does not grow with how many wait.
+    """The waiting requests of one gateway, by model. `send` gets a ModelDemand at each change, the first at once, later
+    ones coalesced for some milliseconds; `run` repeats it each second. So the cost does not grow with how many wait.
 
-    Beside them are batches whose model sleeps: they count only while nobody waits for it.
+    Batches whose model sleeps are demand too, but only while no request waits for it.
     """
 
-    def __init__(self, tell: Callable[[ModelDemand], None]) -> None:
-        self._tell = tell
-        self._waiting: dict[str, dict[_Waiter, None]] = {}  # in the order in which they came
-        self._queued: dict[str, tuple[int, float]] = {}
-        self._told_at: dict[str, float] = {}
-        self._gathering: set[str] = set()
+    def __init__(self, send: Callable[[ModelDemand], None]) -> None:
+        self._send = send
+        self._waiting: dict[str, dict[_Waiter, None]] = {}  # in the order of arrival
+        self._batch_demand: dict[str, tuple[int, float]] = {}
+        self._sent_at: dict[str, float] = {}
+        self._coalescing: set[str] = set()
 
     @property
     def models(self) -> list[str]:
-        """For which requests or batches wait."""
-        return [*self._waiting, *(model for model in self._queued if model not in self._waiting)]
+        """Models for which requests or batches wait."""
+        return [*self._waiting, *(model for model in self._batch_demand if model not in self._waiting)]
 
     def count(self, model: str) -> int:
-        """Requests that wait, batches left out."""
+        """How many requests wait, batches left out."""
         return len(self._waiting.get(model, ()))
 
     async def wait(self, model: str, weight: float, deadline: float) -> None:
@@ -51,36 +53,36 @@ class WakeQueue:
         self._changed(model)
         try:
             async with asyncio.timeout_at(deadline):
-                await waiter.turn
+                await waiter.ready
         finally:
-            self._forget(model, waiter)
+            self._remove(model, waiter)
 
     def release(self, model: str) -> None:
-        """All of them go on: the heavier first, among equals who came first. Batches count no longer."""
-        self.queue(model, 0, 0.0)
+        """Lets all waiting requests go on, the heavier first, equals in order of arrival. Batches count no longer."""
+        self.set_batch_demand(model, 0, 0.0)
         released = sorted(self._waiting.pop(model, ()), key=lambda waiter: -waiter.weight)
         for waiter in released:
-            if not waiter.turn.done():
-                waiter.turn.set_result(None)
+            if not waiter.ready.done():
+                waiter.ready.set_result(None)
         if released:
             self._changed(model)
 
-    def queue(self, model: str, requests: int, weight: float) -> None:
-        """So many requests of batches wait for the model; 0: none any more."""
-        before = self._queued.pop(model, None)
+    def set_batch_demand(self, model: str, requests: int, weight: float) -> None:
+        """Sets how many requests of batches wait for the model; 0: none any more."""
+        before = self._batch_demand.pop(model, None)
         if requests:
-            self._queued[model] = requests, weight
-        if before != self._queued.get(model):
+            self._batch_demand[model] = requests, weight
+        if before != self._batch_demand.get(model):
             self._changed(model)
 
-    def wake(self, model: str) -> ModelDemand:
-        """What a machine is to know now."""
+    def demand(self, model: str) -> ModelDemand:
+        """The demand that a machine must know now."""
         if waiting := self._waiting.get(model):
             left_s = min(waiter.deadline for waiter in waiting) - asyncio.get_running_loop().time()
             return ModelDemand(
                 model, len(waiting), max(waiter.weight for waiter in waiting), max(1, int(1000 * left_s))
             )
-        requests, weight = self._queued.get(model, (0, 1.0))
+        requests, weight = self._batch_demand.get(model, (0, 1.0))
         return ModelDemand(model, requests, weight, QUEUED_PATIENCE_MS if requests else 0)
 
     async def run(self) -> None:
@@ -88,10 +90,10 @@ class WakeQueue:
         while True:
             await asyncio.sleep(REPEAT_S)
             for model in self.models:
-                self._tell(self.wake(model))
+                self._send(self.demand(model))
 
-    def _forget(self, model: str, waiter: _Waiter) -> None:
-        """Of one that left, or whose time was over; who was released is in no list any more."""
+    def _remove(self, model: str, waiter: _Waiter) -> None:
+        """Removes a waiter that disconnected or timed out. Released waiters are already gone."""
         waiting = self._waiting.get(model, {})
         if waiter in waiting:
             del waiting[waiter]
@@ -101,16 +103,16 @@ class WakeQueue:
 
     def _changed(self, model: str) -> None:
         loop = asyncio.get_running_loop()
-        if model in self._gathering:
+        if model in self._coalescing:
             return
-        left_s = self._told_at.get(model, -math.inf) + COALESCE_S - loop.time()
+        left_s = self._sent_at.get(model, -math.inf) + COALESCE_S - loop.time()
         if left_s <= 0:
-            self._tell_now(model)
+            self._send_now(model)
         else:
-            self._gathering.add(model)
-            loop.call_later(left_s, self._tell_now, model)
+            self._coalescing.add(model)
+            loop.call_later(left_s, self._send_now, model)
 
-    def _tell_now(self, model: str) -> None:
-        self._gathering.discard(model)
-        self._told_at[model] = asyncio.get_running_loop().time()
-        self._tell(self.wake(model))
+    def _send_now(self, model: str) -> None:
+        self._coalescing.discard(model)
+        self._sent_at[model] = asyncio.get_running_loop().time()
+        self._send(self.demand(model))

@@ -5,8 +5,12 @@ It does not know what the work is.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 from weakref import WeakValueDictionary
+
+T = TypeVar("T")
 
 
 class AccountLocks:
@@ -16,13 +20,25 @@ class AccountLocks:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @contextlib.asynccontextmanager
-    async def take(self, account_id: str) -> AsyncIterator[None]:
+    async def lock(self, account_id: str) -> AsyncIterator[None]:
         """Waits for the account's earlier work, in order."""
         lock = self._locks.get(account_id)
         if lock is None:
             lock = self._locks[account_id] = asyncio.Lock()
         async with lock:
             yield
+
+    async def run_in_thread(self, account_id: str, work: Callable[[], T], *, fresh: bool) -> T:
+        """Runs blocking work in a thread while it holds the account's lock. `fresh` takes a new thread that ends with
+        the work: tokenizers keep the words of a thread until it ends."""
+        async with self.lock(account_id):
+            if not fresh:
+                return await asyncio.to_thread(work)
+            thread = ThreadPoolExecutor(1)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(thread, work)
+            finally:
+                thread.shutdown(wait=False)
 
     def __len__(self) -> int:
         return len(self._locks)

@@ -12,7 +12,7 @@ from tenants.auth.caller import Caller
 from tenants.records.settings import cache_retention_s
 
 
-def zero_retention(exchange: Exchange, caller: Caller) -> bool:
+def zero_retention_of(exchange: Exchange, caller: Caller) -> bool:
     """Whether nothing of this request may be kept: by its account's settings, or by its own `cf-aig-zdr: true`."""
     said = exchange.headers.get(b"cf-aig-zdr", b"").strip().lower()
     if said not in (b"", b"true", b"false"):

@@ -8,8 +8,10 @@ from typing import Final
 
 from engine.protocol.frames import TokenLogprobs
 from engine.protocol.types import FinishReason
+from gateway import errors
 from gateway.catalogue.catalogue import Model
-from gateway.cluster.client import OutputDelta
+from gateway.cluster.stream import OutputDelta
+from gateway.http.json_body import is_json
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, Reply, ScoredToken, ToolUse
 from gateway.text.detokenizer import Detokenizer
@@ -19,11 +21,11 @@ from gateway.tool_parsers.parts import (
     OutputPart,
     PlainTextParser,
     ReasoningPart,
+    TextPart,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
 )
-from gateway.tool_parsers.parts import TextPart as Said
 from gateway.tool_parsers.reasoning import MARKERS, ReasoningParser
 
 LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
@@ -57,8 +59,8 @@ class CompletionBuilder:
     `thought_tokens` are those up to the last piece of thought: a step that ends one may hold some of the text."""
 
     __slots__ = (
-        *("_calls", "_decoder", "_parser", "_pieces", "_scored", "_scores", "_shown", "_text", "_thoughts"),
-        *("_several", "_tokens", "finish", "last", "thought_tokens"),
+        *("_calls", "_decoder", "_parser", "_pieces", "_scored", "_scores", "_call_index", "_text", "_thoughts"),
+        *("_parallel", "_tokens", "finish", "last", "thought_tokens"),
     )
 
     def __init__(self, model: Model, prompt: Prompt, opened: bool) -> None:
@@ -69,8 +71,8 @@ class CompletionBuilder:
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[_Call] = []
-        self._several = prompt.parallel_calls
-        self._shown = -1  # the number of the call that was rendered last
+        self._parallel = prompt.parallel_calls
+        self._call_index = -1  # the number of the call that was rendered last
         self._scores = prompt.sampling.logprobs is not None
         self._scored: list[ScoredToken] = []
         self.finish: str | None = None
@@ -88,7 +90,7 @@ class CompletionBuilder:
         """All that is neither thought nor calls, so far."""
         return "".join(self._pieces)
 
-    def take(self, step: OutputDelta) -> list[OutputPart]:
+    def push(self, step: OutputDelta) -> list[OutputPart]:
         """What may be shown now that these tokens came. Sets `finish` when they were the last."""
         text = self._decoder.push(self._visible(step))
         if self._decoder.stopped_by is not None:
@@ -102,10 +104,10 @@ class CompletionBuilder:
             if not text:
                 return []
             self._pieces.append(text)
-            return [Said(text)]
+            return [TextPart(text)]
         return self._parse(text, step)
 
-    def score(self, step: OutputDelta) -> list[ScoredToken]:
+    def logprobs_of(self, step: OutputDelta) -> list[ScoredToken]:
         """The step's log probabilities, without that of a stop token."""
         pairs = zip(self._visible(step), step.logprobs, strict=False)
         scored = [_scored(self._text, token, scored) for token, scored in pairs]
@@ -117,26 +119,26 @@ class CompletionBuilder:
         """The parts as a dialect's events. Log probabilities go with the first text, or with an empty one."""
         if len(parts) == 1:  # as nearly always
             part = parts[0]
-            if type(part) is Said:
+            if type(part) is TextPart:
                 return reply.text(index, part.text, scored)
             if type(part) is ToolCallDelta and not scored:
-                return reply.arguments(index, self._shown, part.fragment)
-        if scored and not any(type(part) is Said for part in parts):
-            parts = [Said(""), *parts]
+                return reply.arguments(index, self._call_index, part.fragment)
+        if scored and not any(type(part) is TextPart for part in parts):
+            parts = [TextPart(""), *parts]
         events = []
         for part in parts:  # comparing types takes a fifth of what patterns take
-            if type(part) is Said:
+            if type(part) is TextPart:
                 events.append(reply.text(index, part.text, scored))
                 scored = []
             elif type(part) is ToolCallDelta:
-                events.append(reply.arguments(index, self._shown, part.fragment))
+                events.append(reply.arguments(index, self._call_index, part.fragment))
             elif type(part) is ReasoningPart:
                 events.append(reply.thought(index, part.text))
             elif type(part) is ToolCallStart:
-                self._shown += 1
-                events.append(reply.call(index, self._shown, self._calls[self._shown].begun))
+                self._call_index += 1
+                events.append(reply.call(index, self._call_index, self._calls[self._call_index].begun))
             else:
-                events.append(reply.called(index, self._shown, self._calls[self._shown].use))
+                events.append(reply.called(index, self._call_index, self._calls[self._call_index].use))
         return b"".join(events)
 
     def completion(self) -> Completion:
@@ -158,16 +160,16 @@ class CompletionBuilder:
             parts += self._parser.finish()
         elif len(parts) == 1:  # as nearly always
             part = parts[0]
-            if type(part) is Said:
+            if type(part) is TextPart:
                 self._pieces.append(part.text)
                 return parts
             if type(part) is ToolCallDelta:
                 self._calls[-1].add(part.fragment)
                 return parts
-        if not self._several:
+        if not self._parallel:
             parts = self._first_call(parts, step)
         for part in parts:
-            if type(part) is Said:
+            if type(part) is TextPart:
                 self._pieces.append(part.text)
             elif type(part) is ToolCallDelta:
                 self._calls[-1].add(part.fragment)
@@ -198,6 +200,22 @@ class CompletionBuilder:
 def reasoning_enabled(model: Model, prompt: Prompt) -> bool:
     """Whether the answer may begin with a thought: not where it goes on with a raw text."""
     return model.thinks and prompt.ids is None and not prompt.raw
+
+
+def check_grammar_met(choice: CompletionBuilder, prompt: Prompt) -> None:
+    """Raises ApiError where an ended choice is not what the prompt's grammar wants: a part is never sent as a whole.
+
+    The replica holds the answer to the grammar until something cuts it; that a document is one is checked again here.
+    """
+    limit, stop = prompt.field_name("max_tokens"), prompt.field_name("stop")
+    if choice.finish == "length":
+        raise errors.grammar_not_met(f"the answer was not whole within its tokens; raise '{limit}'", limit)
+    if choice.finish == "quota":
+        raise errors.grammar_not_met("a limit of neurons ended the answer; ask again when it has more", limit)
+    if choice.stopped_by is not None:
+        raise errors.grammar_not_met(f"a stop string ended the answer; leave '{stop}' out", stop)
+    if prompt.json and choice.finish != "tool_calls" and not is_json(choice.text):
+        raise errors.grammar_not_met("the answer is no JSON document; ask again", prompt.grammar_field)
 
 
 def _parser(model: Model, prompt: Prompt, opened: bool) -> tuple[OutputParser | None, frozenset[str]]:

@@ -19,13 +19,13 @@ def request_fingerprint(model: str, scope_id: bytes, tokens: bytes) -> bytes:
 
 
 class CrashBreaker:
-    """Counts crashes per fingerprint; each is remembered for REMEMBERED_S, the latest SUSPECTS_MAX of them."""
+    """Counts crashes per fingerprint; each is remembered for CRASH_MEMORY_S, the latest FINGERPRINTS_MAX of them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._crashes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # oldest crash first
 
-    def note(self, suspect: bytes) -> None:
+    def record_crash(self, suspect: bytes) -> None:
         """It was running in one more crash."""
         crashes = self.crashes(suspect) + 1
         self._crashes[suspect] = (crashes, self._clock())
@@ -41,5 +41,5 @@ class CrashBreaker:
             return 0
         return crashes
 
-    def refused(self, suspect: bytes) -> bool:
+    def is_open(self, suspect: bytes) -> bool:
         return bool(self._crashes) and self.crashes(suspect) >= CRASHES_MAX

@@ -57,4 +57,4 @@ def grammar_error(prompt: Prompt, grammar: Grammar | None, message: str) -> ApiE
     if tool is None and prompt.grammar is not None and prompt.tool_choice.mode == "auto":
         return bad_grammar(prompt.grammar_field, message)
     whose = "" if tool is None else f"the parameters of {tool!r}: "
-    return bad_grammar(prompt.word("tools"), whose + message)
+    return bad_grammar(prompt.field_name("tools"), whose + message)

@@ -1,136 +1,267 @@
-"""What requests for text and for vectors do alike on their way: hold neurons, find a replica, and say why one refused.
+"""One inference call from its reservation to its only end. It does not know dialects, bodies or how tokens are made.
 
-It does not know what is asked of the replica.
+    async with opened(context, work, ...) as call:      what work.run does with it:
+        await work.run(call)                            call.reserve ─► replica_wait.submit ─► … ─► exchange.answer
+
+Whatever happens inside, `opened` stops the work's streams, settles the reservation and counts the call, once.
 """
 
 import asyncio
+import contextlib
 import logging
-import math
+from collections.abc import AsyncIterator
 from typing import Final, Protocol
 
-from engine.protocol.types import RejectReason, Scope
+import msgspec
+
 from gateway import errors
 from gateway.catalogue.catalogue import Model
-from gateway.cluster.client import ReplicaClient, ReplicaRejected
-from gateway.cluster.fleet import NoReplicaAvailable
 from gateway.errors import ApiError
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import JSON_CONTENT, ClientDisconnected, Exchange
 from gateway.inference import rate_limit_headers
-from gateway.inference.request import InferenceContext
+from gateway.inference.context import InferenceContext
+from gateway.inference.crash_breaker import CRASH_MEMORY_S, request_fingerprint
+from gateway.inference.reply import Usage
 from gateway.inference.run_options import RunOptions
 from tenants.auth.caller import Caller
 from tenants.auth.errors import AccountSuspended, UnknownToken
 from tenants.limits.denials import QuotaExceeded
-from tenants.limits.reservation import QuotaRequest, Reservation
+from tenants.limits.reservation import CallUsage, QuotaRequest, Reservation
 from tenants.records.holds import BUDGETS
 from tenants.store.protocol import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
-LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
-TRIES_MAX: Final = 2
-NO_WAIT_S: Final = 1.0  # what a call that is not to wait may: others' steps, but nobody's turn
-ANSWER_MARGIN_S: Final = 0.02  # what an answer to a call takes whose time is over
+CHECKPOINT_S: Final = 1.0
+NO_STORE: Final = (b"cache-control", b"no-store")
 
 
-class OpenCall(Protocol):
-    """A request of either kind."""
+class Work(Protocol):
+    """What a call does at replicas, and what this has cost so far: the only part in which kinds of calls differ."""
 
-    gateway: InferenceContext
-    exchange: Exchange
-    caller: Caller
-    model: Model
-    options: RunOptions
+    operation: str  # the name of the GenAI conventions, for the span
 
-    def left_s(self) -> float: ...
+    async def run(self, call: "InferenceCall") -> None:
+        """Does everything from the checked input to the last byte of the answer. Raises ApiError and
+        ClientDisconnected."""
+        ...
 
+    def spent(self, began: float) -> CallUsage:
+        """Tokens so far, and the time from `began` to the first one; the call adds its outcome and its total time."""
+        ...
 
-async def reserve(request: OpenCall, demand: QuotaRequest) -> Reservation:
-    """Holds the most that the request can cost. Raises Refusal; nothing is held then.
+    def gateway_s(self, began: float) -> float | None:
+        """Seconds of the first token's time that the gateway took itself; None before the first token."""
+        ...
 
-    Its id is this exchange's own and new, so that AlreadyRecorded would be a fault of ours: it ends as one.
-    """
-    gateway = request.gateway
-    try:
-        reservation = await gateway.quota.reserve(request.caller, request.exchange.request_id, demand)
-    except QuotaExceeded as exceeded:
-        request.exchange.extra_headers = rate_limit_headers.headers([exceeded.left])
-        gateway.thresholds.consider(request.caller.account, [exceeded.left])
-        account = request.caller.account
-        gateway.metrics.shares.refused(account.id, account.plan.name, exceeded.limit)
-        refuse = errors.allocation_used if exceeded.limit in BUDGETS else errors.too_many_requests
-        raise refuse(exceeded.message, exceeded.retry_after_s, lasting=exceeded.lasting) from None
-    except StoreUnavailable as problem:
-        gateway.outage.begin(problem)
-        raise errors.store_unavailable() from None
-    except UnknownToken:
-        raise errors.unauthenticated() from None
-    except AccountSuspended:
-        raise errors.suspended() from None
-    gateway.outage.end()
-    return reservation
+    def cancel(self) -> None:
+        """Stops the replicas that still compute. Idempotent, awaits nothing."""
+        ...
 
 
-async def acquire_replica(request: OpenCall, scope: Scope, tokens: bytes, deadline: float) -> ReplicaClient:
-    """Waits for a replica that can serve these tokens until the loop's clock shows `deadline`. A call that is not to
-    wait does not wake its model either. Raises Refusal."""
-    gateway, model, options = request.gateway, request.model, request.options
-    if options.reject_if_busy and (busy_s := gateway.fleet.busy(model.name)) is not None:
-        raise errors.busy(busy_s)
-    # A session is its account's, whatever its calls share; else those come together that can share a prefix.
-    whose = scope.account if options.session else scope.id or scope.account
-    weight, background = request.caller.account.plan.weight, options.background
-    try:
-        return await gateway.fleet.link(
-            model.name, whose, tokens, deadline, options.session, weight=weight, background=background
+class InferenceCall:
+    """One inference call: its deadline, its reservation, its one end. It ends with exactly one of `settle` (live calls,
+    in `opened`), `end_recorded` and `release` (calls of batches)."""
+
+    def __init__(
+        self,
+        context: InferenceContext,
+        work: Work,
+        exchange: Exchange,
+        caller: Caller,
+        model: Model,
+        options: RunOptions,
+        *,
+        zero_retention: bool = False,
+    ) -> None:
+        self.context = context
+        self.work = work
+        self.exchange = exchange
+        self.caller = caller
+        self.model = model
+        self.options = options
+        self.zero_retention = zero_retention
+        self.span = context.tracer.begin(model.name, exchange.headers, work.operation)
+        self.reservation: Reservation | None = None
+        self.outcome = "cancelled"
+        self._checkpoint_at = exchange.began + CHECKPOINT_S
+        self._ended = False
+
+    @property
+    def limit_s(self) -> float:
+        """How long the call may take, from its first byte on."""
+        return self.options.limit_s(self.context.limits.request_s)
+
+    def left_s(self) -> float:
+        return self.limit_s - (self.context.clock() - self.exchange.began)
+
+    def fingerprint(self, tokens: bytes) -> bytes:
+        """The prompt's fingerprint for the crash breaker. Raises ApiError where this prompt crashed replicas before."""
+        fingerprint = request_fingerprint(self.model.name, self.caller.own_scope, tokens)
+        if self.context.crash_breaker.is_open(fingerprint):
+            raise errors.crashes(int(CRASH_MEMORY_S / 60))
+        return fingerprint
+
+    async def reserve(
+        self, prompt_tokens: int, output_tokens: int = 0, min_output_tokens: int | None = None
+    ) -> Reservation:
+        """Holds the most that the call can cost, and tells the client in headers what its limits have left. A call in
+        the background waits until there is all of it. Raises ApiError; nothing is held then.
+
+        Its id is this exchange's own and new, so that AlreadyRecorded would be a fault of the gateway.
+        """
+        context, model, options = self.context, self.model, self.options
+        demand = QuotaRequest(
+            model=model.name,
+            price=model.batch_price if options.background else model.price,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            least_tokens=None if options.background else min_output_tokens,
+            model_class=model.limits_class,
+            tags=() if self.zero_retention else options.tags,
+            metadata="" if self.zero_retention else options.metadata,
         )
-    except NoReplicaAvailable as unavailable:
-        retry_after_s = unavailable.retry_after_s
-        if options.reject_if_busy and unavailable.loading:
-            raise errors.busy(retry_after_s) from None
-        raise errors.no_replica(model.name, retry_after_s, loading=unavailable.loading) from None
+        try:
+            self.reservation = await context.quota.reserve(self.caller, self.exchange.request_id, demand)
+        except QuotaExceeded as exceeded:
+            raise self._refuse(exceeded) from None
+        except StoreUnavailable as problem:
+            context.store_health.begin(problem)
+            raise errors.store_unavailable() from None
+        except UnknownToken:
+            raise errors.unauthenticated() from None
+        except AccountSuspended:
+            raise errors.suspended() from None
+        context.store_health.end()
+        self.exchange.extra_headers = rate_limit_headers.headers(self.reservation.left)
+        return self.reservation
+
+    def _refuse(self, exceeded: QuotaExceeded) -> ApiError:
+        account = self.caller.account
+        self.exchange.extra_headers = rate_limit_headers.headers([exceeded.left])
+        self.context.soft_caps.consider(account, [exceeded.left])
+        self.context.metrics.shares.refused(account.id, account.plan.name, exceeded.limit)
+        refuse = errors.allocation_used if exceeded.limit in BUDGETS else errors.too_many_requests
+        return refuse(exceeded.message, exceeded.retry_after_s, lasting=exceeded.lasting)
+
+    def spent(self) -> CallUsage:
+        """What the call has used so far."""
+        began = self.exchange.began
+        total_ms = (self.context.clock() - began) * 1000
+        return msgspec.structs.replace(self.work.spent(began), outcome=self.outcome, total_ms=total_ms)
+
+    def usage(self) -> Usage:
+        """What the call costs if it ends now, as answers say it."""
+        assert self.reservation is not None, "only what was reserved is answered"
+        spent = self.spent()
+        return Usage(
+            prompt_tokens=spent.prompt_tokens,
+            completion_tokens=spent.completion_tokens,
+            cached_tokens=spent.cached_tokens,
+            neurons=self.reservation.neurons(spent),
+            left=rate_limit_headers.fields(self.reservation.after(spent)),
+        )
+
+    def checkpoint(self) -> None:
+        """Tells the store, at most once a second, what a long call has used. A call in the background is charged at its
+        end alone, since it would run again."""
+        now = self.context.clock()
+        if now >= self._checkpoint_at and self.reservation is not None and not self.options.background:
+            self._checkpoint_at = now + CHECKPOINT_S
+            self.context.quota.checkpoint(self.reservation, self.spent())
+
+    async def answer(self, body: bytes, usage: Usage) -> None:
+        """Sends the whole answer, with what it costs in a header."""
+        neurons = (b"cf-ai-neurons", f"{usage.neurons:.6f}".encode())
+        await self.exchange.answer(200, body, [JSON_CONTENT, neurons, NO_STORE])
+
+    def settle(self) -> None:
+        """Ends a live call: charges what it used, and counts it. Awaits nothing."""
+        self._end()
+        spent = self.spent()
+        if self.reservation is not None:
+            self.context.quota.settle(self.reservation, spent)
+        self.context.metrics.finished(self.model.name, spent, self.work.gateway_s(self.exchange.began))
+        self._report(spent)
+
+    def release(self) -> None:
+        """Ends a try of a batch's call without a charge: it will run again under the same id, to which the hold
+        belongs."""
+        self._end()
+        if self.reservation is not None:
+            self.context.quota.forget(self.reservation)
+
+    def stop(self) -> CallUsage:
+        """Stops the work of a batch's call and returns what it used in all, which the caller records."""
+        self.work.cancel()
+        return self.spent()
+
+    def end_recorded(self, spent: CallUsage) -> None:
+        """Ends a batch's call whose usage record the store has, and counts it."""
+        self.release()
+        self.context.metrics.counted(self.model.name, spent)
+        self._report(spent)
+
+    def _end(self) -> None:
+        assert not self._ended, "a call ends once"
+        self._ended = True
+        self.work.cancel()
+
+    def _report(self, spent: CallUsage) -> None:
+        """Tells of the end: soft caps, the account's usage, the trace, and one line of the log without any text."""
+        account, reservation, neurons = self.caller.account, self.reservation, 0.0
+        if reservation is not None:
+            self.context.soft_caps.consider(account, reservation.after(spent))
+            neurons = reservation.neurons(spent)
+        self.context.metrics.shares.finished(account.id, account.plan.name, spent, neurons)
+        self.span.end(spent)
+        first_ms = spent.first_token_ms
+        fields = {
+            "request": self.exchange.request_id,
+            "account": account.id,
+            "token": self.caller.token_id,
+            "model": self.model.name,
+            "outcome": spent.outcome,
+            "prompt_tokens": spent.prompt_tokens,
+            "cached_tokens": spent.cached_tokens,
+            "completion_tokens": spent.completion_tokens,
+            "first_token_ms": None if first_ms is None else round(first_ms, 3),
+            "total_ms": round(spent.total_ms, 3),
+        }
+        log.info("request_ended", extra={"fields": fields})
 
 
-def replica_deadline(request: OpenCall) -> float:
-    """Until when a request waits for a replica from now on, on the loop's clock: as long as gateway, account and call
-    allow. Where its model sleeps, its own time ends a moment earlier, so that it is told when to come back."""
-    gateway, options = request.gateway, request.options
-    limits_s = [0.0 if options.reject_if_busy else gateway.limits.wait_s, *_limits_s(request)]
-    if options.timeout_ms is not None and gateway.fleet.expected_s(request.model.name) is not None:
-        limits_s.append(request.left_s() - ANSWER_MARGIN_S)
-    return asyncio.get_running_loop().time() + min(limits_s)
+@contextlib.asynccontextmanager
+async def opened(
+    context: InferenceContext,
+    work: Work,
+    exchange: Exchange,
+    caller: Caller,
+    model: Model,
+    options: RunOptions,
+    *,
+    zero_retention: bool,
+) -> AsyncIterator[InferenceCall]:
+    """A live call: bounded by its time, ended by its client's leaving, settled once whatever happens.
 
-
-def replica_wait_ms(request: OpenCall, held_s: float) -> int:
-    """For how long it may wait at the replica, once it has waited for it; 0 for ever."""
-    limits_s = [limit_s - held_s for limit_s in _limits_s(request)]
-    if request.options.reject_if_busy:
-        limits_s.append(NO_WAIT_S)
-    if request.options.timeout_ms is not None:
-        limits_s.append(request.left_s() - (0.0 if _loads_s(request) is None else ANSWER_MARGIN_S))
-    return max(1, int(1000 * min(limits_s))) if limits_s else 0
-
-
-def _limits_s(request: OpenCall) -> list[float]:
-    """What its account's plan says, where it does."""
-    wait_s = request.caller.account.plan.wait_s
-    return [] if wait_s is None else [wait_s]
-
-
-def error_of_rejection(request: OpenCall, rejected: ReplicaRejected) -> ApiError:
-    """What the caller is told where a replica did not take the request, or not in time: it may be one that wakes."""
-    match rejected.reason:
-        case RejectReason.TOO_LONG:
-            return errors.never_fits(rejected.message)
-        case RejectReason.INVALID:
-            log.error("a replica refused a frame of ours: %s", rejected.message)
-            return errors.internal()
-        case RejectReason.BUSY if (expected_s := _loads_s(request)) is not None:
-            return errors.no_replica(request.model.name, expected_s, loading=True)
-        case _:
-            return errors.busy(max(1, math.ceil(rejected.retry_after_ms / 1000)))
-
-
-def _loads_s(request: OpenCall) -> int | None:
-    """How long a call that may wait would wait for its model to be loaded; None where that is not what it waits for."""
-    return None if request.options.reject_if_busy else request.gateway.fleet.expected_s(request.model.name)
+    Raises ApiError and ClientDisconnected.
+    """
+    call = InferenceCall(context, work, exchange, caller, model, options, zero_retention=zero_retention)
+    try:
+        async with exchange.watching_client(), asyncio.timeout(call.left_s()):
+            yield call
+        call.outcome = "done"
+    except TimeoutError:
+        call.outcome = "timeout"
+        raise errors.timed_out(call.limit_s) from None
+    except ApiError as refusal:
+        call.outcome = refusal.kind
+        raise
+    except ClientDisconnected:
+        call.outcome = "client_gone"
+        raise
+    except Exception:
+        call.outcome = "internal"
+        raise
+    finally:
+        call.settle()

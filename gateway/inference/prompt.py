@@ -66,8 +66,8 @@ class Prompt:
     `template_options`, its further variables. `parallel_calls` allows several calls in one answer; with `strict_calls`
     their arguments are held to the tools' schemas even where the model need not call any.
     `grammar` is what the answer's text must be, and `grammar_field` the field that says so; `json`: it is a document.
-    `max_tokens` None is as many as the model's catalogue entry gives. `words` are the caller's for fields that may turn
-    out to be at fault later, where they are not those of chat completions.
+    `max_tokens` None is as many as the model's catalogue entry gives. `field_names` are the dialect's for fields that
+    may turn out to be wrong later, where they are not those of chat completions.
     `options` are what the body says of how the call is run, where it has a place for that.
     """
 
@@ -92,11 +92,11 @@ class Prompt:
     padded: bool = True
     options: RunOptionsBody | None = None
     user: str | None = None
-    words: Mapping[str, str] = field(default_factory=dict)
+    field_names: Mapping[str, str] = field(default_factory=dict)
 
-    def word(self, field: str) -> str:
+    def field_name(self, field: str) -> str:
         """What the caller's dialect calls a field of chat completions."""
-        return self.words.get(field, field)
+        return self.field_names.get(field, field)
 
     @property
     def length(self) -> int:

@@ -1,20 +1,14 @@
-"""What a dialect makes of a completion: the types it gets, and the protocols that all dialects fulfil.
+"""What a dialect turns into an answer: completions and what they cost, and the protocol of all answers of text.
 
 It does not know where the tokens come from, nor how bytes reach the client.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from gateway.errors import ApiError
-from gateway.inference.prompt import Prompt
-
-if TYPE_CHECKING:
-    from gateway.api.run_batch import BatchRequest, BatchResultsRequest
-    from gateway.inference.embedding_types import EmbeddingRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,32 +126,3 @@ class Reply(Protocol):
 def enveloped(result: dict[str, Any]) -> dict[str, Any]:
     """A result as `/ai/run` answers it."""
     return {"result": result, "success": True, "errors": [], "messages": []}
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """A request's body, read: which model is asked what, and who writes the answer. `reply` takes the model's name, the
-    request's id and the second since 1970 at which it was taken."""
-
-    model: str
-    prompt: Prompt
-    reply: Callable[[str, str, int], Reply]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCountRequest:
-    """A body that asks only how many tokens the prompt has; `answer` makes the body that says it."""
-
-    model: str
-    prompt: Prompt
-    answer: Callable[[int], bytes]
-
-
-class Dialect(Protocol):
-    """Reads one family of request bodies and writes its answers; one of `gateway/dialects`."""
-
-    def read(
-        self, body: bytes, query: bytes, model: str | None, drawn_seed: int
-    ) -> "GenerationRequest | TokenCountRequest | EmbeddingRequest | BatchRequest | BatchResultsRequest":
-        """`model` is what the path names, where it does. Raises Refusal."""
-        ...

@@ -13,7 +13,7 @@ from gateway import errors
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
-from gateway.inference.request import InferenceContext
+from gateway.listing.context import ListingContext
 from gateway.listing.workers_ai import NoQuery
 
 LIMIT_MAX: Final = 1000
@@ -47,7 +47,7 @@ class ModelsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before_id: str = ""
 
 
-def listed(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+def listed(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/v1/models`: each under its name and its aliases. Raises Refusal."""
     asked = decode_query(exchange.query, ModelsQuery)
     today = datetime.fromtimestamp(gateway.calendar(), UTC).date()
@@ -59,7 +59,7 @@ def listed(gateway: InferenceContext, models: Sequence[Model], exchange: Exchang
     return msgspec.json.encode(ModelCards(cards, len(shown) < len(names), *ends))
 
 
-def one(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+def one(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/v1/models/{model}`. Raises Refusal."""
     decode_query(exchange.query, NoQuery)
     name = exchange.path_params["model"]

@@ -16,8 +16,8 @@ from gateway.api import embeddings, rerank, run_chat, run_native
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
-from gateway.inference.request import InferenceContext
 from gateway.listing.answers import RESPONSE_TYPES
+from gateway.listing.context import ListingContext
 
 Json = dict[str, Any]
 
@@ -73,7 +73,7 @@ class SchemaQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
 
 
-def one(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+def one(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/ai/models/schema`. Raises Refusal."""
     name = decode_query(exchange.query, SchemaQuery).model
     model = next((model for model in models if name in (model.name, *model.aliases)), None)

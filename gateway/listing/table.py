@@ -5,12 +5,12 @@ from typing import Final
 
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import JSON_CONTENT, Exchange
-from gateway.inference.request import InferenceContext
 from gateway.listing import openai, schemas, workers_ai
+from gateway.listing.context import ListingContext
 from tenants.auth.caller import Caller
 
 # Renders what the query asks of the models that the caller may use. Raises ApiError.
-ListRenderer = Callable[[InferenceContext, Sequence[Model], Exchange], bytes]
+ListRenderer = Callable[[ListingContext, Sequence[Model], Exchange], bytes]
 
 LISTS: Final[dict[str, ListRenderer]] = {
     "/models/search": workers_ai.search,
@@ -22,7 +22,7 @@ LISTS: Final[dict[str, ListRenderer]] = {
 }
 
 
-async def serve_list(context: InferenceContext, render: ListRenderer, exchange: Exchange, caller: Caller) -> None:
+async def serve_list(context: ListingContext, render: ListRenderer, exchange: Exchange, caller: Caller) -> None:
     """Answers with a list of the models that the caller may use. Raises ApiError."""
     models = [model for model in context.catalogue if caller.grant.serves(model.name)]
     await exchange.answer(200, render(context, models, exchange), [JSON_CONTENT])

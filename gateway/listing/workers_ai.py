@@ -14,8 +14,8 @@ from msgspec import Meta
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
-from gateway.inference.request import InferenceContext
 from gateway.listing import openrouter
+from gateway.listing.context import ListingContext
 from gateway.listing.pages import PAGE_MAX, Listed, PageItem, sliced
 
 PER_PAGE_MAX: Final = 1000
@@ -102,7 +102,7 @@ _TASKS: Final = (
 )
 
 
-def search(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+def search(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/ai/models/search`. Raises Refusal."""
     asked = decode_query(exchange.query, SearchQuery)
     today = datetime.fromtimestamp(gateway.calendar(), UTC).date()
@@ -112,13 +112,13 @@ def search(gateway: InferenceContext, models: Sequence[Model], exchange: Exchang
     return msgspec.json.encode(Listed([_item(gateway, model) for model in found], page))
 
 
-def tasks(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+def tasks(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/ai/tasks/search`: what the models do. Raises Refusal."""
     decode_query(exchange.query, NoQuery)
     return _all([task for task in _TASKS if task.name in {model.task for model in models}])
 
 
-def authors(gateway: InferenceContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+def authors(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/ai/authors/search`. Raises Refusal."""
     decode_query(exchange.query, NoQuery)
     names = sorted({model.author for model in models})
@@ -154,7 +154,7 @@ def _task(model: Model) -> Task:
     return next(task for task in _TASKS if task.name == model.task)
 
 
-def _item(gateway: InferenceContext, model: Model) -> ModelItem:
+def _item(gateway: ListingContext, model: Model) -> ModelItem:
     properties = _properties(gateway, model)
     return ModelItem(
         id=model.id,
@@ -168,10 +168,10 @@ def _item(gateway: InferenceContext, model: Model) -> ModelItem:
     )
 
 
-def _properties(gateway: InferenceContext, model: Model) -> dict[str, str | list[Price]]:
+def _properties(gateway: ListingContext, model: Model) -> dict[str, str | list[Price]]:
     """By id; those that are empty are left out."""
     return {
-        "context_window": str(gateway.context_tokens(model)),
+        "context_window": str(gateway.fleet.context_tokens(model.name, model.context_tokens)),
         "max_input_tokens": "" if model.vectors is None else str(model.vectors.tokens_max),
         "output_dimensions": str(model.vectors.dimensions or "") if model.vectors is not None else "",
         "price": _prices(model),

@@ -72,7 +72,7 @@ class Metrics:
         outbox_folder: Path,
     ) -> None:
         """From now on what these parts hold is read whenever somebody asks for the text."""
-        self.registry.register(_Caches(fleet.tally))
+        self.registry.register(_Caches(fleet.counters))
         self.registry.register(_Replicas(models, fleet))
         self.registry.register(_Store(outage, quota, reconciler, outbox_folder))
         self.operators.register(_Queues(models, fleet))
@@ -173,7 +173,7 @@ class _Replicas(Collector):
         known = Count(replica.model for replica in seen)
         ready = Count(replica.model for replica in seen if replica.expected_s is not None)
         resident = Count((replica.model, replica.state.residency) for replica in seen)
-        restarts = self._fleet.tally.restarts()
+        restarts = self._fleet.counters.restarts()
         for name, says, counts in (
             ("hearth_replicas", "Replicas that machines tell of", known),
             ("hearth_replicas_ready", "Replicas that serve, or do once they are asked for", ready),
@@ -258,7 +258,7 @@ class _Queues(Collector):
             for model in self._models:
                 gauge.add_metric([model], sum(count for of, count in counts if of == model))
             yield gauge
-        sums = self._fleet.tally.sums()
+        sums = self._fleet.counters.sums()
         away = CounterMetricFamily(
             "hearth_replica_turned_away", "Requests that found no place in the queue", labels=["model", "why"]
         )
@@ -289,7 +289,7 @@ class _Machines(Collector):
             waiting.add_metric([model], self._fleet.waiting(model))
             quarantined.add_metric([model], kept_out[model])
         yield from (waiting, quarantined)
-        said = {machine.address: machine.said for machine in self._fleet.machines()}
+        said = {machine.address: machine.report for machine in self._fleet.machines()}
         yield _moves(said)
         yield from _memory(said)
 

@@ -144,7 +144,7 @@ async def test_claims_and_notices_are_read(store: Store, facts: dict[str, Any]) 
 
 async def test_a_batch_is_read_and_runs_to_its_end(store: Store, facts: dict[str, Any]) -> None:
     ann = facts["ann"]
-    cipher = BatchEncryption(facts["secret"].encode()).safe(ann, "batch-1")
+    cipher = BatchEncryption(facts["secret"].encode()).cipher(ann, "batch-1")
     (batch,) = await store.batches.of_account(ann)
     assert (batch.id, batch.status, batch.items, batch.succeeded) == ("batch-1", BatchStatus.RUNNING, 3, 1)
     (result,) = await store.batches.results(ann, "batch-1", 0, 3)

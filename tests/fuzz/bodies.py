@@ -5,11 +5,11 @@ import copy
 import json
 from typing import Any, Final
 
+from gateway.api.dialect import GenerationRequest
 from gateway.api.routes import dialect_routes
 from gateway.catalogue.catalogue import Catalogue, open_catalogue
 from gateway.config import load_config
 from gateway.errors import ApiError
-from gateway.inference.reply import GenerationRequest
 from gateway.inference.run_options import run_options
 from gateway.text.tokenizer import TokenizationError
 

@@ -5,7 +5,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gateway.inference.reply import GenerationRequest, Reply, ToolUse, Usage
+from gateway.api.dialect import GenerationRequest
+from gateway.inference.reply import Reply, ToolUse, Usage
 from tests.fuzz.bodies import DIALECTS, MODEL, SCHEMA
 
 USER: Final = [{"role": "user", "content": "hi"}]

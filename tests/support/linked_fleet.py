@@ -5,9 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from engine.protocol.frames import Submit
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
-from gateway.cluster.client import OutputDelta, ReplicaClient, ReplicaStream, pack_token_ids
+from gateway.cluster.client import ReplicaClient, pack_token_ids
 from gateway.cluster.fleet import ReplicaFleet
+from gateway.cluster.stream import OutputDelta, ReplicaStream
 from tests.support.served_gateway import until
 from tests.support.stub_replica import MODEL, StubFleet
 
@@ -32,15 +34,13 @@ async def connected(folder: Path, replicas: int = 1) -> AsyncIterator[tuple[Stub
 
 
 async def link(fleet: ReplicaFleet, wait_s: float = 5.0, model: str = MODEL) -> ReplicaClient:
-    return await fleet.link(model, SCOPE, PROMPT, asyncio.get_running_loop().time() + wait_s)
+    return await fleet.acquire(model, SCOPE, PROMPT, asyncio.get_running_loop().time() + wait_s)
 
 
 async def submit(fleet: ReplicaFleet, max_tokens: int = 8, n: int = 1, logprobs: int | None = None) -> ReplicaStream:
     sampling = SamplingParams(logprobs=logprobs)
     chosen = await link(fleet)
-    return chosen.submit(
-        tokens=PROMPT, scope=Scope(ScopeKind.TENANT, SCOPE), sampling=sampling, max_tokens=max_tokens, n=n
-    )
+    return chosen.submit(Submit(0, PROMPT, Scope(ScopeKind.TENANT, SCOPE), sampling, max_tokens, n=n))
 
 
 async def collect(stream: ReplicaStream) -> list[OutputDelta]:

@@ -71,12 +71,12 @@ class Served:
 
     @property
     def quota(self) -> Any:
-        return self.app._gateway.quota
+        return self.app._tenancy.quota
 
     async def records(self) -> list[Any]:
         """The usage records of today, once all settlements are written."""
         await self.quota.flush()
-        today = day_of(int(self.app._gateway.calendar() * 1e6))
+        today = day_of(int(self.app._serving.endpoint.calendar() * 1e6))
         return list(await self.app._tenancy.store.quotas.records(self.account_id, today))
 
     async def client(self, **options: Any) -> "Client":
@@ -166,7 +166,7 @@ async def served(
     if store_url is not None:
         config = msgspec.structs.replace(config, store=StoreConfig(url=store_url))
     app = build_app(config, SECRET, traces)
-    accounts = app._gateway.accounts
+    accounts = app._tenancy.accounts
     account = await accounts.create("test", limits)
     _, token = await accounts.mint(account.id, "test")
     listener = listen("127.0.0.1", 0)
@@ -175,7 +175,7 @@ async def served(
     async with fleet.serving():
         task = asyncio.create_task(running._serve([listener]))
         try:
-            await until(lambda: all(app._gateway.fleet.hello(name) is not None for name in (MODEL, *stubs)))
+            await until(lambda: all(app._serving.context.fleet.hello(name) is not None for name in (MODEL, *stubs)))
             yield Served(app, running, port, fleet, accounts, account.id, token)
         finally:
             running.should_exit = True

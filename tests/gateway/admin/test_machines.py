@@ -14,7 +14,7 @@ from tests.support.stub_replica import MODEL
 @looped
 async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) -> None:
     async with kept(tmp_path, replicas=2) as house:
-        stub, fleet = house.gateway.fleet, house.gateway.app._gateway.fleet
+        stub, fleet = house.gateway.fleet, house.gateway.app._serving.context.fleet
         placed = frames.PlacementStatus(
             Residency.MEMORY,
             device_bytes=11,
@@ -30,7 +30,7 @@ async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) ->
         await asyncio.sleep(0.2)
         later = {"computed_tokens": 500, "lookup_tokens": 100, "hit_tokens": 75}
         stub.replicas[0].load(waiting=2, blocks=64, counters=later)
-        await until(lambda: fleet.replicas()[0].lately.hit_ratio == 0.75)
+        await until(lambda: fleet.replicas()[0].recent_load.hit_ratio == 0.75)
         (machine,) = (await house.operate("GET", "/machines")).json["result"]["machines"]
         first, second = machine.pop("replicas")
         assert machine == {
@@ -60,7 +60,7 @@ async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) ->
 @looped
 async def test_a_machine_that_is_gone_is_told_with_its_last_word_and_why(tmp_path: Path) -> None:
     async with kept(tmp_path) as house:
-        stub, fleet = house.gateway.fleet, house.gateway.app._gateway.fleet
+        stub, fleet = house.gateway.fleet, house.gateway.app._serving.context.fleet
         stub.move(0, Residency.MEMORY, ready_ms=100)
         await until(lambda: not fleet.serves(MODEL))
         waiting = asyncio.create_task(house.gateway.run(prompt="a secret word"))

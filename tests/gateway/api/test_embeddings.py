@@ -439,7 +439,7 @@ async def test_queued_texts_run_in_the_background_and_are_charged_at_the_batch_p
         assert all(submit.terms.background for submit in gateway.fleet.submits)
         done = [record for record in await gateway.records() if record.outcome == "done"]
         assert sum(record.prompt_tokens for record in done) == found["usage"]["prompt_tokens"]
-        price = next(iter(gateway.app._gateway.catalogue)).batch_price
+        price = next(iter(gateway.app._serving.endpoint.catalogue)).batch_price
         assert sum(record.neurons for record in done) == pytest.approx(
             sum(record.prompt_tokens for record in done) * price.input / 1e6
         )

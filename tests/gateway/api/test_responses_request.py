@@ -17,10 +17,10 @@ from openai.types.responses.response_input_param import FunctionCallOutput
 from openai.types.shared_params import Reasoning
 
 from engine.protocol.types import GrammarKind
+from gateway.api.dialect import GenerationRequest
 from gateway.api.responses_request import InputTokensDialect, ResponsesDialect
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import GenerationRequest
 from gateway.tool_parsers.types import ToolSelection
 
 MODEL = "@cf/test/stub"

@@ -3,10 +3,11 @@ from typing import Any
 
 import pytest
 
+from gateway.api.dialect import GenerationRequest
 from gateway.api.run_chat import RunChatDialect
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Completion, GenerationRequest, ScoredToken, Usage
+from gateway.inference.reply import Completion, ScoredToken, Usage
 
 MODEL = "@cf/test/stub"
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)

@@ -44,7 +44,7 @@ async def talking(folder: Path, **options: Any) -> AsyncIterator[tuple[Served, A
 
 def script(gateway: Served, text: str) -> None:
     """What every answer says from now on, before it stops."""
-    model = gateway.app._gateway.catalogue.find(MODEL)
+    model = gateway.app._serving.endpoint.catalogue.find(MODEL)
     assert model is not None
     gateway.behaviour.script = model.text.encode_prompt(text)
 
@@ -213,7 +213,7 @@ async def test_a_template_gets_the_variables_that_it_knows(tmp_path: Path) -> No
         "{% if not enable_thinking %}quiet {% endif %}{{ reasoning_effort }} {{ messages[0].content }}"
     )
     async with talking(tmp_path, models=[ModelEntryConfig(name=MODEL, folder=str(folder))]) as (gateway, client):
-        model = gateway.app._gateway.catalogue.find(MODEL)
+        model = gateway.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
         for asked, text in (
             ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}}, "low hello"),

@@ -230,7 +230,7 @@ async def test_an_answer_that_is_cut_is_no_document(tmp_path: Path) -> None:
 @looped
 async def test_a_document_ended_by_a_stop_string_is_none(tmp_path: Path) -> None:
     async with asking(tmp_path) as (gateway, client, _):
-        model = gateway.app._gateway.catalogue.find(MODEL)
+        model = gateway.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
         gateway.behaviour.script = model.text.encode_prompt('{"city": "Rome"}')
         asked: Any = {"model": MODEL, "messages": HELLO, "response_format": {"type": "json_object"}}

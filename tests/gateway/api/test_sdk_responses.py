@@ -36,7 +36,7 @@ async def talking(folder: Path, **options: Any) -> AsyncIterator[tuple[Served, A
 
 def script(gateway: Served, text: str) -> None:
     """What every answer says from now on, before it stops."""
-    model = gateway.app._gateway.catalogue.find(MODEL)
+    model = gateway.app._serving.endpoint.catalogue.find(MODEL)
     assert model is not None
     gateway.behaviour.script = model.text.encode_prompt(text)
 

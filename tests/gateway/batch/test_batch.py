@@ -1,7 +1,6 @@
 """Queued requests through a whole gateway: submitted, run, fetched, listed, cancelled, charged, parked, taken over."""
 
 import asyncio
-import dataclasses
 import json
 import sqlite3
 import time
@@ -306,7 +305,7 @@ async def test_a_replica_that_goes_away_costs_nothing_but_time(tmp_path: Path) -
     async with served(tmp_path) as world:
         world.behaviour.die_at = 3
         request_id = await submit(world, 3)
-        await until(lambda: world.app._gateway.fleet.hello(MODEL) is None)
+        await until(lambda: world.app._serving.context.fleet.hello(MODEL) is None)
         world.behaviour.die_at = None
         result = await ended(world, request_id)
         succeeded = [one for one in result["responses"] if one["success"]]
@@ -322,7 +321,7 @@ async def test_a_replica_that_goes_away_costs_nothing_but_time(tmp_path: Path) -
 async def test_nothing_is_claimed_while_live_requests_wait_at_the_replica(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
         world.fleet.replicas[0].load(waiting=3)
-        await until(lambda: not world.app._gateway.fleet.spare(MODEL, 100))
+        await until(lambda: not world.app._serving.context.fleet.spare(MODEL, 100))
         request_id = await submit(world, 2)
         await asyncio.sleep(0.3)
         assert (await state(world, request_id))["status"] == "queued"
@@ -341,7 +340,7 @@ async def test_a_fault_with_one_request_ends_no_other(tmp_path: Path, monkeypatc
                 faults.append("not foreseen")
                 raise RuntimeError(faults[0])
 
-        monkeypatch.setattr(worker, "admit", faulty)
+        monkeypatch.setattr(worker, "check_admission", faulty)
         request_id = await submit(world, 3)
         result = await ended(world, request_id)
         assert faults
@@ -395,7 +394,7 @@ async def test_a_model_that_ends_meanwhile_fails_what_is_left(tmp_path: Path) ->
     async with served(tmp_path) as world:
         world.app._batches.stop()
         request_id = await submit(world, 2)
-        model = world.app._gateway.catalogue.find(MODEL)
+        model = world.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
         object.__setattr__(model, "ends_on", date(2020, 1, 1))
         world.app._batches._stopped = False
@@ -491,7 +490,7 @@ async def test_batches_for_a_model_that_sleeps_wake_it_after_a_while_as_lightly_
     async with served(tmp_path) as world:
         fleet, memory, device = world.fleet, Residency.MEMORY, Residency.DEVICE
         fleet.move(0, memory, ready_ms=200)
-        await until(lambda: not world.app._gateway.fleet.serves(MODEL))
+        await until(lambda: not world.app._serving.context.fleet.serves(MODEL))
         request_id = await submit(world, 5)
         await asyncio.sleep(0.5)
         assert not fleet.wakes, "it has not waited for long"
@@ -544,9 +543,8 @@ async def test_an_old_batch_asks_for_its_model_as_a_plain_call_does(
 ) -> None:
     async with served(tmp_path) as world:
         world.fleet.move(0, Residency.DISK, ready_ms=200)
-        await until(lambda: not world.app._gateway.fleet.serves(MODEL))
+        await until(lambda: not world.app._serving.context.fleet.serves(MODEL))
         await submit(world, 2)
         for hours, weight in ((0.1, 0.1 / 24), (12, 0.5), (30, 1.0)):
-            gateway = dataclasses.replace(world.app._gateway, calendar=partial(ahead, hours))
-            monkeypatch.setattr(world.app._batches, "_gateway", gateway)
+            monkeypatch.setattr(world.app._batches, "_calendar", partial(ahead, hours))
             await until(partial(asked_by, world, weight))

@@ -31,7 +31,7 @@ def test_as_many_are_on_their_way_as_take_their_share(cost_s: float) -> None:
         nonlocal taken_s
         for _ in range(turns):
             began = clock.now_s
-            for _ in range(pace.most):
+            for _ in range(pace.limit):
                 await pace.timed(work())
             taken_s += clock.now_s - began
             clock.now_s = max(clock.now_s, began + 0.1)
@@ -40,7 +40,7 @@ def test_as_many_are_on_their_way_as_take_their_share(cost_s: float) -> None:
     asyncio.run(run())
     share = taken_s / clock.now_s
     assert share < 1.5 * max(LOOP_SHARE_MAX, cost_s / 0.1)  # one at least is always on its way
-    assert pace.most == CONCURRENCY_MAX or share > 0.7 * LOOP_SHARE_MAX
+    assert pace.limit == CONCURRENCY_MAX or share > 0.7 * LOOP_SHARE_MAX
 
 
 def test_waiting_is_not_counted_and_results_of_waits_arrive() -> None:

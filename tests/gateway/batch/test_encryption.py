@@ -11,7 +11,7 @@ KEPT = StoredRequest(b'{"prompt":"quokka"}', "reference", ("tag",), "{}")
 
 
 def test_a_request_and_a_result_come_back_and_are_not_to_be_read_meanwhile() -> None:
-    safe = BatchEncryption(b"s" * 32).safe("ann", "one")
+    safe = BatchEncryption(b"s" * 32).cipher("ann", "one")
     sealed = safe.seal_request(3, KEPT)
     assert safe.open_request(3, sealed) == KEPT
     assert b"quokka" not in sealed
@@ -24,13 +24,13 @@ def test_a_request_and_a_result_come_back_and_are_not_to_be_read_meanwhile() -> 
     ("secret", "account", "batch"), [(b"t", "ann", "one"), (b"s", "bob", "one"), (b"s", "ann", "two")]
 )
 def test_it_opens_for_no_other_secret_account_or_batch(secret: bytes, account: str, batch: str) -> None:
-    sealed = BatchEncryption(b"s" * 32).safe("ann", "one").seal_request(3, KEPT)
+    sealed = BatchEncryption(b"s" * 32).cipher("ann", "one").seal_request(3, KEPT)
     with pytest.raises(InvalidTag):
-        BatchEncryption(secret * 32).safe(account, batch).open_request(3, sealed)
+        BatchEncryption(secret * 32).cipher(account, batch).open_request(3, sealed)
 
 
 def test_it_opens_at_no_other_place_and_for_no_other_purpose() -> None:
-    safe = BatchEncryption(b"s" * 32).safe("ann", "one")
+    safe = BatchEncryption(b"s" * 32).cipher("ann", "one")
     sealed = safe.seal_request(3, KEPT)
     with pytest.raises(InvalidTag):
         safe.open_request(4, sealed)

@@ -8,8 +8,9 @@ import pytest
 
 from engine.protocol import frames
 from engine.protocol.types import FinishReason, RejectReason, Residency, SamplingParams, Scope, ScopeKind
-from gateway.cluster.client import STEPS_MAX, OutputDelta, ReplicaAsleep, ReplicaLost, ReplicaRejected, pack_token_ids
+from gateway.cluster.client import pack_token_ids
 from gateway.cluster.fleet import ReplicaFleet
+from gateway.cluster.stream import STEPS_MAX, OutputDelta, ReplicaAsleep, ReplicaLost, ReplicaRejected
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
 from tests.support.served_gateway import looped, until
 from tests.support.stub_replica import StubFleet
@@ -144,7 +145,7 @@ def test_submitting_on_a_link_whose_replica_went_raises(tmp_path: Path) -> None:
             stub.replicas[0].die()
             await until(lambda: not fleet.replicas()[0].ready)
             with pytest.raises(ReplicaLost):
-                chosen.submit(tokens=PROMPT, scope=Scope(), sampling=SamplingParams(), max_tokens=1)
+                chosen.submit(frames.Submit(0, PROMPT, Scope(), SamplingParams(), max_tokens=1))
 
     asyncio.run(scenario())
 

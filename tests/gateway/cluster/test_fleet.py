@@ -10,7 +10,8 @@ from engine.protocol import frames
 from engine.protocol.address import AddressError
 from engine.protocol.types import Residency, SamplingParams, SchedulingTerms, Scope
 from gateway.cluster import wake_queue
-from gateway.cluster.client import FrameProtocol, ReplicaClient, connect, pack_token_ids
+from gateway.cluster.client import ReplicaClient, pack_token_ids
+from gateway.cluster.connection import FrameProtocol, connect
 from gateway.cluster.fleet import NoReplicaAvailable, ReplicaFleet, _ReplicaEntry
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
 from tests.support.served_gateway import looped, until
@@ -164,20 +165,15 @@ def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_w
         async with connected(tmp_path, replicas=2) as (stub, fleet):
             assert fleet.spare(MODEL, 10) == 20
             stub.behaviour.first_s = 60.0
-            live = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
+            live = await fleet.acquire(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
             for _ in range(8):
-                behind = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time(), background=True)
-                behind.submit(
-                    tokens=PROMPT,
-                    scope=Scope(),
-                    sampling=SamplingParams(),
-                    max_tokens=8,
-                    terms=SchedulingTerms(background=True),
-                )
+                behind = await fleet.acquire(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time(), background=True)
+                terms = SchedulingTerms(background=True)
+                behind.submit(frames.Submit(0, PROMPT, Scope(), SamplingParams(), max_tokens=8, terms=terms))
             assert fleet.spare(MODEL, 10) == 12
-            again = await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
+            again = await fleet.acquire(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
             assert again._replica is live._replica, "live calls go where they went"
-            assert sorted(replica.background for replica in fleet._present(MODEL)) != [0, 8], "the background is spread"
+            assert sorted(replica.background for replica in fleet._serving(MODEL)) != [0, 8], "the background is spread"
             stub.replicas[0].load(waiting=1)
             await until(lambda: fleet.spare(MODEL, 10) <= 10)
 
@@ -208,7 +204,7 @@ async def test_one_wake_serves_all_who_wait_and_what_they_send_waits_in_the_repl
         assert len(stub.wakes) <= 2
         stub.move(0, MEMORY, toward=DEVICE)
         streams = [
-            (await task).submit(tokens=PROMPT, scope=Scope(), sampling=SamplingParams(), max_tokens=2) for task in tasks
+            (await task).submit(frames.Submit(0, PROMPT, Scope(), SamplingParams(), max_tokens=2)) for task in tasks
         ]
         await until(lambda: len(stub.submits) == 50)
         await until(lambda: stub.wakes[-1] == frames.ModelDemand(MODEL, 0))
@@ -222,9 +218,9 @@ async def test_a_replica_on_the_device_is_preferred_and_one_that_leaves_it_is_no
     async with connected(tmp_path, replicas=3) as (stub, fleet):
         stub.move(0, MEMORY, toward=DEVICE)
         stub.move(1, DEVICE, toward=MEMORY)
-        await until(lambda: fleet._present(MODEL) == [known.connection for known in fleet._of(MODEL)][2:])
+        await until(lambda: fleet._serving(MODEL) == [known.connection for known in fleet._entries(MODEL)][2:])
         for n in range(20):
-            chosen = await fleet.link(MODEL, SCOPE, pack_token_ids([n] * 40), asyncio.get_running_loop().time())
+            chosen = await fleet.acquire(MODEL, SCOPE, pack_token_ids([n] * 40), asyncio.get_running_loop().time())
             assert chosen._replica.address == f"unix:{stub.replicas[2].path}"
 
 
@@ -350,7 +346,7 @@ async def test_what_a_connection_asks_for_ends_with_those_who_leave(tmp_path: Pa
 async def test_the_background_waits_for_no_model_and_wakes_none(tmp_path: Path) -> None:
     async with asleep(tmp_path) as (stub, fleet):
         with pytest.raises(NoReplicaAvailable) as raised:
-            await fleet.link(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time() + 5, background=True)
+            await fleet.acquire(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time() + 5, background=True)
         assert raised.value.loading
         assert not stub.wakes
         assert fleet.spare(MODEL, 10) == 0
@@ -360,7 +356,7 @@ async def test_the_background_waits_for_no_model_and_wakes_none(tmp_path: Path) 
 async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_did(tmp_path: Path) -> None:
     waited = list[tuple[str, float]]()
     stub = StubFleet(tmp_path)
-    fleet = ReplicaFleet([stub.address], waited=lambda model, seconds: waited.append((model, seconds)))
+    fleet = ReplicaFleet([stub.address], on_waited=lambda model, seconds: waited.append((model, seconds)))
     async with stub.serving():
         running = asyncio.create_task(fleet.run())
         await until(lambda: fleet.serves(MODEL))
@@ -370,7 +366,7 @@ async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_d
         await until(lambda: not fleet.serves(MODEL))
         (task,) = await held(fleet)
         stub.move(0, MEMORY, toward=DEVICE)
-        stream = (await task).submit(tokens=PROMPT, scope=Scope(), sampling=SamplingParams(), max_tokens=5)
+        stream = (await task).submit(frames.Submit(0, PROMPT, Scope(), SamplingParams(), max_tokens=5))
         await asyncio.sleep(0.2)
         stub.move(0, DEVICE)
         await collect(stream)

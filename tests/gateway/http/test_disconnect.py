@@ -122,7 +122,9 @@ async def test_a_client_that_does_not_read_the_end_does_not_keep_its_connection(
     async with served(tmp_path, blocked_s=0.3) as gateway:
         gateway.behaviour.context_tokens, gateway.behaviour.step_tokens = 500_000, 10_000
         gateway.fleet.replicas[0].die()  # it says hello again, with the larger context
-        await until(lambda: (hello := gateway.app._gateway.fleet.hello(MODEL)) and hello.context_tokens == 500_000)
+        await until(
+            lambda: (hello := gateway.app._serving.context.fleet.hello(MODEL)) and hello.context_tokens == 500_000
+        )
         client = await gateway.client(receive_bytes=4096)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": 400_000}, gateway.headers)

@@ -217,8 +217,8 @@ async def test_a_client_that_does_not_read_is_dropped_over_tls_and_little_is_kep
     async with secured(tmp_path, blocked_s=0.5) as gateway:
         gateway.behaviour.context_tokens = 50_000
         gateway.fleet.replicas[0].die()  # it says hello again, with the larger context
-        await until(lambda: not gateway.app._gateway.fleet.hello("@cf/test/stub"))
-        await until(lambda: gateway.app._gateway.fleet.hello("@cf/test/stub"))
+        await until(lambda: not gateway.app._serving.context.fleet.hello("@cf/test/stub"))
+        await until(lambda: gateway.app._serving.context.fleet.hello("@cf/test/stub"))
         client = await connect(gateway, receive_bytes=4096)
         await client.post(gateway.run_path, {**LONG, "max_tokens": 40_000}, gateway.headers)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ async def test_one_account_works_in_order_and_holds_up_no_other() -> None:
     turns, done = AccountLocks(), []
 
     async def work(account: str, name: str) -> None:
-        async with turns.take(account):
+        async with turns.lock(account):
             await asyncio.sleep(0.02)
             done.append(name)
 
@@ -26,11 +26,11 @@ async def test_work_that_is_cancelled_gives_its_turn_away() -> None:
     turns = AccountLocks()
 
     async def work() -> None:
-        async with turns.take("a"):
+        async with turns.lock("a"):
             await asyncio.sleep(60)
 
     first = asyncio.create_task(work())
     await asyncio.sleep(0)
     first.cancel()
-    async with asyncio.timeout(10), turns.take("a"):
+    async with asyncio.timeout(10), turns.lock("a"):
         pass

@@ -210,5 +210,5 @@ async def test_what_fails_inside_is_told_without_the_words_it_failed_on(
     (record,) = [record for record in caplog.records if record.getMessage() == "request_failed"]
     line = EventFormatter().format(record)
     assert "KeyError" in line
-    assert "test_privacy.py" in line
+    assert "test_cache_scope.py" in line
     assert "secret" not in line

@@ -10,7 +10,7 @@ import pytest
 from engine.protocol.frames import SequenceFinished
 from engine.protocol.types import FinishReason, SamplingParams
 from gateway.catalogue.catalogue import Model, open_catalogue
-from gateway.cluster.client import OutputDelta
+from gateway.cluster.stream import OutputDelta
 from gateway.config import SettingsError, load_config
 from gateway.inference.completion import CompletionBuilder, reasoning_enabled
 from gateway.inference.prompt import Prompt
@@ -49,8 +49,8 @@ def ids(model: Model, *pieces: str) -> list[int]:
 def received(model: Model, asked: Prompt, tokens: list[int], opened: bool = False) -> CompletionBuilder:
     choice = CompletionBuilder(model, asked, opened)
     for token in tokens:
-        choice.take(OutputDelta(0, [token]))
-    choice.take(OutputDelta(0, [], finish=SequenceFinished(0, FinishReason.STOP, len(tokens))))
+        choice.push(OutputDelta(0, [token]))
+    choice.push(OutputDelta(0, [], finish=SequenceFinished(0, FinishReason.STOP, len(tokens))))
     return choice
 
 

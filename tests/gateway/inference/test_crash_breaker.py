@@ -19,18 +19,18 @@ def test_two_crashes_refuse_a_request_for_a_while() -> None:
     suspects = CrashBreaker(clock)
     for crashes in range(CRASHES_MAX):
         assert suspects.crashes(b"a") == crashes
-        assert not suspects.refused(b"a")
-        suspects.note(b"a")
-    assert suspects.refused(b"a")
-    assert not suspects.refused(b"b")
+        assert not suspects.is_open(b"a")
+        suspects.record_crash(b"a")
+    assert suspects.is_open(b"a")
+    assert not suspects.is_open(b"b")
     clock.now += CRASH_MEMORY_S + 1
-    assert not suspects.refused(b"a")
+    assert not suspects.is_open(b"a")
 
 
 def test_only_the_latest_are_remembered() -> None:
     suspects = CrashBreaker(Clock())
     for i in range(FINGERPRINTS_MAX + 10):
-        suspects.note(b"%d" % i)
+        suspects.record_crash(b"%d" % i)
     assert suspects.crashes(b"9") == 0
     assert suspects.crashes(b"10") == 1
     assert suspects.crashes(b"%d" % (FINGERPRINTS_MAX + 9)) == 1

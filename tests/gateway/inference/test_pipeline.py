@@ -17,7 +17,7 @@ TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}
 
 
 def words(gateway: Served, ids: list[int]) -> str:
-    model = gateway.app._gateway.catalogue.find(MODEL)
+    model = gateway.app._serving.endpoint.catalogue.find(MODEL)
     assert model is not None
     return model.text.decoder([]).push(ids)
 
@@ -211,7 +211,7 @@ async def test_logprobs_name_each_token_of_the_text(tmp_path: Path) -> None:
 async def test_tool_calls_are_found_whole_and_streamed_in_both_dialects(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         call = '{"name": "rain", "arguments": {"city": "Rome"}}'
-        model = gateway.app._gateway.catalogue.find(MODEL)
+        model = gateway.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
         gateway.behaviour.script = model.text.encode_prompt(call)
         asked: dict[str, Any] = {
@@ -234,7 +234,7 @@ async def test_tool_calls_are_found_whole_and_streamed_in_both_dialects(tmp_path
 @looped
 async def test_text_that_only_begins_like_a_call_is_shown_in_the_end(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
-        model = gateway.app._gateway.catalogue.find(MODEL)
+        model = gateway.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
         gateway.behaviour.script = model.text.encode_prompt('{"no": "call"}')
         tools = [{"name": "rain", "parameters": {"type": "object"}}]
@@ -387,7 +387,7 @@ async def test_reject_if_busy_does_not_wait_in_a_queue(tmp_path: Path) -> None:
         asked = {**TEN, "options": {"rejectIfBusy": True}}
         assert (await gateway.run(**asked)).status == 200
         gateway.fleet.replicas[0].load(waiting=1)
-        known = gateway.app._gateway.fleet
+        known = gateway.app._serving.context.fleet
         await until(lambda: known.busy(MODEL))
         refused = await gateway.run(**asked)
         assert (refused.status, refused.code) == (429, 3040)
@@ -480,7 +480,7 @@ async def larger(gateway: Served, context_tokens: int) -> None:
     """The replica comes back with another context."""
     gateway.behaviour.context_tokens = context_tokens
     gateway.fleet.replicas[0].die()
-    known = gateway.app._gateway.fleet
+    known = gateway.app._serving.context.fleet
     await until(lambda: (hello := known.hello(MODEL)) is not None and hello.context_tokens == context_tokens)
 
 

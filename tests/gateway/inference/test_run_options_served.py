@@ -114,14 +114,14 @@ async def _idle(gateway: Served) -> None:
     """All replicas say that nothing runs, and the gateway has heard it."""
     for replica in gateway.fleet.replicas:
         replica.load()
-    links = [known.connection for known in gateway.app._gateway.fleet._known.values() if known.connection]
+    links = [known.connection for known in gateway.app._serving.context.fleet._replicas.values() if known.connection]
     await until(lambda: not any(link.sequences for link in links))
 
 
 @looped
 async def test_calls_of_a_session_go_to_one_replica_while_it_lives(tmp_path: Path) -> None:
     async with served(tmp_path, replicas=3) as gateway:
-        known = gateway.app._gateway.fleet
+        known = gateway.app._serving.context.fleet
         await until(lambda: sum(replica.ready for replica in known.replicas()) == 3)
         for n in range(8):
             prompt = {"prompt": f"{n} something else entirely {n * n}"}
@@ -142,7 +142,7 @@ async def test_calls_of_a_session_go_to_one_replica_while_it_lives(tmp_path: Pat
 @looped
 async def test_a_session_does_not_wait_for_a_replica_that_has_more_than_its_share(tmp_path: Path) -> None:
     async with served(tmp_path, replicas=3) as gateway:
-        known = gateway.app._gateway.fleet
+        known = gateway.app._serving.context.fleet
         await until(lambda: sum(replica.ready for replica in known.replicas()) == 3)
         assert (await called(gateway, "native", x_session_affinity="ses_1")).status == 200
         home = gateway.fleet.replicas[_homes(gateway).index(1)]
@@ -155,7 +155,7 @@ async def test_a_session_does_not_wait_for_a_replica_that_has_more_than_its_shar
 @looped
 async def test_a_session_id_of_another_account_is_another_session(tmp_path: Path) -> None:
     async with served(tmp_path, replicas=3) as gateway:
-        known = gateway.app._gateway.fleet
+        known = gateway.app._serving.context.fleet
         await until(lambda: sum(replica.ready for replica in known.replicas()) == 3)
         homes = set()
         for n in range(12):
@@ -217,7 +217,7 @@ def test_a_deadline_ends_a_stream_with_an_event_that_says_so(tmp_path: Path, dia
 async def test_the_wait_for_a_replica_counts(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         gateway.fleet.replicas[0].load(draining=True)
-        known = gateway.app._gateway.fleet
+        known = gateway.app._serving.context.fleet
         await until(lambda: not any(replica.ready for replica in known.replicas()))
         began = time.monotonic()
         status, _ = failed(await called(gateway, "native", cf_aig_request_timeout="120"))
@@ -268,7 +268,7 @@ def test_reject_if_busy_is_refused_at_once_where_it_would_wait(tmp_path: Path, d
             assert (await called(gateway, dialect, "?rejectIfBusy=true")).status == 200
             assert gateway.fleet.submits[0].deadline_ms == 1000, "others may have filled it since it last said"
             gateway.fleet.replicas[0].load(waiting=1)
-            known = gateway.app._gateway.fleet
+            known = gateway.app._serving.context.fleet
             await until(lambda: known.busy(MODEL))
             status, text = failed(await called(gateway, dialect, "?rejectIfBusy=true"))
             assert status == 429

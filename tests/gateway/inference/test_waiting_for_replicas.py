@@ -10,7 +10,7 @@ from msgspec import structs
 
 from engine.protocol import frames
 from engine.protocol.types import RejectReason, Residency
-from gateway.cluster import client as connections
+from gateway.cluster import connection
 from gateway.config import ModelEntryConfig
 from tests.support.served_gateway import Served, looped, served, until
 from tests.support.stub_replica import MODEL
@@ -21,7 +21,7 @@ VECTORS = "@cf/test/vectors"
 
 async def sleep(gateway: Served, index: int = 0, **told: Any) -> None:
     gateway.fleet.move(index, MEMORY, **{"ready_ms": 400, **told})
-    await until(lambda: not gateway.app._gateway.fleet.serves(gateway.fleet.replicas[index].model))
+    await until(lambda: not gateway.app._serving.context.fleet.serves(gateway.fleet.replicas[index].model))
 
 
 def wakes_after(gateway: Served, seconds: float, index: int = 0) -> None:
@@ -74,13 +74,13 @@ async def test_calls_of_two_tenants_are_held_with_their_quota_and_one_wake_serve
         await sleep(gateway)
         heavy = await plan(gateway, weight=4.0)
         calls = [asyncio.create_task(gateway.run(prompt="hello", max_tokens=2)) for _ in range(5)]
-        await until(lambda: gateway.app._gateway.fleet.waiting(MODEL) == 5)
+        await until(lambda: gateway.app._serving.context.fleet.waiting(MODEL) == 5)
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
         calls += [
             asyncio.create_task(gateway.call("/v1/chat/completions", body, authorization=f"Bearer {heavy}"))
             for _ in range(5)
         ]
-        await until(lambda: gateway.app._gateway.fleet.waiting(MODEL) == 10)
+        await until(lambda: gateway.app._serving.context.fleet.waiting(MODEL) == 10)
         assert gateway.quota.open == 10
         await until(lambda: gateway.fleet.wakes[-1].requests == 10)
         assert gateway.fleet.wakes[-1].weight == 4.0
@@ -139,7 +139,7 @@ async def test_whose_time_ends_in_a_replica_that_wakes_is_told_when_to_come_back
         await gateway.call(gateway.run_path, {"prompt": "hello"}, cf_aig_request_timeout="300")
         assert gateway.fleet.submits[-1].deadline_ms <= 280, "a moment is left for the answer"
         gateway.fleet.move(0, DEVICE)
-        await until(lambda: gateway.app._gateway.fleet.serves(MODEL))
+        await until(lambda: gateway.app._serving.context.fleet.serves(MODEL))
         assert (await gateway.run(prompt="hello")).status == 429, "it waited for others"
 
 
@@ -154,7 +154,7 @@ async def test_a_call_that_is_not_to_wait_is_429_at_once_and_wakes_nothing(tmp_p
         answer = await gateway.call(gateway.run_path + "?rejectIfBusy=true", {"prompt": "hello"})
         assert (answer.status, answer.code) == (429, 3040), "it would wait for the move's end"
         gateway.fleet.move(0, MEMORY, ready_ms=0)
-        await until(lambda: gateway.app._gateway.fleet.expected_s(MODEL) is None)
+        await until(lambda: gateway.app._serving.context.fleet.expected_s(MODEL) is None)
         answer = await gateway.call(gateway.run_path + "?rejectIfBusy=true", {"prompt": "hello"})
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, 3040, "5"), "nobody can tell when"
         assert gateway.fleet.wakes == []
@@ -167,7 +167,7 @@ async def test_what_can_never_be_is_503_at_once_and_its_cause_is_the_operators(
     async with served(tmp_path) as gateway:
         problem = "it needs 80 GiB and there are 40"
         gateway.fleet.move(0, DISK, ready_ms=-1, problem=problem)
-        await until(lambda: not gateway.app._gateway.fleet.serves(MODEL))
+        await until(lambda: not gateway.app._serving.context.fleet.serves(MODEL))
         began = time.monotonic()
         answers = [await gateway.run(prompt="hello") for _ in range(3)]
         assert time.monotonic() - began < 10.0, "nobody waited"
@@ -178,7 +178,7 @@ async def test_what_can_never_be_is_503_at_once_and_its_cause_is_the_operators(
         (told,) = [record for record in caplog.records if record.message == "replica_cannot_serve"]
         assert told.__dict__["fields"]["problem"] == problem
         gateway.fleet.move(0, DISK, ready_ms=41_000, problem="it died again", quarantined=True)
-        known = gateway.app._gateway.fleet
+        known = gateway.app._serving.context.fleet
         await until(lambda: known.replicas()[0].state.quarantined)
         for query in ("", "?rejectIfBusy=true"):
             answer = await gateway.call(gateway.run_path + query, {"prompt": "hello"})
@@ -200,7 +200,7 @@ async def test_texts_that_no_replica_began_with_wait_for_the_model_to_come_back(
         gateway.behaviour.first_s = 1.0
         await sleep(gateway, 1)
         await until(lambda: len(replica.cancels) == 20 and not replica.running)
-        await until(lambda: gateway.app._gateway.fleet.waiting(VECTORS) == 1)
+        await until(lambda: gateway.app._serving.context.fleet.waiting(VECTORS) == 1)
         gateway.fleet.move(1, DEVICE)
         await until(lambda: len(replica.submits) == 40, 0.9)
         answer = await call
@@ -219,8 +219,8 @@ async def test_texts_that_come_back_to_a_replica_that_reads_too_slowly_are_429(
         call = asyncio.create_task(gateway.call("/v1/embeddings", {"model": VECTORS, "input": ["a", "b"]}))
         await until(lambda: len(gateway.fleet.replicas[1].submits) == 2)
         await sleep(gateway, 1)
-        await until(lambda: gateway.app._gateway.fleet.waiting(VECTORS) == 1)
-        monkeypatch.setattr(connections, "WRITE_BYTES_MAX", -1)
+        await until(lambda: gateway.app._serving.context.fleet.waiting(VECTORS) == 1)
+        monkeypatch.setattr(connection, "WRITE_BYTES_MAX", -1)
         gateway.fleet.move(1, DEVICE)
         answer = await call
         assert (answer.status, answer.code) == (429, 3040)
@@ -238,10 +238,10 @@ async def test_a_gateway_is_ready_while_its_models_sleep_and_can_be_woken_in_tim
         assert await ready()
         for told in ({"ready_ms": 60_000}, {"ready_ms": -1, "problem": "it never fits"}, {"ready_ms": 0}):
             gateway.fleet.move(0, DISK, **told)
-            await until(lambda: gateway.app._gateway.fleet.replicas()[0].expected_s in (None, 60.0))
+            await until(lambda: gateway.app._serving.context.fleet.replicas()[0].expected_s in (None, 60.0))
             assert not await ready()
             await sleep(gateway, ready_ms=900)
-            await until(lambda: gateway.app._gateway.fleet.replicas()[0].expected_s == 0.9)
+            await until(lambda: gateway.app._serving.context.fleet.replicas()[0].expected_s == 0.9)
         gateway.fleet.move(0, DEVICE, toward=MEMORY)
-        await until(lambda: gateway.app._gateway.fleet.replicas()[0].expected_s == 1.0)
+        await until(lambda: gateway.app._serving.context.fleet.replicas()[0].expected_s == 1.0)
         assert await ready()

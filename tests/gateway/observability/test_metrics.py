@@ -113,7 +113,7 @@ async def test_a_refusal_counts_for_its_account_and_limit(tmp_path: Path) -> Non
     async with served(tmp_path, limits=Limits(requests_per_minute=1)) as gateway:
         assert [(await gateway.run(prompt="hello", max_tokens=1)).status for _ in range(3)] == [200, 429, 429]
         await gateway.settled()
-        share = gateway.app._gateway.metrics.shares.rows[gateway.account_id, "default"]
+        share = gateway.app._serving.context.metrics.shares.rows[gateway.account_id, "default"]
         assert share.refused == {"requests_per_minute": 2}
         assert (share.endings["done"], share.endings["limited"]) == (1, 2)
 
@@ -126,7 +126,7 @@ async def test_while_the_store_is_away_the_operator_reads_what_everybody_may(tmp
         async def away(*_: object) -> None:
             raise StoreUnavailable("away")
 
-        gateway.app._gateway.accounts.verify = away  # type: ignore[method-assign]
+        gateway.app._tenancy.accounts.verify = away  # type: ignore[method-assign]
         answer = await gateway.call("/metrics", b"", "GET", authorization=f"Bearer {operator}")
         assert answer.status == 200
         assert b"hearth_store_available 0.0" in answer.content
@@ -148,7 +148,7 @@ def test_what_waits_in_the_outbox_is_counted_and_what_is_damaged_is_seen(tmp_pat
 
 def test_the_end_of_the_certificate_is_told_and_follows_its_file(tmp_path: Path) -> None:
     config = config_for(tmp_path, StubFleet(tmp_path), write_certificate(tmp_path, days=30))
-    metrics = build_app(config, SECRET)._gateway.metrics
+    metrics = build_app(config, SECRET)._serving.context.metrics
 
     def expires() -> float:
         (line,) = [line for line in metrics.text().decode().splitlines() if line.startswith("hearth_certificate_")]
@@ -167,7 +167,7 @@ async def test_what_machines_hold_and_move_is_told_to_the_operator_and_where_mod
         _, operator = await gateway.accounts.mint(gateway.account_id, "operator", grant=OPERATOR)
         for index in range(2):
             gateway.fleet.move(index, Residency.MEMORY, ready_ms=300, quarantined=index == 1)
-        fleet = gateway.app._gateway.fleet
+        fleet = gateway.app._serving.context.fleet
         await until(lambda: not fleet.serves(MODEL) and fleet.replicas()[1].state.quarantined)
         gateway.fleet.replicas[0].load(blocks=77)
         call = asyncio.create_task(gateway.run(prompt="hello", max_tokens=2))

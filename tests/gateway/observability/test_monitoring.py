@@ -133,10 +133,10 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
 
     async def scrape() -> Exposed:
         async with served(folder, limits=Limits(requests_per_minute=2)) as gateway:
-            gateway.app._gateway.metrics.watch_certificate(write_certificate(folder)["certificate"])
+            gateway.app._serving.context.metrics.watch_certificate(write_certificate(folder)["certificate"])
             for _ in range(3):
                 await gateway.run(prompt="hello", max_tokens=3)
-            gateway.app._gateway.metrics.waited(MODEL, 0.3)
+            gateway.app._serving.context.metrics.waited(MODEL, 0.3)
             await gateway.settled()
             return await _scraped(gateway)
 

@@ -1,0 +1,76 @@
+"""The requests that dialects read bodies into, and the protocol of all dialects. It knows no paths and no JSON."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from gateway.catalogue.catalogue import Model
+from gateway.catalogue.tasks import ModelTask
+from gateway.inference.embedding_types import EmbeddingRequest
+from gateway.inference.prompt import SEED_BITS, Prompt
+from gateway.inference.reply import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A body that asks a model for text, and the answer that is to be written. `reply` takes the model's name, the
+    request's id and the second since 1970 at which it arrived."""
+
+    model: str
+    prompt: Prompt
+    reply: Callable[[str, str, int], Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCountRequest:
+    """A body that asks only how many tokens the prompt has; `render` makes the body of the answer."""
+
+    model: str
+    prompt: Prompt
+    render: Callable[[int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """Many requests for one model, each of which `dialect` reads."""
+
+    model: str
+    requests: list[msgspec.Raw]
+    dialect: "Dialect"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResultsRequest:
+    """A question for the state of a batch, or its results."""
+
+    model: str
+    request_id: str
+
+
+LiveRequest = GenerationRequest | TokenCountRequest | EmbeddingRequest
+AnyRequest = LiveRequest | BatchRequest | BatchResultsRequest
+
+
+class Dialect(Protocol):
+    """Reads one family of request bodies and writes its answers."""
+
+    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> AnyRequest:
+        """`model` is the one that the path names, if any. Raises ApiError."""
+        ...
+
+
+def draw_seed() -> int:
+    """A seed for a request that names none."""
+    return secrets.randbits(SEED_BITS)
+
+
+def matches_task(model: Model, request: AnyRequest) -> bool:
+    """Whether the model does what is asked."""
+    if isinstance(request, BatchRequest | BatchResultsRequest):
+        return True  # each request of a batch is read as the model's own bodies are
+    if isinstance(request, GenerationRequest | TokenCountRequest):
+        return model.task is ModelTask.GENERATION
+    return model.task is ModelTask.EMBEDDINGS or (model.task is ModelTask.CLASSIFICATION and request.texts.scored)

@@ -1,0 +1,30 @@
+"""The parts of the gateway that every inference call works with, for text and for vectors alike."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.cluster.fleet import ReplicaFleet
+from gateway.config import ServerConfig
+from gateway.inference.account_lock import AccountLocks
+from gateway.inference.crash_breaker import CrashBreaker
+from gateway.observability.metrics import Metrics
+from gateway.observability.store_health import StoreHealth
+from gateway.observability.tracing import RequestTracer
+from tenants.limits.quota import Quota
+from tenants.limits.soft_caps import SoftCaps
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceContext:
+    """Built once, in app.py."""
+
+    limits: ServerConfig
+    quota: Quota
+    soft_caps: SoftCaps
+    fleet: ReplicaFleet
+    crash_breaker: CrashBreaker
+    store_health: StoreHealth
+    account_locks: AccountLocks
+    metrics: Metrics
+    tracer: RequestTracer
+    clock: Callable[[], float]  # monotonic seconds

@@ -1,0 +1,86 @@
+"""A prompt as token ids of its model, checked against what only the model knows: its template, vocabulary, context.
+
+It knows no replica and no limits of accounts.
+"""
+
+from typing import Any, Final
+
+from gateway import errors
+from gateway.catalogue.catalogue import Model
+from gateway.inference.context import InferenceContext
+from gateway.inference.lifecycle import InferenceCall
+from gateway.inference.prompt import Prompt
+from gateway.text.tokenizer import TokenizationError
+
+LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
+
+
+async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
+    """The prompt's ids. Raises ApiError where the model's template or tokenizer cannot take it.
+
+    A long text is encoded in a thread; so is any text under zero retention, in a thread of its own. A text that cannot
+    fit is not encoded at all.
+    """
+    context, model = call.context, call.model
+    if prompt.bulk <= LONG_TEXT_CHARS and not call.zero_retention:
+        return _encode(model, prompt)
+    max_chars_per_token = model.text.token_bytes_max
+    context_tokens = context.fleet.context_tokens(model.name, model.context_tokens)
+    if max_chars_per_token is not None and prompt.length > context_tokens * max_chars_per_token:
+        raise errors.too_long(prompt.length // max_chars_per_token, context_tokens)
+    private = call.zero_retention
+    return await context.account_locks.run_in_thread(
+        call.caller.account.id, lambda: _encode(model, prompt, spread=not private), fresh=private
+    )
+
+
+def _encode(model: Model, prompt: Prompt, *, spread: bool = False) -> list[int]:
+    """`spread`: by several threads."""
+    text = model.text
+    if prompt.ids is not None:
+        return prompt.ids
+    options = _template_options(model, prompt)
+    try:
+        if prompt.messages is not None:
+            if prompt.tools and not text.takes_tools:
+                raise errors.bad_input(f"'tools' are not known to {model.name}; leave them out", "tools")
+            return text.encode_chat(prompt.messages, prompt.tools, options=options, spread=spread)
+        assert prompt.text is not None
+        if prompt.raw or not text.chats:
+            return text.encode_prompt(prompt.text)
+        return text.encode_chat([{"role": "user", "content": prompt.text}], options=options)
+    except TokenizationError as error:
+        field = prompt.field_name("prompt" if prompt.messages is None else "messages")
+        raise errors.bad_input(str(error), field) from None
+
+
+def _template_options(model: Model, prompt: Prompt) -> dict[str, Any]:
+    """Raises ApiError for options that the chat template does not know. A model without thinking has none to turn off,
+    so that turning it off changes nothing there."""
+    known = frozenset() if prompt.raw else model.text.options
+    options: dict[str, Any] = {}
+    for name, value in prompt.template_options.items():
+        if name in known:
+            options[name] = value
+        elif (name, value) not in (("reasoning_effort", "none"), ("enable_thinking", False)):
+            field = prompt.field_name(name if name == "reasoning_effort" else f"chat_template_kwargs.{name}")
+            names = ", ".join(sorted(known)) or "none"
+            raise errors.bad_input(f"'{field}' is not known to the template of {model.name}, which has {names}", field)
+    return options
+
+
+def check_prompt_fits(context: InferenceContext, model: Model, prompt: Prompt, prompt_tokens: int) -> int:
+    """How many tokens fit behind the prompt. Raises ApiError for what only the model's sizes forbid."""
+    context_tokens = context.fleet.context_tokens(model.name, model.context_tokens)
+    hello = context.fleet.hello(model.name)
+    vocabulary = model.vocabulary if hello is None else hello.vocabulary
+    if prompt_tokens >= context_tokens:
+        raise errors.too_long(prompt_tokens, context_tokens)
+    if not prompt_tokens:
+        raise errors.bad_input("the prompt is empty; send some text", "prompt")
+    if prompt.ids is not None and max(prompt.ids) >= vocabulary:
+        raise errors.bad_input(f"'prompt': ids of tokens are below {vocabulary}; send smaller ones", "prompt")
+    over = [id for id in prompt.sampling.logit_bias if id >= vocabulary]
+    if over:
+        raise errors.bad_input(f"'logit_bias': {over[0]} is no token id; the vocabulary has {vocabulary}", "logit_bias")
+    return context_tokens - prompt_tokens
