@@ -11,7 +11,6 @@ from gateway.catalogue.catalogue import open_catalogue
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.config import Config
 from gateway.http.idempotency import IdempotencyStore
-from gateway.inference.account_lock import AccountLocks
 from gateway.inference.context import InferenceContext
 from gateway.inference.crash_breaker import CrashBreaker
 from gateway.inference.replay import ReplayCache
@@ -43,12 +42,12 @@ def open_serving(config: Config, tenancy: Tenancy, tracer: RequestTracer | None 
         fleet=ReplicaFleet(config.machine_addresses, on_waited=metrics.waited),
         crash_breaker=CrashBreaker(time.monotonic),
         store_health=StoreHealth(),
-        account_locks=AccountLocks(),
         metrics=metrics,
         tracer=tracer or open_tracer(config.telemetry),
         clock=time.monotonic,
     )
     batches = BatchApi(store.batches, BatchEncryption(secret), config.server.batch_keep_s, time.time)
+    lifetime_s = int(config.server.request_s) + KEY_MARGIN_S
     endpoint = InferenceEndpoint(
         context=context,
         catalogue=open_catalogue(config),

@@ -1,7 +1,7 @@
 """The parts of the gateway that every inference call works with, for text and for vectors alike."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.config import ServerConfig
@@ -24,7 +24,7 @@ class InferenceContext:
     fleet: ReplicaFleet
     crash_breaker: CrashBreaker
     store_health: StoreHealth
-    account_locks: AccountLocks
     metrics: Metrics
     tracer: RequestTracer
     clock: Callable[[], float]  # monotonic seconds
+    account_locks: AccountLocks = field(default_factory=AccountLocks)
