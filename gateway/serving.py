@@ -51,9 +51,7 @@ def open_serving(config: Config, tenancy: Tenancy, tracer: RequestTracer | None 
     endpoint = InferenceEndpoint(
         context=context,
         catalogue=open_catalogue(config),
-        replays=ReplayCache(
-            IdempotencyStore(store.claims, secret), time.time, int(config.server.request_s) + KEY_MARGIN_S
-        ),
+        replays=ReplayCache(IdempotencyStore(store.claims, secret), time.time, lifetime_s),
         scrubber=InternedScrubber(),
         answer_batch=batches.answer,
         calendar=time.time,
