@@ -1,6 +1,6 @@
-"""A replica's heartbeat in eight mapped bytes, so that its machine sees a hang without asking it anything.
+"""A replica's heartbeat in eight mapped bytes, so that its agent sees a hang without asking it anything.
 
-It knows neither what a step is nor how long one may take: the limits are the machine's.
+It knows neither what a step is nor how long one may take: the limits are the agent's.
 
     63      56 55                                    0
     | phase   |  beats, counted up, wraps            |
@@ -44,12 +44,12 @@ class Heartbeat:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Maps a file that exists already. Raises FileNotFoundError, or ValueError where it is no pulse."""
+        """Maps a file that exists already. Raises FileNotFoundError, or ValueError where it is no heartbeat."""
         with open(path, "r+b") as file:
             return cls(mmap.mmap(file.fileno(), 8))
 
     def beat(self) -> None:
-        """Still here. About 0.1 µs: call it as often as you like."""
+        """Counts one beat. About 0.1 µs: call it as often as you like."""
         word = self._words[0]
         self._words[0] = (word & ~_BEATS) | ((word + 1) & _BEATS)
 

@@ -1,7 +1,7 @@
-"""What processes say to each other: frames, addresses and how bytes become frames.
+"""The messages between processes, and how bytes become frames.
 
-A frame is a 4-byte big-endian length followed by one msgpack-encoded tagged struct. The same bytes
-travel over `unix:` and `tcp:` sockets. This module knows neither torch nor asyncio nor scheduling.
+A frame is a 4-byte big-endian length followed by one msgpack-encoded tagged struct. The same bytes travel over `unix:`
+and `tcp:` sockets. This module knows neither torch nor asyncio nor scheduling.
 """
 
 import struct
@@ -30,9 +30,9 @@ _ADVICE: Final = "install the same hearth on both sides"
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """gateway → replica: run this prompt. Choices 0…n−1 are the sequences id … id+n−1 of this connection.
 
-    `tokens` is packed u32 little-endian. `stop_ids` end a sequence and are still reported as its last token.
-    Choice i samples with seed + i. `deadline_ms` is how long it may wait to start, once it is taken in; 0: for ever.
-    `pooling` asks for the prompt's vector instead of a completion.
+    `tokens` is packed u32 little-endian. `stop_ids` end a sequence and are still reported as its last token. Choice i
+    samples with seed + i. `deadline_ms` is how long it may wait to start, once it is taken in; 0: for ever. `pooling`
+    asks for the prompt's vector instead of a completion.
     """
 
     id: int
@@ -96,7 +96,7 @@ class SequenceFinished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolingOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a prompt with `pooling` became: packed float32 little-endian, not normalised."""
+    """The vector of a prompt with `pooling`: packed float32 little-endian, not normalised."""
 
     id: int
     values: bytes
@@ -105,8 +105,8 @@ class PoolingOutput(msgspec.Struct, frozen=True, array_like=True):
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """replica → gateway, one per step and connection: columns, not a message per token.
 
-    Sequence ids[i] emitted counts[i] tokens, packed u32 little-endian in `tokens` in that order.
-    `logprobs` holds one entry per emitted token of the sequences that asked for them, in the same order.
+    Sequence ids[i] emitted counts[i] tokens, packed u32 little-endian in `tokens` in that order. `logprobs` holds one
+    entry per emitted token of the sequences that asked for them, in the same order.
     """
 
     ids: list[int]
@@ -153,7 +153,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 class SetPlacement(msgspec.Struct, frozen=True, array_like=True, tag="place"):
     """machine → replica: where its weights are to be, MEMORY or DEVICE, and how much of the device it may hold there,
-    weights, workspace and KV together. A newer one takes an older one's place.
+    weights, workspace and KV together. A newer one replaces an older one.
 
     On the way to MEMORY what runs has `drain_ms` to end; then it is preempted, and goes on when the replica is back.
     Within DEVICE only its KV grows or shrinks. None: as it is.
@@ -165,9 +165,9 @@ class SetPlacement(msgspec.Struct, frozen=True, array_like=True, tag="place"):
 
 
 class PlacementStatus(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
-    """replica → whoever sent it a Place: where it is, each time that a move ended or failed; where it failed `problem`
-    says why, and the rest where it is instead. The first answer to the first Place comes at once, and is the only one
-    where that one asks for nothing.
+    """replica → whoever sent it a SetPlacement: where it is, each time that a move ended or failed; where it failed
+    `problem` says why, and the rest where it is instead. The first answer to the first SetPlacement comes at once, and
+    is the only one where that one asks for nothing.
 
     device_bytes    it holds now; asleep_bytes of them it holds in MEMORY too (what the driver keeps for a process).
     min_bytes       it needs on the device to serve: weights, workspace, KV of one context.
@@ -195,7 +195,7 @@ class PlacementStatus(msgspec.Struct, frozen=True, array_like=True, tag="placed"
 
 class ModelDemand(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
     """gateway → machine: how many of its requests for a model wait for a replica, at each change and at least once a
-    second while there are any; 0 ends it. What a connection said ends with it.
+    second while there are any; 0 ends it. The demand of a connection ends with it.
 
     weight         of the heaviest account among them, as its plan says.
     patience_ms    until the first of them gives up.
@@ -211,12 +211,12 @@ class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
     """One replica as its machine sees it. `boot` changes with every start; `problem` says why it is not serving,
     where it does not just rest.
 
-    toward         where it is moving; equal to `residency` where it is not. Whoever finds it moving toward DEVICE with
-                   an open connection may submit: it begins as soon as it can.
+    toward         where it is moving; equal to `residency` where it is not. A gateway with an open connection may
+                   submit while it moves toward DEVICE: it begins as soon as it can.
     ready_ms       until it could serve, as far as the machine can tell, where its model were asked for now; 0 where it
                    serves, −1 where it cannot be: `problem` says why.
     device         index of its device among the machine's, −1: none yet.
-    memory         where its bytes are, as it said last.
+    memory         where its bytes are, as it reported last.
     quarantined    it has died so often that it is not started for a while.
     """
 
@@ -233,8 +233,8 @@ class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceState(msgspec.Struct, frozen=True, array_like=True):
-    """A GPU, or the memory of a machine without one. `budget_bytes` of its `total_bytes` are for replicas, who hold
-    `held_bytes` now."""
+    """A GPU, or the memory of a machine without one. `budget_bytes` of its `total_bytes` are for replicas, which
+    hold `held_bytes` now."""
 
     name: str
     total_bytes: int
@@ -270,7 +270,7 @@ Frame = (
 
 
 class FrameError(ValueError):
-    """The peer sent bytes that are no frame of this protocol; the connection must be closed."""
+    """The peer sent bytes that are no frame of this protocol: the connection must be closed."""
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True):

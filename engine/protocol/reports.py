@@ -1,4 +1,4 @@
-"""What a process reports of its work in a file or on its output: memory, an inspected folder, a warmed model."""
+"""What a process reports of its work in a file or on its output: its memory, an inspected folder, a warmed model."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ MEMORY_REPORT_SUFFIX: Final = ".memory.json"
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a replica's memory went, in bytes, as it began to serve: a JSON file beside its pulse, while it runs."""
+    """Where a replica's memory went, in bytes, as it began to serve: a JSON file beside its heartbeat."""
 
     model: str
     pid: int
@@ -44,6 +44,6 @@ class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
     files: list[str] = []  # where it is now
 
 
-def memory_report_path(pulse: str | os.PathLike[str]) -> Path:
-    """The file of the replica that beats in `pulse`."""
-    return Path(pulse).with_suffix(MEMORY_REPORT_SUFFIX)
+def memory_report_path(heartbeat: str | os.PathLike[str]) -> Path:
+    """The report of the replica that beats in this file."""
+    return Path(heartbeat).with_suffix(MEMORY_REPORT_SUFFIX)

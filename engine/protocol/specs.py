@@ -26,14 +26,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gap_ms: float = 20.0  # the longest step that prompts may cause while other sequences stream, on a GPU
     sequences: int | None = None  # running at once; None: 64 on a CPU, 512 on a GPU
     waiting: int = 1024  # in the waiting queue at once
-    vectors: bool = False  # of a decoder, what its prompts become, and no text; its head is not loaded
+    vectors: bool = False  # a decoder gives its prompts' vectors, and no text; its head is not loaded
     scope_floor_blocks: int = 0  # cached blocks that an account keeps while another has more above its own floor
     scope_cap_blocks: int | None = None  # cached blocks that an account keeps unused at most; None: no cap
-    weights_bytes: int = 0  # about what its weights take, before a replica has said so itself; 0: not known
+    weights_bytes: int = 0  # about what its weights take, before a replica has reported it; 0: not known
     pinned: bool = False  # it is on the device for good
     priority: float = 1.0  # its requests count so much beside other models' where there is no room for both
     resident_s: float = 0.2  # after a wake it stays at least so long, even where others wait and it has nothing to do
-    wake_s: float = 0.5  # its requests wait so long at most while others run; then what is to make room is preempted
+    wake_s: float = 0.5  # its requests wait so long at most while others run; then those are preempted to make room
     kept_kv_bytes: int = 1 << 30  # of host memory, for the KV of system prompts while it sleeps; 0: none is kept
     public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read
 
@@ -46,11 +46,11 @@ class TelemetrySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that `python -m engine.host.agent` is told, as one JSON document."""
+    """All that `python -m engine.host.agent` needs, as one JSON document."""
 
     name: str
-    address: str  # where gateways connect for Fleet
-    folder: str  # sockets, pulses and logs of this machine
+    address: str  # where gateways connect for MachineState
+    folder: str  # sockets, heartbeats and logs of this machine
     models: list[ModelSpec]
     cache: str | None = None  # compiled kernels are kept here from start to start; None: below `folder`
     device: str = "auto"  # auto, cpu, cuda: the GPU with the most room for each replica, or cuda:N for all
@@ -61,7 +61,7 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that `python -m engine.replica.server` is told, as one JSON document."""
+    """All that `python -m engine.replica.server` needs, as one JSON document."""
 
     model: ModelSpec
     address: str  # where gateways connect

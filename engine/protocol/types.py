@@ -1,4 +1,4 @@
-"""Values inside frames: what a request asks of a replica, and how it ends. They are msgspec structs and enums alone."""
+"""Values inside frames: what a request asks of a replica, and how it ends; msgspec structs and enums alone."""
 
 import enum
 
@@ -20,7 +20,7 @@ class Residency(enum.IntEnum):
 
 
 class ScopeKind(enum.IntEnum):
-    """Who may share a cached prefix. REQUEST shares with nobody and is what a missing scope means."""
+    """With whom a cached prefix is shared. REQUEST shares with nobody and is what a missing scope means."""
 
     REQUEST = 0
     USER = 1
@@ -44,7 +44,7 @@ class RejectReason(enum.StrEnum):
 
 
 class GrammarKind(enum.StrEnum):
-    """What a grammar's source is written in."""
+    """The language of a grammar's source."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -61,7 +61,7 @@ class Pooling(enum.StrEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """What all of a completion's text must be; it may end only where the text is whole."""
+    """A grammar of a completion's whole text, which may end only where the text is complete."""
 
     kind: GrammarKind
     source: str
@@ -70,8 +70,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 class Scope(msgspec.Struct, frozen=True, array_like=True):
     """Separates prefix caches. `id` is 16 opaque bytes made in `tenants`; raising `epoch` is a wipe.
 
-    `account` is 16 opaque bytes too: whose turn the request takes among those that wait, whatever it may share. Without
-    it `id` says so, and requests without either take the turns of one.
+    `account` is 16 opaque bytes too: the account whose turn the request takes among those that wait, whatever it may
+    share. Without it `id` counts, and requests without either take the turns of one account.
     """
 
     kind: ScopeKind = ScopeKind.REQUEST
@@ -83,8 +83,8 @@ class Scope(msgspec.Struct, frozen=True, array_like=True):
 class SchedulingTerms(msgspec.Struct, frozen=True, array_like=True):
     """How a request's account is treated beside others, as its plan and its settings say.
 
-    weight          its part of what is served while accounts compete; one of 2 gets twice what one of 1 gets.
-    sequences       of it that run at once on this replica, None: as many as fit.
+    weight          its part of what is served while accounts compete; a weight of 2 gets twice what one of 1 gets.
+    sequences       that it may run at once on this replica, None: as many as fit.
     blocks          KV blocks that its running sequences hold at once here, None: as many as there are.
     floor_blocks    cached blocks, of all its scopes, that it keeps while another account has more above its own floor,
     cap_blocks      and those that it keeps unused at most; None in either: what the replica's settings say.

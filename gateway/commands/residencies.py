@@ -81,6 +81,10 @@ def replicas_of(model: str, said: Iterable[frames.MachineState]) -> Iterator[fra
         yield from (replica for replica in fleet.replicas if replica.model == model)
 
 
+def on_device(replica: frames.ReplicaState) -> bool:
+    return replica.residency is Residency.DEVICE
+
+
 def at_rest(replica: frames.ReplicaState) -> bool:
     """Whether it sleeps and would wake for a call; not while it moves, nor where it cannot be started."""
     asleep = replica.residency is not Residency.DEVICE and replica.toward is replica.residency

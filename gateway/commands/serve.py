@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, TextIO
 
@@ -25,13 +26,12 @@ from cyclopts import Parameter
 from engine.log import LOG_FORMAT_VARIABLE
 from engine.process.supervised import Backoff, start_child
 from engine.protocol import frames
-from engine.protocol.types import Residency
 from gateway.catalogue.catalogue import model_entries
 from gateway.commands.machine import machine_command
 from gateway.commands.options import Device, Source, command_app
 from gateway.commands.output import fail
-from gateway.commands.residencies import MachineWatcher, at_rest
-from gateway.commands.store_access import store_access_of
+from gateway.commands.residencies import MachineWatcher, at_rest, on_device
+from gateway.commands.store_access import StoreAccess, ask_store
 from gateway.config import Config, ServerConfig, SettingsError
 from gateway.http.tls import open_certificate
 from gateway.privacy.process import scrub_memory
@@ -40,11 +40,9 @@ from gateway.state_dir import (
     exclusive_state,
     open_state,
     read_credentials,
-    server_secret,
     write_credentials,
 )
 from tenants.auth.errors import NotFound, Unauthenticated
-from tenants.open import open_store
 from tenants.store.protocol import StoreUnavailable
 
 _TEACHING: Final = """\
@@ -62,9 +60,9 @@ LOG_BYTES_MAX: Final = 8 << 20
 _BACKOFF_S: Final = (0.5, 30.0)
 _STABLE_S: Final = 60.0  # a child that lived this long starts again without a back-off
 _PROGRESS_S: Final = 5.0
-_REST_S: Final = 2.0  # who sleeps for so long is on standby
+_REST_S: Final = 2.0  # a replica that sleeps for so long is on standby
 _MACHINE_DRAIN_S: Final = 35.0
-_STARTING: Final = re.compile(r"^(not started yet|loading( \d+ %)?)$")  # told with the time that has passed
+_STARTING: Final = re.compile(r"^(not started yet|loading( \d+ %)?)$")  # printed with the time that has passed
 
 
 app = command_app("serve", "start everything on this host", _TEACHING)
@@ -84,17 +82,18 @@ def serve(
         scrub_memory()
     try:
         open_state(config)
-        open_certificate(config.server)  # what is wrong with it is better said here than in a log
+        open_certificate(config.server)  # a problem with it is better shown here than in a log
         with exclusive_state(config):
             port = _free_port(config)
-            credentials = asyncio.run(_credentials(config, port))
+            url = base_url(config.server, port)
+            credentials = asyncio.run(ask_store(config, partial(_first_credentials, config, url)))
             return ServeSupervisor(config, source.config, port, credentials, sys.stdout).run()
     except (StoreUnavailable, OSError) as error:
         return fail(str(error))
 
 
 def _free_port(config: Config) -> int:
-    """The configured port, or a free one for 0. Raises ConfigError where it is taken."""
+    """The configured port, or a free one for 0. Raises SettingsError where it is taken."""
     host, port = config.server.host, config.server.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -130,27 +129,21 @@ def endpoint_answers(server: ServerConfig, port: int, path: str) -> bool:
         return False
 
 
-async def _credentials(config: Config, port: int) -> Credentials:
-    """Those of the first start where they still open something, else new ones; with the present base_url."""
-    url = base_url(config.server, port)
-    store = open_store(config.store_url)
-    try:
-        await store.ping()
-        tenantry = store_access_of(store, server_secret(config))
-        known = read_credentials(config)
-        if known is not None:
-            try:
-                await tenantry.accounts.verify(known.token)
-            except (Unauthenticated, NotFound):
-                known = None
-        if known is None:
-            account, text = await tenantry.open_account("first")
-            known = Credentials(url, account.id, text)
-        credentials = msgspec.structs.replace(known, base_url=url)
-        write_credentials(config, credentials)
-        return credentials
-    finally:
-        await store.close()
+async def _first_credentials(config: Config, url: str, access: StoreAccess) -> Credentials:
+    """The credentials of the first start where they still open something, else new ones; with this base_url."""
+    await access.store.ping()
+    known = read_credentials(config)
+    if known is not None:
+        try:
+            await access.accounts.verify(known.token)
+        except (Unauthenticated, NotFound):
+            known = None
+    if known is None:
+        account, token = await access.open_account("first")
+        known = Credentials(url, account.id, token)
+    credentials = msgspec.structs.replace(known, base_url=url)
+    write_credentials(config, credentials)
+    return credentials
 
 
 def first_call(credentials: Credentials, model: str) -> str:
@@ -181,14 +174,14 @@ class ServeProcess:
         self._environment = environment
 
     def start(self, now: float) -> None:
-        """In its own process group, so that a terminal's Ctrl-C reaches this process alone, which then drains."""
+        """Starts it in its own process group: a terminal's Ctrl-C reaches this process alone, which then drains."""
         self._started_at = now
         with open(self._log, "ab") as log:
             self.process = start_child(
                 self._command, output=log, environment=self._environment, own_group=True, death=self._death
             )
 
-    def ended(self, now: float) -> int | None:
+    def poll(self, now: float) -> int | None:
         """The status of a process that ended since the last look; `start_at` says when to start the next."""
         if self.process is None or (status := self.process.poll()) is None:
             return None
@@ -202,16 +195,16 @@ class ServeProcess:
         if self.process is not None:
             self.process.send_signal(number)
 
-    def wait(self, seconds: float, hurry: Callable[[], bool]) -> None:
-        """Until it ended; killed after `seconds`, or as soon as `hurry` says so."""
-        until = time.monotonic() + seconds
+    def wait(self, seconds: float, hurried: Callable[[], bool]) -> None:
+        """Waits until it ended; kills it after `seconds`, or as soon as `hurried`."""
+        deadline = time.monotonic() + seconds
         while self.process is not None and self.process.poll() is None:
-            if time.monotonic() >= until or hurry():
+            if time.monotonic() >= deadline or hurried():
                 self.process.kill()
             time.sleep(0.02)
         self.process = None
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log."""
         with open(self._log, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
@@ -221,18 +214,20 @@ class ServeProcess:
 class ServeSupervisor:
     """The loop of `hearth serve`."""
 
-    def __init__(self, config: Config, config_path: str | None, port: int, first: Credentials, out: TextIO) -> None:
+    def __init__(
+        self, config: Config, config_path: str | None, port: int, credentials: Credentials, out: TextIO
+    ) -> None:
         self._config = config
         self._port = port
-        self._first = first
+        self._credentials = credentials
         self._out = out
         self._stops = 0
         self._answered = False  # the gateway has lived, so that another start is worth trying
-        self._callable: set[str] = set()  # models that were told to be ready or on standby
+        self._callable: set[str] = set()  # models that were announced as ready or on standby
         self._resting_since: dict[str, float] = {}  # by address
-        self._said: dict[str, str] = {}  # of each replica that is not callable, by address
+        self._problems: dict[str, str] = {}  # as printed last of each replica that is not callable, by address
         self._progress_at = _PROGRESS_S
-        self._machine_side = MachineWatcher(config.machine_address)
+        self._watcher = MachineWatcher(config.machine_address)
         settings = ["--config", str(Path(config_path).resolve())] if config_path is not None else []
         settings += ["--state", config.state_folder, "--host", config.server.host, "--port", str(port)]
         gateway = [sys.executable, "-P", "-m", "gateway.cli", "gateway", *settings]
@@ -242,107 +237,108 @@ class ServeSupervisor:
         self._machine = ServeProcess("machine", machine, config.state / "machine.log", signal.SIGKILL, logs)
 
     def run(self) -> int:
-        """Until a signal, or until the gateway cannot even start."""
+        """Runs until a signal, or until the gateway cannot even start."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
         began = time.monotonic()
         if not model_entries(self._config):
-            self._say("the catalogue has no model: `hearth pull` brings one, [[models]] in hearth.toml names folders")
+            self._print("the catalogue has no model: `hearth pull` brings one, [[models]] in hearth.toml names folders")
         try:
             while not self._stops:
                 now = time.monotonic()
                 for child in (self._machine, self._gateway):
-                    if not self._keep(child, now):
+                    if not self._keep_running(child, now):
                         return 1
-                self._tell(now - began)
+                self._report(now - began)
                 time.sleep(_LOOK_S)
-            self._say("draining; Ctrl-C again ends at once")
+            self._print("draining; Ctrl-C again ends at once")
             return 0
         finally:
-            self._end()
+            self._end_children()
 
     def _stop(self, *_: object) -> None:
         self._stops += 1
 
-    def _keep(self, child: ServeProcess, now: float) -> bool:
-        """False where going on makes no sense: the gateway ended before it ever answered."""
+    def _keep_running(self, child: ServeProcess, now: float) -> bool:
+        """Keeps a child running. False where that makes no sense: the gateway ended before it ever answered."""
         trim(self._config.state / f"{child.name}.log")
-        status = child.ended(now)
+        status = child.poll(now)
         if status is not None:
             if child is self._gateway and not self._answered and status > 0:  # not by a signal: by itself
-                fail(f"the gateway could not start (status {status}):\n{child.last_words()}")
+                fail(f"the gateway could not start (status {status}):\n{child.log_tail()}")
                 return False
-            self._say(f"the {child.name} ended with status {status}; it starts again (see {child.name}.log)")
+            self._print(f"the {child.name} ended with status {status}; it starts again (see {child.name}.log)")
         if child.process is None and now >= child.start_at:
             child.start(now)
         return True
 
-    def _tell(self, elapsed_s: float) -> None:
-        """What changed: which models can be called, which cannot and why; the first call once the gateway is ready."""
+    def _report(self, elapsed_s: float) -> None:
+        """Prints what changed: which models can be called, which cannot and why; the first call once the gateway is
+        ready."""
         self._answered = self._answered or self._answers("/healthz")
-        said = self._machine_side.look()
-        for replica in said.replicas if said is not None else []:
-            if replica.residency is Residency.DEVICE:
-                self._said.pop(replica.address, None)
-                self._welcome(replica.model, f"is ready after {elapsed_s:.1f} s")
-            elif self._rests(replica, elapsed_s):
-                self._welcome(replica.model, "is on standby: its first call wakes it")
+        state = self._watcher.look()
+        for replica in state.replicas if state is not None else []:
+            if on_device(replica):
+                self._problems.pop(replica.address, None)
+                self._announce(replica.model, f"is ready after {elapsed_s:.1f} s")
+            elif self._on_standby(replica, elapsed_s):
+                self._announce(replica.model, "is on standby: its first call wakes it")
             elif not _STARTING.match(replica.problem):
-                self._say_news(replica)
+                self._print_problem(replica)
             elif elapsed_s >= self._progress_at:
                 self._progress_at = elapsed_s + _PROGRESS_S
-                self._say(f"{replica.model}: {replica.problem}, {elapsed_s:.0f} s so far")
+                self._print(f"{replica.model}: {replica.problem}, {elapsed_s:.0f} s so far")
 
-    def _say_news(self, replica: frames.ReplicaState) -> None:
-        """Once, as long as it stays the same."""
-        if replica.problem not in ("", self._said.get(replica.address)):
-            self._said[replica.address] = replica.problem
-            self._say(f"{replica.model}: {replica.problem}")
+    def _print_problem(self, replica: frames.ReplicaState) -> None:
+        """Prints why a replica cannot be called, once as long as that stays the same."""
+        if replica.problem not in ("", self._problems.get(replica.address)):
+            self._problems[replica.address] = replica.problem
+            self._print(f"{replica.model}: {replica.problem}")
 
-    def _rests(self, replica: frames.ReplicaState, elapsed_s: float) -> bool:
+    def _on_standby(self, replica: frames.ReplicaState, elapsed_s: float) -> bool:
         """Whether it has slept for a while: before, its machine may not have decided yet where it is to be."""
         if not at_rest(replica):
             self._resting_since.pop(replica.address, None)
             return False
         return elapsed_s - self._resting_since.setdefault(replica.address, elapsed_s) >= _REST_S
 
-    def _welcome(self, model: str, how: str) -> None:
-        """Says once that a model can be called."""
+    def _announce(self, model: str, how: str) -> None:
+        """Prints once that a model can be called."""
         if model in self._callable or not self._answers("/readyz"):
             return
         if not self._callable:
-            self._say(f"Hearth serves on {self._first.base_url}")
+            self._print(f"Hearth serves on {self._credentials.base_url}")
         self._callable.add(model)
-        self._say(f"{model} {how}")
+        self._print(f"{model} {how}")
         if len(self._callable) == 1:
-            self._say_first_call(model)
+            self._print_first_call(model)
 
-    def _say_first_call(self, model: str) -> None:
-        self._say(
-            f"\naccount  {self._first.account_id}\ntoken    {self._first.token}"
+    def _print_first_call(self, model: str) -> None:
+        self._print(
+            f"\naccount  {self._credentials.account_id}\ntoken    {self._credentials.token}"
             f"\n         (kept in {self._config.credentials_path})\n\nYour first call:\n"
         )
-        self._say(first_call(self._first, model) + "\n")
+        self._print(first_call(self._credentials, model) + "\n")
 
     def _answers(self, path: str) -> bool:
         return endpoint_answers(self._config.server, self._port, path)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a closed terminal is no reason to stop serving
             print(line, file=self._out, flush=True)
 
-    def _end(self) -> None:
-        """First the gateway, so that its streams can end while the replicas still answer."""
+    def _end_children(self) -> None:
+        """Ends the gateway first, so that its streams can end while the replicas still answer."""
         stops = max(self._stops, 1)
 
-        def hurry() -> bool:
+        def hurried() -> bool:
             return self._stops > stops
 
         self._gateway.send(signal.SIGTERM)
-        self._gateway.wait(self._config.server.drain_s + 5.0, hurry)
+        self._gateway.wait(self._config.server.drain_s + 5.0, hurried)
         self._machine.send(signal.SIGTERM)
-        self._machine.wait(_MACHINE_DRAIN_S, hurry)
-        self._machine_side.close()
+        self._machine.wait(_MACHINE_DRAIN_S, hurried)
+        self._watcher.close()
 
 
 def trim(log: Path) -> None:

@@ -130,8 +130,8 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
-    household = ServeSupervisor(load_config(), None, 1, Credentials("http://x", "a", "t"), out)
-    monkeypatch.setattr(household, "_answers", lambda path: True)
+    supervisor = ServeSupervisor(load_config(), None, 1, Credentials("http://x", "a", "t"), out)
+    monkeypatch.setattr(supervisor, "_answers", lambda path: True)
     asleep = replica(Residency.MEMORY, "@cf/a/asleep")
     resting = replica(Residency.DISK, "@cf/a/resting")
     broken = replica(Residency.DISK, "@cf/a/broken", ready_ms=-1, problem="the folder is not whole")
@@ -143,7 +143,7 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
         out.truncate(0)
         out.seek(0)
         for _ in range(50):
-            household._tell(elapsed_s)
+            supervisor._report(elapsed_s)
             threading.Event().wait(0.002)
         return out.getvalue()
 
@@ -166,4 +166,4 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
         assert "standby" not in last
         assert last == f"{EMBER}: loading 10 %, 9 s so far\n", "what is wrong with others was said"
     finally:
-        household._machine_side.close()
+        supervisor._watcher.close()
